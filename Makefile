@@ -1,0 +1,43 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Both make their own .venv first.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The CPU build of torch on machines whose package index offers it; elsewhere pip takes what the index has.
+TORCH ?= torch>=2.11,<2.14
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.installed
+	$(BIN)/d3engine generate demo
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict d3engine/depth d3engine/kv_cache.py d3engine/scheduler.py d3engine/plan.py d3engine/request.py
+
+bench: $(VENV)/.installed-test
+	$(BIN)/python -m pytest benchmarks --benchmark-only
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml setup.py
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable ".[plots,test]"
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

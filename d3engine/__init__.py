@@ -1,0 +1,66 @@
+"""d3engine: a Llama inference engine in which a skipped layer is time and memory really saved.
+
+The public names are imported on first use, so that `d3engine schedule` needs no torch and `import d3engine` is quick.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_PACKAGE = Path(__file__).parent
+if not (_PACKAGE / "kernels").is_dir() and (_PACKAGE.parent / "kernels").is_dir():
+    # A bare checkout: `kernels/` and `weights_tools/` stand beside the package, not yet mapped into it by an install.
+    __path__.append(str(_PACKAGE.parent))
+
+_PUBLIC = {
+    "Engine": "d3engine.engine",
+    "SamplingParams": "d3engine.request",
+    "RequestOutput": "d3engine.request",
+    "CompletionOutput": "d3engine.request",
+    "FullDepth": "d3engine.depth",
+    "D3": "d3engine.depth",
+    "SkipDecode": "d3engine.depth",
+    "UnifiedSkip": "d3engine.depth",
+    "LayerTable": "d3engine.depth",
+    "Immediate": "d3engine.admission",
+    "Waves": "d3engine.admission",
+    "D3EngineError": "d3engine.errors",
+    "InvalidValueError": "d3engine.errors",
+    "ModelFormatError": "d3engine.errors",
+    "EngineDeadError": "d3engine.errors",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+if TYPE_CHECKING:
+    from d3engine.admission import Immediate as Immediate
+    from d3engine.admission import Waves as Waves
+    from d3engine.depth import D3 as D3
+    from d3engine.depth import FullDepth as FullDepth
+    from d3engine.depth import LayerTable as LayerTable
+    from d3engine.depth import SkipDecode as SkipDecode
+    from d3engine.depth import UnifiedSkip as UnifiedSkip
+    from d3engine.engine import Engine as Engine
+    from d3engine.errors import D3EngineError as D3EngineError
+    from d3engine.errors import EngineDeadError as EngineDeadError
+    from d3engine.errors import InvalidValueError as InvalidValueError
+    from d3engine.errors import ModelFormatError as ModelFormatError
+    from d3engine.request import CompletionOutput as CompletionOutput
+    from d3engine.request import RequestOutput as RequestOutput
+    from d3engine.request import SamplingParams as SamplingParams
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'd3engine' has no attribute {name!r}")
+    value = getattr(import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

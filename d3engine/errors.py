@@ -1,0 +1,69 @@
+"""Every error the engine raises on purpose, and the one helper that words them alike.
+
+A message names the field, the value that was given and what is allowed, so that nobody has to read the source.
+"""
+
+from __future__ import annotations
+
+import sys
+from numbers import Integral
+from typing import Any
+
+
+class D3EngineError(Exception):
+    """Base of all errors that d3engine raises on purpose."""
+
+
+class InvalidValueError(D3EngineError, ValueError):
+    """A value from the outside that is not allowed: a sampling parameter, an engine argument, a prompt."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        shown = repr(value)
+        if len(shown) > 200:
+            shown = shown[:197] + "..."
+        super().__init__(f"{field}={shown} is not allowed: {allowed}")
+        self.field = field
+        self.value = value
+        self.allowed = allowed
+
+
+class ModelFormatError(D3EngineError, ValueError):
+    """A model directory that cannot be loaded as it is; the message names the file and the tensor or field."""
+
+
+class EngineDeadError(D3EngineError, RuntimeError):
+    """The engine met a fault of its own and has ended; every later call raises this, with the fault as its cause."""
+
+
+class MissingExtraError(D3EngineError, ImportError):
+    """An optional package is not installed; the message names the extra that brings it."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"this needs the package {package!r}: pip install 'd3engine[{extra}]'")
+
+
+def require(condition: bool, field: str, value: object, allowed: str) -> None:
+    """Raise `InvalidValueError(field, value, allowed)` unless `condition` holds."""
+    if not condition:
+        raise InvalidValueError(field, value, allowed)
+
+
+def require_integer(field: str, value: Any, low: int, high: int | None = None) -> int:
+    """Return `value` if it is an int (never a bool) in [low, high]; raise `InvalidValueError` otherwise."""
+    allowed = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+    require(is_integer and value >= low and (high is None or value <= high), field, value, allowed)
+    return int(value)
+
+
+def require_number(
+    field: str, value: Any, low: float, high: float, *, open_low: bool = False, open_high: bool = False
+) -> float:
+    """Return `value` as a finite float within the bounds; raise `InvalidValueError` otherwise."""
+    allowed = f"a finite number in {'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    require(is_number, field, value, allowed)
+    above = value > low if open_low else value >= low
+    below = value < high if open_high else value <= high
+    require(above and below, field, value, allowed)
+    return float(value)

@@ -1,0 +1,19 @@
+"""Maps the top-level folders `kernels/` and `weights_tools/` into the d3engine package.
+
+They stand at the top of the repository because people look for them there, but are only ever importable as
+`d3engine.kernels` and `d3engine.weights_tools`: a top-level module named `kernels` belongs to another project.
+"""
+
+from setuptools import find_packages, setup
+
+TOP_LEVEL = ("kernels", "weights_tools")
+
+packages = find_packages(include=["d3engine", "d3engine.*"])
+for folder in TOP_LEVEL:
+    packages.append(f"d3engine.{folder}")
+    packages.extend(f"d3engine.{folder}.{name}" for name in find_packages(folder))
+
+setup(
+    packages=packages,
+    package_dir={"d3engine": "d3engine"} | {f"d3engine.{folder}": folder for folder in TOP_LEVEL},
+)

@@ -1,0 +1,58 @@
+"""What all tests share: tiny models made once a session, prompts, and the data that only this workplace has.
+
+Fixtures return functions where a test needs arguments; the functions themselves live in `tests/support`, which pytest
+puts on the import path.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import TinyLlama, random_prompts, save_tiny_llama
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny products are slower on many threads, and workers of pytest-xdist would fight for the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyLlama]:
+    """`tiny_llama(**config)` -> (directory, transformers' model): a random Llama, made once for equal arguments.
+
+    Keywords are LlamaConfig's, and `seed` and `max_shard_size`; see `tiny_models.TINY` for what they change. Treat both
+    as read-only: other tests use them too.
+    """
+    made: dict[str, TinyLlama] = {}
+
+    def make(**config: Any) -> TinyLlama:
+        key = json.dumps(config, sort_keys=True)
+        if key not in made:
+            made[key] = save_tiny_llama(tmp_path_factory.mktemp("tiny_llama"), **config)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_prompts() -> Callable[..., list[list[int]]]:
+    """`make_prompts([3, 17], seed=0, vocab_size=300)`: a prompt of random token ids for each length."""
+    return random_prompts
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of third-party data beside the repository; tests that need it skip where it is absent."""
+    folder = Path(__file__).resolve().parents[2] / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("shared/data does not lie beside this repository")
+    return folder

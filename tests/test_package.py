@@ -1,0 +1,53 @@
+"""What importing the package brings, and what it does not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import d3engine
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(code: str, *, isolated: bool = False) -> str:
+    """The output of `code` in a fresh interpreter; isolated: from the bare checkout, without any installation."""
+    flags = ["-S", "-I"] if isolated else []
+    result = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, check=True, cwd="/")
+    return result.stdout.strip()
+
+
+def test_importing_the_package_loads_neither_transformers_nor_torch_nor_an_extra() -> None:
+    loaded = run("import d3engine, sys; print(*sys.modules)").split()
+    assert "d3engine" in loaded
+    assert not {"torch", "transformers", "matplotlib", "typer", "rich"} & set(loaded)
+
+
+def test_the_engine_loads_no_optional_package() -> None:
+    loaded = run("from d3engine import Engine; import sys; print(*sys.modules)").split()
+    assert "torch" in loaded
+    assert not {"transformers", "matplotlib", "pytest", "lm_eval", "typer"} & set(loaded)
+
+
+def test_a_bare_checkout_finds_kernels_and_tools_without_an_installation() -> None:
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import d3engine.weights_tools as w; print(w.__file__)"
+    assert Path(run(code, isolated=True)) == ROOT / "weights_tools" / "__init__.py"
+
+
+@pytest.mark.parametrize("name", ["kernels", "weights_tools"])
+def test_no_top_level_module_of_a_foreign_name_can_be_imported(name: str) -> None:
+    assert run(f"import importlib.util; print(importlib.util.find_spec({name!r}))") == "None"
+
+
+def test_every_public_name_can_be_imported() -> None:
+    for name in d3engine.__all__:
+        assert getattr(d3engine, name) is not None
+    assert set(d3engine.__all__) <= set(dir(d3engine))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="Engin"):
+        d3engine.Engin

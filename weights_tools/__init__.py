@@ -1,0 +1,1 @@
+"""Tools around model directories: convert, inspect, verify, and train the demo model."""
