@@ -1,0 +1,124 @@
+"""What a user writes to say how deep each token goes: `D3(alpha=0.9, start=0.6)`.
+
+The one idea: a policy knows no model. It is a small frozen value that turns into a `Schedule` once the number
+of layers is known, and into plain JSON (`describe`) so that a model directory, a command line and a log can
+hold it.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields
+from fractions import Fraction
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+from d3engine.depth.schedule import Schedule
+from d3engine.errors import InvalidValueError, ModelFormatError, require
+
+POLICY_FILE = "d3.json"
+"""Beside a model's weights: the policy that calibration found for it."""
+
+POLICY_CLASSES: Mapping[str, tuple[str, str]] = {
+    "full": ("d3engine.depth.full_depth", "FullDepth"),
+    "d3": ("d3engine.depth.d3", "D3"),
+    "skipdecode": ("d3engine.depth.skip_decode", "SkipDecode"),
+    "unified": ("d3engine.depth.unified_skip", "UnifiedSkip"),
+    "table": ("d3engine.depth.layer_table", "LayerTable"),
+}
+"""Name -> module and class. A `DepthPolicy` of the user's own has no entry: it is passed as an object."""
+
+
+class DepthPolicy(ABC):
+    """Base of all policies: frozen dataclasses whose arguments are checked at construction."""
+
+    name: ClassVar[str]
+    """What the command line and JSON call the policy."""
+
+    @abstractmethod
+    def schedule(self, num_layers: int) -> Schedule:
+        """The schedule for `num_layers` layers; raises `InvalidValueError` if the policy does not fit."""
+
+    def describe(self) -> dict[str, Any]:
+        """`{"policy": name, option: value, ...}`, ready for JSON; `policy_from_dict` reads it back."""
+        options = {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
+        return {
+            "policy": self.name,
+            **{option: str(value) if isinstance(value, Fraction) else value for option, value in options.items()},
+        }
+
+
+def policy_class(name: str) -> type[DepthPolicy]:
+    """The class of a named policy."""
+    require(
+        isinstance(name, str) and name in POLICY_CLASSES,
+        "policy",
+        name,
+        f"one of {', '.join(POLICY_CLASSES)}",
+    )
+    module, class_name = POLICY_CLASSES[name]
+    return cast(type[DepthPolicy], getattr(import_module(module), class_name))
+
+
+def policy_options(name: str) -> tuple[str, ...]:
+    """The options that a named policy takes, in order."""
+    return tuple(field.name for field in fields(cast(Any, policy_class(name))))
+
+
+def policy_from_name(name: str, **options: Any) -> DepthPolicy:
+    """The policy of that name with these options; unknown and missing options are refused by name."""
+    policy = policy_class(name)
+    takes = policy_options(name)
+    for option, value in options.items():
+        require(
+            option in takes,
+            option,
+            value,
+            f"policy {name!r} takes {', '.join(takes) if takes else 'no options'}",
+        )
+    needed = [field.name for field in fields(cast(Any, policy)) if _has_no_default(field)]
+    missing = [option for option in needed if option not in options]
+    if missing:
+        raise InvalidValueError("policy", name, f"it needs {' and '.join(missing)}")
+    return policy(**options)
+
+
+def policy_from_dict(description: Mapping[str, Any]) -> DepthPolicy:
+    """The policy that `describe` wrote: a mapping with "policy", its name, and the policy's options."""
+    require(
+        isinstance(description, Mapping) and "policy" in description,
+        "policy",
+        description,
+        'a mapping with "policy" and its options',
+    )
+    options = {str(option): value for option, value in description.items() if option != "policy"}
+    require("name" not in options, "name", options.get("name"), 'the name of a policy is under "policy"')
+    return policy_from_name(description["policy"], **options)
+
+
+def policy_from_directory(directory: str | Path) -> DepthPolicy:
+    """The policy under "depth" in the `d3.json` beside a model's weights; `FullDepth` without that file.
+
+    What else the file holds (the evidence that calibration found) is for people to read. Raises `ModelFormatError`,
+    naming the file, for one that describes no policy.
+    """
+    path = Path(directory) / POLICY_FILE
+    if not path.exists():
+        return policy_from_name("full")
+    try:
+        return policy_from_dict(json.loads(path.read_bytes())["depth"])
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        RecursionError,
+    ) as error:  # InvalidValueError is a ValueError
+        raise ModelFormatError(f'{path} describes no depth policy under "depth": {error}') from error
+
+
+def _has_no_default(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING

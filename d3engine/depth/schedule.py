@@ -1,0 +1,238 @@
+"""A depth schedule: which layers run at which generation step of a sequence.
+
+The one idea: when a layer that is skipped once stays skipped, the whole schedule of a sequence is ONE vector
+of L integers, `layer l runs at step i <=> i < cutoffs[l]`. A user's table that lets a layer wake up again has
+no such vector; it stays a table, and the entries its sleeping layers miss must then be filled (`on_skip`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from d3engine.errors import InvalidValueError, require, require_integer
+
+NEVER: int = 2**31 - 1
+"""The cutoff of a layer that is never skipped, and the end of a run of steps without end; fits an int32."""
+
+OnSkip: TypeAlias = Literal["none", "copy", "project"]
+"""What the cache holds at a skipped layer: nothing, the entry of the nearest layer below that ran, or K and V
+projected from the hidden state that passed through."""
+
+ON_SKIP: tuple[str, ...] = ("none", "copy", "project")
+
+Int32Array: TypeAlias = npt.NDArray[np.int32]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+
+
+def check_on_skip(on_skip: Any) -> None:
+    """Refuse anything but the three rules for the entries of skipped layers."""
+    require(isinstance(on_skip, str) and on_skip in ON_SKIP, "on_skip", on_skip, f"one of {', '.join(ON_SKIP)}")
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """The layers of each generation step; made by `Schedule.nested` or `Schedule.from_table`.
+
+    Step 0 is the first generated token, which the prompt pass yields, so it is always at full depth; prompt
+    tokens are at step -1. Two schedules are equal when they have the same cutoffs, table and `on_skip`.
+
+    Attributes:
+        cutoffs: int32 [L], read-only: the first step that skips the layer, at least 1, `NEVER` for none. All
+            `NEVER`, and not used, when `table` is given.
+        table: None when nested; else bool [steps, L], read-only: row i is step i, the last row holds from
+            there on.
+        on_skip: what the cache holds at a skipped layer.
+    """
+
+    cutoffs: Int32Array
+    table: BoolArray | None = None
+    on_skip: OnSkip = "none"
+
+    def __post_init__(self) -> None:
+        check_on_skip(self.on_skip)
+        _set(self, "cutoffs", _checked_cutoffs(self.cutoffs))
+        _set(self, "_sorted_cutoffs", np.sort(self.cutoffs))
+        if self.table is not None:
+            _set(self, "table", _checked_table(self.table))
+            _set(self, "_depth_rows", self.table.sum(axis=1, dtype=np.int64))
+            self._check_table_fields()
+        if self.on_skip == "copy":
+            layer_0_sleeps = self.cutoffs[0] != NEVER if self.table is None else not self.table[:, 0].all()
+            require(
+                not layer_0_sleeps,
+                "on_skip",
+                "copy",
+                "layer 0 must then always run, it has no layer below to copy",
+            )
+
+    def _check_table_fields(self) -> None:
+        assert self.table is not None
+        require(
+            self.table.shape[1] == self.num_layers,
+            "table",
+            self.table.shape,
+            f"[steps, {self.num_layers} layers]",
+        )
+        require(bool((self.cutoffs == NEVER).all()), "cutoffs", self.cutoffs.tolist(), "all NEVER beside a table")
+        require(
+            self.on_skip != "none",
+            "on_skip",
+            self.on_skip,
+            "'copy' or 'project', since layers that run again after a skip would read entries nobody wrote",
+        )
+
+    @classmethod
+    def nested(cls, cutoffs: Sequence[int] | npt.NDArray[Any], on_skip: OnSkip = "none") -> Schedule:
+        """The schedule in which layer l runs at step i while `i < cutoffs[l]`."""
+        return cls(_as_array("cutoffs", cutoffs), None, on_skip)
+
+    @classmethod
+    def from_table(cls, table: Sequence[Sequence[bool]] | npt.NDArray[Any], on_skip: OnSkip = "copy") -> Schedule:
+        """The schedule whose step i runs the layers of row i; the last row holds for all later steps.
+
+        Row 0 must be all True, since the prompt pass runs everything. A nested table (a layer that is off
+        stays off) becomes cutoffs.
+        """
+        rows = _checked_table(_as_array("table", table))
+        num_layers = rows.shape[1]
+        if bool((rows[1:] <= rows[:-1]).all()):
+            running_steps = rows.sum(axis=0)
+            return cls(np.where(rows[-1], NEVER, running_steps), None, on_skip)
+        return cls(np.full(num_layers, NEVER), rows, on_skip)
+
+    @property
+    def num_layers(self) -> int:
+        """L, the layers of the model."""
+        return len(self.cutoffs)
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether a skipped layer stays skipped, so that `cutoffs` says everything."""
+        return self.table is None
+
+    @property
+    def first_skipping_step(self) -> int:
+        """The first step that runs fewer than L layers; `NEVER` when all run for ever."""
+        return self.same_layers_until(0)
+
+    def active(self, step: int) -> BoolArray:
+        """Bool [L]: the layers that run at `step`; all of them for the prompt (step -1) and step 0."""
+        if self.table is None:
+            running: BoolArray = step < self.cutoffs
+        else:
+            running = self.table[self._row(step)].copy()
+        return running
+
+    def depth_at(self, step: int) -> int:
+        """How many layers run at `step`."""
+        if self.table is None:
+            return self.num_layers - int(self._cutoffs_in_order.searchsorted(step, side="right"))
+        return int(self._depth_of_row[self._row(step)])
+
+    def depths(self, num_steps: int) -> npt.NDArray[np.int64]:
+        """Int64 [num_steps]: how many layers run at steps 0 .. num_steps - 1."""
+        steps = np.arange(require_integer("num_steps", num_steps, 0))
+        if self.table is None:
+            return self.num_layers - self._cutoffs_in_order.searchsorted(steps, side="right")
+        return self._depth_of_row[np.minimum(steps, len(self.table) - 1)]
+
+    def same_layers_until(self, step: int) -> int:
+        """The largest end such that all of steps [step, end) run the same layers; `NEVER` if for ever."""
+        if self.table is None:
+            later = self._cutoffs_in_order.searchsorted(step, side="right")
+            return NEVER if later == self.num_layers else int(self._cutoffs_in_order[later])
+        row = self._row(step)
+        differs = (self.table[row + 1 :] != self.table[row]).any(axis=1)
+        return row + 1 + int(differs.argmax()) if differs.any() else NEVER
+
+    def runs(self, num_steps: int) -> list[tuple[int, int]]:
+        """The steps 0 .. num_steps - 1 cut where the layers change: (first step, end step) of each piece."""
+        require_integer("num_steps", num_steps, 0)
+        pieces, step = [], 0
+        while step < num_steps:
+            end = min(self.same_layers_until(step), num_steps)
+            pieces.append((step, end))
+            step = end
+        return pieces
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        return self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[object, ...]:
+        table = None if self.table is None else (self.table.shape, self.table.tobytes())
+        return (self.on_skip, self.cutoffs.tobytes(), table)
+
+    def _row(self, step: int) -> int:
+        assert self.table is not None
+        return min(max(step, 0), len(self.table) - 1)
+
+    @property
+    def _cutoffs_in_order(self) -> Int32Array:
+        in_order: Int32Array = self.__dict__["_sorted_cutoffs"]
+        return in_order
+
+    @property
+    def _depth_of_row(self) -> npt.NDArray[np.int64]:
+        depths: npt.NDArray[np.int64] = self.__dict__["_depth_rows"]
+        return depths
+
+
+def _set(schedule: Schedule, field: str, array: npt.NDArray[Any]) -> None:
+    """Store a read-only array in a frozen schedule."""
+    array.flags.writeable = False
+    object.__setattr__(schedule, field, array)
+
+
+def _as_array(field: str, value: Any) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(value)
+    except ValueError as error:  # rows of different lengths
+        raise InvalidValueError(field, value, "an array") from error
+
+
+def _checked_cutoffs(cutoffs: npt.NDArray[Any]) -> Int32Array:
+    """A copy of `cutoffs` as int32 [L], every one in [1, NEVER]."""
+    given = _as_array("cutoffs", cutoffs)
+    require(
+        given.ndim == 1 and given.size > 0 and given.dtype.kind in "iu",
+        "cutoffs",
+        cutoffs,
+        "one integer for each layer",
+    )
+    require(
+        bool((given >= 1).all() and (given <= NEVER).all()),
+        "cutoffs",
+        given.tolist(),
+        f"from 1 (the prompt pass yields step 0 at full depth) to {NEVER} (never)",
+    )
+    return given.astype(np.int32)  # always a copy: the caller's array stays the caller's
+
+
+def _checked_table(table: npt.NDArray[Any]) -> BoolArray:
+    """A copy of `table`, bool [steps, L] with a full row 0, without repeats of its last row."""
+    given = _as_array("table", table)
+    require(
+        given.ndim == 2 and given.size > 0 and given.dtype.kind == "b",
+        "table",
+        table,
+        "a boolean array [steps, layers]",
+    )
+    require(
+        bool(given[0].all()),
+        "table[0]",
+        given[0].tolist(),
+        "all True: the prompt pass yields step 0 at full depth",
+    )
+    changes = np.flatnonzero((given[1:] != given[:-1]).any(axis=1))
+    num_rows = int(changes[-1]) + 2 if len(changes) else 1
+    return given[:num_rows].copy()
