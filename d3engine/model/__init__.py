@@ -1,0 +1,1 @@
+"""The Llama model: configuration, weights, rope and the forward pass over a plan."""

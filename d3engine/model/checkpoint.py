@@ -1,0 +1,174 @@
+"""Opens the safetensors files of a model directory and reads single tensors from them, memory-mapped.
+
+The one idea: headers first. Every name, shape, dtype and file is known and cross-checked when
+`open_checkpoint` returns, before a single weight is read or allocated. The directory is untrusted: shard
+names must be plain names inside it, and whatever is truncated, doubled or contradictory is an error that
+names the file and the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from d3engine.errors import ModelFormatError
+from d3engine.model.fields import read_json_object
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_BYTES_PER_VALUE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """What a file's header says of one tensor; `dtype` is safetensors' name for it, such as "BF16"."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_values(self) -> int:
+        """Product of the shape."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def bytes_per_value(self) -> int:
+        """Size of one value; only for the float dtypes that `open_checkpoint` lets through."""
+        return _BYTES_PER_VALUE[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.num_values * self.bytes_per_value
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The tensors of an open model directory, by name; readable until the `open_checkpoint` block ends."""
+
+    entries: dict[str, TensorEntry]
+    _handles: dict[Path, Any]
+
+    def read(self, name: str) -> Tensor:
+        """Return one tensor on the CPU, in the dtype of the file."""
+        entry = self.entries[name]
+        try:
+            tensor: Tensor = self._handles[entry.file].get_tensor(name)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise ModelFormatError(f"{entry.file}: tensor {name!r} cannot be read: {error}") from None
+        return tensor
+
+
+@contextmanager
+def open_checkpoint(directory: str | Path) -> Iterator[Checkpoint]:
+    """Open all safetensors files of a model directory: `model.safetensors`, or else the shards its index
+    names.
+
+    Raises `ModelFormatError` for a missing, unreadable, truncated or corrupt file, a tensor held by two
+    shards, an index that disagrees with its shards, a shard name that is a path, and a dtype other than F64,
+    F32, F16 and BF16.
+    """
+    index = _read_index(Path(directory))
+    with ExitStack() as stack:
+        entries: dict[str, TensorEntry] = {}
+        handles: dict[Path, Any] = {}
+        for file in _files(Path(directory), index):
+            handles[file] = stack.enter_context(_open(file))
+            for entry in _header(file, handles[file]):
+                if entry.name in entries:
+                    raise ModelFormatError(f"tensor {entry.name!r} is in both {entries[entry.name].file} and {file}")
+                entries[entry.name] = entry
+        if index is not None:
+            _check_index(Path(directory) / INDEX_FILE, index, entries)
+        yield Checkpoint(entries, handles)
+
+
+def _read_index(directory: Path) -> dict[str, str] | None:
+    """Return the index's map from tensor name to shard name; None when a single file holds everything.
+
+    As in transformers, a `model.safetensors` wins over an index beside it.
+    """
+    if (directory / SINGLE_FILE).exists():
+        return None
+    path = directory / INDEX_FILE
+    if not path.exists():
+        raise _no_weights(directory)
+    weight_map = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelFormatError(f"{path}: weight_map must be an object of tensor names and file names")
+    for tensor, shard in weight_map.items():
+        if not isinstance(shard, str) or not _is_plain_name(shard):
+            raise ModelFormatError(
+                f"{path}: tensor {tensor!r} is in {shard!r}: a shard must be a plain .safetensors file name"
+            )
+    return weight_map
+
+
+def _is_plain_name(shard: str) -> bool:
+    """True for a name that stays in the directory; it may be a link, as in a hub cache."""
+    return shard.endswith(".safetensors") and not any(mark in shard for mark in ("/", "\\", ":", "\0"))
+
+
+def _files(directory: Path, index: dict[str, str] | None) -> list[Path]:
+    if index is None:
+        return [directory / SINGLE_FILE]
+    return [directory / shard for shard in sorted(set(index.values()))]
+
+
+def _no_weights(directory: Path) -> ModelFormatError:
+    """The error for a directory without safetensors; it names the converter if there is work for one."""
+    found = f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}"
+    if any(directory.glob("consolidated*.pth")):
+        return ModelFormatError(f"{found}; convert its .pth files: d3engine weights convert meta {directory} DST")
+    if any(directory.glob("*.bin")) or any(directory.glob("*.pth")):
+        return ModelFormatError(
+            f"{found}, and pickled weights are never loaded; convert them: d3engine weights convert bin {directory} DST"
+        )
+    return ModelFormatError(found)
+
+
+def _open(file: Path) -> Any:
+    """Open one file; safetensors itself checks the header's size and that offsets cover the file exactly."""
+    if not file.is_file():
+        raise ModelFormatError(f"{file} is missing or not a regular file")
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ModelFormatError(f"{file} is not a valid safetensors file: {error}") from None
+
+
+def _header(file: Path, handle: Any) -> Iterator[TensorEntry]:
+    for name in handle.keys():  # noqa: SIM118  (a safe_open handle is not a mapping)
+        header = handle.get_slice(name)
+        entry = TensorEntry(name, file, tuple(header.get_shape()), header.get_dtype())
+        if entry.dtype not in _BYTES_PER_VALUE:
+            raise ModelFormatError(
+                f"{file}: tensor {name!r} has dtype {entry.dtype}: allowed are {', '.join(_BYTES_PER_VALUE)}"
+            )
+        yield entry
+
+
+def _check_index(path: Path, index: dict[str, str], entries: dict[str, TensorEntry]) -> None:
+    """Raise unless the index and the shards' own headers name the same tensors in the same files."""
+    for tensor, shard in index.items():
+        if tensor not in entries:
+            raise ModelFormatError(f"{path}: tensor {tensor!r} is not in any shard; the index says {shard!r}")
+        if entries[tensor].file.name != shard:
+            raise ModelFormatError(
+                f"{path}: tensor {tensor!r} is in {entries[tensor].file.name!r}; the index says {shard!r}"
+            )
+    for tensor, entry in entries.items():
+        if tensor not in index:
+            raise ModelFormatError(f"{entry.file}: tensor {tensor!r} is not in {path}")

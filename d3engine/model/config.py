@@ -1,0 +1,209 @@
+"""Reads config.json and generation_config.json of a Llama model into one validated, frozen description.
+
+The one idea: what the engine cannot honour it refuses here, by field, value and what is allowed, so that
+nothing after this file has to ask whether a number is sane or whether a model is really a Llama.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from d3engine.errors import ModelFormatError
+from d3engine.model.fields import Fields, read_json_object
+from d3engine.model.rope_config import RopeConfig, read_rope_config, refuse_other_rotations
+
+CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+_MAX_LAYERS = 10_000
+"""Far above any real model, low enough that the names built from it stay harmless."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A Llama model's sizes and constants, every field validated by `from_dict`."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    dtype: str | None
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> ModelConfig:
+        """Read config.json and, where present, generation_config.json of a model directory.
+
+        Raises `ModelFormatError` naming the file and field of anything missing, malformed or not supported.
+        """
+        directory = Path(path)
+        if not directory.is_dir():
+            raise ModelFormatError(f"{directory} is not a directory with {CONFIG_FILE} and weights")
+        generation_file = directory / GENERATION_CONFIG_FILE
+        generation = read_json_object(generation_file) if generation_file.exists() else None
+        return cls.from_dict(read_json_object(directory / CONFIG_FILE), generation)
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
+        """Validate the parsed contents of config.json (and generation_config.json).
+
+        Optional fields that are absent take the defaults of transformers' LlamaConfig. `eos_token_ids` is the
+        union of both files', those of config.json first. Raises `ModelFormatError`.
+        """
+        fields = Fields(config, CONFIG_FILE)
+        _refuse_other_models(fields)
+        num_heads = fields.integer("num_attention_heads")
+        hidden_size = fields.integer("hidden_size")
+        head_dim = _head_dim(fields, hidden_size, num_heads)
+        max_positions = fields.integer("max_position_embeddings", default=2048)
+        return cls(
+            vocab_size=fields.integer("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=fields.integer("intermediate_size"),
+            num_layers=fields.integer("num_hidden_layers", high=_MAX_LAYERS),
+            num_heads=num_heads,
+            num_kv_heads=_num_kv_heads(fields, num_heads),
+            head_dim=head_dim,
+            rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
+            rope=read_rope_config(fields, head_dim, max_positions),
+            max_position_embeddings=max_positions,
+            tie_word_embeddings=fields.boolean("tie_word_embeddings"),
+            attention_bias=fields.boolean("attention_bias"),
+            mlp_bias=fields.boolean("mlp_bias"),
+            bos_token_id=_bos_token_id(fields, generation_config),
+            eos_token_ids=_eos_token_ids(fields, generation_config),
+            dtype=_dtype(fields),
+        )
+
+    @property
+    def q_size(self) -> int:
+        """Rows of the query projection: heads times head_dim (not always hidden_size)."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Rows of the key projection, and of the value projection."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def layer_parameters(self) -> int:
+        """Matrix parameters of one layer: `p` of the FLOPs ratio (L p + h) / (mean keep * p + h)."""
+        attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def head_parameters(self) -> int:
+        """Matrix parameters of the LM head: `h` of the FLOPs ratio."""
+        return self.vocab_size * self.hidden_size
+
+
+def load_generation_config(directory: str | Path) -> dict[str, Any]:
+    """Return the sampling defaults that generation_config.json sets: {} without the file, null values left
+    out.
+
+    Keys: temperature, top_p, min_p, repetition_penalty (floats), top_k, max_new_tokens (ints), do_sample
+    (bool), eos_token_ids (tuple of ints). Raises `ModelFormatError` for a value of the wrong type; ranges are
+    SamplingParams' business.
+    """
+    path = Path(directory) / GENERATION_CONFIG_FILE
+    if not path.exists():
+        return {}
+    fields = Fields(read_json_object(path), GENERATION_CONFIG_FILE)
+    defaults: dict[str, Any] = {}
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        if fields.get(name) is not None:
+            defaults[name] = fields.number(name, zero_allowed=True)
+    for name in ("top_k", "max_new_tokens"):
+        if fields.get(name) is not None:
+            defaults[name] = fields.integer(name, low=0)
+    if fields.get("do_sample") is not None:
+        defaults["do_sample"] = fields.boolean("do_sample")
+    if fields.get("eos_token_id") is not None:
+        defaults["eos_token_ids"] = fields.token_ids("eos_token_id")
+    return defaults
+
+
+def _refuse_other_models(fields: Fields) -> None:
+    """Raise unless the config describes a plain, unquantized LlamaForCausalLM."""
+    architectures, model_type = fields.get("architectures"), fields.get("model_type")
+    if architectures is None and model_type is None:
+        raise ModelFormatError(f"{fields.source}: architectures and model_type are both missing")
+    if architectures is not None and (not isinstance(architectures, list) or "LlamaForCausalLM" not in architectures):
+        fields.refuse("architectures", "a list with 'LlamaForCausalLM'")
+    if model_type not in (None, "llama"):
+        fields.refuse("model_type", "'llama'")
+    if fields.get("hidden_act") not in (None, "silu"):
+        fields.refuse("hidden_act", "'silu'")
+    if fields.get("quantization_config") is not None:
+        fields.refuse("quantization_config", "absent: only float32, bfloat16 and float16 weights are read")
+    refuse_other_rotations(fields)
+    # pretraining_tp > 1 made transformers 4 split matrix products into slices and sum them: the same numbers
+    # but for rounding, and transformers 5 no longer does it. So it is checked and then has no effect.
+    fields.integer("pretraining_tp", default=1)
+
+
+def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
+    if fields.get("head_dim") is not None:
+        head_dim = fields.integer("head_dim")
+    elif hidden_size % num_heads:
+        fields.refuse("hidden_size", f"a multiple of num_attention_heads={num_heads}, or give head_dim")
+    else:
+        head_dim = hidden_size // num_heads
+    if head_dim % 2:
+        raise ModelFormatError(f"{fields.source}: head_dim={head_dim} is not allowed: an even integer")
+    return head_dim
+
+
+def _num_kv_heads(fields: Fields, num_heads: int) -> int:
+    num_kv_heads = fields.integer("num_key_value_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        fields.refuse("num_key_value_heads", f"a divisor of num_attention_heads={num_heads}")
+    return num_kv_heads
+
+
+def _bos_token_id(fields: Fields, generation: Mapping[str, Any] | None) -> int | None:
+    if "bos_token_id" not in fields.values and generation is not None:
+        fields = Fields(generation, GENERATION_CONFIG_FILE)
+    if "bos_token_id" not in fields.values:
+        return 1  # LlamaConfig's default
+    return None if fields.get("bos_token_id") is None else fields.integer("bos_token_id", low=0)
+
+
+def _eos_token_ids(fields: Fields, generation: Mapping[str, Any] | None) -> tuple[int, ...]:
+    ids = fields.token_ids("eos_token_id")
+    if generation is not None:
+        ids += Fields(generation, GENERATION_CONFIG_FILE).token_ids("eos_token_id")
+    if not ids and "eos_token_id" not in fields.values:
+        return (2,)  # LlamaConfig's default; an explicit null means none
+    return tuple(dict.fromkeys(ids))
+
+
+def _dtype(fields: Fields) -> str | None:
+    name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
+    value = fields.get(name)
+    if value is None:
+        return None
+    dtype = value.removeprefix("torch.") if isinstance(value, str) else value
+    if dtype not in DTYPES:
+        fields.refuse(name, f"one of {', '.join(DTYPES)}")
+    return str(dtype)

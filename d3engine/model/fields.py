@@ -1,0 +1,101 @@
+"""The values of a JSON file, read one by one: typed, bounded, and refused by file, field and value.
+
+The one idea: a config is read through `Fields`, never as a bare dict, so every wrong value ends in the same kind of
+message and no reader can forget that JSON's `true` is an int to Python or that null means absent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from d3engine.errors import ModelFormatError
+
+_MAX_SIZE = 2**31 - 1
+"""Of every integer: far above any real model, low enough that shapes built from it stay harmless."""
+_MAX_JSON_BYTES = 64 * 2**20
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; raise `ModelFormatError` naming the file if it cannot be had."""
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ModelFormatError(f"{path} has more than {_MAX_JSON_BYTES} bytes: not a configuration")
+        parsed = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelFormatError(f"{path} is missing") from None
+    except OSError as error:
+        raise ModelFormatError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        # ModelFormatError is a ValueError itself and says more than a parser's message would.
+        raise error if isinstance(error, ModelFormatError) else _not_json(path, error) from None
+    if not isinstance(parsed, dict):
+        raise ModelFormatError(f"{path} must hold a JSON object, not a {type(parsed).__name__}")
+    return parsed
+
+
+def _not_json(path: Path, error: Exception) -> ModelFormatError:
+    return ModelFormatError(f"{path} is not valid JSON: {error}")
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Typed, bounded access to the values of one JSON object; null counts as absent, as in transformers."""
+
+    values: Mapping[str, Any]
+    source: str  # how errors call the object: "config.json", "config.json: rope_scaling"
+
+    def get(self, name: str) -> Any:
+        return self.values.get(name)
+
+    def refuse(self, name: str, allowed: str) -> NoReturn:
+        """Raise `ModelFormatError` with the source, the field, its value and what is allowed."""
+        shown = repr(self.values.get(name))
+        shown = shown if len(shown) <= 200 else shown[:197] + "..."
+        raise ModelFormatError(f"{self.source}: {name}={shown} is not allowed: {allowed}")
+
+    def _required(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        if value is not None:
+            return value
+        if default is None:
+            raise ModelFormatError(f"{self.source}: {name} is missing")
+        return default
+
+    def integer(self, name: str, *, low: int = 1, high: int = _MAX_SIZE, default: int | None = None) -> int:
+        """Return the integer of a field, `low` <= it <= `high`; without a default the field must be there."""
+        value = self._required(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            self.refuse(name, f"an integer from {low} to {high}")
+        return value
+
+    def number(self, name: str, *, default: float | None = None, zero_allowed: bool = False) -> float:
+        value = self._required(name, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        # Compared before any conversion: an int of a thousand digits has no float.
+        if not is_number or not 0 <= value <= 1e300 or (value == 0 and not zero_allowed):
+            self.refuse(name, "a finite number of at least 0" if zero_allowed else "a finite number above 0")
+        return float(value)
+
+    def optional_number(self, name: str, *, zero_allowed: bool = False) -> float | None:
+        return None if self.get(name) is None else self.number(name, zero_allowed=zero_allowed)
+
+    def boolean(self, name: str, *, default: bool = False) -> bool:
+        value = self._required(name, default)
+        if not isinstance(value, bool):
+            self.refuse(name, "true or false")
+        return value
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """One id or a list of ids, as `eos_token_id` may be either; null is none."""
+        value = self.get(name)
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list) else [value]
+        for token_id in ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id <= _MAX_SIZE:
+                self.refuse(name, "a token id, or a list of token ids, each an integer of at least 0")
+        return tuple(ids)

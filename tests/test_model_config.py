@@ -1,0 +1,317 @@
+"""config.json is read in every spelling in use; what the engine cannot honour is refused by field and value."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from d3engine.errors import ModelFormatError
+from d3engine.model.config import ModelConfig, load_generation_config
+from d3engine.model.rope_config import RopeConfig
+
+LLAMA2: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float16",
+    "pretraining_tp": 1,
+    "use_cache": True,
+    "transformers_version": "4.31.0",
+}
+LLAMA3_ROPE = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+
+
+def config(**changes: Any) -> ModelConfig:
+    return ModelConfig.from_dict(LLAMA2 | changes)
+
+
+def test_a_llama_2_config_is_read_with_its_derived_sizes() -> None:
+    llama = config(num_key_value_heads=8)
+    assert (llama.head_dim, llama.q_size, llama.kv_size, llama.group_size) == (128, 4096, 1024, 4)
+    assert llama.rope == RopeConfig("default", 10_000.0)
+    assert (llama.dtype, llama.bos_token_id, llama.eos_token_ids) == ("float16", 1, (2,))
+
+
+def test_the_flops_ratio_from_layer_and_head_parameters_is_the_papers() -> None:
+    llama = config()
+    p, h, layers, keep = llama.layer_parameters, llama.head_parameters, 32, 19.165
+    assert (layers * p + h) / (keep * p + h) == pytest.approx(1.648, abs=5e-4)
+
+
+def test_both_spellings_of_rope_give_the_same_config() -> None:
+    four = config(rope_theta=500_000.0, rope_scaling=LLAMA3_ROPE, max_position_embeddings=131_072)
+    five = config(rope_parameters=LLAMA3_ROPE | {"rope_theta": 500_000.0}, max_position_embeddings=131_072)
+    assert four == five
+    assert four.rope.theta == 500_000.0
+    assert four.rope.original_max_position_embeddings == 8192
+
+
+def test_the_old_key_type_names_the_rope_type() -> None:
+    assert config(rope_scaling={"type": "linear", "factor": 2}).rope.rope_type == "linear"
+
+
+@pytest.mark.parametrize("rope", [None, {}, {"rope_type": "default"}, {"type": None}])
+def test_a_rope_without_a_type_is_the_default_rope(rope: Any) -> None:
+    assert config(rope_scaling=rope).rope == RopeConfig()
+
+
+def test_a_config_saved_by_transformers_reads_back_as_transformers_means_it(tmp_path: Path) -> None:
+    saved = LlamaConfig(
+        hidden_size=96,
+        num_attention_heads=12,
+        num_key_value_heads=3,
+        head_dim=20,
+        rope_parameters={"rope_type": "linear", "factor": 3.0, "rope_theta": 7000.0},
+        eos_token_id=[5, 6],
+        tie_word_embeddings=True,
+        architectures=["LlamaForCausalLM"],
+    )
+    saved.save_pretrained(tmp_path)
+    read = ModelConfig.from_directory(tmp_path)
+    assert (read.num_heads, read.num_kv_heads, read.head_dim) == (12, 3, 20)
+    assert read.rope == RopeConfig("linear", 7000.0, factor=3.0)
+    assert read.eos_token_ids == (5, 6)
+    assert read.tie_word_embeddings
+    assert read.rms_norm_eps == saved.rms_norm_eps
+
+
+def test_absent_fields_take_the_defaults_of_transformers() -> None:
+    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    read = ModelConfig.from_dict({"model_type": "llama"} | {name: LLAMA2[name] for name in required})
+    oracle = LlamaConfig(**{name: LLAMA2[name] for name in required})
+    assert read.num_kv_heads == oracle.num_key_value_heads
+    assert read.rms_norm_eps == oracle.rms_norm_eps
+    assert read.max_position_embeddings == oracle.max_position_embeddings
+    assert (read.bos_token_id, read.eos_token_ids) == (oracle.bos_token_id, (oracle.eos_token_id,))
+    assert read.tie_word_embeddings == oracle.tie_word_embeddings
+
+
+def test_eos_ids_are_the_union_of_both_files_in_order() -> None:
+    read = ModelConfig.from_dict(LLAMA2 | {"eos_token_id": [9, 2]}, {"eos_token_id": [2, 7]})
+    assert read.eos_token_ids == (9, 2, 7)
+
+
+def test_a_null_eos_means_none() -> None:
+    assert config(eos_token_id=None, bos_token_id=None).eos_token_ids == ()
+    assert config(eos_token_id=None, bos_token_id=None).bos_token_id is None
+
+
+def test_pretraining_tp_changes_nothing() -> None:
+    assert config(pretraining_tp=2) == config()
+
+
+def test_dtype_is_read_from_either_key_with_or_without_prefix() -> None:
+    assert config(torch_dtype=None).dtype is None
+    assert config(torch_dtype="torch.bfloat16").dtype == "bfloat16"
+    assert config(dtype="float32").dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["MistralForCausalLM"]},
+            r"architectures=\['MistralForCausalLM'\].*LlamaForCausalLM",
+        ),
+        ({"architectures": "LlamaForCausalLM"}, "architectures='LlamaForCausalLM' is not allowed: a list"),
+        ({"model_type": "qwen2"}, "model_type='qwen2' is not allowed: 'llama'"),
+        ({"architectures": None, "model_type": None}, "architectures and model_type are both missing"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not allowed: 'silu'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config=.*is not allowed: absent"),
+        ({"rope_interleaved": True}, "rope_interleaved=True is not allowed: false"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not allowed: 1.0"),
+        ({"pretraining_tp": 0}, "pretraining_tp=0 is not allowed: an integer from 1"),
+        ({"vocab_size": None}, "config.json: vocab_size is missing"),
+        ({"vocab_size": -1}, "vocab_size=-1 is not allowed: an integer from 1 to"),
+        ({"vocab_size": True}, "vocab_size=True is not allowed"),
+        ({"hidden_size": 4096.0}, r"hidden_size=4096\.0 is not allowed"),
+        ({"hidden_size": 4100}, "hidden_size=4100 is not allowed: a multiple of num_attention_heads=32"),
+        (
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers=1000000000 is not allowed: an integer from 1 to 10000",
+        ),
+        (
+            {"num_key_value_heads": 5},
+            "num_key_value_heads=5 is not allowed: a divisor of num_attention_heads=32",
+        ),
+        ({"head_dim": 7}, "head_dim=7 is not allowed: an even integer"),
+        ({"hidden_size": 96}, "head_dim=3 is not allowed: an even integer"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan is not allowed: a finite number above 0"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps=0 is not allowed"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5' is not allowed"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings=0 is not allowed"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes' is not allowed: true or false"),
+        ({"eos_token_id": [2, -1]}, r"eos_token_id=\[2, -1\] is not allowed: a token id"),
+        ({"bos_token_id": "<s>"}, "bos_token_id='<s>' is not allowed: an integer from 0"),
+        (
+            {"torch_dtype": "float64"},
+            "torch_dtype='float64' is not allowed: one of float32, bfloat16, float16",
+        ),
+        ({"dtype": 16}, "dtype=16 is not allowed"),
+        ({"rope_theta": -1.0}, r"rope_theta=-1\.0 is not allowed: a finite number above 0"),
+        ({"rope_theta": 0.5}, r"rope_theta=0\.5 is not allowed: a finite number above 1"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelFormatError, match=message):
+        config(**changes)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ("linear", "rope_scaling='linear' is not allowed: an object or null"),
+        ({"rope_type": "longrope"}, "rope_type='longrope' is not allowed: one of default, linear, dynamic"),
+        ({"type": "su", "factor": 2.0}, "config.json: rope_scaling: type='su' is not allowed"),
+        ({"rope_type": ["yarn"]}, r"rope_type=\['yarn'\] is not allowed"),
+        (
+            {"rope_type": "yarn", "type": "linear"},
+            "type='linear' is not allowed: the same as rope_type='yarn'",
+        ),
+        ({"rope_type": "linear"}, "rope_scaling: factor is missing"),
+        ({"rope_type": "linear", "factor": None}, "rope_scaling: factor is missing"),
+        (
+            {"rope_type": "linear", "factor": 0.5},
+            r"factor=0\.5 is not allowed: a finite number of at least 1",
+        ),
+        ({"rope_type": "linear", "factor": math.inf}, "factor=inf is not allowed"),
+        (
+            {"rope_type": "default", "factor": 2.0},
+            r"factor=2\.0 is not allowed: absent; rope type 'default' reads",
+        ),
+        ({"rope_type": "dynamic", "factor": 2.0, "alpha": 3.0}, r"alpha=3\.0 is not allowed: absent"),
+        (YARN | {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5 is not allowed"),
+        (
+            YARN | {"beta_fast": 1, "beta_slow": 8},
+            r"beta_fast=1 is not allowed: a number of at least beta_slow=8\.0",
+        ),
+        (YARN | {"truncate": 1}, "truncate=1 is not allowed: true or false"),
+        (YARN | {"attention_factor": -1.0}, r"attention_factor=-1\.0 is not allowed"),
+        (YARN | {"finetuned": False}, "finetuned=False is not allowed"),
+        (LLAMA3_ROPE | {"high_freq_factor": 1.0}, r"high_freq_factor=1\.0 .*above low_freq_factor=1\.0"),
+        (LLAMA3_ROPE | {"low_freq_factor": None}, "low_freq_factor is missing"),
+        (
+            LLAMA3_ROPE | {"original_max_position_embeddings": 0},
+            "original_max_position_embeddings=0 is not allowed",
+        ),
+        ({"full_attention": {"rope_type": "default"}}, "full_attention=.* is not allowed"),
+    ],
+)
+def test_a_rope_that_cannot_be_honoured_is_refused_by_name(rope: Any, message: str) -> None:
+    with pytest.raises(ModelFormatError, match=message):
+        config(rope_scaling=rope)
+
+
+def test_contradictory_spellings_of_rope_are_refused() -> None:
+    linear = {"rope_type": "linear", "factor": 2.0}
+    with pytest.raises(ModelFormatError, match=r"rope_scaling=.*the same as rope_parameters"):
+        config(rope_scaling=linear, rope_parameters={"rope_type": "default"})
+    with pytest.raises(ModelFormatError, match=r"rope_theta=5\.0 .*the same as the rope_theta=7\.0 beside it"):
+        config(rope_theta=7.0, rope_parameters={"rope_theta": 5.0})
+    with pytest.raises(ModelFormatError, match=r"original_max_position_embeddings=8192 .*beside it"):
+        config(rope_scaling=LLAMA3_ROPE, original_max_position_embeddings=4096)
+
+
+def test_dynamic_rope_needs_more_than_one_pair() -> None:
+    with pytest.raises(ModelFormatError, match="head_dim=2 is not allowed: dynamic rope"):
+        config(head_dim=2, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+
+
+def test_harmless_keys_are_allowed() -> None:
+    extra = {"attention_dropout": 0.0, "is_llama_config": True, "rope_interleaved": False, "mlp_bias": None}
+    assert config(**extra) == config()
+    assert config(rope_scaling=YARN | {"finetuned": True, "mscale": None}) == config(rope_scaling=YARN)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", r"config\.json is not valid JSON"),
+        (b"[1]", r"config\.json must hold a JSON object, not a list"),
+        (b"\xff\xfe\x00", r"config\.json is not valid JSON"),
+        (b"[" * 200_000, r"config\.json is not valid JSON"),
+        (b'{"vocab_size": ' + b"9" * 5000 + b"}", r"config\.json is not valid JSON"),
+    ],
+)
+def test_a_malformed_config_file_is_an_error_that_names_it(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelFormatError, match=message):
+        ModelConfig.from_directory(tmp_path)
+
+
+def test_a_missing_config_or_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelFormatError, match=re.escape(f"{tmp_path / 'config.json'} is missing")):
+        ModelConfig.from_directory(tmp_path)
+    with pytest.raises(ModelFormatError, match="absent is not a directory"):
+        ModelConfig.from_directory(tmp_path / "absent")
+
+
+def test_generation_defaults_are_those_that_the_file_sets(tmp_path: Path) -> None:
+    assert load_generation_config(tmp_path) == {}
+    contents = {
+        "temperature": 1,
+        "top_p": 0.9,
+        "top_k": None,
+        "do_sample": True,
+        "max_new_tokens": 64,
+        "eos_token_id": 5,
+        "bos_token_id": 4,
+        "_from_model_config": True,
+    }
+    (tmp_path / "generation_config.json").write_text(json.dumps(contents))
+    assert load_generation_config(tmp_path) == {
+        "temperature": 1.0,
+        "top_p": 0.9,
+        "do_sample": True,
+        "max_new_tokens": 64,
+        "eos_token_ids": (5,),
+    }
+
+
+def test_directory_and_generation_config_are_joined(tmp_path: Path) -> None:
+    without_bos = {name: value for name, value in LLAMA2.items() if name != "bos_token_id"}
+    (tmp_path / "config.json").write_text(json.dumps(without_bos))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 8], "bos_token_id": 3}')
+    read = ModelConfig.from_directory(tmp_path)
+    assert (read.bos_token_id, read.eos_token_ids) == (3, (2, 8))
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        ('{"temperature": "hot"}', r"generation_config\.json: temperature='hot' is not allowed"),
+        ('{"top_p": NaN}', r"generation_config\.json: top_p=nan is not allowed"),
+        ('{"top_k": 1.5}', r"top_k=1\.5 is not allowed"),
+        ('{"do_sample": 1}', "do_sample=1 is not allowed: true or false"),
+        ('{"eos_token_id": ["x"]}', r"eos_token_id=\['x'\] is not allowed"),
+    ],
+)
+def test_generation_defaults_of_a_wrong_type_are_refused(tmp_path: Path, contents: str, message: str) -> None:
+    (tmp_path / "generation_config.json").write_text(contents)
+    with pytest.raises(ModelFormatError, match=message):
+        load_generation_config(tmp_path)

@@ -1,0 +1,145 @@
+"""Rotations equal transformers' cosines and sines, for every rope type and where errors would show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from d3engine.model.config import ModelConfig
+from d3engine.model.rope import Rope, inverse_frequencies
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_theta": 500_000.0,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192, "rope_theta": 10_000.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.5, "rope_theta": 10_000.0}
+# One thing at a time beside each type: partial keys, ints for floats, values that the code treats apart.
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 10_000.0},
+    "default, large theta": {"rope_type": "default", "rope_theta": 1_000_000},
+    "linear": {"rope_type": "linear", "factor": 3, "rope_theta": 10_000.0},
+    "dynamic": DYNAMIC,
+    "llama3": LLAMA3,
+    "llama3, factor 32": LLAMA3 | {"factor": 32.0},
+    "llama3, without the original length": {
+        key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"
+    },
+    "yarn": YARN,
+    "yarn, without the original length": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0},
+    "yarn, attention_factor": YARN | {"attention_factor": 0.75},
+    "yarn, mscale": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
+    "yarn, half an mscale": YARN | {"mscale": 0.7},
+    "yarn, zero mscale": YARN | {"mscale": 0.0, "mscale_all_dim": 1.3},
+    "yarn, betas": YARN | {"beta_fast": 16, "beta_slow": 2.5},
+    "yarn, not truncated": YARN | {"truncate": False},
+    "yarn, factor null": YARN | {"factor": None},
+    "yarn, factor 1": YARN | {"factor": 1.0},
+}
+LONG = 20_000
+
+
+def models(rope: dict[str, Any], head_dim: int = 64, max_positions: int = 32_768) -> tuple[ModelConfig, LlamaConfig]:
+    oracle = LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        rope_parameters=dict(rope),
+    )
+    # transformers adds keys to its own dict: the engine must read what the file says, as the file says it.
+    return ModelConfig.from_dict(oracle.to_dict() | {"rope_parameters": dict(rope)}), oracle
+
+
+def transformers_rotations(embedding: LlamaRotaryEmbedding, positions: Tensor) -> Tensor:
+    cos, sin = embedding(torch.zeros(1), positions[None])
+    half = cos.shape[-1] // 2
+    return torch.complex(cos[0, :, :half], sin[0, :, :half])
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
+@pytest.mark.parametrize("name", ROPES)
+def test_inverse_frequencies_equal_transformers_to_the_bit(name: str, head_dim: int) -> None:
+    config, oracle = models(ROPES[name], head_dim)
+    frequencies, scaling = inverse_frequencies(config)
+    rope_type = oracle.rope_parameters["rope_type"]
+    initialise = (
+        LlamaRotaryEmbedding.compute_default_rope_parameters
+        if rope_type == "default"
+        else ROPE_INIT_FUNCTIONS[rope_type]
+    )
+    expected, expected_scaling = initialise(oracle)
+    assert frequencies.dtype == torch.float32
+    assert torch.equal(frequencies, expected)
+    assert scaling == expected_scaling
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rotations_equal_transformers_at_short_and_long_positions(name: str) -> None:
+    config, oracle = models(ROPES[name])
+    positions = torch.tensor([0, 1, 2, 255, 256, 257, 4095, 8191, 8192, 8193, 16_384, LONG - 1])
+    rope = Rope(config, LONG, "cpu")
+    rotations = rope.rotations(positions, positions + 1)
+    assert rotations.dtype == torch.complex64
+    assert rotations.shape == (12, 32)
+    expected = transformers_rotations(LlamaRotaryEmbedding(oracle), positions)
+    torch.testing.assert_close(rotations, expected, rtol=0, atol=3e-7)
+
+
+def test_only_dynamic_rope_depends_on_the_length() -> None:
+    for name, rope in ROPES.items():
+        assert Rope(models(rope)[0], 8, "cpu").depends_on_length == (name == "dynamic")
+
+
+@pytest.mark.parametrize("length", [100, 511, 512, 513, 1000, 9000])
+def test_a_dynamic_prompt_has_the_frequencies_of_its_length(length: int) -> None:
+    config, oracle = models(DYNAMIC, max_positions=512)
+    positions = torch.arange(length)
+    rotations = Rope(config, 9000, "cpu").rotations(positions, torch.full((length,), length))
+    expected = transformers_rotations(LlamaRotaryEmbedding(oracle), positions)
+    # A base of one bit more or less moves the last positions' angles by about position * 2**-23.
+    torch.testing.assert_close(rotations, expected, rtol=0, atol=length * 2.0**-22)
+
+
+def test_decoded_dynamic_tokens_keep_the_frequencies_of_their_own_step() -> None:
+    config, oracle = models(DYNAMIC, max_positions=512)
+    prompt, end = 510, 520
+    positions = torch.arange(end)
+    lengths = (positions + 1).clamp(min=prompt)
+    rotations = Rope(config, end, "cpu").rotations(positions, lengths)
+    embedding = LlamaRotaryEmbedding(oracle)
+    steps = [torch.arange(prompt), *(torch.tensor([position]) for position in range(prompt, end))]
+    expected = torch.cat([transformers_rotations(embedding, step) for step in steps])
+    torch.testing.assert_close(rotations, expected, rtol=0, atol=end * 2.0**-22)
+    # That the lengths matter at all: position 519 of a fixed table would be far off.
+    assert (rotations - Rope(config, end, "cpu").rotations(positions, torch.ones_like(positions))).abs().max() > 0.1
+
+
+def test_dynamic_rows_do_not_depend_on_their_neighbours() -> None:
+    rope = Rope(models(DYNAMIC, max_positions=512)[0], 2000, "cpu")
+    positions, lengths = torch.tensor([3, 700, 511, 1999]), torch.tensor([600, 1500, 512, 2000])
+    together = rope.rotations(positions, lengths)
+    for row in range(4):
+        assert torch.equal(rope.rotations(positions[row : row + 1], lengths[row : row + 1])[0], together[row])
+
+
+def test_dynamic_rope_without_lengths_is_an_error() -> None:
+    with pytest.raises(ValueError, match="dynamic rope needs the length of each row's sequence"):
+        Rope(models(DYNAMIC)[0], 8, "cpu").rotations(torch.arange(3), None)
+
+
+def test_angles_are_float32_so_that_neighbouring_far_positions_differ() -> None:
+    rope = Rope(models(ROPES["default"])[0], LONG, "cpu")
+    rotations = rope.rotations(torch.tensor([LONG - 2, LONG - 1]))
+    turn = torch.angle(rotations[1] / rotations[0])[0]
+    assert turn.item() == pytest.approx(1.0, abs=2e-3)  # the first pair turns by one radian a position

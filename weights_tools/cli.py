@@ -1,0 +1,113 @@
+"""The command line of the weight tools: convert, inspect, verify. Mounted by `d3engine weights`, and runs by
+itself.
+
+The one idea: commands only parse and print. Every error meant for a user is one line on stderr and exit code
+1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from safetensors import SafetensorError
+
+from d3engine.errors import D3EngineError, InvalidValueError
+from d3engine.weights_tools.convert import convert_bin, convert_llama2c
+from d3engine.weights_tools.convert_meta import convert_meta
+from d3engine.weights_tools.inspection import inspect_model, verify_model
+
+app = typer.Typer(help="Convert, inspect and verify model directories.", no_args_is_help=True)
+convert_app = typer.Typer(help="Convert other formats to a safetensors directory.", no_args_is_help=True)
+app.add_typer(convert_app, name="convert")
+
+Source = Annotated[Path, typer.Argument(metavar="SRC", help="What to convert.")]
+Destination = Annotated[Path, typer.Argument(metavar="DST", help="The model directory to write.")]
+ModelDirectory = Annotated[Path, typer.Argument(metavar="DIR", help="A model directory.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write into a DST that has files in it.")]
+ShardSize = Annotated[float, typer.Option("--shard-size", help="Largest file to write, in GB.")]
+
+
+@convert_app.command("llama2c")
+def llama2c_command(
+    source: Source,
+    destination: Destination,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer.json or sentencepiece .model to put beside the weights.")
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Convert a llama2.c file (version 0)."""
+    with _readable_errors():
+        convert_llama2c(source, destination, tokenizer=tokenizer, overwrite=overwrite)
+        typer.echo(f"wrote {destination}")
+
+
+@convert_app.command("bin")
+def bin_command(
+    source: Source, destination: Destination, shard_size: ShardSize = 5.0, overwrite: Overwrite = False
+) -> None:
+    """Convert a transformers directory with pytorch_model*.bin files."""
+    with _readable_errors():
+        convert_bin(source, destination, shard_bytes=_shard_bytes(shard_size), overwrite=overwrite)
+        typer.echo(f"wrote {destination}")
+
+
+@convert_app.command("meta")
+def meta_command(
+    source: Source,
+    destination: Destination,
+    max_position_embeddings: Annotated[
+        int | None, typer.Option(min=1, help="Trained context: 2048 for Llama 1, 4096 for Llama 2.")
+    ] = None,
+    rope_factor: Annotated[float | None, typer.Option(help="Scaled rope: 8 for Llama 3.1, 32 for Llama 3.2.")] = None,
+    shard_size: ShardSize = 5.0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Convert a directory of Meta's: consolidated.*.pth, params.json, tokenizer.model."""
+    with _readable_errors():
+        notes = convert_meta(
+            source,
+            destination,
+            max_position_embeddings=max_position_embeddings,
+            rope_factor=rope_factor,
+            shard_bytes=_shard_bytes(shard_size),
+            overwrite=overwrite,
+        )
+        for note in notes:
+            typer.echo(f"note: {note}", err=True)
+        typer.echo(f"wrote {destination}")
+
+
+@app.command("inspect")
+def inspect_command(directory: ModelDirectory) -> None:
+    """Show a model's configuration, tensors, bytes and KV bytes a token."""
+    with _readable_errors():
+        Console().print(inspect_model(directory))
+
+
+@app.command("verify")
+def verify_command(directory: ModelDirectory) -> None:
+    """Run every check of the loader; print OK, or the error and exit with 1."""
+    with _readable_errors():
+        verify_model(directory)
+        typer.echo("OK")
+
+
+def _shard_bytes(gigabytes: float) -> int:
+    if not 0 < gigabytes <= 1e6:
+        raise InvalidValueError("shard_size", gigabytes, "a number of gigabytes above 0")
+    return max(1, int(gigabytes * 1e9))
+
+
+@contextmanager
+def _readable_errors() -> Iterator[None]:
+    try:
+        yield
+    except (D3EngineError, SafetensorError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None

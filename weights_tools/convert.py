@@ -1,0 +1,267 @@
+"""Converts llama2.c files and pickled transformers checkpoints into safetensors directories.
+
+The one idea: a converter only says what its format calls things and where they lie; `writing.py` checks and
+writes. llama2.c's files keep the channels of query and key heads as adjacent pairs; model directories are
+always in transformers' half-split order.
+"""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from d3engine.errors import ModelFormatError
+from d3engine.model.config import CONFIG_FILE, ModelConfig
+from d3engine.model.fields import read_json_object
+from d3engine.model.weights import EMBEDDING, FINAL_NORM, LM_HEAD, to_half_split
+from d3engine.weights_tools.writing import (
+    DEFAULT_SHARD_BYTES,
+    PendingTensor,
+    add_tokenizer,
+    first_line,
+    hf_config,
+    output_directory,
+    write_configs,
+    write_weights,
+)
+
+# What a model directory may hold beside its weights.
+_COMPANIONS = (
+    CONFIG_FILE,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+
+
+def convert_llama2c(
+    source: Path,
+    destination: Path,
+    *,
+    tokenizer: Path | None = None,
+    overwrite: bool = False,
+    show_progress: bool = True,
+) -> None:
+    """Convert a llama2.c file (version 0: seven int32, then float32 tensors) to a model directory.
+
+    `tokenizer` is a tokenizer.json or a sentencepiece .model to put beside the weights. Raises
+    `ModelFormatError` for a file that is not such a checkpoint or has not exactly the size its header asks
+    for, and `InvalidValueError` for a destination in use or a tokenizer that does not fit.
+    """
+    header = _read_llama2c_header(source)
+    with output_directory(destination, overwrite=overwrite) as folder:
+        config = write_configs(folder, header.config())
+        if tokenizer is not None:
+            add_tokenizer(tokenizer, folder, config.vocab_size)
+        write_weights(folder, config, _llama2c_tensors(source, header), show_progress=show_progress)
+
+
+def convert_bin(
+    source: Path,
+    destination: Path,
+    *,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    overwrite: bool = False,
+    show_progress: bool = True,
+) -> None:
+    """Convert a transformers directory with pytorch_model*.bin files to one with safetensors.
+
+    Unpickles with weights_only, which builds tensors and nothing else. config.json, tokenizer and template
+    files are copied. Raises `ModelFormatError` for what the loader would refuse, `InvalidValueError` for a
+    destination in use.
+    """
+    config = ModelConfig.from_directory(source)
+    tensors: dict[str, PendingTensor] = {}
+    for file in _bin_files(source):
+        for name, tensor in load_pickled(file).items():
+            if name in tensors:
+                raise ModelFormatError(f"tensor {name!r} is in both {tensors[name].file} and {file}")
+            tensors[name] = PendingTensor(file, tuple(tensor.shape), tensor.dtype, partial(_itself, tensor))
+    with output_directory(destination, overwrite=overwrite) as folder:
+        for name in _COMPANIONS:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        write_weights(folder, config, tensors, shard_bytes=shard_bytes, show_progress=show_progress)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+_LLAMA2C_HEADER = struct.Struct("<7i")
+_LLAMA2C_LATER_MAGIC = 0x616B3432  # "ak42" opens the versions 1 and 2
+
+
+@dataclass(frozen=True)
+class _Llama2cHeader:
+    """The seven integers in the file's order; `shared` (the sign of the sixth): no classifier of its own."""
+
+    dim: int
+    hidden_dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    vocab_size: int
+    seq_len: int
+    shared: bool
+
+    @property
+    def kv_dim(self) -> int:
+        return self.dim // self.n_heads * self.n_kv_heads
+
+    def sections(self) -> dict[str, tuple[int, ...]]:
+        """Every run of float32 in the file, in its order; those of layers are stacked over all of them."""
+        layers, dim, hidden = self.n_layers, self.dim, self.hidden_dim
+        rope_table = (self.seq_len, self.dim // self.n_heads // 2)
+        sections: dict[str, tuple[int, ...]] = {
+            "embedding": (self.vocab_size, dim),
+            "input_layernorm": (layers, dim),
+            "self_attn.q_proj": (layers, dim, dim),
+            "self_attn.k_proj": (layers, self.kv_dim, dim),
+            "self_attn.v_proj": (layers, self.kv_dim, dim),
+            "self_attn.o_proj": (layers, dim, dim),
+            "post_attention_layernorm": (layers, dim),
+            "mlp.gate_proj": (layers, hidden, dim),
+            "mlp.down_proj": (layers, dim, hidden),
+            "mlp.up_proj": (layers, hidden, dim),
+            "final_norm": (dim,),
+            "rope_cos": rope_table,
+            "rope_sin": rope_table,
+        }
+        if not self.shared:
+            sections["classifier"] = (self.vocab_size, dim)
+        return sections
+
+    @property
+    def file_bytes(self) -> int:
+        values = sum(torch.Size(shape).numel() for shape in self.sections().values())
+        return _LLAMA2C_HEADER.size + 4 * values
+
+    def config(self) -> dict[str, Any]:
+        return hf_config(
+            vocab_size=self.vocab_size,
+            hidden_size=self.dim,
+            intermediate_size=self.hidden_dim,
+            num_layers=self.n_layers,
+            num_heads=self.n_heads,
+            num_kv_heads=self.n_kv_heads,
+            rms_norm_eps=1e-5,
+            max_position_embeddings=self.seq_len,
+            tied=self.shared,
+            dtype="float32",
+            # run.c ends a text at the token 1 that starts the next one, so 1 is an end of sequence beside 2.
+            eos_token_id=[1, 2],
+        )
+
+
+def _read_llama2c_header(source: Path) -> _Llama2cHeader:
+    if not source.is_file():
+        raise ModelFormatError(f"{source} is missing or not a regular file")
+    with source.open("rb") as file:
+        raw = file.read(_LLAMA2C_HEADER.size)
+    if len(raw) < _LLAMA2C_HEADER.size:
+        raise ModelFormatError(f"{source} has {len(raw)} bytes: too short for a llama2.c header")
+    dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len = _LLAMA2C_HEADER.unpack(raw)
+    if dim == _LLAMA2C_LATER_MAGIC:
+        raise ModelFormatError(f"{source} is a llama2.c file of version 1 or 2 ('ak42'): only version 0 is read")
+    # run.c: a negative vocabulary size means that a classifier of the model's own ends the file.
+    header = _Llama2cHeader(
+        dim, hidden_dim, n_layers, n_heads, n_kv_heads, abs(vocab_size), seq_len, shared=vocab_size > 0
+    )
+    _check_llama2c_header(source, header)
+    return header
+
+
+def _check_llama2c_header(source: Path, header: _Llama2cHeader) -> None:
+    for name in ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "seq_len"):
+        value = getattr(header, name)
+        if value < 1:
+            raise ModelFormatError(f"{source}: {name}={value} is not allowed: no llama2.c file of version 0")
+    if header.dim % header.n_heads or header.n_heads % header.n_kv_heads:
+        raise ModelFormatError(
+            f"{source}: dim={header.dim}, n_heads={header.n_heads}, n_kv_heads={header.n_kv_heads}: "
+            "each must be a multiple of the next"
+        )
+    size = source.stat().st_size
+    if size != header.file_bytes:
+        raise ModelFormatError(f"{source} has {size} bytes; its header asks for {header.file_bytes}")
+
+
+def _llama2c_tensors(source: Path, header: _Llama2cHeader) -> dict[str, PendingTensor]:
+    values = np.memmap(source, dtype="<f4", mode="r", offset=_LLAMA2C_HEADER.size)
+    sections = {}
+    start = 0
+    for name, shape in header.sections().items():
+        end = start + torch.Size(shape).numel()
+        sections[name] = values[start:end].reshape(shape)
+        start = end
+    heads = {"self_attn.q_proj": header.n_heads, "self_attn.k_proj": header.n_kv_heads}
+
+    def pending(array: Any, num_heads: int | None = None) -> PendingTensor:
+        return PendingTensor(source, array.shape, torch.float32, partial(_from_array, array, num_heads))
+
+    tensors = {EMBEDDING: pending(sections["embedding"]), FINAL_NORM: pending(sections["final_norm"])}
+    if not header.shared:
+        tensors[LM_HEAD] = pending(sections["classifier"])
+    for name, stacked in sections.items():
+        if name.endswith(("_proj", "layernorm")):
+            for layer, array in enumerate(stacked):
+                tensors[f"model.layers.{layer}.{name}.weight"] = pending(array, heads.get(name))
+    return tensors
+
+
+def _from_array(array: Any, num_heads: int | None) -> Tensor:
+    tensor = torch.from_numpy(np.array(array, dtype=np.float32))
+    return tensor if num_heads is None else to_half_split(tensor, num_heads)
+
+
+def _bin_files(source: Path) -> list[Path]:
+    """The pytorch_model*.bin files of a directory; with an index, exactly those that it names."""
+    index = source / "pytorch_model.bin.index.json"
+    if not index.exists():
+        files = sorted(source.glob("pytorch_model*.bin"))
+        if not files:
+            raise ModelFormatError(f"{source} has no pytorch_model*.bin")
+        return files
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelFormatError(f"{index}: weight_map must be an object of tensor names and file names")
+    for shard in weight_map.values():
+        if not isinstance(shard, str) or not shard.endswith(".bin") or Path(shard).name != shard:
+            raise ModelFormatError(f"{index}: {shard!r} is not allowed: a shard must be a plain .bin file name")
+    return [source / shard for shard in sorted(set(weight_map.values()))]
+
+
+def load_pickled(file: Path) -> dict[str, Tensor]:
+    """Memory-map the tensors of a .bin or .pth file; `ModelFormatError` if it holds anything else."""
+    if not file.is_file():
+        raise ModelFormatError(f"{file} is missing or not a regular file")
+    options: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
+    try:
+        try:
+            state = torch.load(file, mmap=True, **options)
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            state = torch.load(file, **options)  # written before torch 1.6: cannot be mapped
+    except (RuntimeError, UnpicklingError, EOFError, ValueError, KeyError, OSError) as error:
+        raise ModelFormatError(f"{file} cannot be read as a torch checkpoint: {first_line(error)}") from None
+    if not isinstance(state, dict):
+        raise ModelFormatError(f"{file} must hold a dict of tensors, not a {type(state).__name__}")
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise ModelFormatError(f"{file}: {name!r} is a {type(tensor).__name__}, not a tensor")
+    return state

@@ -1,0 +1,247 @@
+"""Writes a model directory: checked first, in shards, and whole or not at all.
+
+The one idea: a converter describes its tensors (`PendingTensor`: a shape and how to read it) before reading
+any. So names and shapes meet the loader's own checks before the first byte is written, and only one shard is
+in memory at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from d3engine.errors import InvalidValueError, ModelFormatError
+from d3engine.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, TensorEntry
+from d3engine.model.config import CONFIG_FILE, GENERATION_CONFIG_FILE, ModelConfig
+from d3engine.model.weights import check_tensors, expected_tensors
+
+DEFAULT_SHARD_BYTES = 5 * 10**9
+
+_DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+@dataclass(frozen=True)
+class PendingTensor:
+    """A tensor still to be read: which file errors name, what it will be, and how to get it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+@contextmanager
+def output_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Yield a new folder beside `destination`; when the block ends without an error its files move there.
+
+    A destination with files in it is refused unless `overwrite`; then its old weight files go, and files of
+    the same name as a new one are replaced. Raises `InvalidValueError`.
+    """
+    if destination.exists() and not destination.is_dir():
+        raise InvalidValueError("DST", str(destination), "a directory, or a path where none exists yet")
+    if destination.is_dir() and any(destination.iterdir()) and not overwrite:
+        raise InvalidValueError("DST", str(destination), "a new or empty directory (or give --overwrite)")
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}.") as folder:
+        yield Path(folder)
+        destination.mkdir(exist_ok=True)
+        for stale in [*destination.glob("model*.safetensors"), destination / INDEX_FILE]:
+            stale.unlink(missing_ok=True)
+        for file in Path(folder).iterdir():
+            shutil.move(file, destination / file.name)
+
+
+def write_json(path: Path, contents: Mapping[str, Any]) -> None:
+    """Write an object as transformers does: two spaces, a newline at the end."""
+    path.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+
+
+def write_configs(folder: Path, config: Mapping[str, Any]) -> ModelConfig:
+    """Write config.json and generation_config.json; return the config as the engine reads it."""
+    write_json(folder / CONFIG_FILE, config)
+    tokens = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
+    write_json(folder / GENERATION_CONFIG_FILE, tokens)
+    return ModelConfig.from_directory(folder)
+
+
+def hf_config(
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    rms_norm_eps: float,
+    max_position_embeddings: int,
+    tied: bool,
+    dtype: str,
+    rope_theta: float = 10_000.0,
+    rope_scaling: Mapping[str, Any] | None = None,
+    bos_token_id: int = 1,
+    eos_token_id: int | list[int] = 2,
+) -> dict[str, Any]:
+    """Return the config.json of a plain Llama in transformers 4's spelling, which 5 reads as well."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "rms_norm_eps": rms_norm_eps,
+        "max_position_embeddings": max_position_embeddings,
+        "rope_theta": rope_theta,
+        "rope_scaling": rope_scaling,
+        "tie_word_embeddings": tied,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": bos_token_id,
+        "eos_token_id": eos_token_id,
+        "torch_dtype": dtype,
+    }
+
+
+def add_tokenizer(tokenizer: Path, folder: Path, vocab_size: int) -> None:
+    """Copy a tokenizer.json or sentencepiece model into `folder` if its ids fit the model's embedding."""
+    size = _tokenizer_size(tokenizer)
+    if size > vocab_size:
+        allowed = f"one with at most the model's {vocab_size} tokens (it has {size})"
+        raise InvalidValueError("tokenizer", str(tokenizer), allowed)
+    shutil.copyfile(tokenizer, folder / f"tokenizer{tokenizer.suffix}")
+    if tokenizer.suffix == ".model":
+        write_json(
+            folder / "tokenizer_config.json",
+            {
+                "tokenizer_class": "LlamaTokenizer",
+                "add_bos_token": True,
+                "add_eos_token": False,
+                "bos_token": "<s>",
+                "eos_token": "</s>",
+                "unk_token": "<unk>",
+            },
+        )
+
+
+def _tokenizer_size(tokenizer: Path) -> int:
+    """The number of tokens in a tokenizer file; `InvalidValueError` if the engine cannot read it."""
+    readers: dict[str, Callable[[str], int]] = {".model": _sentencepiece_size, ".json": _tokenizer_json_size}
+    if not tokenizer.is_file() or tokenizer.suffix not in readers:
+        raise InvalidValueError("tokenizer", str(tokenizer), "a tokenizer.json or a sentencepiece .model file")
+    try:
+        return readers[tokenizer.suffix](str(tokenizer))
+    except Exception as error:  # both libraries raise bare Exception and RuntimeError for a bad file
+        allowed = f"a readable tokenizer.json or sentencepiece .model file ({first_line(error)})"
+        raise InvalidValueError("tokenizer", str(tokenizer), allowed) from None
+
+
+def _sentencepiece_size(path: str) -> int:
+    from sentencepiece import SentencePieceProcessor
+
+    return int(SentencePieceProcessor(model_file=path).get_piece_size())
+
+
+def _tokenizer_json_size(path: str) -> int:
+    from tokenizers import Tokenizer
+
+    return int(Tokenizer.from_file(path).get_vocab_size())
+
+
+def first_line(error: Exception) -> str:
+    """What a library's error says, cut to one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def write_weights(
+    folder: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, PendingTensor],
+    *,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    show_progress: bool = True,
+) -> None:
+    """Write the tensors `config` asks for as safetensors: one file, or shards of at most `shard_bytes` and an
+    index.
+
+    A single tensor larger than `shard_bytes` gets a shard of its own. What a checkpoint may carry beyond that
+    (old rope buffers, the second copy of a tied embedding) is dropped; anything else raises
+    `ModelFormatError` before writing.
+    """
+    _check(tensors, config)
+    wanted = {name: tensors[name] for name in expected_tensors(config)}
+    shards = _plan_shards(wanted, shard_bytes)
+    names = _shard_names(len(shards))
+    total = sum(_nbytes(tensor) for tensor in wanted.values())
+    disable = None if show_progress else True
+    with tqdm(total=total, desc="converting", unit="B", unit_scale=True, disable=disable) as progress:
+        for name, shard in zip(names, shards, strict=True):
+            contents = {}
+            for key in shard:
+                # A copy of its own: a view into a mapped or merged file would be written with its whole
+                # storage.
+                contents[key] = wanted[key].read().clone(memory_format=torch.contiguous_format)
+                progress.update(contents[key].nbytes)
+            save_file(contents, folder / name, metadata={"format": "pt"})
+            shutil.copymode(folder / CONFIG_FILE, folder / name)  # safetensors writes for its owner alone
+    if len(shards) > 1:
+        weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _check(tensors: Mapping[str, PendingTensor], config: ModelConfig) -> None:
+    """Run the loader's checks of names and shapes over tensors that are still in their source files."""
+    entries = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPE_NAMES:
+            allowed = ", ".join(str(dtype) for dtype in _DTYPE_NAMES)
+            raise ModelFormatError(f"{tensor.file}: tensor {name!r} has dtype {tensor.dtype}: allowed are {allowed}")
+        entries[name] = TensorEntry(name, tensor.file, tensor.shape, _DTYPE_NAMES[tensor.dtype])
+    reader = _Reader(tensors)
+    check_tensors(Checkpoint(entries, {entry.file: reader for entry in entries.values()}), config)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Stands for an open safetensors file where the loader's checks look into a tensor."""
+
+    tensors: Mapping[str, PendingTensor]
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.tensors[name].read()
+
+
+def _nbytes(tensor: PendingTensor) -> int:
+    return torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
+
+
+def _plan_shards(tensors: Mapping[str, PendingTensor], shard_bytes: int) -> list[list[str]]:
+    """Cut the tensor names, in their order, into runs of at most `shard_bytes`."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and filled + _nbytes(tensor) > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += _nbytes(tensor)
+    return shards
+
+
+def _shard_names(count: int) -> list[str]:
+    if count == 1:
+        return [SINGLE_FILE]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
