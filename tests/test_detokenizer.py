@@ -1,0 +1,337 @@
+"""Streamed text equals the full decode for any ids; a stop string never leaks, whatever the token borders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import tokenizers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from d3engine.detokenizer import Detokenizer
+from d3engine.errors import InvalidValueError
+from d3engine.tokenizer import DecoderKind, Tokenizer, load_tokenizer
+
+LLAMA2 = Path(__file__).resolve().parents[2] / "shared" / "data" / "llama2"
+CORPUS = [
+    "the cat sat on the mat and the dog ate",
+    "Größe, naïve café, 東京 日本語 🙂",
+    "a b c\n\nd e f\n",
+] * 4
+MANY = settings(max_examples=150, deadline=None)
+
+
+def save_byte_level(directory: Path) -> None:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    # One added token in the byte table's alphabet, one outside of it, one that mixes both.
+    tokenizer.add_tokens(["<tool>", "日本 x", "é!"])
+    tokenizer.add_special_tokens(["<|begin_of_text|>", "<|eot_id|>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def save_byte_fallback_json(directory: Path, strip: bool) -> None:
+    pieces = [
+        "<unk>",
+        "<s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        "\u2581\u2581",
+        "\u2581a",
+        "b",
+        "日",
+    ]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
+    tokenizer.add_special_tokens(["<unk>", "<s>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def save_word_level(directory: Path) -> None:
+    """No decoder at all: `tokenizers` then puts a space between any two words."""
+    vocabulary = {word: i for i, word in enumerate(["<unk>", "the", "cat", "sat", "mat"])}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.add_special_tokens(["<unk>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def save_sentencepiece(directory: Path) -> None:
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS),
+        model_prefix=str(directory / "tokenizer"),
+        vocab_size=330,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        character_coverage=0.98,
+        minloglevel=2,
+    )
+
+
+@pytest.fixture(
+    scope="module",
+    params=["byte level", "byte fallback", "unstripped", "sentencepiece", "word level", "llama 2"],
+)
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    if request.param == "llama 2":
+        if not (LLAMA2 / "tokenizer.model").is_file():
+            pytest.skip("shared/data/llama2/tokenizer.model is not here")
+        return load_tokenizer(LLAMA2)
+    save = {
+        "byte level": save_byte_level,
+        "byte fallback": lambda directory: save_byte_fallback_json(directory, strip=True),
+        "unstripped": lambda directory: save_byte_fallback_json(directory, strip=False),
+        "sentencepiece": save_sentencepiece,
+        "word level": save_word_level,
+    }
+    save[request.param](directory)
+    return load_tokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("byte_level")
+    save_byte_level(directory)
+    return load_tokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("byte_fallback")
+    save_byte_fallback_json(directory, strip=True)
+    return load_tokenizer(directory)
+
+
+def byte_ids(tokenizer: Tokenizer, text: bytes) -> list[int]:
+    """Return one id for each byte."""
+    if tokenizer.kind is DecoderKind.BYTE_LEVEL:
+        table = {tokenizer.decode([i]): i for i in range(tokenizer.vocab_size)}
+        return [table[chr(byte)] for byte in text]
+    table = {tokenizer.convert_id_to_token(i): i for i in range(tokenizer.vocab_size)}
+    return [table[f"<0x{byte:02X}>"] for byte in text]
+
+
+def any_ids(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
+    """Any ids at all: uniform ones, ids beyond the vocabulary, specials and bytes, and encoded text."""
+    uniform = st.integers(0, tokenizer.vocab_size + 3)
+    low = st.integers(0, min(300, tokenizer.vocab_size - 1))
+    runs = st.lists(st.one_of(uniform, low, st.sampled_from([*tokenizer.special_ids])), max_size=8)
+    words = st.text("ab é日🙂 \n\ufffd", max_size=6).map(tokenizer.encode)
+    return st.lists(st.one_of(runs, words), max_size=5).map(lambda parts: list(chain(*parts)))
+
+
+def stream(detokenizer: Detokenizer, ids: Iterable[int]) -> str:
+    """Return the joined deltas, having checked that `text` always equals them."""
+    shown = ""
+    for token_id in ids:
+        shown += detokenizer.append(token_id)
+        assert detokenizer.text == shown
+    return shown + detokenizer.finish()
+
+
+def occurrences(text: str, stops: Iterable[str]) -> set[tuple[int, str]]:
+    return {(i, stop) for stop in stops for i in range(len(text)) if text.startswith(stop, i)}
+
+
+def expect(
+    tokenizer: Tokenizer, ids: list[int], stops: list[str], min_tokens: int, skip: bool
+) -> tuple[str, str | None, int]:
+    """Return text, stop reason and ids consumed, by decoding everything anew at every token."""
+    passed: set[tuple[int, str]] = set()
+    for length in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:length], skip_special_tokens=skip)
+        found = occurrences(text, stops) - passed
+        if length < min_tokens:
+            passed |= found
+        elif found:
+            start, stop = min(found, key=lambda match: (match[0], len(match[1])))
+            return text[:start], stop, length
+    return tokenizer.decode(ids, skip_special_tokens=skip), None, len(ids)
+
+
+class TestStreamedText:
+    @MANY
+    @given(data=st.data(), skip=st.booleans())
+    def test_joined_deltas_equal_the_full_decode_for_any_ids(
+        self, tokenizer: Tokenizer, data: st.DataObject, skip: bool
+    ) -> None:
+        ids = data.draw(any_ids(tokenizer))
+        detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
+        assert stream(detokenizer, ids) == tokenizer.decode(ids, skip_special_tokens=skip)
+        assert detokenizer.text == tokenizer.decode(ids, skip_special_tokens=skip)
+        assert (detokenizer.num_tokens, detokenizer.stop_reason) == (len(ids), None)
+
+    @settings(max_examples=300, deadline=None)
+    @given(text=st.binary(max_size=12))
+    @example(text=b"\xf0\x9f\x99\x82")
+    @example(text=b"\xe6\x97A\xa5")
+    @example(text=b"\xc0\xaf\xed\xa0\x80\xf4\x90\x80\x80")
+    def test_any_bytes_one_a_token_stream_as_they_decode(
+        self, byte_level: Tokenizer, byte_fallback: Tokenizer, text: bytes
+    ) -> None:
+        fallback = byte_ids(byte_fallback, text)
+        assert stream(Detokenizer(byte_fallback), fallback) == byte_fallback.decode(fallback)
+        ids = list(text)  # the first 256 ids are the byte alphabet, if not in the bytes' order
+        assert stream(Detokenizer(byte_level), ids) == byte_level.decode(ids)
+
+    def test_a_character_is_shown_once_its_last_byte_is_there(self, byte_level: Tokenizer) -> None:
+        ids = byte_level.encode("🙂")
+        assert len(ids) > 1
+        detokenizer = Detokenizer(byte_level)
+        deltas = [detokenizer.append(token_id) for token_id in ids]
+        assert deltas == [""] * (len(ids) - 1) + ["🙂"]
+
+    def test_a_run_of_byte_pieces_is_shown_once_it_has_ended(self, byte_fallback: Tokenizer) -> None:
+        detokenizer = Detokenizer(byte_fallback)
+        assert detokenizer.extend(byte_ids(byte_fallback, b"ok\n")) == ""
+        word = byte_fallback.vocab_size - 2
+        assert detokenizer.append(word) == "ok\nb"
+
+    def test_an_invalid_byte_spoils_the_run_it_joins(self, byte_fallback: Tokenizer) -> None:
+        detokenizer = Detokenizer(byte_fallback)
+        assert stream(detokenizer, byte_ids(byte_fallback, b"ok\xff")) == "\ufffd\ufffd\ufffd"
+
+    def test_an_unfinished_character_is_flushed_at_the_end(self, tokenizer: Tokenizer) -> None:
+        if tokenizer.kind is DecoderKind.OTHER:
+            pytest.skip("this tokenizer has no bytes")
+        ids = tokenizer.encode("🙂", add_special_tokens=False)[:-1]
+        detokenizer = Detokenizer(tokenizer)
+        assert "\ufffd" not in detokenizer.extend(ids)
+        assert detokenizer.finish().endswith("\ufffd")
+        assert detokenizer.finish() == ""
+
+    def test_only_the_first_space_of_all_is_stripped(self, byte_fallback: Tokenizer) -> None:
+        space, word = byte_fallback.vocab_size - 5, byte_fallback.vocab_size - 3
+        detokenizer = Detokenizer(byte_fallback)
+        assert detokenizer.append(byte_fallback.encode("<s>")[0]) == ""
+        assert [detokenizer.append(i) for i in (space, space, word)] == ["", " ", " a"]
+
+    def test_every_id_is_looked_up_a_bounded_number_of_times(
+        self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        work = 0
+        decode, look_up = tokenizer.decode, tokenizer.convert_id_to_token
+
+        def counted_decode(token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+            nonlocal work
+            work += len(list(token_ids))
+            return decode(token_ids, skip_special_tokens)
+
+        def counted_look_up(token_id: int) -> str | None:
+            nonlocal work
+            work += 1
+            return look_up(token_id)
+
+        monkeypatch.setattr(tokenizer, "decode", counted_decode)
+        monkeypatch.setattr(tokenizer, "convert_id_to_token", counted_look_up)
+        ids = [i % tokenizer.vocab_size for i in range(1500)]
+        stream(Detokenizer(tokenizer, stop=["never to be found"]), ids)
+        assert work <= 16 * len(ids)
+
+    def test_appending_after_finish_is_an_error(self, byte_level: Tokenizer) -> None:
+        detokenizer = Detokenizer(byte_level)
+        detokenizer.finish()
+        with pytest.raises(RuntimeError, match="after finish"):
+            detokenizer.append(1)
+
+
+class TestStopStrings:
+    @settings(max_examples=250, deadline=None)
+    @given(data=st.data(), skip=st.booleans(), include=st.booleans(), min_tokens=st.sampled_from([0, 0, 1, 3, 6]))
+    def test_text_ends_where_decoding_everything_anew_finds_the_stop_string(
+        self, tokenizer: Tokenizer, data: st.DataObject, skip: bool, include: bool, min_tokens: int
+    ) -> None:
+        ids = data.draw(any_ids(tokenizer))
+        full = tokenizer.decode(ids, skip_special_tokens=skip).replace("\ufffd", "")
+        cuts = st.tuples(st.integers(0, max(len(full) - 1, 0)), st.integers(1, 4))
+        inside = cuts.map(lambda cut: full[cut[0] : cut[0] + cut[1]])
+        stops = data.draw(st.lists(st.one_of(inside, st.text("ab\n é", min_size=1, max_size=3)), max_size=3))
+        stops = [stop for stop in stops if stop]
+        text, reason, consumed = expect(tokenizer, ids, stops, min_tokens, skip)
+        detokenizer = Detokenizer(
+            tokenizer,
+            stop=stops,
+            skip_special_tokens=skip,
+            include_stop_str_in_output=include,
+            min_tokens=min_tokens,
+        )
+        shown = stream(detokenizer, ids)
+        assert (detokenizer.stop_reason, detokenizer.num_tokens) == (reason, consumed)
+        assert shown == text + (reason if include and reason else "")
+
+    @settings(max_examples=200, deadline=None)
+    @given(
+        text=st.text("ab", max_size=12),
+        stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),
+    )
+    def test_no_more_is_held_back_than_could_begin_a_stop_string(
+        self, byte_level: Tokenizer, text: str, stops: list[str]
+    ) -> None:
+        detokenizer = Detokenizer(byte_level, stop=stops)
+        letters = {letter: byte_level.encode(letter)[0] for letter in "ab"}
+        for length, letter in enumerate(text, start=1):
+            detokenizer.append(letters[letter])
+            if detokenizer.stop_reason is not None:
+                break
+            seen = text[:length]
+            prefixes = {stop[:end] for stop in stops for end in range(len(stop))}
+            held = max(len(prefix) for prefix in prefixes if seen.endswith(prefix))
+            assert detokenizer.text == seen[: length - held]
+
+    def test_a_stop_string_across_token_borders_does_not_leak(self, byte_level: Tokenizer) -> None:
+        letters = [byte_level.encode(letter)[0] for letter in "go!##Q: more"]
+        detokenizer = Detokenizer(byte_level, stop=["#Q:"])
+        assert [detokenizer.append(letter) for letter in letters] == ["g", "o", "!", "", "#"] + [""] * 7
+        assert (detokenizer.text, detokenizer.stop_reason, detokenizer.num_tokens) == ("go!#", "#Q:", 7)
+        assert detokenizer.finish() == ""
+
+    def test_a_false_start_is_shown_as_soon_as_it_is_known(self, byte_level: Tokenizer) -> None:
+        detokenizer = Detokenizer(byte_level, stop=["abab!"])
+        letters = [byte_level.encode(letter)[0] for letter in "ababab?"]
+        deltas = [detokenizer.append(letter) for letter in letters]
+        assert deltas == ["", "", "", "", "ab", "", "abab?"]
+
+    def test_a_newline_written_as_a_byte_piece_stops_at_once(self, byte_fallback: Tokenizer) -> None:
+        detokenizer = Detokenizer(byte_fallback, stop=["\n"])
+        assert detokenizer.extend(byte_ids(byte_fallback, b"ok\nmore")) == "ok"
+        assert (detokenizer.stop_reason, detokenizer.num_tokens) == ("\n", 3)
+
+    def test_a_stop_string_is_not_found_in_the_space_that_decoding_strips(self, byte_fallback: Tokenizer) -> None:
+        detokenizer = Detokenizer(byte_fallback, stop=[" x"])
+        ids = byte_ids(byte_fallback, b" x x")
+        assert detokenizer.extend(ids) == "x"
+        assert detokenizer.num_tokens == len(ids)
+
+    def test_a_stop_string_completed_before_min_tokens_is_ordinary_text(self, byte_level: Tokenizer) -> None:
+        letters = [byte_level.encode(letter)[0] for letter in "a.b.c"]
+        detokenizer = Detokenizer(byte_level, stop=["."], min_tokens=3)
+        assert detokenizer.extend(letters) == "a.b"
+        assert detokenizer.num_tokens == 4
+
+    def test_a_stop_string_may_complete_at_token_min_tokens_itself(self, byte_level: Tokenizer) -> None:
+        letters = [byte_level.encode(letter)[0] for letter in "ab."]
+        assert Detokenizer(byte_level, stop=["."], min_tokens=3).extend(letters) == "ab"
+        assert Detokenizer(byte_level, stop=["."], min_tokens=4).extend(letters) == "ab."
+
+    def test_held_text_is_flushed_when_no_stop_string_came(self, byte_level: Tokenizer) -> None:
+        detokenizer = Detokenizer(byte_level, stop=["end!"])
+        letters = [byte_level.encode(letter)[0] for letter in "the en"]
+        assert (detokenizer.extend(letters), detokenizer.finish()) == ("the ", "en")
+
+    @pytest.mark.parametrize("stop", ["a string", [""], ["ok", ""]])
+    def test_an_empty_or_bare_stop_string_is_refused_by_name(self, byte_level: Tokenizer, stop: list[str]) -> None:
+        with pytest.raises(InvalidValueError, match="stop="):
+            Detokenizer(byte_level, stop=stop)
