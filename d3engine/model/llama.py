@@ -1,0 +1,81 @@
+"""The Llama forward pass over a plan's rows: embed, the layers of a span, logits.
+
+A layer is five operations of the kernel table. Which rows it runs, and where their entries go, is the
+caller's; a layer knows neither sequences nor depth.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from d3engine.model.config import ModelConfig
+from d3engine.model.weights import LlamaWeights
+
+
+class Llama:
+    """The weights of one model and the operations that run it."""
+
+    def __init__(self, config: ModelConfig, weights: LlamaWeights, kernels: Any) -> None:
+        self.config = config
+        self.weights = weights
+        self.kernels = kernels
+        self._scale = 1.0 / math.sqrt(config.head_dim)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Hidden states [T, H] of int64 `token_ids` [T]."""
+        return F.embedding(token_ids, self.weights.embedding)
+
+    def layer(
+        self,
+        index: int,
+        hidden: Tensor,
+        rotations: Tensor,
+        pool: Tensor,
+        entries: Tensor,
+        attention: Any,
+    ) -> None:
+        """Run layer `index` over `hidden` [T, H] in place, and write the rows' KV entries into `pool`.
+
+        `rotations` [T, D / 2], `entries` [T, 2]; `attention` is what the kernels prepared for this layer.
+        """
+        weights, kernels, eps = self.weights.layers[index], self.kernels, self.config.rms_norm_eps
+        queries = kernels.qkv(
+            hidden,
+            weights.attention_norm,
+            eps,
+            weights.qkv,
+            weights.qkv_bias,
+            rotations,
+            pool,
+            entries,
+            self.config.num_heads,
+        )
+        attended = kernels.paged_attention(queries, pool, attention, self._scale)
+        kernels.linear_residual(attended, weights.output, weights.output_bias, hidden)
+        gated = kernels.gate_up(hidden, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias)
+        kernels.linear_residual(gated, weights.down, weights.down_bias, hidden)
+
+    def project(self, index: int, hidden: Tensor, rotations: Tensor, pool: Tensor, entries: Tensor) -> None:
+        """Write only the KV entries that layer `index` would have for `hidden` [T, H] (CALM's rule for an exit)."""
+        weights = self.weights.layers[index]
+        self.kernels.qkv(
+            hidden,
+            weights.attention_norm,
+            self.config.rms_norm_eps,
+            weights.qkv,
+            weights.qkv_bias,
+            rotations,
+            pool,
+            entries,
+            self.config.num_heads,
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float32 logits [T, V] of final hidden states [T, H]."""
+        weights, eps = self.weights, self.config.rms_norm_eps
+        logits: Tensor = self.kernels.lm_head(hidden, weights.final_norm, eps, weights.lm_head)
+        return logits

@@ -1,0 +1,281 @@
+"""Every operation of the model in plain torch: the specification, the CPU path and the oracle of the kernel tests.
+
+The operations are cut where a GPU would launch: a layer is `qkv`, `paged_attention`, `linear_residual`, `gate_up`,
+`linear_residual`. Shapes below use T rows (tokens), H hidden channels, D channels a head, N query heads and M key/value
+heads.
+
+The KV pool is `[num_blocks, 2, block_size, M, D]`, keys at index 0 and values at 1. An *entry* is the flat index
+`block * 2 * block_size + half * block_size + offset` of one key or value `[M, D]`. Channels of query and key heads
+stand in adjacent pairs (see `weights.py`), so that RoPE is one complex multiplication.
+
+`num_rows`, an int32 tensor [1] on the operation's device, says how many rows (or copies) to compute; None means all.
+Rows at or beyond it are neither read nor written, and where an operation returns rows, theirs are undefined (here NaN,
+or -1 for tokens, so that whoever reads them notices). On a GPU it is read by the kernel, never by the host: a captured
+graph serves any number of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(
+    hidden: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, num_rows: Tensor | None = None
+) -> Tensor:
+    """Root-mean-square norm of the rows of `hidden` [T, H], as transformers computes it.
+
+    The statistics are float32 whatever the dtype, and the row is cast back before it meets `weight` [H]. With
+    `residual` [T, H] (written): `hidden` is added to it, and the sum is normed.
+    """
+    if num_rows is not None:
+        rows = _live_rows(num_rows)
+        out = rms_norm(hidden[rows], weight, eps, residual=None if residual is None else residual[rows])
+        return _undefined_beyond(out, hidden)
+    if residual is not None:
+        hidden = residual.add_(hidden)
+    wide = hidden.float()
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scaled = wide * torch.rsqrt(norm.square_().mul_(1.0 / hidden.shape[-1]).add_(eps))
+    if scaled.dtype != hidden.dtype:
+        scaled = scaled.to(hidden.dtype)
+    return scaled.mul_(weight)
+
+
+def rotate_(heads: Tensor, rotations: Tensor) -> None:
+    """Turn the channel pairs of `heads` [T, heads, D] by `rotations` [T, D / 2] (complex64), in place.
+
+    The product is taken in float32: at half precision, angles of neighbouring positions would coincide.
+    """
+    tokens, count, channels = heads.shape
+    pairs = torch.view_as_complex(heads.float().view(tokens, count, channels // 2, 2))
+    pairs.mul_(rotations.unsqueeze(1))
+    if heads.dtype != torch.float32:
+        heads.copy_(torch.view_as_real(pairs).view(tokens, count, channels))
+
+
+def qkv(
+    hidden: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    rotations: Tensor,
+    pool: Tensor,
+    entries: Tensor,
+    num_heads: int,
+    *,
+    num_rows: Tensor | None = None,
+) -> Tensor:
+    """RMSNorm, the three projections, RoPE, and the write of keys and values into the pool.
+
+    `hidden` [T, H], `weight` [(N + 2 M) D, H], `bias` [(N + 2 M) D] or None, `rotations` [T, D / 2] complex64,
+    `pool` [num_blocks, 2, block_size, M, D] (written), `entries` [T, 2] int64: where each row's key and value go.
+    Returns the queries [T, N, D], which share memory with nothing that is kept.
+    """
+    if num_rows is not None:
+        rows = _live_rows(num_rows)
+        return _undefined_beyond(
+            qkv(hidden[rows], norm_weight, eps, weight, bias, rotations[rows], pool, entries[rows], num_heads), hidden
+        )
+    kv_heads, channels = pool.shape[3], pool.shape[4]
+    projected = F.linear(rms_norm(hidden, norm_weight, eps), weight, bias)
+    turned = projected[:, : (num_heads + kv_heads) * channels]
+    rotate_(turned.view(-1, num_heads + kv_heads, channels), rotations)
+    new_entries = projected[:, num_heads * channels :].reshape(-1, kv_heads * channels)
+    pool.view(-1, kv_heads * channels).index_copy_(0, entries.view(-1), new_entries)
+    return projected[:, : num_heads * channels].view(-1, num_heads, channels)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Chunks that one attention call serves: one chunk of many rows, or many chunks of one row each."""
+
+    chunks: slice
+    rows: slice
+    kv_length: int  # the longest of the group, in entries
+    mask: Tensor | None  # True where a query may look; None where it may look everywhere
+
+
+AttentionInputs: TypeAlias = list[tuple[_Group, Tensor]]
+"""What `paged_attention` reads for one layer: each group, and its half-blocks [2 C blocks], keys' before values'."""
+
+
+def attention_inputs(query_starts: list[int], kv_lengths: list[int], block_tables: Tensor) -> list[AttentionInputs]:
+    """Prepare attention of C chunks for n layers at once; item k is for the layer of `block_tables[k]`.
+
+    Chunk c has rows [query_starts[c], query_starts[c + 1]). `kv_lengths[c]` counts its entries, its own rows included:
+    its last row looks at all of them, the row before at one less, and so on. `block_tables` [n, C, >= longest /
+    block_size] int64 holds each chunk's blocks in the order of positions, padded with any valid block.
+    """
+    # A pool of blocks [2, block_size, ...] is a pool of half-blocks: keys in 2 b, values in 2 b + 1.
+    halves = block_tables.unsqueeze(1) * 2
+    halves = torch.cat((halves, halves + 1), dim=1)  # [n, 2, C, blocks]
+    groups = _groups(query_starts, kv_lengths, block_tables.device)
+    if len(groups) == 1:
+        (group,) = groups
+        return [[(group, layer)] for layer in halves.flatten(1).unbind()]
+    by_group = [halves[:, :, group.chunks].flatten(1).unbind() for group in groups]
+    return [list(zip(groups, layers, strict=True)) for layers in zip(*by_group, strict=True)]
+
+
+def _groups(query_starts: list[int], kv_lengths: list[int], device: torch.device) -> list[_Group]:
+    """Neighbouring chunks of a single row are served together, a longer chunk alone."""
+    groups = []
+    chunk, count = 0, len(kv_lengths)
+    while chunk < count:
+        last = chunk
+        if query_starts[chunk + 1] - query_starts[chunk] == 1:
+            while last + 1 < count and query_starts[last + 2] - query_starts[last + 1] == 1:
+                last += 1
+        lengths = kv_lengths[chunk : last + 1]
+        rows = slice(query_starts[chunk], query_starts[last + 1])
+        mask = _mask(lengths, rows.stop - rows.start, device)
+        groups.append(_Group(slice(chunk, last + 1), rows, max(lengths), mask))
+        chunk = last + 1
+    return groups
+
+
+def _mask(lengths: list[int], num_rows: int, device: torch.device) -> Tensor | None:
+    """[chunks, kv] for single rows of unequal lengths, [rows, kv] for one chunk of many rows, else None."""
+    longest = max(lengths)
+    if num_rows == len(lengths):
+        if min(lengths) == longest:
+            return None
+        ends = torch.tensor(lengths, device=device)
+    else:
+        ends = torch.arange(longest - num_rows + 1, longest + 1, device=device)
+    return torch.arange(longest, device=device) < ends.unsqueeze(1)
+
+
+def paged_attention(
+    queries: Tensor, pool: Tensor, inputs: AttentionInputs, scale: float, *, num_rows: Tensor | None = None
+) -> Tensor:
+    """Causal attention of `queries` [T, N, D] over the entries of their chunks in `pool`; returns [T, N D].
+
+    Query head n reads key/value head n // (N / M).
+    """
+    if num_rows is not None:
+        out = paged_attention(queries, pool, inputs, scale)
+        return _undefined_beyond(out[_live_rows(num_rows)], queries)
+    outputs = []
+    for group, halves in inputs:
+        keys, values = _gather(pool, halves, group)
+        attend = (
+            _attend_chunk
+            if group.chunks.stop - group.chunks.start < group.rows.stop - group.rows.start
+            else _attend_single_rows
+        )
+        outputs.append(attend(queries[group.rows], keys, values, group.mask, scale))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _gather(pool: Tensor, halves: Tensor, group: _Group) -> tuple[Tensor, Tensor]:
+    """Keys and values [C, M, kv_length, D] of a group's chunks, copied out of the pool's blocks."""
+    _, _, block_size, kv_heads, channels = pool.shape
+    chunks = group.chunks.stop - group.chunks.start
+    entries = pool.view(-1, block_size, kv_heads, channels).index_select(0, halves)
+    entries = entries.view(2, chunks, -1, kv_heads, channels)[:, :, : group.kv_length]
+    keys, values = entries.transpose(2, 3).unbind()
+    return keys, values
+
+
+def _attend_single_rows(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """One query row a chunk: the heads of a group are the rows of one small product, so no head is repeated."""
+    chunks, heads, channels = queries.shape
+    kv_heads = keys.shape[1]
+    packed = queries.reshape(chunks, kv_heads, heads // kv_heads, channels)
+    if mask is not None:
+        # Beyond a chunk's length stand another sequence's old entries. A weight of zero does not silence a NaN
+        # there, so they are cleared: no request can reach its neighbours.
+        hidden = ~mask[:, None, :, None]
+        keys = keys.masked_fill(hidden, 0.0)
+        values = values.masked_fill(hidden, 0.0)
+        mask = mask[:, None, None, :]
+    out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
+    return out.reshape(chunks, heads * channels)
+
+
+def _attend_chunk(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Many query rows of one chunk, each looking at what stands at or before its own position."""
+    rows, heads, channels = queries.shape
+    out = F.scaled_dot_product_attention(
+        queries.transpose(0, 1).unsqueeze(0), keys, values, attn_mask=mask, scale=scale, enable_gqa=True
+    )
+    return out[0].transpose(0, 1).reshape(rows, heads * channels)
+
+
+def linear_residual(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, *, num_rows: Tensor | None = None
+) -> None:
+    """Add `x` [T, K] times `weight` [H, K] transposed (and `bias` [H]) to `residual` [T, H], in place."""
+    if num_rows is not None:
+        x, residual = x[_live_rows(num_rows)], residual[_live_rows(num_rows)]
+    residual.addmm_(x, weight.t())
+    if bias is not None:
+        residual.add_(bias)
+
+
+def gate_up(
+    hidden: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    num_rows: Tensor | None = None,
+) -> Tensor:
+    """RMSNorm, the gate and up projections, and SwiGLU: silu(gate) * up, [T, I].
+
+    `hidden` [T, H]; `weight` [2 I, H] and `bias` [2 I] hold the gate's rows first, then the up projection's.
+    """
+    if num_rows is not None:
+        return _undefined_beyond(gate_up(hidden[_live_rows(num_rows)], norm_weight, eps, weight, bias), hidden)
+    gate, up = F.linear(rms_norm(hidden, norm_weight, eps), weight, bias).chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def lm_head(
+    hidden: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, *, num_rows: Tensor | None = None
+) -> Tensor:
+    """Final norm and projection of `hidden` [T, H] by `weight` [V, H]: float32 logits [T, V]."""
+    if num_rows is not None:
+        return _undefined_beyond(lm_head(hidden[_live_rows(num_rows)], norm_weight, eps, weight), hidden)
+    return F.linear(rms_norm(hidden, norm_weight, eps), weight).float()
+
+
+def lm_head_argmax(
+    hidden: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, *, num_rows: Tensor | None = None
+) -> Tensor:
+    """The token of the largest logit of each row, int64 [T]: what `lm_head` and an argmax give."""
+    if num_rows is not None:
+        return _undefined_beyond(lm_head_argmax(hidden[_live_rows(num_rows)], norm_weight, eps, weight), hidden)
+    return lm_head(hidden, norm_weight, eps, weight).argmax(dim=-1)
+
+
+def copy_entries(pool: Tensor, source: Tensor, target: Tensor, *, num_rows: Tensor | None = None) -> None:
+    """Copy entries of `pool` from `source` to `target`, both int64 [n] of flat entries (see above), in place.
+
+    One source may have many targets; no target may be the source of another copy.
+    """
+    if num_rows is not None:
+        source, target = source[_live_rows(num_rows)], target[_live_rows(num_rows)]
+    flat = pool.view(-1, pool.shape[3] * pool.shape[4])
+    flat.index_copy_(0, target, flat.index_select(0, source))
+
+
+def _live_rows(num_rows: Tensor) -> slice:
+    return slice(0, int(num_rows))
+
+
+def _undefined_beyond(out: Tensor, like: Tensor) -> Tensor:
+    """`out` with as many rows as `like` has: NaN, or -1 for integers, in those that were not computed."""
+    filler = math.nan if out.is_floating_point() else -1
+    padded = out.new_full((like.shape[0], *out.shape[1:]), filler)
+    padded[: out.shape[0]] = out
+    return padded
