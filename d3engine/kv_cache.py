@@ -1,0 +1,154 @@
+"""The paged KV cache as numbers: which block holds which entries, who else holds it, and when it is free again.
+
+A block is `block_size` KV entries of ONE layer of one sequence; the pool does not know which layer owns it. A sequence
+has a slot, and the slot a table `[L, max_blocks]` of block ids, so that a layer that has fallen asleep gives its
+blocks back alone. Everything here is numpy; the tensor behind the ids belongs to the executor.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.integer]
+
+NO_BLOCK = 0
+"""The id that stands where a table has no block. It is never handed out, so it is always safe to read."""
+
+
+class BlockPool:
+    """Block ids 1 .. num_blocks, each free or held, with a reference count.
+
+    Blocks are handed out and taken back as arrays: the free ids are the first `num_free` of one stack.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks
+        self.ref_counts = np.zeros(num_blocks + 1, dtype=np.int32)
+        self._free = np.arange(num_blocks, 0, -1, dtype=np.int32)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - self.num_free
+
+    def allocate(self, count: int) -> IntArray:
+        """Take `count` blocks, each with one reference; the caller has made sure that they are there."""
+        assert count <= self.num_free, "allocate() without room: reserve() comes first"
+        self.num_free -= count
+        blocks = self._free[self.num_free : self.num_free + count].copy()
+        self.ref_counts[blocks] = 1
+        return blocks
+
+    def retain(self, blocks: IntArray) -> None:
+        """Add one reference for every mention in `blocks`; a block may be mentioned more than once."""
+        np.add.at(self.ref_counts, blocks, 1)
+
+    def release(self, blocks: IntArray) -> None:
+        """Take one reference back for every mention in `blocks`, and free what nobody holds any more."""
+        if (self.ref_counts[blocks] == 1).all():  # then none is mentioned twice
+            freed = blocks
+            self.ref_counts[blocks] = 0
+        else:
+            blocks, mentions = np.unique(blocks, return_counts=True)
+            self.ref_counts[blocks] -= mentions.astype(np.int32)
+            freed = blocks[self.ref_counts[blocks] == 0]
+        self._free[self.num_free : self.num_free + freed.size] = freed
+        self.num_free += freed.size
+
+    def check_integrity(self, mentions: IntArray) -> None:
+        """Assert that the counts equal `mentions` (references by block id) and that free and held blocks add up."""
+        free = self._free[: self.num_free]
+        assert np.array_equal(self.ref_counts, mentions), "a reference count differs from what names the block"
+        assert np.unique(free).size == free.size, "a block stands twice in the free list"
+        assert not self.ref_counts[free].any(), "a free block is still named"
+        assert self.num_free + np.count_nonzero(self.ref_counts) == self.num_blocks, "a block was lost"
+
+
+class KVCache:
+    """The block tables of all running sequences over one pool.
+
+    `tables` [max_sequences, L, max_blocks] int32 holds block ids, NO_BLOCK beyond what a layer has; `num_blocks`
+    [max_sequences, L] counts them. A layer's entries are contiguous from position 0.
+    """
+
+    def __init__(
+        self, *, num_layers: int, num_blocks: int, block_size: int, max_sequences: int, max_length: int
+    ) -> None:
+        self.num_layers = num_layers
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        max_blocks = -(-max_length // block_size)
+        self.tables = np.zeros((max_sequences, num_layers, max_blocks), dtype=np.int32)
+        self.num_blocks = np.zeros((max_sequences, num_layers), dtype=np.int32)
+        self._free_slots = list(range(max_sequences - 1, -1, -1))
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def blocks_for(self, length: int) -> int:
+        """Blocks that ONE layer needs for `length` entries."""
+        return -(-length // self.block_size)
+
+    def open(self) -> int:
+        """Return an empty slot for a sequence."""
+        return self._free_slots.pop()
+
+    def close(self, slot: int) -> None:
+        """Give back all blocks of a slot, and the slot."""
+        self.free_layers(slot, np.arange(self.num_layers))
+        self._free_slots.append(slot)
+
+    def share(self, slot: int, blocks: IntArray) -> None:
+        """Begin an empty slot with `blocks` [n, L] that somebody else has computed."""
+        count = blocks.shape[0]
+        self.tables[slot, :, :count] = blocks.T
+        self.num_blocks[slot] = count
+        self.pool.retain(blocks.ravel())
+
+    def missing(self, slots: IntArray, lengths: IntArray, active: npt.NDArray[np.bool_]) -> IntArray:
+        """Blocks [C, L] that each active layer lacks for its slot to hold `lengths` [C] entries; `active` [C, L]."""
+        wanted = (lengths + (self.block_size - 1)) // self.block_size
+        lacking: IntArray = (wanted[:, None] - self.num_blocks[slots]) * active
+        return lacking
+
+    def grow(self, slots: IntArray, missing: IntArray) -> None:
+        """Append `missing` [C, L] new blocks to the layers of `slots` [C]."""
+        most = missing.max(initial=0)
+        if most <= 1:  # decoded tokens: all layers of all sequences at once
+            if most:
+                chunks, layers = missing.nonzero()
+                self._append(slots[chunks], layers)
+            return
+        for slot, row in zip(slots, missing, strict=True):
+            for nth in range(row.max(initial=0)):
+                layers = np.flatnonzero(row > nth)
+                self._append(slot, layers)
+
+    def _append(self, slots: IntArray | int, layers: IntArray) -> None:
+        """One new block at the end of each (slot, layer); no pair stands twice."""
+        self.tables[slots, layers, self.num_blocks[slots, layers]] = self.pool.allocate(layers.size)
+        self.num_blocks[slots, layers] += 1
+
+    def free_layers(self, slot: int, layers: IntArray) -> None:
+        """Give back every block that `layers` of `slot` hold, the prompt's as well."""
+        held = int(self.num_blocks[slot, layers].max(initial=0))
+        named = self.tables[slot, layers, :held]
+        self.pool.release(named[named != NO_BLOCK])
+        self.tables[slot, layers, :held] = NO_BLOCK
+        self.num_blocks[slot, layers] = 0
+
+    def mentions(self) -> IntArray:
+        """How often the tables name each block id, [num_blocks + 1]."""
+        counts = np.bincount(self.tables.ravel(), minlength=self.pool.num_blocks + 1)
+        counts[NO_BLOCK] = 0
+        return counts
+
+    def check_integrity(self, elsewhere: IntArray | None = None) -> None:
+        """Assert the cache's invariants; `elsewhere` counts the references that others (the prefix cache) hold."""
+        mentions = self.mentions() if elsewhere is None else self.mentions() + elsewhere
+        self.pool.check_integrity(mentions)
+        held = np.arange(self.tables.shape[2]) < self.num_blocks[:, :, None]
+        assert np.array_equal(self.tables != NO_BLOCK, held), "a table has a hole, or a block beyond its count"
+        assert not self.num_blocks[self._free_slots].any(), "a closed slot still holds blocks"

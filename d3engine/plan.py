@@ -1,0 +1,127 @@
+"""A plan: everything that one engine step needs, as arrays.
+
+There is no prefill mode and no decode mode: a plan is a list of *chunks*, each a run of tokens of one sequence that
+all run the same layers. Chunks are ordered by depth, deepest first, so that under one nested schedule the rows that run
+a layer are a prefix of the batch. A *span* is a run of neighbouring layers that the same rows run; the executor walks
+the spans, and no branch for a token or a layer is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from d3engine.kv_cache import IntArray
+from d3engine.request import Logprob
+from d3engine.sequence import Sequence
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Neighbouring layers that the same chunks run.
+
+    `chunks` and `rows` are None on the fast path: the span's rows are the first `num_rows`, its chunks the first
+    `num_chunks`. Otherwise they list them in order. `projected_rows` are rows that skip these layers but leave a
+    projected entry there (`on_skip="project"`), or None.
+    """
+
+    layers: range
+    num_chunks: int
+    num_rows: int
+    chunks: IntArray | None
+    rows: IntArray | None
+    projected_rows: IntArray | None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Rows whose logits give the log-probabilities of a prompt's tokens: row r predicts token `position + 1 + r`."""
+
+    sequence: Sequence
+    position: int
+    rows: range
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One engine step: C chunks of R rows in all, deepest chunks first.
+
+    `tables` is the cache's own [slots, L, max_blocks]; it stays as it is until the next `schedule()`.
+    `copies_before` and `copies_after` are (sources, targets) of flat entries for copy-on-skip, or None.
+    """
+
+    sequences: list[Sequence]
+    slots: IntArray  # [C]
+    starts: IntArray  # [C] the position of each chunk's first row
+    stops: IntArray  # [C] the position after its last row: the entries its layers hold after the step
+    steps: IntArray  # [C] the generation step of its first row; -1 in the prompt
+    query_starts: IntArray  # [C + 1] each chunk's first row, and R
+    token_ids: IntArray  # [R]
+    positions: IntArray  # [R]
+    row_chunks: IntArray  # [R] the chunk of each row
+    prompt_lengths: IntArray  # [C]
+    depths: IntArray  # [C] layers that each chunk runs
+    tables: IntArray
+    spans: tuple[Span, ...]
+    sampled: IntArray  # chunks whose last row yields a token
+    sample_rows: IntArray  # those rows
+    greedy: bool  # every sampled row takes the likeliest token and wants nothing else
+    prompt_rows: tuple[PromptRows, ...]
+    copies_before: tuple[IntArray, IntArray] | None
+    copies_after: tuple[IntArray, IntArray] | None
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.query_starts[-1])
+
+    @property
+    def logit_rows(self) -> IntArray:
+        """The rows that go through the LM head: those to sample, then the prompt rows."""
+        if not self.prompt_rows:
+            return self.sample_rows
+        return np.concatenate([self.sample_rows, *(np.arange(p.rows.start, p.rows.stop) for p in self.prompt_rows)])
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One token for each of the plan's sampled chunks, in order.
+
+    `logprobs[row]` is None for rows that did not ask. `prompt_logprobs[k]` belongs to the plan's k-th prompt rows.
+    `faults` maps rows without a usable token to what went wrong.
+    """
+
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: list[list[dict[int, Logprob]]] = field(default_factory=list)
+    faults: dict[int, str] = field(default_factory=dict)
+
+
+def spans_of(active: BoolArray, projected: BoolArray | None, query_starts: IntArray) -> tuple[Span, ...]:
+    """The spans of a batch: `active` [C, L] says which chunks run which layers, deepest chunk first."""
+    key = active if projected is None else np.concatenate((active, projected))
+    differs = key[:, 1:] != key[:, :-1]
+    changes = (differs[0] if len(key) == 1 else differs.any(axis=0)).nonzero()[0] + 1
+    spans = []
+    for low, high in pairwise([0, *changes.tolist(), active.shape[1]]):
+        runs = active[:, low]
+        count = int(np.count_nonzero(runs))
+        beside = None
+        if projected is not None and projected[:, low].any():
+            beside = _rows_of(projected[:, low].nonzero()[0], query_starts)
+        if runs[:count].all():
+            if count or beside is not None:
+                spans.append(Span(range(low, high), count, int(query_starts[count]), None, None, beside))
+            continue
+        chunks = runs.nonzero()[0]
+        rows = _rows_of(chunks, query_starts)
+        spans.append(Span(range(low, high), count, rows.size, chunks, rows, beside))
+    return tuple(spans)
+
+
+def _rows_of(chunks: IntArray, query_starts: IntArray) -> IntArray:
+    return np.concatenate([np.arange(query_starts[c], query_starts[c + 1]) for c in chunks])

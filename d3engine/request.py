@@ -1,0 +1,230 @@
+"""What a user asks for and what comes back: SamplingParams, RequestOutput, CompletionOutput.
+
+Names follow vLLM's, so that engines can be swapped. Everything a request can ask for is bounded and checked here, when
+it is written down, with an error that names the field, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from d3engine.depth import DepthPolicy
+from d3engine.errors import require, require_integer, require_number
+
+MAX_N = 64
+MAX_LOGPROBS = 64
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_BIASED_TOKENS = 1024
+MAX_BAD_WORDS = 256
+MAX_TOKENS = 2**24
+MAX_TOP_K = 2**31 - 1
+
+GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy: dividing by it would only overflow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when a sequence ends.
+
+    Args:
+        n: sequences to generate for the prompt; each draws its own random numbers.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_p: keep the smallest set of likeliest tokens whose probability reaches this.
+        top_k: keep this many likeliest tokens; 0 keeps all.
+        min_p: drop tokens less likely than this times the likeliest.
+        presence_penalty: subtracted from the logit of every token already generated.
+        frequency_penalty: subtracted once for each time the token was generated.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output.
+        seed: the random numbers of a sequence depend on (seed, step) alone. None: the engine gives one.
+        stop: a string or several that end the text, which then stops before them.
+        stop_token_ids: token ids that end the sequence and are not shown.
+        ignore_eos: go on after an end-of-sequence token.
+        max_tokens: tokens to generate at most.
+        min_tokens: before so many tokens, neither end-of-sequence, stop token nor stop string ends the sequence.
+        logprobs: log-probabilities of the chosen and of so many likeliest tokens, of the raw distribution
+            (before penalties, temperature and truncation).
+        prompt_logprobs: the same for the tokens of the prompt.
+        logit_bias: added to the logits of these tokens.
+        allowed_token_ids: only these can be chosen.
+        bad_words: words that are never completed.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: the text ends after the stop string, not before it.
+        depth: the request's own depth policy; None is the engine's.
+
+    Raises:
+        InvalidValueError: for any value that is not allowed.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    depth: DepthPolicy | None = None
+
+    def __post_init__(self) -> None:
+        require_integer("n", self.n, 1, MAX_N)
+        require_number("temperature", self.temperature, 0.0, 100.0)
+        require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        require_integer("top_k", self.top_k, 0, MAX_TOP_K)
+        require_number("min_p", self.min_p, 0.0, 1.0)
+        require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        require_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        if self.seed is not None:
+            require_integer("seed", self.seed, 0, 2**63 - 1)
+        require_integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        require_integer("min_tokens", self.min_tokens, 0)
+        require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "at most max_tokens")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                require_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        require(
+            self.depth is None or isinstance(self.depth, DepthPolicy),
+            "depth",
+            self.depth,
+            "a DepthPolicy or None",
+        )
+        self._check_strings()
+        self._check_token_ids()
+
+    def _check_strings(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        _check_list("stop", stop, MAX_STOP_STRINGS)
+        for text in stop or ():
+            fits = isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH
+            require(fits, "stop", text, f"strings of 1 to {MAX_STOP_LENGTH} characters")
+        _check_list("bad_words", self.bad_words, MAX_BAD_WORDS)
+        for text in self.bad_words or ():
+            fits = isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH
+            require(fits, "bad_words", text, f"strings of 1 to {MAX_STOP_LENGTH} characters")
+
+    def _check_token_ids(self) -> None:
+        _check_list("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        _check_list("allowed_token_ids", self.allowed_token_ids, None)
+        require(
+            self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
+            "allowed_token_ids",
+            self.allowed_token_ids,
+            "at least one token id, or None",
+        )
+        bias = self.logit_bias
+        require(bias is None or isinstance(bias, Mapping), "logit_bias", bias, "a mapping of token id to bias")
+        require(
+            len(bias or ()) <= MAX_BIASED_TOKENS,
+            "logit_bias",
+            len(bias or ()),
+            f"{MAX_BIASED_TOKENS} at most",
+        )
+        for value in (bias or {}).values():
+            require_number("logit_bias", value, -100.0, 100.0)
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token in getattr(self, name) or ():
+                require_integer(name, token, 0)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def named_token_ids(self) -> dict[str, tuple[int, ...]]:
+        """The token ids that the request names, by field; the engine checks them against the model's vocabulary."""
+        return {
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "allowed_token_ids": tuple(self.allowed_token_ids or ()),
+            "logit_bias": tuple(self.logit_bias or ()),
+        }
+
+
+def _check_list(name: str, value: object, most: int | None) -> None:
+    if value is None:
+        return
+    require(isinstance(value, Sequence) and not isinstance(value, str | bytes), name, value, "a list or None")
+    assert isinstance(value, Sequence)
+    if most is not None:
+        require(len(value) <= most, name, f"{len(value)} items", f"at most {most} items")
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log-probability under the raw distribution, its rank (1 is the likeliest) and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One sequence of a request, as far as it has come.
+
+    `depths[i]` counts the layers that ran to compute token i. `stop_reason` is the stop string or stop token id that
+    ended the sequence, or for finish_reason "abort" what went wrong; None otherwise.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+    depths: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times in seconds on the monotonic clock; None while the event has not come."""
+
+    arrival_time: float
+    first_token_time: float | None
+    finished_time: float | None
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request as far as it has come; `outputs` holds its n sequences by index."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int = field(default=0)

@@ -1,0 +1,82 @@
+"""The running sequences as arrays, one row a cache slot, so that planning a step needs no loop over sequences."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from d3engine.depth import NEVER
+from d3engine.kv_cache import IntArray
+from d3engine.plan import BoolArray
+from d3engine.sequence import Sequence
+
+
+class RunningTable:
+    """What planning reads of each slot.
+
+    `sequences[slot]` is the sequence there. Arrays are [slots] unless said otherwise: `num_tokens` counts prompt and
+    output, `num_computed` the positions whose entries are in the cache. Once `frees_at` positions are computed, some
+    layer's blocks can be given back (NEVER: the schedule keeps them). `fills` marks schedules whose skipped layers get
+    entries (`on_skip` other than "none").
+    """
+
+    def __init__(self, max_sequences: int, num_layers: int, max_length: int) -> None:
+        self.sequences: list[Sequence | None] = [None] * max_sequences
+        self.tokens = np.empty((max_sequences, max_length), dtype=np.int32)
+        self.num_tokens = np.zeros(max_sequences, dtype=np.int64)
+        self.num_computed = np.zeros(max_sequences, dtype=np.int64)
+        self.prompt_length = np.zeros(max_sequences, dtype=np.int64)
+        self.cutoffs = np.full((max_sequences, num_layers), NEVER, dtype=np.int32)
+        self.frees_at = np.full(max_sequences, NEVER, dtype=np.int64)
+        self.fills = np.zeros(max_sequences, dtype=bool)
+        self.tabled = np.zeros(max_sequences, dtype=bool)
+        self.plain_greedy = np.zeros(max_sequences, dtype=bool)
+
+    def put(self, sequence: Sequence, num_computed: int) -> None:
+        """Fill the sequence's slot; `num_computed` positions are in the cache already."""
+        slot, schedule = sequence.slot, sequence.schedule
+        tokens = sequence.all_token_ids()
+        self.sequences[slot] = sequence
+        self.tokens[slot, : tokens.size] = tokens
+        self.num_tokens[slot] = tokens.size
+        self.num_computed[slot] = num_computed
+        self.prompt_length[slot] = len(sequence.prompt_token_ids)
+        self.cutoffs[slot] = schedule.cutoffs
+        self.fills[slot] = schedule.on_skip != "none"
+        self.tabled[slot] = not schedule.is_nested
+        self.frees_at[slot] = NEVER if self.fills[slot] else self.computed_before(slot, schedule.first_skipping_step)
+        self.plain_greedy[slot] = _is_plain_greedy(sequence)
+
+    def sequence(self, slot: int) -> Sequence:
+        """The sequence that runs in `slot`."""
+        sequence = self.sequences[slot]
+        assert sequence is not None, "the slot is free"
+        return sequence
+
+    def steps(self, slots: IntArray, positions: IntArray) -> IntArray:
+        """The generation steps of the tokens at `positions` of `slots`; -1 in the prompt."""
+        generated = positions - self.prompt_length[slots]
+        return np.where(generated >= 0, generated + 1, -1)
+
+    def computed_before(self, slot: int, step: int) -> int:
+        """How many positions of a slot are computed when its generation `step` comes next; NEVER for NEVER."""
+        return NEVER if step == NEVER else int(self.prompt_length[slot]) + step - 1
+
+    def active(self, slots: IntArray, steps: IntArray) -> BoolArray:
+        """Bool [C, L]: the layers that run for each slot at its step."""
+        active: BoolArray = steps[:, None] < self.cutoffs[slots]
+        for chunk in self.tabled[slots].nonzero()[0]:
+            active[chunk] = self.sequence(int(slots[chunk])).schedule.active(int(steps[chunk]))
+        return active
+
+
+def _is_plain_greedy(sequence: Sequence) -> bool:
+    """Whether the likeliest token is all that the sequence wants of its logits."""
+    params = sequence.params
+    return (
+        params.greedy
+        and params.logprobs is None
+        and params.prompt_logprobs is None
+        and params.presence_penalty == params.frequency_penalty == 0
+        and params.repetition_penalty == 1
+        and not (params.logit_bias or params.allowed_token_ids or sequence.bad_word_ids or params.min_tokens)
+    )

@@ -1,0 +1,316 @@
+"""Continuous batching: who runs at this step, which rows, and which blocks they need.
+
+Every sequence has computed some of its tokens and knows more of them; a step lets the computed ones catch up. That is
+all there is: a prompt in pieces, one decoded token, and the replay of a preempted sequence are chunks alike. A chunk
+never straddles a cutoff, so a replayed token runs at the depth it had at first and gives the same entries again.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from d3engine.admission import Admission, Immediate
+from d3engine.allocator import Allocator, peak_blocks
+from d3engine.chunks import Chunks
+from d3engine.errors import require
+from d3engine.kv_cache import IntArray, KVCache
+from d3engine.plan import Plan, Sampled
+from d3engine.planner import build_plan
+from d3engine.prefix_cache import PrefixCache
+from d3engine.request import FinishReason, Logprob
+from d3engine.running import RunningTable
+from d3engine.sequence import NO_SLOT, Sequence, Status
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Bounds of a step: rows in all, sequences at once, and tokens a sequence may grow to."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    admission: Admission = field(default_factory=Immediate)
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        require(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            "max_num_batched_tokens",
+            self.max_num_batched_tokens,
+            f"at least max_num_seqs={self.max_num_seqs}, so that every sequence can take its step",
+        )
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened since the engine began."""
+
+    steps: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    generated_layers: int = 0  # layers run, summed over generated tokens
+    blocks_saved: int = 0  # at the end of each finished sequence, against full depth
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """One token that a step has yielded, the layers it took, and its log-probabilities if they were asked for."""
+
+    sequence: Sequence
+    token_id: int
+    depth: int
+    logprobs: dict[int, Logprob] | None
+
+
+class Scheduler:
+    """The waiting queue and the running sequences over one cache."""
+
+    def __init__(self, config: SchedulerConfig, cache: KVCache) -> None:
+        self.config = config
+        self.cache = cache
+        self.prefix_cache = PrefixCache(cache)
+        self.counters = Counters()
+        self._table = RunningTable(config.max_num_seqs, cache.num_layers, config.max_model_len)
+        self._allocator = Allocator(cache, self._table)
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+        self._running: list[Sequence] = []
+        self._slots = np.empty(0, dtype=np.int64)
+
+    # -- the queue ---------------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        return tuple(self._running)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def check_fits(self, sequence: Sequence) -> None:
+        """Refuse a sequence that could never fit the cache, by name of the limit."""
+        needed = peak_blocks(sequence.schedule, len(sequence.prompt_token_ids), sequence.max_length, self.cache)
+        available = self.cache.pool.num_blocks
+        require(
+            needed <= available,
+            "max_tokens",
+            sequence.params.max_tokens,
+            f"a sequence that fits the KV cache; with its prompt of {len(sequence.prompt_token_ids)} tokens this one"
+            f" may need {needed} blocks of {self.cache.block_size} entries, and the cache has {available}"
+            f" (kv_cache_memory_bytes)",
+        )
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its turn; raises `InvalidValueError` if it could never fit the cache."""
+        self.check_fits(sequence)
+        if self.config.enable_prefix_caching and sequence.shares_prompt:
+            prompt = np.array(sequence.prompt_token_ids, dtype=np.int32)
+            sequence.prefix_keys = self.prefix_cache.keys(prompt)
+        heapq.heappush(self._waiting, (sequence.order, sequence))
+
+    def abort(self, request_ids: Iterable[str]) -> list[Sequence]:
+        """End all sequences of these requests; returns those that were still going."""
+        ids = set(request_ids)
+        found = [s for _, s in self._waiting if s.request_id in ids]
+        found += [s for s in self._running if s.request_id in ids]
+        for sequence in found:
+            self.finish(sequence, FinishReason.ABORT)
+        return found
+
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        """End a sequence and give back all it holds; does nothing to one that has ended."""
+        if sequence.status is Status.FINISHED:
+            return
+        if sequence.status is Status.RUNNING:
+            self.counters.blocks_saved += self._allocator.saved(sequence.slot)
+            self._leave(sequence)
+        else:
+            self._waiting = [item for item in self._waiting if item[1] is not sequence]
+            heapq.heapify(self._waiting)
+        sequence.status = Status.FINISHED
+        sequence.finish_reason = reason
+        sequence.stop_reason = stop_reason
+
+    # -- one step ----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Plan | None:
+        """The plan of the next step, its blocks allocated; None when there is nothing to do."""
+        self._admit()
+        if not self._running:
+            return None
+        chunks, missing = self._make_room(self._choose())
+        before, after = self._allocator.allocate(chunks, missing)
+        return build_plan(chunks, self._table, self.cache.tables, before, after)
+
+    def update(self, plan: Plan, sampled: Sampled) -> list[TokenOutput]:
+        """Take in what a step has computed: new tokens, ended sequences, prompt blocks to share, blocks to free."""
+        table = self._table
+        table.num_computed[plan.slots] = plan.stops
+        self.counters.steps += 1
+        self._keep_prompts(plan)
+        outputs = []
+        depths = plan.depths[plan.sampled].tolist()
+        logprobs = sampled.logprobs or [None] * len(depths)
+        for row, chunk in enumerate(plan.sampled.tolist()):
+            sequence = plan.sequences[chunk]
+            if row in sampled.faults:
+                self.finish(sequence, FinishReason.ABORT, sampled.faults[row])
+            else:
+                self._append(sequence, sampled.token_ids[row], depths[row])
+            outputs.append(TokenOutput(sequence, sampled.token_ids[row], depths[row], logprobs[row]))
+        self._allocator.free_sleeping_layers(plan.slots)
+        return outputs
+
+    # -- choosing ----------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Move waiting sequences into the batch while there are slots, and blocks for all that they know."""
+        if not self._waiting:
+            return
+        if self._running and not self.config.admission.admits(self.counters.steps):
+            return
+        promised = sum(self._allocator.ahead(s.slot) for s in self._running)
+        while self._waiting and self.cache.num_free_slots:
+            sequence = self._waiting[0][1]
+            self._enter(sequence)  # first, so that the prefix it shares cannot be dropped to make room for it
+            promised += self._allocator.ahead(sequence.slot)
+            if len(self._running) > 1 and not self.prefix_cache.reserve(promised):
+                self._leave(sequence)
+                return
+            heapq.heappop(self._waiting)
+            self._count_admitted(sequence)
+            sequence.status = Status.RUNNING
+
+    def _enter(self, sequence: Sequence) -> None:
+        sequence.slot = self.cache.open()
+        prompt = np.array(sequence.prompt_token_ids, dtype=np.int32)
+        blocks = self.prefix_cache.match(prompt, sequence.prefix_keys)
+        self.cache.share(sequence.slot, blocks)
+        cached = blocks.shape[0] * self.cache.block_size
+        self._table.put(sequence, cached)
+        self._running.append(sequence)
+        self._slots = np.append(self._slots, sequence.slot)
+
+    def _count_admitted(self, sequence: Sequence) -> None:
+        if sequence.status is Status.WAITING:  # a preempted one was counted when it first came
+            sequence.num_cached_tokens = int(self._table.num_computed[sequence.slot])
+            self.counters.prompt_tokens += len(sequence.prompt_token_ids)
+            self.counters.cached_prompt_tokens += sequence.num_cached_tokens
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.cache.close(sequence.slot)
+        self._table.sequences[sequence.slot] = None
+        sequence.slot = NO_SLOT
+        place = self._running.index(sequence)
+        del self._running[place]
+        self._slots = np.delete(self._slots, place)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Send a sequence back to wait; it will compute its entries again, each token at its own depth."""
+        self._leave(sequence)
+        sequence.status = Status.PREEMPTED
+        sequence.num_preemptions += 1
+        self.counters.preemptions += 1
+        heapq.heappush(self._waiting, (sequence.order, sequence))
+
+    def _choose(self) -> Chunks:
+        """One chunk for every running sequence that the token budget reaches; single tokens come first."""
+        table, slots = self._table, self._slots
+        starts = table.num_computed[slots]
+        lengths = table.num_tokens[slots] - starts
+        longer = (lengths > 1).nonzero()[0]
+        if longer.size:
+            budget = self.config.max_num_batched_tokens - (slots.size - longer.size)
+            # In order of rank, so that whoever is never preempted has rows: a step without rows would be the end.
+            for place in sorted(longer.tolist(), key=lambda place: self._running[place].order):
+                lengths[place] = min(self._run_length(self._running[place]), budget)
+                budget -= int(lengths[place])
+            chosen = lengths > 0
+            slots, starts, lengths = slots[chosen], starts[chosen], lengths[chosen]
+        steps = table.steps(slots, starts)
+        return Chunks(slots, starts, starts + lengths, steps, table.active(slots, steps))
+
+    def _run_length(self, sequence: Sequence) -> int:
+        """How many of the tokens to catch up with come next in the prompt, or run the same layers."""
+        computed = int(self._table.num_computed[sequence.slot])
+        prompt = len(sequence.prompt_token_ids)
+        if computed < prompt:
+            return prompt - computed
+        step = computed - prompt + 1
+        return min(sequence.num_tokens - computed, sequence.schedule.same_layers_until(step) - step)
+
+    def _make_room(self, chunks: Chunks) -> tuple[Chunks, IntArray]:
+        """Preempt the youngest sequences until the chunks of the others have room.
+
+        Returns these chunks, and the blocks [C, L] that their layers lack.
+        """
+        while True:
+            missing, needed = self._allocator.missing(chunks)
+            if self.prefix_cache.reserve(needed):
+                return chunks, missing
+            victim = max(self._running, key=lambda sequence: sequence.order)
+            assert len(self._running) > 1, "a single sequence outgrew the cache that add() had found large enough"
+            chunks = chunks.take(chunks.slots != victim.slot)
+            self._preempt(victim)
+
+    # -- after the step ----------------------------------------------------------------------------------------
+
+    def _append(self, sequence: Sequence, token: int, depth: int) -> None:
+        """Add a token to its sequence, and end the sequence where the token or its length says so."""
+        table, slot = self._table, sequence.slot
+        sequence.token_ids.append(token)
+        count = table.num_tokens[slot]
+        if count < table.tokens.shape[1]:
+            table.tokens[slot, count] = token
+        table.num_tokens[slot] = count + 1
+        self.counters.generated_tokens += 1
+        self.counters.generated_layers += depth
+        params = sequence.params
+        may_stop = sequence.step >= params.min_tokens
+        if may_stop and token in sequence.eos_token_ids:
+            self.finish(sequence, FinishReason.STOP)
+        elif may_stop and params.stop_token_ids and token in params.stop_token_ids:
+            self.finish(sequence, FinishReason.STOP, token)
+        elif sequence.step >= params.max_tokens or sequence.num_tokens >= sequence.max_length:
+            self.finish(sequence, FinishReason.LENGTH)
+
+    def _keep_prompts(self, plan: Plan) -> None:
+        """Offer the prompt blocks that this step has filled to later prompts."""
+        for chunk in (plan.starts < plan.prompt_lengths).nonzero()[0].tolist():
+            sequence = plan.sequences[chunk]
+            if sequence.prefix_keys:
+                size = self.cache.block_size
+                first, last = int(plan.starts[chunk]) // size, int(plan.stops[chunk]) // size
+                prompt = np.array(sequence.prompt_token_ids, dtype=np.int32)
+                self.prefix_cache.insert(prompt, sequence.prefix_keys, sequence.slot, first, last)
+
+    # -- what holds --------------------------------------------------------------------------------------------
+
+    def blocks_saved_now(self) -> int:
+        """Blocks that the running sequences do not hold although full depth would."""
+        return sum(self._allocator.saved(sequence.slot) for sequence in self._running)
+
+    def check_integrity(self) -> None:
+        """Assert all invariants of cache, prefix cache and queue; for tests, after every step."""
+        self.cache.check_integrity(self.prefix_cache.mentions())
+        assert self._slots.tolist() == [sequence.slot for sequence in self._running]
+        assert len(self._running) + self.cache.num_free_slots == self.config.max_num_seqs
+        for sequence in self._running:
+            assert sequence.status is Status.RUNNING
+            assert self._table.sequences[sequence.slot] is sequence
+            assert self._table.num_tokens[sequence.slot] == sequence.num_tokens
+        for _, sequence in self._waiting:
+            assert sequence.status in (Status.WAITING, Status.PREEMPTED)
+            assert sequence.slot == NO_SLOT
