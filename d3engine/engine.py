@@ -1,0 +1,404 @@
+"""Engine: prompts in, text out, and between them one step that reads like the design.
+
+The core is token-in/token-out: `scheduler` plans, `executor` computes, `sampler` chooses, and `scheduler` takes in
+what came. Text lives at the edge: prompts are encoded in `add_request`, answers decoded in `OutputProcessor`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as AnySequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from tqdm import tqdm
+
+from d3engine import loading
+from d3engine.admission import Admission, Immediate
+from d3engine.chat_template import load_chat_template
+from d3engine.depth import DepthPolicy, Schedule
+from d3engine.errors import D3EngineError, EngineDeadError, InvalidValueError, require, require_integer
+from d3engine.executor.eager import EagerExecutor
+from d3engine.kv_cache import KVCache
+from d3engine.model.config import ModelConfig
+from d3engine.model.weights import LlamaWeights, load_weights
+from d3engine.output import OutputProcessor
+from d3engine.prompts import Prompt, PromptReader
+from d3engine.request import RequestOutput, SamplingParams
+from d3engine.sampling import Sampler
+from d3engine.scheduler import Scheduler, SchedulerConfig
+from d3engine.sequence import Sequence
+from d3engine.stats import EngineStats, NominalDepth, engine_stats
+from d3engine.tokenizer import load_tokenizer
+
+
+class Engine:
+    """A Llama model ready to generate.
+
+    Args:
+        model: a model directory, or "demo" for the model that comes with the package.
+        depth: which layers each generated token runs: a policy such as `D3(alpha=0.9, start=0.6)`, or "auto": what
+            `d3.json` beside the weights says, full depth without one. A request may bring its own.
+        device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
+        dtype: "auto" (float32 on a CPU, the file's on a GPU), "float32", "bfloat16"; "float16" on a GPU.
+        max_model_len: tokens of prompt and answer at most; None: what the model was made for.
+        max_num_seqs: sequences that run at once at most.
+        max_num_batched_tokens: rows of one step at most; longer prompts are computed in pieces.
+        block_size: KV entries a block.
+        kv_cache_memory_bytes: size of the KV cache; None: 1 GiB on a CPU (or one whole sequence if that is more), a
+            share of the device's memory on a GPU.
+        gpu_memory_utilization: that share, counting what the weights take.
+        enable_prefix_caching: let prompts share the blocks of a common beginning.
+        admission: when waiting requests join the batch: `Immediate()` or `Waves(steps)`.
+        enforce_eager: run without CUDA graphs (there are none yet, so this changes nothing).
+        seed: from which requests without a seed get theirs.
+        tokenizer: a directory to take the tokenizer from; None: the model's.
+        skip_tokenizer_init: work with token ids alone.
+        weights: ready weights instead of those in the directory (random ones for a benchmark, say).
+
+    Raises:
+        InvalidValueError: for an argument that is not allowed.
+        ModelFormatError: for a directory that cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        depth: DepthPolicy | str = "auto",
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        block_size: int = 16,
+        kv_cache_memory_bytes: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        enable_prefix_caching: bool = True,
+        admission: Admission | None = None,
+        enforce_eager: bool = False,
+        seed: int = 0,
+        tokenizer: str | os.PathLike[str] | None = None,
+        skip_tokenizer_init: bool = False,
+        weights: LlamaWeights | None = None,
+    ) -> None:
+        require_integer("max_num_seqs", max_num_seqs, 1, 4096)
+        require_integer("max_num_batched_tokens", max_num_batched_tokens, 1)
+        require_integer("block_size", block_size, 1, 1024)
+        self._seed = require_integer("seed", seed, 0, 2**63 - 1)
+        loading.check_switches(
+            enable_prefix_caching=enable_prefix_caching,
+            enforce_eager=enforce_eager,
+            skip_tokenizer_init=skip_tokenizer_init,
+        )
+        loading.check_admission(admission)
+        loading.check_tokenizer(tokenizer, skip_tokenizer_init)
+        self._directory = loading.model_directory(model)
+        self.config = ModelConfig.from_directory(self._directory)
+        self.device = loading.resolve_device(device)
+        self.dtype = loading.resolve_dtype(dtype, self.config, self.device)
+        self.depth = loading.resolve_depth(depth, self._directory)
+        self.max_model_len = loading.resolve_max_model_len(max_model_len, self.config)
+        self.default_sampling_params = loading.default_sampling_params(self._directory)
+        self.tokenizer = None if skip_tokenizer_init else load_tokenizer(Path(tokenizer or self._directory))
+        self._schedules: dict[DepthPolicy, Schedule] = {}
+        self._schedule(self.depth)  # a policy that does not fit the model is refused before the weights are loaded
+        scheduler_config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            admission=admission or Immediate(),
+            enable_prefix_caching=enable_prefix_caching,
+        )
+        if weights is None:
+            weights = load_weights(self._directory, self.config, dtype=self.dtype, device=self.device)
+        num_blocks = loading.num_blocks(
+            self.config,
+            block_size=block_size,
+            dtype=self.dtype,
+            device=self.device,
+            max_num_seqs=max_num_seqs,
+            max_model_len=self.max_model_len,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            gpu_memory_utilization=gpu_memory_utilization,
+        )
+        cache = KVCache(
+            num_layers=self.config.num_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_sequences=max_num_seqs,
+            max_length=self.max_model_len,
+        )
+        self.scheduler = Scheduler(scheduler_config, cache)
+        self.executor = EagerExecutor(
+            self.config,
+            weights,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=self.max_model_len,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.sampler = Sampler()
+        self._outputs = OutputProcessor(self.tokenizer, self.scheduler.finish)
+        self._prompts = PromptReader(self.config, self.tokenizer, self.max_model_len)
+        self._undelivered: list[RequestOutput] = []
+        self._num_requests = 0
+        self._num_sequences = 0
+        self._nominal = NominalDepth()
+        self._fault: BaseException | None = None
+        self._closed = False
+
+    # -- whole answers -----------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | AnySequence[Prompt],
+        sampling_params: SamplingParams | AnySequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer `prompts` and return their outputs in order.
+
+        A prompt is a text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; one prompt may
+        stand alone. One `SamplingParams` serves all prompts, or one stands for each; without, generation_config.json
+        decides. Every prompt is checked before the first one runs.
+        """
+        prompts = _as_list(prompts)
+        params = self._params_for(prompts, sampling_params)
+        ids = [self._new_id() for _ in prompts]
+        requests = [self._new_request(*given) for given in zip(ids, prompts, params, strict=True)]
+        for sequences, text in requests:
+            self._add(sequences, text, final_only=True)
+        done: dict[str, RequestOutput] = {}
+        try:
+            with tqdm(total=len(ids), desc="generate", unit="request", disable=not use_tqdm) as bar:
+                for output in self._steps_for(set(ids)):
+                    done[output.request_id] = output
+                    bar.update()
+        finally:
+            self._drop(ids)
+        return [done[i] for i in ids]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Yield the growing output of one prompt after every step; leaving the loop aborts the request."""
+        request_id = self._new_id()
+        request = self._new_request(request_id, prompt, self.default_sampling_params if params is None else params)
+        return self._stream(request_id, *request)
+
+    def _stream(self, request_id: str, sequences: list[Sequence], text: str | None) -> Iterator[RequestOutput]:
+        self._add(sequences, text, final_only=False)
+        try:
+            yield from self._steps_for({request_id})
+        finally:
+            self._drop([request_id])
+
+    def chat(
+        self,
+        messages: AnySequence[Mapping[str, Any]] | AnySequence[AnySequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | AnySequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of {"role", "content"}), or a list of them, by the model's chat template."""
+        require(len(messages) > 0, "messages", messages, "at least one message")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        prompts = [self.chat_prompt(conversation) for conversation in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def chat_prompt(self, messages: AnySequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+        """The prompt of a conversation as token ids; the template writes BOS itself, so none is added."""
+        template = load_chat_template(self._directory)
+        if template is None or self.tokenizer is None:
+            lacking = "chat template" if template is None else "tokenizer"
+            raise InvalidValueError("model", str(self._directory), f"a model with a {lacking}, for chat()")
+        text = template.render(messages)
+        return {"prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+
+    # -- the step API ------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        priority: int = 0,
+    ) -> None:
+        """Queue a request; `step()` will return its outputs. Lower `priority` runs first.
+
+        Raises `InvalidValueError` for a prompt or parameters that can never run; the engine is as before.
+        """
+        require(isinstance(request_id, str) and request_id != "", "request_id", request_id, "a non-empty string")
+        require(request_id not in self._outputs, "request_id", request_id, "an id of no unfinished request")
+        given = self.default_sampling_params if params is None else params
+        sequences, text = self._new_request(request_id, prompt, given, priority)
+        self._add(sequences, text, final_only=False)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step for the whole batch; returns the requests that have grown or finished."""
+        undelivered, self._undelivered = self._undelivered, []
+        with self._fault_ends_engine():
+            plan = self.scheduler.schedule()
+            if plan is None:
+                return undelivered
+            logits = self.executor.run(plan)
+            tokens = self.sampler(logits, plan)
+            outputs = self.scheduler.update(plan, tokens)
+            return undelivered + self._outputs.process(plan, tokens, outputs)
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """End requests now; their last output, with finish_reason "abort", comes with the next `step()`.
+
+        Ids of requests that have finished or never were are passed over: they may finish while the caller aborts.
+        """
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        self.scheduler.abort(ids)
+        self._undelivered += self._outputs.end(ids)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step()` has anything left to return."""
+        return bool(len(self._outputs) or self._undelivered)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._outputs)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all shared prompt blocks; running requests keep theirs."""
+        self.scheduler.prefix_cache.clear()
+
+    def stats(self) -> EngineStats:
+        """What the engine holds now, and what it has done since it began."""
+        block_bytes = loading.block_bytes(self.config, self.scheduler.cache.block_size, self.dtype)
+        return engine_stats(self.scheduler, block_bytes, self._nominal.mean())
+
+    def close(self) -> None:
+        """Drop weights and cache; calling it again does nothing."""
+        if not self._closed:
+            self._closed = True
+            del self.executor
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _steps_for(self, ids: set[str]) -> Iterator[RequestOutput]:
+        """Step until these requests have finished, yielding their outputs; those of others wait for `step()`."""
+        waiting = set(ids)
+        while waiting:
+            outputs = self.step()
+            # Put back before the first yield: whoever reads our outputs may stop reading, or step the engine itself.
+            self._undelivered += [output for output in outputs if output.request_id not in ids]
+            for output in outputs:
+                if output.request_id in ids:
+                    if output.finished:
+                        waiting.discard(output.request_id)
+                    yield output
+
+    def _drop(self, ids: list[str]) -> None:
+        """End requests of our own whose outputs nobody will ask for; nothing happens to finished ones."""
+        self.scheduler.abort(ids)
+        self._outputs.end(ids)
+        self._undelivered = [output for output in self._undelivered if output.request_id not in ids]
+
+    def _new_id(self) -> str:
+        """An id that no unfinished request of the step API has taken."""
+        while True:
+            self._num_requests += 1
+            request_id = f"request-{self._num_requests}"
+            if request_id not in self._outputs:
+                return request_id
+
+    def _params_for(
+        self, prompts: list[Prompt], given: SamplingParams | AnySequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if given is None:
+            given = self.default_sampling_params
+        if isinstance(given, SamplingParams):
+            return [given] * len(prompts)
+        require(isinstance(given, AnySequence), "sampling_params", given, "SamplingParams, or a list of them")
+        require(len(given) == len(prompts), "sampling_params", f"{len(given)} of them", f"one, or {len(prompts)}")
+        return list(given)
+
+    def _new_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
+    ) -> tuple[list[Sequence], str | None]:
+        """The sequences of a request and its prompt's text; nothing is queued yet."""
+        self._check_alive()
+        require(isinstance(params, SamplingParams), "sampling_params", params, "SamplingParams")
+        require_integer("priority", priority, -(2**31), 2**31 - 1)
+        text, token_ids = self._prompts.read(prompt)
+        self._prompts.check_params(params)
+        policy = params.depth or self.depth
+        seed = params.seed if params.seed is not None else self._seed + self._num_sequences
+        sequences = []
+        for index in range(params.n):
+            own = params if index == 0 else replace(params, prompt_logprobs=None)
+            sequences.append(
+                Sequence(
+                    request_id=request_id,
+                    index=index,
+                    prompt_token_ids=token_ids,
+                    params=own,
+                    schedule=self._schedule(policy),
+                    eos_token_ids=frozenset() if params.ignore_eos else self._prompts.eos_token_ids,
+                    bad_word_ids=self._prompts.bad_word_ids(params),
+                    seed=seed & (2**63 - 1),
+                    priority=priority,
+                    arrival=self._num_sequences,
+                    max_length=min(len(token_ids) + params.max_tokens, self.max_model_len),
+                    shares_prompt=own.prompt_logprobs is None and self._prompts.may_share(token_ids),
+                )
+            )
+            self._num_sequences += 1
+            self.scheduler.check_fits(sequences[-1])
+        return sequences, text
+
+    def _add(self, sequences: list[Sequence], text: str | None, *, final_only: bool) -> None:
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+            self._nominal.count(sequence)
+        self._outputs.add(sequences, text, final_only=final_only)
+
+    def _schedule(self, policy: DepthPolicy) -> Schedule:
+        if policy not in self._schedules:
+            schedule = policy.schedule(self.config.num_layers)
+            layers = f"a schedule of the model's {self.config.num_layers} layers"
+            require(schedule.num_layers == self.config.num_layers, "depth", policy, layers)
+            self._schedules[policy] = schedule
+        return self._schedules[policy]
+
+    def _check_alive(self) -> None:
+        if self._closed:
+            raise D3EngineError("the engine is closed")
+        if self._fault is not None:
+            raise EngineDeadError(f"the engine has ended: {self._fault!r}") from self._fault
+
+    @contextmanager
+    def _fault_ends_engine(self) -> Iterator[None]:
+        """A fault in the core may have left any state behind, so the engine ends, loudly and for every caller."""
+        self._check_alive()
+        try:
+            yield
+        except BaseException as fault:
+            self._fault = fault
+            if isinstance(fault, Exception):
+                raise EngineDeadError(f"the engine has ended: {fault!r}") from fault
+            raise  # an interrupt keeps its own name
+
+
+def _as_list(prompts: Prompt | AnySequence[Prompt]) -> list[Prompt]:
+    """A lone prompt as a list of one; a list of ints is one prompt of token ids."""
+    is_prompt = isinstance(prompts, str | Mapping)
+    is_list = isinstance(prompts, AnySequence) and not isinstance(prompts, bytes | bytearray)
+    require(is_prompt or is_list, "prompts", prompts, "a prompt (a text, token ids or a mapping), or a list of prompts")
+    if is_prompt or (len(prompts) > 0 and hasattr(prompts[0], "__index__")):  # type: ignore[index]
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

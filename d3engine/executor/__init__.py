@@ -1,0 +1,1 @@
+"""Runs a plan and returns logits."""

@@ -1,0 +1,125 @@
+"""Runs a plan with one call an operation: the active layers over the active rows, and logits where they are wanted.
+
+The plan is turned into tensors once. Then the loop walks the plan's spans; on the fast path the rows of a span are a
+prefix of the batch, so a skipped layer costs nothing, not even a branch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from d3engine.kernels import for_device
+from d3engine.kv_cache import IntArray
+from d3engine.model.config import ModelConfig
+from d3engine.model.llama import Llama
+from d3engine.model.rope import Rope
+from d3engine.model.weights import LlamaWeights
+from d3engine.plan import Plan, Span
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """A plan's rows as tensors: what every layer reads."""
+
+    rotations: Tensor  # [R, D / 2]
+    entries: Tensor  # [L, R, 2] where each row's key and value go
+    block_tables: Tensor  # [L, C, blocks]
+
+
+class EagerExecutor:
+    """Owns the KV pool's tensor; `run(plan)` returns float32 logits for the plan's `logit_rows`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: LlamaWeights,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.device = device
+        self.block_size = block_size
+        self._kernels = for_device(device)
+        self._model = Llama(config, weights, self._kernels)
+        self._rope = Rope(config, max_model_len, device)
+        # One block more than the pool hands out: id 0 is what an empty table entry reads.
+        shape = (num_blocks + 1, 2, block_size, config.num_kv_heads, config.head_dim)
+        self.pool = torch.zeros(shape, dtype=dtype, device=device)
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> Tensor:
+        """Run one step; KV entries are written into the pool."""
+        if plan.copies_before is not None:
+            self._copy(plan.copies_before)
+        inputs = self._inputs(plan)
+        hidden = self._model.embed(self._tensor(plan.token_ids))
+        for span in plan.spans:
+            self._run_span(span, plan, inputs, hidden)
+        if plan.copies_after is not None:
+            self._copy(plan.copies_after)
+        rows = plan.logit_rows
+        if rows.size == plan.num_rows and not plan.prompt_rows:
+            return self._model.logits(hidden)
+        return self._model.logits(hidden[self._tensor(rows)])
+
+    def _inputs(self, plan: Plan) -> _Inputs:
+        blocks = -(-int(plan.stops.max()) // self.block_size)
+        tables = plan.tables[plan.slots, :, :blocks].transpose(1, 0, 2).astype(np.int64)
+        offset = plan.positions % self.block_size
+        keys = tables[:, plan.row_chunks, plan.positions // self.block_size] * (2 * self.block_size) + offset
+        entries = np.stack((keys, keys + self.block_size), axis=-1)
+        lengths = None
+        if self._rope.depends_on_length:
+            lengths = np.maximum(plan.prompt_lengths[plan.row_chunks], plan.positions + 1)
+        rotations = self._rope.rotations(
+            self._tensor(plan.positions), None if lengths is None else self._tensor(lengths)
+        )
+        return _Inputs(rotations, self._tensor(entries), self._tensor(tables))
+
+    def _run_span(self, span: Span, plan: Plan, inputs: _Inputs, hidden: Tensor) -> None:
+        if span.projected_rows is not None:
+            self._project(span, inputs, hidden)
+        if span.num_rows == 0:
+            return
+        if span.rows is None or span.chunks is None:
+            chunks: slice | Tensor = slice(0, span.num_chunks)
+            rows: slice | Tensor = slice(0, span.num_rows)
+            starts = plan.query_starts[: span.num_chunks + 1]
+            lengths = plan.stops[: span.num_chunks]
+        else:
+            chunks, rows = self._tensor(span.chunks), self._tensor(span.rows)
+            sizes = np.diff(plan.query_starts)[span.chunks]
+            starts = np.concatenate(([0], np.cumsum(sizes)))
+            lengths = plan.stops[span.chunks]
+        layers = slice(span.layers.start, span.layers.stop)
+        attention = self._kernels.attention_inputs(
+            starts.tolist(), lengths.tolist(), inputs.block_tables[layers, chunks]
+        )
+        entries = inputs.entries[layers, rows].unbind()
+        state = hidden[rows]  # a view of a prefix, a copy of scattered rows
+        rotations = inputs.rotations[rows]
+        for layer, own_entries, own_attention in zip(span.layers, entries, attention, strict=True):
+            self._model.layer(layer, state, rotations, self.pool, own_entries, own_attention)
+        if span.rows is not None:
+            hidden[rows] = state
+
+    def _project(self, span: Span, inputs: _Inputs, hidden: Tensor) -> None:
+        assert span.projected_rows is not None
+        rows = self._tensor(span.projected_rows)
+        for layer in span.layers:
+            entries = inputs.entries[layer, rows]
+            self._model.project(layer, hidden[rows], inputs.rotations[rows], self.pool, entries)
+
+    def _copy(self, copies: tuple[IntArray, IntArray]) -> None:
+        source, target = copies
+        self._kernels.copy_entries(self.pool, self._tensor(source), self._tensor(target))
+
+    def _tensor(self, array: IntArray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)

@@ -1,0 +1,142 @@
+"""From what a user names (a model directory, "auto") to what the engine runs on: device, dtype, depth, cache size."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from d3engine.depth import DepthPolicy
+from d3engine.depth.policy import policy_from_directory
+from d3engine.errors import InvalidValueError, require, require_integer, require_number
+from d3engine.model.config import ModelConfig, load_generation_config
+from d3engine.request import SamplingParams
+
+DEMO = "demo"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CPU_CACHE_BYTES = 2**30
+"""What the KV cache takes on a CPU unless told otherwise, or one sequence of full length if that is more."""
+
+
+def model_directory(model: str | os.PathLike[str]) -> Path:
+    """The directory of a model; "demo" names the one that comes with the package."""
+    allowed = f"a directory with a Llama model, or {DEMO!r}"
+    require(isinstance(model, str | os.PathLike), "model", model, allowed)
+    directory = Path(__file__).parent / "demo_model" if model == DEMO else Path(model)
+    require(directory.is_dir(), "model", str(model), allowed)
+    return directory
+
+
+def check_switches(**switches: object) -> None:
+    """Refuse anything but True and False for these arguments."""
+    for name, value in switches.items():
+        require(isinstance(value, bool), name, value, "True or False")
+
+
+def check_admission(admission: object) -> None:
+    """Refuse what is no admission strategy."""
+    is_strategy = admission is None or callable(getattr(admission, "admits", None))
+    require(is_strategy, "admission", admission, "Immediate(), Waves(steps), or an object with admits(engine_step)")
+
+
+def check_tokenizer(tokenizer: object, skip_tokenizer_init: bool) -> None:
+    """Refuse a tokenizer that is no directory, or that would not be used."""
+    require(
+        tokenizer is None or isinstance(tokenizer, str | os.PathLike), "tokenizer", tokenizer, "a directory, or None"
+    )
+    contradicts = tokenizer is not None and skip_tokenizer_init
+    require(not contradicts, "tokenizer", tokenizer, "None beside skip_tokenizer_init=True")
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """The device to run on; "auto" is CUDA where there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        raise InvalidValueError("device", device, '"auto", "cpu", "cuda" or "cuda:N"') from None
+    require(resolved.type in ("cpu", "cuda"), "device", device, '"auto", "cpu", "cuda" or "cuda:N"')
+    require(resolved.type != "cuda" or torch.cuda.is_available(), "device", device, "a device this machine has")
+    return resolved
+
+
+def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype of weights and cache; "auto" is float32 on a CPU, where narrower ones are slower, and the file's on
+    a GPU."""
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else DTYPES[config.dtype or "bfloat16"]
+    resolved = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    allowed = ["auto", *DTYPES] if device.type != "cpu" else ["auto", "float32", "bfloat16"]
+    is_allowed = any(resolved is DTYPES.get(name) for name in allowed if name != "auto")
+    require(is_allowed, "dtype", dtype, f"one of {', '.join(allowed)} on {device.type}")
+    assert resolved is not None
+    return resolved
+
+
+def resolve_depth(depth: str | DepthPolicy, directory: Path) -> DepthPolicy:
+    """The engine's depth policy; "auto" is what calibration has written beside the weights, full depth without."""
+    if isinstance(depth, DepthPolicy):
+        return depth
+    require(depth == "auto", "depth", depth, 'a DepthPolicy such as D3(alpha=0.9, start=0.6), or "auto"')
+    return policy_from_directory(directory)
+
+
+def default_sampling_params(directory: Path) -> SamplingParams:
+    """What generation_config.json asks for, as vLLM reads it: greedy when it says `do_sample: false`."""
+    defaults: dict[str, Any] = load_generation_config(directory)
+    defaults.pop("eos_token_ids", None)
+    if "max_new_tokens" in defaults:
+        defaults["max_tokens"] = defaults.pop("max_new_tokens")
+    if defaults.pop("do_sample", True) is False:
+        for name in ("top_p", "top_k", "min_p"):
+            defaults.pop(name, None)
+        defaults["temperature"] = 0.0
+    return SamplingParams(**defaults)
+
+
+def resolve_max_model_len(max_model_len: int | None, config: ModelConfig) -> int:
+    """The most tokens of prompt and answer; beyond the positions that the model was made for only with dynamic rope."""
+    if max_model_len is None:
+        return config.max_position_embeddings
+    limit = None if config.rope.rope_type == "dynamic" else config.max_position_embeddings
+    return require_integer("max_model_len", max_model_len, 2, limit)
+
+
+def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: keys and values of `block_size` positions of one layer."""
+    return 2 * block_size * config.kv_size * dtype.itemsize
+
+
+def num_blocks(
+    config: ModelConfig,
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_num_seqs: int,
+    max_model_len: int,
+    kv_cache_memory_bytes: int | None,
+    gpu_memory_utilization: float,
+) -> int:
+    """Blocks of the pool: what the memory allows, and no more than all sequences at full length could use."""
+    share = require_number("gpu_memory_utilization", gpu_memory_utilization, 0.0, 1.0, open_low=True)
+    one = block_bytes(config, block_size, dtype)
+    sequence = config.num_layers * -(-max_model_len // block_size)
+    if kv_cache_memory_bytes is not None:
+        least = one * config.num_layers
+        return require_integer("kv_cache_memory_bytes", kv_cache_memory_bytes, least) // one
+    most = max_num_seqs * sequence
+    if device.type == "cpu":
+        return min(most, max(sequence, CPU_CACHE_BYTES // one))
+    free, total = torch.cuda.mem_get_info(device)
+    room = int(free - (1 - share) * total) // one
+    require(
+        room >= sequence,
+        "gpu_memory_utilization",
+        gpu_memory_utilization,
+        f"enough for one sequence of max_model_len={max_model_len}: {sequence} blocks, and there is room for {room}",
+    )
+    return min(most, room)

@@ -1,0 +1,163 @@
+"""From logits to tokens, one batched call a step.
+
+A batch in which everybody wants the likeliest token is one reduction. Otherwise each row's logits are adjusted (bias,
+allowed tokens, bad words, minimum length, penalties), divided by the temperature, cut (min-p, top-k, top-p), and the
+token is the argmax after Gumbel noise, which is a draw from the distribution. Every row is treated alone, with
+randomness that depends on its own seed and step, so no row depends on its neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from d3engine.plan import Plan, Sampled
+from d3engine.random import gumbel
+from d3engine.request import Logprob
+from d3engine.sequence import Sequence
+
+FAULT = "the model's logits were not finite, or every token was excluded"
+
+
+class Sampler:
+    """Callable: `sampler(logits, plan)`, with float32 `logits` [plan.logit_rows, V]."""
+
+    def __call__(self, logits: Tensor, plan: Plan) -> Sampled:
+        count = len(plan.sampled)
+        if plan.greedy:
+            return _chosen(logits)
+        sequences = [plan.sequences[chunk] for chunk in plan.sampled.tolist()]
+        raw, prompt = logits[:count], logits[count:]
+        sampled = _chosen(_noisy(_adjusted(raw, sequences), sequences)) if count else Sampled([])
+        logprobs = _sampled_logprobs(raw, sequences, sampled.token_ids)
+        return Sampled(sampled.token_ids, logprobs, _prompt_logprobs(prompt, plan), sampled.faults)
+
+
+def _chosen(scores: Tensor) -> Sampled:
+    """The best token of each row; a row whose best score is not finite is a fault of its own."""
+    if not len(scores):
+        return Sampled([])
+    tokens = scores.argmax(dim=-1)
+    best = scores.gather(1, tokens.unsqueeze(1)).flatten().tolist()  # NaN wins an argmax, so it is seen here
+    faults = {row: FAULT for row, score in enumerate(best) if not math.isfinite(score)}
+    return Sampled(tokens.tolist(), faults=faults)
+
+
+def _adjusted(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """Apply what each row asks for to its logits: a copy."""
+    logits = logits.clone()
+    for row, sequence in zip(logits, sequences, strict=True):
+        _restrict_(row, sequence)
+        _penalise_(row, sequence)
+    return logits
+
+
+def _restrict_(row: Tensor, sequence: Sequence) -> None:
+    """Bias, and exclude the tokens that may not come now, in place."""
+    params = sequence.params
+    if params.logit_bias:
+        tokens = torch.tensor(list(params.logit_bias), device=row.device)
+        row[tokens] += torch.tensor(list(params.logit_bias.values()), device=row.device, dtype=row.dtype)
+    if params.allowed_token_ids:
+        allowed = torch.tensor(list(params.allowed_token_ids), device=row.device)
+        kept = row[allowed]
+        row.fill_(-torch.inf)
+        row[allowed] = kept
+    banned = [word[-1] for word in sequence.bad_word_ids if _is_pending(word, sequence.token_ids)]
+    if sequence.step < params.min_tokens:
+        banned += [*sequence.eos_token_ids, *(params.stop_token_ids or ())]
+    if banned:
+        row[torch.tensor(banned, device=row.device)] = -torch.inf
+
+
+def _is_pending(word: tuple[int, ...], generated: list[int]) -> bool:
+    """Whether the next token could complete `word`."""
+    return len(word) == 1 or tuple(generated[-(len(word) - 1) :]) == word[:-1]
+
+
+def _penalise_(row: Tensor, sequence: Sequence) -> None:
+    """Repetition (prompt and output), frequency and presence (output) penalties, in place."""
+    params = sequence.params
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*sequence.prompt_token_ids, *sequence.token_ids}), device=row.device)
+        scores = row[seen]
+        row[seen] = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
+    if sequence.token_ids and (params.frequency_penalty or params.presence_penalty):
+        generated = torch.tensor(sequence.token_ids, device=row.device)
+        counts = torch.bincount(generated, minlength=row.numel())
+        row -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+
+
+def _noisy(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """Logits whose argmax is a draw: scaled, cut and with Gumbel noise in rows that sample, greedy rows as they are."""
+    rows = [row for row, sequence in enumerate(sequences) if not sequence.params.greedy]
+    if not rows:
+        return logits
+    chosen = [sequences[row] for row in rows]
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, device=logits.device).unsqueeze(1)
+
+    scores = logits[rows] / column([s.params.temperature for s in chosen])
+    if any(s.params.min_p for s in chosen):
+        # p < min_p * p_max says the same of logits, which need no normalisation.
+        floor = scores.max(dim=-1, keepdim=True).values + column([s.params.min_p for s in chosen]).log()
+        scores.masked_fill_(scores < floor, -torch.inf)
+    if any(s.params.top_k or s.params.top_p < 1 for s in chosen):
+        top_k = column([s.params.top_k or scores.shape[1] for s in chosen])
+        scores = _cut(scores, top_k, column([s.params.top_p for s in chosen]))
+    integers = torch.tensor([(s.seed, s.index, s.step) for s in chosen], device=logits.device)
+    noisy = logits.clone()
+    noisy[rows] = scores + gumbel(integers[:, 0], integers[:, 1], integers[:, 2], scores.shape[1])
+    return noisy
+
+
+def _cut(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Exclude tokens beyond the `top_k` likeliest, then beyond the smallest set whose probability reaches `top_p`."""
+    ordered, tokens = scores.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(scores.shape[1], device=scores.device)
+    ordered.masked_fill_(ranks >= top_k, -torch.inf)
+    probabilities = ordered.softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    beyond = (before >= top_p) & (ranks > 0) & (top_p < 1)  # the likeliest always stays
+    ordered.masked_fill_(beyond, -torch.inf)
+    return torch.empty_like(scores).scatter_(1, tokens, ordered)
+
+
+def _sampled_logprobs(
+    logits: Tensor, sequences: list[Sequence], token_ids: list[int]
+) -> list[dict[int, Logprob] | None] | None:
+    """The log-probabilities of the rows that asked for them."""
+    if all(sequence.params.logprobs is None for sequence in sequences):
+        return None
+    return [
+        None if sequence.params.logprobs is None else _logprobs(row, token, sequence.params.logprobs)
+        for row, sequence, token in zip(logits, sequences, token_ids, strict=True)
+    ]
+
+
+def _prompt_logprobs(logits: Tensor, plan: Plan) -> list[list[dict[int, Logprob]]]:
+    """The log-probabilities of each prompt token that the plan's prompt rows predict."""
+    found, first = [], 0
+    for prompt in plan.prompt_rows:
+        count = prompt.sequence.params.prompt_logprobs
+        assert count is not None
+        tokens = prompt.sequence.prompt_token_ids[prompt.position + 1 :]
+        rows = logits[first : first + len(prompt.rows)]
+        found.append([_logprobs(row, token, count) for row, token in zip(rows, tokens, strict=False)])
+        first += len(prompt.rows)
+    return found
+
+
+def _logprobs(logits: Tensor, token: int, count: int) -> dict[int, Logprob]:
+    """Log-probability and rank of `token` and of the `count` likeliest tokens, from the raw `logits` [V]."""
+    logprobs = logits.log_softmax(dim=-1)
+    rank = int((logprobs > logprobs[token]).sum()) + 1
+    found = {token: Logprob(float(logprobs[token]), rank)}
+    if count:
+        values, tokens = logprobs.topk(min(count, logprobs.numel()))
+        for place, (value, other) in enumerate(zip(values.tolist(), tokens.tolist(), strict=True)):
+            found.setdefault(other, Logprob(value, place + 1))
+    return found

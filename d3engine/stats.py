@@ -1,0 +1,81 @@
+"""What `Engine.stats()` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from d3engine.depth import Schedule
+from d3engine.scheduler import Scheduler
+from d3engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine now, and since it began.
+
+    `nominal_mean_layers` is what the schedules promise over max_tokens of every request, `realised_mean_layers` the
+    layers truly run for the tokens truly generated; None before there are any. `kv_bytes_saved` is what the running
+    sequences do not hold now although full depth would, `kv_bytes_saved_at_end` the sum of the same over finished
+    sequences when each ended. `kv_blocks_cached` are held by nobody but the prefix cache.
+    """
+
+    num_waiting: int
+    num_running: int
+    num_steps: int
+    num_preemptions: int
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    generated_tokens: int
+    nominal_mean_layers: float | None
+    realised_mean_layers: float | None
+    kv_blocks_total: int
+    kv_blocks_in_use: int
+    kv_blocks_cached: int
+    kv_bytes_in_use: int
+    kv_bytes_saved: int
+    kv_bytes_saved_at_end: int
+
+
+def engine_stats(scheduler: Scheduler, block_bytes: int, nominal_mean_layers: float | None) -> EngineStats:
+    """The stats of a scheduler whose blocks have `block_bytes` bytes."""
+    counters, pool = scheduler.counters, scheduler.cache.pool
+    cached = scheduler.prefix_cache.num_idle_blocks()
+    in_use = pool.num_held - cached
+    generated = counters.generated_tokens
+    return EngineStats(
+        num_waiting=scheduler.num_waiting,
+        num_running=scheduler.num_running,
+        num_steps=counters.steps,
+        num_preemptions=counters.preemptions,
+        prompt_tokens=counters.prompt_tokens,
+        cached_prompt_tokens=counters.cached_prompt_tokens,
+        generated_tokens=generated,
+        nominal_mean_layers=nominal_mean_layers,
+        realised_mean_layers=counters.generated_layers / generated if generated else None,
+        kv_blocks_total=pool.num_blocks,
+        kv_blocks_in_use=in_use,
+        kv_blocks_cached=cached,
+        kv_bytes_in_use=in_use * block_bytes,
+        kv_bytes_saved=scheduler.blocks_saved_now() * block_bytes,
+        kv_bytes_saved_at_end=counters.blocks_saved * block_bytes,
+    )
+
+
+class NominalDepth:
+    """The mean depth that the schedules promise over the longest answers allowed, whatever is really generated."""
+
+    def __init__(self) -> None:
+        self._layers = 0
+        self._tokens = 0
+        self._known: dict[tuple[Schedule, int], int] = {}
+
+    def count(self, sequence: Sequence) -> None:
+        tokens = sequence.max_length - len(sequence.prompt_token_ids)
+        key = (sequence.schedule, tokens)
+        if key not in self._known:
+            self._known[key] = int(sequence.schedule.depths(tokens).sum())
+        self._layers += self._known[key]
+        self._tokens += tokens
+
+    def mean(self) -> float | None:
+        return self._layers / self._tokens if self._tokens else None

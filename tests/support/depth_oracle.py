@@ -1,0 +1,151 @@
+"""The slow oracle of every depth schedule: transformers' own layers, token by token, straight from the definition.
+
+Nothing here is shared with the engine: the layers, the norm, the rotary embedding and the LM head are transformers',
+the formulas of the policies are written out again in exact arithmetic, and each layer's cache is a plain list of the
+entries that some token left there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
+from transformers_oracle import Answer
+
+ActiveLayers = Callable[[int], set[int]]
+"""Which layers run at generation step i >= 1. The prompt, which yields token 0, always runs all of them."""
+
+
+# -- the policies, from their formulas ---------------------------------------------------------------------------------
+
+
+def d3(num_layers: int, alpha: float, start: float, tail: int = 0) -> ActiveLayers:
+    """keep_i = max(floor(L alpha**i), floor(start L) + tail); skipped is [first, first + L - keep_i)."""
+    first = math.floor(Fraction(str(start)) * num_layers)
+
+    def active(step: int) -> set[int]:
+        keep = max(math.floor(num_layers * alpha**step), first + tail)
+        return set(range(num_layers)) - set(range(first, first + num_layers - keep))
+
+    return active
+
+
+def skip_decode(
+    num_layers: int, max_tokens: int, min_layers: int, max_layers: int | None = None, warmup: int = 1
+) -> ActiveLayers:
+    """n_i falls in a line from `max_layers` to `min_layers`; skipped is [warmup, warmup + L - n_i)."""
+    highest = num_layers if max_layers is None else max_layers
+
+    def active(step: int) -> set[int]:
+        line = highest - Fraction((highest - min_layers) * step, max_tokens - 1)
+        layers = max(min_layers, math.floor(line + Fraction(1, 2)))
+        return set(range(num_layers)) - set(range(warmup, warmup + num_layers - layers))
+
+    return active
+
+
+def unified_skip(num_layers: int, speedup: float) -> ActiveLayers:
+    """floor(L / speedup) layers, evenly from the first to the last, the same at every step."""
+    count = math.floor(num_layers / Fraction(str(speedup)))
+    interval = Fraction(num_layers - 1, count - 1)
+    kept = {math.floor(place * interval + Fraction(1, 2)) for place in range(count)}
+    return lambda step: kept
+
+
+def layer_table(rows: list[list[int]]) -> ActiveLayers:
+    """Row i is step i; the last row holds from there on."""
+    return lambda step: set(rows[min(step, len(rows) - 1)])
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DepthAnswer(Answer):
+    """An answer and how many layers ran for each of its tokens."""
+
+    depths: list[int] = field(default_factory=list)
+
+
+@torch.inference_mode()
+def greedy_at_depth(
+    model: LlamaForCausalLM, prompt: list[int], num_tokens: int, active: ActiveLayers, on_skip: str = "none"
+) -> DepthAnswer:
+    """`num_tokens` greedy tokens, token i >= 1 of which ran the layers `active(i)` alone."""
+    num_layers = len(model.model.layers)
+    everything = set(range(num_layers))
+    run = _Run(model, on_skip, [_Entries() for _ in range(num_layers)])
+    rows, depths = [run.tokens(prompt, 0, everything)], [num_layers]
+    for step in range(1, num_tokens):
+        layers = active(step)
+        rows.append(run.tokens([int(rows[-1].argmax())], len(prompt) + step - 1, layers))
+        depths.append(len(layers))
+    answer = Answer.of_logits(torch.stack(rows))
+    return DepthAnswer(answer.token_ids, answer.gaps, answer.logprobs, depths)
+
+
+class _Entries:
+    """One layer's cache: keys and values `[1, kv_heads, entries, head_dim]` of the tokens that left one, in order.
+
+    A layer of transformers calls `update` with those of the tokens that run, and attends to all that comes back. Only
+    the prompt runs more than one token at a time, with nothing before it, so transformers' own causal rule is enough.
+    """
+
+    def __init__(self) -> None:
+        self._entries: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key: Tensor, value: Tensor, layer_index: int) -> tuple[Tensor, Tensor]:
+        if self._entries is None:
+            self._entries = key, value
+        else:
+            keys, values = self._entries
+            self._entries = torch.cat((keys, key), dim=2), torch.cat((values, value), dim=2)
+        return self._entries
+
+    def last(self) -> tuple[Tensor, Tensor]:
+        """The entry of the newest token."""
+        assert self._entries is not None
+        keys, values = self._entries
+        return keys[:, :, -1:], values[:, :, -1:]
+
+
+@dataclass
+class _Run:
+    """One sequence on its way through the model."""
+
+    model: LlamaForCausalLM
+    on_skip: str
+    caches: list[_Entries]
+
+    def tokens(self, token_ids: list[int], position: int, active: set[int]) -> Tensor:
+        """Run a token, or the prompt, through the layers in `active`; returns the logits [V] of the last one."""
+        llama = self.model.model
+        hidden = llama.embed_tokens(torch.tensor([token_ids]))
+        positions = torch.arange(position, position + len(token_ids))
+        rotation = llama.rotary_emb(hidden, position_ids=positions[None])
+        for index, layer in enumerate(llama.layers):
+            if index in active:
+                hidden = layer(hidden, position_embeddings=rotation, past_key_values=self.caches[index])
+            elif self.on_skip == "copy":
+                nearest = max(other for other in active if other < index)
+                self.caches[index].update(*self.caches[nearest].last(), index)
+            elif self.on_skip == "project":
+                self.caches[index].update(*_projected(layer, hidden, rotation), index)
+        return self.model.lm_head(llama.norm(hidden))[0, -1].float()
+
+
+def _projected(layer: LlamaDecoderLayer, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The key and value that `layer` would have for a hidden state that passes it by."""
+    attention = layer.self_attn
+    normed = layer.input_layernorm(hidden)
+    shape = (1, 1, -1, attention.head_dim)
+    key = attention.k_proj(normed).view(shape).transpose(1, 2)
+    value = attention.v_proj(normed).view(shape).transpose(1, 2)
+    _, key = apply_rotary_pos_emb(key, key, *rotation)
+    return key, value

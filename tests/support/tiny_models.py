@@ -1,0 +1,52 @@
+"""Tiny random Llamas: small enough to run in milliseconds, with weights so large that no two logits come close."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+TINY: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,
+}
+
+
+class TinyLlama(NamedTuple):
+    """A model twice: as a directory for the engine, and as transformers' model in memory."""
+
+    directory: Path
+    model: LlamaForCausalLM
+
+
+def save_tiny_llama(directory: Path, *, seed: int = 0, max_shard_size: str = "1GB", **config: Any) -> TinyLlama:
+    """Make a random Llama of `TINY` with `config`'s changes and save it as transformers does, in float32."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**(TINY | config))).eval()
+    with torch.no_grad():  # transformers starts biases at zero and norms at one, which would prove nothing
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.3)
+            elif "norm" in name:
+                parameter.normal_(mean=1.0, std=0.2)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return TinyLlama(directory, model)
+
+
+def random_prompts(lengths: list[int], *, seed: int = 0, vocab_size: int = TINY["vocab_size"]) -> list[list[int]]:
+    """One prompt of random token ids for each length; equal arguments give equal prompts."""
+    numbers = random.Random(seed)
+    return [[numbers.randrange(vocab_size) for _ in range(length)] for length in lengths]

@@ -1,0 +1,67 @@
+"""transformers as the oracle: greedy tokens with the gap that each was chosen by, and log-probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Greedy tokens; `gaps[i]` is by how much the logit of token i was ahead of the second, `logprobs[i]` its own."""
+
+    token_ids: list[int]
+    gaps: list[float]
+    logprobs: list[float]
+
+    @classmethod
+    def of_logits(cls, logits: Tensor) -> Answer:
+        """From float32 logits [tokens, V], each row's argmax being the token taken."""
+        best = logits.topk(2, dim=-1)
+        chosen = logits.log_softmax(dim=-1).max(dim=-1).values
+        return cls(best.indices[:, 0].tolist(), (best.values[:, 0] - best.values[:, 1]).tolist(), chosen.tolist())
+
+
+@torch.inference_mode()
+def greedy(model: LlamaForCausalLM, prompt: list[int], num_tokens: int) -> Answer:
+    """`num_tokens` tokens of transformers' own greedy `generate`, whatever end-of-sequence tokens say."""
+    _forget_lengths(model)
+    model.generation_config = GenerationConfig()  # the model's own may sample, or stop early
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    answer = Answer.of_logits(torch.cat(output.logits).float())
+    assert output.sequences[0, len(prompt) :].tolist() == answer.token_ids
+    return answer
+
+
+@torch.inference_mode()
+def prompt_logprobs(model: LlamaForCausalLM, prompt: list[int]) -> Tensor:
+    """Float32 [tokens, V]: transformers' log-probabilities of what follows each token of the prompt."""
+    _forget_lengths(model)
+    return model(torch.tensor([prompt])).logits[0].float().log_softmax(dim=-1)
+
+
+def assert_same_tokens(token_ids: list[int], answer: Answer, tie: float = 0.0) -> None:
+    """Token for token the oracle's; after a first difference at a gap below `tie`, nothing more is compared."""
+    assert len(token_ids) == len(answer.token_ids)
+    for place, (token, expected) in enumerate(zip(token_ids, answer.token_ids, strict=True)):
+        if token != expected:
+            gap = answer.gaps[place]
+            assert gap < tie, f"token {place} is {token}, not {expected}, which was ahead by {gap:.3g}"
+            return
+
+
+def _forget_lengths(model: LlamaForCausalLM) -> None:
+    """Dynamic rope keeps the frequencies of the longest sequence it has seen; every answer here is its own."""
+    model.model.rotary_emb = LlamaRotaryEmbedding(model.config)

@@ -1,0 +1,283 @@
+"""Under every schedule the engine's tokens are those of a slow oracle on transformers' own layers, one for one.
+
+The engine leaves out work in many ways at once: rows of a batch that sleep, blocks it frees, aliases or never takes.
+The oracle does none of it, so equality says that none of it changes a token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+from depth_oracle import ActiveLayers, DepthAnswer, d3, greedy_at_depth, layer_table, skip_decode, unified_skip
+from tiny_models import TinyLlama
+from transformers_oracle import assert_same_tokens, greedy
+
+from d3engine import Engine, RequestOutput, SamplingParams
+from d3engine.depth import D3, DepthPolicy, FullDepth, LayerTable, SkipDecode, UnifiedSkip
+from d3engine.depth.schedule import OnSkip
+
+MakeModel = Callable[..., TinyLlama]
+MakePrompts = Callable[..., list[list[int]]]
+
+NUM_TOKENS = 64
+LAYERS = 10
+LENGTHS = [1, 30]  # with the answer, each crosses several borders of blocks of 4 and of 16 entries
+
+# A deep model of grouped heads with llama3 rope beyond its trained length.
+DEEP: dict[str, Any] = {
+    "num_hidden_layers": LAYERS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "head_dim": 12,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 10_000.0,
+    },
+}
+
+NESTED: dict[str, tuple[DepthPolicy, ActiveLayers]] = {
+    **{
+        f"D3 alpha={alpha} start={start} tail={tail}": (D3(alpha, start, tail), d3(LAYERS, alpha, start, tail))
+        for alpha, start, tail in [
+            (0.9, 0.6, 0),
+            (0.9, 0.6, 2),
+            (0.99, 0.3, 0),
+            (0.98, 0.5, 1),
+            (0.8, 0.8, 0),
+            (0.95, 0.29, 3),
+            (0.5, 0.7, 3),  # first + tail is L: no layer may go
+            (0.9, 0.05, 0),  # first is 0: in the end no layer runs at all
+            (0.999, 0.6, 0),
+        ]
+    },
+    "SkipDecode to 4": (SkipDecode(NUM_TOKENS, 4), skip_decode(LAYERS, NUM_TOKENS, 4)),
+    "SkipDecode from 8 to 2 in 30": (
+        SkipDecode(30, 2, max_layers=8, warmup=2),
+        skip_decode(LAYERS, 30, 2, max_layers=8, warmup=2),
+    ),
+    "SkipDecode to 1 without warmup": (SkipDecode(40, 1, warmup=0), skip_decode(LAYERS, 40, 1, warmup=0)),
+    "UnifiedSkip 2": (UnifiedSkip(2), unified_skip(LAYERS, 2)),
+    "UnifiedSkip 1.4": (UnifiedSkip(1.4), unified_skip(LAYERS, 1.4)),
+}
+
+ALL = list(range(LAYERS))
+
+
+def waking_rows() -> list[list[int]]:
+    """Layers sleep for 1 to 20 steps and wake, in the middle of blocks and at their borders; layer 0 always runs."""
+    asleep: list[tuple[int, set[int]]] = [
+        (3, set()),
+        (5, {4, 5, 6}),  # a window that opens
+        (1, {6, 7}),  # shifts for one step
+        (9, {2, 3, 4, 5, 6, 7, 8}),
+        (2, set()),  # closes
+        (20, {1, 2, 9}),  # the last layer sleeps over whole blocks
+        (4, {2, 5, 9}),
+        (6, set(range(1, LAYERS))),  # only layer 0 runs
+        (8, {3, 4, 8}),
+        (7, {3, 8}),
+    ]
+    rows = [[layer for layer in ALL if layer not in sleeping] for count, sleeping in asleep for _ in range(count)]
+    return [*rows, ALL]
+
+
+def alternating_rows() -> list[list[int]]:
+    """Even and odd layers take turns, so that every layer always wakes to an entry that is not its own."""
+    return [ALL, *([0, *(layer for layer in ALL if layer % 2 == step % 2 and layer)] for step in range(NUM_TOKENS))]
+
+
+def layer_0_sleeps_rows() -> list[list[int]]:
+    """Only "project" can say what layer 0 holds when it sleeps."""
+    return [ALL, ALL[2:], ALL[2:], ALL[:5], [], ALL, *([ALL[4:], ALL] * 40)]
+
+
+def random_rows(seed: int) -> list[list[int]]:
+    """Any layers but layer 0 for 1 to 9 steps, then any others."""
+    numbers = random.Random(seed)
+    rows = [ALL]
+    while len(rows) < NUM_TOKENS:
+        share = numbers.choice([0.2, 0.5, 0.8, 1.0])
+        rows += [[0, *(layer for layer in ALL[1:] if numbers.random() < share)]] * numbers.randint(1, 9)
+    return rows
+
+
+TABLES = {"waking": waking_rows(), "alternating": alternating_rows()} | {
+    f"random {k}": random_rows(k) for k in range(3)
+}
+TABLE_RULES = [*product(["waking", "alternating", "random 0"], ["copy", "project"]), ("layer 0 sleeps", "project")]
+TABLES["layer 0 sleeps"] = layer_0_sleeps_rows()
+
+
+def params(depth: DepthPolicy | None = None, max_tokens: int = NUM_TOKENS) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, depth=depth)
+
+
+def run(
+    tiny: TinyLlama, depth: DepthPolicy, prompts: list[list[int]], given: SamplingParams | None = None, **options: int
+) -> list[RequestOutput]:
+    with Engine(tiny.directory, depth=depth, skip_tokenizer_init=True, **options) as engine:  # type: ignore[arg-type]
+        return engine.generate(prompts, given or params(), use_tqdm=False)
+
+
+def assert_equals(output: RequestOutput, expected: DepthAnswer) -> None:
+    (completion,) = output.outputs
+    assert_same_tokens(completion.token_ids, expected)
+    assert completion.depths == expected.depths
+
+
+def test_the_oracle_at_full_depth_is_transformers_own_generate(
+    tiny_llama: MakeModel, make_prompts: MakePrompts
+) -> None:
+    tiny = tiny_llama(**DEEP)
+    for prompt in make_prompts(LENGTHS):
+        expected = greedy(tiny.model, prompt, NUM_TOKENS)
+        assert_same_tokens(greedy_at_depth(tiny.model, prompt, NUM_TOKENS, lambda _: set(ALL)).token_ids, expected)
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_schedules_equal_the_oracle(name: str, tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
+    tiny = tiny_llama(**DEEP)
+    policy, active = NESTED[name]
+    prompts = make_prompts(LENGTHS)
+    expected = [greedy_at_depth(tiny.model, prompt, NUM_TOKENS, active) for prompt in prompts]
+    for block_size in (4, 16):
+        outputs = run(tiny, policy, prompts, block_size=block_size)
+        for output, answer in zip(outputs, expected, strict=True):
+            assert_equals(output, answer)
+
+
+@pytest.mark.parametrize(("name", "on_skip"), TABLE_RULES)
+def test_tables_whose_layers_wake_again_equal_the_oracle(
+    name: str, on_skip: OnSkip, tiny_llama: MakeModel, make_prompts: MakePrompts
+) -> None:
+    tiny = tiny_llama(**DEEP)
+    rows = TABLES[name]
+    policy = LayerTable(rows, on_skip=on_skip)
+    assert not policy.schedule(LAYERS).is_nested
+    prompts = make_prompts(LENGTHS)
+    expected = [greedy_at_depth(tiny.model, prompt, NUM_TOKENS, layer_table(rows), on_skip) for prompt in prompts]
+    for block_size in (4, 16):
+        outputs = run(tiny, policy, prompts, block_size=block_size)
+        for output, answer in zip(outputs, expected, strict=True):
+            assert_equals(output, answer)
+
+
+def test_the_entries_that_a_sleeping_layer_holds_decide_the_tokens_after_it_wakes(
+    tiny_llama: MakeModel, make_prompts: MakePrompts
+) -> None:
+    """So that the test before would notice wrong entries: "copy", "project" and none at all tell different stories."""
+    tiny = tiny_llama(**DEEP)
+    (prompt,) = make_prompts([20])
+    for name in ("waking", "alternating", "layer 0 sleeps"):
+        rows = TABLES[name]
+        rules = ("project", "none") if name == "layer 0 sleeps" else ("copy", "project", "none")
+        stories = {tuple(greedy_at_depth(tiny.model, prompt, 32, layer_table(rows), rule).token_ids) for rule in rules}
+        assert len(stories) == len(rules)
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_schedules_give_the_same_tokens_whatever_sleeping_layers_hold(
+    name: str, tiny_llama: MakeModel, make_prompts: MakePrompts
+) -> None:
+    tiny = tiny_llama(**DEEP)
+    policy, active = NESTED[name]
+    prompts = make_prompts([6, 25], seed=1)
+    rules = ["none", "project"] + ["copy"] * (0 in active(10**9))  # "copy" needs a layer below to copy from
+    found = []
+    for rule in rules:
+        outputs = run(tiny, replace(policy, on_skip=rule), prompts, block_size=4)  # type: ignore[type-var]
+        found.append([(output.outputs[0].token_ids, output.outputs[0].depths) for output in outputs])
+    assert all(one == found[0] for one in found)
+
+
+def test_the_depths_of_an_answer_are_those_of_the_formula(tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
+    tiny = tiny_llama(**DEEP)
+    outputs = run(tiny, D3(0.9, 0.6), make_prompts(LENGTHS), params(max_tokens=9))
+    assert [output.outputs[0].depths for output in outputs] == [[10, 9, 8, 7, 6, 6, 6, 6, 6]] * 2
+    outputs = run(tiny, D3(0.9, 0.3, tail=2), make_prompts(LENGTHS), params(max_tokens=9))
+    assert [output.outputs[0].depths for output in outputs] == [[10, 9, 8, 7, 6, 5, 5, 5, 5]] * 2
+    outputs = run(tiny, SkipDecode(9, 2), make_prompts(LENGTHS), params(max_tokens=10))
+    assert [output.outputs[0].depths for output in outputs] == [[10, 9, 8, 7, 6, 5, 4, 3, 2, 2]] * 2
+
+
+# Who is who in a batch where everybody has a schedule of its own.
+MIXED: list[tuple[DepthPolicy, ActiveLayers, OnSkip]] = [
+    (D3(0.9, 0.6), d3(LAYERS, 0.9, 0.6), "none"),
+    (FullDepth(), lambda _: set(ALL), "none"),
+    (LayerTable(TABLES["waking"], on_skip="copy"), layer_table(TABLES["waking"]), "copy"),
+    (SkipDecode(40, 3), skip_decode(LAYERS, 40, 3), "none"),
+    (LayerTable(TABLES["random 1"], on_skip="project"), layer_table(TABLES["random 1"]), "project"),
+    (UnifiedSkip(2), unified_skip(LAYERS, 2), "none"),
+    (D3(0.97, 0.2, tail=1, on_skip="copy"), d3(LAYERS, 0.97, 0.2, 1), "none"),
+    (LayerTable(TABLES["alternating"], on_skip="project"), layer_table(TABLES["alternating"]), "project"),
+    (D3(0.8, 0.7, on_skip="project"), d3(LAYERS, 0.8, 0.7), "none"),
+    (LayerTable(TABLES["random 2"], on_skip="copy"), layer_table(TABLES["random 2"]), "copy"),
+]
+MIXED_LENGTHS = [17, 5, 40, 1, 22, 9, 31, 3, 12, 26]
+
+
+@pytest.fixture(scope="module")
+def mixed(tiny_llama: MakeModel, make_prompts: MakePrompts) -> list[tuple[list[int], SamplingParams, DepthAnswer]]:
+    """Each of `MIXED` with a prompt and what the oracle answers."""
+    model = tiny_llama(**DEEP).model
+    prompts = make_prompts(MIXED_LENGTHS, seed=2)
+    return [
+        (prompt, params(policy, 64), greedy_at_depth(model, prompt, 64, active, rule))
+        for prompt, (policy, active, rule) in zip(prompts, MIXED, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 16, "block_size": 16},
+        {"max_num_seqs": 16, "block_size": 4, "max_num_batched_tokens": 16},
+        {"max_num_seqs": 3, "block_size": 4},
+        {"max_num_seqs": 4, "block_size": 5, "max_num_batched_tokens": 7},
+    ],
+    ids=["all at once", "in pieces", "three at a time", "four at a time, in pieces"],
+)
+def test_a_batch_of_many_schedules_equals_the_oracle(
+    options: dict[str, int], mixed: list[tuple[list[int], SamplingParams, DepthAnswer]], tiny_llama: MakeModel
+) -> None:
+    with Engine(tiny_llama(**DEEP).directory, skip_tokenizer_init=True, **options) as engine:  # type: ignore[arg-type]
+        outputs = engine.generate([one[0] for one in mixed], [one[1] for one in mixed], use_tqdm=False)
+    for output, (_, _, expected) in zip(outputs, mixed, strict=True):
+        assert_equals(output, expected)
+
+
+def test_sequences_that_are_preempted_and_replayed_equal_the_oracle(
+    mixed: list[tuple[list[int], SamplingParams, DepthAnswer]], tiny_llama: MakeModel
+) -> None:
+    """A pool of one and a half of the longest sequences, so that the others are thrown out again and again."""
+    tiny = tiny_llama(**DEEP)
+    entry = 2 * 2 * 12 * 4  # bytes: keys and values of two heads of 12 float32
+    most = LAYERS * max(len(prompt) + 64 for prompt, _, _ in mixed) * entry
+    with Engine(
+        tiny.directory, skip_tokenizer_init=True, block_size=4, max_num_seqs=5, kv_cache_memory_bytes=most * 3 // 2
+    ) as engine:
+        outputs = engine.generate([one[0] for one in mixed], [one[1] for one in mixed], use_tqdm=False)
+        assert engine.stats().num_preemptions > 5
+    for output, (_, _, expected) in zip(outputs, mixed, strict=True):
+        assert_equals(output, expected)
+
+
+def test_a_shared_prompt_is_read_at_full_depth_by_every_schedule(
+    tiny_llama: MakeModel, make_prompts: MakePrompts
+) -> None:
+    tiny = tiny_llama(**DEEP)
+    (prompt,) = make_prompts([30], seed=3)
+    with Engine(tiny.directory, skip_tokenizer_init=True, block_size=4) as engine:
+        for place, (policy, active, rule) in enumerate(MIXED[:6]):
+            (output,) = engine.generate([prompt], params(policy, 32), use_tqdm=False)
+            assert output.num_cached_tokens == (28 if place else 0)
+            assert_equals(output, greedy_at_depth(tiny.model, prompt, 32, active, rule))
