@@ -1,0 +1,1 @@
+"""Tasks and measures that say how well a model answers under a depth policy."""

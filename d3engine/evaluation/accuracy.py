@@ -1,0 +1,197 @@
+"""Exact match of the word problems under a depth policy, with honest intervals.
+
+The one idea: two policies answer the same problems, so they are compared problem by problem. The interval of their
+difference is far narrower than two separate ones would suggest, and it does not vanish when they agree.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import comb, sqrt
+from statistics import NormalDist
+from typing import TYPE_CHECKING
+
+from d3engine.depth import DepthPolicy
+from d3engine.depth.statistics import mean_depth
+from d3engine.errors import require, require_integer, require_number
+from d3engine.evaluation.word_problems import Problem, Split, extract_answer, format_prompt, problems
+
+if TYPE_CHECKING:
+    from d3engine.engine import Engine
+    from d3engine.request import SamplingParams
+
+MAX_PROBLEMS = 100_000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A confidence interval of a proportion, or of a difference of two."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Score:
+    """How a policy did on some problems.
+
+    `right[i]` says whether problem i was answered exactly. `nominal_mean_layers` is what the schedule promises over
+    `max_tokens`, `realised_mean_layers` the layers truly run for a token truly generated. `unfinished` answers were
+    cut off at `max_tokens`. `seconds` is the wall clock of the whole batch, prompts included.
+    """
+
+    policy: DepthPolicy
+    num_layers: int
+    right: tuple[bool, ...]
+    tokens: int
+    unfinished: int
+    nominal_mean_layers: float
+    realised_mean_layers: float
+    seconds: float
+
+    @property
+    def correct(self) -> int:
+        return sum(self.right)
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / len(self.right)
+
+    @property
+    def interval(self) -> Interval:
+        """95 %, Wilson's."""
+        return wilson_interval(self.correct, len(self.right))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two scores on the same problems, the second minus the first."""
+
+    only_first: int
+    only_second: int
+    difference: float
+    interval: Interval
+    p_value: float
+
+
+def take_problems(split: Split, seed: int, limit: int) -> list[Problem]:
+    """The first `limit` different problems of a split."""
+    require_integer("limit", limit, 1, MAX_PROBLEMS)
+    by_question: dict[str, Problem] = {}
+    for problem in islice(problems(split, seed), 10 * limit):
+        by_question.setdefault(problem.question, problem)
+        if len(by_question) == limit:
+            break
+    return list(by_question.values())
+
+
+def measure(
+    engine: Engine, given: Sequence[Problem], policy: DepthPolicy, params: SamplingParams, *, progress: bool = False
+) -> Score:
+    """Answer the problems in one batch and score them.
+
+    The prefix cache is emptied first, so that a second policy does not find the prompts computed by the first.
+    """
+    require(len(given) > 0, "problems", given, "at least one problem")
+    require(params.n == 1, "n", params.n, "1: each problem has one answer")
+    params = replace(params, depth=policy)
+    schedule = policy.schedule(engine.config.num_layers)
+    engine.reset_prefix_cache()
+    began = time.perf_counter()
+    outputs = engine.generate([format_prompt(problem.question) for problem in given], params, use_tqdm=progress)
+    seconds = time.perf_counter() - began
+    answers = [output.outputs[0] for output in outputs]
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    return Score(
+        policy=policy,
+        num_layers=engine.config.num_layers,
+        right=tuple(extract_answer(a.text) == problem.answer for a, problem in zip(answers, given, strict=True)),
+        tokens=tokens,
+        unfinished=sum(answer.finish_reason == "length" for answer in answers),
+        nominal_mean_layers=mean_depth(schedule, params.max_tokens),
+        realised_mean_layers=sum(sum(answer.depths) for answer in answers) / tokens,
+        seconds=seconds,
+    )
+
+
+def compare(first: Score, second: Score) -> Comparison:
+    """The paired difference `second - first` with its 95 % interval and the p-value of McNemar's exact test."""
+    require(
+        len(first.right) == len(second.right), "scores", (len(first.right), len(second.right)), "of one problem set"
+    )
+    pairs = list(zip(first.right, second.right, strict=True))
+    both, only_first = pairs.count((True, True)), pairs.count((True, False))
+    only_second, neither = pairs.count((False, True)), pairs.count((False, False))
+    return Comparison(
+        only_first=only_first,
+        only_second=only_second,
+        difference=(only_second - only_first) / len(pairs),
+        interval=paired_difference_interval(both, only_second, only_first, neither),
+        p_value=mcnemar_p(only_first, only_second),
+    )
+
+
+def wilson_interval(successes: int, trials: int, confidence: float = 0.95) -> Interval:
+    """Wilson's score interval of a proportion (1927): sound near 0 and 1, where the usual one is not."""
+    require_integer("trials", trials, 1)
+    require_integer("successes", successes, 0, trials)
+    z = _normal_quantile(confidence)
+    share = successes / trials
+    centre = share + z * z / (2 * trials)
+    spread = z * sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    scale = 1 + z * z / trials
+    low = 0.0 if successes == 0 else (centre - spread) / scale
+    high = 1.0 if successes == trials else (centre + spread) / scale
+    return Interval(low, high)
+
+
+def paired_difference_interval(
+    both: int, only_first: int, only_second: int, neither: int, confidence: float = 0.95
+) -> Interval:
+    """The interval of the difference of two proportions on the same trials, first minus second.
+
+    Newcombe's method 10 (Statistics in Medicine 17, 1998): Wilson's two intervals, combined with the correlation of
+    the pairs. It has a width even where no pair differs, as a bootstrap does not.
+    """
+    trials = both + only_first + only_second + neither
+    first, second = both + only_first, both + only_second
+    low_1, high_1 = _wilson_arms(first, trials, confidence)
+    low_2, high_2 = _wilson_arms(second, trials, confidence)
+    phi = _pair_correlation(both, only_first, only_second, neither)
+    difference = (only_first - only_second) / trials
+    below = sqrt(max(low_1 * low_1 - 2 * phi * low_1 * high_2 + high_2 * high_2, 0.0))
+    above = sqrt(max(high_1 * high_1 - 2 * phi * high_1 * low_2 + low_2 * low_2, 0.0))
+    return Interval(difference - below, difference + above)
+
+
+def _wilson_arms(successes: int, trials: int, confidence: float) -> tuple[float, float]:
+    """How far Wilson's interval reaches below and above the proportion."""
+    interval, share = wilson_interval(successes, trials, confidence), successes / trials
+    return share - interval.low, interval.high - share
+
+
+def _pair_correlation(both: int, only_first: int, only_second: int, neither: int) -> float:
+    trials = both + only_first + only_second + neither
+    margins = (both + only_first) * (only_second + neither) * (both + only_second) * (only_first + neither)
+    if margins == 0:
+        return 0.0
+    agreement = both * neither - only_first * only_second
+    if agreement > 0:
+        agreement_corrected = max(agreement - trials / 2, 0.0)
+        return agreement_corrected / sqrt(margins)
+    return agreement / sqrt(margins)
+
+
+def mcnemar_p(only_first: int, only_second: int) -> float:
+    """Two-sided exact p-value of McNemar's test: whether the pairs that differ favour one side."""
+    differing = require_integer("only_first", only_first, 0) + require_integer("only_second", only_second, 0)
+    tail = sum(comb(differing, k) for k in range(min(only_first, only_second) + 1))
+    return min(1.0, float(2 * tail / (1 << differing)))
+
+
+def _normal_quantile(confidence: float) -> float:
+    require_number("confidence", confidence, 0.0, 1.0, open_low=True, open_high=True)
+    return NormalDist().inv_cdf((1 + confidence) / 2)

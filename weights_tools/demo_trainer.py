@@ -1,0 +1,303 @@
+"""The demo model in a form that trains fast on a CPU: depth trained in, Muon, greedy generation, export.
+
+The one idea: rows of a batch are aligned at the border between prompt and answer, and D3's skips are nested,
+so layer l of a training pass simply runs on the column slice ``[0 : P + c_l)`` and the remaining columns pass
+through. That is D3 exactly as the engine runs it, and it saves compute in training too.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+NEVER = 1 << 30
+BOS, EOS = 1, 2
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """The shape of the demo model (a Llama)."""
+
+    vocab_size: int = 768
+    layers: int = 16
+    width: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    ffn: int = 352
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    max_positions: int = 1024
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def cutoffs(layers: int, alpha: float, start: float, max_steps: int = 256) -> list[int]:
+    """Returns for each layer the first generation step that skips it: D3's whole schedule."""
+    first = int(Fraction(str(start)) * layers)
+    result = [NEVER] * layers
+    for step in range(max_steps):
+        keep = max(math.floor(layers * alpha**step), first)
+        for layer in range(first, first + layers - keep):
+            result[layer] = min(result[layer], step)
+    return result
+
+
+def rope_tables(config: DemoConfig, length: int) -> tuple[Tensor, Tensor]:
+    """Returns cos and sin, each (length, head_dim), in the half-split layout of HF checkpoints."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    inverse = config.rope_theta**-exponents
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), inverse)
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos().float(), angles.sin().float()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies rope to (batch, time, heads, head_dim) with tables (time, head_dim)."""
+    a, b = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat([-b, a], dim=-1) * sin[:, None]
+
+
+class DemoModel(nn.Module):
+    """Weights stacked over layers (Muon likes them so), q/k/v and gate/up fused."""
+
+    def __init__(self, config: DemoConfig) -> None:
+        super().__init__()
+        self.config = config
+        layers, width = config.layers, config.width
+        qkv = (config.heads + 2 * config.kv_heads) * config.head_dim
+        scale = 0.5 / math.sqrt(width)
+        self.embedding = nn.Parameter(torch.randn(config.vocab_size, width) * 0.1)
+        self.lm_head = nn.Parameter(torch.randn(config.vocab_size, width) * 0.01)
+        self.qkv = nn.Parameter(torch.randn(layers, qkv, width) * scale)
+        self.gate_up = nn.Parameter(torch.randn(layers, 2 * config.ffn, width) * scale)
+        # Zero: every layer starts as the identity, which is also what a skipped layer is.
+        self.out = nn.Parameter(torch.zeros(layers, width, width))
+        self.down = nn.Parameter(torch.zeros(layers, width, config.ffn))
+        self.norms = nn.Parameter(torch.ones(layers, 2, width))
+        self.final_norm = nn.Parameter(torch.ones(width))
+        cos, sin = rope_tables(config, config.max_positions)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def _project(self, x: Tensor, qkv: Tensor, norm: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns q, k, v, each (batch, heads or kv_heads, time, head_dim), rope applied."""
+        c = self.config
+        batch, time, _ = x.shape
+        fused = F.linear(rms_norm(x, norm, c.norm_eps), qkv).view(batch, time, -1, c.head_dim)
+        qk, v = fused.split([c.heads + c.kv_heads, c.kv_heads], dim=2)
+        q, k = rotate(qk, cos, sin).split([c.heads, c.kv_heads], dim=2)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def _finish(self, x: Tensor, attended: Tensor, out: Tensor, gate_up: Tensor, down: Tensor, norm: Tensor) -> Tensor:
+        """Returns x after the attention output projection and the feed-forward half of a layer."""
+        x = x + F.linear(attended.transpose(1, 2).flatten(2), out)
+        gate, up = F.linear(rms_norm(x, norm, self.config.norm_eps), gate_up).chunk(2, dim=-1)
+        return x + F.linear(F.silu(gate) * up, down)
+
+    def _block(self, x: Tensor, weights: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> Tensor:
+        """Returns x after one whole layer over consecutive positions from 0."""
+        qkv, out, gate_up, down, norms = weights
+        q, k, v = self._project(x, qkv, norms[0], cos, sin)
+        repeat = self.config.heads // self.config.kv_heads
+        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self._finish(x, attended, out, gate_up, down, norms[1])
+
+    def forward(self, tokens: Tensor, prompt: int, cutoff: list[int] | None = None) -> Tensor:
+        """Returns the hidden states after the final norm, (batch, time, width), of ids (batch, time).
+
+        Columns before ``prompt`` are the prompt; column prompt + j feeds generated token j, D3's step j + 1.
+        """
+        x = F.embedding(tokens, self.embedding)
+        time = tokens.shape[1]
+        stacks = (self.qkv, self.out, self.gate_up, self.down, self.norms)
+        for layer, weights in enumerate(zip(*(stack.unbind(0) for stack in stacks), strict=True)):
+            columns = time if cutoff is None else min(time, prompt + max(cutoff[layer] - 1, 0))
+            ran = self._block(x[:, :columns], weights, self.cos[:columns], self.sin[:columns])
+            x = ran if columns == time else torch.cat([ran, x[:, columns:]], dim=1)
+        return rms_norm(x, self.final_norm, self.config.norm_eps)
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, eos: int, cutoff: list[int] | None = None
+    ) -> list[list[int]]:
+        """Returns greedy completions without eos, step by step with KV caches, under D3's skips."""
+        c = self.config
+        longest = max(map(len, prompts))
+        pad = torch.tensor([longest - len(p) for p in prompts])
+        step_ids = torch.tensor([[eos] * (longest - len(p)) + p for p in prompts])
+        # Left padding shifts a row's positions; rope is relative, so only the mask has to know.
+        visible = torch.arange(longest + max_tokens)[None] >= pad[:, None]
+        caches: list[tuple[Tensor, Tensor] | None] = [None] * c.layers
+        produced: list[Tensor] = []
+        done = torch.zeros(len(prompts), dtype=torch.bool)
+        position = 0
+        for step in range(max_tokens):
+            x = F.embedding(step_ids, self.embedding)
+            time = x.shape[1]
+            causal = torch.arange(position + time)[None] <= torch.arange(position, position + time)[:, None]
+            mask = causal[None, None] & visible[:, None, None, : position + time]
+            mask = mask | torch.eye(time, position + time, dtype=torch.bool)  # keeps rows of padding finite
+            cos, sin = self.cos[position : position + time], self.sin[position : position + time]
+            for layer in range(c.layers):
+                if cutoff is not None and step >= cutoff[layer]:
+                    continue
+                q, k, v = self._project(x, self.qkv[layer], self.norms[layer, 0], cos, sin)
+                if (cache := caches[layer]) is not None:
+                    k, v = torch.cat([cache[0], k], 2), torch.cat([cache[1], v], 2)
+                caches[layer] = (k, v)
+                attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+                x = self._finish(
+                    x, attended, self.out[layer], self.gate_up[layer], self.down[layer], self.norms[layer, 1]
+                )
+            last = rms_norm(x[:, -1], self.final_norm, c.norm_eps)
+            step_ids = F.linear(last, self.lm_head).argmax(-1, keepdim=True)
+            position += time
+            done |= step_ids[:, 0] == eos
+            produced.append(step_ids[:, 0])
+            if bool(done.all()):
+                break
+        rows = torch.stack(produced, 1).tolist()
+        return [row[: row.index(eos)] if eos in row else row for row in rows]
+
+
+def orthogonalise(matrices: Tensor, iterations: int = 5) -> Tensor:
+    """Returns the nearest semi-orthogonal matrices of a stack (n, rows >= columns, columns).
+
+    By Newton-Schulz with Keller Jordan's quintic, https://kellerjordan.github.io/posts/muon/.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(iterations):
+        gram = x.mT @ x
+        x = torch.baddbmm(x, x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), beta=a)
+    return x
+
+
+class Muon:
+    """Muon in float32 over the model's stacked matrices: two batched Newton-Schulz runs serve all layers."""
+
+    def __init__(self, model: DemoModel, momentum: float = 0.95, weight_decay: float = 0.02) -> None:
+        self.parameters = [model.qkv, model.out, model.gate_up, model.down]
+        self.buffers = [torch.zeros_like(p) for p in self.parameters]
+        self.momentum, self.weight_decay = momentum, weight_decay
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        updates = []
+        for parameter, buffer in zip(self.parameters, self.buffers, strict=True):
+            assert parameter.grad is not None
+            buffer.lerp_(parameter.grad, 1 - self.momentum)
+            updates.append(parameter.grad.lerp(buffer, self.momentum))
+        qkv, out, gate_up, down = updates
+        width = out.shape[-1]
+        # Fused matrices are split into the blocks that act as one map: q, kv, out; gate, up, down.
+        square = orthogonalise(torch.cat([qkv.view(-1, width, width), out]))
+        tall = orthogonalise(torch.cat([gate_up.view(-1, down.shape[-1], width), down.mT]))
+        layers = out.shape[0]
+        steps = [
+            square[:-layers].view_as(qkv),
+            square[-layers:],
+            tall[:-layers].reshape_as(gate_up) * math.sqrt(down.shape[-1] / width),
+            tall[-layers:].mT,
+        ]
+        for parameter, update in zip(self.parameters, steps, strict=True):
+            parameter.mul_(1 - learning_rate * self.weight_decay).add_(update, alpha=-learning_rate)
+
+
+def export(model: DemoModel, tokenizer_model: bytes, training: dict[str, object], out: Path) -> None:
+    """Writes the HF directory: config, bfloat16 weights, tokenizer, generation settings, training record."""
+    c = model.config
+    out.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().to(torch.bfloat16).clone() for name, tensor in hf_weights(model).items()}
+    safetensors.torch.save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "tokenizer.model").write_bytes(tokenizer_model)
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    files: dict[str, dict[str, object]] = {
+        "config.json": hf_config(c),
+        "generation_config.json": {
+            "bos_token_id": BOS,
+            "eos_token_id": EOS,
+            "do_sample": False,
+            "temperature": 0.0,
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "LlamaTokenizer",
+            "add_bos_token": True,
+            "add_eos_token": False,
+            "legacy": True,
+            "model_max_length": c.max_positions,
+            **tokens,
+        },
+        "training.json": training,
+    }
+    for name, content in files.items():
+        (out / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def hf_weights(model: DemoModel) -> dict[str, Tensor]:
+    """Returns the weights under their HF names, fused matrices taken apart."""
+    c = model.config
+    query, key = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    weights = {
+        "model.embed_tokens.weight": model.embedding,
+        "model.norm.weight": model.final_norm,
+        "lm_head.weight": model.lm_head,
+    }
+    for layer in range(c.layers):
+        at = f"model.layers.{layer}."
+        q, k, v = model.qkv[layer].split([query, key, key])
+        gate, up = model.gate_up[layer].chunk(2)
+        weights |= {
+            at + "self_attn.q_proj.weight": q,
+            at + "self_attn.k_proj.weight": k,
+            at + "self_attn.v_proj.weight": v,
+            at + "self_attn.o_proj.weight": model.out[layer],
+            at + "mlp.gate_proj.weight": gate,
+            at + "mlp.up_proj.weight": up,
+            at + "mlp.down_proj.weight": model.down[layer],
+            at + "input_layernorm.weight": model.norms[layer, 0],
+            at + "post_attention_layernorm.weight": model.norms[layer, 1],
+        }
+    return weights
+
+
+def hf_config(c: DemoConfig) -> dict[str, object]:
+    """Returns config.json."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.width,
+        "intermediate_size": c.ffn,
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": c.max_positions,
+        "rms_norm_eps": c.norm_eps,
+        "rope_theta": c.rope_theta,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "torch_dtype": "bfloat16",
+    }

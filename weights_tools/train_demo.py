@@ -1,0 +1,405 @@
+"""Trains the bundled demo model from nothing: tokenizer, data, schedule, evaluation, export.
+
+About 80 minutes on two idle CPU cores. Depth is trained in from the first step (see demo_trainer); ``--plain``
+trains the twin without it. The run is fixed by ``--seed`` and ``--steps``. A file named FINISH in the output
+directory starts the decay of the learning rate early; its text may say over how many steps.
+"""
+
+import argparse
+import io
+import itertools
+import math
+import random
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import sentencepiece
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from d3engine.evaluation.word_problems import (
+    MAX_NUMBER,
+    Problem,
+    extract_answer,
+    format_completion,
+    format_prompt,
+    problems,
+)
+
+try:
+    from d3engine.weights_tools.demo_trainer import BOS, EOS, DemoConfig, DemoModel, Muon, cutoffs, export
+except ModuleNotFoundError:  # run as a plain script, from a checkout that is not installed
+    from demo_trainer import (  # type: ignore[import-not-found, no-redef]
+        BOS,
+        EOS,
+        DemoConfig,
+        DemoModel,
+        Muon,
+        cutoffs,
+        export,
+    )
+
+Example = tuple[list[int], list[int]]  # prompt ids with bos, answer ids with eos
+DEFAULT_STEPS, DEFAULT_DECAY_STEPS, DEFAULT_REFINE_STEPS = 4404, 2000, 450  # the bundled model's run
+TOKENS_PER_BATCH = 3072
+PROMPT_LOSS_WEIGHT = 0.1  # a prompt's content is random: only its form can be learnt
+FULL_DEPTH_SHARE = 0.4
+# After the main run full depth is solved and skipping not quite: a second, lower hump of the rate tries to help
+# it. It changed no score by more than the noise of 500 problems, but the bundled model went through it.
+REFINE_FULL_DEPTH_SHARE, REFINE_RATE = 0.1, 0.25
+STARTS, START_WEIGHTS = (0.5, 0.6, 0.7, 0.8), (1, 6, 1, 1)
+ALPHAS = (0.8, 0.9, 0.95, 0.99, 0.995, 0.999)
+ALPHA_WEIGHTS = (2, 4, 2, 2, 1, 1)
+MUON_RATE, ADAM_RATE = 0.02, 4e-3
+WARMUP_STEPS = 60
+CHECKPOINT_SECONDS = 600
+TARGET_POLICY = (0.9, 0.6)  # alpha, start: what the demo is meant to run
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Token ids and their loss weights, both (rows, time); the first ``prompt`` columns are the prompts."""
+
+    tokens: Tensor
+    weights: Tensor
+    prompt: int
+
+
+def train_tokenizer(vocab_size: int) -> bytes:
+    """Returns a serialized sentencepiece BPE model in which every number with its space is one piece."""
+    sample = itertools.islice(problems("train", seed=0), 20000)
+    texts = (format_prompt(p.question) + format_completion(p) for p in sample)
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(line for text in texts for line in text.split("\n")),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=vocab_size,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        character_coverage=1.0,
+        # A copied number must always look the same: split digits never learnt to copy in the same time.
+        user_defined_symbols=[f"▁{number}" for number in range(MAX_NUMBER + 1)],
+        minloglevel=2,
+        num_threads=1,
+    )
+    return model.getvalue()
+
+
+def encode(tokenizer: sentencepiece.SentencePieceProcessor, problem: Problem) -> Example:
+    """Returns a problem as token ids."""
+    prompt = [BOS, *tokenizer.encode(format_prompt(problem.question))]
+    return prompt, [*tokenizer.encode(problem.solution), EOS]
+
+
+def make_batch(rows: list[Example]) -> Batch:
+    """Returns rows of one prompt length as a batch; answers are padded on the right with eos of weight 0."""
+    prompt = len(rows[0][0])
+    longest = max(len(answer) for _, answer in rows)
+    tokens = torch.full((len(rows), prompt + longest), EOS)
+    weights = torch.zeros(len(rows), prompt + longest)
+    weights[:, 1:prompt] = PROMPT_LOSS_WEIGHT
+    for index, (prompt_ids, answer_ids) in enumerate(rows):
+        end = prompt + len(answer_ids)
+        tokens[index, :end] = torch.tensor(prompt_ids + answer_ids)
+        weights[index, prompt:end] = 1.0
+    return Batch(tokens, weights, prompt)
+
+
+def batches(tokenizer: sentencepiece.SentencePieceProcessor, seed: int) -> Iterator[Batch]:
+    """Yields batches of about TOKENS_PER_BATCH tokens for ever: equal prompt, similar answer lengths."""
+    stream, rng = problems("train", seed), random.Random(seed)
+    kept: dict[int, list[Example]] = defaultdict(list)
+    while True:
+        for problem in itertools.islice(stream, 6000):
+            prompt, answer = encode(tokenizer, problem)
+            kept[len(prompt)].append((prompt, answer))
+        ready = []
+        for length, rows in kept.items():
+            if not rows:
+                continue
+            rows.sort(key=lambda row: len(row[1]))
+            size = max(8, round(TOKENS_PER_BATCH / (length + sum(len(a) for _, a in rows) / len(rows))))
+            while len(rows) >= size:
+                # A remainder too small for a batch waits for the next pool, so no length is ever starved.
+                at = rng.randrange(len(rows) - size + 1) if len(rows) % size else 0
+                ready.append(rows[at : at + size])
+                del rows[at : at + size]
+        rng.shuffle(ready)
+        yield from map(make_batch, ready)
+
+
+def draw_cutoff(rng: random.Random, config: DemoConfig, full_depth_share: float) -> list[int] | None:
+    """Returns the depth policy of one batch, as cutoffs; None is full depth."""
+    if rng.random() < full_depth_share:
+        return None
+    (alpha,), (start,) = rng.choices(ALPHAS, ALPHA_WEIGHTS), rng.choices(STARTS, START_WEIGHTS)
+    return cutoffs(config.layers, alpha, start)
+
+
+def batch_loss(model: DemoModel, batch: Batch, cutoff: list[int] | None) -> tuple[Tensor, Tensor]:
+    """Returns (loss to minimise, mean loss over answer tokens alone)."""
+    hidden = model(batch.tokens[:, :-1], batch.prompt, cutoff)
+    keep = batch.weights[:, 1:].flatten() > 0
+    weights = batch.weights[:, 1:].flatten()[keep]
+    logits = F.linear(hidden.flatten(0, 1)[keep], model.lm_head)
+    losses = F.cross_entropy(logits, batch.tokens[:, 1:].flatten()[keep], reduction="none")
+    answers = weights == 1
+    return (losses * weights).sum() / weights.sum(), losses.detach()[answers].mean()
+
+
+class Schedule:
+    """Warm-up, hold, linear decay to zero; then a lower, shorter hump. ``finish`` starts the last decay now."""
+
+    def __init__(self, main_steps: int, decay_steps: int, refine_steps: int) -> None:
+        self.main_steps, self.steps = main_steps, main_steps + refine_steps
+        self.decay_from = max(0, main_steps - decay_steps)
+
+    def refining(self, step: int) -> bool:
+        return step >= self.main_steps
+
+    def factor(self, step: int) -> float:
+        """Returns the factor of the learning rates at a step counted from 0."""
+        if self.refining(step):
+            began, peak, decay_from = self.main_steps, REFINE_RATE, self.main_steps
+            end = self.steps
+        else:
+            began, peak, decay_from, end = 0, 1.0, self.decay_from, self.main_steps
+        decay = (end - step) / max(1, end - decay_from)
+        return peak * max(0.0, min(1.0, (step - began + 1) / WARMUP_STEPS, decay))
+
+    def finish(self, step: int, over: int) -> None:
+        """Ends the phase that ``step`` is in after ``over`` more steps, decaying from here."""
+        if self.refining(step):
+            self.steps = step + over
+        else:
+            refine_steps = self.steps - self.main_steps
+            self.decay_from, self.main_steps = min(self.decay_from, step), step + over
+            self.steps = self.main_steps + refine_steps
+
+
+def exact_match(
+    model: DemoModel,
+    tokenizer: sentencepiece.SentencePieceProcessor,
+    examples: list[Problem],
+    cutoff: list[int] | None,
+) -> float:
+    """Returns the share of examples whose greedy completion ends in the right number."""
+    right = 0
+    for start in range(0, len(examples), 100):
+        part = examples[start : start + 100]
+        prompts = [encode(tokenizer, example)[0] for example in part]
+        completions = model.generate(prompts, max_tokens=80, eos=EOS, cutoff=cutoff)
+        answers = [extract_answer(tokenizer.decode(ids)) for ids in completions]
+        right += sum(answer == example.answer for answer, example in zip(answers, part, strict=True))
+    return right / len(examples)
+
+
+@dataclass
+class Progress:
+    """What a run has done so far; the training record is made of it."""
+
+    step: int = 0
+    tokens: int = 0
+    problems: int = 0
+    began: float = field(default_factory=time.perf_counter)
+    curve: list[dict[str, float]] = field(default_factory=list)
+    full_losses: list[float] = field(default_factory=list)
+    depth_losses: list[float] = field(default_factory=list)
+
+    def count(self, batch: Batch) -> None:
+        self.step += 1
+        self.tokens += int((batch.weights > 0).sum()) + len(batch.tokens)
+        self.problems += len(batch.tokens)
+
+    def log(self, schedule: Schedule) -> None:
+        """Prints the progress line, adds a point to the curve and starts a new mean."""
+        point: dict[str, float] = {"step": self.step, "tokens": self.tokens}
+        for kind, losses in (("full", self.full_losses), ("depth", self.depth_losses)):
+            if losses:
+                point[kind] = round(sum(losses) / len(losses), 5)
+            losses.clear()
+        self.curve.append(point)
+        elapsed = time.perf_counter() - self.began
+        left = elapsed / self.step * (schedule.steps - self.step)
+        print(
+            f"step {self.step}/{schedule.steps} {elapsed / 60:.1f} min ({left / 60:.0f} left),"
+            f" {self.tokens / 1e6:.2f} M tokens, {self.tokens / elapsed:.0f} tok/s,"
+            f" loss full {point.get('full', math.nan):.4f} depth {point.get('depth', math.nan):.4f},"
+            f" rate x{schedule.factor(self.step - 1):.2f}",
+            flush=True,
+        )
+
+
+class DemoRun:
+    """One training run: model, optimizers, schedule and record, with checkpoints in the output directory."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        torch.manual_seed(args.seed)
+        torch.set_num_threads(args.threads)
+        args.out.mkdir(parents=True, exist_ok=True)
+        self.args, self.out = args, args.out
+        self.config = DemoConfig()
+        self.tokenizer_model = train_tokenizer(self.config.vocab_size)
+        self.tokenizer = sentencepiece.SentencePieceProcessor(model_proto=self.tokenizer_model)
+        self.model = DemoModel(self.config)
+        self.muon = Muon(self.model)
+        self.vectors = [self.model.embedding, self.model.lm_head, self.model.norms, self.model.final_norm]
+        self.adam = torch.optim.AdamW(self.vectors, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+        self.schedule = Schedule(args.steps, args.decay_steps, args.refine_steps)
+        self.progress = Progress()
+        self.target = cutoffs(self.config.layers, *TARGET_POLICY)
+
+    def train(self) -> None:
+        args, progress, schedule = self.args, self.progress, self.schedule
+        policies, last_saved = random.Random(f"policy-{args.seed}"), time.perf_counter()
+        validation = list(itertools.islice(problems("validation", 0), 100))
+        resumed = self.load_checkpoint() if args.resume else 0
+        for batch in batches(self.tokenizer, args.seed):
+            if progress.step >= schedule.steps:
+                break
+            share = REFINE_FULL_DEPTH_SHARE if schedule.refining(progress.step) else FULL_DEPTH_SHARE
+            cutoff = None if args.plain else draw_cutoff(policies, self.config, share)
+            progress.count(batch)
+            if progress.step <= resumed:  # data and policies are replayed: a resumed run stays the same run
+                continue
+            loss = self.update(batch, cutoff)
+            (progress.full_losses if cutoff is None else progress.depth_losses).append(loss)
+            if progress.step % args.log_every == 0 or progress.step == schedule.steps:
+                progress.log(schedule)
+            if progress.step % args.evaluate_every == 0 or progress.step == schedule.steps:
+                self.evaluate(validation)
+            if (self.out / "FINISH").exists():
+                self.finish_early()
+            if time.perf_counter() - last_saved > CHECKPOINT_SECONDS:
+                last_saved = time.perf_counter()
+                self.save()
+        self.save()
+        self.measure_and_export()
+
+    def update(self, batch: Batch, cutoff: list[int] | None) -> float:
+        """Takes one optimizer step; returns the mean loss over answer tokens."""
+        loss, answer_loss = batch_loss(self.model, batch, cutoff)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.vectors, 1.0)
+        factor = self.schedule.factor(self.progress.step - 1)
+        self.muon.step(MUON_RATE * factor)
+        self.adam.param_groups[0]["lr"] = ADAM_RATE * factor
+        self.adam.step()
+        self.model.zero_grad(set_to_none=True)
+        return float(answer_loss)
+
+    def evaluate(self, validation: list[Problem]) -> None:
+        full, depth = (exact_match(self.model, self.tokenizer, validation, c) for c in (None, self.target))
+        print(f"  validation exact match: full depth {full:.2f}, D3(0.9, 0.6) {depth:.2f}", flush=True)
+        self.progress.curve[-1] |= {"exact_match_full": full, "exact_match_d3": depth}
+
+    def finish_early(self) -> None:
+        text = (self.out / "FINISH").read_text().strip()
+        (self.out / "FINISH").unlink()
+        self.schedule.finish(self.progress.step, int(text or self.args.decay_steps))
+        print(f"FINISH: {self.schedule.steps - self.progress.step} steps left", flush=True)
+
+    def record(self) -> dict[str, object]:
+        """Returns training.json: the recipe, what was done, and on which versions."""
+        recipe: dict[str, object] = {
+            "model": self.config.as_dict(),
+            "seed": self.args.seed,
+            "steps": self.schedule.main_steps,
+            "decay_from_step": self.schedule.decay_from,
+            "refine_steps": self.schedule.steps - self.schedule.main_steps,
+            "refine_rate_factor": REFINE_RATE,
+            "warmup_steps": WARMUP_STEPS,
+            "tokens_per_batch": TOKENS_PER_BATCH,
+            "prompt_loss_weight": PROMPT_LOSS_WEIGHT,
+            "optimizer": "Muon (hidden matrices), AdamW (embedding, lm_head, norms)",
+            "muon_rate": MUON_RATE,
+            "adam_rate": ADAM_RATE,
+            "depth_trained_in": not self.args.plain,
+            "full_depth_share": 1.0 if self.args.plain else FULL_DEPTH_SHARE,
+            "refine_full_depth_share": 1.0 if self.args.plain else REFINE_FULL_DEPTH_SHARE,
+        }
+        if not self.args.plain:
+            recipe["start_weights"] = dict(zip(map(str, STARTS), START_WEIGHTS, strict=True))
+            recipe["alpha_weights"] = dict(zip(map(str, ALPHAS), ALPHA_WEIGHTS, strict=True))
+        progress = self.progress
+        return {
+            "task": "procedural word problems, 2-6 steps (d3engine.evaluation.word_problems)",
+            "recipe": recipe,
+            "steps_done": progress.step,
+            "tokens_seen": progress.tokens,
+            "problems_seen": progress.problems,
+            "seconds": round(time.perf_counter() - progress.began, 1),
+            "threads": self.args.threads,
+            "versions": {
+                "python": sys.version.split()[0],
+                "torch": torch.__version__,
+                "sentencepiece": sentencepiece.__version__,
+            },
+            "curve": progress.curve,
+        }
+
+    def save(self) -> None:
+        """Writes checkpoint.pt (all that resuming needs) and an export of the model as it is."""
+        state = {
+            "model": self.model.state_dict(),
+            "muon": self.muon.buffers,
+            "adam": self.adam.state_dict(),
+            "step": self.progress.step,
+            "curve": self.progress.curve,
+            "seconds": time.perf_counter() - self.progress.began,
+        }
+        torch.save(state, self.out / "checkpoint.part")
+        (self.out / "checkpoint.part").rename(self.out / "checkpoint.pt")
+        export(self.model, self.tokenizer_model, self.record(), self.out / "model")
+
+    def load_checkpoint(self) -> int:
+        """Returns the number of steps done by the run whose state it loads."""
+        state = torch.load(self.out / "checkpoint.pt")
+        self.model.load_state_dict(state["model"])
+        self.adam.load_state_dict(state["adam"])
+        self.muon.buffers = state["muon"]
+        self.progress.curve = state["curve"]
+        self.progress.began = time.perf_counter() - state["seconds"]
+        return int(state["step"])
+
+    def measure_and_export(self) -> None:
+        """Measures 500 test problems with the weights rounded to bfloat16, as they are exported."""
+        training = self.record()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.copy_(parameter.to(torch.bfloat16))
+        test = list(itertools.islice(problems("test", 0), 500))
+        training["exact_match_test_500"] = {
+            "full depth": exact_match(self.model, self.tokenizer, test, None),
+            "D3(alpha 0.9, start 0.6)": exact_match(self.model, self.tokenizer, test, self.target),
+        }
+        print(training["exact_match_test_500"], flush=True)
+        export(self.model, self.tokenizer_model, training, self.out / "model")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS)
+    parser.add_argument(
+        "--decay-steps", type=int, default=DEFAULT_DECAY_STEPS, help="the last steps, in which the rate falls to 0"
+    )
+    parser.add_argument("--refine-steps", type=int, default=DEFAULT_REFINE_STEPS, help="steps after the main run")
+    parser.add_argument("--plain", action="store_true", help="train the twin without depth trained in")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--resume", action="store_true", help="go on from the output directory's checkpoint")
+    parser.add_argument("--log-every", type=int, default=20)
+    parser.add_argument("--evaluate-every", type=int, default=500)
+    DemoRun(parser.parse_args()).train()
+
+
+if __name__ == "__main__":
+    main()
