@@ -1,0 +1,204 @@
+"""`d3engine chat MODEL`: a conversation on a terminal, or over a pipe, one line a turn.
+
+The one idea: each turn is the whole conversation through the model's chat template. What was computed for earlier
+turns at full depth comes from the prefix cache; an earlier answer is computed again, at full depth, as a prompt.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from d3engine.cli import new_app
+from d3engine.cli.depth_options import AUTO, OPTIONS, Depth, DepthName, depth_from_options, takes_depth
+from d3engine.cli.engine_options import (
+    Options,
+    check_sampling,
+    model_directory,
+    open_engine,
+    sampling_params,
+    takes_engine,
+    takes_sampling,
+)
+from d3engine.errors import InvalidValueError, require
+
+if TYPE_CHECKING:
+    from d3engine.depth import DepthPolicy
+    from d3engine.engine import Engine
+    from d3engine.request import SamplingParams
+
+app = new_app()
+
+DEFAULT_MAX_TOKENS = 512
+
+HELP = """\
+/reset            forget the conversation (a system message stays)
+/depth            show the depth policy
+/depth NAME ...   change it: /depth full, /depth d3 alpha=0.9 start=0.6, /depth auto
+/help             this text
+/exit             end (as does the end of input)"""
+
+
+@app.command()
+@takes_depth
+@takes_sampling
+@takes_engine
+def chat(
+    engine_options: Options,
+    sampling: Options,
+    depth: Depth,
+    model: Annotated[str, typer.Argument(help="Model directory; the model needs a chat template.")],
+    system: Annotated[str | None, typer.Option("--system", help="A system message.", show_default=False)] = None,
+    color_depth: Annotated[
+        bool, typer.Option("--color-depth", help="Colour each token by the layers it ran, on a terminal.")
+    ] = False,
+) -> None:
+    """Talk to a model. Type /help for the commands; Ctrl-C stops an answer, Ctrl-D ends.
+
+    From a pipe, each line is a turn and stdout gets the answers alone.
+    """
+    sampling = {"max_tokens": DEFAULT_MAX_TOKENS, **sampling}
+    check_sampling(sampling)
+    _require_template(model)
+    engine = open_engine(model, engine_options, depth)
+    params = sampling_params(engine, sampling)
+    Conversation(engine, params, system, color_depth).run()
+
+
+def _require_template(model: str) -> None:
+    """Refuse a model that cannot chat before its weights are loaded."""
+    directory = model_directory(model)
+    from d3engine.chat_template import load_chat_template
+
+    if load_chat_template(directory) is None:
+        allowed = "chat needs a model with a chat template; `d3engine generate` takes plain prompts for this one"
+        raise InvalidValueError("model", model, allowed)
+
+
+class Conversation:
+    """The messages so far, and the loop that adds to them."""
+
+    def __init__(self, engine: Engine, params: SamplingParams, system: str | None, color_depth: bool) -> None:
+        from d3engine.cli.terminal import Writer, new_console
+
+        self._engine = engine
+        self._params = params
+        self._color_depth = color_depth
+        self._console = new_console()
+        self._writer = Writer(self._console)
+        self._messages = [] if system is None else [{"role": "system", "content": system}]
+        self._kept_messages = len(self._messages)
+        self._is_interactive = sys.stdin.isatty()
+
+    def run(self) -> None:
+        """Read turns until /exit or the end of input."""
+        if self._is_interactive:
+            _use_line_editing()
+            self._say("Type /help for the commands.")
+        while (line := self._read()) is not None:
+            if not line.strip():
+                continue
+            try:
+                if line.startswith("/"):
+                    if not self._command(line):
+                        return
+                else:
+                    self._turn(line)
+            except InvalidValueError as error:  # of this turn: the conversation goes on as it was before
+                self._say(f"error: {' '.join(str(error).split())}")
+
+    def _read(self) -> str | None:
+        """The next line, without its end; None at the end of input."""
+        try:
+            if self._is_interactive:
+                return input("> ")
+            line = sys.stdin.readline()
+            return line.rstrip("\r\n") if line else None
+        except (EOFError, KeyboardInterrupt):
+            self._say("")
+            return None
+
+    def _say(self, text: str) -> None:
+        """To stderr, so that a pipe gets the answers alone."""
+        typer.echo(text, err=True)
+
+    def _command(self, line: str) -> bool:
+        """Run a line that begins with "/"; False for /exit."""
+        name, *words = line.split()
+        known = {"/reset": self._reset, "/depth": self._depth, "/help": self._help}
+        if name == "/exit" and not words:
+            return False
+        require(name in known, "command", name, "one of /reset, /depth, /help, /exit")
+        known[name](words)
+        return True
+
+    def _help(self, words: list[str]) -> None:
+        require(not words, "/help", " ".join(words), "nothing after it")
+        self._say(HELP)
+
+    def _reset(self, words: list[str]) -> None:
+        require(not words, "/reset", " ".join(words), "nothing after it")
+        del self._messages[self._kept_messages :]
+        self._say("The conversation is forgotten.")
+
+    def _depth(self, words: list[str]) -> None:
+        from d3engine.cli.terminal import policy_title
+
+        if words:
+            depth = policy_from_words(words)
+            policy = None if depth == AUTO else depth
+            if policy is not None:
+                policy.schedule(self._engine.config.num_layers)  # refused now, not at the next turn
+            self._params = replace(self._params, depth=policy)
+        self._say(f"Depth: {policy_title(self._policy)}")
+
+    @property
+    def _policy(self) -> DepthPolicy:
+        return self._params.depth or self._engine.depth
+
+    def _turn(self, text: str) -> None:
+        from d3engine.cli.answers import run_answers, show_tokens
+        from d3engine.cli.terminal import DepthColours
+
+        messages = [*self._messages, {"role": "user", "content": text}]
+        prompt = self._engine.chat_prompt(messages)
+        schedule = self._policy.schedule(self._engine.config.num_layers)
+        depths = [schedule.depth_at(first) for first, _ in schedule.runs(self._params.max_tokens)]
+        colours = DepthColours(depths, self._console, wanted=self._color_depth)
+        run = run_answers(
+            self._engine, [prompt], self._params, lambda answer: show_tokens(answer, self._writer, colours)
+        )
+        self._writer.end_line()
+        output = run.answers[0].output
+        if output is not None:
+            self._messages = [*messages, {"role": "assistant", "content": output.text}]
+        if self._is_interactive:
+            colours.legend(run.num_layers)
+            self._say(f"[{run.summary()}]")
+
+
+def policy_from_words(words: list[str]) -> Depth:
+    """What `/depth` means: a policy's name and its options as `option=value`; options may have the flags' names."""
+    name, *pairs = words
+    require(name in list(DepthName), "/depth", name, f"one of {', '.join(DepthName)}")
+    fields = {flag.removeprefix("--"): field for field, (flag, _, _) in OPTIONS.items()}
+    options = {}
+    for pair in pairs:
+        key, separator, value = pair.removeprefix("--").partition("=")
+        require(bool(separator) and key in fields, "/depth", pair, f"option=value, with {', '.join(fields)}")
+        kind = OPTIONS[fields[key]][1]
+        try:
+            options[fields[key]] = kind(value)
+        except ValueError:
+            raise InvalidValueError(key, value, f"a value of type {kind.__name__}") from None
+    return depth_from_options(DepthName(name), options)
+
+
+def _use_line_editing() -> None:
+    """Arrow keys and earlier lines at the prompt, where Python has readline."""
+    with suppress(ImportError):
+        import readline  # noqa: F401

@@ -1,0 +1,175 @@
+"""The options of the engine and of sampling that several commands share, in vLLM's spelling.
+
+The one idea: as with `takes_depth`, a command declares one parameter (`engine_options` or `sampling`) and gets the
+options that were really given, as a dict; what was not given is left to the engine and to generation_config.json.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+from d3engine.cli.depth_options import Depth
+from d3engine.errors import InvalidValueError, require_integer
+
+if TYPE_CHECKING:
+    from d3engine.engine import Engine
+    from d3engine.request import SamplingParams
+
+Options: TypeAlias = dict[str, Any]
+"""The options given, by the name of the argument they stand for."""
+
+OptionTable: TypeAlias = Mapping[str, tuple[str, Any, str]]
+
+DEFAULT_MAX_TOKENS = 256
+
+ENGINE: OptionTable = {
+    "device": ("--device", str, "auto, cpu, cuda or cuda:N (auto)."),
+    "dtype": ("--dtype", str, "auto, float32, bfloat16 or, on a GPU, float16 (auto)."),
+    "max_model_len": ("--max-model-len", int, "Tokens of prompt and answer at most (the model's)."),
+    "max_num_seqs": ("--max-num-seqs", int, "Sequences that run at once at most (64)."),
+    "max_num_batched_tokens": ("--max-num-batched-tokens", int, "Tokens computed in one step at most (2048)."),
+    "block_size": ("--block-size", int, "KV entries of a block (16)."),
+    "kv_cache_memory_bytes": ("--kv-cache-memory-bytes", int, "Size of the KV cache (1 GiB on a CPU)."),
+    "gpu_memory_utilization": ("--gpu-memory-utilization", float, "Share of a GPU's memory to use (0.9)."),
+    "enable_prefix_caching": (
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        bool,
+        "Let prompts share the KV cache of a common beginning (yes).",
+    ),
+    "admission": ("--admission-waves", int, "Admit waiting requests only every so many steps (each step)."),
+    "seed": ("--seed", int, "From which every sequence gets the seed of its sampling (0)."),
+}
+"""Argument of `Engine` -> flag, type, help."""
+
+SAMPLING: OptionTable = {
+    "max_tokens": ("--max-tokens", int, f"Tokens to generate at most ({DEFAULT_MAX_TOKENS})."),
+    "min_tokens": ("--min-tokens", int, "Tokens to generate before anything can end the answer (0)."),
+    "temperature": ("--temperature", float, "0 is greedy."),
+    "top_p": ("--top-p", float, "Keep the likeliest tokens up to this probability."),
+    "top_k": ("--top-k", int, "Keep so many likeliest tokens; 0 keeps all."),
+    "min_p": ("--min-p", float, "Drop tokens less likely than this times the likeliest."),
+    "presence_penalty": ("--presence-penalty", float, "Against tokens that were generated already."),
+    "frequency_penalty": ("--frequency-penalty", float, "The same, once for each time."),
+    "repetition_penalty": ("--repetition-penalty", float, "Against tokens of the prompt and the answer."),
+    "stop": ("--stop", list[str], "A text that ends the answer; may be repeated."),
+    "stop_token_ids": ("--stop-token-ids", list[int], "A token id that ends the answer; may be repeated."),
+    "bad_words": ("--bad-words", list[str], "A word never to write; may be repeated."),
+    "ignore_eos": ("--ignore-eos", bool, "Go on after the end-of-sequence token."),
+    "include_stop_str_in_output": ("--include-stop-str-in-output", bool, "Show the stop text too."),
+    "skip_special_tokens": ("--skip-special-tokens/--no-skip-special-tokens", bool, "Hide special tokens (yes)."),
+}
+"""Argument of `SamplingParams` -> flag, type, help. What is not given follows generation_config.json."""
+
+SAMPLES: OptionTable = {"n": ("--n", int, "Answers to each prompt (1)."), **SAMPLING}
+"""With several answers to one prompt."""
+
+
+def takes_engine(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace the parameter `engine_options` of a typer command by the options of the engine."""
+    return _takes(command, "engine_options", ENGINE, "Engine")
+
+
+def takes_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace the parameter `sampling` of a typer command by the options of sampling, for one answer a prompt."""
+    return _takes(command, "sampling", SAMPLING, "Sampling")
+
+
+def takes_samples(command: Callable[..., Any]) -> Callable[..., Any]:
+    """As `takes_sampling`, with `--n`."""
+    return _takes(command, "sampling", SAMPLES, "Sampling")
+
+
+def _takes(command: Callable[..., Any], name: str, table: OptionTable, panel: str) -> Callable[..., Any]:
+    @functools.wraps(command)
+    def with_options(**arguments: Any) -> Any:
+        given = {field: arguments.pop(f"{name}_{field}") for field in table}
+        # An option that may be repeated is an empty list when it was not given, in some versions of typer.
+        arguments[name] = {field: value for field, value in given.items() if value is not None and value != []}
+        return command(**arguments)
+
+    signature = inspect.signature(command, eval_str=True)
+    parameters = [parameter for parameter in signature.parameters.values() if parameter.name != name]
+    for field, (flag, kind, text) in table.items():
+        option = typer.Option(flag, help=text, show_default=False, rich_help_panel=panel)
+        annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
+        parameters.append(_keyword(f"{name}_{field}", annotation))  # depth has a max_tokens too
+    # Typer reads one or the other, by version.
+    with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_options
+
+
+def _keyword(name: str, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def model_directory(model: str) -> Path:
+    """The model's directory; a prompt in the model's place is explained."""
+    from d3engine.loading import DEMO
+    from d3engine.loading import model_directory as directory_of
+
+    if model != DEMO and not Path(model).is_dir():
+        allowed = f"the first argument is a directory with a Llama model, or {DEMO!r}; the prompt comes after it"
+        raise InvalidValueError("model", model, allowed)
+    return directory_of(model)
+
+
+def open_engine(model: str, options: Options, depth: Depth = "auto") -> Engine:
+    """The engine of a command; raises `InvalidValueError` for options that are not allowed."""
+    model_directory(model)
+    from d3engine.admission import Waves
+    from d3engine.engine import Engine
+
+    arguments = dict(options)
+    if "admission" in arguments:
+        arguments["admission"] = Waves(require_integer("--admission-waves", arguments["admission"], 1))
+    return Engine(model, depth=depth, **arguments)
+
+
+def sampling_params(engine: Engine, given: Options) -> SamplingParams:
+    """What the model's generation_config.json says, with the options given in its place."""
+    return replace(engine.default_sampling_params, **{"max_tokens": DEFAULT_MAX_TOKENS, **given})
+
+
+def check_sampling(given: Options) -> None:
+    """Refuse sampling options that no model can honour, before one is loaded."""
+    from d3engine.request import SamplingParams
+
+    SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **given})
+
+
+class Interrupt:
+    """Whether Ctrl-C was pressed."""
+
+    def __init__(self) -> None:
+        self.seen = False
+
+
+@contextmanager
+def interruptible() -> Iterator[Interrupt]:
+    """Ctrl-C only sets `seen`, so that a step of the engine is finished; pressed again it interrupts."""
+    interrupt = Interrupt()
+
+    def on_signal(number: int, frame: Any) -> None:
+        if interrupt.seen:
+            raise KeyboardInterrupt
+        interrupt.seen = True
+
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupt
+        return
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)

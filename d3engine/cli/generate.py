@@ -1,0 +1,355 @@
+"""`d3engine generate`: prompts to text, as it comes. Without a prompt the demo model shows what it can do.
+
+The one idea: text goes to stdout and everything about it to stderr, so that a pipe gets the text alone; with
+`--color-depth` each token says by its colour how many layers it ran.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from d3engine.cli import new_app
+from d3engine.cli.depth_options import AUTO, Depth, takes_depth
+from d3engine.cli.engine_options import (
+    Options,
+    check_sampling,
+    model_directory,
+    open_engine,
+    sampling_params,
+    takes_engine,
+    takes_samples,
+)
+from d3engine.depth import D3, DepthPolicy, FullDepth
+from d3engine.errors import InvalidValueError, require, require_integer
+
+if TYPE_CHECKING:
+    from d3engine.cli.answers import Answer, Run
+    from d3engine.engine import Engine
+    from d3engine.evaluation.word_problems import Problem
+    from d3engine.request import SamplingParams
+
+app = new_app()
+
+DEMO_DEPTH = D3(alpha=0.9, start=0.6)
+"""What the demo compares with full depth where neither --depth nor d3.json names a policy."""
+
+INTERRUPTED = 130
+
+
+@app.command()
+@takes_depth
+@takes_samples
+@takes_engine
+def generate(
+    engine_options: Options,
+    sampling: Options,
+    depth: Depth,
+    model: Annotated[str, typer.Argument(help='Model directory, or "demo" for the bundled model.')] = "demo",
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PROMPT", help='Prompts, quoted; "-" is stdin.', show_default=False),
+    ] = None,
+    prompt_file: Annotated[Path | None, typer.Option("--prompt-file", help="A file that holds one prompt.")] = None,
+    problem_seed: Annotated[
+        int | None,
+        typer.Option("--problem-seed", help="Without a prompt: which held-out word problem (0).", show_default=False),
+    ] = None,
+    color_depth: Annotated[
+        bool | None,
+        typer.Option(
+            "--color-depth/--no-color-depth",
+            help="Colour each token by the layers it ran (plain text where there are no colours).",
+            show_default=False,
+        ),
+    ] = None,
+    depth_suffix: Annotated[
+        bool, typer.Option("--depth-suffix", help="Write the layers it ran behind each token: word[9].")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON for each answer.")] = False,
+) -> None:
+    """Generate text from prompts, or show the demo model at work.
+
+    Without MODEL and PROMPT the bundled model answers a word problem that it has never seen, at full depth and with
+    depth decay, and both answers are checked.
+    """
+    texts = _read_prompts(prompts or [], prompt_file)
+    require(not (depth_suffix and color_depth), "--depth-suffix", True, "not together with --color-depth")
+    check_sampling(sampling)
+    model_directory(model)
+    if not texts:
+        is_problem = model == "demo" or problem_seed is not None
+        require(is_problem, "PROMPT", None, 'give a prompt, --prompt-file FILE, or "-" for stdin')
+        _show_problem(engine_options, sampling, depth, model, problem_seed or 0, color_depth, depth_suffix, as_json)
+        return
+    require(problem_seed is None, "--problem-seed", problem_seed, "only without a prompt")
+    engine = open_engine(model, engine_options, depth)
+    params = sampling_params(engine, sampling)
+    _show_prompts(engine, texts, params, bool(color_depth), depth_suffix, as_json)
+
+
+def _read_prompts(prompts: Sequence[str], prompt_file: Path | None) -> list[str]:
+    """The prompts of the command line; "-" is all of stdin, less its last line feed."""
+    require(prompts.count("-") <= 1, "PROMPT", "-", "stdin can be read only once")
+    texts = [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in prompts]
+    if prompt_file is not None:
+        try:
+            texts.append(prompt_file.read_text(encoding="utf-8").removesuffix("\n"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidValueError("--prompt-file", str(prompt_file), f"a file of UTF-8 text ({error})") from error
+    return texts
+
+
+# -- prompts of the user's own -------------------------------------------------------------------------------------
+
+
+def _show_prompts(
+    engine: Engine, texts: list[str], params: SamplingParams, color_depth: bool, depth_suffix: bool, as_json: bool
+) -> None:
+    from d3engine.cli.answers import run_answers, show_tokens
+    from d3engine.cli.terminal import DepthColours, Writer, new_console
+
+    console = new_console()
+    writer = Writer(console)
+    colours = DepthColours(_depths(engine, params), console, wanted=color_depth and not as_json)
+    colours.legend(engine.config.num_layers)
+    several = len(texts) * params.n > 1
+
+    def show(answer: Answer) -> None:
+        assert answer.output is not None
+        if as_json:
+            if answer.finished:
+                typer.echo(json.dumps(_as_dict(answer, engine.config.num_layers, texts[_number(answer)])))
+            return
+        if several and answer.is_new:
+            writer.write(_header(answer, texts, params.n))
+            writer.end_line()
+        show_tokens(answer, writer, colours, suffix=depth_suffix)
+        if answer.finished:
+            writer.end_line()
+
+    run = run_answers(engine, texts, params, show)
+    if run.interrupted and not as_json:
+        writer.end_line()
+    typer.echo(run.summary(), err=True)
+    if run.interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _depths(engine: Engine, params: SamplingParams) -> list[int]:
+    """All depths that an answer can have."""
+    schedule = (params.depth or engine.depth).schedule(engine.config.num_layers)
+    steps = min(params.max_tokens, engine.max_model_len)
+    return [schedule.depth_at(first) for first, _ in schedule.runs(steps)]
+
+
+def _number(answer: Answer) -> int:
+    return int(answer.request_id.removeprefix("prompt-"))
+
+
+def _header(answer: Answer, texts: list[str], n: int) -> str:
+    place = f"{_number(answer) + 1}/{len(texts)}" + (f", answer {answer.index + 1} of {n}" if n > 1 else "")
+    words = " ".join(texts[_number(answer)].split())
+    return f"[{place}] {words if len(words) <= 60 else words[:57] + '...'}"
+
+
+def _as_dict(answer: Answer, num_layers: int, prompt: str) -> dict[str, Any]:
+    output = answer.output
+    assert output is not None
+    return {
+        "prompt": prompt,
+        "index": output.index,
+        "text": output.text,
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+        "num_layers": num_layers,
+        "mean_layers": sum(output.depths) / max(len(output.depths), 1),
+        "tokens": [token._asdict() for token in answer.tokens()],
+    }
+
+
+# -- the demo: one word problem, answered at full depth and with depth decay ---------------------------------------
+
+
+def _show_problem(
+    engine_options: Options,
+    sampling: Options,
+    depth: Depth,
+    model: str,
+    seed: int,
+    color_depth: bool | None,
+    depth_suffix: bool,
+    as_json: bool,
+) -> None:
+    from d3engine.evaluation.word_problems import problems
+
+    require_integer("--problem-seed", seed, 0)
+    require(sampling.get("n", 1) == 1, "--n", sampling.get("n"), "1 without a prompt: the answer is checked")
+    problem = next(problems("test", seed))
+    engine = open_engine(model, engine_options)
+    params = sampling_params(engine, sampling)
+    demo = _Demo(engine, problem, params, color_depth is not False, depth_suffix, as_json)
+    demo.show(_policies(engine, depth), seed)
+
+
+def _policies(engine: Engine, depth: Depth) -> list[DepthPolicy]:
+    """Full depth first, then the policy asked for, the model's own, or the paper's."""
+    chosen = engine.depth if depth == AUTO else depth
+    if depth == AUTO and isinstance(chosen, FullDepth):
+        chosen = DEMO_DEPTH
+    return list(dict.fromkeys([FullDepth(), chosen]))
+
+
+class _Demo:
+    """Shows one problem and its answers."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        problem: Problem,
+        params: SamplingParams,
+        color_depth: bool,
+        depth_suffix: bool,
+        as_json: bool,
+    ) -> None:
+        from d3engine.cli.terminal import Writer, new_console
+        from d3engine.evaluation.word_problems import format_prompt
+
+        self.engine, self.problem, self.params = engine, problem, params
+        self.prompt = format_prompt(problem.question)
+        self.color_depth, self.depth_suffix, self.as_json = color_depth, depth_suffix, as_json
+        self.console = new_console()
+        self.writer = Writer(self.console, wrap=True, indent="  ")
+        self.text = Writer(self.console, wrap=True)
+
+    def show(self, policies: list[DepthPolicy], seed: int) -> None:
+        """The problem, an answer by each policy, and what the second one saved."""
+        layers = self.engine.config.num_layers
+        if not self.as_json:
+            self.text.write_words(
+                f"A word problem that the model ({layers} layers) has never seen, answered"
+                + (" at full depth, then with depth decay." if len(policies) > 1 else " at full depth.")
+            )
+            self.text.end_line()
+            self.writer.write_words(self.problem.question)
+        self._answer(policies[0], self._silently)  # a first run is slower than any other, so it is not shown
+        runs = [self._show_answer(policy) for policy in policies]
+        if self.as_json:
+            self._print_json(policies, runs, seed)
+            return
+        self.text.end_line()
+        if len(runs) > 1:
+            self.text.write_words(self._comparison(*runs))
+        self.text.write_words(f"Another problem:        d3engine generate --problem-seed {seed + 1}")
+        flags = _flags(policies[-1])
+        self.text.write_words(f"How often it is right:  d3engine eval demo{flags}")
+
+    def _show_answer(self, policy: DepthPolicy) -> Run:
+        from d3engine.cli.answers import show_tokens
+        from d3engine.cli.terminal import DepthColours
+
+        if self.as_json:
+            return self._answer(policy, self._silently)
+        params = replace(self.params, depth=policy)
+        wanted = self.color_depth and not self.depth_suffix
+        colours = DepthColours(_depths(self.engine, params), self.console, wanted=wanted)
+        self.text.end_line()
+        self.text.write_words(self._heading(policy))
+
+        def show(answer: Answer) -> None:
+            show_tokens(answer, self.writer, colours, suffix=self.depth_suffix)
+
+        run = self._answer(policy, show)
+        self.writer.end_line()
+        if run.interrupted:
+            typer.echo(run.summary(), err=True)
+            raise typer.Exit(INTERRUPTED)
+        self.writer.write_words(self._verdict(run))
+        self.writer.write_words(f"{run.summary()}.")
+        if colours.enabled:
+            self.console.out("  ", end="", highlight=False)
+            colours.legend(run.num_layers)
+        else:
+            self.writer.write_words(f"Layers run by each token: {_in_short(run.depths)}.")
+        return run
+
+    def _heading(self, policy: DepthPolicy) -> str:
+        from d3engine.cli.terminal import policy_title
+
+        depths = _depths(self.engine, replace(self.params, depth=policy))
+        if min(depths) == max(depths):
+            return f"{policy_title(policy)}: every token runs all {max(depths)} layers."
+        falls = f"{max(depths)} layers for the first token, fewer for later ones, down to {min(depths)}"
+        return f"{policy_title(policy)}: {falls}."
+
+    def _answer(self, policy: DepthPolicy, show: Callable[[Answer], None]) -> Run:
+        from d3engine.cli.answers import run_answers
+
+        self.engine.reset_prefix_cache()  # or the second answer would find the prompt computed
+        return run_answers(self.engine, [self.prompt], replace(self.params, depth=policy), show)
+
+    def _silently(self, answer: Answer) -> None:
+        pass
+
+    def _given(self, run: Run) -> int | None:
+        from d3engine.evaluation.word_problems import extract_answer
+
+        output = run.answers[0].output
+        return extract_answer(output.text) if output else None
+
+    def _verdict(self, run: Run) -> str:
+        given, right = self._given(run), self.problem.answer
+        if given == right:
+            return f"RIGHT, it is {right}."
+        return f"WRONG, it is {right}" + ("; no answer was given." if given is None else f", not {given}.")
+
+    def _comparison(self, full: Run, run: Run) -> str:
+        fewer = 1 - run.mean_layers / full.mean_layers
+        time = run.seconds / len(run.depths) / (full.seconds / len(full.depths))
+        return (
+            f"The second answer ran {fewer:.0%} fewer layers a token, held {self._kv_fraction(run):.0%} less KV cache "
+            f"at its end, and took {time:.2f} times as long a token."
+        )
+
+    def _kv_fraction(self, run: Run) -> float:
+        lengths = run.prompt_tokens["prompt-0"] + len(run.depths) - 1
+        entry = 2 * self.engine.config.kv_size * self.engine.dtype.itemsize
+        return run.kv_bytes_saved / (-(-lengths // self._block) * self._block * run.num_layers * entry)
+
+    @property
+    def _block(self) -> int:
+        return self.engine.scheduler.cache.block_size
+
+    def _print_json(self, policies: list[DepthPolicy], runs: list[Run], seed: int) -> None:
+        for policy, run in zip(policies, runs, strict=True):
+            answer = run.answers[0]
+            report = {
+                "problem_seed": seed,
+                "depth": policy.describe(),
+                "right": self._given(run) == self.problem.answer,
+                "answer": self.problem.answer,
+                "seconds": run.seconds,
+                "kv_bytes_saved": run.kv_bytes_saved,
+                **_as_dict(answer, run.num_layers, self.prompt),
+            }
+            typer.echo(json.dumps(report))
+
+
+def _flags(policy: DepthPolicy) -> str:
+    """The flags that measure a policy of the demo."""
+    if isinstance(policy, D3):
+        return f" --compare-full --depth d3 --alpha {policy.alpha} --start {policy.start}"
+    return ""
+
+
+def _in_short(depths: Sequence[int]) -> str:
+    """Runs of equal depths: "16, 14, 12, 9 x 27"."""
+    runs = [(depth, len(list(group))) for depth, group in groupby(depths)]
+    return ", ".join(f"{depth} x {count}" if count > 1 else f"{depth}" for depth, count in runs)

@@ -1,0 +1,167 @@
+"""What the commands write: model text made safe, depth as colour, tables.
+
+The one idea: colour says how many layers a token ran, dark for many and light for few, as a background with black
+or white letters on it, so that it reads on any terminal and with any colour vision. Without colour the text is left.
+"""
+
+from __future__ import annotations
+
+import sys
+import unicodedata
+from collections.abc import Iterable, Sequence
+
+import typer
+from rich.cells import cell_len
+from rich.color import Color
+from rich.console import Console
+from rich.style import Style
+from rich.table import Table
+
+from d3engine.depth import DepthPolicy, FullDepth
+
+RAMP = ("#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962")
+"""Viridis from deep to shallow, without its ends: perceptually even, and told apart with any colour vision."""
+
+DECEPTIVE = frozenset("\u061c\u200e\u200f\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+"""Characters that reorder or break a line of text without being seen."""
+
+
+def safe_text(text: str) -> str:
+    """`text` without what could steer a terminal or reorder its line; line feeds and tabs stay."""
+    return "".join(character for character in text if character in "\n\t" or _is_harmless(character))
+
+
+def _is_harmless(character: str) -> bool:
+    return unicodedata.category(character) not in ("Cc", "Cs") and character not in DECEPTIVE
+
+
+class DepthColours:
+    """The style of each depth from `least` to `most` layers, on a console that has colours; plain elsewhere."""
+
+    def __init__(self, depths: Iterable[int], console: Console, *, wanted: bool = True) -> None:
+        self._depths = sorted(set(depths), reverse=True)
+        self._console = console
+        self.enabled = wanted and has_colours(console)
+
+    def style(self, depth: int) -> Style | None:
+        """The colour of a token that ran `depth` layers; None without colours."""
+        if not self.enabled:
+            return None
+        most, least = self._depths[0], self._depths[-1]
+        return _style(0.0 if most == least else min(max((most - depth) / (most - least), 0.0), 1.0))
+
+    def legend(self, num_layers: int) -> None:
+        """One line: which colour is which depth."""
+        if not self.enabled:
+            return
+        room = max(2, min(8, (self._console.width - 24) // 5))
+        self._console.out("layers run:", end=" ", highlight=False)
+        for depth in _spread(self._depths, room):
+            self._console.out(f" {depth} ", style=self.style(depth), end="", highlight=False)
+        self._console.out(f" of {num_layers}", highlight=False)
+
+
+def has_colours(console: Console) -> bool:
+    """Whether colour reaches a reader: a terminal that has it, and no NO_COLOR."""
+    return console.is_terminal and console.color_system is not None and not console.no_color
+
+
+def _style(position: float) -> Style:
+    """The ramp at `position` in [0, 1], with letters that can be read on it."""
+    place = position * (len(RAMP) - 1)
+    low = min(int(place), len(RAMP) - 2)
+    first, second = (Color.parse(RAMP[i]).get_truecolor() for i in (low, low + 1))
+    red, green, blue = (round(a + (b - a) * (place - low)) for a, b in zip(first, second, strict=True))
+    letters = 0 if _luminance(red, green, blue) > 0.179 else 255  # black and white then contrast alike (WCAG 2)
+    return Style(bgcolor=Color.from_rgb(red, green, blue), color=Color.from_rgb(letters, letters, letters))
+
+
+def _luminance(*parts: int) -> float:
+    """Relative luminance of an sRGB colour, from 0 to 1 (WCAG 2)."""
+    linear = [part / 255 / 12.92 if part <= 10 else ((part / 255 + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _spread(values: Sequence[int], most: int) -> list[int]:
+    """At most so many of `values`, evenly spread, the first and the last among them."""
+    if len(values) <= most:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
+
+
+class Writer:
+    """Text to stdout as it comes: safe on a terminal, as it is in a pipe.
+
+    With `wrap` lines are indented, and on a terminal broken at spaces; otherwise the terminal breaks them.
+    """
+
+    def __init__(self, console: Console, *, wrap: bool = False, indent: str = "") -> None:
+        self._console = console
+        self._wrap = wrap
+        self._indent = indent
+        self._width = console.width if console.is_terminal else sys.maxsize
+        self._column = 0
+
+    def write(self, text: str, style: Style | None = None) -> None:
+        """One piece of text, a token of an answer say, shown at once."""
+        if not self._wrap and not self._console.is_terminal:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            return
+        for number, line in enumerate(safe_text(text).split("\n")):
+            if number:
+                self.end_line()
+            self._write_in_line(line, style)
+
+    def write_words(self, text: str) -> None:
+        """A whole text, broken between words."""
+        for number, word in enumerate(text.split(" ")):
+            self.write(f" {word}" if number else word)
+        self.end_line()
+
+    def end_line(self) -> None:
+        """Go to the next line."""
+        self._console.out("", highlight=False)
+        self._column = 0
+
+    def _write_in_line(self, text: str, style: Style | None) -> None:
+        if not text:
+            return
+        if self._wrap:
+            if self._column and text[0] == " " and self._column + cell_len(text) > self._width:
+                self.end_line()
+                text = text[1:]
+            if not self._column:
+                self._console.out(self._indent, end="", highlight=False)
+                self._column = len(self._indent)
+        self._column += cell_len(text)
+        self._console.out(text, style=style, end="", highlight=False)
+
+
+def new_console() -> Console:
+    """Stdout, as it is now."""
+    return Console(file=sys.stdout, highlight=False, soft_wrap=True)
+
+
+def policy_title(policy: DepthPolicy) -> str:
+    """A policy in words: "D3, alpha 0.9, start 0.6"; options at their defaults are left out."""
+    if isinstance(policy, FullDepth):
+        return "Full depth"
+    usual = {"policy": policy.name, "tail": 0, "on_skip": "none", "max_layers": None, "warmup": 1}
+    options = policy.describe().items()
+    words = [f"{name.replace('_', ' ')} {value}" for name, value in options if usual.get(name, ...) != value]
+    return ", ".join([type(policy).__name__, *words])
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on a terminal; elsewhere columns that other programs can cut."""
+    if sys.stdout.isatty():
+        table = Table(*header, title=title, title_justify="left")
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    typer.echo(title)
+    for row in (header, *rows):
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

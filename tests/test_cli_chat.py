@@ -1,0 +1,114 @@
+"""`d3engine chat` over a pipe: turns, commands, and the refusal of a model that cannot chat."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from d3engine.cli import app
+from d3engine.cli.chat import policy_from_words
+from d3engine.depth import D3, FullDepth, SkipDecode
+from d3engine.errors import InvalidValueError
+from d3engine.loading import model_directory
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}{{ message.content }}\n"
+    "{% elif message.role == 'user' %}Question: {{ message.content }}\nAnswer:"
+    "{% else %} {{ message.content }}\n{% endif %}{% endfor %}"
+)
+QUESTION = "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(model_directory("demo"), directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+def chat(model: Path | str, *lines: str, options: tuple[str, ...] = ()) -> Any:
+    try:
+        runner = CliRunner(mix_stderr=False)  # type: ignore[call-arg]  # before click 8.2
+    except TypeError:
+        runner = CliRunner()
+    small = ["--max-num-seqs", "2", "--kv-cache-memory-bytes", str(2**24), "--device", "cpu", "--max-tokens", "9"]
+    return runner.invoke(app, ["chat", str(model), *small, *options], input="\n".join(lines))
+
+
+def test_each_line_is_a_turn_and_stdout_gets_the_answers_alone(model: Path) -> None:
+    result = chat(model, QUESTION, "", QUESTION)
+    assert result.exit_code == 0, result.output
+    answers = result.stdout.splitlines()
+    assert len(answers) == 2
+    assert ">" not in result.stdout
+
+
+def test_a_turn_sees_the_conversation_until_reset(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from d3engine.engine import Engine
+
+    seen = []
+    chat_prompt = Engine.chat_prompt
+
+    def watched(engine: Engine, messages: Any) -> Any:
+        seen.append([(message["role"], message["content"]) for message in messages])
+        return chat_prompt(engine, messages)
+
+    monkeypatch.setattr(Engine, "chat_prompt", watched)
+    result = chat(model, "one", "two", "/reset", "three", options=("--system", "Be right."))
+    assert result.exit_code == 0, result.output
+    assert [[role for role, _ in messages] for messages in seen] == [
+        ["system", "user"],
+        ["system", "user", "assistant", "user"],
+        ["system", "user"],
+    ]
+    assert seen[1][1] == ("user", "one")
+    assert seen[1][2][1] == result.stdout.splitlines()[0]
+    assert seen[2][1] == ("user", "three")
+
+
+def test_exit_ends_and_nothing_after_it_is_read(model: Path) -> None:
+    result = chat(model, "/help", "/exit", QUESTION)
+    assert result.exit_code == 0
+    assert result.stdout == ""
+    assert "/reset" in result.stderr
+
+
+def test_depth_is_shown_and_changed(model: Path) -> None:
+    lines = ["/depth", "/depth d3 alpha=0.9 start=0.6", QUESTION, "/depth auto"]
+    result = chat(model, *lines, options=("--depth", "full"))
+    told = [line for line in result.stderr.splitlines() if line.startswith("Depth:")]
+    assert told == ["Depth: Full depth", "Depth: D3, alpha 0.9, start 0.6", "Depth: Full depth"]
+
+
+def test_what_is_not_allowed_is_told_and_the_conversation_goes_on(model: Path) -> None:
+    result = chat(
+        model, "/dance", "/depth d3 alpha=x", "/depth d3 alpha=0.9 start=0.6 tail=99", "word " * 3000, QUESTION
+    )
+    assert result.exit_code == 0
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 4
+    assert len(result.stdout.splitlines()) == 1
+
+
+def test_a_model_without_a_chat_template_is_refused_before_it_is_loaded() -> None:
+    result = chat("demo", QUESTION)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "chat template" in result.stderr
+    assert "d3engine generate" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_depth_is_written_as_words() -> None:
+    assert policy_from_words(["full"]) == FullDepth()
+    assert policy_from_words(["auto"]) == "auto"
+    assert policy_from_words(["d3", "--alpha=0.9", "start=3/5"]) == D3(alpha=0.9, start=0.6)
+    assert policy_from_words(["skipdecode", "decay-steps=9", "min-layers=2"]) == SkipDecode(9, 2)
+    for words in (["deep"], ["d3"], ["d3", "alpha"], ["full", "alpha=1"], ["d3", "alpha=0.9", "speedup=2"]):
+        with pytest.raises(InvalidValueError):
+            policy_from_words(words)

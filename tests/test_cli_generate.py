@@ -1,0 +1,321 @@
+"""`d3engine generate` on the bundled model: what goes to stdout and stderr, colours, the demo, refusals."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from d3engine.cli import app
+from d3engine.cli.answers import Answer, readable_bytes, run_answers
+from d3engine.cli.engine_options import interruptible
+from d3engine.cli.terminal import DepthColours, Writer, policy_title, safe_text
+from d3engine.depth import D3, FullDepth
+from d3engine.engine import Engine
+from d3engine.errors import D3EngineError
+from d3engine.evaluation.word_problems import extract_answer, problems
+from d3engine.request import CompletionOutput, SamplingParams
+
+PROMPT = "Question: Tom has 5 pens. Tom finds 3. How many pens does Tom have now?\nAnswer:"
+D3_FLAGS = ["--depth", "d3", "--alpha", "0.9", "--start", "0.6"]
+SMALL = ["--max-num-seqs", "4", "--kv-cache-memory-bytes", str(2**24), "--device", "cpu"]
+COLOURS = {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color", "COLUMNS": "80", "NO_COLOR": None}
+
+
+def run(*arguments: str, stdin: str | None = None, env: dict[str, Any] | None = None) -> Any:
+    try:
+        runner = CliRunner(mix_stderr=False)  # type: ignore[call-arg]  # before click 8.2
+    except TypeError:
+        runner = CliRunner()
+    plain = {"FORCE_COLOR": None, "COLORTERM": None}
+    return runner.invoke(app, ["generate", *arguments], input=stdin, env=plain if env is None else env)
+
+
+def generate(*arguments: str, **settings: Any) -> Any:
+    result = run(*arguments, *SMALL, **settings)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def without_colour(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    with Engine("demo", device="cpu", max_num_seqs=4, kv_cache_memory_bytes=2**24) as engine:
+        yield engine
+
+
+def answer_of(engine: Engine, prompt: str, **params: Any) -> CompletionOutput:
+    return engine.generate(prompt, SamplingParams(**params), use_tqdm=False)[0].outputs[0]
+
+
+def test_stdout_gets_the_text_alone_and_stderr_the_summary(engine: Engine) -> None:
+    expected = answer_of(engine, PROMPT, temperature=0, max_tokens=12, depth=D3(alpha=0.9, start=0.6))
+    result = generate("demo", PROMPT, "--max-tokens", "12", *D3_FLAGS)
+    assert result.stdout == expected.text + "\n"
+    mean = sum(expected.depths) / 12
+    assert re.search(rf"^12 tokens, {mean:.2f} of 16 layers a token, [\d.]+ tokens/s", result.stderr, re.M)
+    assert "KV cache saved: 0 bytes" not in result.stderr
+
+
+def test_stdin_and_a_file_are_prompts_too(tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text(PROMPT + "\n")
+    texts = {
+        generate("demo", PROMPT, "--max-tokens", "5").stdout,
+        generate("demo", "-", "--max-tokens", "5", stdin=PROMPT + "\n").stdout,
+        generate("demo", "--prompt-file", str(path), "--max-tokens", "5").stdout,
+    }
+    assert len(texts) == 1
+
+
+def test_several_prompts_and_answers_come_in_order_under_headers() -> None:
+    sampling = ["--n", "2", "--temperature", "1", "--seed", "5", "--max-tokens", "3"]
+    lines = generate("demo", PROMPT, "Question:", *sampling).stdout.splitlines()
+    headers = [line for line in lines if line.startswith("[")]
+    assert [header.split("]")[0] for header in headers] == [
+        "[1/2, answer 1 of 2",
+        "[1/2, answer 2 of 2",
+        "[2/2, answer 1 of 2",
+        "[2/2, answer 2 of 2",
+    ]
+
+
+def test_a_seed_repeats_what_was_drawn() -> None:
+    drawn = [
+        generate("demo", "Question:", "--temperature", "2", "--max-tokens", "8", "--seed", seed).stdout
+        for seed in ("1", "1", "2")
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_sampling_flags_reach_the_engine(engine: Engine) -> None:
+    whole = answer_of(engine, PROMPT, temperature=0, max_tokens=40).text
+    assert " = " in whole
+    stopped = generate("demo", PROMPT, "--max-tokens", "40", "--stop", " = ", "--stop", "never").stdout
+    assert stopped == whole.split(" = ")[0] + "\n"
+    shown = generate("demo", PROMPT, "--max-tokens", "40", "--stop", " = ", "--include-stop-str-in-output").stdout
+    assert shown == whole.split(" = ")[0] + " = \n"
+    report = json.loads(generate("demo", PROMPT, "--max-tokens", "60", "--ignore-eos", "--json").stdout)
+    assert (len(report["tokens"]), report["finish_reason"]) == (60, "length")
+
+
+def test_json_holds_every_token_with_its_depth(engine: Engine) -> None:
+    expected = answer_of(engine, PROMPT, temperature=0, max_tokens=9, depth=D3(alpha=0.9, start=0.6))
+    report = json.loads(generate("demo", PROMPT, "--max-tokens", "9", "--json", *D3_FLAGS).stdout)
+    assert [token["token_id"] for token in report["tokens"]] == expected.token_ids
+    assert [token["depth"] for token in report["tokens"]] == expected.depths == [16, 14, 12, 11, 10, 9, 9, 9, 9]
+    assert "".join(token["text"] for token in report["tokens"]) == report["text"] == expected.text
+    assert report["mean_layers"] == pytest.approx(sum(expected.depths) / 9)
+    assert (report["prompt"], report["num_layers"]) == (PROMPT, 16)
+
+
+def test_a_depth_suffix_stands_behind_every_token() -> None:
+    text = generate("demo", PROMPT, "--max-tokens", "6", "--depth-suffix", *D3_FLAGS).stdout
+    plain = generate("demo", PROMPT, "--max-tokens", "6", *D3_FLAGS).stdout
+    assert re.findall(r"\[(\d+)\]", text) == ["16", "14", "12", "11", "10", "9"]
+    assert re.sub(r"\[\d+\]", "", text) == plain
+
+
+def test_colour_changes_no_letter_and_has_a_legend() -> None:
+    plain = generate("demo", PROMPT, "--max-tokens", "8", "--color-depth", *D3_FLAGS).stdout
+    assert "\x1b" not in plain
+    assert "layers run" not in plain
+    coloured = generate("demo", PROMPT, "--max-tokens", "8", "--color-depth", *D3_FLAGS, env=COLOURS).stdout
+    legend, text = coloured.split("\n", 1)
+    assert without_colour(legend).split() == ["layers", "run:", "16", "14", "12", "11", "10", "9", "of", "16"]
+    assert without_colour(text) == plain
+    assert len(set(re.findall(r"48;2;[\d;]+", text))) == 6  # one colour for each depth
+
+
+def test_no_color_is_obeyed() -> None:
+    env = {**COLOURS, "NO_COLOR": "1"}
+    text = generate("demo", PROMPT, "--max-tokens", "8", "--color-depth", *D3_FLAGS, env=env).stdout
+    assert text == generate("demo", PROMPT, "--max-tokens", "8", *D3_FLAGS).stdout
+
+
+@pytest.mark.parametrize("width", [30, 80, 200])
+def test_the_legend_fits_its_line(width: int) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=width, no_color=False)
+    DepthColours(range(40, 81), console).legend(80)
+    shown = without_colour(console.file.getvalue())  # type: ignore[attr-defined]
+    assert len(shown.rstrip("\n")) <= width
+    assert " 80 " in shown
+    assert " 40 " in shown
+
+
+def test_letters_can_be_read_on_every_colour() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", no_color=False)
+    colours = DepthColours(range(1, 33), console)
+    for depth in range(1, 33):
+        style = colours.style(depth)
+        assert style is not None
+        assert style.color is not None
+        assert style.bgcolor is not None
+        light, dark = sorted((_luminance(style.color), _luminance(style.bgcolor)), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5  # the contrast that WCAG 2 asks for
+
+
+def _luminance(colour: Any) -> float:
+    parts = [part / 255 for part in colour.get_truecolor()]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_text_that_could_steer_a_terminal_is_made_safe() -> None:
+    assert safe_text("a\x1b[2Jb\x07\r\n\tc\x9bd\x7f\u202ee\u2066") == "a[2Jb\n\tcde"
+    assert safe_text("äöü 日本 👩‍👩‍👧 é") == "äöü 日本 👩‍👩‍👧 é"
+
+
+def test_a_terminal_gets_safe_text_and_a_pipe_gets_it_all(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal = io.StringIO()
+    Writer(Console(file=terminal, force_terminal=True, no_color=True)).write("a\x1b[31mb\nc")
+    assert terminal.getvalue() == "a[31mb\nc"
+    Writer(Console(file=io.StringIO(), force_terminal=False)).write("a\x1b[31mb")
+    assert capsys.readouterr().out == "a\x1b[31mb"
+
+
+def test_wrapped_text_keeps_to_the_width_and_loses_no_word() -> None:
+    terminal = io.StringIO()
+    writer = Writer(Console(file=terminal, force_terminal=True, width=20, no_color=True), wrap=True, indent="  ")
+    writer.write_words("one two three four five six seven eight nine ten")
+    lines = terminal.getvalue().splitlines()
+    assert all(len(line) <= 20 and line.startswith("  ") for line in lines)
+    assert " ".join(terminal.getvalue().split()) == "one two three four five six seven eight nine ten"
+
+
+def test_the_demo_answers_a_held_out_problem_twice_and_checks_it() -> None:
+    result = generate("--problem-seed", "1", env={"NO_COLOR": "1"})
+    problem = next(problems("test", 1))
+    assert problem.question in " ".join(result.stdout.split())
+    verdicts = re.findall(rf"(RIGHT|WRONG), it is {problem.answer}", result.stdout)
+    assert len(verdicts) == 2
+    assert "Full depth: every token runs all 16 layers." in result.stdout
+    assert "16.00 of 16 layers a token" in result.stdout
+    assert "fewer layers a token" in result.stdout
+
+
+def test_the_demo_in_json_says_whether_the_answers_are_right() -> None:
+    reports = [json.loads(line) for line in generate("demo", "--json", *D3_FLAGS).stdout.splitlines()]
+    answer = next(problems("test", 0)).answer
+    assert [report["depth"]["policy"] for report in reports] == ["full", "d3"]
+    for report in reports:
+        assert report["answer"] == answer
+        assert report["right"] == (extract_answer(report["text"]) == answer)
+    assert reports[0]["kv_bytes_saved"] == 0 < reports[1]["kv_bytes_saved"]
+
+
+def test_the_demo_at_full_depth_alone_answers_once() -> None:
+    text = generate("demo", "--depth", "full", "--max-tokens", "4").stdout
+    assert text.count("layers a token") == 1
+    assert "no answer was given" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["Hello world"], "the prompt comes after it"),
+        (["demo", "x", "--problem-seed", "1"], "--problem-seed"),
+        (["demo", "--n", "2"], "--n"),
+        (["demo", "x", "--temperature", "-1"], "temperature"),
+        (["demo", "x", "--max-tokens", "0"], "max_tokens"),
+        (["demo", "x", "--dtype", "int3"], "dtype"),
+        (["demo", "x", "--max-model-len", "99999"], "max_model_len"),
+        (["demo", "x", "--admission-waves", "0"], "--admission-waves"),
+        (["demo", "x", "--alpha", "0.9"], "--alpha"),
+        (["demo", "x", "--depth-suffix", "--color-depth"], "--depth-suffix"),
+        (["demo", "--prompt-file", "/does/not/exist"], "--prompt-file"),
+        (["demo", "-", "-"], "stdin"),
+        (["demo", "word " * 2000], "prompt"),
+    ],
+)
+def test_what_is_not_allowed_is_refused_in_one_line(arguments: list[str], message: str) -> None:
+    result = run(*arguments, stdin="")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert message in last
+
+
+def test_tokens_joined_are_the_text_however_it_is_cut(engine: Engine) -> None:
+    for stop in (None, " = ", "makes 5", "."):
+        params = SamplingParams(temperature=0, max_tokens=20, stop=stop)
+        shown: list[str] = []
+        run_ = run_answers(engine, [PROMPT], params, lambda answer, to=shown: to.extend(t.text for t in answer.take()))
+        output = run_.answers[0].output
+        assert output is not None
+        assert "".join(shown) == output.text == "".join(token.text for token in run_.answers[0].tokens())
+        assert [token.depth for token in run_.answers[0].tokens()] == output.depths
+
+
+def test_ctrl_c_ends_an_answer_after_its_step_and_the_engine_lives_on(engine: Engine) -> None:
+    def interrupt(answer: Answer) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    cut = run_answers(engine, [PROMPT], SamplingParams(temperature=0, max_tokens=20), interrupt)
+    assert cut.interrupted
+    assert len(cut.depths) == 1
+    assert cut.summary().startswith("interrupted, 1 tokens")
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not engine.has_unfinished_requests()
+    assert len(answer_of(engine, PROMPT, temperature=0, max_tokens=3).token_ids) == 3
+
+
+def test_ctrl_c_ends_the_command_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    from d3engine.cli import answers
+
+    take = answers.Answer.take
+
+    def take_and_interrupt(answer: Answer) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return take(answer)
+
+    monkeypatch.setattr(answers.Answer, "take", take_and_interrupt)
+    result = run("demo", PROMPT, *SMALL)
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1].startswith("interrupted, 1 tokens")
+    assert result.stdout.endswith("\n")
+
+
+def test_a_second_ctrl_c_does_not_wait() -> None:
+    with interruptible() as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.seen
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_fault_of_an_answer_is_told(engine: Engine) -> None:
+    from d3engine.cli.answers import _raise_fault
+
+    answer = Answer("prompt-0", 0, engine.tokenizer, True)
+    answer.update(CompletionOutput(0, "", [], None, None, "abort", "ValueError: bad", []))
+    with pytest.raises(D3EngineError, match="bad"):
+        _raise_fault(answer)
+
+
+def test_policies_have_short_titles() -> None:
+    assert policy_title(FullDepth()) == "Full depth"
+    assert policy_title(D3(alpha=0.9, start=0.6)) == "D3, alpha 0.9, start 0.6"
+    assert policy_title(D3(alpha=0.9, start=0.6, tail=2)) == "D3, alpha 0.9, start 0.6, tail 2"
+
+
+def test_bytes_are_readable() -> None:
+    assert [readable_bytes(n) for n in (0, 1023, 2048, 3 * 2**20, 5 * 2**30)] == [
+        "0 bytes",
+        "1023 bytes",
+        "2.0 KiB",
+        "3.0 MiB",
+        "5.0 GiB",
+    ]

@@ -1,0 +1,306 @@
+"""`d3engine schedule` says what the schedule is, in three forms, and words every refusal in one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from d3engine import __version__
+from d3engine.cli import app
+from d3engine.cli.depth_options import AUTO, OPTIONS, DepthName, depth_from_options
+from d3engine.depth import D3, FullDepth, SkipDecode, UnifiedSkip
+from d3engine.errors import InvalidValueError
+
+BBH = ["schedule", "--layers", "32", "--depth", "d3", "--alpha", "0.9", "--start", "0.6", "--steps", "200"]
+
+
+def run(*arguments: str) -> Any:
+    try:
+        runner = CliRunner(mix_stderr=False)  # type: ignore[call-arg]  # before click 8.2
+    except TypeError:
+        runner = CliRunner()
+    return runner.invoke(app, list(arguments))
+
+
+def run_json(*arguments: str) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def write_model(directory: Path, **changes: Any) -> Path:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": "float32",
+        **changes,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_plain_output_holds_the_runs_the_cutoffs_and_the_worth() -> None:
+    result = run(*BBH)
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    cells = [line.split() for line in lines]
+    assert ["0", "32", "none"] in cells
+    assert ["4", "20", "19-30"] in cells
+    assert ["5-199", "19", "19-31"] in cells
+    assert ["0-18", "never"] in cells
+    assert ["19-22", "1"] in cells
+    assert ["31", "5"] in cells
+    assert any(line.startswith("mean layers over 200 steps") and "19.165 of 32" in line for line in lines)
+    assert any(line.startswith("FLOPs ratio") and "1.648x" in line for line in lines)
+    assert result.stdout.isascii()  # no boxes or colours where nobody looks
+
+
+def test_layers_skipped_in_pieces_are_shown_in_pieces() -> None:
+    result = run("schedule", "--layers", "9", "--depth", "unified", "--speedup", "2", "--steps", "3")
+    assert "1-2    4           1-2, 4, 6-7" in result.stdout.splitlines()
+
+
+def test_json_holds_everything_for_machines() -> None:
+    report = run_json(*BBH, "--prompt-tokens", "100")
+    assert report["policy"] == {"policy": "d3", "alpha": 0.9, "start": 0.6, "tail": 0, "on_skip": "none"}
+    assert [step["depth"] for step in report["runs"]] == [32, 28, 25, 23, 20, 19]
+    assert report["runs"][-1] == {
+        "first_step": 5,
+        "last_step": 199,
+        "depth": 19,
+        "skipped_layers": list(range(19, 32)),
+    }
+    assert report["cutoffs"] == [None] * 19 + [1] * 4 + [2] * 3 + [3] * 2 + [4] * 3 + [5]
+    assert report["mean_layers"] == pytest.approx(19.165)
+    assert report["flops_ratio"] == pytest.approx(1.648, abs=5e-4)
+    kv = report["kv_saved"]
+    assert kv["fraction"] == pytest.approx(13 / 32)
+    assert kv["bytes_per_entry"] == 2 * 4096 * 2
+    assert kv["bytes_saved"] == 13 * 299 * kv["bytes_per_entry"]
+
+
+def test_sizes_replace_those_of_llama_2() -> None:
+    llama_3_8b = [
+        "--intermediate-size",
+        "14336",
+        "--vocab-size",
+        "128256",
+        "--heads",
+        "32",
+        "--kv-heads",
+        "8",
+    ]
+    report = run_json(*BBH, *llama_3_8b, "--dtype", "float32")
+    assert report["shape"] == {
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+    }
+    assert report["kv_saved"]["bytes_per_entry"] == 2 * 8 * 128 * 4
+    layer, head = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336), 128256 * 4096
+    assert report["flops_ratio"] == pytest.approx((32 * layer + head) / (19.165 * layer + head))
+
+
+def test_a_shape_that_no_llama_2_has_is_built_from_the_sizes() -> None:
+    sizes = ["--hidden-size", "64", "--intermediate-size", "160", "--vocab-size", "256", "--heads", "4"]
+    report = run_json("schedule", "--layers", "10", "--depth", "full", *sizes)
+    assert (report["shape"]["num_kv_heads"], report["shape"]["head_dim"]) == (4, 16)
+    assert report["flops_ratio"] == 1
+
+
+def test_without_a_shape_the_schedule_is_shown_and_the_ratio_is_unknown() -> None:
+    arguments = ["schedule", "--layers", "10", "--depth", "d3", "--alpha", "0.9", "--start", "0.7"]
+    report = run_json(*arguments)
+    assert report["shape"] is None
+    assert report["flops_ratio"] is None
+    assert report["kv_saved"]["bytes_saved"] is None
+    assert report["kv_saved"]["fraction"] == pytest.approx(0.3)
+    assert report["cutoffs"][:7] == [None] * 7
+    assert None not in report["cutoffs"][7:]
+    assert "unknown: give the model's sizes" in run(*arguments).stdout
+
+
+def test_a_model_directory_gives_layers_sizes_and_dtype(tmp_path: Path) -> None:
+    model = write_model(tmp_path)
+    report = run_json("schedule", "--model", str(model), "--depth", "unified", "--speedup", "2")
+    assert report["num_layers"] == 10
+    assert report["shape"]["num_kv_heads"] == 2
+    assert report["dtype"] == "float32"
+    assert report["kv_saved"]["bytes_per_entry"] == 2 * 2 * 16 * 4
+    assert run_json("schedule", "--model", str(model), "--depth", "full", "--dtype", "float16")["dtype"] == "float16"
+
+
+def test_auto_reads_d3_json_beside_the_weights(tmp_path: Path) -> None:
+    model = write_model(tmp_path)
+    assert run_json("schedule", "--model", str(model))["policy"] == {"policy": "full"}
+    (model / "d3.json").write_text(json.dumps({"depth": D3(alpha=0.99, start=0.5).describe()}))
+    assert run_json("schedule", "--model", str(model))["policy"] == D3(alpha=0.99, start=0.5).describe()
+    table = {"policy": "table", "active": [list(range(10)), [0, 2], list(range(10)), [0]]}
+    (model / "d3.json").write_text(json.dumps({"depth": table}))
+    report = run_json("schedule", "--model", str(model), "--steps", "6")
+    assert [step["depth"] for step in report["runs"]] == [10, 2, 10, 1]
+    assert report["is_nested"] is False
+    assert "Cutoff" not in run("schedule", "--model", str(model)).stdout
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"policy": "d3"}', '{"policy": "d9"}'])
+def test_a_d3_json_that_describes_no_policy_is_refused_by_its_name(tmp_path: Path, content: str) -> None:
+    model = write_model(tmp_path)
+    (model / "d3.json").write_text(content)
+    result = run("schedule", "--model", str(model))
+    assert result.exit_code == 2
+    assert "d3.json describes no depth policy" in result.stderr
+
+
+LAYERS = ["schedule", "--layers", "32"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*LAYERS, "--depth", "full", "--alpha", "0.9"], "--alpha=0.9 .*--depth full takes no options"),
+        (
+            [*LAYERS, "--depth", "unified", "--speedup", "2", "--tail", "1"],
+            "--tail=1 .* takes --speedup, --on-skip",
+        ),
+        ([*LAYERS, "--alpha", "0.9"], "--alpha=0.9 .*--depth auto takes no options"),
+        ([*LAYERS, "--depth", "d3"], "--depth='d3' .* needs --alpha and --start"),
+        ([*LAYERS, "--depth", "d3", "--alpha", "0.9"], "--depth='d3' .* needs --start"),
+        ([*LAYERS, "--depth", "skipdecode", "--min-layers", "4"], "needs --decay-steps"),
+        ([*LAYERS, "--depth", "unified"], "needs --speedup"),
+        (LAYERS, "--depth='auto' .*--model"),
+        (["schedule", "--depth", "full"], "--layers=None"),
+        (["schedule", "--layers", "0", "--depth", "full"], "--layers=0"),
+        ([*BBH, "--start", "1.5"], "start='1.5'"),
+        ([*BBH, "--alpha", "nan"], "alpha=nan"),
+        ([*BBH, "--tail", "14"], "tail=14"),
+        ([*BBH, "--steps", "0"], "--steps=0"),
+        ([*BBH, "--steps", "999999999999"], "--steps=999999999999"),
+        ([*BBH, "--prompt-tokens", "0"], "--prompt-tokens=0"),
+        ([*BBH, "--kv-heads", "0"], "--kv-heads=0"),
+        ([*BBH, "--heads", "33"], "--hidden-size=4096 .*--heads 33"),
+        (
+            ["schedule", "--layers", "7", "--depth", "full", "--heads", "4"],
+            "--hidden-size, --intermediate-size",
+        ),
+        ([*BBH, "--model", "anywhere"], "--layers=32 .*--model gives it already"),
+        (
+            ["schedule", "--model", "no-such-directory", "--depth", "full"],
+            "no-such-directory is not a directory",
+        ),
+        ([*BBH, "--plot", "no-such-directory/a.png"], "plot='no-such-directory"),
+        ([*BBH, "--plot", "a.docx"], "plot='a.docx'"),
+    ],
+)
+def test_a_refusal_is_one_line_on_stderr_and_exit_code_2(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert re.search(message, result.stderr), result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["schedul"], ["schedule", "--depht", "d3"], ["schedule", "--depth", "d4"]])
+def test_what_is_no_command_or_option_is_refused(arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert arguments[-1] in result.stderr or arguments[-2] in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_options_become_the_policy_they_name() -> None:
+    def policy(name: str, **given: Any) -> object:
+        return depth_from_options(DepthName(name), {**dict.fromkeys(OPTIONS), **given})
+
+    assert policy("auto") == AUTO
+    assert policy("full") == FullDepth()
+    assert policy("d3", alpha=0.9, start="3/5", tail=2) == D3(0.9, 0.6, tail=2)
+    assert policy("unified", speedup="1.5", on_skip="copy") == UnifiedSkip(1.5, on_skip="copy")
+    expected = SkipDecode(max_tokens=200, min_layers=4, max_layers=30, warmup=2)
+    assert policy("skipdecode", max_tokens=200, min_layers=4, max_layers=30, warmup=2) == expected
+    with pytest.raises(InvalidValueError, match="--warmup=1"):
+        policy("d3", alpha=0.9, start="0.6", warmup=1)
+
+
+def test_plot_writes_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name, arguments in {
+        "nested.png": BBH,
+        "one-step.png": [*BBH, "--steps", "1"],
+        "many-steps.png": [*BBH[:5], "--alpha", "0.99999", "--start", "0.6", "--steps", "1000000"],
+    }.items():
+        path = tmp_path / name
+        result = run(*arguments, "--plot", str(path))
+        assert result.exit_code == 0, result.output
+        content = path.read_bytes()
+        assert content.startswith(b"\x89PNG\r\n\x1a\n")
+        width, height = struct.unpack(">II", content[16:24])
+        assert width >= 640
+        assert height >= 480
+
+
+def test_plot_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = run(*BBH, "--plot", str(tmp_path / "a.png"))
+    assert result.exit_code == 2
+    assert "pip install 'd3engine[plots]'" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_version_and_help() -> None:
+    assert run("--version").stdout == f"d3engine {__version__}\n"
+    assert "schedule" in run("--help").stdout
+    text = run("schedule", "--help").stdout
+    assert all(flag in text for flag, _, _ in OPTIONS.values())
+
+
+def test_schedule_imports_no_torch(tmp_path: Path) -> None:
+    model = write_model(tmp_path)
+    script = (
+        "import sys\n"
+        "from d3engine.cli import app\n"
+        "app(sys.argv[1:], standalone_mode=False)\n"
+        "heavy = {'torch', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    arguments = ["schedule", "--model", str(model), "--depth", "d3", "--alpha", "0.9", "--start", "0.7"]
+    result = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "mean layers" in result.stdout
+
+
+def test_the_script_prints_one_line_and_no_traceback_for_an_error() -> None:
+    script = "from d3engine.cli import main; main()"
+    result = subprocess.run(
+        [sys.executable, "-c", script, *BBH, "--alpha", "2"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr == "error: alpha=2.0 is not allowed: a finite number in (0, 1]\n"

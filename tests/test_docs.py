@@ -1,0 +1,88 @@
+"""What the README and docs say is true: their Python runs, their commands parse, their links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from d3engine.cli import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RUNNABLE = re.compile(r"<!-- runnable -->\n```python\n(.*?)```", re.DOTALL)
+SHELL = re.compile(r"```sh\n(.*?)```", re.DOTALL)
+LINK = re.compile(r"\]\(([^)#]+)\)")
+
+
+def commands(program: str) -> list[str]:
+    """The lines of the pages' shell blocks that call a program."""
+    blocks = [block for page in PAGES for block in SHELL.findall(page.read_text())]
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line.split()[:1] == [program]]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path) -> None:
+    names: dict[str, Any] = {"__name__": page.stem}
+    for number, block in enumerate(RUNNABLE.findall(page.read_text()), start=1):
+        exec(compile(block, f"{page.name}, block {number}", "exec", dont_inherit=True), names)
+
+
+def test_the_pages_have_python_to_run_and_commands_to_parse() -> None:
+    assert all(RUNNABLE.search(page.read_text()) for page in PAGES)
+    assert len(PAGES) >= 3
+    assert len(commands("d3engine")) >= 5
+
+
+@pytest.mark.parametrize("line", sorted(set(commands("d3engine"))))
+def test_a_command_of_the_pages_parses(line: str) -> None:
+    words = shlex.split(line, comments=True)[1:]
+    command: Any = typer.main.get_command(app)
+    context = command.make_context("d3engine", list(words))
+    while hasattr(command, "get_command"):
+        name = words.pop(0)
+        command = command.get_command(context, name)
+        assert command is not None, f"there is no command {name}"
+    command.make_context(command.name, words, parent=context)
+
+
+@pytest.mark.parametrize("line", [line for line in commands("d3engine") if line.split()[1] == "schedule"])
+def test_a_command_that_needs_no_model_runs(line: str) -> None:
+    result = CliRunner().invoke(app, shlex.split(line, comments=True)[1:])
+    assert result.exit_code == 0, result.output
+
+
+def test_a_command_that_does_not_exist_does_not_parse() -> None:
+    command: Any = typer.main.get_command(app)
+    context = command.make_context("d3engine", ["generate", "--no-such-flag"])
+    generate = command.get_command(context, "generate")
+    with pytest.raises(Exception, match="no-such-flag"):
+        generate.make_context("generate", ["--no-such-flag"], parent=context)
+
+
+def test_make_targets_of_the_pages_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = {line.split()[1] for line in commands("make")}
+    assert {"demo", "test"} <= targets
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_to_files(page: Path) -> None:
+    links = [link for link in LINK.findall(page.read_text()) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_every_place_that_the_readme_names_exists() -> None:
+    table = (ROOT / "README.md").read_text().split("| where | what |")[1].split("\n## ")[0]
+    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    places = [place for cell in first_cells for place in re.findall(r"`([^`]+)`", cell)]
+    assert len(places) > 10
+    missing = [p for p in places if not (ROOT / p).exists() and not (ROOT / "d3engine" / p).exists()]
+    assert missing == []
