@@ -1,0 +1,320 @@
+"""What admission in waves saves: the real scheduler under D3 and steady load, with fake tokens and no model.
+
+A layer is skipped by a whole step only while no row of the batch runs it, so one young row makes the whole step deep.
+Answers arrive at random (Poisson) and are all equally long. *Load* is the mean number of busy slots over the slots
+there are: with one token a sequence a step, an answer of N tokens is busy for N steps, so the arrival rate is
+`load * batch / N` a step. Every strategy meets the same arrivals, and time passes whether or not anything runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from benchmarks.report import environment, write_json
+from d3engine.admission import Admission, Immediate, Waves
+from d3engine.depth import D3, Schedule
+from d3engine.depth.statistics import layer_bound
+from d3engine.kv_cache import KVCache
+from d3engine.plan import Plan, Sampled
+from d3engine.request import SamplingParams
+from d3engine.scheduler import Scheduler, SchedulerConfig
+from d3engine.sequence import Sequence as TokenSequence
+
+BLOCK_SIZE = 16
+PROMPT_TOKENS = BLOCK_SIZE
+FAKE_TOKEN = 7
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is simulated. The first `warm_up` steps fill the batch and are not counted."""
+
+    num_layers: int = 32
+    alpha: float = 0.9
+    start: float = 0.6
+    tokens: int = 256
+    load: float = 0.98
+    batches: tuple[int, ...] = (8, 32, 128)
+    waves: tuple[int, ...] = (16, 32)
+    steps: int = 20_000
+    warm_up: int = 2_000
+    seed: int = 0
+
+    @property
+    def schedule(self) -> Schedule:
+        return D3(self.alpha, self.start).schedule(self.num_layers)
+
+    @property
+    def admissions(self) -> tuple[Admission, ...]:
+        return (Immediate(), *(Waves(steps) for steps in self.waves))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One strategy at one batch size.
+
+    Attributes:
+        admit_every: steps between admissions; 1 is every step.
+        batch: slots.
+        layer_steps_saved: L times the steps that ran anything, over the layers that any row ran in them.
+        mean_rows: sequences that ran, on average over all counted steps, idle ones included.
+        mean_wait: steps from arrival to the first step, of the sequences that started within the counted steps.
+        extra_wait: `mean_wait` less that of admission at every step.
+    """
+
+    admit_every: int
+    batch: int
+    layer_steps_saved: float
+    mean_rows: float
+    mean_wait: float
+    extra_wait: float = 0.0
+
+
+class Simulation:
+    """One scheduler and a clock; a step of the clock is a step of the engine, or nothing when nobody is there."""
+
+    def __init__(self, settings: Settings, batch: int, admission: Admission) -> None:
+        length = PROMPT_TOKENS + settings.tokens
+        cache = KVCache(
+            num_layers=settings.num_layers,
+            num_blocks=batch * settings.num_layers * -(-length // BLOCK_SIZE),
+            block_size=BLOCK_SIZE,
+            max_sequences=batch,
+            max_length=length,
+        )
+        config = SchedulerConfig(
+            max_num_seqs=batch,
+            max_num_batched_tokens=batch * PROMPT_TOKENS,
+            max_model_len=length,
+            admission=admission,
+            enable_prefix_caching=False,
+        )
+        self._scheduler = Scheduler(config, cache)
+        self._schedule = settings.schedule
+        self._params = SamplingParams(temperature=0.0, max_tokens=settings.tokens, ignore_eos=True)
+        self._arrived: list[int] = []
+        self._clock = 0
+
+    def arrive(self, count: int) -> None:
+        """Queue `count` sequences now."""
+        for _ in range(count):
+            arrival = len(self._arrived)
+            self._arrived.append(self._clock)
+            self._scheduler.add(
+                TokenSequence(
+                    request_id=str(arrival),
+                    index=0,
+                    prompt_token_ids=[FAKE_TOKEN] * PROMPT_TOKENS,
+                    params=self._params,
+                    schedule=self._schedule,
+                    eos_token_ids=frozenset(),
+                    bad_word_ids=(),
+                    seed=0,
+                    priority=0,
+                    arrival=arrival,
+                    max_length=PROMPT_TOKENS + self._params.max_tokens,
+                    shares_prompt=False,
+                )
+            )
+
+    def step(self) -> tuple[int, int, list[int]]:
+        """Let one step pass: rows that ran, layers that any of them ran, and the waits of those that started."""
+        plan = self._scheduler.schedule()
+        found: tuple[int, int, list[int]] = (0, 0, [])
+        if plan is not None:
+            started = [plan.sequences[chunk].arrival for chunk in np.flatnonzero(plan.starts == 0).tolist()]
+            found = (len(plan.sequences), layers_run(plan), [self._clock - self._arrived[a] for a in started])
+            self._scheduler.update(plan, Sampled([FAKE_TOKEN] * len(plan.sampled)))
+        self._clock += 1
+        return found
+
+
+def layers_run(plan: Plan) -> int:
+    """Layers that any row of the plan runs: those whose weights the step has to read."""
+    return sum(len(span.layers) for span in plan.spans if span.num_rows)
+
+
+def simulate(settings: Settings, batch: int, admission: Admission, ticks: Iterable[int]) -> Cell:
+    """One cell of the table; `ticks` are the numbers of the steps, for a progress bar to watch."""
+    simulation = Simulation(settings, batch, admission)
+    arrivals = np.random.default_rng(settings.seed).poisson(settings.load * batch / settings.tokens, settings.steps)
+    busy_steps = rows = layers = 0
+    waits: list[int] = []
+    for tick in ticks:
+        simulation.arrive(int(arrivals[tick]))
+        step_rows, step_layers, step_waits = simulation.step()
+        if tick < settings.warm_up:
+            continue
+        busy_steps += step_rows > 0
+        rows += step_rows
+        layers += step_layers
+        waits += step_waits
+    return Cell(
+        admit_every=admission.steps if isinstance(admission, Waves) else 1,
+        batch=batch,
+        layer_steps_saved=settings.num_layers * busy_steps / layers,
+        mean_rows=rows / (settings.steps - settings.warm_up),
+        mean_wait=float(np.mean(waits)),
+    )
+
+
+def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[str, Any]:
+    """Simulate every cell and return the report, without its environment."""
+    hidden = None if show_progress is None else not show_progress
+    cells: list[Cell] = []
+    pairs = [(batch, admission) for batch in settings.batches for admission in settings.admissions]
+    with tqdm(total=len(pairs) * settings.steps, unit="step", unit_scale=True, disable=hidden) as bar:
+        for batch, admission in pairs:
+            bar.set_description(f"batch {batch}, {admission}")
+            cell = simulate(settings, batch, admission, _watched(settings.steps, bar))
+            immediate = next((c for c in cells if c.batch == batch and c.admit_every == 1), cell)
+            cells.append(Cell(**asdict(cell) | {"extra_wait": cell.mean_wait - immediate.mean_wait}))
+    depths = [int(depth) for depth in settings.schedule.depths(settings.tokens)]
+    bound = layer_bound(depths, num_layers=settings.num_layers, layer_size=1, head_size=0)
+    rates = [settings.load * batch / settings.tokens for batch in settings.batches]
+    return {
+        "benchmark": "admission",
+        "settings": asdict(settings) | {"arrivals_per_step": rates},
+        "bound": bound,
+        "cells": [asdict(cell) for cell in cells],
+    }
+
+
+def _watched(steps: int, bar: tqdm[Any]) -> Iterable[int]:
+    for tick in range(steps):
+        yield tick
+        bar.update()
+
+
+# -- the page --------------------------------------------------------------------------------------------------
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print layer-steps saved and waits, one row a strategy."""
+    settings = report["settings"]
+    console.print(
+        f"L={settings['num_layers']}, D3({settings['alpha']}, {settings['start']}), {settings['tokens']} tokens an"
+        f" answer, Poisson arrivals at {settings['load']:.0%} load,"
+        f" {settings['steps'] - settings['warm_up']} steps counted"
+    )
+    saved = Table(title=f"layer-steps saved (bound {report['bound']:.2f}x)", title_justify="left")
+    waits = Table(title="mean steps from arrival to the first step", title_justify="left")
+    for table in (saved, waits):
+        table.add_column("admit every")
+        for batch in settings["batches"]:
+            table.add_column(f"batch {batch}", justify="right")
+    for every, cells in _by_strategy(report).items():
+        saved.add_row(_name(every), *(f"{cell['layer_steps_saved']:.2f}" for cell in cells))
+        waits.add_row(_name(every), *(f"{cell['mean_wait']:.1f} ({cell['extra_wait']:+.1f})" for cell in cells))
+    console.print(saved)
+    console.print(waits)
+
+
+def plot(report: dict[str, Any], path: str | Path) -> None:
+    """Draw layer-steps saved and extra wait, bars by strategy in groups by batch, to a PNG file."""
+    from matplotlib.figure import Figure
+
+    colours = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00")  # Okabe-Ito: told apart with any colour vision
+    hatches = ("", "//", "..", "xx", "\\\\")  # and in grey
+    settings = report["settings"]
+    figure = Figure(figsize=(9, 4.2), dpi=120, layout="constrained")
+    saved_axes, wait_axes = figure.subplots(1, 2, width_ratios=[3, 2])
+    strategies = _by_strategy(report)
+    places = np.arange(len(settings["batches"]))
+    width = 0.8 / len(strategies)
+    for number, (every, cells) in enumerate(strategies.items()):
+        offset = (number - (len(strategies) - 1) / 2) * width
+        look: dict[str, Any] = {
+            "color": colours[number % len(colours)],
+            "hatch": hatches[number % len(hatches)],
+            "edgecolor": "white",
+            "label": f"admit every {_name(every)}",
+        }
+        saved = [cell["layer_steps_saved"] for cell in cells]
+        bars = saved_axes.bar(places + offset, saved, width, **look)
+        saved_axes.bar_label(bars, fmt="%.2f", fontsize="small", padding=1)
+        if every > 1:
+            waits = [cell["extra_wait"] for cell in cells]
+            bars = wait_axes.bar(places + offset, waits, width, **look)
+            wait_axes.bar_label(bars, fmt="%.1f", fontsize="small", padding=1)
+    bound = report["bound"]
+    saved_axes.axhline(bound, color="black", linestyle="--", linewidth=1, label=f"bound {bound:.2f}x")
+    saved_axes.set_ylim(1, 1 + (bound - 1) * 1.15)
+    saved_axes.set_ylabel("layer-steps saved (times; 1 is full depth)")
+    wait_axes.axhline(0, color="black", linewidth=1)
+    wait_axes.margins(y=0.15)
+    wait_axes.set_ylabel("extra wait (engine steps, mean)")
+    for axes in (saved_axes, wait_axes):
+        axes.set_xticks(places, [str(batch) for batch in settings["batches"]])
+        axes.set_xlabel("batch (slots)")
+        axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = saved_axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize="small")
+    policy = f"D3(alpha={settings['alpha']}, start={settings['start']})"
+    figure.suptitle(
+        f"Admission in waves: {settings['num_layers']} layers, {policy}, {settings['tokens']} tokens an answer,"
+        f" {settings['load']:.0%} load",
+        fontsize="medium",
+    )
+    figure.savefig(path)
+
+
+def _by_strategy(report: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
+    strategies: dict[int, list[dict[str, Any]]] = {}
+    for cell in report["cells"]:
+        strategies.setdefault(cell["admit_every"], []).append(cell)
+    return strategies
+
+
+def _name(every: int) -> str:
+    return "step" if every == 1 else f"{every} steps"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the simulation."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.admission", description=__doc__.splitlines()[0])
+    default = Settings()
+    parser.add_argument("--alpha", type=float, default=default.alpha, help="D3's decay")
+    parser.add_argument("--start", type=float, default=default.start, help="where D3's window begins")
+    parser.add_argument("--waves", type=int, nargs="+", default=default.waves, help="steps between admissions")
+    parser.add_argument("--batches", type=int, nargs="+", default=default.batches, help="slots")
+    parser.add_argument("--steps", type=int, default=default.steps, help="engine steps a cell, warm-up included")
+    parser.add_argument("--warm-up", type=int, default=default.warm_up, help="steps not counted")
+    parser.add_argument("--seed", type=int, default=default.seed, help="of the arrivals")
+    parser.add_argument("--plot", metavar="FILE", help="also draw the table to this PNG file (needs matplotlib)")
+    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
+    options = parser.parse_args(arguments)
+    if not 0 <= options.warm_up < options.steps:
+        parser.error(f"--warm-up {options.warm_up} leaves none of --steps {options.steps}")
+    settings = Settings(
+        alpha=options.alpha,
+        start=options.start,
+        waves=tuple(options.waves),
+        batches=tuple(options.batches),
+        steps=options.steps,
+        warm_up=options.warm_up,
+        seed=options.seed,
+    )
+    report = measure(settings)
+    report["environment"] = environment("benchmarks.admission", arguments)
+    show(report, Console())
+    if options.plot:
+        plot(report, options.plot)
+    if options.json:
+        write_json(report, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""What every benchmark writes beside its numbers: where they come from, and how they spread."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("d3engine", "torch", "transformers", "numpy")
+
+
+def environment(module: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """The command, versions, processor and commit of a run; of a file named by its whole path only the name stays."""
+    return {
+        "command": shlex.join(["python", "-m", module, *map(_without_folder, arguments)]),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "versions": {package: _version(package) for package in PACKAGES},
+        "system": platform.system(),
+        "cpu": _cpu(),
+        "logical_cores": os.cpu_count(),
+    }
+
+
+def summary(values: Sequence[float]) -> dict[str, Any]:
+    """Median, least and most of one value a round, and the values themselves."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "rounds": list(values)}
+
+
+def write_json(report: dict[str, Any], path: str | Path) -> None:
+    """Write a report with its fields in the order they were put in."""
+    Path(path).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def _without_folder(argument: str) -> str:
+    option, equals, value = argument.rpartition("=")
+    return option + equals + (Path(value).name if os.path.isabs(value) else value)
+
+
+def _commit() -> str | None:
+    """The commit, with "+changes" where tracked files differ from it; None outside a checkout."""
+
+    def git(*arguments: str) -> str:
+        command, folder = ["git", *arguments], Path(__file__).parent
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

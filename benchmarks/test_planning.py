@@ -1,0 +1,167 @@
+"""What planning a step costs: `schedule()`, `update()` and `spans_of`, with fake tokens and no model.
+
+Only the named call is timed; what must happen between two of them stands in the setup.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from d3engine.depth import D3, DepthPolicy, FullDepth
+from d3engine.kv_cache import KVCache
+from d3engine.plan import Plan, Sampled, spans_of
+from d3engine.request import SamplingParams
+from d3engine.scheduler import Scheduler, SchedulerConfig
+from d3engine.sequence import Sequence
+
+NUM_LAYERS, BLOCK_SIZE, PROMPT_TOKENS = 32, 16, 16
+ROUNDS, WARM_UP = 200, 20
+SLOW_DECAY = D3(alpha=0.999, start=0.6)
+POLICIES: dict[str, DepthPolicy] = {"full depth": FullDepth(), "D3": SLOW_DECAY}
+
+
+class Decoding:
+    """A scheduler in the middle of its work, whose steps yield the same token over and over.
+
+    `join(1)` before each of many steps gives a batch of many ages, and so of many depths.
+    """
+
+    def __init__(self, policy: DepthPolicy, batch: int, num_tokens: int) -> None:
+        length = PROMPT_TOKENS + num_tokens
+        cache = KVCache(
+            num_layers=NUM_LAYERS,
+            num_blocks=batch * NUM_LAYERS * -(-length // BLOCK_SIZE),
+            block_size=BLOCK_SIZE,
+            max_sequences=batch,
+            max_length=length,
+        )
+        config = SchedulerConfig(
+            max_num_seqs=batch,
+            max_num_batched_tokens=batch * PROMPT_TOKENS,
+            max_model_len=length,
+            enable_prefix_caching=False,
+        )
+        self.scheduler = Scheduler(config, cache)
+        self._schedule = policy.schedule(NUM_LAYERS)
+        self._params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        self._joined = 0
+
+    def join(self, count: int) -> None:
+        for _ in range(count):
+            self._joined += 1
+            self.scheduler.add(
+                Sequence(
+                    request_id=str(self._joined),
+                    index=0,
+                    prompt_token_ids=[7] * PROMPT_TOKENS,
+                    params=self._params,
+                    schedule=self._schedule,
+                    eos_token_ids=frozenset(),
+                    bad_word_ids=(),
+                    seed=0,
+                    priority=0,
+                    arrival=self._joined,
+                    max_length=PROMPT_TOKENS + self._params.max_tokens,
+                    shares_prompt=False,
+                )
+            )
+
+    def plan(self) -> Plan:
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        return plan
+
+    def update(self, plan: Plan) -> None:
+        self.scheduler.update(plan, Sampled([7] * len(plan.sampled)))
+
+    def step(self) -> None:
+        self.update(self.plan())
+
+
+def one_sequence(policy: DepthPolicy) -> Decoding:
+    decoding = Decoding(policy, 1, num_tokens=1024)
+    decoding.join(1)
+    decoding.step()
+    return decoding
+
+
+def one_age(policy: DepthPolicy) -> Decoding:
+    decoding = Decoding(policy, 256, num_tokens=512)
+    decoding.join(256)
+    decoding.step()
+    return decoding
+
+
+def many_ages(policy: DepthPolicy) -> Decoding:
+    decoding = Decoding(policy, 256, num_tokens=1024)
+    for _ in range(256):
+        decoding.join(1)
+        decoding.step()
+        decoding.step()
+    return decoding
+
+
+def time_schedule(benchmark: BenchmarkFixture, decoding: Decoding, joining: int = 0) -> None:
+    """Time `schedule()` once a step; `joining` sequences come before each."""
+    last: list[Plan] = []
+
+    def setup() -> None:
+        if last:
+            decoding.update(last.pop())
+        decoding.join(joining)
+
+    def schedule() -> None:
+        last.append(decoding.plan())
+
+    benchmark.pedantic(schedule, setup=setup, rounds=ROUNDS, warmup_rounds=WARM_UP)
+
+
+@pytest.mark.benchmark(group="schedule(), 1 sequence x 32 layers")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_schedule_one_sequence(benchmark: BenchmarkFixture, policy: str) -> None:
+    time_schedule(benchmark, one_sequence(POLICIES[policy]))
+
+
+@pytest.mark.benchmark(group="schedule(), 256 sequences x 32 layers")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_schedule_one_age(benchmark: BenchmarkFixture, policy: str) -> None:
+    time_schedule(benchmark, one_age(POLICIES[policy]))
+
+
+@pytest.mark.benchmark(group="schedule(), 256 sequences x 32 layers")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_schedule_many_ages(benchmark: BenchmarkFixture, policy: str) -> None:
+    time_schedule(benchmark, many_ages(POLICIES[policy]))
+
+
+@pytest.mark.benchmark(group="schedule(), 256 sequences x 32 layers")
+def test_schedule_one_joins_and_one_leaves_at_every_step(benchmark: BenchmarkFixture) -> None:
+    decoding = Decoding(SLOW_DECAY, 256, num_tokens=256)
+    for _ in range(300):
+        decoding.join(1)
+        decoding.step()
+    time_schedule(benchmark, decoding, joining=1)
+
+
+@pytest.mark.benchmark(group="update()")
+@pytest.mark.parametrize("batch", [1, 256])
+def test_update(benchmark: BenchmarkFixture, batch: int) -> None:
+    decoding = one_sequence(SLOW_DECAY) if batch == 1 else many_ages(SLOW_DECAY)
+
+    def setup() -> tuple[tuple[Any, ...], dict[str, Any]]:
+        plan = decoding.plan()
+        return (plan, Sampled([7] * len(plan.sampled))), {}
+
+    benchmark.pedantic(decoding.scheduler.update, setup=setup, rounds=ROUNDS, warmup_rounds=WARM_UP)
+
+
+@pytest.mark.benchmark(group="spans_of, 32 layers")
+@pytest.mark.parametrize("batch", [1, 32, 256])
+def test_spans_of(benchmark: BenchmarkFixture, batch: int) -> None:
+    depths = np.sort(np.linspace(20, NUM_LAYERS, batch).astype(int))[::-1]
+    active = np.arange(NUM_LAYERS) < depths[:, None]
+    benchmark(spans_of, active, None, np.arange(batch + 1))

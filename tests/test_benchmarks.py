@@ -1,0 +1,138 @@
+"""The benchmarks run, and their figures follow from each other; no time is judged here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import admission, decode
+from benchmarks.report import environment
+from d3engine.admission import Immediate
+from d3engine.depth import D3
+
+TINY = decode.Settings(model="tiny", tokens=8, batch=2, repeats=3, threads=1)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Any:
+    """The benchmark sets torch's number of threads for its own process; this one has other tests."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def decoded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    file = tmp_path_factory.mktemp("decode") / "decode.json"
+    options = ["--model=tiny", "--tokens=8", "--batch=2", "--repeats=3", "--threads=1", "--no-memory"]
+    assert decode.main([*options, f"--json={file}"]) == 0
+    report: dict[str, Any] = json.loads(file.read_text())
+    return report
+
+
+def test_decode_generates_the_tokens_of_transformers(decoded: dict[str, Any]) -> None:
+    assert decoded["tokens_equal"] is True
+    assert decoded["first_difference"] == [None, None]
+
+
+def test_decode_rates_and_ratios_follow_from_the_seconds(decoded: dict[str, Any]) -> None:
+    seconds = {system: row["seconds"]["rounds"] for system, row in decoded["systems"].items()}
+    assert list(seconds) == ["full_depth", "d3", "transformers"]
+    for system, row in decoded["systems"].items():
+        assert len(seconds[system]) == 3
+        rates = row["tokens_per_second"]
+        assert rates["rounds"] == pytest.approx([2 * 8 / second for second in seconds[system]])
+        assert rates["median"] == pytest.approx(median(rates["rounds"]))
+        assert (rates["min"], rates["max"]) == (min(rates["rounds"]), max(rates["rounds"]))
+    for name, slower, faster in (
+        ("full_depth_over_transformers", "transformers", "full_depth"),
+        ("d3_over_transformers", "transformers", "d3"),
+        ("d3_over_full_depth", "full_depth", "d3"),
+    ):
+        ratios = [a / b for a, b in zip(seconds[slower], seconds[faster], strict=True)]
+        assert decoded[name]["rounds"] == pytest.approx(ratios)
+        assert decoded[name]["median"] == pytest.approx(median(ratios))
+
+
+def test_decode_bounds_the_speed_up_by_the_bytes_moved(decoded: dict[str, Any]) -> None:
+    full, d3 = decoded["systems"]["full_depth"], decoded["systems"]["d3"]
+    model, depth = decoded["model"], decoded["settings"]["depth"]
+    depths = D3(depth["alpha"], depth["start"]).schedule(model["layers"]).depths(8)
+    assert d3["mean_layers"] == pytest.approx(depths.mean())
+    assert full["mean_layers"] == model["layers"]
+    assert d3["weight_bytes_moved"] == depths.sum() * model["layer_bytes"] + 8 * model["head_bytes"]
+    assert decoded["layer_bound"] == pytest.approx(full["weight_bytes_moved"] / d3["weight_bytes_moved"])
+    speed_up = decoded["d3_over_full_depth"]["median"]
+    assert decoded["realisation_ratio"] == pytest.approx(speed_up / decoded["layer_bound"])
+
+
+def test_decode_counts_the_bytes_of_its_model(decoded: dict[str, Any]) -> None:
+    sizes = decode.RANDOM_MODELS["tiny"]
+    hidden, intermediate, vocabulary = sizes["hidden_size"], sizes["intermediate_size"], sizes["vocab_size"]
+    kv = hidden * sizes["num_key_value_heads"] // sizes["num_attention_heads"]
+    layer = hidden * (2 * hidden + 2 * kv + 3 * intermediate) + 2 * hidden
+    assert decoded["model"]["layer_bytes"] == 4 * layer
+    assert decoded["model"]["head_bytes"] == 4 * (vocabulary + 1) * hidden
+    layers = sizes["num_hidden_layers"]
+    assert decoded["model"]["parameters"] == layers * layer + (2 * vocabulary + 1) * hidden
+    assert decoded["model"]["kv_bytes_per_token"] == layers * 2 * kv * 4
+
+
+def test_decode_says_where_its_figures_come_from(decoded: dict[str, Any]) -> None:
+    found = decoded["environment"]
+    assert found["command"].startswith("python -m benchmarks.decode --model=tiny --tokens=8")
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["cpu"]
+    assert decoded["settings"]["threads"] == 1
+
+
+def test_no_path_of_the_machine_is_written_down(tmp_path: Path) -> None:
+    for options in (["--json", str(tmp_path / "a.json")], [f"--json={tmp_path / 'a.json'}"]):
+        assert str(tmp_path) not in environment("benchmarks.decode", options)["command"]
+
+
+@pytest.mark.parametrize(("num_layers", "num_tokens"), [(16, 128), (24, 128), (24, 64)])
+def test_the_decay_has_the_mean_depth_asked_for(num_layers: int, num_tokens: int) -> None:
+    mean = decode.decay_for(num_layers, num_tokens).schedule(num_layers).depths(num_tokens).mean()
+    assert mean == pytest.approx(num_layers / 1.5, rel=0.02)
+
+
+@pytest.mark.parametrize("system", decode.SYSTEMS)
+def test_memory_is_measured_for_each_system(system: str) -> None:
+    found = decode.memory(system, replace(TINY, batch=1))
+    assert set(found) == {"loaded_bytes", "peak_bytes", "peak_includes_loading"}
+    assert found["peak_bytes"] >= (found["loaded_bytes"] or 0) > 0 or found["peak_includes_loading"]
+
+
+def test_admission_saves_as_its_cells_say(tmp_path: Path) -> None:
+    files = [f"--json={tmp_path / 'admission.json'}", f"--plot={tmp_path / 'admission.png'}"]
+    sizes = ["--batches", "4", "16", "--waves", "8", "--steps", "450", "--warm-up", "200"]
+    assert admission.main([*sizes, *files]) == 0
+    assert (tmp_path / "admission.png").stat().st_size > 0
+    report = json.loads((tmp_path / "admission.json").read_text())
+    cells = {(cell["batch"], cell["admit_every"]): cell for cell in report["cells"]}
+    assert sorted(cells) == [(4, 1), (4, 8), (16, 1), (16, 8)]
+    depths = D3(0.9, 0.6).schedule(32).depths(256)
+    assert report["bound"] == pytest.approx(32 / depths.mean())
+    assert report["settings"]["arrivals_per_step"] == pytest.approx([0.98 * 4 / 256, 0.98 * 16 / 256])
+    for (batch, _), cell in cells.items():
+        assert 1 <= cell["layer_steps_saved"] <= 32 / depths.min()
+        assert 0 < cell["mean_rows"] <= batch
+        assert cell["extra_wait"] == pytest.approx(cell["mean_wait"] - cells[batch, 1]["mean_wait"])
+
+
+def test_a_lone_answer_saves_what_its_schedule_saves() -> None:
+    settings = admission.Settings(tokens=64)
+    simulation = admission.Simulation(settings, batch=1, admission=Immediate())
+    simulation.arrive(1)
+    steps = [simulation.step() for _ in range(65)]
+    assert [rows for rows, _, _ in steps] == [1] * 64 + [0]
+    assert np.array_equal([layers for _, layers, _ in steps[:64]], settings.schedule.depths(64))
+    assert steps[0][2] == [0]
