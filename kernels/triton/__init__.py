@@ -1,0 +1,25 @@
+"""Every operation of the model as Triton kernels, under the names of `reference.py`.
+
+Nothing imports this package on a machine without a GPU, but the kernel tests (in Triton's interpreter) and
+`kernels/inspect.py`; and nothing outside it imports Triton. To add a kernel, see `launches.py`.
+"""
+
+from d3engine.kernels.triton.copy_entries import copy_entries
+from d3engine.kernels.triton.gate_up import gate_up
+from d3engine.kernels.triton.linear_residual import linear_residual
+from d3engine.kernels.triton.lm_head import lm_head, lm_head_argmax
+from d3engine.kernels.triton.paged_attention import attention_inputs, paged_attention
+from d3engine.kernels.triton.qkv import qkv
+from d3engine.kernels.triton.rms_norm import rms_norm
+
+__all__ = [
+    "attention_inputs",
+    "copy_entries",
+    "gate_up",
+    "linear_residual",
+    "lm_head",
+    "lm_head_argmax",
+    "paged_attention",
+    "qkv",
+    "rms_norm",
+]

@@ -1,0 +1,77 @@
+"""Copies entries within the KV pool: what copy-on-skip leaves to be moved. One program an entry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from d3engine.kernels.triton.launches import Launch, ModelShape, meta
+from d3engine.kernels.triton.products import NOT_SPECIALIZED, live_rows
+
+
+def copy_entries(pool: Tensor, source: Tensor, target: Tensor, *, num_rows: Tensor | None = None) -> None:
+    """Copy entries of `pool` from `source` to `target`, both int64 [n] of flat entries, in place.
+
+    `pool` [num_blocks, 2, block_size, M, D] is contiguous. One source may have many targets, but no target may be the
+    source of another copy of the call: programs run in any order. `num_rows` int32 [1]: copies at or beyond it are
+    left out; None means all.
+    """
+    if not pool.is_contiguous():
+        raise ValueError(f"pool has stride {pool.stride()}; it must be contiguous")
+    copy_launch(pool, source, target, num_rows).run()
+
+
+def tuning(channels: int) -> int:
+    """Channels a program copies at once."""
+    return min(1024, triton.next_power_of_2(channels))
+
+
+def copy_launch(pool: Tensor, source: Tensor, target: Tensor, num_rows: Tensor | None) -> Launch:
+    """The launch of the one kernel."""
+    channels = pool.shape[3] * pool.shape[4]
+    block = tuning(channels)
+    arguments = {
+        "pool_ptr": pool,
+        "source_ptr": source,
+        "source_stride": source.stride(0),
+        "target_ptr": target,
+        "target_stride": target.stride(0),
+        "num_rows_ptr": num_rows,
+        "total_rows": source.shape[0],
+        "C": channels,
+        "BLOCK_C": block,
+    }
+    return Launch(_copy_kernel, (source.shape[0], triton.cdiv(channels, block)), arguments)
+
+
+def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    """What `kernels/inspect.py` compiles."""
+    pool = meta(1024, 2, shape.block_size, shape.num_kv_heads, shape.head_dim, dtype=dtype)
+    entries = meta(64, dtype=torch.int64)
+    yield "copy", copy_launch(pool, entries, entries, meta(1, dtype=torch.int32))
+
+
+@triton.jit(**NOT_SPECIALIZED)
+def _copy_kernel(
+    pool_ptr,
+    source_ptr,
+    source_stride,
+    target_ptr,
+    target_stride,
+    num_rows_ptr,
+    total_rows,
+    C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    nth = tl.program_id(0)
+    if nth >= live_rows(num_rows_ptr, total_rows):
+        return
+    source = tl.load(source_ptr + nth * source_stride)
+    target = tl.load(target_ptr + nth * target_stride)
+    channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask = channels < C
+    tl.store(pool_ptr + target * C + channels, tl.load(pool_ptr + source * C + channels, mask=mask), mask=mask)

@@ -1,0 +1,314 @@
+"""Paged attention in Triton: a chunk's rows over the entries that its block table names.
+
+The one idea: everything that changes from step to step (where chunks begin, how long they are, which blocks they name,
+how many rows take part) is read from device memory, so a launch depends on upper bounds alone and may stand in a CUDA
+graph. `attention_inputs` and `paged_attention` have the reference's shape for eager use; `attend_into` under them takes
+buffers that a caller keeps, and is what a graph captures.
+
+Here are the inputs, the choice of tiles and splits, and the launches; what runs on the device is in
+`attention_kernels.py`. Letters are the reference's: T rows, C chunks, N query heads, M key/value heads, D channels a
+head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from d3engine.kernels.triton.attention_kernels import combine_kernel, long_chunks_kernel, single_rows_kernel
+from d3engine.kernels.triton.launches import Launch, ModelShape, meta
+
+_LOG2_E = 1.4426950408889634
+_INTERPRETED = triton.knobs.runtime.interpret
+_MAX_SPLITS = 64  # all of them meet in one tile of the combining kernel
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """What attention of one layer reads, and the bounds of its launches.
+
+    The tensors live on the device and are int32 or int64; they may change between replays of a graph, within the
+    bounds. A graph's inputs are made by hand, from buffers that stay: for decoding, `query_starts` counts
+    0, 1, 2 .. C, `num_rows` is the layer's count of active rows, and the bounds are the longest sequence and 1.
+    """
+
+    query_starts: Tensor  # [C + 1] chunk c has rows [query_starts[c], query_starts[c + 1])
+    kv_lengths: Tensor  # [C] entries of each chunk, its own rows included
+    block_tables: Tensor  # [C, blocks] ids in the order of positions; what lies beyond a length is not read
+    num_rows: Tensor  # [1] rows from here on are left as they are
+    max_kv_length: int  # no chunk is longer; only the number of splits depends on it
+    max_chunk_rows: int  # no chunk has more rows; above 1 the kernel of long chunks is launched
+    single_rows: bool  # whether any chunk may have a single row
+
+
+def attention_inputs(query_starts: list[int], kv_lengths: list[int], block_tables: Tensor) -> list[AttentionInputs]:
+    """Prepare attention of C chunks for n layers at once; item k is for the layer of `block_tables[k]`.
+
+    Chunk c has rows [query_starts[c], query_starts[c + 1]). `kv_lengths[c]` counts its entries, its own rows included:
+    its last row looks at all of them, the row before at one less, and so on. `block_tables` [n, C, >= longest /
+    block_size] int32 or int64 holds each chunk's blocks in the order of positions, padded with anything.
+    """
+    count = len(kv_lengths)
+    # One copy to the device for all layers.
+    numbers = torch.tensor(query_starts + kv_lengths, dtype=torch.int32).to(block_tables.device, non_blocking=True)
+    sizes = [stop - start for start, stop in pairwise(query_starts)]
+    return [
+        AttentionInputs(
+            query_starts=numbers[: count + 1],
+            kv_lengths=numbers[count + 1 :],
+            block_tables=layer,
+            num_rows=numbers[count : count + 1],
+            max_kv_length=max(kv_lengths, default=0),
+            max_chunk_rows=max(sizes, default=0),
+            single_rows=1 in sizes,
+        )
+        for layer in block_tables.unbind()
+    ]
+
+
+def paged_attention(
+    queries: Tensor, pool: Tensor, inputs: AttentionInputs, scale: float, *, num_rows: Tensor | None = None
+) -> Tensor:
+    """Causal attention of `queries` [T, N, D] over the entries of their chunks in `pool`; returns [T, N D].
+
+    Query head n reads key/value head n // (N / M). `pool` is `[num_blocks, 2, block_size, M, D]`, contiguous, with
+    `block_size` a power of two; the rows of `queries` may be strided. `num_rows` [1] on the device takes the place of
+    `inputs.num_rows`; rows from there on are undefined in the result.
+
+    Nothing beyond a row's own chunk is read, so NaN there is harmless. Within a chunk a non-finite value of a later
+    row's entry may reach an earlier row of the same query tile, as in the reference.
+    """
+    out = queries.new_empty(queries.shape[0], queries.shape[1] * queries.shape[2])
+    if num_rows is not None:
+        inputs = replace(inputs, num_rows=num_rows)
+    attend_into(out, queries, pool, inputs, scale)
+    return out
+
+
+def attend_into(
+    out: Tensor, queries: Tensor, pool: Tensor, inputs: AttentionInputs, scale: float, scratch: Tensor | None = None
+) -> None:
+    """`paged_attention` into `out` [T, N D] (written, rows below `num_rows` alone), without looking at any value.
+
+    This is the call to capture. `scratch` is float32 with `scratch_size(...)` elements or more, and is overwritten;
+    without it the memory comes from torch's allocator.
+    """
+    for launch in attention_launches(out, queries, pool, inputs, scale, scratch):
+        launch.run()
+
+
+def scratch_size(num_chunks: int, num_heads: int, pool: Tensor, max_kv_length: int) -> int:
+    """Elements of float32 scratch that `attend_into` wants for these bounds; 0 where it does not split."""
+    splits = _splits(num_chunks, num_heads, pool, max_kv_length)
+    return splits * num_chunks * num_heads * (pool.shape[4] + 1) if splits > 1 else 0
+
+
+def attention_launches(
+    out: Tensor, queries: Tensor, pool: Tensor, inputs: AttentionInputs, scale: float, scratch: Tensor | None = None
+) -> list[Launch]:
+    """The launches of `attend_into`, in order; arguments as there."""
+    if not (pool.is_contiguous() and queries.stride()[1:] == (queries.shape[2], 1) and out.is_contiguous()):
+        raise ValueError("pool and out must be contiguous, and so must each row of queries")
+    if inputs.block_tables.stride(1) != 1 and inputs.block_tables.shape[1] > 1:
+        raise ValueError("the ids in a row of block_tables must be neighbours in memory")
+    block_size = pool.shape[2]
+    if block_size & (block_size - 1):
+        raise ValueError(f"block_size={block_size} is not allowed: a power of two")
+    launches: list[Launch] = []
+    if queries.shape[0] == 0 or inputs.kv_lengths.shape[0] == 0:
+        return launches
+    if inputs.single_rows:
+        launches += _single_rows_launches(out, queries, pool, inputs, scale, scratch)
+    if inputs.max_chunk_rows > 1:
+        launches.append(_long_chunks_launch(out, queries, pool, inputs, scale))
+    return launches
+
+
+def _single_rows_launches(
+    out: Tensor, queries: Tensor, pool: Tensor, inputs: AttentionInputs, scale: float, scratch: Tensor | None
+) -> list[Launch]:
+    chunks, heads, kv_heads = inputs.kv_lengths.shape[0], queries.shape[1], pool.shape[3]
+    tuning = tune_single_rows(pool.shape[4], heads // kv_heads, pool.element_size())
+    splits = _splits(chunks, heads, pool, inputs.max_kv_length)
+    parts, log_totals = out, out  # unused: a split of one is the result
+    if splits > 1:
+        if scratch is None:
+            size = scratch_size(chunks, heads, pool, inputs.max_kv_length)
+            scratch = torch.empty(size, dtype=torch.float32, device=queries.device)
+        states = splits * chunks * heads
+        parts, log_totals = scratch, scratch[states * pool.shape[4] :]
+    attend = Launch(
+        single_rows_kernel,
+        (chunks, kv_heads, splits),
+        {
+            **_common_arguments(queries, pool, inputs, scale),
+            "out": parts,
+            "log_totals": log_totals,
+            "PADDED_GROUP": tuning.packed_rows,
+            "TILE": tuning.tile,
+            "SPLIT": splits > 1,
+        },
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+    )
+    if splits == 1:
+        return [attend]
+    combine = Launch(
+        combine_kernel,
+        (chunks, heads),
+        {
+            "parts": parts,
+            "log_totals": log_totals,
+            "out": out,
+            "query_starts": inputs.query_starts,
+            "kv_lengths": inputs.kv_lengths,
+            "num_rows": inputs.num_rows,
+            "HEADS": heads,
+            "CHANNELS": pool.shape[4],
+            "PADDED_CHANNELS": _padded(pool.shape[4]),
+            "TILE": tuning.tile,
+            "SPLITS": splits,
+        },
+    )
+    return [attend, combine]
+
+
+def _long_chunks_launch(out: Tensor, queries: Tensor, pool: Tensor, inputs: AttentionInputs, scale: float) -> Launch:
+    chunks, heads, kv_heads = inputs.kv_lengths.shape[0], queries.shape[1], pool.shape[3]
+    group = heads // kv_heads
+    tuning = tune_long_chunks(pool.shape[4], group, pool.element_size(), inputs.max_chunk_rows)
+    num_tiles = queries.shape[0] // (tuning.packed_rows // group) + chunks
+    return Launch(
+        long_chunks_kernel,
+        (num_tiles, kv_heads),
+        {
+            **_common_arguments(queries, pool, inputs, scale),
+            "out": out,
+            "num_chunks": chunks,
+            "PACKED_ROWS": tuning.packed_rows,
+            "TILE": tuning.tile,
+        },
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+    )
+
+
+def _common_arguments(queries: Tensor, pool: Tensor, inputs: AttentionInputs, scale: float) -> dict[str, Any]:
+    return {
+        "queries": queries,
+        "pool": pool,
+        "query_starts": inputs.query_starts,
+        "kv_lengths": inputs.kv_lengths,
+        "block_tables": inputs.block_tables,
+        "num_rows": inputs.num_rows,
+        "query_stride": queries.stride(0),
+        "table_stride": inputs.block_tables.stride(0),
+        "scale": scale * _LOG2_E,  # the kernels take powers of two
+        "HEADS": queries.shape[1],
+        "KV_HEADS": pool.shape[3],
+        "CHANNELS": pool.shape[4],
+        "PADDED_CHANNELS": _padded(pool.shape[4]),
+        "BLOCK_SIZE": pool.shape[2],
+        # The interpreter computes bfloat16 wrongly, without a word; tensor cores want it as it is.
+        "UPCAST": _INTERPRETED and pool.dtype == torch.bfloat16,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Shape of one launch: entries a KV tile, query rows times heads a program, warps, and pipeline stages.
+
+    Of the stages, two go to the block ids, whose loads come before those of keys and values: 5 leave two KV tiles.
+    """
+
+    tile: int
+    packed_rows: int
+    num_warps: int
+    num_stages: int
+
+
+def tune_single_rows(channels: int, group: int, element_size: int) -> Tuning:
+    """Tiles of 8 KB of keys where lanes sum, of 16 KB where heads are packed; several programs share a processor."""
+    width = _padded(channels) * element_size
+    if group == 1:
+        return Tuning(tile=max(16, 8192 // width), packed_rows=1, num_warps=4, num_stages=2)
+    packed_rows = max(16, triton.next_power_of_2(group))
+    if element_size == 4:
+        return Tuning(tile=16, packed_rows=packed_rows, num_warps=4 if packed_rows == 16 else 8, num_stages=5)
+    return Tuning(tile=max(16, 16384 // width), packed_rows=packed_rows, num_warps=4, num_stages=5)
+
+
+def tune_long_chunks(channels: int, group: int, element_size: int, max_chunk_rows: int) -> Tuning:
+    """Query tiles no larger than the longest chunk fills; exact float32 has no tensor cores and would spill."""
+    fewest = triton.next_power_of_2(group)
+    if element_size == 4:
+        return Tuning(tile=16, packed_rows=max(32, fewest), num_warps=8, num_stages=2)
+    if max_chunk_rows * group <= 16:
+        return Tuning(tile=64, packed_rows=16, num_warps=4, num_stages=5)
+    if max_chunk_rows * group <= 256:
+        return Tuning(tile=64, packed_rows=max(64, fewest), num_warps=4, num_stages=5)
+    return Tuning(tile=64, packed_rows=max(128, fewest), num_warps=8, num_stages=5)
+
+
+def choose_splits(programs: int, tile: int, max_kv_length: int, processors: int) -> int:
+    """Programs that share the entries of one chunk and head, a power of two, at least two tiles each.
+
+    Splitting costs a second launch, so only a grid that would leave processors short of loads is split; then up to
+    four programs a processor.
+    """
+    if programs >= 2 * processors:
+        return 1
+    most = min(4 * processors // programs, max_kv_length // (2 * tile), _MAX_SPLITS)
+    return 1 << (most.bit_length() - 1) if most > 1 else 1
+
+
+def _splits(num_chunks: int, num_heads: int, pool: Tensor, max_kv_length: int) -> int:
+    tile = tune_single_rows(pool.shape[4], num_heads // pool.shape[3], pool.element_size()).tile
+    return choose_splits(num_chunks * pool.shape[3], tile, max_kv_length, _processors(pool.device))
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    """Streaming multiprocessors of `device`; those of a Hopper GPU where there is none to ask."""
+    if device.type != "cuda":
+        return 132
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _padded(channels: int) -> int:
+    """Channels of a tile: a power of two, and no fewer than a tensor core takes."""
+    return max(16, int(triton.next_power_of_2(channels)))
+
+
+def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    """Launches to compile ahead of time: decoding unsplit and split, short and long chunks, at two block sizes."""
+    heads, channels = shape.num_heads, shape.head_dim
+    for block_size in sorted({shape.block_size, 64}):
+        pool = meta(1024, 2, block_size, shape.num_kv_heads, channels, dtype=dtype)
+        for label, chunks, rows, length in (
+            ("decode", 64, 1, 2048),
+            ("split decode", 1, 1, 4096),
+            ("chunk of 4", 1, 4, 2048),
+            ("chunk of 512", 2, 512, 2048),
+        ):
+            queries = meta(chunks * rows, heads, channels, dtype=dtype)
+            inputs = AttentionInputs(
+                query_starts=meta(chunks + 1, dtype=torch.int32),
+                kv_lengths=meta(chunks, dtype=torch.int32),
+                block_tables=meta(chunks, length // block_size, dtype=torch.int64),
+                num_rows=meta(1, dtype=torch.int32),
+                max_kv_length=length,
+                max_chunk_rows=rows,
+                single_rows=rows == 1,
+            )
+            out = meta(chunks * rows, heads * channels, dtype=dtype)
+            for launch in attention_launches(out, queries, pool, inputs, channels**-0.5):
+                suffix = ", combine" if launch.kernel is combine_kernel else ""
+                yield f"{label}{suffix}, blocks of {block_size}", launch

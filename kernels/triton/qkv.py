@@ -1,0 +1,304 @@
+"""RMSNorm, the query, key and value projections, RoPE, and the write into the cache: one launch.
+
+Channels of a pair stand side by side, so any even tile of outputs holds whole pairs: a tile needs to know nothing of
+heads, and a head size may be any even number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta
+from d3engine.kernels.triton.products import NOT_SPECIALIZED, Tile, live_rows, need_unit_stride, product, product_tile
+from d3engine.kernels.triton.rms_norm import rms_norm
+
+
+def qkv(
+    hidden: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    rotations: Tensor,
+    pool: Tensor,
+    entries: Tensor,
+    num_heads: int,
+    *,
+    num_rows: Tensor | None = None,
+) -> Tensor:
+    """RMSNorm, the three projections, RoPE, and the write of keys and values into the pool.
+
+    `hidden` [T, H], `weight` [(N + 2 M) D, H], `bias` [(N + 2 M) D] or None, `rotations` [T, D / 2] complex64,
+    `pool` [num_blocks, 2, block_size, M, D] (written, contiguous), `entries` [T, 2] int64: where each row's key and
+    value go. Returns the queries [T, N, D]. All but rotations and entries are of one dtype. `num_rows` int32 [1]: rows
+    at or beyond it write nothing, and their queries are undefined; None means all rows.
+
+    Products, scale, bias and rotation are float32, and rounded once; `reference.py` rounds after each.
+    """
+    need_unit_stride(hidden=hidden, norm_weight=norm_weight, weight=weight, bias=bias, rotations=rotations)
+    if not pool.is_contiguous():
+        raise ValueError(f"pool has stride {pool.stride()}; it must be contiguous")
+    rows, (outputs, columns) = hidden.shape[0], weight.shape
+    queries = torch.empty(rows, num_heads, pool.shape[4], dtype=hidden.dtype, device=hidden.device)
+    targets = _targets(rotations, pool, entries, queries, outputs, num_rows)
+    tile = tuning(rows, columns, outputs, weight.dtype)
+    if tile is not None:
+        product_launch(tile, hidden, norm_weight, eps, weight, bias, targets).run()
+    else:
+        projected = F.linear(rms_norm(hidden, norm_weight, eps, num_rows=num_rows), weight, bias)
+        finish_launch(projected, targets).run()
+    return queries
+
+
+def tuning(rows: int, columns: int, outputs: int, dtype: torch.dtype) -> Tile | None:
+    """The tile by shape; None: torch.matmul."""
+    return product_tile(rows, outputs, columns, dtype)
+
+
+def product_launch(
+    tile: Tile,
+    hidden: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: dict[str, object],
+) -> Launch:
+    """Everything in one kernel."""
+    outputs, columns = weight.shape
+    arguments = {
+        "hidden_ptr": hidden,
+        "hidden_stride": hidden.stride(0),
+        "norm_ptr": norm_weight,
+        "eps": eps,
+        "weight_ptr": weight,
+        "weight_stride": weight.stride(0),
+        "bias_ptr": bias,
+        **targets,
+        "K": columns,
+        "BLOCK_T": tile.rows,
+        "BLOCK_N": tile.outputs,
+        "BLOCK_K": tile.columns,
+        "WEIGHTS_FIRST": tile.weights_first,
+    }
+    grid = (triton.cdiv(hidden.shape[0], tile.rows), triton.cdiv(outputs, tile.outputs))
+    return Launch(_product_kernel, grid, arguments, tile.warps, tile.stages)
+
+
+def finish_launch(projected: Tensor, targets: dict[str, object]) -> Launch:
+    """RoPE and the writes, after a product [T, (N + 2 M) D] made elsewhere."""
+    rows, outputs = projected.shape
+    arguments = {"projected_ptr": projected, "projected_stride": projected.stride(0), **targets, "BLOCK_N": 1024}
+    return Launch(_finish_kernel, (rows, triton.cdiv(outputs, 1024)), arguments)
+
+
+def _targets(
+    rotations: Tensor, pool: Tensor, entries: Tensor, queries: Tensor, outputs: int, num_rows: Tensor | None
+) -> dict[str, object]:
+    """The arguments of `_finish`, by name."""
+    # Read as pairs of float32: Triton has no complex numbers.
+    pairs = torch.view_as_real(rotations)
+    return {
+        "rotations_ptr": pairs,
+        "rotations_stride": pairs.stride(0),
+        "pool_ptr": pool,
+        "entries_ptr": entries,
+        "entries_stride": entries.stride(0),
+        "values_stride": entries.stride(1),
+        "queries_ptr": queries,
+        "num_rows_ptr": num_rows,
+        "total_rows": queries.shape[0],
+        "N": outputs,
+        "Q": queries.shape[1] * queries.shape[2],
+        "D": queries.shape[2],
+    }
+
+
+def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    """What `kernels/inspect.py` compiles."""
+    head_dim, hidden_size = shape.head_dim, shape.hidden_size
+    outputs = (shape.num_heads + 2 * shape.num_kv_heads) * head_dim
+    norm, weight = meta(hidden_size, dtype=dtype), meta(outputs, hidden_size, dtype=dtype)
+    bias = meta(outputs, dtype=dtype) if shape.bias else None
+    pool = meta(1024, 2, shape.block_size, shape.num_kv_heads, head_dim, dtype=dtype)
+    for rows in (*ROW_COUNTS, 512):
+        targets = _targets(
+            meta(rows, head_dim // 2, dtype=torch.complex64),
+            pool,
+            meta(rows, 2, dtype=torch.int64),
+            meta(rows, shape.num_heads, head_dim, dtype=dtype),
+            outputs,
+            meta(1, dtype=torch.int32),
+        )
+        tile = tuning(rows, hidden_size, outputs, dtype)
+        if tile is None:
+            yield f"finish rows={rows}", finish_launch(meta(rows, outputs, dtype=dtype), targets)
+        else:
+            hidden = meta(rows, hidden_size, dtype=dtype)
+            yield f"rows={rows}", product_launch(tile, hidden, norm, 1e-5, weight, bias, targets)
+
+
+@triton.jit
+def _finish(
+    sums,  # [BLOCK_T, BLOCK_N] float32
+    rows,
+    first_output,
+    count,
+    rotations_ptr,
+    rotations_stride,
+    pool_ptr,
+    entries_ptr,
+    entries_stride,
+    values_stride,
+    queries_ptr,
+    N: tl.constexpr,
+    Q: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Rotate queries and keys; store queries, keys and values where they belong."""
+    KV: tl.constexpr = (N - Q) // 2  # channels of all key heads
+    rows = rows.to(tl.int64)
+    pairs = first_output + 2 * tl.arange(0, BLOCK_N // 2)
+    turned = (rows < count)[:, None] & (pairs < Q + KV)[None, :]
+    rotations = rotations_ptr + rows[:, None] * rotations_stride + (pairs % D)[None, :]
+    cos = tl.load(rotations, mask=turned, other=1.0)
+    sin = tl.load(rotations + 1, mask=turned, other=0.0)
+    even, odd = tl.split(tl.reshape(sums, (BLOCK_T, BLOCK_N // 2, 2)))
+    turned_even, turned_odd = even * cos - odd * sin, even * sin + odd * cos
+    out = tl.reshape(tl.join(turned_even, turned_odd), (BLOCK_T, BLOCK_N)).to(queries_ptr.dtype.element_ty)
+
+    outputs = first_output + tl.arange(0, BLOCK_N)
+    live = (rows < count)[:, None]
+    is_query = (outputs < Q)[None, :]
+    tl.store(queries_ptr + rows[:, None] * Q + outputs[None, :], out, mask=live & is_query)
+    if first_output + BLOCK_N > Q:
+        is_value = (outputs >= Q + KV)[None, :]
+        entry_pointers = entries_ptr + rows[:, None] * entries_stride + tl.where(is_value, values_stride, 0)
+        is_entry = live & (outputs >= Q)[None, :] & (outputs < N)[None, :]
+        entries = tl.load(entry_pointers, mask=is_entry, other=0)
+        channels = outputs[None, :] - tl.where(is_value, Q + KV, Q)
+        tl.store(pool_ptr + entries * KV + channels, out, mask=is_entry)
+
+
+@triton.jit(**NOT_SPECIALIZED)
+def _product_kernel(
+    hidden_ptr,
+    hidden_stride,
+    norm_ptr,
+    eps,
+    weight_ptr,
+    weight_stride,
+    bias_ptr,
+    rotations_ptr,
+    rotations_stride,
+    pool_ptr,
+    entries_ptr,
+    entries_stride,
+    values_stride,
+    queries_ptr,
+    num_rows_ptr,
+    total_rows,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    Q: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
+):
+    count = live_rows(num_rows_ptr, total_rows)
+    if tl.program_id(0) * BLOCK_T >= count:
+        return
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    first_output = tl.program_id(1) * BLOCK_N
+    outputs = first_output + tl.arange(0, BLOCK_N)
+    sums = product(
+        hidden_ptr,
+        hidden_stride,
+        tl.minimum(rows, count - 1),
+        norm_ptr,
+        eps,
+        weight_ptr,
+        weight_stride,
+        tl.minimum(outputs, N - 1),
+        K,
+        BLOCK_T,
+        BLOCK_N,
+        BLOCK_K,
+        WEIGHTS_FIRST,
+    )
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + outputs, mask=outputs < N, other=0.0).to(tl.float32)[None, :]
+    _finish(
+        sums,
+        rows,
+        first_output,
+        count,
+        rotations_ptr,
+        rotations_stride,
+        pool_ptr,
+        entries_ptr,
+        entries_stride,
+        values_stride,
+        queries_ptr,
+        N,
+        Q,
+        D,
+        BLOCK_T,
+        BLOCK_N,
+    )
+
+
+@triton.jit(**NOT_SPECIALIZED)
+def _finish_kernel(
+    projected_ptr,
+    projected_stride,
+    rotations_ptr,
+    rotations_stride,
+    pool_ptr,
+    entries_ptr,
+    entries_stride,
+    values_stride,
+    queries_ptr,
+    num_rows_ptr,
+    total_rows,
+    N: tl.constexpr,
+    Q: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    count = live_rows(num_rows_ptr, total_rows)
+    if tl.program_id(0) >= count:
+        return
+    rows = tl.program_id(0) + tl.arange(0, 1)
+    first_output = tl.program_id(1) * BLOCK_N
+    outputs = (first_output + tl.arange(0, BLOCK_N))[None, :]
+    pointers = projected_ptr + rows.to(tl.int64)[:, None] * projected_stride + outputs
+    sums = tl.load(pointers, mask=outputs < N, other=0.0).to(tl.float32)
+    _finish(
+        sums,
+        rows,
+        first_output,
+        count,
+        rotations_ptr,
+        rotations_stride,
+        pool_ptr,
+        entries_ptr,
+        entries_stride,
+        values_stride,
+        queries_ptr,
+        N,
+        Q,
+        D,
+        1,
+        BLOCK_N,
+    )

@@ -1,0 +1,103 @@
+"""RMS norm of whole rows, with the residual addition before it if wanted: one program a row.
+
+The projections do not need it, as they carry the norm along; it serves where a product is left to torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from d3engine.kernels.triton.launches import Launch, ModelShape, meta
+from d3engine.kernels.triton.products import NOT_SPECIALIZED, live_rows, need_unit_stride
+
+
+def rms_norm(
+    hidden: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    residual: Tensor | None = None,
+    num_rows: Tensor | None = None,
+) -> Tensor:
+    """Root-mean-square norm of the rows of `hidden` [T, H] times `weight` [H]; returns [T, H], all of one dtype.
+
+    With `residual` [T, H] (written): `hidden` is added to it, and the sum is normed. The statistics are float32, and
+    the normed row is rounded before it meets the weight, as transformers does. `num_rows` int32 [1]: rows at or beyond
+    it keep their residual and return undefined values; None means all rows.
+    """
+    need_unit_stride(hidden=hidden, weight=weight, residual=residual)
+    out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    norm_launch(hidden, weight, eps, residual, num_rows, out).run()
+    return out
+
+
+def tuning(columns: int) -> int:
+    """Warps for one row: about 16 columns a thread."""
+    if columns <= 1024:
+        return 4
+    return 8 if columns <= 8192 else 16
+
+
+def norm_launch(
+    hidden: Tensor, weight: Tensor, eps: float, residual: Tensor | None, num_rows: Tensor | None, out: Tensor
+) -> Launch:
+    """The launch of the one kernel."""
+    rows, columns = hidden.shape
+    arguments = {
+        "hidden_ptr": hidden,
+        "hidden_stride": hidden.stride(0),
+        "weight_ptr": weight,
+        "eps": eps,
+        "residual_ptr": residual,
+        "residual_stride": 0 if residual is None else residual.stride(0),
+        "out_ptr": out,
+        "num_rows_ptr": num_rows,
+        "total_rows": rows,
+        "H": columns,
+        "BLOCK_H": triton.next_power_of_2(columns),
+    }
+    return Launch(_norm_kernel, (rows,), arguments, tuning(columns))
+
+
+def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    """What `kernels/inspect.py` compiles."""
+    hidden, weight = meta(512, shape.hidden_size, dtype=dtype), meta(shape.hidden_size, dtype=dtype)
+    num_rows = meta(1, dtype=torch.int32)
+    yield "norm", norm_launch(hidden, weight, 1e-5, None, num_rows, hidden)
+    yield "add, norm", norm_launch(hidden, weight, 1e-5, hidden, num_rows, hidden)
+
+
+@triton.jit(**NOT_SPECIALIZED)
+def _norm_kernel(
+    hidden_ptr,
+    hidden_stride,
+    weight_ptr,
+    eps,
+    residual_ptr,
+    residual_stride,
+    out_ptr,
+    num_rows_ptr,
+    total_rows,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    if row >= live_rows(num_rows_ptr, total_rows):
+        return
+    columns = tl.arange(0, BLOCK_H)
+    mask = columns < H
+    wide = tl.load(hidden_ptr + row * hidden_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        pointers = residual_ptr + row * residual_stride + columns
+        total = (wide + tl.load(pointers, mask=mask, other=0.0).to(tl.float32)).to(residual_ptr.dtype.element_ty)
+        tl.store(pointers, total, mask=mask)
+        wide = total.to(tl.float32)
+    scaled = wide * tl.rsqrt(tl.sum(wide * wide, 0) / H + eps)
+    rounded = scaled.to(out_ptr.dtype.element_ty).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * H + columns, (rounded * weight).to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,294 @@
+"""Triton's paged attention against softmax written out in float64, in a pool whose other entries are NaN or infinite.
+
+The interpreter takes its time for every program, so shapes are as small as the borders they test allow.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from d3engine.kernels import reference
+
+# The package has the operation under this name; here its module is meant.
+attention: Any = importlib.import_module("d3engine.kernels.triton.paged_attention")
+
+POISON = -7.25
+ERRORS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def relative_error(out: Tensor, expected: Tensor) -> float:
+    return float((out.double() - expected.double()).norm() / expected.double().norm())
+
+
+class Paged:
+    """Random queries and entries for several chunks; whatever no chunk owns is NaN or infinite."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        row_counts: list[int] | None = None,
+        *,
+        heads: int = 2,
+        kv_heads: int = 2,
+        channels: int = 32,
+        block_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> None:
+        generator = torch.Generator().manual_seed(sum(lengths) + channels)
+        self.lengths, self.row_counts = lengths, row_counts or [1] * len(lengths)
+        self.starts = [0, *accumulate(self.row_counts)]
+        self.scale = channels**-0.5
+        per_chunk = [-(-length // block_size) for length in lengths]
+        blocks = torch.randperm(sum(per_chunk), generator=generator) + 1
+        self.pool = torch.full((len(blocks) + 1, 2, block_size, kv_heads, channels), torch.nan)
+        self.pool[:, :, 1::2] = torch.inf
+        self.tables = torch.zeros(len(lengths), max(per_chunk, default=0), dtype=torch.int64)  # block 0 is padding
+        self.entries = []
+        for chunk, (length, own) in enumerate(zip(lengths, blocks.split(per_chunk), strict=True)):
+            self.tables[chunk, : len(own)] = own
+            entries = torch.randn(length, 2, kv_heads, channels, generator=generator)
+            entries[:, 0] *= 3.0  # weights that differ by orders of magnitude
+            positions = torch.arange(length)
+            self.pool[own[positions // block_size], :, positions % block_size] = entries
+            self.entries.append(entries.transpose(0, 1).to(dtype).double())
+        self.pool = self.pool.to(device=device, dtype=dtype)
+        self.tables = self.tables.to(device)
+        queries = torch.randn(self.starts[-1], heads, channels, generator=generator)
+        self.queries = queries.to(device=device, dtype=dtype)
+
+    def inputs(self) -> Any:
+        return attention.attention_inputs(self.starts, self.lengths, self.tables.unsqueeze(0))[0]
+
+    def attend(self) -> Tensor:
+        return attention.paged_attention(self.queries, self.pool, self.inputs(), self.scale)
+
+    def expected(self) -> Tensor:
+        """[T, N D] float64, from the definition: the row r of n looks at the first length - n + r + 1 entries."""
+        out = []
+        queries = self.queries.cpu().double().split(self.row_counts)
+        for chunk, (keys, values), rows in zip(queries, self.entries, self.row_counts, strict=True):
+            group = chunk.shape[1] // keys.shape[1]
+            scores = torch.einsum("rnd,knd->nrk", chunk, keys.repeat_interleave(group, 1)) * self.scale
+            ends = torch.arange(keys.shape[0] - rows, keys.shape[0])
+            scores.masked_fill_(torch.arange(keys.shape[0]) > ends[:, None], -math.inf)
+            weights = scores.softmax(-1)
+            out.append(torch.einsum("nrk,knd->rnd", weights, values.repeat_interleave(group, 1)).flatten(1))
+        return torch.cat(out)
+
+
+def split_by(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
+    monkeypatch.setattr(attention, "choose_splits", lambda *_: splits)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (4, 1)])
+def test_single_rows_see_all_of_their_entries_and_nothing_else(
+    heads: int, kv_heads: int, splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split_by(monkeypatch, splits)
+    tile = attention.tune_single_rows(32, heads // kv_heads, 4).tile
+    # At and around the borders of a block, of a tile, and of what a split gets.
+    lengths = [1, 15, 16, 17, tile - 1, tile, tile + 1, 3 * tile, 4 * tile + 1, 5 * tile]
+    paged = Paged(lengths, heads=heads, kv_heads=kv_heads, device=device)
+    assert relative_error(paged.attend().cpu(), paged.expected()) < ERRORS[torch.float32]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (4, 1)])
+def test_rows_of_long_chunks_see_what_stands_at_or_before_them(heads: int, kv_heads: int, device: torch.device) -> None:
+    # A whole prompt, a piece behind a cache, pieces that end at a border, more rows than a query tile has.
+    paged = Paged([2, 33, 64, 100, 71], [2, 2, 32, 3, 71], heads=heads, kv_heads=kv_heads, device=device)
+    assert relative_error(paged.attend().cpu(), paged.expected()) < ERRORS[torch.float32]
+
+
+@pytest.mark.parametrize("row_counts", [[1, 1, 5, 1, 40], [40, 1], [1, 40, 1, 1], [2, 1, 2, 1]])
+def test_chunks_of_one_row_and_of_many_share_a_batch(row_counts: list[int], device: torch.device) -> None:
+    lengths = [40 + 9 * nth for nth in range(len(row_counts))]
+    paged = Paged(lengths, row_counts, heads=4, device=device)
+    assert relative_error(paged.attend().cpu(), paged.expected()) < ERRORS[torch.float32]
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 32, 64, 256])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_tile_may_cover_many_blocks_or_part_of_one(heads: int, block_size: int, device: torch.device) -> None:
+    lengths = [150, 1, block_size + 1]
+    paged = Paged(lengths, [1, 1, 2], heads=heads, kv_heads=1, block_size=block_size, device=device)
+    assert relative_error(paged.attend().cpu(), paged.expected()) < ERRORS[torch.float32]
+
+
+@pytest.mark.parametrize("channels", [32, 64, 80, 96, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_head_sizes_and_dtypes(
+    heads: int, dtype: torch.dtype, channels: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split_by(monkeypatch, 2)
+    paged = Paged([70, 5], [1, 5], heads=heads, kv_heads=1, channels=channels, dtype=dtype, device=device)
+    assert relative_error(paged.attend().cpu(), paged.expected()) < ERRORS[dtype]
+
+
+def test_it_agrees_with_the_reference_on_a_real_batch(device: torch.device) -> None:
+    paged = Paged([40, 37, 25], [1, 1, 9], heads=4, device=device)
+    paged.pool.nan_to_num_(0.0, 0.0, 0.0)  # the reference multiplies padding of a long chunk's blocks by zero
+    inputs = reference.attention_inputs(paged.starts, paged.lengths, paged.tables.unsqueeze(0))[0]
+    expected = reference.paged_attention(paged.queries, paged.pool, inputs, paged.scale)
+    assert relative_error(paged.attend().cpu(), expected.cpu()) < ERRORS[torch.float32]
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_rows_from_the_active_count_on_stay_untouched_bit_for_bit(
+    heads: int, splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split_by(monkeypatch, splits)
+    paged = Paged([200, 70, 9, 33], heads=heads, device=device)
+    expected, inputs = paged.expected(), paged.inputs()
+    for active in (0, 1, 3, 4):
+        inputs.num_rows.fill_(active)  # as a graph does: same launch, other number
+        out = torch.full((4, heads * 32), POISON, device=device)
+        attention.attend_into(out, paged.queries, paged.pool, inputs, paged.scale)
+        assert bool((out[active:] == POISON).all())
+        if active:
+            assert relative_error(out[:active].cpu(), expected[:active]) < ERRORS[torch.float32]
+
+
+def test_long_chunks_beyond_the_active_count_stay_untouched(device: torch.device) -> None:
+    paged = Paged([50, 60, 40], [1, 20, 12], heads=4, device=device)
+    out = torch.full((33, 4 * 32), POISON, device=device)
+    count = torch.tensor([21], dtype=torch.int64, device=device)
+    for from_here in (replace(paged.inputs(), num_rows=count), paged.inputs()):
+        attention.attend_into(out, paged.queries, paged.pool, from_here, paged.scale)
+        rows = int(from_here.num_rows)
+        assert bool((out[rows:] == POISON).all())
+        assert relative_error(out[:rows].cpu(), paged.expected()[:rows]) < ERRORS[torch.float32]
+    part = attention.paged_attention(paged.queries, paged.pool, paged.inputs(), paged.scale, num_rows=count)
+    assert torch.equal(part[:21], out[:21])
+
+
+def test_one_launch_serves_changed_tables_and_lengths_as_a_graph_replays_it(device: torch.device) -> None:
+    """Persistent buffers larger than the batch: more chunks and blocks than are used, and scratch full of NaN."""
+    first, second = Paged([300, 20, 33], heads=4, device=device), Paged([64, 250], heads=4, device=device)
+    tables = torch.full((4, 32), 10**6, dtype=torch.int32, device=device)  # a block id that must never be followed
+    inputs = attention.AttentionInputs(
+        query_starts=torch.arange(5, dtype=torch.int64, device=device),
+        kv_lengths=torch.full((4,), 512, dtype=torch.int64, device=device),
+        block_tables=tables,
+        num_rows=torch.zeros(1, dtype=torch.int32, device=device),
+        max_kv_length=512,
+        max_chunk_rows=1,
+        single_rows=True,
+    )
+    pool = torch.full((64, *first.pool.shape[1:]), torch.nan, device=device)
+    size = attention.scratch_size(4, 4, pool, 512)
+    assert size > 0, "the case is meant to split"
+    scratch = torch.full((size,), torch.nan, device=device)
+    queries = torch.full((4, 4, 32), torch.nan, device=device)
+    out = torch.full((4, 4 * 32), POISON, device=device)
+    launches = attention.attention_launches(out, queries, pool, inputs, first.scale, scratch)
+    for paged in (first, second):
+        count = len(paged.lengths)
+        out.fill_(POISON)
+        pool.fill_(torch.nan)
+        pool[: len(paged.pool)] = paged.pool
+        queries[:count] = paged.queries
+        inputs.kv_lengths[:count] = torch.tensor(paged.lengths)
+        for chunk, length in enumerate(paged.lengths):
+            used = -(-length // 16)
+            tables[chunk] = 10**6
+            tables[chunk, :used] = paged.tables[chunk, :used]
+        inputs.num_rows.fill_(count)
+        for launch in launches:
+            launch.run()
+        assert relative_error(out[:count].cpu(), paged.expected()) < ERRORS[torch.float32]
+        assert bool((out[count:] == POISON).all())
+
+
+def test_two_tables_may_name_one_block(device: torch.device) -> None:
+    paged = Paged([48, 48, 40], [1, 1, 3], heads=4, device=device)
+    paged.tables[1:, :2] = paged.tables[0, :2]
+    for entries in paged.entries[1:]:
+        entries[:, :32] = paged.entries[0][:, :32]
+    assert relative_error(paged.attend().cpu(), paged.expected()) < ERRORS[torch.float32]
+
+
+def test_queries_may_be_the_front_of_wider_rows(device: torch.device) -> None:
+    paged = Paged([20, 30], [1, 7], heads=2, device=device)
+    expected = paged.attend()
+    wide = torch.full((8, 6, 32), torch.nan, device=device)
+    wide[:, :2] = paged.queries
+    paged.queries = wide[:, :2]
+    assert torch.equal(paged.attend(), expected)
+
+
+def test_more_chunks_than_one_search_looks_at(device: torch.device) -> None:
+    row_counts = [1] * 130 + [3, 2]
+    paged = Paged([3] * 132, row_counts, heads=1, kv_heads=1, channels=16, block_size=4, device=device)
+    inputs = replace(paged.inputs(), single_rows=False)
+    out = torch.full((135, 16), POISON, device=device)
+    attention.attend_into(out, paged.queries, paged.pool, inputs, paged.scale)
+    assert bool((out[:130] == POISON).all())
+    assert relative_error(out[130:].cpu(), paged.expected()[130:]) < ERRORS[torch.float32]
+
+
+def test_a_query_finds_its_key_among_extreme_scores(device: torch.device) -> None:
+    """Scores of -3e4 and 3e4: only a running maximum survives them, in whichever tile the largest stands."""
+    for heads in (1, 2):
+        for best in (0, 70, 299):
+            paged = Paged([300], heads=heads, kv_heads=1, device=device)
+            keys = torch.full((300, 32), -1.0)
+            keys[best] = 1.0
+            positions = torch.arange(300)
+            paged.pool[paged.tables[0, positions // 16], 0, positions % 16, 0] = keys.to(device)
+            paged.queries.fill_(5e3)
+            value = paged.entries[0][1, best, 0].float().to(device)
+            torch.testing.assert_close(paged.attend(), value.repeat(1, heads))
+
+
+def test_block_offsets_do_not_wrap_at_31_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool of 2^32 elements, of which a few pages are touched and the rest is never backed by memory."""
+    if device.type == "cpu":
+        from triton.runtime.interpreter import GridExecutor
+
+        # The interpreter would copy all arguments back, onto themselves on a CPU: that would touch every page.
+        monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
+    small = Paged([33, 20], [1, 4], heads=4, channels=128, block_size=64, dtype=torch.float16, device=device)
+    expected = small.attend()
+    try:
+        pool = torch.empty(2**32 // small.pool[0].numel(), *small.pool.shape[1:], dtype=torch.float16, device=device)
+    except RuntimeError as error:
+        pytest.skip(f"no address space for 8 GB: {error}")
+    far = torch.tensor([len(pool) // 2 + 1, len(pool) - 1], device=device)
+    pool[far] = small.pool[small.tables[:, 0]]
+    small.pool, small.tables = pool, far.unsqueeze(1)
+    assert torch.equal(small.attend(), expected)
+
+
+def test_an_empty_batch_launches_nothing(device: torch.device) -> None:
+    pool = torch.zeros(2, 2, 16, 2, 32, device=device)
+    (inputs,) = attention.attention_inputs([0], [], torch.zeros(1, 0, 0, dtype=torch.int64, device=device))
+    queries = torch.zeros(0, 4, 32, device=device)
+    assert attention.paged_attention(queries, pool, inputs, 1.0).shape == (0, 128)
+    assert attention.attention_launches(queries.flatten(1), queries, pool, inputs, 1.0) == []
+
+
+@pytest.mark.parametrize("block_size", [3, 48])
+def test_a_block_size_that_is_no_power_of_two_is_refused_by_name(block_size: int, device: torch.device) -> None:
+    paged = Paged([5], block_size=block_size, device=device)
+    with pytest.raises(ValueError, match=f"block_size={block_size}"):
+        paged.attend()
+
+
+def test_splits_fill_the_processors_and_no_more() -> None:
+    assert attention.choose_splits(32, 32, 4096, 132) == 16  # one sequence of 32 heads
+    assert attention.choose_splits(32, 32, 256, 132) == 4  # two tiles each
+    assert attention.choose_splits(32, 32, 63, 132) == 1
+    assert attention.choose_splits(2048, 32, 4096, 132) == 1  # the grid is full
+    assert attention.choose_splits(1, 64, 10**6, 132) == attention._MAX_SPLITS

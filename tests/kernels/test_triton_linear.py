@@ -1,0 +1,319 @@
+"""The Triton kernels of norm, projections and copies against float64, on sizes that fit no tile.
+
+Memory from `torch.empty` is filled with NaN here, so that a value nobody wrote shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import d3engine.kernels.triton as kernels
+from d3engine.kernels import reference
+from d3engine.kernels.triton import products
+from d3engine.kernels.triton.launches import SHAPES, registered
+from d3engine.kernels.triton.lm_head import reduce_launch
+
+EPS = 1e-5
+# About twice what was measured. Half precision: one rounding of the result, and one of the normed row where products
+# run on tensor cores. Casts to bfloat16 truncate in the interpreter; a GPU rounds, and its errors are half of these.
+LIMITS = {torch.float32: 1e-6, torch.float16: 6e-4, torch.bfloat16: 1e-2}
+DTYPES = list(LIMITS)
+MATMUL_ROWS = 42
+ROWS = [1, 5, 19, 40, 43]  # one for each path, the last for torch.matmul with kernels around it
+
+
+def cases(*sizes: tuple[int, ...]) -> list[object]:
+    """(dtype, rows, *sizes): float32 with all sizes, the others with the first; the interpreter is slow."""
+    return [
+        (dtype, rows, *chosen)
+        for dtype in DTYPES
+        for rows in ROWS
+        for chosen in (sizes if dtype == torch.float32 else sizes[:1])
+    ]
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles as for a device of two processors, and fewer rows to a product of torch: the same paths, less waiting."""
+    monkeypatch.setattr(products, "MIN_PROGRAMS", 2)
+    monkeypatch.setattr(products, "MATMUL_ROWS", MATMUL_ROWS)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """In its deterministic mode torch fills what `torch.empty` returns with NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def randn(device: torch.device) -> Callable[..., Tensor]:
+    """`randn(3, 5, dtype=..., scale=2.0)`, the same numbers in every run; rows lie apart in memory."""
+    generator = torch.Generator().manual_seed(0)
+
+    def make(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        wide = torch.randn(*shape[:-1], shape[-1] + 3, generator=generator) * scale
+        return wide.to(device, dtype)[..., : shape[-1]]
+
+    return make
+
+
+def relative_error(out: Tensor, expected: Tensor) -> float:
+    return float((out.double() - expected).norm() / expected.norm())
+
+
+def assert_close(out: Tensor, expected: Tensor, limit: float | None = None) -> None:
+    assert out.shape == expected.shape
+    error = relative_error(out, expected)
+    assert error < (limit or LIMITS[out.dtype]), f"relative error {error:.2e}"
+
+
+def normed(hidden: Tensor, weight: Tensor) -> Tensor:
+    wide = hidden.double()
+    return wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """What compares equal only if every bit is, NaN included."""
+    return tensor.contiguous().view(torch.uint8).clone()
+
+
+def row_count(value: int, device: torch.device) -> Tensor:
+    return torch.tensor([value], dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 5), (3, 123), (5, 129)])
+def test_rms_norm(dtype: torch.dtype, rows: int, width: int, randn: Callable[..., Tensor]) -> None:
+    hidden, weight = randn(rows, width, dtype=dtype, scale=3.0), randn(width, dtype=dtype)
+    out = kernels.rms_norm(hidden, weight, EPS)
+    assert_close(out, normed(hidden, weight))
+    torch.testing.assert_close(out, reference.rms_norm(hidden, weight, EPS), rtol=2e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_adds_to_the_residual_first_but_only_in_rows_that_live(
+    dtype: torch.dtype, randn: Callable[..., Tensor], device: torch.device
+) -> None:
+    hidden, residual, weight = randn(5, 123, dtype=dtype), randn(5, 123, dtype=dtype), randn(123, dtype=dtype)
+    total, untouched = (residual + hidden)[:3], bits(residual[3:])
+    out = kernels.rms_norm(hidden, weight, EPS, residual=residual, num_rows=row_count(3, device))
+    torch.testing.assert_close(residual[:3], total, rtol=1e-2 if dtype == torch.bfloat16 else 1e-3, atol=1e-6)
+    assert torch.equal(bits(residual[3:]), untouched)
+    assert_close(out[:3], normed(residual[:3], weight))
+    assert bool(out[3:].isnan().all())
+
+
+@pytest.mark.parametrize(("dtype", "rows", "width"), cases((123,), (256,)))
+@pytest.mark.parametrize("live", [None, 0.6])
+def test_linear_residual(
+    dtype: torch.dtype,
+    rows: int,
+    width: int,
+    live: float | None,
+    randn: Callable[..., Tensor],
+    device: torch.device,
+) -> None:
+    x, weight = randn(rows, width, dtype=dtype), randn(129, width, dtype=dtype, scale=0.1)
+    bias = None if width == 256 else randn(129, dtype=dtype)
+    residual = randn(rows, 129, dtype=dtype)
+    expected = residual.double() + x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    count = rows if live is None else int(live * rows)
+    x[count:], residual[count:] = torch.nan, torch.nan
+    untouched = bits(residual[count:])
+    num_rows = None if live is None else row_count(count, device)
+    kernels.linear_residual(x, weight, bias, residual, num_rows=num_rows)
+    if count:
+        assert_close(residual[:count], expected[:count])
+    assert torch.equal(bits(residual[count:]), untouched)
+
+
+@pytest.mark.parametrize(("dtype", "rows", "width", "gates"), cases((123, 67), (256, 64)))
+def test_gate_up(
+    dtype: torch.dtype,
+    rows: int,
+    width: int,
+    gates: int,
+    randn: Callable[..., Tensor],
+    device: torch.device,
+) -> None:
+    hidden, norm = randn(rows, width, dtype=dtype, scale=3.0), randn(width, dtype=dtype)
+    weight = randn(2 * gates, width, dtype=dtype, scale=0.1)
+    bias = None if width == 256 else randn(2 * gates, dtype=dtype)
+    gate, up = (normed(hidden, norm) @ weight.double().t() + (0 if bias is None else bias.double())).chunk(2, dim=1)
+    expected = torch.nn.functional.silu(gate) * up
+    limit = 3 * LIMITS[dtype]  # gate and up both carry the rounding of the normed row
+    live = max(1, rows - 2)
+    out = kernels.gate_up(hidden, norm, EPS, weight, bias, num_rows=row_count(live, device))
+    assert_close(out[:live], expected[:live], limit)
+    assert bool(out[live:].isnan().all())
+    if width == 256:
+        assert_close(kernels.gate_up(hidden, norm, EPS, weight, bias), expected, limit)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "heads", "kv_heads", "channels", "width"),
+    cases((3, 1, 80, 129), (2, 2, 64, 123), (1, 1, 96, 256), (4, 2, 10, 5)),
+)
+def test_qkv_writes_keys_and_values_where_it_is_told_and_nowhere_else(
+    dtype: torch.dtype,
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    channels: int,
+    width: int,
+    randn: Callable[..., Tensor],
+    device: torch.device,
+) -> None:
+    outputs, live = (heads + 2 * kv_heads) * channels, max(1, rows - 2)
+    hidden, norm = randn(rows, width, dtype=dtype, scale=3.0), randn(width, dtype=dtype)
+    weight = randn(outputs, width, dtype=dtype, scale=0.1)
+    bias = randn(outputs, dtype=dtype) if kv_heads == 1 else None
+    angles = randn(rows, channels // 2, dtype=torch.float32, scale=50.0)
+    rotations = torch.polar(torch.ones_like(angles), angles)
+    pool = torch.full((rows + 1, 2, 4, kv_heads, channels), torch.nan, dtype=dtype, device=device)
+    keys = (torch.arange(rows, device=device).flip(0) + 1) * 8 + torch.arange(rows, device=device) % 4
+    # As the executor cuts them: one layer's entries out of those of all layers.
+    entries = torch.stack((keys, keys + 4), dim=1).repeat(3, 1, 1)[1]
+
+    projected = normed(hidden, norm) @ weight.double().t() + (0 if bias is None else bias.double())
+    turned = torch.view_as_complex(projected.view(rows, -1, channels // 2, 2)) * rotations.to(torch.complex128)[:, None]
+    expected = torch.view_as_real(turned).view(rows, -1, channels)
+    expected[:, heads + kv_heads :] = projected.view(rows, -1, channels)[:, heads + kv_heads :]
+
+    queries = kernels.qkv(
+        hidden, norm, EPS, weight, bias, rotations, pool, entries, heads, num_rows=row_count(live, device)
+    )
+    flat, limit = pool.view(-1, kv_heads, channels), 2 * LIMITS[dtype]
+    assert_close(queries[:live], expected[:live, :heads], limit)
+    assert_close(flat[entries[:live, 0]], expected[:live, heads : heads + kv_heads], limit)
+    assert_close(flat[entries[:live, 1]], expected[:live, heads + kv_heads :], limit)
+    assert bool(queries[live:].isnan().all())
+    flat[entries[:live].reshape(-1)] = torch.nan
+    assert bool(pool.isnan().all())
+
+
+def test_qkv_of_rows_that_share_an_entry_writes_that_entry(randn: Callable[..., Tensor], device: torch.device) -> None:
+    """Equal rows with one target, as padding rows have: no other entry may change."""
+    hidden = randn(1, 123, dtype=torch.float32).expand(3, 123).contiguous()
+    norm, weight = randn(123, dtype=torch.float32), randn(3 * 16, 123, dtype=torch.float32)
+    rotations = torch.ones(3, 8, dtype=torch.complex64, device=device)
+    entries = torch.tensor([[1, 5], [1, 5], [1, 5]], device=device)
+    pools = [torch.full((2, 2, 4, 1, 16), 7.0, device=device) for _ in range(2)]
+    for module, pool in zip((kernels, reference), pools, strict=True):
+        module.qkv(hidden, norm, EPS, weight, None, rotations, pool, entries, 1)
+    torch.testing.assert_close(pools[0], pools[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "rows", "width"), cases((123,), (256,)))
+def test_lm_head_and_its_argmax(
+    dtype: torch.dtype, rows: int, width: int, randn: Callable[..., Tensor], device: torch.device
+) -> None:
+    hidden, norm = randn(rows, width, dtype=dtype, scale=3.0), randn(width, dtype=dtype)
+    weight = randn(141, width, dtype=dtype)
+    expected = normed(hidden, norm) @ weight.double().t()
+    logits = kernels.lm_head(hidden, norm, EPS, weight)
+    assert logits.dtype == torch.float32
+    assert_close(logits, expected, LIMITS[dtype])
+    tokens = kernels.lm_head_argmax(hidden, norm, EPS, weight)
+    assert tokens.dtype == torch.int64
+    assert torch.equal(tokens, logits.argmax(dim=1))
+    if 1 < rows <= MATMUL_ROWS:  # beyond, torch computes all rows
+        num_rows = row_count(rows - 1, device)
+        fewer = kernels.lm_head(hidden, norm, EPS, weight, num_rows=num_rows)
+        assert torch.equal(fewer[:-1], logits[:-1])
+        assert bool(fewer[-1].isnan().all())
+        fewer_tokens = kernels.lm_head_argmax(hidden, norm, EPS, weight, num_rows=num_rows)
+        assert torch.equal(fewer_tokens[:-1], tokens[:-1])
+
+
+def test_of_equal_tiles_the_first_wins_also_when_there_are_more_than_fit_one_step(device: torch.device) -> None:
+    values, indices = torch.zeros(1, 2100, device=device), torch.arange(2100, dtype=torch.int32, device=device)[None]
+    values[0, [700, 7 + 1024, 7 + 2048]] = 5.0
+    values[0, 700] = 4.0
+    tokens = torch.empty(1, dtype=torch.int64, device=device)
+    reduce_launch(values, indices, tokens, 2100, None).run()
+    assert tokens.tolist() == [7 + 1024]
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+@pytest.mark.parametrize("rows", [1, 3])
+def test_of_equal_logits_the_lowest_token_wins_and_nan_gives_a_token_too(
+    rows: int, randn: Callable[..., Tensor], device: torch.device
+) -> None:
+    hidden, norm = randn(rows, 32, dtype=torch.float32), torch.ones(32, device=device)
+    weight = torch.zeros(141, 32, device=device)
+    assert kernels.lm_head_argmax(hidden, norm, EPS, weight).tolist() == [0] * rows
+    weight[[37, 111]] = hidden[0]
+    assert kernels.lm_head_argmax(hidden, norm, EPS, weight)[0] == 37
+    hidden[0] = torch.nan
+    assert 0 <= int(kernels.lm_head_argmax(hidden, norm, EPS, weight)[0]) < 141
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_large_float16_row_times_a_large_norm_weight_stays_finite(
+    rows: int, randn: Callable[..., Tensor], device: torch.device
+) -> None:
+    hidden = randn(rows, 128, dtype=torch.float16, scale=8000.0)
+    norm = torch.full((128,), 20.0, dtype=torch.float16, device=device)
+    weight = randn(64, 128, dtype=torch.float16, scale=0.01)
+    assert_close(kernels.lm_head(hidden, norm, EPS, weight), normed(hidden, norm) @ weight.double().t(), 6e-4)
+
+
+def test_no_rows_are_no_work(device: torch.device) -> None:
+    hidden, norm = torch.empty(0, 16, device=device), torch.ones(16, device=device)
+    weight, pool = torch.ones(48, 16, device=device), torch.full((1, 2, 4, 1, 16), 3.0, device=device)
+    rotations, none = torch.empty(0, 8, dtype=torch.complex64, device=device), torch.empty(0, dtype=torch.int64)
+    none = none.to(device)
+    assert kernels.rms_norm(hidden, norm, EPS).shape == (0, 16)
+    assert kernels.qkv(hidden, norm, EPS, weight, None, rotations, pool, none.view(0, 2), 1).shape == (0, 1, 16)
+    assert kernels.gate_up(hidden, norm, EPS, weight, None).shape == (0, 24)
+    assert kernels.lm_head(hidden, norm, EPS, weight).shape == (0, 48)
+    assert kernels.lm_head_argmax(hidden, norm, EPS, weight).shape == (0,)
+    kernels.linear_residual(hidden, weight[:16], None, hidden)
+    kernels.copy_entries(pool, none, none)
+    assert bool((pool == 3.0).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_entry_is_copied_to_many_and_copies_beyond_the_count_are_not_made(
+    dtype: torch.dtype, randn: Callable[..., Tensor], device: torch.device
+) -> None:
+    pool = randn(5, 2, 4, 3, 41, dtype=dtype).contiguous()
+    expected = pool.clone()
+    source, target = torch.tensor([11, 11, 11, 6], device=device), torch.tensor([30, 2, 17, 3], device=device)
+    kernels.copy_entries(pool, source, target, num_rows=row_count(3, device))
+    expected.view(-1, 3, 41)[target[:3]] = expected.view(-1, 3, 41)[11].clone()
+    assert torch.equal(bits(pool), bits(expected))
+    kernels.copy_entries(pool, source, target)
+    expected.view(-1, 3, 41)[3] = expected.view(-1, 3, 41)[6].clone()
+    assert torch.equal(bits(pool), bits(expected))
+
+
+def test_a_count_above_the_rows_means_all_rows(randn: Callable[..., Tensor], device: torch.device) -> None:
+    x, weight, residual = (randn(n, 32, dtype=torch.float32) for n in (3, 32, 3))
+    expected = residual.double() + x.double() @ weight.double().t()
+    kernels.linear_residual(x, weight, None, residual, num_rows=row_count(9, device))
+    assert_close(residual, expected)
+
+
+def test_a_transposed_operand_is_refused_by_name(device: torch.device) -> None:
+    square = torch.ones(4, 4, device=device)
+    with pytest.raises(ValueError, match="weight has stride"):
+        kernels.linear_residual(square, square.t(), None, square)
+    with pytest.raises(ValueError, match="pool has stride"):
+        kernels.copy_entries(torch.ones(1, 2, 4, 2, 3, device=device).transpose(3, 4), *torch.zeros(2, 1).long())
+
+
+def test_every_launch_is_built_without_looking_at_data() -> None:
+    """Meta tensors have none, so a captured graph cannot hold a number that came from a tensor."""
+    launches = list(registered(SHAPES["tiny"], torch.bfloat16))
+    assert {"rms_norm", "qkv", "linear_residual", "gate_up", "lm_head", "copy_entries"} <= {
+        name for name, _, _ in launches
+    }
+    assert all(all(launch.grid) for _, _, launch in launches)
