@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Generator
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -173,11 +172,18 @@ def test_every_field_of_sampling_params_has_values_that_are_refused() -> None:
     assert set(REFUSED) == set(SamplingParams.__dataclass_fields__)
 
 
-def test_values_at_their_bounds_are_taken() -> None:
-    SamplingParams(n=64, temperature=100.0, top_p=1e-9, top_k=10**6, min_p=1.0, presence_penalty=-2, seed=2**63 - 1)
-    SamplingParams(stop=["x" * 1024] * 16, stop_token_ids=[0] * 256, max_tokens=2**24, min_tokens=2**24)
-    SamplingParams(logprobs=64, prompt_logprobs=0, logit_bias={0: -100.0, 1: 100}, repetition_penalty=100, top_p=1)
-    SamplingParams(seed=0, min_p=0, max_tokens=np.int64(3), stop_token_ids=(), bad_words=[], logit_bias={})
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"n": 64, "temperature": 100.0, "top_p": 1e-9, "top_k": 10**6, "min_p": 1.0, "presence_penalty": -2},
+        {"stop": ["x" * 1024] * 16, "stop_token_ids": [0] * 256, "max_tokens": 2**24, "min_tokens": 2**24},
+        {"logprobs": 64, "prompt_logprobs": 0, "logit_bias": {0: -100.0, 1: 100}, "repetition_penalty": 100},
+        {"seed": 2**63 - 1, "min_p": 0, "max_tokens": np.int64(3), "stop_token_ids": (), "bad_words": [], "top_p": 1},
+    ],
+)
+def test_values_at_their_bounds_are_taken_as_they_are(values: dict[str, Any]) -> None:
+    params = SamplingParams(**values)
+    assert {name: getattr(params, name) for name in values} == values
 
 
 def test_unknown_names_raise(engine: Engine, directory: Path) -> None:
@@ -392,10 +398,11 @@ def test_a_value_of_a_type_that_is_never_allowed_is_refused_by_name(engine: Engi
         calls[call.split()[0]]()
 
 
-def test_an_enormous_top_k_keeps_all_tokens_or_is_refused_but_never_ends_the_engine(engine: Engine) -> None:
-    with suppress(InvalidValueError):
-        engine.generate("a", SamplingParams(top_k=2**70, max_tokens=2), use_tqdm=False)
-    engine.generate("a", greedy(2), use_tqdm=False)
+def test_an_enormous_top_k_is_refused_and_the_largest_keeps_all_tokens(engine: Engine) -> None:
+    with pytest.raises(InvalidValueError, match=r"top_k=.*from 0 to 2147483647"):
+        SamplingParams(top_k=2**70)
+    largest = SamplingParams(top_k=2**31 - 1, max_tokens=2)
+    assert len(engine.generate("a", largest, use_tqdm=False)[0].outputs[0].token_ids) == 2
 
 
 # -- stops and lengths -----------------------------------------------------------------------------------------------

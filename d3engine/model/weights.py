@@ -101,6 +101,7 @@ def load_weights(
             unit="B",
             unit_scale=True,
             disable=None if show_progress else True,
+            leave=False,
         ) as progress:
             weights = _Loader(checkpoint, config, dtype, torch.device(device), progress).load()
     return weights
