@@ -1,0 +1,132 @@
+"""What the parts of the round share: where they run, how long they may, and how a call is timed.
+
+Two times of one call are kept apart. `eager_seconds` is what a caller sees who launches it from Python on an idle
+queue; `device_seconds` is what the device needs for it, taken from a CUDA graph of many calls over rotated inputs, so
+that neither the host's launches nor data left in the L2 cache are in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Call = Callable[[], object]
+ROTATED_BYTES = 256 * 2**20
+"""Inputs are rotated over copies of so many bytes together: several times the L2 cache of any GPU (50 - 126 MB)."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round: its device, whether it is only a rehearsal, and its end."""
+
+    device: torch.device
+    smoke: bool
+    budget: float  # seconds
+    started: float = field(default_factory=time.monotonic)
+    reserve: float = 0.0  # seconds that the kernels leave to the part after them
+    file: Path | None = None  # where a part keeps what it has found so far
+    ceilings: dict[str, float] = field(default_factory=dict)  # bytes or operations a second, as measured here
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether there is a device to measure; without one, times are only a rehearsal."""
+        return self.device.type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """bfloat16; float32 on a CPU, where Triton's interpreter computes bfloat16 wrongly."""
+        return torch.bfloat16 if self.on_gpu else torch.float32
+
+    @property
+    def has_triton(self) -> bool:
+        """Whether Triton kernels can run: on a GPU, or in the interpreter where it was asked for."""
+        return self.on_gpu or os.environ.get("TRITON_INTERPRET") == "1"
+
+    def left(self) -> float:
+        """Seconds of the budget that are left, perhaps below zero."""
+        return self.budget - (time.monotonic() - self.started)
+
+    def keep(self, found: dict[str, Any]) -> None:
+        """Write down what a part has found so far, for the case that its process dies; never half of it."""
+        if self.file is not None:
+            draft = self.file.with_suffix(".draft")
+            draft.write_text(json.dumps(found), encoding="utf-8")
+            draft.replace(self.file)
+
+    def share(self, num_bytes: float, seconds: float | None) -> float | None:
+        """What moving `num_bytes` in `seconds` is of the measured copy rate; None where one is not known."""
+        rate = self.ceilings.get("copy")
+        return num_bytes / seconds / rate if rate and seconds else None
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, if there is anything to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def eager_seconds(call: Call, device: torch.device) -> float:
+    """Median seconds of one call: `do_bench` on a GPU (L2 cleared between calls), the clock of the host elsewhere."""
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        return float(do_bench(call, warmup=10, rep=50, return_mode="median")) / 1e3
+    return statistics.median(host_seconds(call, device) for _ in range(3))
+
+
+def host_seconds(call: Call, device: torch.device) -> float:
+    """Seconds of one call by the host's clock, the device's work included."""
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def device_seconds(calls: Sequence[Call], *, repeats: int = 15) -> float:
+    """Median seconds a call in a CUDA graph that runs `calls` in order, over and over; only on a GPU.
+
+    At least 16 calls are captured, so that what starts a graph is spread thin. Raises what capturing raises.
+    """
+    captured = list(calls) * -(-16 // len(calls))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:  # compiles what is to be compiled, and lets libraries take their workspace
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in captured:
+            call()
+    for _ in range(3):
+        graph.replay()
+    start = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
+    stop = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
+    for first, last in zip(start, stop, strict=True):
+        first.record()
+        graph.replay()
+        last.record()
+    torch.cuda.synchronize()
+    milliseconds = [first.elapsed_time(last) for first, last in zip(start, stop, strict=True)]
+    return statistics.median(milliseconds) / 1e3 / len(captured)
+
+
+def timed(calls: Sequence[Call], current: Round) -> dict[str, Any]:
+    """Both times of a call that has copies; a graph that cannot be captured is recorded, and fails nothing."""
+    times: dict[str, Any] = {"eager_s": eager_seconds(calls[0], current.device), "device_s": None}
+    if current.on_gpu:
+        try:
+            times["device_s"] = device_seconds(calls)
+        except Exception as error:
+            times["device_error"] = f"{type(error).__name__}: {error}"[:500]
+    return times

@@ -1,0 +1,88 @@
+"""Which device this is and what it can do at most: copy, read and matrix-product rates, each measured twice."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.common import Round, eager_seconds
+
+FACTS = (
+    "name",
+    "driver_version",
+    "memory.total",
+    "memory.used",
+    "clocks.sm",
+    "clocks.mem",
+    "clocks.max.sm",
+    "power.limit",
+    "power.draw",
+    "temperature.gpu",
+    "mig.mode.current",
+)
+
+
+def run(report: dict[str, Any], current: Round) -> None:
+    """Fill in facts and ceilings; of two measurements of one rate the faster is the ceiling."""
+    report["facts"] = facts(current)
+    report["versions"] = {name: _version(name) for name in ("torch", "triton", "transformers", "numpy")}
+    report["versions"] |= {"python": platform.python_version(), "cuda": torch.version.cuda}
+    report["ceilings"] = ceilings(current)
+
+
+def facts(current: Round) -> dict[str, Any]:
+    """What nvidia-smi and torch say of the device; the clocks are those of an idle device."""
+    found: dict[str, Any] = {"device": str(current.device)}
+    if current.on_gpu:
+        properties = torch.cuda.get_device_properties(current.device)
+        found |= {
+            "name": properties.name,
+            "processors": properties.multi_processor_count,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_bytes": properties.total_memory,
+            "l2_bytes": properties.L2_cache_size,
+        }
+    if current.on_gpu and shutil.which("nvidia-smi"):
+        command = ["nvidia-smi", f"--query-gpu={','.join(FACTS)}", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        values = [value.strip() for value in done.stdout.split("\n")[0].split(",")]
+        known = done.returncode == 0 and len(values) == len(FACTS)
+        found["nvidia_smi"] = dict(zip(FACTS, values, strict=True)) if known else done.stdout + done.stderr
+    return found
+
+
+def ceilings(current: Round) -> dict[str, dict[str, Any]]:
+    """Rates of a copy, a read and a product of matrices, on random data (zeros draw less power, and run faster)."""
+    device, dtype = current.device, current.dtype
+    size = 2**31 if current.on_gpu else 2**20  # elements: 4 GiB in bfloat16
+    side = 8192 if current.on_gpu else 128
+    source = torch.empty(size, dtype=dtype, device=device).normal_()
+    target = torch.empty_like(source)
+    words = source.view(torch.int32)
+    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    product = torch.empty_like(left)
+    return {
+        "copy": _twice(lambda: target.copy_(source), 2 * source.nbytes, "bytes read and written", current),
+        "read": _twice(lambda: words.amax(), source.nbytes, "bytes read by torch.amax", current),
+        "matmul": _twice(lambda: torch.mm(left, right, out=product), 2 * side**3, "operations", current),
+    }
+
+
+def _twice(call: Any, amount: int, unit: str, current: Round) -> dict[str, Any]:
+    """The rate of a call that does `amount`, measured twice in a row; `noise` is how far the two lie apart."""
+    call()
+    seconds = [eager_seconds(call, current.device) for _ in range(2)]
+    noise = abs(seconds[0] - seconds[1]) / min(seconds)
+    return {"unit": unit, "amount": amount, "seconds": seconds, "rates": [amount / s for s in seconds], "noise": noise}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,61 @@
+"""The kernel tests in a pytest of their own: compiled on a GPU, in Triton's interpreter where that was asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.common import Round
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 300.0
+TAIL_CHARACTERS = 12_000
+_COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?|xfailed|xpassed|deselected)\b")
+
+
+def run(report: dict[str, Any], current: Round) -> None:
+    """Run tests/kernels and record counts and the end of the output; a failed test fails this part."""
+    if not current.has_triton:
+        report["skipped"] = "no GPU"
+        return
+    # A rehearsal runs one quick file: the whole suite takes minutes in the interpreter.
+    target = "tests/kernels" if current.on_gpu else "tests/kernels/test_reference_rows.py"
+    command = [sys.executable, "-m", "pytest", target, "-p", "no:cacheprovider", "-ra", "--tb=short"]
+    if current.on_gpu and importlib.util.find_spec("xdist"):
+        command += ["-n", "8"]  # most of the time is compiling, on the host
+    environment = dict(os.environ)
+    if current.on_gpu:
+        environment.pop("TRITON_INTERPRET", None)
+    timeout = max(10.0, min(TIMEOUT_S, current.left()))
+    report.update(command=["python", *command[1:]], timeout_s=timeout, timed_out=False)
+    start = time.monotonic()
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # pytest and its workers: none may go on beside the next part
+        output, _ = process.communicate()
+        report["timed_out"] = True
+    report["exit_code"] = process.returncode
+    text = output.decode(errors="replace")
+    report.update(seconds=time.monotonic() - start, counts=counts(text), tail=text[-TAIL_CHARACTERS:])
+    if report["exit_code"] != 0:
+        raise RuntimeError(f"the kernel tests did not pass: {report['counts']}, exit code {report['exit_code']}")
+
+
+def counts(output: str) -> dict[str, int]:
+    """How many tests passed, failed and so on, by pytest's last line that counts any."""
+    for line in reversed(output.splitlines()):
+        found = _COUNT.findall(line)
+        if found and " in " in line:
+            return {name.rstrip("s") if name == "errors" else name: int(number) for number, name in found}
+    return {}
