@@ -1,4 +1,4 @@
-"""What all tests share: tiny models made once a session, prompts, and the data that only this workplace has.
+"""What all tests share: tiny models made once for all tests, prompts, and optional data from beside the checkout.
 
 Fixtures return functions where a test needs arguments; the functions themselves live in `tests/support`, which pytest
 puts on the import path.
