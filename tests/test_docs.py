@@ -30,8 +30,10 @@ def commands(program: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path) -> None:
     names: dict[str, Any] = {"__name__": page.stem}
+    given = set(names)
     for number, block in enumerate(RUNNABLE.findall(page.read_text()), start=1):
         exec(compile(block, f"{page.name}, block {number}", "exec", dont_inherit=True), names)
+    assert set(names) - given - {"__builtins__"}, "no block ran, or none defined anything"
 
 
 def test_the_pages_have_python_to_run_and_commands_to_parse() -> None:
