@@ -134,7 +134,7 @@ class Simulation:
         if plan is not None:
             started = [plan.sequences[chunk].arrival for chunk in np.flatnonzero(plan.starts == 0).tolist()]
             found = (len(plan.sequences), layers_run(plan), [self._clock - self._arrived[a] for a in started])
-            self._scheduler.update(plan, Sampled([FAKE_TOKEN] * len(plan.sampled)))
+            list(self._scheduler.update(plan, Sampled([[FAKE_TOKEN]] * len(plan.sampled))))
         self._clock += 1
         return found
 

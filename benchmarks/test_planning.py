@@ -76,7 +76,7 @@ class Decoding:
         return plan
 
     def update(self, plan: Plan) -> None:
-        self.scheduler.update(plan, Sampled([7] * len(plan.sampled)))
+        list(self.scheduler.update(plan, Sampled([[7]] * len(plan.sampled))))
 
     def step(self) -> None:
         self.update(self.plan())
@@ -154,9 +154,12 @@ def test_update(benchmark: BenchmarkFixture, batch: int) -> None:
 
     def setup() -> tuple[tuple[Any, ...], dict[str, Any]]:
         plan = decoding.plan()
-        return (plan, Sampled([7] * len(plan.sampled))), {}
+        return (plan, Sampled([[7]] * len(plan.sampled))), {}
 
-    benchmark.pedantic(decoding.scheduler.update, setup=setup, rounds=ROUNDS, warmup_rounds=WARM_UP)
+    def update(plan: Plan, sampled: Sampled) -> None:
+        list(decoding.scheduler.update(plan, sampled))
+
+    benchmark.pedantic(update, setup=setup, rounds=ROUNDS, warmup_rounds=WARM_UP)
 
 
 @pytest.mark.benchmark(group="spans_of, 32 layers")

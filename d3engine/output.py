@@ -129,7 +129,7 @@ class OutputProcessor:
             min_tokens=params.min_tokens,
         )
 
-    def process(self, plan: Plan, sampled: Sampled, tokens: list[TokenOutput]) -> list[RequestOutput]:
+    def process(self, plan: Plan, sampled: Sampled, tokens: Iterable[TokenOutput]) -> list[RequestOutput]:
         """Take in a step's tokens; returns the requests that have grown or finished, in the order of the batch."""
         grown: dict[str, _Request] = {}
         for rows, found in zip(plan.prompt_rows, sampled.prompt_logprobs, strict=True):
@@ -183,7 +183,7 @@ class OutputProcessor:
 
     def _append(self, answer: _Answer, token: TokenOutput) -> None:
         sequence = answer.sequence
-        if sequence.finish_reason is FinishReason.ABORT:
+        if sequence.finish_reason is FinishReason.ABORT or token.token_id is None:
             return
         answer.depths.append(token.depth)
         if token.logprobs is not None:

@@ -89,16 +89,18 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One token for each of the plan's sampled chunks, in order.
+    """The new tokens of each of the plan's sampled chunks, in order: one, or several where a step yields more.
 
-    `logprobs[row]` is None for rows that did not ask. `prompt_logprobs[k]` belongs to the plan's k-th prompt rows.
-    `faults` maps rows without a usable token to what went wrong.
+    `logprobs[row]` holds one entry for each token, or None for rows that did not ask. `depths[row]` are the layers that
+    each token took, where they are not those of its schedule. `prompt_logprobs[k]` belongs to the plan's k-th prompt
+    rows. `faults` maps rows that end after their tokens (if any) to what went wrong.
     """
 
-    token_ids: list[int]
-    logprobs: list[dict[int, Logprob] | None] | None = None
+    token_ids: list[list[int]]
+    logprobs: list[list[dict[int, Logprob]] | None] | None = None
     prompt_logprobs: list[list[dict[int, Logprob]]] = field(default_factory=list)
     faults: dict[int, str] = field(default_factory=dict)
+    depths: list[list[int]] | None = None
 
 
 def spans_of(active: BoolArray, projected: BoolArray | None, query_starts: IntArray) -> tuple[Span, ...]:

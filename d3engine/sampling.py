@@ -42,7 +42,7 @@ def _chosen(scores: Tensor) -> Sampled:
     tokens = scores.argmax(dim=-1)
     best = scores.gather(1, tokens.unsqueeze(1)).flatten().tolist()  # NaN wins an argmax, so it is seen here
     faults = {row: FAULT for row, score in enumerate(best) if not math.isfinite(score)}
-    return Sampled(tokens.tolist(), faults=faults)
+    return Sampled([[] if row in faults else [token] for row, token in enumerate(tokens.tolist())], faults=faults)
 
 
 def _adjusted(logits: Tensor, sequences: list[Sequence]) -> Tensor:
@@ -127,14 +127,16 @@ def _cut(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _sampled_logprobs(
-    logits: Tensor, sequences: list[Sequence], token_ids: list[int]
-) -> list[dict[int, Logprob] | None] | None:
+    logits: Tensor, sequences: list[Sequence], token_ids: list[list[int]]
+) -> list[list[dict[int, Logprob]] | None] | None:
     """The log-probabilities of the rows that asked for them."""
     if all(sequence.params.logprobs is None for sequence in sequences):
         return None
     return [
-        None if sequence.params.logprobs is None else _logprobs(row, token, sequence.params.logprobs)
-        for row, sequence, token in zip(logits, sequences, token_ids, strict=True)
+        None
+        if sequence.params.logprobs is None
+        else [_logprobs(row, token, sequence.params.logprobs) for token in tokens]
+        for row, sequence, tokens in zip(logits, sequences, token_ids, strict=True)
     ]
 
 

@@ -8,7 +8,7 @@ never straddles a cutoff, so a replayed token runs at the depth it had at first 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -60,10 +60,13 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """One token that a step has yielded, the layers it took, and its log-probabilities if they were asked for."""
+    """One token that a step has yielded, the layers it took, and its log-probabilities if they were asked for.
+
+    A sequence that ends by a fault has a last one without a token.
+    """
 
     sequence: Sequence
-    token_id: int
+    token_id: int | None
     depth: int
     logprobs: dict[int, Logprob] | None
 
@@ -154,24 +157,35 @@ class Scheduler:
         before, after = self._allocator.allocate(chunks, missing)
         return build_plan(chunks, self._table, self.cache.tables, before, after)
 
-    def update(self, plan: Plan, sampled: Sampled) -> list[TokenOutput]:
-        """Take in what a step has computed: new tokens, ended sequences, prompt blocks to share, blocks to free."""
-        table = self._table
-        table.num_computed[plan.slots] = plan.stops
+    def update(self, plan: Plan, sampled: Sampled) -> Iterator[TokenOutput]:
+        """Take in what a step has computed: new tokens, ended sequences, prompt blocks to share, blocks to free.
+
+        The tokens come one by one, each when its sequence has grown by it: whoever reads them may end the sequence
+        there (a stop string was found), and the tokens beyond are dropped. They must be read to the end.
+        """
+        self._table.num_computed[plan.slots] = plan.stops
         self.counters.steps += 1
         self._keep_prompts(plan)
-        outputs = []
-        depths = plan.depths[plan.sampled].tolist()
-        logprobs = sampled.logprobs or [None] * len(depths)
+        return self._take(plan, sampled)
+
+    def _take(self, plan: Plan, sampled: Sampled) -> Iterator[TokenOutput]:
+        """Add the sampled tokens to their sequences, then give back the blocks of layers that have fallen asleep."""
+        depths = sampled.depths or [[depth] for depth in plan.depths[plan.sampled].tolist()]
         for row, chunk in enumerate(plan.sampled.tolist()):
             sequence = plan.sequences[chunk]
-            if row in sampled.faults:
-                self.finish(sequence, FinishReason.ABORT, sampled.faults[row])
+            logprobs = sampled.logprobs[row] if sampled.logprobs else None
+            for place, token in enumerate(sampled.token_ids[row]):
+                given = depths[row]
+                depth = given[place] if place < len(given) else sequence.schedule.depth_at(sequence.step)
+                self._append(sequence, token, depth)
+                yield TokenOutput(sequence, token, depth, logprobs[place] if logprobs else None)
+                if sequence.status is Status.FINISHED:
+                    break
             else:
-                self._append(sequence, sampled.token_ids[row], depths[row])
-            outputs.append(TokenOutput(sequence, sampled.token_ids[row], depths[row], logprobs[row]))
+                if row in sampled.faults:
+                    self.finish(sequence, FinishReason.ABORT, sampled.faults[row])
+                    yield TokenOutput(sequence, None, 0, None)
         self._allocator.free_sleeping_layers(plan.slots)
-        return outputs
 
     # -- choosing ----------------------------------------------------------------------------------------------
 
@@ -275,6 +289,7 @@ class Scheduler:
         if count < table.tokens.shape[1]:
             table.tokens[slot, count] = token
         table.num_tokens[slot] = count + 1
+        table.num_computed[slot] = count  # all but the new one: a step may have computed more, or less, than it planned
         self.counters.generated_tokens += 1
         self.counters.generated_layers += depth
         params = sequence.params

@@ -128,6 +128,11 @@ def sample(logits: torch.Tensor, sequences: list[Sequence], **plan: Any) -> Samp
     return Sampler()(logits, cast(Plan, SimpleNamespace(**(fields | plan))))
 
 
+def tokens_of(sampled: Sampled) -> list[int]:
+    """The token of each row, where every row has one."""
+    return [token for (token,) in sampled.token_ids]
+
+
 def random_logits(rows: int, tokens: int, seed: int) -> torch.Tensor:
     return torch.randn(rows, tokens, generator=torch.Generator().manual_seed(seed)) * 2.5
 
@@ -203,7 +208,7 @@ def test_draws_follow_the_softmax() -> None:
     """Chi-square over 7 tokens, 6 degrees of freedom: 22.5 is exceeded once in a thousand."""
     logits, draws = random_logits(1, 7, seed=4) / 2, 20000
     sequences = [sequence_of(SamplingParams(temperature=1.0, seed=seed)) for seed in range(draws)]
-    found = torch.bincount(torch.tensor(sample(logits.expand(draws, -1), sequences).token_ids), minlength=7)
+    found = torch.bincount(torch.tensor(tokens_of(sample(logits.expand(draws, -1), sequences))), minlength=7)
     wanted = logits[0].softmax(dim=-1) * draws
     assert float(((found - wanted) ** 2 / wanted).sum()) < 22.5
 
@@ -214,7 +219,7 @@ def test_the_steps_of_one_seed_and_the_sequences_of_one_request_are_draws_of_the
     by_step = [sequence_of(params, generated=[0] * step) for step in range(draws)]
     by_index = [sequence_of(params, index=index) for index in range(draws)]
     for sequences in (by_step, by_index):
-        tokens = torch.tensor(sample(logits.expand(draws, -1), sequences).token_ids)
+        tokens = torch.tensor(tokens_of(sample(logits.expand(draws, -1), sequences)))
         counts = torch.bincount(tokens, minlength=5).float()
         assert float(((counts - draws / 5) ** 2 / (draws / 5)).sum()) < 18.5  # 4 degrees of freedom
         pairs = torch.bincount(tokens[:-1] * 5 + tokens[1:], minlength=25).float()
@@ -276,7 +281,7 @@ def test_a_parameter_chooses_as_its_slow_reference_in_a_batch_with_all_others(na
     logits = random_logits(len(both), 12, seed=len(name))
     found = sample(logits, both)
     assert not found.faults
-    assert found.token_ids == [slow_token(row, one) for row, one in zip(logits.tolist(), both, strict=True)]
+    assert tokens_of(found) == [slow_token(row, one) for row, one in zip(logits.tolist(), both, strict=True)]
     # And each alone, without its neighbours.
     for row in range(0, len(both), 17):
         assert sample(logits[row : row + 1], [both[row]]).token_ids == [found.token_ids[row]]
@@ -303,7 +308,7 @@ def test_truncation_keeps_exactly_the_likeliest_tokens(settings: dict[str, Any],
     logits = torch.full((8,), math.log(2.0)) * torch.tensor([7.0, 6, 5, 4, 3, 2, 1, 1])
     row = torch.empty(8).index_copy_(0, order, logits)
     sequences = [sequence_of(SamplingParams(seed=seed, **settings)) for seed in range(1500)]
-    found = set(sample(row.expand(1500, -1), sequences).token_ids)
+    found = set(tokens_of(sample(row.expand(1500, -1), sequences)))
     likeliest = order.tolist()
     assert found in [set(likeliest[:kept]), set(likeliest[: kept - 1]) | {likeliest[7]}]
 
@@ -312,7 +317,7 @@ def test_temperature_makes_the_odds_a_power_of_what_they_were() -> None:
     row = torch.tensor([0.0, math.log(3.0)])
     for temperature, odds in ((0.5, 9.0), (1.0, 3.0), (2.0, math.sqrt(3.0))):
         sequences = [sequence_of(SamplingParams(seed=seed, temperature=temperature)) for seed in range(20000)]
-        ones = sum(sample(row.expand(20000, -1), sequences).token_ids)
+        ones = sum(tokens_of(sample(row.expand(20000, -1), sequences)))
         expected = 20000 * odds / (1 + odds)
         deviation = math.sqrt(expected / (1 + odds))
         assert abs(ones - expected) < 3.5 * deviation
@@ -331,20 +336,21 @@ def test_logprobs_are_of_the_raw_distribution_whatever_is_done_to_it() -> None:
         sequence_of(SamplingParams(seed=3, logprobs=64)),
     ]
     found = sample(logits, sequences)
-    assert found.token_ids[0] == 5
+    assert found.token_ids[0] == [5]
     assert found.logprobs is not None
     assert found.logprobs[2] is None
+    tokens = tokens_of(found)
     for row, count in ((0, 5), (1, 0), (3, 30)):
         raw = [math.log(p) for p in slow_softmax(logits[row].double().tolist())]
         ranked = sorted(range(30), key=lambda token: -raw[token])
-        logprobs = found.logprobs[row]
-        assert logprobs is not None
-        assert next(iter(logprobs)) == found.token_ids[row]
-        assert set(logprobs) == {found.token_ids[row], *ranked[:count]}
+        of_row = found.logprobs[row]
+        assert of_row is not None
+        (logprobs,) = of_row
+        assert next(iter(logprobs)) == tokens[row]
+        assert set(logprobs) == {tokens[row], *ranked[:count]}
         for token, logprob in logprobs.items():
             assert logprob.logprob == pytest.approx(raw[token], abs=1e-5)
             assert logprob.rank == ranked.index(token) + 1
-    assert len(found.logprobs[3] or {}) == 30
 
 
 def test_prompt_logprobs_are_those_of_each_rows_next_prompt_token() -> None:
@@ -394,7 +400,7 @@ def test_minus_infinity_excludes_a_token_and_harms_nobody() -> None:
     logits[0, :9] = -math.inf
     found = sample(logits, [sequence_of(SamplingParams(seed=n, top_p=0.9)) for n in range(2)])
     assert not found.faults
-    assert found.token_ids[0] == 9
+    assert found.token_ids[0] == [9]
 
 
 def test_a_row_of_which_every_token_is_excluded_by_its_own_parameters_fails_alone() -> None:

@@ -340,8 +340,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         chosen = [plan.sequences[chunk] for chunk in plan.sampled.tolist()]
         tokens = [token_at(sequence, sequence.step) for sequence in chosen]
         failed = {0: "made to fail"} if faults and chosen else {}
+        rows = [[] if row in failed else [token] for row, token in enumerate(tokens)]
         steps = [sequence.step for sequence in chosen]
-        outputs = self.scheduler.update(plan, Sampled(tokens, faults=failed))
+        outputs = list(self.scheduler.update(plan, Sampled(rows, faults=failed)))
         assert [output.sequence for output in outputs] == chosen
         for row, (output, step) in enumerate(zip(outputs, steps, strict=True)):
             if row in failed:
@@ -446,7 +447,7 @@ def test_whoever_is_never_preempted_has_rows_although_a_replay_would_take_the_wh
         plan = scheduler.schedule()
         assert plan is not None
         check_plan(scheduler, plan)
-        scheduler.update(plan, Sampled([1] * len(plan.sampled)))
+        list(scheduler.update(plan, Sampled([[1]] * len(plan.sampled))))
         scheduler.check_integrity()
 
     scheduler.add(replayed)
