@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from d3engine.kv_cache import IntArray
 from d3engine.plan import BoolArray
 
@@ -17,6 +19,12 @@ class Chunks:
     stops: IntArray  # [C] the position after the last
     steps: IntArray  # [C] the generation step of the first token; -1 in the prompt
     active: BoolArray  # [C, L]
+
+    def deepest_first(self) -> Chunks:
+        """The same chunks, those that run more layers before those that run fewer."""
+        if self.slots.size == 1:
+            return self
+        return self.take(np.argsort(-self.active.sum(axis=1), kind="stable"))
 
     def take(self, which: IntArray | BoolArray) -> Chunks:
         """The chunks at these indices, or where a mask is True."""

@@ -22,6 +22,7 @@ from d3engine.admission import Admission, Immediate
 from d3engine.chat_template import load_chat_template
 from d3engine.depth import DepthPolicy, Schedule
 from d3engine.errors import D3EngineError, EngineDeadError, InvalidValueError, require, require_integer
+from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.eager import EagerExecutor
 from d3engine.kv_cache import KVCache
 from d3engine.model.config import ModelConfig
@@ -54,7 +55,9 @@ class Engine:
         gpu_memory_utilization: that share, counting what the weights take.
         enable_prefix_caching: let prompts share the blocks of a common beginning.
         admission: when waiting requests join the batch: `Immediate()` or `Waves(steps)`.
-        enforce_eager: run without CUDA graphs (there are none yet, so this changes nothing).
+        enforce_eager: run without CUDA graphs: the same kernels, each launched by the host. A CPU has no graphs.
+        num_scheduler_steps: tokens that a batch which only decodes may generate before the host looks at them, for
+            requests of `generate` and `chat`; None: 16 with CUDA graphs, and always 1 without.
         seed: from which requests without a seed get theirs.
         tokenizer: a directory to take the tokenizer from; None: the model's.
         skip_tokenizer_init: work with token ids alone.
@@ -81,6 +84,7 @@ class Engine:
         enable_prefix_caching: bool = True,
         admission: Admission | None = None,
         enforce_eager: bool = False,
+        num_scheduler_steps: int | None = None,
         seed: int = 0,
         tokenizer: str | os.PathLike[str] | None = None,
         skip_tokenizer_init: bool = False,
@@ -107,12 +111,15 @@ class Engine:
         self.tokenizer = None if skip_tokenizer_init else load_tokenizer(Path(tokenizer or self._directory))
         self._schedules: dict[DepthPolicy, Schedule] = {}
         self._schedule(self.depth)  # a policy that does not fit the model is refused before the weights are loaded
+        self.uses_graphs = loading.uses_graphs(self.device, enforce_eager)
+        max_steps = loading.num_scheduler_steps(num_scheduler_steps, self.uses_graphs)
         scheduler_config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=self.max_model_len,
             admission=admission or Immediate(),
             enable_prefix_caching=enable_prefix_caching,
+            num_scheduler_steps=max_steps,
         )
         if weights is None:
             weights = load_weights(self._directory, self.config, dtype=self.dtype, device=self.device)
@@ -134,7 +141,7 @@ class Engine:
             max_length=self.max_model_len,
         )
         self.scheduler = Scheduler(scheduler_config, cache)
-        self.executor = EagerExecutor(
+        eager = EagerExecutor(
             self.config,
             weights,
             num_blocks=num_blocks,
@@ -142,7 +149,13 @@ class Engine:
             max_model_len=self.max_model_len,
             dtype=self.dtype,
             device=self.device,
+            kernels=loading.kernels_for(self.device),
         )
+        self.executor: EagerExecutor | GraphExecutor = eager
+        if self.uses_graphs:
+            self.executor = GraphExecutor(
+                eager, max_num_seqs=max_num_seqs, max_model_len=self.max_model_len, max_steps=max_steps
+            )
         self.sampler = Sampler()
         self._outputs = OutputProcessor(self.tokenizer, self.scheduler.finish)
         self._prompts = PromptReader(self.config, self.tokenizer, self.max_model_len)
@@ -273,7 +286,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """What the engine holds now, and what it has done since it began."""
         block_bytes = loading.block_bytes(self.config, self.scheduler.cache.block_size, self.dtype)
-        return engine_stats(self.scheduler, block_bytes, self._nominal.mean())
+        graphs = self.executor.graph_stats if isinstance(self.executor, GraphExecutor) else None
+        return engine_stats(self.scheduler, block_bytes, self._nominal.mean(), graphs)
 
     def close(self) -> None:
         """Drop weights and cache; calling it again does nothing."""
@@ -363,6 +377,7 @@ class Engine:
 
     def _add(self, sequences: list[Sequence], text: str | None, *, final_only: bool) -> None:
         for sequence in sequences:
+            sequence.streams = not final_only
             self.scheduler.add(sequence)
             self._nominal.count(sequence)
         self._outputs.add(sequences, text, final_only=final_only)

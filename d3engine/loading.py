@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import policy_from_directory
+from d3engine.environment import KERNELS
 from d3engine.errors import InvalidValueError, require, require_integer, require_number
+from d3engine.kernels import for_device
 from d3engine.model.config import ModelConfig, load_generation_config
 from d3engine.request import SamplingParams
 
 DEMO = "demo"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GRAPH_STEPS = 16
+"""Steps that CUDA graphs take before the host looks: at 3 ms a step, what the host does between is then 2 % of it."""
 CPU_CACHE_BYTES = 2**30
 """What the KV cache takes on a CPU unless told otherwise, or one sequence of full length if that is more."""
 
@@ -82,6 +87,31 @@ def resolve_depth(depth: str | DepthPolicy, directory: Path) -> DepthPolicy:
         return depth
     require(depth == "auto", "depth", depth, 'a DepthPolicy such as D3(alpha=0.9, start=0.6), or "auto"')
     return policy_from_directory(directory)
+
+
+def kernels_for(device: torch.device) -> ModuleType:
+    """The operations that run on `device`, as D3ENGINE_KERNELS says."""
+    chosen = KERNELS.read()
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    allowed = "auto or reference on a CPU, unless Triton interprets (TRITON_INTERPRET=1)"
+    require(not (chosen == "triton" and device.type == "cpu") or is_interpreted, KERNELS.name, chosen, allowed)
+    module: ModuleType = for_device(device, chosen)
+    return module
+
+
+def uses_graphs(device: torch.device, enforce_eager: bool) -> bool:
+    """Whether decoding runs in CUDA graphs."""
+    return device.type == "cuda" and not enforce_eager
+
+
+def num_scheduler_steps(given: int | None, uses_graphs: bool) -> int:
+    """How many steps the device may take by itself; 0 where the host launches every step."""
+    if given is not None:
+        require_integer("num_scheduler_steps", given, 1, 256)
+        require(uses_graphs or given == 1, "num_scheduler_steps", given, "1 without CUDA graphs")
+    if not uses_graphs:
+        return 0
+    return GRAPH_STEPS if given is None else given
 
 
 def default_sampling_params(directory: Path) -> SamplingParams:

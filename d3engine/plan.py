@@ -48,6 +48,18 @@ class PromptRows:
 
 
 @dataclass(frozen=True, slots=True)
+class RunAhead:
+    """The next `num_steps` steps of a batch in which every row decodes one token a step.
+
+    At each of them layer l runs for the rows with `steps + taken < cutoffs[:, l]`, and these rows come first.
+    """
+
+    num_steps: int
+    steps: IntArray  # [C] generation steps of the first of them
+    cutoffs: IntArray  # [C, L]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One engine step: C chunks of R rows in all, deepest chunks first.
 
@@ -74,6 +86,12 @@ class Plan:
     prompt_rows: tuple[PromptRows, ...]
     copies_before: tuple[IntArray, IntArray] | None
     copies_after: tuple[IntArray, IntArray] | None
+    ahead: RunAhead | None = None  # the steps that a device may take by itself; None: this one, told by the host
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that the plan stands for: tokens that each of its rows yields."""
+        return self.ahead.num_steps if self.ahead else 1
 
     @property
     def num_rows(self) -> int:
@@ -85,6 +103,14 @@ class Plan:
         if not self.prompt_rows:
             return self.sample_rows
         return np.concatenate([self.sample_rows, *(np.arange(p.rows.start, p.rows.stop) for p in self.prompt_rows)])
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What a device that runs ahead has chosen by itself: S steps of the plan's C chunks."""
+
+    token_ids: IntArray  # [S, C]
+    scores: npt.NDArray[np.float32]  # [S, C]; a row without a finite one has met a fault
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,19 +7,20 @@ import numpy as np
 from d3engine.chunks import Chunks
 from d3engine.copy_on_skip import EntryCopies
 from d3engine.kv_cache import IntArray
-from d3engine.plan import BoolArray, Plan, PromptRows, spans_of
+from d3engine.plan import BoolArray, Plan, PromptRows, RunAhead, spans_of
 from d3engine.running import RunningTable
 from d3engine.sequence import Sequence
 
 
 def build_plan(
-    chunks: Chunks, table: RunningTable, block_tables: IntArray, before: EntryCopies, after: EntryCopies
+    chunks: Chunks,
+    table: RunningTable,
+    block_tables: IntArray,
+    before: EntryCopies,
+    after: EntryCopies,
+    ahead: RunAhead | None,
 ) -> Plan:
-    """The plan of `chunks`, whose blocks stand in `block_tables` [slots, L, max_blocks]."""
-    depths = chunks.active.sum(axis=1)
-    if depths.size > 1:
-        order = np.argsort(-depths, kind="stable")
-        chunks, depths = chunks.take(order), depths[order]
+    """The plan of `chunks`, deepest first, whose blocks stand in `block_tables` [slots, L, max_blocks]."""
     slots = chunks.slots
     query_starts, row_chunks, positions = _rows(chunks)
     sampled = (chunks.stops == table.num_tokens[slots]).nonzero()[0]
@@ -36,7 +37,7 @@ def build_plan(
         positions=positions,
         row_chunks=row_chunks,
         prompt_lengths=table.prompt_length[slots],
-        depths=depths,
+        depths=chunks.active.sum(axis=1),
         tables=block_tables,
         spans=spans_of(chunks.active, _projected(chunks, table), query_starts),
         sampled=sampled,
@@ -45,6 +46,7 @@ def build_plan(
         prompt_rows=() if greedy else _prompt_rows(sequences, chunks, query_starts),
         copies_before=before.arrays(),
         copies_after=after.arrays(),
+        ahead=ahead,
     )
 
 

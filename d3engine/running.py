@@ -30,6 +30,8 @@ class RunningTable:
         self.fills = np.zeros(max_sequences, dtype=bool)
         self.tabled = np.zeros(max_sequences, dtype=bool)
         self.plain_greedy = np.zeros(max_sequences, dtype=bool)
+        self.streams = np.zeros(max_sequences, dtype=bool)
+        self.max_length = np.zeros(max_sequences, dtype=np.int64)
 
     def put(self, sequence: Sequence, num_computed: int) -> None:
         """Fill the sequence's slot; `num_computed` positions are in the cache already."""
@@ -45,6 +47,8 @@ class RunningTable:
         self.tabled[slot] = not schedule.is_nested
         self.frees_at[slot] = NEVER if self.fills[slot] else self.computed_before(slot, schedule.first_skipping_step)
         self.plain_greedy[slot] = _is_plain_greedy(sequence)
+        self.streams[slot] = sequence.streams
+        self.max_length[slot] = sequence.max_length
 
     def sequence(self, slot: int) -> Sequence:
         """The sequence that runs in `slot`."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from d3engine.plan import Plan, Sampled
+from d3engine.plan import Chosen, Plan, Sampled
 from d3engine.random import gumbel
 from d3engine.request import Logprob
 from d3engine.sequence import Sequence
@@ -22,9 +23,11 @@ FAULT = "the model's logits were not finite, or every token was excluded"
 
 
 class Sampler:
-    """Callable: `sampler(logits, plan)`, with float32 `logits` [plan.logit_rows, V]."""
+    """Callable: `sampler(logits, plan)`, with float32 `logits` [plan.logit_rows, V], or what the device has chosen."""
 
-    def __call__(self, logits: Tensor, plan: Plan) -> Sampled:
+    def __call__(self, logits: Tensor | Chosen, plan: Plan) -> Sampled:
+        if isinstance(logits, Chosen):
+            return _until_faults(logits)
         count = len(plan.sampled)
         if plan.greedy:
             return _chosen(logits)
@@ -43,6 +46,16 @@ def _chosen(scores: Tensor) -> Sampled:
     best = scores.gather(1, tokens.unsqueeze(1)).flatten().tolist()  # NaN wins an argmax, so it is seen here
     faults = {row: FAULT for row, score in enumerate(best) if not math.isfinite(score)}
     return Sampled([[] if row in faults else [token] for row, token in enumerate(tokens.tolist())], faults=faults)
+
+
+def _until_faults(chosen: Chosen) -> Sampled:
+    """The tokens of each row, up to the first one whose score was not finite: there the row ends by a fault."""
+    healthy = np.isfinite(chosen.scores)
+    if healthy.all():
+        return Sampled(chosen.token_ids.T.tolist())
+    counts = np.where(healthy.all(axis=0), len(healthy), healthy.argmin(axis=0)).tolist()
+    tokens = [row[:count] for row, count in zip(chosen.token_ids.T.tolist(), counts, strict=True)]
+    return Sampled(tokens, faults={row: FAULT for row, count in enumerate(counts) if count < len(healthy)})
 
 
 def _adjusted(logits: Tensor, sequences: list[Sequence]) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -18,23 +18,29 @@ from d3engine.allocator import Allocator, peak_blocks
 from d3engine.chunks import Chunks
 from d3engine.errors import require
 from d3engine.kv_cache import IntArray, KVCache
-from d3engine.plan import Plan, Sampled
+from d3engine.plan import Plan, RunAhead, Sampled
 from d3engine.planner import build_plan
 from d3engine.prefix_cache import PrefixCache
 from d3engine.request import FinishReason, Logprob
+from d3engine.run_ahead import reaching, run_ahead
 from d3engine.running import RunningTable
 from d3engine.sequence import NO_SLOT, Sequence, Status
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Bounds of a step: rows in all, sequences at once, and tokens a sequence may grow to."""
+    """Bounds of a step: rows in all, sequences at once, and tokens a sequence may grow to.
+
+    `num_scheduler_steps`: how many steps a batch that only decodes may take before the host looks; 0 where the
+    executor is told of every step.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     admission: Admission = field(default_factory=Immediate)
     enable_prefix_caching: bool = True
+    num_scheduler_steps: int = 0
 
     def __post_init__(self) -> None:
         require(
@@ -153,9 +159,10 @@ class Scheduler:
         self._admit()
         if not self._running:
             return None
-        chunks, missing = self._make_room(self._choose())
+        chunks, missing = self._make_room(self._choose().deepest_first())
+        ahead, missing = self._look_ahead(chunks, missing)
         before, after = self._allocator.allocate(chunks, missing)
-        return build_plan(chunks, self._table, self.cache.tables, before, after)
+        return build_plan(chunks, self._table, self.cache.tables, before, after, ahead)
 
     def update(self, plan: Plan, sampled: Sampled) -> Iterator[TokenOutput]:
         """Take in what a step has computed: new tokens, ended sequences, prompt blocks to share, blocks to free.
@@ -164,7 +171,7 @@ class Scheduler:
         there (a stop string was found), and the tokens beyond are dropped. They must be read to the end.
         """
         self._table.num_computed[plan.slots] = plan.stops
-        self.counters.steps += 1
+        self.counters.steps += plan.num_steps
         self._keep_prompts(plan)
         return self._take(plan, sampled)
 
@@ -278,6 +285,18 @@ class Scheduler:
             assert len(self._running) > 1, "a single sequence outgrew the cache that add() had found large enough"
             chunks = chunks.take(chunks.slots != victim.slot)
             self._preempt(victim)
+
+    def _look_ahead(self, chunks: Chunks, missing: IntArray) -> tuple[RunAhead | None, IntArray]:
+        """The steps that the device may take by itself, and the blocks [C, L] that the chunks lack for all of them."""
+        may_join = bool(self._waiting) and self.cache.num_free_slots > 0
+        limit = self.config.num_scheduler_steps
+        ahead = run_ahead(chunks, self._table, min(limit, 1) if may_join else limit)
+        if ahead is not None and ahead.num_steps > 1:
+            further, needed = self._allocator.missing(reaching(chunks, ahead))
+            if self.prefix_cache.reserve(needed):
+                return ahead, further
+            ahead = replace(ahead, num_steps=1)  # nobody is sent away for the sake of running ahead
+        return ahead, missing
 
     # -- after the step ----------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ class Sequence:
         max_length: tokens of prompt and output at most.
         shares_prompt: whether its prompt may come from the prefix cache and go there.
         prefix_keys: the prefix cache's keys of its prompt, set by the scheduler; empty when it may not share.
+        streams: whether each token is wanted as soon as it is there, rather than the whole answer at the end.
     """
 
     request_id: str
@@ -61,6 +62,7 @@ class Sequence:
     max_length: int
     shares_prompt: bool = True
     prefix_keys: list[bytes] = field(default_factory=list)
+    streams: bool = True
 
     token_ids: list[int] = field(default_factory=list)
     status: Status = Status.WAITING

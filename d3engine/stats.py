@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from d3engine.depth import Schedule
+from d3engine.executor.cuda_graph import GraphStats
 from d3engine.scheduler import Scheduler
 from d3engine.sequence import Sequence
 
@@ -17,6 +18,9 @@ class EngineStats:
     layers truly run for the tokens truly generated; None before there are any. `kv_bytes_saved` is what the running
     sequences do not hold now although full depth would, `kv_bytes_saved_at_end` the sum of the same over finished
     sequences when each ended. `kv_blocks_cached` are held by nobody but the prefix cache.
+
+    With CUDA graphs: how many were captured, in how many seconds, with what memory, and how many steps ran in graphs
+    and how many were launched by the host; without, all are 0 (`num_steps` counts every step).
     """
 
     num_waiting: int
@@ -34,9 +38,16 @@ class EngineStats:
     kv_bytes_in_use: int
     kv_bytes_saved: int
     kv_bytes_saved_at_end: int
+    graphs_captured: int
+    graph_capture_seconds: float
+    graph_memory_bytes: int
+    graph_steps: int
+    eager_steps: int
 
 
-def engine_stats(scheduler: Scheduler, block_bytes: int, nominal_mean_layers: float | None) -> EngineStats:
+def engine_stats(
+    scheduler: Scheduler, block_bytes: int, nominal_mean_layers: float | None, graphs: GraphStats | None
+) -> EngineStats:
     """The stats of a scheduler whose blocks have `block_bytes` bytes."""
     counters, pool = scheduler.counters, scheduler.cache.pool
     cached = scheduler.prefix_cache.num_idle_blocks()
@@ -58,6 +69,7 @@ def engine_stats(scheduler: Scheduler, block_bytes: int, nominal_mean_layers: fl
         kv_bytes_in_use=in_use * block_bytes,
         kv_bytes_saved=scheduler.blocks_saved_now() * block_bytes,
         kv_bytes_saved_at_end=counters.blocks_saved * block_bytes,
+        **asdict(graphs or GraphStats()),
     )
 
 

@@ -1,22 +1,29 @@
 """Every operation of the model, tensors in and tensors out; nothing here knows of the engine.
 
 One file an implementation or an operation. `reference.py` has every operation in plain torch: it is the specification,
-the CPU path and the oracle of the other implementations. `for_device` is the one table that picks among them.
+the CPU path and the oracle of the other implementations. `triton/` has them for a GPU. `for_device` picks between them.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import ModuleType
 
 import torch
 
-from d3engine.kernels import reference
+_BY_DEVICE = {"cpu": "reference", "cuda": "triton"}
+_MODULES = {"reference": "d3engine.kernels.reference", "triton": "d3engine.kernels.triton"}
 
-_BY_DEVICE: dict[str, ModuleType] = {"cpu": reference, "cuda": reference}
 
+def for_device(device: torch.device, implementation: str = "auto") -> ModuleType:
+    """The module that holds the operations for `device`: the one made for it, or another by name.
 
-def for_device(device: torch.device) -> ModuleType:
-    """Return the module that holds the operations for `device`; raise `ValueError` for a device without any."""
+    Raises `ValueError` for a device without operations and for an unknown name. Triton runs on a CPU only in its
+    interpreter (TRITON_INTERPRET=1 before Triton is first imported).
+    """
     if device.type not in _BY_DEVICE:
-        raise ValueError(f"device={str(device)!r} is not allowed: one of {sorted(_BY_DEVICE)}")
-    return _BY_DEVICE[device.type]
+        raise ValueError(f"device={str(device)!r} is not allowed: one of {', '.join(_BY_DEVICE)}")
+    if implementation not in ("auto", *_MODULES):
+        raise ValueError(f"implementation={implementation!r} is not allowed: auto, or one of {', '.join(_MODULES)}")
+    chosen = _BY_DEVICE[device.type] if implementation == "auto" else implementation
+    return import_module(_MODULES[chosen])

@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from d3engine.kernels.decode_rows import DecodeRows
+
 
 def rms_norm(
     hidden: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, num_rows: Tensor | None = None
@@ -153,13 +155,50 @@ def _mask(lengths: list[int], num_rows: int, device: torch.device) -> Tensor | N
     return torch.arange(longest, device=device) < ends.unsqueeze(1)
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeAttention:
+    """What `paged_attention` reads for one layer of a decode step: single rows, their numbers on the device."""
+
+    kv_lengths: Tensor  # int32 [B]
+    block_tables: Tensor  # int32 [B, blocks]
+    num_rows: Tensor  # int32 [1]
+
+    def inputs(self, block_size: int) -> AttentionInputs:
+        """The rows that run the layer, as chunks of one row each."""
+        count = int(self.num_rows)
+        lengths = self.kv_lengths[:count].tolist()
+        tables = self.block_tables[None, :count, : -(-max(lengths) // block_size)].long()
+        return attention_inputs(list(range(count + 1)), lengths, tables)[0]
+
+
+def decode_attention_inputs(rows: DecodeRows, query_starts: Tensor, max_kv_length: int) -> list[DecodeAttention]:
+    """What `paged_attention` reads at each layer of a decode step; it may be captured where the device does that.
+
+    `query_starts` int32 [B + 1] counts 0, 1, 2 .. B; no row has more than `max_kv_length` entries.
+    """
+    return [
+        DecodeAttention(rows.kv_lengths, tables, rows.active_rows[layer : layer + 1])
+        for layer, tables in enumerate(rows.block_tables.unbind())
+    ]
+
+
 def paged_attention(
-    queries: Tensor, pool: Tensor, inputs: AttentionInputs, scale: float, *, num_rows: Tensor | None = None
+    queries: Tensor,
+    pool: Tensor,
+    inputs: AttentionInputs | DecodeAttention,
+    scale: float,
+    *,
+    num_rows: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of `queries` [T, N, D] over the entries of their chunks in `pool`; returns [T, N D].
 
     Query head n reads key/value head n // (N / M).
     """
+    if isinstance(inputs, DecodeAttention):
+        count = int(inputs.num_rows)
+        if count == 0:
+            return queries.new_full((queries.shape[0], queries[0].numel()), math.nan)
+        return _undefined_beyond(paged_attention(queries[:count], pool, inputs.inputs(pool.shape[2]), scale), queries)
     if num_rows is not None:
         out = paged_attention(queries, pool, inputs, scale)
         return _undefined_beyond(out[_live_rows(num_rows)], queries)
@@ -251,11 +290,11 @@ def lm_head(
 
 def lm_head_argmax(
     hidden: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, *, num_rows: Tensor | None = None
-) -> Tensor:
-    """The token of the largest logit of each row, int64 [T]: what `lm_head` and an argmax give."""
-    if num_rows is not None:
-        return _undefined_beyond(lm_head_argmax(hidden[_live_rows(num_rows)], norm_weight, eps, weight), hidden)
-    return lm_head(hidden, norm_weight, eps, weight).argmax(dim=-1)
+) -> tuple[Tensor, Tensor]:
+    """TEMP"""
+    logits = lm_head(hidden, norm_weight, eps, weight, num_rows=num_rows)
+    scores, tokens = logits.max(dim=-1)
+    return tokens, scores
 
 
 def copy_entries(pool: Tensor, source: Tensor, target: Tensor, *, num_rows: Tensor | None = None) -> None:
@@ -267,6 +306,35 @@ def copy_entries(pool: Tensor, source: Tensor, target: Tensor, *, num_rows: Tens
         source, target = source[_live_rows(num_rows)], target[_live_rows(num_rows)]
     flat = pool.view(-1, pool.shape[3] * pool.shape[4])
     flat.index_copy_(0, target, flat.index_select(0, source))
+
+
+def begin_step(rows: DecodeRows, rotation_table: Tensor, block_size: int) -> None:
+    """Derive `kv_lengths`, `active_rows`, `entries` and `rotations` of the rows that live.
+
+    `rotation_table` complex64 [positions, D / 2] holds the rotation of every position. Entries of layers that a row
+    does not run, and everything of rows that do not live, are left as they are.
+    """
+    live = _live_rows(rows.num_rows)
+    positions = rows.positions[live]
+    rows.kv_lengths[live] = (positions + 1).int()
+    rows.rotations[live] = rotation_table[positions]
+    active = rows.steps[live, None] < rows.cutoffs[live]  # [rows, L]
+    rows.active_rows.copy_(active.sum(dim=0))
+    blocks = rows.block_tables[:, torch.arange(len(positions), device=positions.device), positions // block_size]
+    keys = blocks.long() * (2 * block_size) + positions % block_size
+    entries = torch.stack((keys, keys + block_size), dim=-1)  # [L, rows, 2]
+    rows.entries[:, live] = torch.where(active.t()[:, :, None], entries, rows.entries[:, live])
+
+
+def end_step(rows: DecodeRows, tokens: Tensor, scores: Tensor) -> None:
+    """Keep the chosen `tokens` int64 [B] and `scores` float32 [B] of the rows that live, and advance these by one."""
+    live, taken = _live_rows(rows.num_rows), int(rows.taken)
+    rows.chosen[taken, live] = tokens[live]
+    rows.scores[taken, live] = scores[live]
+    rows.tokens[live] = tokens[live]
+    rows.positions[live] += 1
+    rows.steps[live] += 1
+    rows.taken.add_(1)
 
 
 def _live_rows(num_rows: Tensor) -> slice:

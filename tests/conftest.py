@@ -13,7 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from batches import BLOCK, CONFIG, Request, wide
 from tiny_models import TinyLlama, random_prompts, save_tiny_llama
+
+from d3engine import Engine, FullDepth
+from d3engine.model.config import ModelConfig
+from d3engine.model.weights import random_weights
+from d3engine.request import RequestOutput
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -56,3 +62,32 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("shared/data does not lie beside this repository")
     return folder
+
+
+@pytest.fixture(scope="session")
+def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engine]:
+    """`make_engine(**arguments)`: an engine on a tiny random model, on the CPU and with small blocks; see `batches`."""
+    directory = tmp_path_factory.mktemp("model")
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    config = ModelConfig.from_directory(directory)
+    weights = wide(random_weights(config, dtype=torch.float32, device="cpu", seed=3))
+
+    def make(**changes: Any) -> Engine:
+        arguments: dict[str, Any] = {"max_num_seqs": 8, "block_size": BLOCK, "depth": FullDepth(), "device": "cpu"}
+        return Engine(directory, weights=weights, skip_tokenizer_init=True, **(arguments | changes))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def solo(make_engine: Callable[..., Engine]) -> Callable[[Request], RequestOutput]:
+    """The answer of a request alone in an engine of its own, its whole prompt in one step."""
+    known: dict[str, RequestOutput] = {}
+
+    def answer(request: Request) -> RequestOutput:
+        if repr(request) not in known:
+            engine = make_engine(max_num_seqs=4, enable_prefix_caching=False)
+            known[repr(request)] = engine.generate(list(request.prompt), request.params, use_tqdm=False)[0]
+        return known[repr(request)]
+
+    return answer

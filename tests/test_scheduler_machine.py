@@ -9,6 +9,7 @@ that each of them ran. So a block that is shared, freed, aliased or overwritten 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from d3engine.admission import Immediate, Waves
 from d3engine.depth import D3, DepthPolicy, FullDepth, LayerTable, Schedule, SkipDecode, UnifiedSkip
 from d3engine.errors import InvalidValueError
 from d3engine.kv_cache import IntArray, KVCache
-from d3engine.plan import Plan, Sampled
+from d3engine.plan import Plan, Sampled, spans_of
 from d3engine.request import FinishReason, SamplingParams
 from d3engine.scheduler import Scheduler, SchedulerConfig
 from d3engine.sequence import Sequence, Status
@@ -212,6 +213,18 @@ def check_writes(scheduler: Scheduler, plan: Plan) -> None:
                     assert other >= layer
 
 
+def later_step(plan: Plan, taken: int) -> Plan:
+    """The plan of the step that a device takes by itself after `taken` others."""
+    assert plan.ahead is not None
+    steps = plan.steps + taken
+    active = steps[:, None] < plan.ahead.cutoffs
+    spans = spans_of(active, None, plan.query_starts)
+    assert all(span.rows is None for span in spans), "the rows of a layer do not come first"
+    tokens = np.array([sequence.token_ids[-1] for sequence in plan.sequences])
+    moved = {"starts": plan.starts + taken, "stops": plan.stops + taken, "positions": plan.positions + taken}
+    return replace(plan, steps=steps, token_ids=tokens, depths=active.sum(axis=1), spans=spans, ahead=None, **moved)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """add, step, abort, finish, preempt and reset in any order over one tiny pool."""
 
@@ -223,6 +236,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_rows=st.integers(0, 8),
         caching=st.sampled_from([True, True, False]),
         admission=st.sampled_from([Immediate(), Immediate(), Waves(3)]),
+        num_scheduler_steps=st.sampled_from([0, 1, 3, 8]),
     )
     def begin(
         self,
@@ -233,6 +247,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_rows: int,
         caching: bool,
         admission: Immediate | Waves,
+        num_scheduler_steps: int,
     ) -> None:
         self.cache = KVCache(
             num_layers=layers,
@@ -247,6 +262,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=MAX_LENGTH,
             admission=admission,
             enable_prefix_caching=caching,
+            num_scheduler_steps=num_scheduler_steps,
         )
         self.scheduler = Scheduler(config, self.cache)
         self.contents = Contents(self.cache)
@@ -278,6 +294,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             arrival=len(self.sequences),
             max_length=min(len(prompt) + max_tokens, MAX_LENGTH),
             shares_prompt=data.draw(st.sampled_from([True, True, True, False]), label="shares_prompt"),
+            streams=data.draw(st.sampled_from([False, False, True]), label="streams"),
         )
         peak = peak_by_hand(sequence.schedule, len(prompt), sequence.max_length, self.cache.block_size)
         if peak > self.cache.pool.num_blocks:
@@ -336,21 +353,37 @@ class SchedulerMachine(RuleBasedStateMachine):
         if plan is None:
             return
         check_plan(self.scheduler, plan)
-        self.contents.run(plan)
+        self._run(plan)
         chosen = [plan.sequences[chunk] for chunk in plan.sampled.tolist()]
-        tokens = [token_at(sequence, sequence.step) for sequence in chosen]
         failed = {0: "made to fail"} if faults and chosen else {}
-        rows = [[] if row in failed else [token] for row, token in enumerate(tokens)]
-        steps = [sequence.step for sequence in chosen]
-        outputs = list(self.scheduler.update(plan, Sampled(rows, faults=failed)))
-        assert [output.sequence for output in outputs] == chosen
-        for row, (output, step) in enumerate(zip(outputs, steps, strict=True)):
-            if row in failed:
-                assert output.sequence.finish_reason is FinishReason.ABORT
-                self.finished_by_us.add(output.sequence.arrival)
+        rows = [[token_at(s, s.step + taken) for taken in range(plan.num_steps)] for s in chosen]
+        for row in failed:
+            del rows[row][-1]  # the tokens before the fault stand
+        for output in self.scheduler.update(plan, Sampled(rows, faults=failed)):
+            sequence = output.sequence
+            if output.token_id is None:
+                assert sequence is chosen[0]
+                assert sequence.finish_reason is FinishReason.ABORT
+                self.finished_by_us.add(sequence.arrival)
                 continue
-            assert output.depth == output.sequence.schedule.active(step).sum()
-            self.depths.setdefault(output.sequence.arrival, []).append(output.depth)
+            assert output.token_id == sequence.token_ids[-1] == token_at(sequence, sequence.step - 1)
+            assert output.depth == sequence.schedule.active(sequence.step - 1).sum()
+            self.depths.setdefault(sequence.arrival, []).append(output.depth)
+        for sequence in chosen:
+            going = sequence.status is Status.RUNNING
+            assert going or sequence.finish_reason is not None
+
+    def _run(self, plan: Plan) -> None:
+        """All steps that the plan stands for: what it says of its first holds of the others, each a token later."""
+        self.contents.run(plan)
+        for taken in range(1, plan.num_steps):
+            for sequence in plan.sequences:
+                sequence.token_ids.append(token_at(sequence, sequence.step))
+            later = later_step(plan, taken)
+            check_plan(self.scheduler, later)
+            self.contents.run(later)
+        for sequence in plan.sequences:
+            del sequence.token_ids[sequence.step - (plan.num_steps - 1) :]
 
     @invariant()
     def everything_holds(self) -> None:

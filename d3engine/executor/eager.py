@@ -7,12 +7,12 @@ prefix of the batch, so a skipped layer costs nothing, not even a branch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from d3engine.kernels import for_device
 from d3engine.kv_cache import IntArray
 from d3engine.model.config import ModelConfig
 from d3engine.model.llama import Llama
@@ -43,15 +43,26 @@ class EagerExecutor:
         max_model_len: int,
         dtype: torch.dtype,
         device: torch.device,
+        kernels: Any,
     ) -> None:
         self.device = device
         self.block_size = block_size
-        self._kernels = for_device(device)
-        self._model = Llama(config, weights, self._kernels)
+        self.kernels = kernels
+        self.model = Llama(config, weights, self.kernels)
         self._rope = Rope(config, max_model_len, device)
         # One block more than the pool hands out: id 0 is what an empty table entry reads.
         shape = (num_blocks + 1, 2, block_size, config.num_kv_heads, config.head_dim)
         self.pool = torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def rotation_table(self) -> Tensor:
+        """Complex64 [max_model_len, D / 2]: the rotation of every position, unless `depends_on_length`."""
+        return self._rope.table
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether a row's rotation depends on more than its position."""
+        return self._rope.depends_on_length
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Tensor:
@@ -59,15 +70,15 @@ class EagerExecutor:
         if plan.copies_before is not None:
             self._copy(plan.copies_before)
         inputs = self._inputs(plan)
-        hidden = self._model.embed(self._tensor(plan.token_ids))
+        hidden = self.model.embed(self._tensor(plan.token_ids))
         for span in plan.spans:
             self._run_span(span, plan, inputs, hidden)
         if plan.copies_after is not None:
             self._copy(plan.copies_after)
         rows = plan.logit_rows
         if rows.size == plan.num_rows and not plan.prompt_rows:
-            return self._model.logits(hidden)
-        return self._model.logits(hidden[self._tensor(rows)])
+            return self.model.logits(hidden)
+        return self.model.logits(hidden[self._tensor(rows)])
 
     def _inputs(self, plan: Plan) -> _Inputs:
         blocks = -(-int(plan.stops.max()) // self.block_size)
@@ -99,14 +110,14 @@ class EagerExecutor:
             starts = np.concatenate(([0], np.cumsum(sizes)))
             lengths = plan.stops[span.chunks]
         layers = slice(span.layers.start, span.layers.stop)
-        attention = self._kernels.attention_inputs(
+        attention = self.kernels.attention_inputs(
             starts.tolist(), lengths.tolist(), inputs.block_tables[layers, chunks]
         )
         entries = inputs.entries[layers, rows].unbind()
         state = hidden[rows]  # a view of a prefix, a copy of scattered rows
         rotations = inputs.rotations[rows]
         for layer, own_entries, own_attention in zip(span.layers, entries, attention, strict=True):
-            self._model.layer(layer, state, rotations, self.pool, own_entries, own_attention)
+            self.model.layer(layer, state, rotations, self.pool, own_entries, own_attention)
         if span.rows is not None:
             hidden[rows] = state
 
@@ -115,11 +126,11 @@ class EagerExecutor:
         rows = self._tensor(span.projected_rows)
         for layer in span.layers:
             entries = inputs.entries[layer, rows]
-            self._model.project(layer, hidden[rows], inputs.rotations[rows], self.pool, entries)
+            self.model.project(layer, hidden[rows], inputs.rotations[rows], self.pool, entries)
 
     def _copy(self, copies: tuple[IntArray, IntArray]) -> None:
         source, target = copies
-        self._kernels.copy_entries(self.pool, self._tensor(source), self._tensor(target))
+        self.kernels.copy_entries(self.pool, self._tensor(source), self._tensor(target))
 
     def _tensor(self, array: IntArray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)

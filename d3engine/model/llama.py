@@ -37,10 +37,12 @@ class Llama:
         pool: Tensor,
         entries: Tensor,
         attention: Any,
+        num_rows: Tensor | None = None,
     ) -> None:
         """Run layer `index` over `hidden` [T, H] in place, and write the rows' KV entries into `pool`.
 
-        `rotations` [T, D / 2], `entries` [T, 2]; `attention` is what the kernels prepared for this layer.
+        `rotations` [T, D / 2], `entries` [T, 2]; `attention` is what the kernels prepared for this layer. `num_rows`
+        int32 [1] on the device: rows from there on are left as they are.
         """
         weights, kernels, eps = self.weights.layers[index], self.kernels, self.config.rms_norm_eps
         queries = kernels.qkv(
@@ -53,11 +55,12 @@ class Llama:
             pool,
             entries,
             self.config.num_heads,
+            num_rows=num_rows,
         )
-        attended = kernels.paged_attention(queries, pool, attention, self._scale)
-        kernels.linear_residual(attended, weights.output, weights.output_bias, hidden)
-        gated = kernels.gate_up(hidden, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias)
-        kernels.linear_residual(gated, weights.down, weights.down_bias, hidden)
+        attended = kernels.paged_attention(queries, pool, attention, self._scale, num_rows=num_rows)
+        kernels.linear_residual(attended, weights.output, weights.output_bias, hidden, num_rows=num_rows)
+        gated = kernels.gate_up(hidden, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias, num_rows=num_rows)
+        kernels.linear_residual(gated, weights.down, weights.down_bias, hidden, num_rows=num_rows)
 
     def project(self, index: int, hidden: Tensor, rotations: Tensor, pool: Tensor, entries: Tensor) -> None:
         """Write only the KV entries that layer `index` would have for `hidden` [T, H] (CALM's rule for an exit)."""
@@ -73,6 +76,14 @@ class Llama:
             entries,
             self.config.num_heads,
         )
+
+    def likeliest(self, hidden: Tensor, num_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest token int64 [T] of final hidden states [T, H], and its logit float32 [T]."""
+        weights, eps = self.weights, self.config.rms_norm_eps
+        best: tuple[Tensor, Tensor] = self.kernels.lm_head_argmax(
+            hidden, weights.final_norm, eps, weights.lm_head, num_rows=num_rows
+        )
+        return best
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [T, V] of final hidden states [T, H]."""

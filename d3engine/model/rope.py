@@ -20,14 +20,14 @@ from d3engine.model.rope_config import RopeConfig
 class Rope:
     """The rotations of positions [0, max_positions) of a model, on one device.
 
-    `depends_on_length` is True only for "dynamic" (NTK) rope, whose frequencies change once a sequence
-    outgrows max_position_embeddings.
+    `table` complex64 [max_positions, head_dim / 2] holds them. `depends_on_length` is True only for "dynamic" (NTK)
+    rope, whose frequencies change once a sequence outgrows max_position_embeddings.
     """
 
     def __init__(self, config: ModelConfig, max_positions: int, device: torch.device | str) -> None:
         frequencies, self.attention_scaling = inverse_frequencies(config)
         positions = torch.arange(max_positions)
-        self._table = _rotations(positions, frequencies, self.attention_scaling).to(device)
+        self.table = _rotations(positions, frequencies, self.attention_scaling).to(device)
         self.depends_on_length = config.rope.rope_type == "dynamic"
         self._head_dim = config.head_dim
         self._trained_length = config.max_position_embeddings
@@ -42,7 +42,7 @@ class Rope:
         the frequencies of its longest past sequence too, until one shorter than the trained length arrives;
         here a row never depends on its neighbours.) Raises `ValueError` if lengths are needed and not given.
         """
-        known = self._table.index_select(0, positions)
+        known = self.table.index_select(0, positions)
         if not self.depends_on_length:
             return known
         if sequence_lengths is None:

@@ -5,6 +5,7 @@ Nothing imports this package on a machine without a GPU, but the kernel tests (i
 """
 
 from d3engine.kernels.triton.copy_entries import copy_entries
+from d3engine.kernels.triton.decode_rows import begin_step, decode_attention_inputs, end_step
 from d3engine.kernels.triton.gate_up import gate_up
 from d3engine.kernels.triton.linear_residual import linear_residual
 from d3engine.kernels.triton.lm_head import lm_head, lm_head_argmax
@@ -14,7 +15,10 @@ from d3engine.kernels.triton.rms_norm import rms_norm
 
 __all__ = [
     "attention_inputs",
+    "begin_step",
     "copy_entries",
+    "decode_attention_inputs",
+    "end_step",
     "gate_up",
     "linear_residual",
     "lm_head",

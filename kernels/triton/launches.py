@@ -25,6 +25,7 @@ MODULES = (
     "lm_head",
     "copy_entries",
     "paged_attention",
+    "decode_rows",
 )
 """The files of this package that have a function `launches`, in the order of a layer."""
 

@@ -1,0 +1,36 @@
+"""The environment variables that d3engine reads: all of them, in one table.
+
+They change how something is computed, never what: whatever a user would write in code is an argument instead.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from d3engine.errors import require
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One variable, its allowed values, and what it says; the first value is what holds without it."""
+
+    name: str
+    allowed: tuple[str, ...]
+    meaning: str
+
+    def read(self) -> str:
+        """The variable's value now; raises `InvalidValueError` for one that is not allowed."""
+        value = os.environ.get(self.name, self.allowed[0])
+        require(value in self.allowed, self.name, value, f"one of {', '.join(self.allowed)}")
+        return value
+
+
+KERNELS = Variable(
+    "D3ENGINE_KERNELS",
+    ("auto", "reference", "triton"),
+    "which implementation of the operations runs: auto is triton on a GPU and reference elsewhere; triton on a CPU"
+    " needs TRITON_INTERPRET=1",
+)
+
+VARIABLES = (KERNELS,)

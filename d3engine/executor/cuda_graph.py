@@ -1,0 +1,222 @@
+"""Decoding in CUDA graphs: one graph for each (rows, layers), so that a skipped layer costs nothing at all.
+
+Which layers a step runs is known on the host, from positions alone: a step of depth d replays a graph that holds d
+layers. Inside it, kernels read from device memory how many rows are young enough for each layer, so one graph serves
+every mixture of ages below its youngest row. Tokens, positions, steps and block tables stay on the device and are
+advanced there: the host starts a run of steps, and looks at the tokens when it is over.
+
+Prompts, replays and whatever else is not plain decoding go through the eager executor, on the same kernels and pool.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from d3engine.executor.block_tables import DeviceBlockTables
+from d3engine.executor.eager import EagerExecutor
+from d3engine.kernels.decode_rows import DecodeRows
+from d3engine.plan import Chosen, Plan, RunAhead
+
+Step = Callable[[], None]
+"""Carries out one decode step on the rows that stand in device memory."""
+
+
+@dataclass(slots=True)
+class GraphStats:
+    """What the graphs have cost, and how often they were used."""
+
+    graphs_captured: int = 0
+    graph_capture_seconds: float = 0.0
+    graph_memory_bytes: int = 0
+    graph_steps: int = 0
+    eager_steps: int = 0
+
+
+class Recorder(Protocol):
+    """Turns a step's launches into something that repeats them."""
+
+    def record(self, step: Step) -> Step: ...
+
+    def memory_bytes(self) -> int: ...
+
+
+class CudaGraphs:
+    """Captures steps as CUDA graphs that share one memory pool: they run one after another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._memory = 0
+
+    def record(self, step: Step) -> Step:
+        """Run `step` once so that all kernels are compiled and all workspaces there, then capture it."""
+        before = torch.cuda.memory_reserved(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            step()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            step()
+        self._memory += max(0, torch.cuda.memory_reserved(self._device) - before)
+        replay: Step = graph.replay
+        return replay
+
+    def memory_bytes(self) -> int:
+        """What torch's allocator has reserved in addition since the first graph."""
+        return self._memory
+
+
+class Repeats:
+    """Where there are no graphs, a step is simply called again: the same launches on the same memory."""
+
+    def record(self, step: Step) -> Step:
+        step()
+        return step
+
+    def memory_bytes(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a graph is captured for."""
+
+    rows: int
+    layers: tuple[int, ...]
+
+
+class GraphExecutor:
+    """Runs plans that a device can carry out by itself as graphs, and all others by `eager`.
+
+    Args:
+        eager: owns the pool, and says how a layer is run.
+        max_num_seqs: rows of a decode step at most.
+        max_model_len: entries of a sequence at most.
+        max_steps: steps of a run at most.
+    """
+
+    def __init__(self, eager: EagerExecutor, *, max_num_seqs: int, max_model_len: int, max_steps: int) -> None:
+        config = eager.model.config
+        self._eager = eager
+        self._model = eager.model
+        self._kernels = eager.kernels
+        self._device = eager.device
+        self._recorder: Recorder = CudaGraphs(eager.device) if eager.device.type == "cuda" else Repeats()
+        self._max_model_len = max_model_len
+        blocks = -(-max_model_len // eager.block_size)
+        self._sizes = batch_sizes(max_num_seqs)
+        self._rows = DecodeRows.empty(
+            self._sizes[-1], config.num_layers, blocks, config.head_dim, max_steps, eager.device
+        )
+        self._tables = DeviceBlockTables(max_num_seqs, config.num_layers, blocks, eager.device)
+        self._query_starts = torch.arange(self._sizes[-1] + 1, dtype=torch.int32, device=eager.device)
+        numbers = self._sizes[-1] * (3 + config.num_layers)
+        self._from_host = torch.empty(numbers, dtype=torch.int64, pin_memory=eager.device.type == "cuda")
+        self._graphs: dict[_Shape, Step] = {}
+        self.graph_stats = GraphStats()
+
+    @property
+    def pool(self) -> Tensor:
+        """The KV pool; see `EagerExecutor`."""
+        return self._eager.pool
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> Tensor | Chosen:
+        """Logits for the plan's `logit_rows`, or the tokens themselves where the device has chosen them."""
+        if plan.ahead is None or self._eager.depends_on_length:
+            self.graph_stats.eager_steps += 1
+            return self._eager.run(plan)
+        shapes = self._shapes(plan.ahead)
+        steps = [self._graph(shape) for shape in shapes]  # all before the rows are there
+        self._upload(plan, plan.ahead)
+        for step in steps:
+            step()
+        self.graph_stats.graph_steps += len(steps)
+        return self._download(plan.ahead)
+
+    def capture_largest(self) -> None:
+        """Capture the graph that needs most memory: all rows through all layers."""
+        with torch.inference_mode():
+            self._graph(_Shape(self._sizes[-1], tuple(range(self._model.config.num_layers))))
+
+    # -- graphs ------------------------------------------------------------------------------------------------
+
+    def _shapes(self, ahead: RunAhead) -> list[_Shape]:
+        """Rows and layers of each step of a run; its first row is the one that runs most."""
+        rows = next(size for size in self._sizes if size >= ahead.steps.size)
+        runs = (ahead.steps[0] + np.arange(ahead.num_steps))[:, None] < ahead.cutoffs[0]
+        return [_Shape(rows, tuple(layers.nonzero()[0].tolist())) for layers in runs]
+
+    def _graph(self, shape: _Shape) -> Step:
+        if shape not in self._graphs:
+            begun = time.perf_counter()
+            self._rows.num_rows.zero_()  # recording runs a step: on no rows
+            self._rows.taken.zero_()
+            rows = self._rows.first(shape.rows)
+            self._graphs[shape] = self._recorder.record(lambda: self._step(rows, shape.layers))
+            stats = self.graph_stats
+            stats.graphs_captured += 1
+            stats.graph_capture_seconds += time.perf_counter() - begun
+            stats.graph_memory_bytes = self._recorder.memory_bytes()
+        return self._graphs[shape]
+
+    def _step(self, rows: DecodeRows, layers: tuple[int, ...]) -> None:
+        """What a graph holds: from the tokens that stand in `rows` to the next ones."""
+        kernels, model = self._kernels, self._model
+        kernels.begin_step(rows, self._eager.rotation_table, self._eager.block_size)
+        hidden = model.embed(rows.tokens)
+        attention = kernels.decode_attention_inputs(
+            rows, self._query_starts[: rows.tokens.shape[0] + 1], self._max_model_len
+        )
+        for layer in layers:
+            active = rows.active_rows[layer : layer + 1]
+            model.layer(layer, hidden, rows.rotations, self.pool, rows.entries[layer], attention[layer], active)
+        kernels.end_step(rows, *model.likeliest(hidden, rows.num_rows))
+
+    # -- what goes to the device, and comes from it --------------------------------------------------------------
+
+    def _upload(self, plan: Plan, ahead: RunAhead) -> None:
+        """Put the plan's rows where the graphs read them."""
+        rows, count = self._rows, plan.num_rows
+        blocks = -(-(plan.stops + ahead.num_steps - 1) // self._eager.block_size)
+        self._tables.write_rows(plan, blocks, rows.block_tables)
+        numbers = np.concatenate((plan.token_ids, plan.positions, ahead.steps, ahead.cutoffs.ravel()))
+        given = self._from_host[: numbers.size]
+        given.numpy()[:] = numbers
+        given = given.to(self._device, non_blocking=True)  # the last run is over, so nothing reads the buffer any more
+        rows.tokens[:count] = given[:count]
+        rows.positions[:count] = given[count : 2 * count]
+        rows.steps[:count] = given[2 * count : 3 * count]
+        rows.cutoffs[:count] = given[3 * count :].view(count, -1)
+        rows.num_rows.fill_(count)
+        rows.taken.zero_()
+
+    def _download(self, ahead: RunAhead) -> Chosen:
+        """Wait for the run, and take its tokens."""
+        steps, count = ahead.num_steps, ahead.steps.size
+        return Chosen(
+            token_ids=self._rows.chosen[:steps, :count].cpu().numpy(),
+            scores=self._rows.scores[:steps, :count].cpu().numpy(),
+        )
+
+
+def batch_sizes(most: int) -> list[int]:
+    """Rows that graphs are captured for: few sizes, each at most twice what is needed, and the last at least `most`.
+
+    1, 2, 4, then multiples of 8 to 64, then of 32: beyond that, products go to the matrix library, whose tiles are
+    large.
+    """
+    sizes = [1, 2, 4, *range(8, 65, 8)]
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] + 32)
+    return sizes[: next(place for place, size in enumerate(sizes) if size >= most) + 1]
