@@ -24,6 +24,7 @@ from d3engine.depth import DepthPolicy, Schedule
 from d3engine.errors import D3EngineError, EngineDeadError, InvalidValueError, require, require_integer
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.eager import EagerExecutor
+from d3engine.executor.memory import Executor, workspace_bytes
 from d3engine.kv_cache import KVCache
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, load_weights
@@ -52,7 +53,7 @@ class Engine:
         block_size: KV entries a block.
         kv_cache_memory_bytes: size of the KV cache; None: 1 GiB on a CPU (or one whole sequence if that is more), a
             share of the device's memory on a GPU.
-        gpu_memory_utilization: that share, counting what the weights take.
+        gpu_memory_utilization: that share, counting what weights, CUDA graphs and the largest step take.
         enable_prefix_caching: let prompts share the blocks of a common beginning.
         admission: when waiting requests join the batch: `Immediate()` or `Waves(steps)`.
         enforce_eager: run without CUDA graphs: the same kernels, each launched by the host. A CPU has no graphs.
@@ -123,6 +124,25 @@ class Engine:
         )
         if weights is None:
             weights = load_weights(self._directory, self.config, dtype=self.dtype, device=self.device)
+        kernels = loading.kernels_for(self.device)
+
+        def build_executor(num_blocks: int) -> Executor:
+            eager = EagerExecutor(
+                self.config,
+                weights,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_model_len=self.max_model_len,
+                dtype=self.dtype,
+                device=self.device,
+                kernels=kernels,
+            )
+            if not self.uses_graphs:
+                return eager
+            return GraphExecutor(
+                eager, max_num_seqs=max_num_seqs, max_model_len=self.max_model_len, max_steps=max_steps
+            )
+
         num_blocks = loading.num_blocks(
             self.config,
             block_size=block_size,
@@ -132,6 +152,13 @@ class Engine:
             max_model_len=self.max_model_len,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             gpu_memory_utilization=gpu_memory_utilization,
+            workspace_bytes=lambda: workspace_bytes(
+                build_executor,
+                scheduler_config,
+                num_layers=self.config.num_layers,
+                block_size=block_size,
+                free_bytes=lambda: torch.cuda.mem_get_info(self.device)[0],
+            ),
         )
         cache = KVCache(
             num_layers=self.config.num_layers,
@@ -141,21 +168,7 @@ class Engine:
             max_length=self.max_model_len,
         )
         self.scheduler = Scheduler(scheduler_config, cache)
-        eager = EagerExecutor(
-            self.config,
-            weights,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_model_len=self.max_model_len,
-            dtype=self.dtype,
-            device=self.device,
-            kernels=loading.kernels_for(self.device),
-        )
-        self.executor: EagerExecutor | GraphExecutor = eager
-        if self.uses_graphs:
-            self.executor = GraphExecutor(
-                eager, max_num_seqs=max_num_seqs, max_model_len=self.max_model_len, max_steps=max_steps
-            )
+        self.executor = build_executor(num_blocks)
         self.sampler = Sampler()
         self._outputs = OutputProcessor(self.tokenizer, self.scheduler.finish)
         self._prompts = PromptReader(self.config, self.tokenizer, self.max_model_len)

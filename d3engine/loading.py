@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -150,8 +151,12 @@ def num_blocks(
     max_model_len: int,
     kv_cache_memory_bytes: int | None,
     gpu_memory_utilization: float,
+    workspace_bytes: Callable[[], int],
 ) -> int:
-    """Blocks of the pool: what the memory allows, and no more than all sequences at full length could use."""
+    """Blocks of the pool: what the memory allows, and no more than all sequences at full length could use.
+
+    On a GPU, whose weights are loaded by now, `workspace_bytes()` is asked what steps and graphs need beside them.
+    """
     share = require_number("gpu_memory_utilization", gpu_memory_utilization, 0.0, 1.0, open_low=True)
     one = block_bytes(config, block_size, dtype)
     sequence = config.num_layers * -(-max_model_len // block_size)
@@ -161,12 +166,14 @@ def num_blocks(
     most = max_num_seqs * sequence
     if device.type == "cpu":
         return min(most, max(sequence, CPU_CACHE_BYTES // one))
+    workspace = workspace_bytes()
     free, total = torch.cuda.mem_get_info(device)
-    room = int(free - (1 - share) * total) // one
+    room = max(0, int(free - workspace - (1 - share) * total)) // one
     require(
         room >= sequence,
         "gpu_memory_utilization",
         gpu_memory_utilization,
-        f"enough for one sequence of max_model_len={max_model_len}: {sequence} blocks, and there is room for {room}",
+        f"enough for one sequence of max_model_len={max_model_len}: {sequence} blocks of {one} bytes, and"
+        f" beside weights, graphs and workspace ({workspace} bytes) there is room for {room}",
     )
     return min(most, room)

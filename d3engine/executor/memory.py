@@ -1,0 +1,92 @@
+"""What a device must keep free beside weights and KV cache: the largest step, and the graphs.
+
+It is measured, not estimated: the largest step that the scheduler may plan is run once, and the largest graph captured,
+over a cache that holds just that step. What memory the device then has less is what they need.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from d3engine.admission import Immediate
+from d3engine.depth import FullDepth
+from d3engine.executor.cuda_graph import GraphExecutor
+from d3engine.executor.eager import EagerExecutor
+from d3engine.kv_cache import KVCache
+from d3engine.plan import Plan
+from d3engine.request import SamplingParams
+from d3engine.scheduler import Scheduler, SchedulerConfig
+from d3engine.sequence import Sequence
+
+Executor = EagerExecutor | GraphExecutor
+
+
+def workspace_bytes(
+    build: Callable[[int], Executor],
+    config: SchedulerConfig,
+    *,
+    num_layers: int,
+    block_size: int,
+    free_bytes: Callable[[], int],
+) -> int:
+    """Bytes that the executor needs beside weights and pool.
+
+    `build(num_blocks)` makes an executor over a pool of that many blocks; it is dropped again. `free_bytes()` is what
+    the device has free.
+    """
+    plan, num_blocks = largest_plan(config, num_layers, block_size)
+    before = free_bytes()
+    executor = build(num_blocks)
+    executor.run(plan)
+    if isinstance(executor, GraphExecutor):
+        executor.capture_largest()
+    needed = before - free_bytes() - executor.pool.nbytes
+    del executor
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return max(0, needed)
+
+
+def largest_plan(config: SchedulerConfig, num_layers: int, block_size: int) -> tuple[Plan, int]:
+    """The step of most rows and most logits: as much prompt as a step takes, the logits of every row wanted.
+
+    Returns it with the number of blocks that it uses, which are 1, 2, 3 ...
+    """
+    rows = config.max_num_batched_tokens
+    length = min(rows, config.max_model_len - 1)
+    count = min(-(-rows // length), config.max_num_seqs)
+    num_blocks = count * num_layers * -(-length // block_size)
+    cache = KVCache(
+        num_layers=num_layers,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_sequences=count,
+        max_length=config.max_model_len,
+    )
+    alone = replace(config, max_num_seqs=count, admission=Immediate(), num_scheduler_steps=0)
+    scheduler = Scheduler(alone, cache)
+    for index in range(count):
+        scheduler.add(
+            Sequence(
+                request_id=str(index),
+                index=0,
+                prompt_token_ids=[0] * length,
+                params=SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0),
+                schedule=FullDepth().schedule(num_layers),
+                eos_token_ids=frozenset(),
+                bad_word_ids=(),
+                seed=0,
+                priority=0,
+                arrival=index,
+                max_length=length + 1,
+                shares_prompt=False,
+            )
+        )
+    plan = scheduler.schedule()
+    assert plan is not None
+    return plan, num_blocks

@@ -1,0 +1,99 @@
+"""The engine on Triton kernels, token for token what it is on the reference: eagerly, and decoding by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from batches import Request, assert_same
+
+import d3engine.kernels.triton as kernels
+from d3engine import D3, Engine, FullDepth, SamplingParams, UnifiedSkip, loading
+from d3engine.depth import DepthPolicy
+from d3engine.kernels import reference
+from d3engine.kernels.decode_rows import DecodeRows
+
+# Long and short prompts, so that steps mix pieces of prompts with rows of many ages.
+POLICIES: list[DepthPolicy] = [FullDepth(), D3(0.9, 0.5), D3(0.7, 0.2), UnifiedSkip(2, on_skip="copy")]
+REQUESTS = [
+    Request(
+        tuple(range(20 + nth, 29 + 12 * nth)),
+        SamplingParams(temperature=0, max_tokens=9 - nth, ignore_eos=True, depth=policy),
+    )
+    for nth, policy in enumerate(POLICIES)
+]
+
+
+@pytest.fixture
+def triton_engine(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+    """`triton_engine(graphs)`: the tiny engine, on Triton's kernels."""
+
+    def make(graphs: bool) -> Engine:
+        monkeypatch.setenv("D3ENGINE_KERNELS", "triton")
+        monkeypatch.setattr(loading, "uses_graphs", lambda device, enforce_eager: graphs)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        engine = make_engine(block_size=16, max_num_batched_tokens=24, device=device)
+        monkeypatch.setenv("D3ENGINE_KERNELS", "reference")
+        assert engine.executor._model.kernels is kernels if graphs else engine.executor.model.kernels is kernels
+        return engine
+
+    return make
+
+
+def test_prompts_in_pieces_and_rows_of_many_ages_answer_as_on_the_reference(
+    triton_engine: Callable[[bool], Engine], make_engine: Callable[..., Engine]
+) -> None:
+    reference_engine, engine = make_engine(block_size=16), triton_engine(False)
+    prompts = [list(request.prompt) for request in REQUESTS]
+    found = engine.generate(prompts, [request.params for request in REQUESTS], use_tqdm=False)
+    for output, request in zip(found, REQUESTS, strict=True):
+        wanted = reference_engine.generate(list(request.prompt), request.params, use_tqdm=False)[0]
+        assert_same(output, wanted)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_runs_of_steps_answer_as_on_the_reference(
+    triton_engine: Callable[[bool], Engine], make_engine: Callable[..., Engine], batch: int
+) -> None:
+    reference_engine, engine = make_engine(block_size=16), triton_engine(True)
+    chosen = REQUESTS[3 - batch : 3]
+    prompts = [list(request.prompt) for request in chosen]
+    found = engine.generate(prompts, [request.params for request in chosen], use_tqdm=False)
+    for output, request in zip(found, chosen, strict=True):
+        wanted = reference_engine.generate(list(request.prompt), request.params, use_tqdm=False)[0]
+        assert_same(output, wanted)
+    assert engine.stats().graph_steps >= 6
+
+
+@pytest.mark.parametrize("live", [0, 1, 5, 7])
+def test_both_ends_of_a_step_do_what_the_reference_does(device: torch.device, live: int) -> None:
+    layers, count, block_size, head_dim = 5, 7, 4, 12
+    generator = torch.Generator().manual_seed(live)
+
+    def random(like: torch.Tensor, high: int) -> torch.Tensor:
+        return torch.randint(0, high, like.shape, generator=generator, dtype=torch.int64)
+
+    found = DecodeRows.empty(count + 2, layers, 9, head_dim, 3, device)
+    table = torch.randn(36, head_dim // 2, dtype=torch.complex64, generator=generator)
+    for tensor, high in (
+        (found.tokens, 99),
+        (found.positions, 30),
+        (found.steps, 9),
+        (found.cutoffs, 12),
+        (found.block_tables, 2**31 - 1),
+        (found.entries, 5),
+        (found.chosen, 5),
+    ):
+        tensor.copy_(random(tensor, high))
+    found.num_rows.fill_(live)
+    wanted = DecodeRows(**{name: tensor.cpu().clone() for name, tensor in vars(found).items()})
+    for _ in range(2):
+        kernels.begin_step(found.first(count), table.to(device), block_size)
+        reference.begin_step(wanted.first(count), table, block_size)
+        tokens, scores = random(found.tokens, 99)[:count], torch.randn(count, generator=generator)
+        kernels.end_step(found.first(count), tokens.to(device), scores.to(device))
+        reference.end_step(wanted.first(count), tokens, scores)
+        for name, tensor in vars(found).items():
+            assert torch.equal(tensor.cpu(), vars(wanted)[name]), name
+    assert wanted.taken.item() == 2

@@ -1,0 +1,97 @@
+"""How many KV blocks a GPU's memory gives, with the device's answers made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from batches import BLOCK, LAYERS, VOCABULARY, block_bytes
+
+from d3engine import Engine, InvalidValueError, loading
+from d3engine.executor.cuda_graph import GraphExecutor
+from d3engine.executor.memory import largest_plan, workspace_bytes
+from d3engine.scheduler import SchedulerConfig
+
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize(("rows", "length", "prompts"), [(40, 64, [40]), (128, 64, [63, 63, 2]), (150, 64, [63, 63, 24])])
+def test_the_largest_step_fills_the_token_budget_and_wants_every_row_s_logits(
+    rows: int, length: int, prompts: list[int]
+) -> None:
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=rows, max_model_len=length)
+    plan, num_blocks = largest_plan(config, LAYERS, BLOCK)
+    assert sorted((plan.stops - plan.starts).tolist(), reverse=True) == prompts
+    assert len(plan.prompt_rows) == len(prompts)
+    assert sum(len(p.rows) for p in plan.prompt_rows) + len(plan.sampled) == plan.num_rows == sum(prompts)
+    assert [span.layers for span in plan.spans] == [range(LAYERS)]
+    used = {block for chunk in plan.slots for block in plan.tables[chunk].ravel().tolist()} - {0}
+    assert max(used) <= num_blocks
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_workspace_is_what_the_device_has_less_beside_the_pool(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, graphs: bool
+) -> None:
+    monkeypatch.setattr(loading, "uses_graphs", lambda device, enforce_eager: graphs)
+    ran: list[torch.Size] = []
+    built: list[Any] = []
+
+    def build(num_blocks: int) -> Any:
+        engine = make_engine(kv_cache_memory_bytes=num_blocks * block_bytes())
+        run = engine.executor.run
+
+        def counted(plan: Any) -> Any:
+            logits = run(plan)
+            ran.append(logits.shape)
+            return logits
+
+        engine.executor.run = counted  # type: ignore[method-assign]
+        built.append((engine.executor, engine.executor.pool.nbytes))
+        return engine.executor
+
+    def free_bytes() -> int:
+        return 10**9 - (built[0][1] + 12345 if built else 0)
+
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=40, max_model_len=64)
+    found = workspace_bytes(build, config, num_layers=LAYERS, block_size=BLOCK, free_bytes=free_bytes)
+    assert found == 12345
+    assert ran == [torch.Size([40, VOCABULARY])]
+    executor = built[0][0]
+    assert isinstance(executor, GraphExecutor) == graphs
+    if graphs:
+        assert executor.graph_stats.graphs_captured == 1
+
+
+def blocks(make_engine: Callable[..., Engine], share: float, workspace: int, **changes: Any) -> int:
+    given: dict[str, Any] = {
+        "block_size": BLOCK,
+        "dtype": torch.float32,
+        "device": GPU,
+        "max_num_seqs": 8,
+        "max_model_len": 64,
+        "kv_cache_memory_bytes": None,
+    }
+    return loading.num_blocks(
+        make_engine().config, gpu_memory_utilization=share, workspace_bytes=lambda: workspace, **(given | changes)
+    )
+
+
+def test_the_pool_takes_its_share_of_what_weights_and_workspace_leave(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, sequence = block_bytes(), LAYERS * 64 // BLOCK
+    total = 1000 * one
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (800 * one, total))
+    assert blocks(make_engine, 0.9, 0) == 700  # 100 of the 1000 stay free
+    assert blocks(make_engine, 1.0, 0) == 768 == 8 * sequence  # no more than all sequences at full length
+    assert blocks(make_engine, 0.9, 300 * one) == 400
+    assert blocks(make_engine, 0.9, 300 * one + 1) == 399
+    assert blocks(make_engine, 0.9, 300 * one, kv_cache_memory_bytes=7 * LAYERS * one) == 7 * LAYERS
+    assert blocks(make_engine, 0.9, (700 - sequence) * one) == sequence
+    with pytest.raises(InvalidValueError, match=rf"gpu_memory_utilization=0.9 .* {sequence} blocks of {one} bytes"):
+        blocks(make_engine, 0.9, (701 - sequence) * one)
+    with pytest.raises(InvalidValueError, match="room for 0"):
+        blocks(make_engine, 0.1, 0)
