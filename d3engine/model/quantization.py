@@ -6,6 +6,7 @@ does, may come before or after.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
@@ -35,14 +36,19 @@ def quantize_weights(weights: LlamaWeights, scheme: str) -> LlamaWeights:
 
     Norms, biases and the embedding (with an LM head tied to it) are those of `weights`. Raises as `quantize_matrix`.
     """
+    return with_matrices(weights, lambda matrix: quantize_matrix(matrix, scheme))
+
+
+def with_matrices(weights: LlamaWeights, change: Callable[[Weight], Weight]) -> LlamaWeights:
+    """Return `weights` with `change` applied to each matrix that quantization touches."""
 
     def layer(given: LayerWeights) -> LayerWeights:
         return replace(
             given,
-            qkv=quantize_matrix(given.qkv, scheme),
-            output=quantize_matrix(given.output, scheme),
-            gate_up=quantize_matrix(given.gate_up, scheme),
-            down=quantize_matrix(given.down, scheme),
+            qkv=change(given.qkv),
+            output=change(given.output),
+            gate_up=change(given.gate_up),
+            down=change(given.down),
         )
 
     tied = weights.lm_head is weights.embedding
@@ -50,5 +56,5 @@ def quantize_weights(weights: LlamaWeights, scheme: str) -> LlamaWeights:
         embedding=weights.embedding,
         layers=tuple(layer(given) for given in weights.layers),
         final_norm=weights.final_norm,
-        lm_head=weights.embedding if tied else quantize_matrix(weights.lm_head, scheme),
+        lm_head=weights.embedding if tied else change(weights.lm_head),
     )
