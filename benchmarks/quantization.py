@@ -106,7 +106,7 @@ def answer(
     greedy = SamplingParams(temperature=0, max_tokens=max_tokens, depth=depth)
     outputs = [output.outputs[0] for output in engine.generate(prompts, greedy, use_tqdm=False)]
     watch()
-    solutions = [_solution_tokens(engine, problem) for problem in given]
+    solutions = [solution_tokens(engine, problem) for problem in given]
     sampler, usual = SolutionSampler(solutions), engine.sampler
     engine.sampler = sampler  # type: ignore[assignment]
     for place, (prompt, solution) in enumerate(zip(prompts, solutions, strict=True)):
@@ -124,7 +124,7 @@ def answer(
     )
 
 
-def _solution_tokens(engine: Engine, problem: Problem) -> list[int]:
+def solution_tokens(engine: Engine, problem: Problem) -> list[int]:
     """The tokens of the written-out solution, with the one that ends it."""
     assert engine.tokenizer is not None
     prompt = format_prompt(problem.question)
@@ -237,27 +237,26 @@ def show(report: dict[str, Any], console: Console) -> None:
     settings = report["settings"]
     title = f"{settings['problems']} problems, {settings['split']} split, seed {settings['seed']}; float32 activations"
     table = Table(title=title, title_justify="left", show_lines=True)
-    table.add_column("weights")
-    for column in ("bytes", "error", "depth", "perplexity", "over float32", "exact match", "identical answers"):
-        table.add_column(column, justify="right")
+    for column in ("weights", "depth", "perplexity", "over float32", "exact match", "identical"):
+        table.add_column(column)
     for row in report["rows"]:
+        about = f"{row['weights']}\n{row['weight_bytes']:,} bytes\nerror {row['relative_error']:.4f}"
         for depth, figures in row["depths"].items():
             table.add_row(
-                row["weights"],
-                f"{row['weight_bytes']:,}",
-                f"{row['relative_error']:.4f}",
+                about,
                 depth,
                 _in_words(figures["perplexity"], "{:.5f}"),
                 _in_words(figures["perplexity_over_float"], "{:.5f}"),
                 _in_words(figures["exact_match"], "{:.1%}"),
                 _in_words(figures["identical_answers"], "{:.1%}"),
             )
+            about = ""
     console.print(table)
 
 
 def _in_words(figure: dict[str, float], form: str) -> str:
     value, low, high = (form.format(figure[name]) for name in ("value", "low", "high"))
-    return f"{value}\n{low} to {high}"
+    return f"{value}\n{low}-{high}"
 
 
 def _scheme(name: str) -> Callable[[LlamaWeights], LlamaWeights]:
