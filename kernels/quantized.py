@@ -57,8 +57,8 @@ class Int4Weight:
     """A matrix [N, K] as 4-bit values in groups of 128 input channels.
 
     `packed` uint8 [N, groups * 64]: byte 64 g + j holds the values of channels 128 g + j (low four bits) and
-    128 g + 64 + j (high), each plus 8, so in [0, 15]. `scales` float32 [N, groups]. The channels that fill up the last
-    group stand for 0 (the byte's half is 8).
+    128 g + 64 + j (high), each plus 8, so in [0, 15]. `scales` float32 [N, groups], of either sign. The
+    channels that fill up the last group stand for 0 (the byte's half is 8).
     """
 
     packed: Tensor

@@ -83,28 +83,30 @@ def _pending_tensors(checkpoint: Checkpoint, config: ModelConfig, scheme: str) -
             dtype = _FLOATS[entry.dtype]
             pending[name] = PendingTensor(entry.file, entry.shape, dtype, partial(_read, checkpoint, entry, dtype))
             continue
-        matrix = _QuantizedOnce(checkpoint, entry, scheme)
-        dtypes = (torch.int8 if scheme == "int8" else torch.uint8, torch.float32)
-        parts = quantized_tensors(name, entry.shape, scheme).items()
-        for index, ((part, shape), dtype) in enumerate(zip(parts, dtypes, strict=True)):
-            pending[part] = PendingTensor(entry.file, shape, dtype, partial(matrix.part, index))
+        matrix = _Matrix(checkpoint, entry, scheme)
+        (values, values_shape), (scales, scales_shape) = quantized_tensors(name, entry.shape, scheme).items()
+        dtype = torch.int8 if scheme == "int8" else torch.uint8
+        pending[values] = PendingTensor(entry.file, values_shape, dtype, matrix.values)
+        pending[scales] = PendingTensor(entry.file, scales_shape, torch.float32, matrix.scales)
     return pending
 
 
-class _QuantizedOnce:
-    """The values (part 0) and scales (part 1) of one matrix; it is quantized for the first and the scales are kept."""
+class _Matrix:
+    """One matrix of the source; it is quantized when its values are asked for, and its scales wait for their turn."""
 
     def __init__(self, checkpoint: Checkpoint, entry: TensorEntry, scheme: str) -> None:
         self._checkpoint, self._entry, self._scheme = checkpoint, entry, scheme
         self._scales: Tensor | None = None
 
-    def part(self, index: int) -> Tensor:
-        if index == 1 and self._scales is not None:
-            scales, self._scales = self._scales, None
-            return scales
+    def values(self) -> Tensor:
         matrix = _read(self._checkpoint, self._entry, torch.float32)
         values, self._scales = quantize_matrix(matrix, self._scheme).tensors
-        return self._scales if index == 1 else values
+        return values
+
+    def scales(self) -> Tensor:
+        scales, self._scales = self._scales, None
+        assert scales is not None, "values are written before scales, in the order of expected_tensors"
+        return scales
 
 
 def _read(checkpoint: Checkpoint, entry: TensorEntry, dtype: torch.dtype) -> Tensor:
