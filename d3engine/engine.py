@@ -46,7 +46,8 @@ class Engine:
         depth: which layers each generated token runs: a policy such as `D3(alpha=0.9, start=0.6)`, or "auto": what
             `d3.json` beside the weights says, full depth without one. A request may bring its own.
         device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
-        dtype: "auto" (float32 on a CPU, the file's on a GPU), "float32", "bfloat16"; "float16" on a GPU.
+        dtype: of activations, cache and float weights: "auto" (float32 on a CPU, the file's on a GPU), "float32",
+            "bfloat16"; "float16" on a GPU. Quantized matrices stay as their directory has them.
         max_model_len: tokens of prompt and answer at most; None: what the model was made for.
         max_num_seqs: sequences that run at once at most.
         max_num_batched_tokens: rows of one step at most; longer prompts are computed in pieces.

@@ -70,8 +70,10 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype of weights and cache; "auto" is float32 on a CPU, where narrower ones are slower, and the file's on
-    a GPU."""
+    """The dtype of activations, cache and float weights.
+
+    "auto" is float32 on a CPU, where narrower ones are slower, and the file's on a GPU.
+    """
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else DTYPES[config.dtype or "bfloat16"]
     resolved = DTYPES.get(dtype) if isinstance(dtype, str) else dtype

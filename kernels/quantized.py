@@ -10,10 +10,12 @@ product needs one multiplication by the scale and no zero point.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 GROUP = 128
@@ -36,9 +38,18 @@ class Int8Weight:
     def nbytes(self) -> int:
         return self.values.nbytes + self.scales.nbytes
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """What it is made of: the values, then the scales."""
+        return self.values, self.scales
+
+    def rows(self, start: int, stop: int) -> Int8Weight:
+        """Output channels [start, stop) alone, without a copy."""
+        return Int8Weight(self.values[start:stop], self.scales[start:stop])
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The matrix [N, K] it stands for, rounded once to `dtype`."""
-        return (self.values.float() * self.scales[:, None]).to(dtype)
+        return self.values.float().mul_(self.scales[:, None]).to(dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +57,8 @@ class Int4Weight:
     """A matrix [N, K] as 4-bit values in groups of 128 input channels.
 
     `packed` uint8 [N, groups * 64]: byte 64 g + j holds the values of channels 128 g + j (low four bits) and
-    128 g + 64 + j (high), each plus 8, so in [0, 15]. `scales` float32 [N, groups]. The channels that fill up the last
-    group stand for 0 (the byte's half is 8).
+    128 g + 64 + j (high), each plus 8, so in [0, 15]. `scales` float32 [N, groups], of either sign. The
+    channels that fill up the last group stand for 0 (the byte's half is 8).
     """
 
     packed: Tensor
@@ -63,14 +74,111 @@ class Int4Weight:
     def nbytes(self) -> int:
         return self.packed.nbytes + self.scales.nbytes
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """What it is made of: the packed values, then the scales."""
+        return self.packed, self.scales
+
+    def rows(self, start: int, stop: int) -> Int4Weight:
+        """Output channels [start, stop) alone, without a copy."""
+        return Int4Weight(self.packed[start:stop], self.scales[start:stop], self.num_columns)
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The matrix [N, K] it stands for, rounded once to `dtype`."""
         rows, groups = self.scales.shape
-        halves = self.packed.view(rows, groups, 1, GROUP // 2)
-        values = torch.cat((halves & 15, halves >> 4), dim=2).float().view(rows, groups, GROUP) - 8
-        matrix = (values * self.scales[:, :, None]).view(rows, groups * GROUP)
-        return matrix[:, : self.num_columns].to(dtype)
+        bytes_of_groups = self.packed.view(rows, groups, GROUP // 2)
+        unsigned = torch.empty(rows, groups, 2, GROUP // 2, dtype=torch.uint8, device=self.packed.device)
+        torch.bitwise_and(bytes_of_groups, 15, out=unsigned[:, :, 0])
+        torch.bitwise_right_shift(bytes_of_groups, 4, out=unsigned[:, :, 1])
+        values = unsigned.sub_(8).view(torch.int8)  # 0 - 8 wraps around to what is -8 as a signed byte
+        matrix = values.view(rows, groups, GROUP).float().mul_(self.scales[:, :, None])
+        return matrix.view(rows, groups * GROUP)[:, : self.num_columns].to(dtype)
 
 
 Weight: TypeAlias = Tensor | Int8Weight | Int4Weight
 """What stands where an operation has a weight matrix."""
+
+
+INT4_DIVISORS = (7.0, -8.0, 6.0, 6.5, 7.5, 8.0, -6.5, -7.0, -7.5, -8.5, -9.0)
+"""Scales that `quantize_int4` tries, each as what the value of largest magnitude is divided by.
+
+7 maps that value to 7, and -8 maps it to -8, the one value without a mirror image: these two restore every group that
+is representable. Smaller divisors leave steps unused, larger ones (up to 9) clip the extreme for finer steps.
+"""
+
+_VALUES_AT_ONCE = 2**22
+"""Matrices are quantized by runs of rows of about this many values, so that temporaries stay small."""
+
+
+def quantize_int8(matrix: Tensor) -> Int8Weight:
+    """Round `matrix` [N, K], of any float dtype, to int8; the scale of a row is its largest magnitude / 127.
+
+    An error is at most half a scale, and a row of whole numbers in [-127, 127] times a scale comes back as it was if
+    127 or -127 is among them. A row of zeros has the scale 0. Raises `ValueError` for NaN or infinity, and for what is
+    no float matrix.
+    """
+    _check(matrix)
+    values = torch.empty(matrix.shape, dtype=torch.int8, device=matrix.device)
+    scales = torch.empty(matrix.shape[0], dtype=torch.float32, device=matrix.device)
+    for rows in _row_runs(matrix):
+        wide = matrix[rows].float()
+        scales[rows] = wide.abs().amax(dim=1) / 127
+        values[rows] = _in_steps(wide, scales[rows, None]).clamp_(-127, 127)
+    return Int8Weight(values, _finite(scales))
+
+
+def quantize_int4(matrix: Tensor, divisors: Sequence[float] = INT4_DIVISORS) -> Int4Weight:
+    """Round `matrix` [N, K], of any float dtype, to 4 bits in [-8, 7], in groups of 128 input channels.
+
+    Each group takes, of the scales `extreme / divisor`, the one with the least squared error; `extreme` is the group's
+    value of largest magnitude, with its sign, so a scale may be negative. Groups of zeros have the scale 0. Raises
+    `ValueError` as `quantize_int8` does.
+    """
+    _check(matrix)
+    num_rows, num_columns = matrix.shape
+    groups = -(-num_columns // GROUP)
+    packed = torch.empty(num_rows, groups * GROUP // 2, dtype=torch.uint8, device=matrix.device)
+    scales = torch.empty(num_rows, groups, dtype=torch.float32, device=matrix.device)
+    for rows in _row_runs(matrix):
+        filled = F.pad(matrix[rows].float(), (0, groups * GROUP - num_columns)).view(-1, groups, GROUP)
+        scales[rows] = _best_scales(filled, divisors)
+        values = _in_steps(filled, scales[rows, :, None]).clamp_(-8, 7)
+        low, high = (values + 8).to(torch.uint8).chunk(2, dim=2)
+        packed[rows] = (low | high << 4).flatten(1)
+    return Int4Weight(packed, _finite(scales), num_columns)
+
+
+def _best_scales(groups: Tensor, divisors: Sequence[float]) -> Tensor:
+    """For `groups` [N, groups, 128] the scales [N, groups] with the least squared error; of equal ones the first."""
+    extremes = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
+    best = extremes / divisors[0]
+    least = torch.full_like(best, torch.inf)
+    for divisor in divisors:
+        scales = extremes / divisor
+        errors = _in_steps(groups, scales).clamp_(-8, 7).mul_(scales).sub_(groups)
+        error = torch.linalg.vector_norm(errors, dim=2, keepdim=True)
+        best = torch.where(error < least, scales, best)
+        least = torch.minimum(error, least)
+    return best.squeeze(2)
+
+
+def _in_steps(values: Tensor, scales: Tensor) -> Tensor:
+    """`values` as the nearest whole numbers of `scales`; 0 where the scale is 0 (or so small that it became 0)."""
+    return torch.where(scales == 0, 0.0, values / scales).round_()
+
+
+def _row_runs(matrix: Tensor) -> Iterator[slice]:
+    step = max(1, _VALUES_AT_ONCE // matrix.shape[1])
+    return (slice(start, start + step) for start in range(0, matrix.shape[0], step))
+
+
+def _check(matrix: Tensor) -> None:
+    if matrix.dim() != 2 or not matrix.is_floating_point() or not matrix.numel():
+        raise ValueError(f"a {matrix.dtype} of shape {list(matrix.shape)} is not allowed: a float matrix [N, K]")
+
+
+def _finite(scales: Tensor) -> Tensor:
+    """NaN and infinity in a matrix end up in its scales, so that one look at these is enough."""
+    if not torch.isfinite(scales).all():
+        raise ValueError("a matrix to quantize holds NaN or infinity, or a value too large for float32")
+    return scales

@@ -6,7 +6,8 @@ heads.
 
 The KV pool is `[num_blocks, 2, block_size, M, D]`, keys at index 0 and values at 1. An *entry* is the flat index
 `block * 2 * block_size + half * block_size + offset` of one key or value `[M, D]`. Channels of query and key heads
-stand in adjacent pairs (see `weights.py`), so that RoPE is one complex multiplication.
+stand in adjacent pairs (see `weights.py`), so that RoPE is one complex multiplication. A `weight` is a float matrix of
+the dtype of `hidden` or a quantized one (`quantized.py`).
 
 `num_rows`, an int32 tensor [1] on the operation's device, says how many rows (or copies) to compute; None means all.
 Rows at or beyond it are neither read nor written, and where an operation returns rows, theirs are undefined (here NaN,
@@ -25,6 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from d3engine.kernels.decode_rows import DecodeRows
+from d3engine.kernels.quantized import Int8Weight, Weight
+
+_VALUES_AT_ONCE = 2**20
+"""A quantized matrix becomes float again in runs of rows of about this many values, which a CPU's cache holds: whole, a
+matrix of 45 million values would take twelve times as long."""
 
 
 def rms_norm(
@@ -49,6 +55,29 @@ def rms_norm(
     return scaled.mul_(weight)
 
 
+def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """`x` [T, K] times `weight` [N, K] transposed, plus `bias` [N]: [T, N] in the dtype of `x`.
+
+    A quantized matrix stands for what its `dequantize` gives. No float copy of it is kept: each call makes one again,
+    piece by piece. The scales of int8 can wait for the product, but in float16 that could overflow without them.
+    """
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight, bias)
+    num_rows, num_columns = weight.shape
+    out = x.new_empty(x.shape[0], num_rows)
+    step = max(1, _VALUES_AT_ONCE // num_columns) if x.device.type == "cpu" else num_rows
+    scales = weight.scales if isinstance(weight, Int8Weight) and x.dtype != torch.float16 else None
+    for start in range(0, num_rows, step):
+        piece = weight.rows(start, start + step)
+        matrix = piece.dequantize(x.dtype) if scales is None else piece.values.to(x.dtype)
+        out[:, start : start + step] = F.linear(x, matrix)
+    if scales is not None:
+        out.mul_(scales)
+    if bias is not None:
+        out.add_(bias)
+    return out
+
+
 def rotate_(heads: Tensor, rotations: Tensor) -> None:
     """Turn the channel pairs of `heads` [T, heads, D] by `rotations` [T, D / 2] (complex64), in place.
 
@@ -65,7 +94,7 @@ def qkv(
     hidden: Tensor,
     norm_weight: Tensor,
     eps: float,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     rotations: Tensor,
     pool: Tensor,
@@ -86,7 +115,7 @@ def qkv(
             qkv(hidden[rows], norm_weight, eps, weight, bias, rotations[rows], pool, entries[rows], num_heads), hidden
         )
     kv_heads, channels = pool.shape[3], pool.shape[4]
-    projected = F.linear(rms_norm(hidden, norm_weight, eps), weight, bias)
+    projected = _linear(rms_norm(hidden, norm_weight, eps), weight, bias)
     turned = projected[:, : (num_heads + kv_heads) * channels]
     rotate_(turned.view(-1, num_heads + kv_heads, channels), rotations)
     new_entries = projected[:, num_heads * channels :].reshape(-1, kv_heads * channels)
@@ -250,11 +279,14 @@ def _attend_chunk(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | 
 
 
 def linear_residual(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, *, num_rows: Tensor | None = None
+    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, *, num_rows: Tensor | None = None
 ) -> None:
     """Add `x` [T, K] times `weight` [H, K] transposed (and `bias` [H]) to `residual` [T, H], in place."""
     if num_rows is not None:
         x, residual = x[_live_rows(num_rows)], residual[_live_rows(num_rows)]
+    if not isinstance(weight, Tensor):
+        residual.add_(_linear(x, weight, bias))
+        return
     residual.addmm_(x, weight.t())
     if bias is not None:
         residual.add_(bias)
@@ -264,7 +296,7 @@ def gate_up(
     hidden: Tensor,
     norm_weight: Tensor,
     eps: float,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     *,
     num_rows: Tensor | None = None,
@@ -275,25 +307,24 @@ def gate_up(
     """
     if num_rows is not None:
         return _undefined_beyond(gate_up(hidden[_live_rows(num_rows)], norm_weight, eps, weight, bias), hidden)
-    gate, up = F.linear(rms_norm(hidden, norm_weight, eps), weight, bias).chunk(2, dim=-1)
+    gate, up = _linear(rms_norm(hidden, norm_weight, eps), weight, bias).chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
 def lm_head(
-    hidden: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, *, num_rows: Tensor | None = None
+    hidden: Tensor, norm_weight: Tensor, eps: float, weight: Weight, *, num_rows: Tensor | None = None
 ) -> Tensor:
     """Final norm and projection of `hidden` [T, H] by `weight` [V, H]: float32 logits [T, V]."""
     if num_rows is not None:
         return _undefined_beyond(lm_head(hidden[_live_rows(num_rows)], norm_weight, eps, weight), hidden)
-    return F.linear(rms_norm(hidden, norm_weight, eps), weight).float()
+    return _linear(rms_norm(hidden, norm_weight, eps), weight, None).float()
 
 
 def lm_head_argmax(
-    hidden: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, *, num_rows: Tensor | None = None
+    hidden: Tensor, norm_weight: Tensor, eps: float, weight: Weight, *, num_rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """TEMP"""
-    logits = lm_head(hidden, norm_weight, eps, weight, num_rows=num_rows)
-    scores, tokens = logits.max(dim=-1)
+    """The token of the largest logit of each row, int64 [T], and that logit, float32 [T]."""
+    scores, tokens = lm_head(hidden, norm_weight, eps, weight, num_rows=num_rows).max(dim=-1)
     return tokens, scores
 
 

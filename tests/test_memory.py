@@ -17,7 +17,9 @@ from d3engine.scheduler import SchedulerConfig
 GPU = torch.device("cuda")
 
 
-@pytest.mark.parametrize(("rows", "length", "prompts"), [(40, 64, [40]), (128, 64, [63, 63, 2]), (150, 64, [63, 63, 24])])
+@pytest.mark.parametrize(
+    ("rows", "length", "prompts"), [(40, 64, [40]), (128, 64, [63, 63, 2]), (150, 64, [63, 63, 24])]
+)
 def test_the_largest_step_fills_the_token_budget_and_wants_every_row_s_logits(
     rows: int, length: int, prompts: list[int]
 ) -> None:

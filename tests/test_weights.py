@@ -18,10 +18,10 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from d3engine.errors import ModelFormatError
 from d3engine.model.checkpoint import open_checkpoint
 from d3engine.model.config import ModelConfig
+from d3engine.model.expected_tensors import expected_tensors
 from d3engine.model.rope import Rope
 from d3engine.model.weights import (
     LlamaWeights,
-    expected_tensors,
     load_weights,
     random_weights,
     to_adjacent_pairs,

@@ -1,1 +1,1 @@
-"""Tools around model directories: convert, inspect, verify, and train the demo model."""
+"""Tools around model directories: convert, quantize, inspect, verify, and train the demo model."""

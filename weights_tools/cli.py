@@ -1,4 +1,4 @@
-"""The command line of the weight tools: convert, inspect, verify. Mounted by `d3engine weights`, and runs by
+"""The command line of the weight tools: convert, quantize, inspect, verify. Mounted by `d3engine weights`, and runs by
 itself.
 
 The one idea: commands only parse and print. Every error meant for a user is one line on stderr and exit code
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -20,8 +21,9 @@ from d3engine.errors import D3EngineError, InvalidValueError
 from d3engine.weights_tools.convert import convert_bin, convert_llama2c
 from d3engine.weights_tools.convert_meta import convert_meta
 from d3engine.weights_tools.inspection import inspect_model, verify_model
+from d3engine.weights_tools.quantize import quantize_model
 
-app = typer.Typer(help="Convert, inspect and verify model directories.", no_args_is_help=True)
+app = typer.Typer(help="Convert, quantize, inspect and verify model directories.", no_args_is_help=True)
 convert_app = typer.Typer(help="Convert other formats to a safetensors directory.", no_args_is_help=True)
 app.add_typer(convert_app, name="convert")
 
@@ -80,6 +82,30 @@ def meta_command(
         )
         for note in notes:
             typer.echo(f"note: {note}", err=True)
+        typer.echo(f"wrote {destination}")
+
+
+class Scheme(StrEnum):
+    """How matrices are quantized; `QUANTIZATION_SCHEMES` as an option."""
+
+    int8 = "int8"
+    int4 = "int4"
+
+
+@app.command("quantize")
+def quantize_command(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A model directory with float weights.")],
+    destination: Destination,
+    scheme: Annotated[
+        Scheme,
+        typer.Option(help="int8: a scale an output channel; int4: a scale for 128 input channels of each."),
+    ],
+    shard_size: ShardSize = 5.0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Quantize a model's matrices; norms, biases and embedding stay float."""
+    with _readable_errors():
+        quantize_model(source, destination, scheme.value, shard_bytes=_shard_bytes(shard_size), overwrite=overwrite)
         typer.echo(f"wrote {destination}")
 
 

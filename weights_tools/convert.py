@@ -7,7 +7,6 @@ always in transformers' half-split order.
 
 from __future__ import annotations
 
-import shutil
 import struct
 from dataclasses import dataclass
 from functools import partial
@@ -20,30 +19,20 @@ import torch
 from torch import Tensor
 
 from d3engine.errors import ModelFormatError
-from d3engine.model.config import CONFIG_FILE, ModelConfig
+from d3engine.model.config import ModelConfig
+from d3engine.model.expected_tensors import EMBEDDING, FINAL_NORM, LM_HEAD
 from d3engine.model.fields import read_json_object
-from d3engine.model.weights import EMBEDDING, FINAL_NORM, LM_HEAD, to_half_split
+from d3engine.model.weights import to_half_split
 from d3engine.weights_tools.writing import (
     DEFAULT_SHARD_BYTES,
     PendingTensor,
     add_tokenizer,
+    copy_companions,
     first_line,
     hf_config,
     output_directory,
     write_configs,
     write_weights,
-)
-
-# What a model directory may hold beside its weights.
-_COMPANIONS = (
-    CONFIG_FILE,
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
 )
 
 
@@ -91,9 +80,7 @@ def convert_bin(
                 raise ModelFormatError(f"tensor {name!r} is in both {tensors[name].file} and {file}")
             tensors[name] = PendingTensor(file, tuple(tensor.shape), tensor.dtype, partial(_itself, tensor))
     with output_directory(destination, overwrite=overwrite) as folder:
-        for name in _COMPANIONS:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+        copy_companions(source, folder)
         write_weights(folder, config, tensors, shard_bytes=shard_bytes, show_progress=show_progress)
 
 

@@ -9,7 +9,8 @@ with it first on the path, where that name would hide the standard library's.)
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from tqdm import tqdm
 
 from d3engine.model.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from d3engine.model.config import ModelConfig, load_generation_config
-from d3engine.model.weights import check_finite, check_tensors, expected_tensors
+from d3engine.model.expected_tensors import SCALES, check_tensors, check_values, expected_tensors, held_dtype
 
 _LAYER = re.compile(r"\blayers\.\d+\.")
 
@@ -53,7 +54,7 @@ def verify_model(directory: Path, *, show_progress: bool = True) -> None:
         with tqdm(total=total, desc="verifying", unit="B", unit_scale=True, disable=disable) as progress:
             for entry in entries:
                 tensor = checkpoint.read(entry.name)
-                check_finite(entry, tensor, tensor.to(dtype or tensor.dtype))
+                check_values(entry, tensor, tensor.to(held_dtype(entry, dtype or tensor.dtype)))
                 progress.update(entry.nbytes)
 
 
@@ -65,7 +66,7 @@ def kv_bytes_per_token(config: ModelConfig, bytes_per_value: int) -> int:
 def _config_table(config: ModelConfig, checkpoint: Checkpoint) -> Table:
     table = Table(show_header=False, title="configuration", title_justify="left")
     entries = checkpoint.entries.values()
-    in_files = max((entry.bytes_per_value for entry in entries), default=2)
+    in_files = max((entry.bytes_per_value for entry in entries if not entry.name.endswith(SCALES)), default=2)
     itemsize = getattr(torch, config.dtype).itemsize if config.dtype else in_files
     rope = config.rope
     factor = "" if rope.factor is None else f" x{rope.factor:g}"
@@ -78,13 +79,22 @@ def _config_table(config: ModelConfig, checkpoint: Checkpoint) -> Table:
         "rope": f"{rope.rope_type}{factor}, theta {rope.theta:g}",
         "dtype": config.dtype or "not given",
         "bos / eos": f"{config.bos_token_id} / {', '.join(map(str, config.eos_token_ids)) or None}",
-        "parameters": f"{sum(entry.num_values for entry in entries):,}",
+        "quantization": config.quantization or "none",
+        "parameters": f"{_num_parameters(config, checkpoint):,}",
         "file bytes": f"{sum(entry.nbytes for entry in entries):,}",
         "KV bytes a token": f"{kv_bytes_per_token(config, itemsize):,} ({8 * itemsize}-bit)",
     }
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _num_parameters(config: ModelConfig, checkpoint: Checkpoint) -> int:
+    """What the files hold; of a quantized model, what the float model held: scales are no parameters."""
+    if config.quantization is None:
+        return sum(entry.num_values for entry in checkpoint.entries.values())
+    shapes = expected_tensors(replace(config, quantization=None)).values()
+    return sum(prod(shape) for shape in shapes)
 
 
 @dataclass
@@ -94,12 +104,12 @@ class _TensorGroup:
     first: TensorEntry
     count: int = 0
     nbytes: int = 0
-    parameters: int = 0
+    values: int = 0
 
     def add(self, entry: TensorEntry) -> None:
         self.count += 1
         self.nbytes += entry.nbytes
-        self.parameters += entry.num_values
+        self.values += entry.num_values
 
 
 def _tensor_table(checkpoint: Checkpoint) -> Table:
@@ -109,7 +119,7 @@ def _tensor_table(checkpoint: Checkpoint) -> Table:
         groups.setdefault((name, entry.shape, entry.dtype), _TensorGroup(entry)).add(entry)
     table = Table(title="tensors", title_justify="left")
     table.add_column("name", overflow="fold")
-    for column in ("count", "shape", "dtype", "parameters", "bytes"):
+    for column in ("count", "shape", "dtype", "values", "bytes"):
         table.add_column(column, justify="right")
     for (name, shape, dtype), group in sorted(groups.items()):
         # Text, not markup: a name comes from the file and may hold brackets or control characters.
@@ -118,7 +128,7 @@ def _tensor_table(checkpoint: Checkpoint) -> Table:
             f"{group.count}",
             " x ".join(map(str, shape)),
             dtype,
-            f"{group.parameters:,}",
+            f"{group.values:,}",
             f"{group.nbytes:,}",
         )
     return table

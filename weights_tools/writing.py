@@ -24,11 +24,31 @@ from tqdm import tqdm
 from d3engine.errors import InvalidValueError, ModelFormatError
 from d3engine.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, TensorEntry
 from d3engine.model.config import CONFIG_FILE, GENERATION_CONFIG_FILE, ModelConfig
-from d3engine.model.weights import check_tensors, expected_tensors
+from d3engine.model.expected_tensors import check_tensors, expected_tensors
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 
-_DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+
+# What a model directory may hold beside its weights.
+_COMPANIONS = (
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "d3.json",
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +80,13 @@ def output_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
             stale.unlink(missing_ok=True)
         for file in Path(folder).iterdir():
             shutil.move(file, destination / file.name)
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copy what a model directory holds beside its weights: configs, tokenizer, chat template, d3.json."""
+    for name in _COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def write_json(path: Path, contents: Mapping[str, Any]) -> None:
@@ -173,6 +200,7 @@ def write_weights(
     *,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     show_progress: bool = True,
+    description: str = "converting",
 ) -> None:
     """Write the tensors `config` asks for as safetensors: one file, or shards of at most `shard_bytes` and an
     index.
@@ -187,7 +215,7 @@ def write_weights(
     names = _shard_names(len(shards))
     total = sum(_nbytes(tensor) for tensor in wanted.values())
     disable = None if show_progress else True
-    with tqdm(total=total, desc="converting", unit="B", unit_scale=True, disable=disable) as progress:
+    with tqdm(total=total, desc=description, unit="B", unit_scale=True, disable=disable) as progress:
         for name, shard in zip(names, shards, strict=True):
             contents = {}
             for key in shard:

@@ -23,7 +23,8 @@ from d3engine.model.fields import read_json_object
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_BYTES_PER_VALUE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+_BYTES_PER_VALUE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class TensorEntry:
 
     @property
     def bytes_per_value(self) -> int:
-        """Size of one value; only for the float dtypes that `open_checkpoint` lets through."""
+        """Size of one value; only for the dtypes that `open_checkpoint` lets through."""
         return _BYTES_PER_VALUE[self.dtype]
 
     @property
@@ -78,7 +79,7 @@ def open_checkpoint(directory: str | Path) -> Iterator[Checkpoint]:
 
     Raises `ModelFormatError` for a missing, unreadable, truncated or corrupt file, a tensor held by two
     shards, an index that disagrees with its shards, a shard name that is a path, and a dtype other than F64,
-    F32, F16 and BF16.
+    F32, F16, BF16, I8 and U8. Which tensor may have which dtype is `check_tensors`' business.
     """
     index = _read_index(Path(directory))
     with ExitStack() as stack:

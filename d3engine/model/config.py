@@ -20,6 +20,10 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 
 DTYPES = ("float32", "bfloat16", "float16")
 
+QUANTIZATION_METHOD = "d3engine"
+"""What `quant_method` says in the quantization_config of a directory that `d3engine weights quantize` wrote."""
+QUANTIZATION_SCHEMES = ("int8", "int4")
+
 _MAX_LAYERS = 10_000
 """Far above any real model, low enough that the names built from it stay harmless."""
 
@@ -44,6 +48,7 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str | None
+    quantization: str | None  # one of QUANTIZATION_SCHEMES; None for float weights
 
     @classmethod
     def from_directory(cls, path: str | Path) -> ModelConfig:
@@ -88,6 +93,7 @@ class ModelConfig:
             bos_token_id=_bos_token_id(fields, generation_config),
             eos_token_ids=_eos_token_ids(fields, generation_config),
             dtype=_dtype(fields),
+            quantization=_quantization(fields),
         )
 
     @property
@@ -144,7 +150,7 @@ def load_generation_config(directory: str | Path) -> dict[str, Any]:
 
 
 def _refuse_other_models(fields: Fields) -> None:
-    """Raise unless the config describes a plain, unquantized LlamaForCausalLM."""
+    """Raise unless the config describes a plain LlamaForCausalLM."""
     architectures, model_type = fields.get("architectures"), fields.get("model_type")
     if architectures is None and model_type is None:
         raise ModelFormatError(f"{fields.source}: architectures and model_type are both missing")
@@ -154,8 +160,6 @@ def _refuse_other_models(fields: Fields) -> None:
         fields.refuse("model_type", "'llama'")
     if fields.get("hidden_act") not in (None, "silu"):
         fields.refuse("hidden_act", "'silu'")
-    if fields.get("quantization_config") is not None:
-        fields.refuse("quantization_config", "absent: only float32, bfloat16 and float16 weights are read")
     refuse_other_rotations(fields)
     # pretraining_tp > 1 made transformers 4 split matrix products into slices and sum them: the same numbers
     # but for rounding, and transformers 5 no longer does it. So it is checked and then has no effect.
@@ -207,3 +211,24 @@ def _dtype(fields: Fields) -> str | None:
     if dtype not in DTYPES:
         fields.refuse(name, f"one of {', '.join(DTYPES)}")
     return str(dtype)
+
+
+def _quantization(fields: Fields) -> str | None:
+    """The scheme of our own quantization; anybody else's is refused by the name of its method."""
+    given = fields.get("quantization_config")
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        fields.refuse("quantization_config", "an object, or absent")
+    own = Fields(given, f"{fields.source}: quantization_config")
+    if own.get("quant_method") != QUANTIZATION_METHOD:
+        own.refuse(
+            "quant_method",
+            f"{QUANTIZATION_METHOD!r}, as `d3engine weights quantize` makes of a model with float weights",
+        )
+    if own.get("scheme") not in QUANTIZATION_SCHEMES:
+        own.refuse("scheme", f"one of {', '.join(QUANTIZATION_SCHEMES)}")
+    for name in given:
+        if name not in ("quant_method", "scheme"):
+            own.refuse(name, "no field but quant_method and scheme")
+    return str(own.get("scheme"))

@@ -10,7 +10,6 @@ long as both have the same.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -18,62 +17,71 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from d3engine.errors import ModelFormatError
-from d3engine.model.checkpoint import Checkpoint, TensorEntry, open_checkpoint
-from d3engine.model.config import CONFIG_FILE, ModelConfig
-
-EMBEDDING = "model.embed_tokens.weight"
-FINAL_NORM = "model.norm.weight"
-LM_HEAD = "lm_head.weight"
-
-# Buffers that old versions of transformers saved beside the weights; rope.py makes its own.
-_IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+from d3engine.kernels.quantized import Int4Weight, Int8Weight, Weight
+from d3engine.model.checkpoint import Checkpoint, open_checkpoint
+from d3engine.model.config import ModelConfig
+from d3engine.model.expected_tensors import (
+    EMBEDDING,
+    FINAL_NORM,
+    SCALES,
+    VALUES,
+    check_tensors,
+    check_values,
+    expected_tensors,
+    held_dtype,
+)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """One layer. H hidden, Q = heads * head_dim, K = kv heads * head_dim, I intermediate; all of one dtype
-    and device.
+    """One layer. H hidden, Q = heads * head_dim, K = kv heads * head_dim, I intermediate; all on one device.
 
-    The first Q + K rows of `qkv` and `qkv_bias` are in adjacent-pair order, the last K rows (values) are not
-    permuted.
+    The four matrices are float or quantized, everything else is float; all floats are of one dtype. The first Q + K
+    rows of `qkv` and `qkv_bias` are in adjacent-pair order, the last K rows (values) are not permuted.
     """
 
     attention_norm: Tensor  # [H]
-    qkv: Tensor  # [Q + 2 K, H]
+    qkv: Weight  # [Q + 2 K, H]
     qkv_bias: Tensor | None  # [Q + 2 K]
-    output: Tensor  # [H, Q]
+    output: Weight  # [H, Q]
     output_bias: Tensor | None  # [H]
     mlp_norm: Tensor  # [H]
-    gate_up: Tensor  # [2 I, H], gate rows first
+    gate_up: Weight  # [2 I, H], gate rows first
     gate_up_bias: Tensor | None  # [2 I]
-    down: Tensor  # [H, I]
+    down: Weight  # [H, I]
     down_bias: Tensor | None  # [H]
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors there are, in the order of the fields."""
-        values = (getattr(self, field.name) for field in fields(self))
-        return [value for value in values if value is not None]
+        """Return the tensors there are, in the order of the fields; a quantized matrix gives its values and scales."""
+        weights = (getattr(self, field.name) for field in fields(self))
+        return [tensor for weight in weights if weight is not None for tensor in _tensors_of(weight)]
 
 
 @dataclass(frozen=True, eq=False)
 class LlamaWeights:
-    """All weights; V vocabulary, H hidden. `lm_head` is the same object as `embedding` when tied."""
+    """All weights; V vocabulary, H hidden.
+
+    `lm_head` is the same object as `embedding` when tied, and then float, as the embedding always is.
+    """
 
     embedding: Tensor  # [V, H]
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [H]
-    lm_head: Tensor  # [V, H]
+    lm_head: Weight  # [V, H]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights; tied ones count once."""
         tensors = [self.embedding, self.final_norm]
         if self.lm_head is not self.embedding:
-            tensors.append(self.lm_head)
+            tensors.extend(_tensors_of(self.lm_head))
         for layer in self.layers:
             tensors.extend(layer.tensors())
         return sum(tensor.nbytes for tensor in tensors)
+
+
+def _tensors_of(weight: Weight) -> tuple[Tensor, ...]:
+    return (weight,) if isinstance(weight, Tensor) else weight.tensors
 
 
 def load_weights(
@@ -84,13 +92,13 @@ def load_weights(
     device: torch.device | str,
     show_progress: bool = True,
 ) -> LlamaWeights:
-    """Load a model directory's safetensors, converted to `dtype` on `device`; a progress bar only on a
-    terminal.
+    """Load a model directory's safetensors on `device`; a progress bar only on a terminal.
 
+    Floats are converted to `dtype`; the matrices of a directory that `d3engine weights quantize` wrote stay quantized.
     Files are memory-mapped, and each tensor is copied straight to its place: the peak is the model and one
-    tensor. All names and shapes are checked against `config` before anything is allocated. Raises
-    `ModelFormatError` naming tensor and file for what is missing, unexpected, doubled, wrongly shaped, not of
-    a float dtype, not finite or too large for `dtype`; see `check_tensors` for a tied lm_head.
+    tensor. All names, shapes and dtypes are checked against `config` before anything is allocated. Raises
+    `ModelFormatError` naming tensor and file for what is missing, unexpected, doubled, wrongly shaped, of
+    another dtype than allowed, not finite or too large for `dtype`; see `check_tensors` for a tied lm_head.
     """
     with open_checkpoint(directory) as checkpoint:
         check_tensors(checkpoint, config)
@@ -105,96 +113,6 @@ def load_weights(
         ) as progress:
             weights = _Loader(checkpoint, config, dtype, torch.device(device), progress).load()
     return weights
-
-
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the name (transformers' own) and shape of every tensor a model of this config must have."""
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    attention = {
-        "q_proj": (config.q_size, hidden),
-        "k_proj": (config.kv_size, hidden),
-        "v_proj": (config.kv_size, hidden),
-        "o_proj": (hidden, config.q_size),
-    }
-    mlp = {
-        "gate_proj": (intermediate, hidden),
-        "up_proj": (intermediate, hidden),
-        "down_proj": (hidden, intermediate),
-    }
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        shapes[prefix + "input_layernorm.weight"] = (hidden,)
-        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
-        for block, matrices, bias in (
-            ("self_attn", attention, config.attention_bias),
-            ("mlp", mlp, config.mlp_bias),
-        ):
-            for name, shape in matrices.items():
-                shapes[f"{prefix}{block}.{name}.weight"] = shape
-                if bias:
-                    shapes[f"{prefix}{block}.{name}.bias"] = shape[:1]
-    shapes[FINAL_NORM] = (hidden,)
-    if not config.tie_word_embeddings:
-        shapes[LM_HEAD] = (config.vocab_size, hidden)
-    return shapes
-
-
-def is_ignored_tensor(name: str) -> bool:
-    """True for what a checkpoint may carry although it is no weight: precomputed rope frequencies."""
-    return _IGNORED.search(name) is not None
-
-
-def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Raise `ModelFormatError` unless the checkpoint holds exactly the tensors that `config` asks for,
-    rightly shaped.
-
-    A tied model may carry an lm_head.weight equal to its embedding. If the two differ the model is refused:
-    transformers 4 drops that lm_head and transformers 5 unties it, so no answer would be right for everyone.
-    """
-    entries = checkpoint.entries
-    expected = expected_tensors(config)
-    for name, shape in expected.items():
-        if name not in entries:
-            hint = ", and tie_word_embeddings is false" if name == LM_HEAD else ""
-            raise ModelFormatError(f"tensor {name!r} is missing in {_files_of(checkpoint)}{hint}")
-        if entries[name].shape != shape:
-            raise ModelFormatError(
-                f"{entries[name].file}: tensor {name!r} has shape {list(entries[name].shape)}; "
-                f"{CONFIG_FILE} asks for {list(shape)}"
-            )
-    for name, entry in entries.items():
-        if name not in expected and not is_ignored_tensor(name) and name != LM_HEAD:
-            raise ModelFormatError(f"{entry.file}: tensor {name!r} is unexpected for this {CONFIG_FILE}")
-    if config.tie_word_embeddings and LM_HEAD in entries:
-        _check_stray_lm_head(checkpoint)
-
-
-def check_finite(entry: TensorEntry, source: Tensor, converted: Tensor) -> None:
-    """Raise `ModelFormatError` if a tensor, as read or as converted, holds NaN or infinity."""
-    if _is_finite(converted):
-        return
-    if _is_finite(source):
-        raise ModelFormatError(f"{entry.file}: tensor {entry.name!r} has values too large for {converted.dtype}")
-    raise ModelFormatError(f"{entry.file}: tensor {entry.name!r} holds NaN or infinity")
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    # The extremes carry any NaN or infinity along, and need no second tensor as isfinite of the whole would.
-    low, high = torch.aminmax(tensor)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
-
-
-def _check_stray_lm_head(checkpoint: Checkpoint) -> None:
-    if not torch.equal(checkpoint.read(LM_HEAD), checkpoint.read(EMBEDDING)):
-        raise ModelFormatError(
-            f"{checkpoint.entries[LM_HEAD].file}: tensor {LM_HEAD!r} differs from {EMBEDDING!r}, but "
-            f"{CONFIG_FILE} sets tie_word_embeddings; set that to false to use it, or delete the tensor"
-        )
-
-
-def _files_of(checkpoint: Checkpoint) -> str:
-    return ", ".join(str(file) for file in sorted({entry.file for entry in checkpoint.entries.values()}))
 
 
 def to_adjacent_pairs(weight: Tensor, num_heads: int) -> Tensor:
@@ -269,7 +187,7 @@ class _Loader:
     def load(self) -> LlamaWeights:
         layers = tuple(self._layer(f"model.layers.{index}.") for index in range(self.config.num_layers))
         embedding = self._stack([EMBEDDING])
-        lm_head = embedding if self.config.tie_word_embeddings else self._stack([LM_HEAD])
+        lm_head = embedding if self.config.tie_word_embeddings else self._matrix(["lm_head"], self.config.hidden_size)
         return LlamaWeights(embedding, layers, self._stack([FINAL_NORM]), lm_head)
 
     def _layer(self, prefix: str) -> LayerWeights:
@@ -280,25 +198,36 @@ class _Loader:
         gate_up = [mlp + "gate_proj", mlp + "up_proj"]
         return LayerWeights(
             attention_norm=self._stack([prefix + "input_layernorm.weight"]),
-            qkv=self._stack([name + ".weight" for name in qkv], heads),
+            qkv=self._matrix(qkv, config.hidden_size, heads),
             qkv_bias=self._bias(qkv, config.attention_bias, heads),
-            output=self._stack([attention + "o_proj.weight"]),
+            output=self._matrix([attention + "o_proj"], config.q_size),
             output_bias=self._bias([attention + "o_proj"], config.attention_bias),
             mlp_norm=self._stack([prefix + "post_attention_layernorm.weight"]),
-            gate_up=self._stack([name + ".weight" for name in gate_up]),
+            gate_up=self._matrix(gate_up, config.hidden_size),
             gate_up_bias=self._bias(gate_up, config.mlp_bias),
-            down=self._stack([mlp + "down_proj.weight"]),
+            down=self._matrix([mlp + "down_proj"], config.intermediate_size),
             down_bias=self._bias([mlp + "down_proj"], config.mlp_bias),
         )
+
+    def _matrix(self, modules: list[str], num_columns: int, heads: list[int | None] | None = None) -> Weight:
+        """Return the modules' matrices on top of each other, in the form that the config names."""
+        if self.config.quantization is None:
+            return self._stack([name + ".weight" for name in modules], heads)
+        values = self._stack([name + VALUES for name in modules], heads)
+        scales = self._stack([name + SCALES for name in modules], heads)
+        if self.config.quantization == "int8":
+            return Int8Weight(values, scales)
+        return Int4Weight(values, scales, num_columns)
 
     def _bias(self, modules: list[str], present: bool, heads: list[int | None] | None = None) -> Tensor | None:
         return self._stack([name + ".bias" for name in modules], heads) if present else None
 
     def _stack(self, names: list[str], heads: list[int | None] | None = None) -> Tensor:
         """Return the named tensors on top of each other; `heads` says whose rows become adjacent pairs."""
-        shapes = [self.checkpoint.entries[name].shape for name in names]
-        rows = [shape[0] for shape in shapes]
-        stacked = torch.empty((sum(rows), *shapes[0][1:]), dtype=self.dtype, device=self.device)
+        entries = [self.checkpoint.entries[name] for name in names]
+        rows = [entry.shape[0] for entry in entries]
+        shape, dtype = (sum(rows), *entries[0].shape[1:]), held_dtype(entries[0], self.dtype)
+        stacked = torch.empty(shape, dtype=dtype, device=self.device)
         parts = torch.split(stacked, rows)
         for name, part, num_heads in zip(names, parts, heads or [None] * len(names), strict=True):
             self._copy(name, part, num_heads)
@@ -311,5 +240,5 @@ class _Loader:
         else:  # to_adjacent_pairs, but straight into place: no permuted copy in between
             pairs = target.view(num_heads, -1, 2, *target.shape[1:])
             pairs.transpose(1, 2).copy_(source.view(num_heads, 2, -1, *source.shape[1:]))
-        check_finite(self.checkpoint.entries[name], source, target)
+        check_values(self.checkpoint.entries[name], source, target)
         self.progress.update(source.nbytes)

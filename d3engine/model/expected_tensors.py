@@ -1,0 +1,174 @@
+"""What tensors a model's files must hold: names, shapes, dtypes and values, checked before and while loading.
+
+The one idea: the config says everything. `expected_tensors` spells it out, and whatever is missing, unexpected or
+different is an error that names tensor and file, before anything is allocated for it.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor
+
+from d3engine.errors import ModelFormatError
+from d3engine.kernels.quantized import GROUP
+from d3engine.model.checkpoint import FLOAT_DTYPES, Checkpoint, TensorEntry
+from d3engine.model.config import CONFIG_FILE, ModelConfig
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+LM_HEAD = "lm_head.weight"
+
+VALUES, SCALES = ".qweight", ".scales"
+"""What stands in the place of ".weight" in the names of a quantized matrix's two tensors."""
+
+_INTEGERS = {"I8": torch.int8, "U8": torch.uint8}
+
+# Buffers that old versions of transformers saved beside the weights; rope.py makes its own.
+_IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the name and shape in the file of every tensor a model of this config must have.
+
+    Names are transformers' own. Of a quantized model, `X.qweight` and `X.scales` stand for each matrix `X.weight`.
+    """
+    shapes = _float_tensors(config)
+    if config.quantization is None:
+        return shapes
+    quantized: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        if is_quantized(name):
+            quantized |= quantized_tensors(name, shape, config.quantization)
+        else:
+            quantized[name] = shape
+    return quantized
+
+
+def is_quantized(name: str) -> bool:
+    """Whether quantization touches a tensor: the layers' matrices and an LM head of its own.
+
+    The embedding stays float, for only one row of it is read for a token; so a head tied to it stays float too.
+    """
+    return name.endswith("_proj.weight") or name == LM_HEAD
+
+
+def quantized_tensors(name: str, shape: tuple[int, ...], scheme: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the values and the scales that stand for a matrix `name` of `shape` (N, K)."""
+    module = name.removesuffix(".weight")
+    rows, columns = shape
+    if scheme == "int8":
+        return {module + VALUES: (rows, columns), module + SCALES: (rows,)}
+    groups = -(-columns // GROUP)
+    return {module + VALUES: (rows, groups * GROUP // 2), module + SCALES: (rows, groups)}
+
+
+def allowed_dtypes(name: str, scheme: str | None) -> tuple[str, ...]:
+    """The dtypes, in safetensors' names, that a tensor of a model of this scheme may have in its file."""
+    if scheme is not None and name.endswith(VALUES):
+        return ("I8",) if scheme == "int8" else ("U8",)
+    return ("F32",) if scheme is not None and name.endswith(SCALES) else FLOAT_DTYPES
+
+
+def held_dtype(entry: TensorEntry, dtype: torch.dtype) -> torch.dtype:
+    """What a loaded tensor has as its dtype: `dtype`, but quantized values and scales stay what they are."""
+    if entry.dtype in _INTEGERS:
+        return _INTEGERS[entry.dtype]
+    return torch.float32 if entry.name.endswith(SCALES) else dtype
+
+
+def _float_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    attention = {
+        "q_proj": (config.q_size, hidden),
+        "k_proj": (config.kv_size, hidden),
+        "v_proj": (config.kv_size, hidden),
+        "o_proj": (hidden, config.q_size),
+    }
+    mlp = {
+        "gate_proj": (intermediate, hidden),
+        "up_proj": (intermediate, hidden),
+        "down_proj": (hidden, intermediate),
+    }
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        shapes[prefix + "input_layernorm.weight"] = (hidden,)
+        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        for block, matrices, bias in (
+            ("self_attn", attention, config.attention_bias),
+            ("mlp", mlp, config.mlp_bias),
+        ):
+            for name, shape in matrices.items():
+                shapes[f"{prefix}{block}.{name}.weight"] = shape
+                if bias:
+                    shapes[f"{prefix}{block}.{name}.bias"] = shape[:1]
+    shapes[FINAL_NORM] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes[LM_HEAD] = (config.vocab_size, hidden)
+    return shapes
+
+
+def is_ignored_tensor(name: str) -> bool:
+    """True for what a checkpoint may carry although it is no weight: precomputed rope frequencies."""
+    return _IGNORED.search(name) is not None
+
+
+def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Raise `ModelFormatError` unless the checkpoint holds exactly the tensors that `config` asks for, of the right
+    shapes and dtypes.
+
+    A tied model may carry an lm_head.weight equal to its embedding. If the two differ the model is refused:
+    transformers 4 drops that lm_head and transformers 5 unties it, so no answer would be right for everyone.
+    """
+    entries = checkpoint.entries
+    expected = expected_tensors(config)
+    for name, shape in expected.items():
+        if name not in entries:
+            hint = ", and tie_word_embeddings is false" if name == LM_HEAD else ""
+            raise ModelFormatError(f"tensor {name!r} is missing in {_files_of(checkpoint)}{hint}")
+        entry, allowed = entries[name], allowed_dtypes(name, config.quantization)
+        if entry.dtype not in allowed:
+            raise ModelFormatError(
+                f"{entry.file}: tensor {name!r} has dtype {entry.dtype}: allowed are {', '.join(allowed)}"
+            )
+        if entry.shape != shape:
+            raise ModelFormatError(
+                f"{entry.file}: tensor {name!r} has shape {list(entry.shape)}; {CONFIG_FILE} asks for {list(shape)}"
+            )
+    for name, entry in entries.items():
+        is_copy = name == LM_HEAD and config.tie_word_embeddings
+        if name not in expected and not is_ignored_tensor(name) and not is_copy:
+            raise ModelFormatError(f"{entry.file}: tensor {name!r} is unexpected for this {CONFIG_FILE}")
+    if config.tie_word_embeddings and LM_HEAD in entries:
+        _check_stray_lm_head(checkpoint)
+
+
+def check_values(entry: TensorEntry, source: Tensor, converted: Tensor) -> None:
+    """Raise `ModelFormatError` if a tensor, as read or as converted, holds NaN or infinity, or int8 values -128."""
+    if source.dtype == torch.int8 and int(source.amin()) == -128:
+        raise ModelFormatError(f"{entry.file}: tensor {entry.name!r} holds -128: allowed are -127 to 127")
+    if not source.is_floating_point() or _is_finite(converted):
+        return
+    if _is_finite(source):
+        raise ModelFormatError(f"{entry.file}: tensor {entry.name!r} has values too large for {converted.dtype}")
+    raise ModelFormatError(f"{entry.file}: tensor {entry.name!r} holds NaN or infinity")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # The extremes carry any NaN or infinity along, and need no second tensor as isfinite of the whole would.
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def _check_stray_lm_head(checkpoint: Checkpoint) -> None:
+    if not torch.equal(checkpoint.read(LM_HEAD), checkpoint.read(EMBEDDING)):
+        raise ModelFormatError(
+            f"{checkpoint.entries[LM_HEAD].file}: tensor {LM_HEAD!r} differs from {EMBEDDING!r}, but "
+            f"{CONFIG_FILE} sets tie_word_embeddings; set that to false to use it, or delete the tensor"
+        )
+
+
+def _files_of(checkpoint: Checkpoint) -> str:
+    return ", ".join(str(file) for file in sorted({entry.file for entry in checkpoint.entries.values()}))

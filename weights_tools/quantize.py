@@ -1,0 +1,116 @@
+"""Quantizes a model directory: the matrices become int8 or int4, everything else is copied.
+
+The one idea: this is a conversion like the others (`writing.py`). Each tensor of the new directory is described
+first, and made of the old one when its shard is written, so that one shard and one matrix are in memory.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from d3engine.errors import InvalidValueError
+from d3engine.model.checkpoint import Checkpoint, TensorEntry, open_checkpoint
+from d3engine.model.config import CONFIG_FILE, QUANTIZATION_METHOD, QUANTIZATION_SCHEMES, ModelConfig
+from d3engine.model.expected_tensors import (
+    check_tensors,
+    check_values,
+    expected_tensors,
+    is_quantized,
+    quantized_tensors,
+)
+from d3engine.model.fields import read_json_object
+from d3engine.model.quantization import quantize_matrix
+from d3engine.weights_tools.writing import (
+    DEFAULT_SHARD_BYTES,
+    PendingTensor,
+    copy_companions,
+    output_directory,
+    write_json,
+    write_weights,
+)
+
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def quantize_model(
+    source: Path,
+    destination: Path,
+    scheme: str,
+    *,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    overwrite: bool = False,
+    show_progress: bool = True,
+) -> None:
+    """Write the model directory `source`, its matrices quantized by `scheme`, to `destination`.
+
+    Norms, biases and the embedding keep the dtype of the file; so does an LM head that is tied to the embedding.
+    Configs, tokenizer, chat template and d3.json are copied, and config.json gets a `quantization_config`. Raises
+    `ModelFormatError` for what the loader would refuse, `InvalidValueError` for an unknown scheme, a source that is
+    quantized already and a destination in use.
+    """
+    if scheme not in QUANTIZATION_SCHEMES:
+        raise InvalidValueError("scheme", scheme, f"one of {', '.join(QUANTIZATION_SCHEMES)}")
+    config = ModelConfig.from_directory(source)
+    if config.quantization is not None:
+        raise InvalidValueError("SRC", str(source), f"a model with float weights (this one is {config.quantization})")
+    if destination.exists() and destination.samefile(source):
+        raise InvalidValueError("DST", str(destination), "another directory than SRC")
+    with open_checkpoint(source) as checkpoint, output_directory(destination, overwrite=overwrite) as folder:
+        check_tensors(checkpoint, config)
+        copy_companions(source, folder)
+        quantization = {"quant_method": QUANTIZATION_METHOD, "scheme": scheme}
+        contents = read_json_object(source / CONFIG_FILE) | {"quantization_config": quantization}
+        write_json(folder / CONFIG_FILE, contents)
+        write_weights(
+            folder,
+            ModelConfig.from_directory(folder),
+            _pending_tensors(checkpoint, config, scheme),
+            shard_bytes=shard_bytes,
+            show_progress=show_progress,
+            description="quantizing",
+        )
+
+
+def _pending_tensors(checkpoint: Checkpoint, config: ModelConfig, scheme: str) -> dict[str, PendingTensor]:
+    pending = {}
+    for name in expected_tensors(config):
+        entry = checkpoint.entries[name]
+        if not is_quantized(name):
+            dtype = _FLOATS[entry.dtype]
+            pending[name] = PendingTensor(entry.file, entry.shape, dtype, partial(_read, checkpoint, entry, dtype))
+            continue
+        matrix = _Matrix(checkpoint, entry, scheme)
+        (values, values_shape), (scales, scales_shape) = quantized_tensors(name, entry.shape, scheme).items()
+        dtype = torch.int8 if scheme == "int8" else torch.uint8
+        pending[values] = PendingTensor(entry.file, values_shape, dtype, matrix.values)
+        pending[scales] = PendingTensor(entry.file, scales_shape, torch.float32, matrix.scales)
+    return pending
+
+
+class _Matrix:
+    """One matrix of the source; it is quantized when its values are asked for, and its scales wait for their turn."""
+
+    def __init__(self, checkpoint: Checkpoint, entry: TensorEntry, scheme: str) -> None:
+        self._checkpoint, self._entry, self._scheme = checkpoint, entry, scheme
+        self._scales: Tensor | None = None
+
+    def values(self) -> Tensor:
+        matrix = _read(self._checkpoint, self._entry, torch.float32)
+        values, self._scales = quantize_matrix(matrix, self._scheme).tensors
+        return values
+
+    def scales(self) -> Tensor:
+        scales, self._scales = self._scales, None
+        assert scales is not None, "values are written before scales, in the order of expected_tensors"
+        return scales
+
+
+def _read(checkpoint: Checkpoint, entry: TensorEntry, dtype: torch.dtype) -> Tensor:
+    tensor = checkpoint.read(entry.name)
+    converted = tensor.to(dtype)
+    check_values(entry, tensor, converted)
+    return converted
