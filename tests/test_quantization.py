@@ -185,7 +185,7 @@ def outputs_of(weight: Any, dtype: torch.dtype, num_rows: Tensor | None = None) 
         residual,
         reference.gate_up(hidden, norm, 1e-5, weight, bias, num_rows=num_rows),
         reference.lm_head(hidden, norm, 1e-5, weight, num_rows=num_rows),
-        reference.lm_head_argmax(hidden, norm, 1e-5, weight, num_rows=num_rows),
+        reference.lm_head_argmax(hidden, norm, 1e-5, weight, num_rows=num_rows)[0],
     ]
 
 
