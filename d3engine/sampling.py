@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from d3engine.kernels.random import gumbel
+from d3engine.kernels.sampling import cut_min_p_, cut_top
 from d3engine.plan import Chosen, Plan, Sampled
-from d3engine.random import gumbel
 from d3engine.request import Logprob
 from d3engine.sequence import Sequence
 
@@ -110,33 +111,18 @@ def _noisy(logits: Tensor, sequences: list[Sequence]) -> Tensor:
         return logits
     chosen = [sequences[row] for row in rows]
 
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, device=logits.device).unsqueeze(1)
+    def each(values: list[float]) -> Tensor:
+        return torch.tensor(values, device=logits.device)
 
-    scores = logits[rows] / column([s.params.temperature for s in chosen])
+    scores = logits[rows] / each([s.params.temperature for s in chosen]).unsqueeze(1)
     if any(s.params.min_p for s in chosen):
-        # p < min_p * p_max says the same of logits, which need no normalisation.
-        floor = scores.max(dim=-1, keepdim=True).values + column([s.params.min_p for s in chosen]).log()
-        scores.masked_fill_(scores < floor, -torch.inf)
+        cut_min_p_(scores, each([s.params.min_p for s in chosen]))
     if any(s.params.top_k or s.params.top_p < 1 for s in chosen):
-        top_k = column([s.params.top_k or scores.shape[1] for s in chosen])
-        scores = _cut(scores, top_k, column([s.params.top_p for s in chosen]))
+        scores = cut_top(scores, each([s.params.top_k for s in chosen]), each([s.params.top_p for s in chosen]))
     integers = torch.tensor([(s.seed, s.index, s.step) for s in chosen], device=logits.device)
     noisy = logits.clone()
     noisy[rows] = scores + gumbel(integers[:, 0], integers[:, 1], integers[:, 2], scores.shape[1])
     return noisy
-
-
-def _cut(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Exclude tokens beyond the `top_k` likeliest, then beyond the smallest set whose probability reaches `top_p`."""
-    ordered, tokens = scores.sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(scores.shape[1], device=scores.device)
-    ordered.masked_fill_(ranks >= top_k, -torch.inf)
-    probabilities = ordered.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    beyond = (before >= top_p) & (ranks > 0) & (top_p < 1)  # the likeliest always stays
-    ordered.masked_fill_(beyond, -torch.inf)
-    return torch.empty_like(scores).scatter_(1, tokens, ordered)
 
 
 def _sampled_logprobs(

@@ -27,6 +27,8 @@ from torch import Tensor
 
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.quantized import Int8Weight, Weight
+from d3engine.kernels.random import gumbel
+from d3engine.kernels.sampling import SamplingRows, cut_min_p_, cut_top, penalised
 
 _VALUES_AT_ONCE = 2**20
 """A quantized matrix becomes float again in runs of rows of about this many values, which a CPU's cache holds: whole, a
@@ -321,11 +323,71 @@ def lm_head(
 
 
 def lm_head_argmax(
-    hidden: Tensor, norm_weight: Tensor, eps: float, weight: Weight, *, num_rows: Tensor | None = None
+    hidden: Tensor, norm_weight: Weight, eps: float, weight: Weight, *, num_rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The token of the largest logit of each row, int64 [T], and that logit, float32 [T]."""
-    scores, tokens = lm_head(hidden, norm_weight, eps, weight, num_rows=num_rows).max(dim=-1)
-    return tokens, scores
+    """The token of the largest logit of each row, int64 [T], and that logit, float32 [T]: `lm_head` and an argmax.
+
+    Of equal logits the lowest token wins. A row with a NaN has the score NaN, and one without any finite logit -inf or
+    inf: whether a row's logits are sound can be read off its score.
+    """
+    return _best(lm_head(hidden, norm_weight, eps, weight, num_rows=num_rows), num_rows)
+
+
+def lm_head_sample(
+    hidden: Tensor,
+    norm_weight: Weight,
+    eps: float,
+    weight: Weight,
+    temperature: Tensor,
+    seeds: Tensor,
+    indices: Tensor,
+    steps: Tensor,
+    *,
+    num_rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A draw from the softmax of logits / temperature in each row: `lm_head`, and `sample` without cuts and penalties.
+
+    `temperature`, `seeds`, `indices` and `steps` as there. Returns tokens int64 [T] and scores float32 [T].
+    """
+    logits = lm_head(hidden, norm_weight, eps, weight, num_rows=num_rows)
+    return sample(logits, SamplingRows(temperature, seeds, indices), steps, num_rows=num_rows)
+
+
+def sample(
+    logits: Tensor, rows: SamplingRows, steps: Tensor, *, num_rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Choose a token of each row of `logits` float32 [T, V]: penalties, temperature, min-p, top-k, top-p, and a draw.
+
+    A draw is the argmax of score / temperature + Gumbel noise, whose numbers depend on the row's seed, index and step
+    (`steps` int64 [T] in [0, 2**32)) and the token alone. A row of temperature 0 takes the argmax of its scores.
+
+    Returns tokens int64 [T] and the winning values float32 [T]. Such a value is finite unless the row's logits held a
+    NaN or infinity, or were all -inf; then the token means nothing.
+    """
+    vocab = logits.shape[1]
+    scores = logits if rows.penalties is None else penalised(logits, rows.penalties)
+    greedy = (rows.temperature == 0).unsqueeze(1)
+    drawn = scores / rows.temperature.unsqueeze(1).masked_fill(greedy, 1.0)
+    if rows.cuts is not None:
+        drawn = cut_top(cut_min_p_(drawn, rows.cuts.min_p), rows.cuts.top_k, rows.cuts.top_p)
+    drawn += gumbel(rows.seeds, rows.indices, steps, vocab)
+    return _best(torch.where(greedy, scores, drawn), num_rows)
+
+
+def count_tokens(output_counts: Tensor, tokens: Tensor, *, num_rows: Tensor | None = None) -> None:
+    """Add one to `output_counts` int32 [T, V] (written) at each row's token of `tokens` int64 [T], each in [0, V)."""
+    if num_rows is not None:
+        output_counts, tokens = output_counts[_live_rows(num_rows)], tokens[_live_rows(num_rows)]
+    output_counts.scatter_add_(1, tokens.unsqueeze(1), output_counts.new_ones(tokens.shape[0], 1))
+
+
+def _best(scores: Tensor, num_rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The first of the largest of each row, NaN the largest of all, and its value."""
+    if num_rows is not None:
+        tokens, best = _best(scores[_live_rows(num_rows)], None)
+        return _undefined_beyond(tokens, scores), _undefined_beyond(best, scores)
+    tokens = scores.argmax(dim=-1)
+    return tokens, scores.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 
 def copy_entries(pool: Tensor, source: Tensor, target: Tensor, *, num_rows: Tensor | None = None) -> None:

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-import d3engine.random
+import d3engine.kernels.random
 from d3engine import Engine, FullDepth, SamplingParams
+from d3engine.kernels.random import gumbel, philox
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, random_weights
 from d3engine.plan import Plan, PromptRows, Sampled
-from d3engine.random import gumbel, philox
 from d3engine.sampling import FAULT, Sampler
 from d3engine.sequence import Sequence
 
@@ -183,7 +183,7 @@ def test_the_highest_and_lowest_words_still_give_finite_noise(monkeypatch: pytes
         rows, groups = counter[1].shape[0], counter[0].shape[1]
         return tuple(torch.full((rows, groups), word) for word in (0, MASK, 1, MASK - 1))
 
-    monkeypatch.setattr(d3engine.random, "philox", extremes)
+    monkeypatch.setattr(d3engine.kernels.random, "philox", extremes)
     noise = gumbel(torch.tensor([0]), torch.tensor([0]), torch.tensor([0]), 4)
     assert noise.isfinite().all()
     assert noise[0, 1] > 14 > 0 > noise[0, 0]

@@ -149,15 +149,22 @@ def cases(shape: Shape, rows: int, current: Round) -> Iterator[Case]:
         product=("x", "weight"),
     )
     head = matrix(shape.vocabulary, hidden)
-    for name, out in (("lm_head", 4 * shape.vocabulary), ("lm_head_argmax", 8)):
-        yield Case(
-            name,
-            {"x": x, "norm": norm, "weight": head},
-            lambda kernels, i, _, name=name: getattr(kernels, name)(i["x"], i["norm"], EPS, i["weight"]),  # type: ignore[misc]
-            head.nbytes + rows * (row + out),
-            rotated="weight",
-            product=("x", "weight"),
-        )
+    yield Case(
+        "lm_head",
+        {"x": x, "norm": norm, "weight": head},
+        lambda kernels, i, _: kernels.lm_head(i["x"], i["norm"], EPS, i["weight"]),
+        head.nbytes + rows * (row + 4 * shape.vocabulary),
+        rotated="weight",
+        product=("x", "weight"),
+    )
+    yield Case(
+        "lm_head_argmax",
+        {"x": x, "norm": norm, "weight": head},
+        lambda kernels, i, _: kernels.lm_head_argmax(i["x"], i["norm"], EPS, i["weight"])[0],
+        head.nbytes + rows * (row + 12),
+        rotated="weight",
+        product=("x", "weight"),
+    )
     order = torch.randperm(pool.shape[0] * 2 * BLOCK_SIZE, device=device)[: 2 * rows]
     yield Case(
         "copy_entries",

@@ -23,6 +23,7 @@ MODULES = (
     "linear_residual",
     "gate_up",
     "lm_head",
+    "sample",
     "copy_entries",
     "paged_attention",
     "decode_rows",

@@ -1,7 +1,7 @@
-"""The final norm and the projection to the vocabulary: float32 logits, or only the best token of each row.
+"""The final norm and the projection to the vocabulary: float32 logits, or only the token that each row chooses.
 
-For greedy decoding the logits need not exist: each program keeps the best of its tile, and a small second kernel
-picks the best of those.
+Where a token is the likeliest, or a draw that nothing cuts, the logits need not exist: each program keeps the best
+candidate of its tile, and a small second kernel picks the best of those (see `candidates.py`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from d3engine.kernels.sampling import SamplingRows
+from d3engine.kernels.triton.candidates import best_launch, best_of, candidate, ordered
 from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta
+from d3engine.kernels.triton.noise import gumbel, token_words
 from d3engine.kernels.triton.products import NOT_SPECIALIZED, Tile, live_rows, need_unit_stride, product, product_tile
 from d3engine.kernels.triton.rms_norm import rms_norm
+from d3engine.kernels.triton.sample import need_unit_strides, sample
 
 
 def lm_head(
@@ -39,23 +43,50 @@ def lm_head(
 
 def lm_head_argmax(
     hidden: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, *, num_rows: Tensor | None = None
-) -> Tensor:
-    """The token of the largest logit of each row, int64 [T]; of equal ones the lowest. Arguments as for `lm_head`.
+) -> tuple[Tensor, Tensor]:
+    """The token of the largest logit of each row, int64 [T], and that logit, float32 [T]. Arguments as for `lm_head`.
 
-    A row with NaN logits gives some token of the vocabulary: look for NaN elsewhere.
+    Of equal logits the lowest token wins. A row with a NaN has the score NaN, and the first such token.
     """
     need_unit_stride(hidden=hidden, norm_weight=norm_weight, weight=weight)
     rows, (vocab, columns) = hidden.shape[0], weight.shape
     tile = tuning(rows, columns, vocab, weight.dtype)
     if tile is None:
-        return lm_head(hidden, norm_weight, eps, weight, num_rows=num_rows).argmax(dim=-1)
-    tiles = triton.cdiv(vocab, tile.outputs)
-    values = torch.empty(rows, tiles, dtype=torch.float32, device=hidden.device)
-    indices = torch.empty(rows, tiles, dtype=torch.int32, device=hidden.device)
-    tokens = torch.empty(rows, dtype=torch.int64, device=hidden.device)
-    best_launch(tile, hidden, norm_weight, eps, weight, values, indices, num_rows).run()
-    reduce_launch(values, indices, tokens, vocab, num_rows).run()
-    return tokens
+        logits = lm_head(hidden, norm_weight, eps, weight, num_rows=num_rows)
+        tokens = logits.argmax(dim=-1)
+        return tokens, logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    candidates = torch.empty(rows, triton.cdiv(vocab, tile.outputs), dtype=torch.int64, device=hidden.device)
+    choice_launch(tile, hidden, norm_weight, eps, weight, None, None, candidates, num_rows).run()
+    return best_of(candidates, num_rows)
+
+
+def lm_head_sample(
+    hidden: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    indices: Tensor,
+    steps: Tensor,
+    *,
+    num_rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A draw from the softmax of logits / temperature in each row; temperature 0 takes the likeliest token.
+
+    `temperature` float32 [T], `seeds`, `indices` and `steps` int64 [T], as for `sample`; the others as for `lm_head`.
+    Returns tokens int64 [T] and the winning values float32 [T], which are finite where the logits are.
+    """
+    need_unit_stride(hidden=hidden, norm_weight=norm_weight, weight=weight, steps=steps)
+    count, (vocab, columns) = hidden.shape[0], weight.shape
+    rows = SamplingRows(temperature, seeds, indices)
+    need_unit_strides(rows)
+    tile = tuning(count, columns, vocab, weight.dtype)
+    if tile is None:
+        return sample(lm_head(hidden, norm_weight, eps, weight, num_rows=num_rows), rows, steps, num_rows=num_rows)
+    candidates = torch.empty(count, triton.cdiv(vocab, tile.outputs), dtype=torch.int64, device=hidden.device)
+    choice_launch(tile, hidden, norm_weight, eps, weight, rows, steps, candidates, num_rows).run()
+    return best_of(candidates, num_rows)
 
 
 def tuning(rows: int, columns: int, vocab: int, dtype: torch.dtype) -> Tile | None:
@@ -77,36 +108,28 @@ def logits_launch(
     return Launch(_logits_kernel, _grid(tile, hidden, weight), arguments, tile.warps, tile.stages)
 
 
-def best_launch(
+def choice_launch(
     tile: Tile,
     hidden: Tensor,
     norm_weight: Tensor,
     eps: float,
     weight: Tensor,
-    values: Tensor,
-    indices: Tensor,
+    rows: SamplingRows | None,
+    steps: Tensor | None,
+    candidates: Tensor,
     num_rows: Tensor | None,
 ) -> Launch:
-    """The largest logit of every tile and its token: `values` float32 and `indices` int32 [T, tiles], both written."""
-    best = {"values_ptr": values, "indices_ptr": indices, "TILES": values.shape[1]}
-    arguments = _arguments(tile, hidden, norm_weight, eps, weight, num_rows) | best
-    return Launch(_best_kernel, _grid(tile, hidden, weight), arguments, tile.warps, tile.stages)
-
-
-def reduce_launch(values: Tensor, indices: Tensor, tokens: Tensor, vocab: int, num_rows: Tensor | None) -> Launch:
-    """The best of all tiles; `tokens` int64 [T] is written."""
-    rows, tiles = values.shape
-    arguments = {
-        "values_ptr": values,
-        "indices_ptr": indices,
-        "tokens_ptr": tokens,
-        "num_rows_ptr": num_rows,
-        "total_rows": rows,
-        "TILES": tiles,
-        "V": vocab,
-        "BLOCK": 1024,
+    """The best candidate of every tile, `candidates` int64 [T, tiles] (written): by logit, or a draw of `rows`."""
+    choice = {
+        "temperature_ptr": None if rows is None else rows.temperature,
+        "seeds_ptr": None if rows is None else rows.seeds,
+        "indices_ptr": None if rows is None else rows.indices,
+        "steps_ptr": steps,
+        "candidates_ptr": candidates,
+        "TILES": candidates.shape[1],
     }
-    return Launch(_reduce_kernel, (rows,), arguments)
+    arguments = _arguments(tile, hidden, norm_weight, eps, weight, num_rows) | choice
+    return Launch(_choice_kernel, _grid(tile, hidden, weight), arguments, tile.warps, tile.stages)
 
 
 def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
@@ -119,10 +142,13 @@ def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launc
             continue
         hidden, logits = meta(rows, columns, dtype=dtype), meta(rows, vocab, dtype=torch.float32)
         yield f"logits rows={rows}", logits_launch(tile, hidden, norm, 1e-5, weight, logits, num_rows)
-        values = meta(rows, triton.cdiv(vocab, tile.outputs), dtype=torch.float32)
-        indices = meta(*values.shape, dtype=torch.int32)
-        yield f"best rows={rows}", best_launch(tile, hidden, norm, 1e-5, weight, values, indices, num_rows)
-    yield "reduce", reduce_launch(values, indices, meta(rows, dtype=torch.int64), vocab, num_rows)
+        integers, floats = meta(rows, dtype=torch.int64), meta(rows, dtype=torch.float32)
+        candidates = meta(rows, triton.cdiv(vocab, tile.outputs), dtype=torch.int64)
+        given = (tile, hidden, norm, 1e-5, weight)
+        draws = SamplingRows(floats, integers, integers)
+        yield f"argmax rows={rows}", choice_launch(*given, None, None, candidates, num_rows)
+        yield f"sample rows={rows}", choice_launch(*given, draws, integers, candidates, num_rows)
+    yield "best", best_launch(candidates, integers, floats, num_rows)
 
 
 def _arguments(
@@ -193,17 +219,20 @@ def _logits_kernel(
 
 
 @triton.jit(**NOT_SPECIALIZED)
-def _best_kernel(
+def _choice_kernel(
     hidden_ptr,
     hidden_stride,
     norm_ptr,
     eps,
     weight_ptr,
     weight_stride,
-    values_ptr,
-    indices_ptr,
     num_rows_ptr,
     total_rows,
+    temperature_ptr,
+    seeds_ptr,
+    indices_ptr,
+    steps_ptr,
+    candidates_ptr,
     K: tl.constexpr,
     V: tl.constexpr,
     TILES: tl.constexpr,
@@ -232,37 +261,16 @@ def _best_kernel(
         BLOCK_K,
         WEIGHTS_FIRST,
     )
-    # Clamped outputs beyond V repeat the last logit, which cannot beat it.
-    best = tl.max(sums, 1)
-    index = tl.min(tl.where(sums == best[:, None], tl.minimum(tokens, V - 1)[None, :], V - 1), 1)
-    offsets = rows.to(tl.int64) * TILES + tl.program_id(1)
-    tl.store(values_ptr + offsets, best, mask=rows < count)
-    tl.store(indices_ptr + offsets, index, mask=rows < count)
-
-
-@triton.jit(**NOT_SPECIALIZED)
-def _reduce_kernel(
-    values_ptr,
-    indices_ptr,
-    tokens_ptr,
-    num_rows_ptr,
-    total_rows,
-    V: tl.constexpr,
-    TILES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    if row >= live_rows(num_rows_ptr, total_rows):
-        return
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    index = tl.full((BLOCK,), V - 1, tl.int32)
-    for start in range(0, TILES, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        values = tl.load(values_ptr + row * TILES + columns, mask=columns < TILES, other=float("-inf"))
-        indices = tl.load(indices_ptr + row * TILES + columns, mask=columns < TILES, other=V - 1)
-        better = values > best  # of equal values the first stays: tiles come in the order of tokens
-        best = tl.where(better, values, best)
-        index = tl.where(better, indices, index)
-    # No lane equals the maximum if that is NaN: then the last token of the vocabulary, never an invalid one.
-    token = tl.min(tl.where(best == tl.max(best, 0), index, V - 1), 0)
-    tl.store(tokens_ptr + row, token.to(tl.int64))
+    # Clamped outputs beyond V repeat the last logit, so they are given its token too.
+    tokens = tl.minimum(tokens, V - 1)
+    if temperature_ptr is not None:
+        live = rows < count
+        temperature = tl.load(temperature_ptr + rows, mask=live, other=0.0)[:, None]
+        seeds = tl.load(seeds_ptr + rows, mask=live, other=0)[:, None]
+        indices = tl.load(indices_ptr + rows, mask=live, other=0)[:, None]
+        steps = tl.load(steps_ptr + rows, mask=live, other=0)[:, None]
+        noise = gumbel(token_words(seeds, indices, steps, tokens[None, :]))
+        drawn = tl.div_rn(sums, tl.where(temperature == 0, 1.0, temperature)) + noise
+        sums = tl.where(temperature == 0, sums, drawn)
+    best = tl.max(candidate(ordered(sums), tokens[None, :]), 1)
+    tl.store(candidates_ptr + rows.to(tl.int64) * TILES + tl.program_id(1), best, mask=rows < count)

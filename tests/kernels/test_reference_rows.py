@@ -27,9 +27,14 @@ def test_rows_beyond_the_count_are_nan_where_rows_are_returned() -> None:
 def test_the_argmax_is_that_of_the_logits_and_minus_one_beyond_the_count() -> None:
     torch.manual_seed(0)
     hidden, norm, weight = torch.randn(3, 8), torch.randn(8), torch.randn(12, 8)
-    expected = reference.lm_head(hidden, norm, EPS, weight).argmax(dim=1).tolist()
-    assert reference.lm_head_argmax(hidden, norm, EPS, weight).tolist() == expected
-    assert reference.lm_head_argmax(hidden, norm, EPS, weight, num_rows=TWO).tolist() == [*expected[:2], -1]
+    expected = reference.lm_head(hidden, norm, EPS, weight).max(dim=1)
+    tokens, scores = reference.lm_head_argmax(hidden, norm, EPS, weight)
+    assert torch.equal(tokens, expected.indices)
+    assert torch.equal(scores, expected.values)
+    tokens, scores = reference.lm_head_argmax(hidden, norm, EPS, weight, num_rows=TWO)
+    assert tokens.tolist() == [*expected.indices[:2].tolist(), -1]
+    torch.testing.assert_close(scores[:2], expected.values[:2])
+    assert bool(scores[2].isnan())
 
 
 def test_rows_beyond_the_count_keep_their_residual() -> None:

@@ -15,7 +15,6 @@ import d3engine.kernels.triton as kernels
 from d3engine.kernels import reference
 from d3engine.kernels.triton import products
 from d3engine.kernels.triton.launches import SHAPES, registered
-from d3engine.kernels.triton.lm_head import reduce_launch
 
 EPS = 1e-5
 # About twice what was measured. Half precision: one rounding of the result, and one of the normed row where products
@@ -220,39 +219,45 @@ def test_lm_head_and_its_argmax(
     logits = kernels.lm_head(hidden, norm, EPS, weight)
     assert logits.dtype == torch.float32
     assert_close(logits, expected, LIMITS[dtype])
-    tokens = kernels.lm_head_argmax(hidden, norm, EPS, weight)
+    tokens, scores = kernels.lm_head_argmax(hidden, norm, EPS, weight)
     assert tokens.dtype == torch.int64
     assert torch.equal(tokens, logits.argmax(dim=1))
+    assert torch.equal(scores, logits.max(dim=1).values)
     if 1 < rows <= MATMUL_ROWS:  # beyond, torch computes all rows
         num_rows = row_count(rows - 1, device)
         fewer = kernels.lm_head(hidden, norm, EPS, weight, num_rows=num_rows)
         assert torch.equal(fewer[:-1], logits[:-1])
         assert bool(fewer[-1].isnan().all())
-        fewer_tokens = kernels.lm_head_argmax(hidden, norm, EPS, weight, num_rows=num_rows)
+        fewer_tokens, fewer_scores = kernels.lm_head_argmax(hidden, norm, EPS, weight, num_rows=num_rows)
         assert torch.equal(fewer_tokens[:-1], tokens[:-1])
+        assert torch.equal(fewer_scores[:-1], scores[:-1])
+        assert bool(fewer_scores[-1].isnan())
 
 
-def test_of_equal_tiles_the_first_wins_also_when_there_are_more_than_fit_one_step(device: torch.device) -> None:
-    values, indices = torch.zeros(1, 2100, device=device), torch.arange(2100, dtype=torch.int32, device=device)[None]
-    values[0, [700, 7 + 1024, 7 + 2048]] = 5.0
-    values[0, 700] = 4.0
-    tokens = torch.empty(1, dtype=torch.int64, device=device)
-    reduce_launch(values, indices, tokens, 2100, None).run()
-    assert tokens.tolist() == [7 + 1024]
-
-
-@pytest.mark.filterwarnings("ignore:All-NaN slice")
-@pytest.mark.parametrize("rows", [1, 3])
-def test_of_equal_logits_the_lowest_token_wins_and_nan_gives_a_token_too(
+@pytest.mark.parametrize("rows", [1, 3, 43])
+def test_of_equal_logits_the_lowest_token_wins_and_a_fault_shows_in_the_score(
     rows: int, randn: Callable[..., Tensor], device: torch.device
 ) -> None:
     hidden, norm = randn(rows, 32, dtype=torch.float32), torch.ones(32, device=device)
     weight = torch.zeros(141, 32, device=device)
-    assert kernels.lm_head_argmax(hidden, norm, EPS, weight).tolist() == [0] * rows
+    tokens, scores = kernels.lm_head_argmax(hidden, norm, EPS, weight)
+    assert tokens.tolist() == [0] * rows
+    assert scores.tolist() == [0.0] * rows
     weight[[37, 111]] = hidden[0]
-    assert kernels.lm_head_argmax(hidden, norm, EPS, weight)[0] == 37
+    tokens, scores = kernels.lm_head_argmax(hidden, norm, EPS, weight)
+    assert tokens[0] == 37
+    neighbours = scores[1:].clone()
+    weight[45] = hidden[0]
+    weight[45, 3] = torch.nan  # one logit of every row
+    tokens, scores = kernels.lm_head_argmax(hidden, norm, EPS, weight)
+    assert tokens.tolist() == [45] * rows
+    assert bool(scores.isnan().all())
+    weight[45] = 0.0
     hidden[0] = torch.nan
-    assert 0 <= int(kernels.lm_head_argmax(hidden, norm, EPS, weight)[0]) < 141
+    tokens, scores = kernels.lm_head_argmax(hidden, norm, EPS, weight)
+    assert bool(scores[0].isnan())
+    assert 0 <= int(tokens[0]) < 141
+    assert torch.equal(scores[1:], neighbours)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -274,7 +279,7 @@ def test_no_rows_are_no_work(device: torch.device) -> None:
     assert kernels.qkv(hidden, norm, EPS, weight, None, rotations, pool, none.view(0, 2), 1).shape == (0, 1, 16)
     assert kernels.gate_up(hidden, norm, EPS, weight, None).shape == (0, 24)
     assert kernels.lm_head(hidden, norm, EPS, weight).shape == (0, 48)
-    assert kernels.lm_head_argmax(hidden, norm, EPS, weight).shape == (0,)
+    assert [out.shape for out in kernels.lm_head_argmax(hidden, norm, EPS, weight)] == [(0,), (0,)]
     kernels.linear_residual(hidden, weight[:16], None, hidden)
     kernels.copy_entries(pool, none, none)
     assert bool((pool == 3.0).all())

@@ -1,0 +1,374 @@
+"""The choice of tokens in Triton kernels against the reference: random words bit for bit, cuts token by token.
+
+Memory from `torch.empty` is poisoned here, so that a value nobody wrote shows.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+import d3engine.kernels.triton as kernels
+from d3engine.kernels import reference
+from d3engine.kernels.random import philox
+from d3engine.kernels.sampling import Cuts, Penalties, SamplingRows, cut_min_p_, cut_top
+from d3engine.kernels.triton import candidates, cuts, noise, products
+from d3engine.kernels.triton.sample import keys_launch
+
+EPS = 1e-5
+LOW = 0xFFFFFFFF
+
+
+@pytest.fixture(autouse=True)
+def several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tiles: a row of a thousand tokens takes several programs, and several steps of a search."""
+    file = importlib.import_module("d3engine.kernels.triton.sample")  # its name in the package is the operation's
+    monkeypatch.setattr(file, "TILE", 512)
+    monkeypatch.setattr(cuts, "TILE", 1024)
+    monkeypatch.setattr(products, "MIN_PROGRAMS", 2)
+    monkeypatch.setattr(products, "MATMUL_ROWS", 24)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """In its deterministic mode torch fills what `torch.empty` returns with NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def rows_like(temperature: list[float], device: torch.device, step: int = 0) -> tuple[SamplingRows, Tensor]:
+    """A row for each temperature, with seeds of all sizes, and their steps."""
+    count = len(temperature)
+    seeds = torch.tensor([(0x9E3779B97F4A7C15 * (row + 1)) % 2**63 for row in range(count)], device=device)
+    indices = torch.arange(count, device=device) % 64
+    rows = SamplingRows(torch.tensor(temperature, dtype=torch.float32, device=device), seeds, indices)
+    return rows, torch.arange(count, device=device) * 3 + step
+
+
+def mixed_cuts(count: int, vocab: int, device: torch.device, generator: torch.Generator) -> Cuts:
+    """Every combination of the three among neighbours, none of them as often as some value."""
+
+    def pick(values: list[float]) -> Tensor:
+        return torch.tensor(values, device=device)[torch.randint(len(values), (count,), generator=generator)]
+
+    top_k = pick([0, 0, 1, 2, 7, vocab // 2, vocab - 1, vocab, 10**6]).long()
+    return Cuts(pick([0.0, 0.0, 1e-3, 0.05, 0.6, 1.0]), top_k, pick([1.0, 1.0, 1e-9, 0.1, 0.55, 0.91, 0.999]))
+
+
+def mixed_penalties(count: int, vocab: int, device: torch.device, generator: torch.Generator) -> Penalties:
+    def pick(values: list[float]) -> Tensor:
+        return torch.tensor(values, device=device)[torch.randint(len(values), (count,), generator=generator)]
+
+    seen = (torch.rand(count, vocab, generator=generator) < 0.3).to(torch.uint8)
+    counts = torch.randint(-4, 4, (count, vocab), generator=generator).clamp(min=0).int()
+    return Penalties(
+        pick([1.0, 0.7, 1.3]), pick([0.0, -1.1, 0.6]), pick([0.0, -0.3, 0.7]), seen.to(device), counts.to(device)
+    )
+
+
+def one_row(rows: SamplingRows, row: int) -> SamplingRows:
+    """The same row alone."""
+
+    def alone(part: Cuts | Penalties) -> dict[str, Tensor]:
+        return {field.name: getattr(part, field.name)[row : row + 1] for field in fields(part)}
+
+    return SamplingRows(
+        rows.temperature[row : row + 1],
+        rows.seeds[row : row + 1],
+        rows.indices[row : row + 1],
+        None if rows.cuts is None else Cuts(**alone(rows.cuts)),
+        None if rows.penalties is None else Penalties(**alone(rows.penalties)),
+    )
+
+
+def assert_same_choice(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    assert torch.equal(found[0], expected[0])
+    assert [out.dtype for out in found] == [torch.int64, torch.float32]
+    torch.testing.assert_close(found[1], expected[1], rtol=2e-6, atol=2e-6, equal_nan=True)
+
+
+# -- random words and candidates -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _words_kernel(seed_ptr, index_ptr, step_ptr, tile_ptr, token_ptr, first, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    seed, index, step = tl.load(seed_ptr + row), tl.load(index_ptr + row), tl.load(step_ptr + row)
+    places = tl.arange(0, BLOCK)
+    tl.store(tile_ptr + row * BLOCK + places, noise.tile_words(seed, index, step, first, BLOCK))
+    tl.store(token_ptr + row * BLOCK + places, noise.token_words(seed, index, step, first + places))
+
+
+@pytest.mark.parametrize("first", [0, 128, 4 * 31999])
+def test_words_are_those_of_the_reference_bit_for_bit(first: int, device: torch.device) -> None:
+    keys = [(0, 0, 0), (2**63 - 1, 63, 2**24), (2**32, 1, 7), (0xDEADBEEF12345678 >> 1, 2**32 - 1, 2**32 - 1)]
+    seeds, indices, steps = (torch.tensor(column, device=device) for column in zip(*keys, strict=True))
+    found = torch.empty(2, len(keys), 64, dtype=torch.int32, device=device)
+    _words_kernel[(len(keys),)](seeds, indices, steps, found[0], found[1], first, BLOCK=64)
+    groups = torch.arange(first // 4, first // 4 + 16, device=device)[None]
+    counter = (groups, steps[:, None], indices[:, None], torch.zeros_like(steps)[:, None])
+    words = philox((seeds[:, None] & LOW, seeds[:, None] >> 32 & LOW), counter)
+    expected = torch.stack(words, dim=-1).flatten(1)
+    assert torch.equal(found[0].long() & LOW, expected)
+    assert torch.equal(found[1].long() & LOW, expected)
+
+
+@triton.jit
+def _order_kernel(scores_ptr, keys_ptr, back_ptr, BLOCK: tl.constexpr):
+    places = tl.arange(0, BLOCK)
+    keys = candidates.ordered(tl.load(scores_ptr + places))
+    tl.store(keys_ptr + places, keys)
+    tl.store(back_ptr + places, candidates.unordered(keys))
+
+
+def test_keys_order_as_floats_do_and_nan_is_above_all(device: torch.device) -> None:
+    ascending = [-torch.inf, -3e38, -1.0, -1e-45, 0.0, 1e-45, 1.0, 1.0000001, 3e38, torch.inf, torch.nan]
+    scores = torch.tensor([*ascending, -0.0, -torch.nan, 2.0, 2.0, 2.0], device=device)
+    keys, back = torch.empty(16, dtype=torch.int32, device=device), torch.empty(16, device=device)
+    _order_kernel[(1,)](scores, keys, back, BLOCK=16)
+    assert bool((keys[1:11] > keys[:10]).all())
+    assert keys[11] == keys[4]
+    assert keys[12] == keys[10]
+    assert torch.equal(back.nan_to_num(5.0), scores.nan_to_num(5.0))
+
+
+def test_of_equal_candidates_the_lowest_token_wins_also_when_tiles_are_more_than_fit_one_step(
+    device: torch.device,
+) -> None:
+    tokens = torch.arange(2100, device=device)
+    keys = torch.zeros(2, 2100, dtype=torch.int64, device=device)
+    keys[0, [700, 7 + 1024, 7 + 2048]] = torch.tensor([4, 5, 5], device=device)
+    keys[1] = -5
+    found, scores = candidates.best_of((keys << 32) | (0x7FFFFFFF - tokens), None)
+    assert found.tolist() == [7 + 1024, 0]
+    assert scores.view(torch.int32)[0] == 5
+    assert scores[1] < 0
+
+
+# -- sample ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab", [5, 123, 1029])
+@pytest.mark.parametrize("penalised", [False, True])
+@pytest.mark.parametrize("cut", [False, True])
+def test_tokens_are_those_of_the_reference(
+    vocab: int, cut: bool, penalised: bool, device: torch.device, generator: torch.Generator
+) -> None:
+    count = 12 if vocab < 1000 else 6
+    logits = (torch.randn(count, vocab + 3, generator=generator) * 3).to(device)[:, :vocab]
+    rows, steps = rows_like([0.0, 0.4, 1.0, 3.0, 1e-3, 1.0] * (count // 6), device)
+    if cut:
+        rows = replace(rows, cuts=mixed_cuts(count, vocab, device, generator))
+    if penalised:
+        rows = replace(rows, penalties=mixed_penalties(count, vocab, device, generator))
+    before = logits.clone()
+    tokens, scores = kernels.sample(logits, rows, steps)
+    expected = reference.sample(logits, rows, steps)
+    assert_same_choice((tokens, scores), expected)
+    greedy = rows.temperature == 0
+    assert torch.equal(scores[greedy], expected[1][greedy])  # penalties are the same floats
+    assert torch.equal(logits, before)
+    for row in (1, 3):  # and alone, without neighbours, in another place
+        alone = kernels.sample(logits[row : row + 1], one_row(rows, row), steps[row : row + 1])
+        assert torch.equal(alone[0], tokens[row : row + 1])
+        assert torch.equal(alone[1], scores[row : row + 1])
+
+
+def kept_by_kernels(scores: Tensor, wanted: Cuts) -> Tensor:
+    """The tokens [T, V] that the kernels' borders keep of `scores`, whose temperature is 1."""
+    rows, _ = rows_like([1.0] * scores.shape[0], scores.device)
+    rows = replace(rows, cuts=wanted)
+    keys = torch.empty(scores.shape, dtype=torch.int32, device=scores.device)
+    keys_launch(scores, rows, keys, None).run()
+    borders = cuts.borders_of(keys, rows, None)
+    tokens = torch.arange(scores.shape[1], device=scores.device)
+    return ((keys.long() << 32) | (0x7FFFFFFF - tokens)) >= borders[:, None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "vocab"),
+    [(kind, vocab) for kind in ("normal", "ties", "all equal", "few", "wide") for vocab in (5, 123)]
+    + [("normal", 1), ("normal", 1029), ("ties", 1029)],
+)
+def test_cuts_keep_the_tokens_that_sorting_keeps(
+    kind: str, vocab: int, device: torch.device, generator: torch.Generator
+) -> None:
+    count = 12 if vocab < 1000 else 6
+    scores = torch.randn(count, vocab, generator=generator) * 3
+    if kind == "ties":
+        scores = scores.round()
+    elif kind == "all equal":
+        scores = torch.full_like(scores, -7.25)
+    elif kind == "few":
+        scores[torch.rand(count, vocab, generator=generator) < 0.9] = -torch.inf
+        scores[:, vocab // 2] = 0.5
+    elif kind == "wide":
+        scores = scores.sinh() * 1e-3
+    scores = scores.to(device)
+    wanted = mixed_cuts(count, vocab, device, generator)
+    expected = cut_top(cut_min_p_(scores.clone(), wanted.min_p), wanted.top_k, wanted.top_p) > -torch.inf
+    assert torch.equal(kept_by_kernels(scores, wanted) & (scores > -torch.inf), expected)
+
+
+@pytest.mark.parametrize(
+    ("min_p", "top_k", "top_p", "kept"),
+    [
+        (0.0, 3, 1.0, [5, 0, 7]),
+        (0.0, 7, 1.0, [5, 0, 7, 2, 6, 1, 3]),  # 3 and 4 are equal: the lower is the likelier
+        (0.0, 0, 0.51, [5, 0]),
+        (0.0, 0, 0.01, [5]),
+        (0.0, 0, 0.985, [5, 0, 7, 2, 6, 1, 3]),  # 0.984 are reached before the two equal ones
+        (0.3, 0, 1.0, [5, 0]),
+        (0.0, 4, 0.9, [5, 0, 7]),  # 0.93 of the first four are reached by the third
+        (0.2, 2, 0.9, [5, 0]),
+        (0.0, 0, 1.0, [0, 1, 2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_cuts_of_halving_probabilities(
+    min_p: float, top_k: int, top_p: float, kept: list[int], device: torch.device
+) -> None:
+    scores = torch.empty(1, 8, device=device)
+    order = torch.tensor([5, 0, 7, 2, 6, 1, 4, 3], device=device)
+    scores[0, order] = -torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 7], device=device) * torch.tensor(2.0).log().item()
+    wanted = Cuts(*(torch.tensor([value], device=device) for value in (min_p, top_k, top_p)))
+    assert kept_by_kernels(scores, wanted)[0].nonzero().flatten().tolist() == sorted(kept)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_faulty_row_shows_in_its_score_and_its_neighbours_do_not_change(
+    cut: bool, device: torch.device, generator: torch.Generator
+) -> None:
+    vocab = 300
+    logits = torch.randn(6, vocab, generator=generator).to(device)
+    rows, steps = rows_like([1.0, 0.0, 1.0, 0.7, 0.0, 1.3], device)
+    if cut:
+        every = Cuts(torch.full((6,), 0.01), torch.full((6,), 40), torch.full((6,), 0.9))
+        rows = replace(rows, cuts=Cuts(*(getattr(every, field.name).to(device) for field in fields(every))))
+    sound = kernels.sample(logits, rows, steps)
+    logits[0, 290], logits[1, 3], logits[3, 77] = torch.nan, torch.nan, torch.inf
+    logits[4] = -torch.inf
+    logits[5, :299] = -torch.inf  # one token is left: no fault
+    tokens, scores = kernels.sample(logits, rows, steps)
+    assert bool(scores[:2].isnan().all())
+    assert scores[3:5].tolist() == [torch.inf, -torch.inf]
+    assert scores[5].isfinite()
+    assert tokens[5] == 299
+    assert bool(((tokens >= 0) & (tokens < vocab)).all())
+    assert (tokens[2], scores[2]) == (sound[0][2], sound[1][2])
+    logits[5] = -torch.inf
+    assert kernels.sample(logits, rows, steps)[1][5] == -torch.inf
+
+
+@pytest.mark.parametrize("live", [0, 2, 9])
+def test_rows_beyond_the_count_are_not_chosen_nor_counted(
+    live: int, device: torch.device, generator: torch.Generator
+) -> None:
+    vocab, num_rows = 300, torch.tensor([live], dtype=torch.int32, device=device)
+    logits = torch.randn(4, vocab, generator=generator).to(device)
+    rows, steps = rows_like([1.0, 0.0, 1.0, 0.7], device)
+    rows = replace(rows, cuts=mixed_cuts(4, vocab, device, generator))
+    everything = kernels.sample(logits, rows, steps)
+    tokens, scores = kernels.sample(logits, rows, steps, num_rows=num_rows)
+    assert torch.equal(tokens[:live], everything[0][:live])
+    assert torch.equal(scores[:live], everything[1][:live])
+    assert bool(scores[live:].isnan().all())  # as torch.empty left them
+    counts = torch.zeros(4, vocab + 5, dtype=torch.int32, device=device)
+    expected = counts.clone()
+    for _ in range(2):
+        kernels.count_tokens(counts[:, :vocab], everything[0], num_rows=num_rows)
+    reference.count_tokens(expected[:, :vocab], everything[0], num_rows=num_rows)
+    assert torch.equal(counts, 2 * expected)
+    kernels.count_tokens(counts[:, :vocab], everything[0])
+    assert counts.sum() == 2 * min(live, 4) + 4
+
+
+def test_no_rows_are_no_work(device: torch.device) -> None:
+    rows, steps = rows_like([], device)
+    rows = replace(rows, cuts=Cuts(rows.temperature, rows.seeds, rows.temperature))
+    logits = torch.empty(0, 7, device=device)
+    assert [out.shape for out in kernels.sample(logits, rows, steps)] == [(0,), (0,)]
+    kernels.count_tokens(logits.int(), steps)
+
+
+def test_a_transposed_operand_is_refused_by_name(device: torch.device) -> None:
+    square = torch.ones(4, 4, device=device)
+    rows, steps = rows_like([1.0] * 4, device)
+    with pytest.raises(ValueError, match="logits has stride"):
+        kernels.sample(square.t(), rows, steps)
+    floats = rows.temperature
+    penalties = Penalties(floats, floats, floats, square.t().to(torch.uint8), square.int())
+    with pytest.raises(ValueError, match="prompt_seen has stride"):
+        kernels.sample(square, replace(rows, penalties=penalties), steps)
+    with pytest.raises(ValueError, match="seeds has stride"):
+        kernels.sample(square, replace(rows, seeds=rows.seeds.repeat(2)[::2]), steps)
+    with pytest.raises(ValueError, match="steps has stride"):
+        kernels.lm_head_sample(square, floats, EPS, square, floats, steps, steps, steps.repeat(2)[::2])
+    with pytest.raises(ValueError, match="output_counts has stride"):
+        kernels.count_tokens(square.int().t(), steps)
+
+
+# -- the draw of the LM head -----------------------------------------------------------------------------------------
+
+
+def head(
+    rows: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator, vocab: int = 141
+) -> tuple[Tensor, Tensor, float, Tensor]:
+    """Hidden rows, norm weight, epsilon and matrix."""
+    hidden = torch.randn(rows, 123, generator=generator).to(device, dtype)
+    norm = torch.randn(123, generator=generator).to(device, dtype)
+    return hidden, norm, EPS, (torch.randn(vocab, 123, generator=generator) * 0.3).to(device, dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 19, 26])  # a path each, the last by torch.matmul
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_heads_draw_is_the_draw_of_its_logits(
+    dtype: torch.dtype, rows: int, device: torch.device, generator: torch.Generator
+) -> None:
+    given = head(rows, dtype, device, generator)
+    draws, steps = rows_like([0.7, 0.0, 1.0, 4.0, 0.2] * 9, device, step=11)
+    numbers = [one[:rows] for one in (draws.temperature, draws.seeds, draws.indices, steps)]
+    expected = reference.sample(kernels.lm_head(*given), SamplingRows(*numbers[:3]), numbers[3])
+    assert_same_choice(kernels.lm_head_sample(*given, *numbers), expected)
+    live = max(1, rows - 2)
+    num_rows = torch.tensor([live], dtype=torch.int32, device=device)
+    tokens, scores = kernels.lm_head_sample(*given, *numbers, num_rows=num_rows)
+    assert_same_choice((tokens[:live], scores[:live]), (expected[0][:live], expected[1][:live]))
+    assert bool(scores[live:].isnan().all())
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_a_faulty_row_shows_in_the_score_of_the_heads_draw(device: torch.device, generator: torch.Generator) -> None:
+    hidden, norm, eps, weight = head(3, torch.float32, device, generator)
+    hidden[1, 5] = torch.nan
+    rows, steps = rows_like([1.0, 1.0, 0.0], device)
+    given = (hidden, norm, eps, weight, rows.temperature, rows.seeds, rows.indices, steps)
+    _, scores = kernels.lm_head_sample(*given)
+    assert scores.isfinite().tolist() == [True, False, True]
+    assert bool(scores[1].isnan())
+
+
+def test_draws_follow_the_softmax(device: torch.device, generator: torch.Generator) -> None:
+    """Chi-square over 6 tokens, 5 degrees of freedom: 20.5 is exceeded once in a thousand."""
+    count, batches, temperature = 24, 30, 1.4
+    hidden, norm, eps, weight = head(1, torch.float32, device, generator, vocab=6)
+    weight *= 0.5
+    wanted = (reference.lm_head(hidden, norm, eps, weight)[0] / temperature).softmax(dim=-1) * count * batches
+    assert wanted.min() > 10
+    rows, steps = rows_like([temperature] * count, device)
+    given = (hidden.expand(count, -1), norm, eps, weight, rows.temperature, rows.seeds * 0 + 5, rows.indices * 0)
+    found = [kernels.lm_head_sample(*given, steps // 3 + batch * count)[0] for batch in range(batches)]
+    frequencies = torch.bincount(torch.cat(found), minlength=6)
+    assert float(((frequencies - wanted) ** 2 / wanted).sum()) < 20.5
