@@ -129,6 +129,8 @@ def measure_model(report: dict[str, Any], model: Model, settings: Sequence[Setti
         max_num_seqs=max(setting.batch for setting in settings),
         max_model_len=max(setting.context + setting.tokens for setting in settings) + 16,
         kv_tokens=max(setting.batch * (setting.context + setting.tokens + 16) for setting in settings),
+        # All prompts in one step, so that the rows of a batch stay in step with each other.
+        max_num_batched_tokens=max(setting.batch * setting.context for setting in settings) + 16,
     )
     try:
         if model.scheme not in SCHEMES:
@@ -180,16 +182,18 @@ def measure_setting(
             return False
         row[kind].append(measure_policy(engine, model, setting, prompts, policy, row["prompt_s"], current))
         keep()
-    full = row["depths"][0] if row["depths"] else None
+    if not row["depths"]:
+        return True
+    full = row["depths"][0]
     if len(row["depths"]) > 2:
         row["fit"] = fit(row["depths"])
-    if full is not None and current.left() >= LEAST_S:  # once more, last: how far two measurements lie apart
+    if current.left() >= LEAST_S:  # once more, last: how far two measurements lie apart
         again = measure_policy(engine, model, setting, prompts, FullDepth(), row["prompt_s"], current)
         row["noise"] = abs(again["step_s"] / full["step_s"] - 1)
-    for schedule in row["schedules"] if full else []:
+    for schedule in row["schedules"]:
         schedule |= realisation(full, schedule, row["prompt_s"], setting.tokens)
     target = TARGETS.get((model.name, model.scheme, setting.batch, setting.context))
-    if full is not None and target is not None and setting.tokens == Setting.tokens:
+    if target is not None and setting.tokens == Setting.tokens:
         row["target"] = target
     keep()
     return True

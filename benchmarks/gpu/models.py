@@ -99,7 +99,7 @@ class Model:
 @contextmanager
 def random_model(name: str, current: Round) -> Iterator[Model]:
     """A model of a named shape in the round's dtype; in a rehearsal a tiny one under that name."""
-    sizes = SHAPES[name] if current.on_gpu else TINY
+    sizes: dict[str, Any] = SHAPES[name] if current.on_gpu else TINY
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         (directory / CONFIG_FILE).write_text(json.dumps({"model_type": "llama"} | sizes), encoding="utf-8")
