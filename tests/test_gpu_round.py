@@ -219,7 +219,7 @@ def works(found: dict[str, Any], current: Round) -> None:
     found["left"] = current.left()
 
 
-def run(names: list[str], current: Round, save: Any = lambda: None) -> dict[str, Any]:
+def run(names: list[str], current: Round, save: Any = lambda report: None) -> dict[str, Any]:
     report: dict[str, Any] = {"parts": {}}
     gpu_round.run_parts(report, names, current, gpu_round.run_here, lambda: save(report), Console(quiet=True))
     return report["parts"]  # type: ignore[no-any-return]
@@ -313,6 +313,7 @@ def test_files_of_several_calls_are_joined(file: Path, report: dict[str, Any], t
     [
         ("..F\n== 1 failed, 2 passed, 3 skipped in 4.05s ==\n", {"failed": 1, "passed": 2, "skipped": 3}),
         ("1 passed, 2 errors in 0.10s\n", {"passed": 1, "error": 2}),
+        ("[gw0] [ 1%] PASSED tests/a\n[gw1] [ 2%] FAILED tests/b\n[gw1] PASSED tests/c", {"passed": 2, "failed": 1}),
         ("killed\n", {}),
     ],
 )
