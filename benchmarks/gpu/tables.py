@@ -67,7 +67,7 @@ def _summary(name: str, found: dict[str, Any]) -> str:
                 f"{check['tokens_that_differ']} of {check['tokens']} tokens differ from plain PyTorch's,"
                 f" by {check['largest_gap']:.3f} at most"
             )
-        if graphs.get("graphs_captured") is not None:
+        if graphs.get("graphs_captured"):
             said.append(f"{graphs['graphs_captured']} graphs captured in {graphs['graph_capture_seconds']:.1f} s")
     return "; ".join(text for text in said if text)
 
