@@ -141,7 +141,7 @@ def play(engine: Engine, arrivals: Sequence[Arrival], depth: DepthPolicy, second
     by_id = {str(nth): arrival for nth, arrival in enumerate(arrivals)}
     names = iter(by_id)
     watched = Watched(time.monotonic())
-    while (now := time.monotonic() - watched.start) < seconds:
+    while (now := time.monotonic() - watched.start) < seconds and (waiting or engine.has_unfinished_requests()):
         while waiting and waiting[-1].time <= now:
             arrival = waiting.pop()
             engine.add_request(next(names), arrival.prompt, params_for(depth, arrival.tokens))
