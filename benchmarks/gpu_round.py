@@ -1,55 +1,70 @@
-"""One round on a GPU: the device's ceilings, the kernel tests, every kernel, and the engine, in one command.
+"""One round on a GPU: ceilings, tests, every kernel, the engine by depth, its peers, and arrivals, in one command.
 
     python -m benchmarks.gpu_round [--budget SECONDS] [--out FILE] [--parts NAMES] [--smoke]
+    python -m benchmarks.gpu_round --join FILES --out FILE
 
-The one idea: time on a GPU is short, so nothing that goes wrong may cost the rest. Parts run in order of importance; a
-part that fails leaves its traceback and what it had found so far, the next one runs, and the file is written after
-each. Every part has a process of its own, as a kernel that faults ends the process it is in. `--smoke` rehearses all of
-it on a CPU with tiny shapes; its times mean nothing.
+The one idea: time on a GPU is short, so nothing that goes wrong may cost the rest. Parts run in order of importance,
+each in a process of its own with its share of what is left, since a kernel that faults ends the process it is in. A
+part that fails leaves its traceback and what it had found, and the file is written after each. Where the engine fails
+without any figures, the part runs again without CUDA graphs, then with kernels of plain torch. `--smoke` rehearses all
+of it on a CPU with tiny shapes; its times mean nothing. `--join` makes one file of the files of several calls.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.gpu import device, engine, kernels, tests
-from benchmarks.gpu.common import Round
+from benchmarks.gpu import arrivals, device, end_to_end, kernels, peers, tests
+from benchmarks.gpu.common import MODES, Round
+from benchmarks.gpu.tables import show
 from benchmarks.report import environment, write_json
 
-PARTS: dict[str, Callable[[dict[str, Any], Round], None]] = {
-    "device": device.run,
-    "tests": tests.run,
-    "kernels": kernels.run,
-    "engine": engine.run,
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the round: what it does, its share of the time, and what it has found once it has any figures."""
+
+    run: Callable[[dict[str, Any], Round], None]
+    share: float  # of the time, in proportion to the other parts'
+    figures: str | None = None  # what holds figures where an engine was run, in whatever mode
+
+
+PARTS: dict[str, Part] = {
+    "device": Part(device.run, 45),
+    "tests": Part(tests.run, 230),
+    "decode": Part(end_to_end.decode, 260, "models"),
+    "kernels": Part(kernels.run, 230),
+    "quantized": Part(end_to_end.quantization, 150, "models"),
+    "llama3": Part(end_to_end.llama3, 140, "models"),
+    "peers": Part(peers.run, 270, "cases"),
+    "arrivals": Part(arrivals.run, 180, "rows"),
 }
 LEAST_S = 15.0
-"""A part is not begun with less than this left."""
-GRACE_S = 30.0
-LIMITS_S = {"device": 150.0, "tests": tests.TIMEOUT_S + 30.0, "kernels": 700.0, "engine": 600.0}
-"""A part that takes longer hangs, and is ended."""
-ENGINE_SHARE = 0.28
-"""Of the budget, what the kernels leave to the engine."""
+"""A part is not begun with less than this."""
+GRACE_S = 15.0
+"""A part that goes on so long after its time hangs, and is ended."""
 
 
 def run_here(name: str, current: Round) -> dict[str, Any]:
     """Run one part in this process: what it found, with `status`, and `traceback` where it failed."""
     found: dict[str, Any] = {"status": "running"}
     try:
-        PARTS[name](found, current)
+        PARTS[name].run(found, current)
         found["status"] = "skipped" if "skipped" in found else "done"
     except Exception:
         found.update(status="failed", traceback=traceback.format_exc())
@@ -61,9 +76,9 @@ def run_apart(name: str, current: Round) -> dict[str, Any]:
     """Run one part in a process of its own: a kernel that faults or hangs takes no other part with it."""
     with tempfile.TemporaryDirectory() as folder:
         own = replace(current, file=Path(folder) / "found.json")
-        process = get_context("spawn").Process(target=run_here, args=(name, own))
+        process = get_context("spawn").Process(target=_run_and_leave, args=(name, own))
         process.start()
-        limit = max(LEAST_S, min(LIMITS_S[name], current.left() + GRACE_S))
+        limit = max(LEAST_S, current.left()) + GRACE_S
         process.join(limit)
         hangs = process.is_alive()
         if hangs:
@@ -71,10 +86,45 @@ def run_apart(name: str, current: Round) -> dict[str, Any]:
             process.join()
         assert own.file is not None
         found: dict[str, Any] = json.loads(own.file.read_text(encoding="utf-8")) if own.file.exists() else {}
-    if hangs or found.get("status", "running") == "running":
+    if found.get("status", "running") == "running":
         how = f"was stopped after {limit:.0f} s" if hangs else f"died with exit code {process.exitcode}"
         found.update(status="failed", traceback=f"the part's process {how}; what it had found until then is kept")
     return found
+
+
+def _run_and_leave(name: str, current: Round) -> None:
+    """Run a part and end its process at once: nothing that libraries do on their way out may fail or wait."""
+    run_here(name, current)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def run_modes(
+    name: str, current: Round, start: Callable[[str, Round], dict[str, Any]], console: Console
+) -> dict[str, Any]:
+    """Run one part; where its engine fails without a figure, again in the next mode. Earlier failures are kept."""
+    earlier: list[dict[str, Any]] = []
+    modes = MODES[MODES.index(current.mode) :] if PARTS[name].figures else MODES[:1]
+    for mode in modes:
+        found = start(name, replace(current, mode=mode))
+        is_last = mode == modes[-1] or current.left() < LEAST_S
+        if found["status"] != "failed" or has_figures(found.get(PARTS[name].figures or "")) or is_last:
+            break
+        console.print(f"{name} has failed in mode {mode!r}:\n{found.get('traceback', '')}", markup=False)
+        earlier.append({"mode": mode, "traceback": found.get("traceback")})
+    if earlier:
+        found["earlier_modes"] = earlier
+    return found
+
+
+def has_figures(found: Any) -> bool:
+    """Whether a time was measured anywhere in here."""
+    if isinstance(found, dict):
+        return any(found.get(key) for key in ("calls_s", "call_s", "tokens_per_s")) or any(
+            has_figures(value) for value in found.values()
+        )
+    return isinstance(found, list) and any(has_figures(value) for value in found)
 
 
 def run_parts(
@@ -85,14 +135,19 @@ def run_parts(
     save: Callable[[], None],
     console: Console,
 ) -> None:
-    """Run the parts in turn by `start`; each leaves what it found in `report["parts"]`, saved at once."""
-    for name in names:
+    """Run the parts in turn by `start`; each leaves what it found in `report["parts"]`, saved at once.
+
+    Of the time left, a part may take its share among those still to come; what it leaves goes to them.
+    """
+    for place, name in enumerate(names):
         begun = time.monotonic()
-        if current.left() < LEAST_S:
-            found: dict[str, Any] = {"status": "skipped", "skipped": f"budget: {current.left():.0f} s left"}
+        allowed = current.left() * PARTS[name].share / sum(PARTS[other].share for other in names[place:])
+        if allowed < min(LEAST_S, PARTS[name].share):
+            found: dict[str, Any] = {"status": "skipped", "skipped": f"budget: {max(allowed, 0):.0f} s were left"}
         else:
-            console.print(f"{name}: {current.left():.0f} s left")
-            found = start(name, current)
+            console.print(f"{name}: {allowed:.0f} of {current.left():.0f} s")
+            budget = current.budget - current.left() + allowed
+            found = run_modes(name, replace(current, budget=budget), start, console)
         found["part_seconds"] = time.monotonic() - begun
         report["parts"][name] = found
         for ceiling, row in found.get("ceilings", {}).items():
@@ -102,117 +157,49 @@ def run_parts(
         save()
 
 
-def show(report: dict[str, Any], console: Console) -> None:
-    """One table for the parts, and one for each part that has figures."""
-    parts = report["parts"]
-    table = Table("part", "status", "seconds", "what")
-    for name, found in parts.items():
-        table.add_row(name, found["status"], f"{found['part_seconds']:.1f}", _summary(name, found))
-    console.print(table)
-    if parts.get("kernels", {}).get("rows"):
-        console.print(_kernel_table(parts["kernels"]["rows"]))
-    if parts.get("engine", {}).get("batches"):
-        console.print(_engine_table(parts["engine"]))
-    if report["rehearsal"]:
-        console.print("A rehearsal: these times say nothing of any device.")
+def join(files: Sequence[str]) -> dict[str, Any]:
+    """One report of several: every part from the first file that has figures of it, with the command it came from.
+
+    Raises `ValueError` for files of different commits, devices or kinds.
+    """
+    reports = [json.loads(Path(file).read_text(encoding="utf-8")) for file in files]
+    for report in reports[1:]:
+        for key in ("commit", "versions"):
+            if report["environment"][key] != reports[0]["environment"][key]:
+                raise ValueError(f"the files are of different {key}: {report['environment'][key]}")
+        if report["rehearsal"] != reports[0]["rehearsal"] or _device(report) != _device(reports[0]):
+            raise ValueError(f"the files are of different devices: {_device(report)} and {_device(reports[0])}")
+    parts: dict[str, Any] = {}
+    for name in PARTS:
+        found = [
+            (report["environment"]["command"], report["parts"][name]) for report in reports if name in report["parts"]
+        ]
+        found.sort(key=lambda pair: ["done", "failed", "skipped"].index(pair[1]["status"]))
+        if found:
+            parts[name] = {"command": found[0][0]} | found[0][1]
+    first: dict[str, Any] = reports[0]
+    return first | {"budget_s": sum(report["budget_s"] for report in reports), "parts": parts}
 
 
-def _summary(name: str, found: dict[str, Any]) -> str:
-    if name == "device" and "ceilings" in found:
-        rates = {key: max(row["rates"]) / 1e12 for key, row in found["ceilings"].items()}
-        noise = max(row["noise"] for row in found["ceilings"].values())
-        return (
-            f"copy {rates['copy']:.3g} TB/s, read {rates['read']:.3g} TB/s, matmul {rates['matmul']:.3g} TFLOP/s;"
-            f" noise {noise:.1%}"
-        )
-    for key in ("skipped", "stopped"):
-        if key in found:
-            return str(found[key])
-    if name == "tests":
-        return ", ".join(f"{number} {outcome}" for outcome, number in found.get("counts", {}).items())
-    if name == "kernels" and "rows" in found:
-        return f"{len(found['rows'])} cases, Triton {found['triton']}"
-    if name == "engine" and found.get("transformers"):
-        ratios = [f"{row['engine_over_transformers']:.2f}" for row in found["transformers"]["rows"]]
-        return f"over transformers: {', '.join(ratios)}" if ratios else str(found["transformers"].get("skipped", ""))
-    return ""
-
-
-def _kernel_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("shape", "rows", "operation", "error", "torch's", "us", "GB/s", "of copy", "torch us", "cuBLAS us")
-    for row in rows:
-        triton, reference = row.get("triton", {}), row.get("reference", {})
-        table.add_row(
-            row["shape"],
-            str(row["rows"]),
-            row["operation"] + (" [red]failed" if "error" in row or row.get("is_far") else ""),
-            _error(triton),
-            _error(reference),
-            _microseconds(triton),
-            f"{triton['gb_per_s']:,.0f}" if "gb_per_s" in triton else "-",
-            _percent(triton.get("share_of_copy")),
-            _microseconds(reference),
-            _microseconds(row.get("cublas", {})),
-        )
-    return table
-
-
-def _engine_table(found: dict[str, Any]) -> Table:
-    table = Table("batch", "depth", "ms a step", "tok/s", "of copy", "fit: us a layer", "fixed us")
-    for batch in found["batches"]:
-        fit = batch.get("fit")
-        for row in batch["depths"]:
-            table.add_row(
-                str(batch["batch"]),
-                str(row["depth"]),
-                f"{row['step_s']['median'] * 1e3:.3f}",
-                f"{row['tokens_per_s']:.1f}",
-                _percent(row["share_of_copy"]),
-                f"{fit['layer_s'] * 1e6:.1f}" if fit else "-",
-                f"{fit['fixed_s'] * 1e6:.1f}" if fit else "-",
-            )
-    return table
-
-
-def _error(found: dict[str, Any]) -> str:
-    if "tokens_that_differ" in found:
-        return f"{found['tokens_that_differ'][0]:.0%} differ"
-    return f"{max(found['relative_error']):.1e}" if "relative_error" in found else "-"
-
-
-def _microseconds(found: dict[str, Any]) -> str:
-    """The device's time; in brackets the eager one where there is no other."""
-    if found.get("device_s"):
-        return f"{found['device_s'] * 1e6:.1f}"
-    return f"({found['eager_s'] * 1e6:.1f})" if "eager_s" in found else "-"
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
+def _device(report: dict[str, Any]) -> str | None:
+    name: str | None = report["parts"].get("device", {}).get("facts", {}).get("name")
+    return name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the round; 1 if a part has failed."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_round", description=__doc__.splitlines()[0])
-    parser.add_argument("--budget", type=float, default=1500.0, metavar="SECONDS", help="begin no part beyond this")
-    parser.add_argument("--out", default="gpu_round.json", metavar="FILE", help="where all figures go")
-    parser.add_argument("--smoke", action="store_true", help="rehearse on the CPU with tiny shapes")
-    parser.add_argument("--parts", default=",".join(PARTS), metavar="NAMES", help="some of these, with commas")
-    options = parser.parse_args(arguments)
-    names = options.parts.split(",")
-    if unknown := [name for name in names if name not in PARTS]:
-        parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    if not options.smoke and not torch.cuda.is_available():
-        parser.error("there is no GPU; --smoke rehearses without one")
-    current = Round(
-        torch.device("cpu" if options.smoke else "cuda"),
-        options.smoke,
-        options.budget,
-        reserve=ENGINE_SHARE * options.budget if "engine" in names and not options.smoke else 0.0,
-    )
+    options, names = _parse(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=132)
-    report: dict[str, Any] = {
+    if options.join:
+        report = join(options.join)
+        write_json(report, options.out)
+        show(report, console)
+        return 0
+    if options.smoke and find_spec("triton"):
+        os.environ["TRITON_INTERPRET"] = "1"  # before any part's process imports Triton
+    current = Round(torch.device("cpu" if options.smoke else "cuda"), options.smoke, options.budget, mode=options.mode)
+    report = {
         "benchmark": "gpu_round",
         "environment": environment("benchmarks.gpu_round", arguments),
         "rehearsal": options.smoke,
@@ -222,6 +209,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run_parts(report, names, current, run_apart, lambda: write_json(report, options.out), console)
     show(report, console)
     return int(any(found["status"] == "failed" for found in report["parts"].values()))
+
+
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_round", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--budget", type=float, default=1500.0, metavar="SECONDS", help="of all parts together")
+    parser.add_argument("--out", default="gpu_round.json", metavar="FILE", help="where all figures go")
+    parser.add_argument("--smoke", action="store_true", help="rehearse on the CPU with tiny shapes")
+    parser.add_argument("--parts", default=",".join(PARTS), metavar="NAMES", help="some of these, with commas")
+    parser.add_argument("--mode", choices=MODES, default=MODES[0], help="how engines are run at first")
+    parser.add_argument("--join", nargs="+", metavar="FILE", help="run nothing: make one file of these")
+    options = parser.parse_args(arguments)
+    names = options.parts.split(",")
+    if unknown := [name for name in names if name not in PARTS]:
+        parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    if not options.smoke and not options.join and not torch.cuda.is_available():
+        parser.error("there is no GPU; --smoke rehearses without one")
+    return options, names
 
 
 if __name__ == "__main__":

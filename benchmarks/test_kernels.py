@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
-from benchmarks.decode import RANDOM_MODELS
+from benchmarks.systems import RANDOM_MODELS
 from d3engine import kernels
 from d3engine.loading import model_directory
 from d3engine.model.config import CONFIG_FILE, ModelConfig

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import admission, decode
+from benchmarks import admission, decode, systems
 from benchmarks.report import environment
 from d3engine.admission import Immediate
 from d3engine.depth import D3
 
-TINY = decode.Settings(model="tiny", tokens=8, batch=2, repeats=3, threads=1)
+TINY = systems.Settings(model="tiny", tokens=8, batch=2, repeats=3, threads=1)
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_decode_bounds_the_speed_up_by_the_bytes_moved(decoded: dict[str, Any]) 
 
 
 def test_decode_counts_the_bytes_of_its_model(decoded: dict[str, Any]) -> None:
-    sizes = decode.RANDOM_MODELS["tiny"]
+    sizes = systems.RANDOM_MODELS["tiny"]
     hidden, intermediate, vocabulary = sizes["hidden_size"], sizes["intermediate_size"], sizes["vocab_size"]
     kv = hidden * sizes["num_key_value_heads"] // sizes["num_attention_heads"]
     layer = hidden * (2 * hidden + 2 * kv + 3 * intermediate) + 2 * hidden
@@ -100,11 +100,11 @@ def test_no_path_of_the_machine_is_written_down(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("num_layers", "num_tokens"), [(16, 128), (24, 128), (24, 64)])
 def test_the_decay_has_the_mean_depth_asked_for(num_layers: int, num_tokens: int) -> None:
-    mean = decode.decay_for(num_layers, num_tokens).schedule(num_layers).depths(num_tokens).mean()
+    mean = systems.decay_for(num_layers, num_tokens).schedule(num_layers).depths(num_tokens).mean()
     assert mean == pytest.approx(num_layers / 1.5, rel=0.02)
 
 
-@pytest.mark.parametrize("system", decode.SYSTEMS)
+@pytest.mark.parametrize("system", systems.SYSTEMS)
 def test_memory_is_measured_for_each_system(system: str) -> None:
     found = decode.memory(system, replace(TINY, batch=1))
     assert set(found) == {"loaded_bytes", "peak_bytes", "peak_includes_loading"}

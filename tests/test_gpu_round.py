@@ -6,6 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +17,42 @@ import torch
 from rich.console import Console
 
 from benchmarks import gpu_round
-from benchmarks.gpu import kernels
-from benchmarks.gpu.common import Round
+from benchmarks.gpu import arrivals, end_to_end, kernels, models
+from benchmarks.gpu.cases import TINY, Case, Draw, cases, quantized_cases
+from benchmarks.gpu.common import Round, time_limit
+from benchmarks.gpu.plain_llama import PlainLlama, compiled
 from benchmarks.gpu.tests import counts
+from d3engine.depth import D3, FullDepth
+from d3engine.kernels import reference
+from d3engine.model.config import QUANTIZATION_SCHEMES
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.timeout(900)
+HERE = Round(torch.device("cpu"), True, 1000.0)
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one rehearsal has written."""
     file = tmp_path_factory.mktemp("round") / "round.json"
     command = [sys.executable, "-m", "benchmarks.gpu_round", "--smoke", f"--out={file}"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=840)
     assert done.returncode == 0, done.stdout + done.stderr
+    return file
+
+
+@pytest.fixture(scope="module")
+def report(file: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 
 
 def test_every_part_ends(report: dict[str, Any]) -> None:
-    assert {name: part["status"] for name, part in report["parts"].items()} == {
-        "device": "done",
-        "tests": "skipped",
-        "kernels": "done",
-        "engine": "done",
-    }
+    statuses = {name: part["status"] for name, part in report["parts"].items()}
+    assert statuses == dict.fromkeys(gpu_round.PARTS, "done")
+    assert not any("stopped" in part or "earlier_modes" in part for part in report["parts"].values())
     assert report["rehearsal"] is True
     assert str(ROOT) not in json.dumps(report)
 
@@ -54,34 +67,151 @@ def test_ceilings_are_measured_twice(report: dict[str, Any]) -> None:
 
 def test_every_operation_is_near_float64(report: dict[str, Any]) -> None:
     found = report["parts"]["kernels"]
-    assert found["triton"] == "skipped: no GPU"
-    assert len({row["operation"] for row in found["rows"]}) == 9
-    assert len(found["rows"]) == 2 * 9
+    assert found["triton"] == "interpreted, not timed"
+    assert {"qkv", "lm_head_argmax", "paged_attention 9"} <= {row["operation"] for row in found["rows"]}
+    assert len(found["rows"]) == 2 * 10 + len(QUANTIZATION_SCHEMES) * 6
     for row in found["rows"]:
-        errors = row["reference"].get("relative_error") or row["reference"]["tokens_that_differ"]
-        assert max(errors) < 1e-5, row["operation"]
+        for implementation in ("reference", "triton"):
+            errors = row[implementation].get("relative_error", []) + row[implementation].get("tokens_that_differ", [])
+            assert errors
+            assert max(errors) < 2e-5, (row["operation"], implementation)
         assert row["bytes_moved"] > 0
-        assert row["reference"]["eager_s"] > 0
+
+
+def every_case() -> list[Case]:
+    return [
+        *cases(TINY[0], 3, HERE),
+        *(case for s in QUANTIZATION_SCHEMES for case in quantized_cases(TINY[0], 3, HERE, s)),
+    ]
 
 
 def test_measuring_leaves_the_inputs_as_they_were() -> None:
-    current = Round(torch.device("cpu"), True, 100.0)
-    for case in kernels.cases(kernels.TINY[0], 3, current):
-        before = {name: tensor.clone() for name, tensor in case.inputs.items()}
+    for case in every_case():
+        before = {name: value.clone() for name, value in case.inputs.items() if isinstance(value, torch.Tensor)}
         row: dict[str, Any] = {}
-        kernels.measure(row, case, current)
-        assert row["reference"]["eager_s"] > 0
-        for name, tensor in case.inputs.items():
-            assert torch.equal(tensor, before[name]), (case.operation, name)
+        kernels.measure(row, case, HERE)
+        for name, tensor in before.items():
+            assert torch.equal(case.inputs[name], tensor), (case.operation, name)  # type: ignore[arg-type]
 
 
-def test_the_engine_is_fitted_over_depth(report: dict[str, Any]) -> None:
-    found = report["parts"]["engine"]
-    assert [row["batch"] for row in found["batches"]] == [1, 8]
-    for batch in found["batches"]:
-        assert [row["depth"] for row in batch["depths"]] == [6, 4, 3]
-        assert set(batch["fit"]) == {"layer_s", "fixed_s", "largest_misfit"}
-    assert [row["rows_with_equal_tokens"] for row in found["transformers"]["rows"]] == [1, 8]
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("columns", [128, 200])
+def test_a_random_quantized_matrix_is_of_the_size_of_a_float_one(scheme: str, columns: int) -> None:
+    matrix = Draw(HERE).matrix(300, columns, scheme)
+    assert tuple(matrix.shape) == (300, columns)
+    values = matrix.dequantize(torch.float64)  # type: ignore[union-attr]
+    assert float(values.square().mean().sqrt()) == pytest.approx(columns**-0.5, rel=0.05)
+
+
+def test_a_wrong_kernel_is_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    (case,) = (case for case in cases(TINY[0], 3, HERE) if case.operation == "gate_up")
+    exact = case.results(reference, case.inputs)
+    assert max(kernels._errors(case, reference, exact)["relative_error"]) == 0
+    monkeypatch.setattr(reference, "gate_up", lambda *arguments: exact[0] * 1.01)
+    assert kernels._errors(case, reference, exact)["relative_error"] == [pytest.approx(0.01, rel=0.01)]
+
+
+@pytest.mark.parametrize("part", ["decode", "llama3", "quantized"])
+def test_depths_lie_on_a_line_and_d3_is_held_to_its_bound(report: dict[str, Any], part: str) -> None:
+    for model in report["parts"][part]["models"]:
+        first = model["settings"][0]
+        full, *less = first["depths"]
+        assert [row["depth"] for row in first["depths"]] == [8, 6, 4]
+        kv = sum(2 * 8 * 32 * 4 * (first["context"] + i) for i in range(1, first["tokens"])) / (first["tokens"] - 1)
+        assert full["bytes_a_step"] == pytest.approx(8 * model["layer_bytes"] + model["head_bytes"] + kv)
+        assert [row["mean_layers"] for row in less] == [6, 4]
+        assert set(first["fit"]) == {"layer_s", "fixed_s", "over_the_line", "within_the_gate"}
+        assert first["noise"] >= 0
+        for row in first["schedules"]:
+            assert row["layer_bound"] == pytest.approx(full["bytes_a_step"] / row["bytes_a_step"])
+            assert row["layer_bound"] > 1
+            assert row["realisation"] == pytest.approx(full["step_s"] / row["step_s"] / row["layer_bound"])
+        if "check" in model:
+            assert model["check"]["tokens"] == 2 * end_to_end.CHECKED_TOKENS
+            assert model["check"]["largest_gap"] < 1e-4
+
+
+def test_a_line_is_found_and_a_slow_depth_misses_the_gate() -> None:
+    rows = [{"depth": depth, "step_s": 1e-3 + depth * 1e-4} for depth in (32, 28, 24, 20, 16)]
+    found = end_to_end.fit(rows)
+    assert (found["layer_s"], found["fixed_s"]) == (pytest.approx(1e-4), pytest.approx(1e-3))
+    assert found["within_the_gate"] is True
+    rows[2]["step_s"] *= 1.2
+    assert end_to_end.fit(rows)["within_the_gate"] is False
+
+
+@pytest.mark.parametrize("depth", [32, 28, 24, 20, 16])
+def test_a_fixed_depth_runs_its_first_layers(depth: int) -> None:
+    schedule = end_to_end.fixed_depth(depth, 32).schedule(32)
+    assert schedule.depths(5).tolist() == [32] + [depth] * 4
+
+
+def test_wrong_tokens_fail_the_part() -> None:
+    card = {"name": "m", "scheme": "bf16", "check": {"largest_gap": 2 * end_to_end.TIE}}
+    with pytest.raises(RuntimeError, match="m bf16 are not those of plain PyTorch"):
+        end_to_end.judge({"models": [card]})
+
+
+def test_peers_answer_with_the_tokens_of_the_engine(report: dict[str, Any]) -> None:
+    found = report["parts"]["peers"]
+    assert [(case["batch"], case["context"]) for case in found["cases"]] == [(2, 12)]
+    for case in found["cases"]:
+        assert len(case["systems"]) == 5
+        for name, system in case["systems"].items():
+            assert len(system["call_s"]) == 3
+            if "D3" not in name:
+                assert system["rows_with_equal_tokens"] == case["batch"], name
+
+
+def test_every_strategy_meets_the_same_arrivals(report: dict[str, Any]) -> None:
+    rows = report["parts"]["arrivals"]["rows"]
+    assert [(row["admission"], row["policy"]["policy"]) for row in rows] == [
+        ("Immediate()", "full"),
+        ("Immediate()", "d3"),
+        ("Waves(steps=4)", "full"),
+        ("Waves(steps=4)", "d3"),
+    ]
+    assert len({(row["requests_per_s"], row["arrived"]) for row in rows}) == 1
+
+
+def test_arrivals_are_timed_from_their_planned_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "UNCOUNTED", 0.0)
+    traffic = arrivals.Traffic((4, 6), (3, 5), slots=2)
+    with models.random_model("llama2-7b", HERE) as model:
+        engine = models.new_engine(model, HERE, max_num_seqs=2, max_model_len=32, kv_tokens=64)
+        engine.generate([[3, 4]], models.params_for(D3(0.5, 0.5), 3), use_tqdm=False)
+        coming = [replace(a, time=0.2) for a in arrivals.poisson(traffic, 200.0, 0.05, 256)][:3]
+        watched = arrivals.play(engine, coming, D3(0.5, 0.5), 60.0)
+        found = arrivals.summarise(watched, coming, 60.0)
+        assert not engine.has_unfinished_requests()
+        engine.close()
+    assert (found["arrived"], found["unfinished"]) == (3, 0)
+    assert watched.tokens == sum(a.tokens for a in coming)
+    assert all(len(output.outputs[0].token_ids) == arrival.tokens for arrival, output in watched.finished)
+    assert found["first_token_s"]["median"] > 0
+    assert found["mean_layers"] < 8
+
+
+def test_poisson_arrivals_come_at_their_rate() -> None:
+    found = arrivals.poisson(arrivals.Traffic(), 50.0, 40.0, 100)
+    assert len(found) == pytest.approx(2000, rel=0.1)
+    assert all(a.time < b.time for a, b in pairwise(found))
+    assert all(32 <= len(a.prompt) <= 512 and 64 <= a.tokens <= 256 for a in found)
+
+
+def test_plain_llama_compiles_whole_and_has_the_tokens_of_the_engine() -> None:
+    with models.random_model("llama2-7b", HERE) as model:
+        prompts = models.prompts_for(model.config, 2, 11)
+        engine = models.new_engine(model, HERE, max_num_seqs=2, max_model_len=32, kv_tokens=64)
+        outputs = engine.generate(prompts, models.params_for(FullDepth(), 9), use_tqdm=False)
+        plain = PlainLlama(model.config, model.weights, batch=2, length=20)
+        expected = [output.outputs[0].token_ids for output in outputs]
+        assert plain.generate(torch.tensor(prompts), 9, compiled(plain, backend="eager")) == expected
+        assert plain.generate(torch.tensor(prompts), 9, plain) == expected
+        engine.close()
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
 def fails(found: dict[str, Any], current: Round) -> None:
@@ -89,37 +219,97 @@ def fails(found: dict[str, Any], current: Round) -> None:
     raise ArithmeticError("on purpose")
 
 
-def test_a_part_that_fails_leaves_its_traceback_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_round, "PARTS", {"first": fails, "second": lambda found, current: None})
+def works(found: dict[str, Any], current: Round) -> None:
+    found["left"] = current.left()
+
+
+def run(names: list[str], current: Round, save: Any = lambda report: None) -> dict[str, Any]:
     report: dict[str, Any] = {"parts": {}}
+    gpu_round.run_parts(report, names, current, gpu_round.run_here, lambda: save(report), Console(quiet=True))
+    return report["parts"]  # type: ignore[no-any-return]
+
+
+def test_a_part_that_fails_leaves_its_traceback_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {"first": gpu_round.Part(fails, 1), "second": gpu_round.Part(works, 1)}
+    monkeypatch.setattr(gpu_round, "PARTS", parts)
     saved: list[list[str]] = []
-    gpu_round.run_parts(
-        report,
-        ["first", "second"],
-        Round(torch.device("cpu"), True, 100.0),
-        gpu_round.run_here,
-        lambda: saved.append(list(report["parts"])),
-        Console(quiet=True),
-    )
-    first, second = report["parts"].values()
+    first, second = run(["first", "second"], HERE, lambda report: saved.append(list(report["parts"]))).values()
     assert (first["status"], first["so_far"], second["status"]) == ("failed", 1, "done")
     assert "on purpose" in first["traceback"]
     assert saved == [["first"], ["first", "second"]]
 
 
+def test_parts_share_the_time_and_leave_on_what_they_do_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        gpu_round, "PARTS", {name: gpu_round.Part(works, share) for name, share in (("a", 1), ("b", 3))}
+    )
+    found = run(["a", "b"], Round(torch.device("cpu"), True, 400.0))
+    assert found["a"]["left"] == pytest.approx(100, abs=5)
+    assert found["b"]["left"] == pytest.approx(400, abs=5)
+
+
+@pytest.mark.parametrize(("works_in", "tried"), [("eager", ["graphs"]), ("reference", ["graphs", "eager"])])
+def test_an_engine_that_fails_is_run_in_the_next_mode(
+    works_in: str, tried: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_mode(found: dict[str, Any], current: Round) -> None:
+        if current.mode != works_in:
+            raise RuntimeError(f"not in {current.mode}")
+        found["models"] = [{"calls_s": [1.0]}]
+
+    monkeypatch.setattr(gpu_round, "PARTS", {"part": gpu_round.Part(run_mode, 1, "models")})
+    found = run(["part"], HERE)["part"]
+    assert found["status"] == "done"
+    assert [earlier["mode"] for earlier in found["earlier_modes"]] == tried
+    assert "not in graphs" in found["earlier_modes"][0]["traceback"]
+
+
+def test_figures_are_kept_although_the_part_fails_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_mode(found: dict[str, Any], current: Round) -> None:
+        found["models"] = [{"settings": [{"depths": [{"calls_s": [1.0]}]}], "mode": current.mode}]
+        raise RuntimeError("later")
+
+    monkeypatch.setattr(gpu_round, "PARTS", {"part": gpu_round.Part(run_mode, 1, "models")})
+    found = run(["part"], HERE)["part"]
+    assert (found["status"], found["models"][0]["mode"]) == ("failed", "graphs")
+
+
 def test_a_part_whose_process_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_round, "LIMITS_S", {"engine": 0.01})
     monkeypatch.setattr(gpu_round, "LEAST_S", 0.01)
-    found = gpu_round.run_apart("engine", Round(torch.device("cpu"), True, 100.0))
+    monkeypatch.setattr(gpu_round, "GRACE_S", 0.0)
+    found = gpu_round.run_apart("arrivals", Round(torch.device("cpu"), True, 0.0))
     assert found["status"] == "failed"
     assert "was stopped" in found["traceback"]
 
 
 def test_a_spent_budget_skips_parts() -> None:
-    report: dict[str, Any] = {"parts": {}}
-    current = Round(torch.device("cpu"), True, 1.0)
-    gpu_round.run_parts(report, ["device"], current, pytest.fail, lambda: None, Console(quiet=True))
-    assert report["parts"]["device"]["status"] == "skipped"
+    assert run(["device"], Round(torch.device("cpu"), True, 1.0))["device"]["status"] == "skipped"
+
+
+def test_a_call_beyond_its_limit_raises() -> None:
+    with pytest.raises(TimeoutError, match="longer than 0 s"), time_limit(0.05):
+        time.sleep(5)
+    with time_limit(0.05):
+        pass
+    time.sleep(0.1)
+
+
+def test_files_of_several_calls_are_joined(file: Path, report: dict[str, Any], tmp_path: Path) -> None:
+    parts = report["parts"]
+    halves = [
+        report | {"parts": {name: parts[name] for name in ("device", "tests", "decode")}},
+        report | {"parts": {"device": parts["device"], "decode": {"status": "skipped"}, "peers": parts["peers"]}},
+    ]
+    files = [tmp_path / "one.json", tmp_path / "two.json"]
+    for half, path in zip(halves, files, strict=True):
+        path.write_text(json.dumps(half))
+    assert gpu_round.main(["--join", *map(str, files), f"--out={tmp_path / 'joined.json'}"]) == 0
+    joined = json.loads((tmp_path / "joined.json").read_text())
+    assert list(joined["parts"]) == ["device", "tests", "decode", "peers"]
+    assert joined["parts"]["decode"]["models"] == parts["decode"]["models"]
+    files[1].write_text(json.dumps(halves[1] | {"environment": report["environment"] | {"commit": "other"}}))
+    with pytest.raises(ValueError, match="different commit"):
+        gpu_round.join([str(path) for path in files])
 
 
 @pytest.mark.parametrize(
@@ -127,6 +317,7 @@ def test_a_spent_budget_skips_parts() -> None:
     [
         ("..F\n== 1 failed, 2 passed, 3 skipped in 4.05s ==\n", {"failed": 1, "passed": 2, "skipped": 3}),
         ("1 passed, 2 errors in 0.10s\n", {"passed": 1, "error": 2}),
+        ("[gw0] [ 1%] PASSED tests/a\n[gw1] [ 2%] FAILED tests/b\n[gw1] PASSED tests/c", {"passed": 2, "failed": 1}),
         ("killed\n", {}),
     ],
 )

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,19 +21,21 @@ from typing import Any
 import torch
 
 Call = Callable[[], object]
+MODES = ("graphs", "eager", "reference")
+"""How an engine is run: as by default, without CUDA graphs, and with kernels of plain torch instead of Triton's."""
 ROTATED_BYTES = 256 * 2**20
 """Inputs are rotated over copies of so many bytes together: several times the L2 cache of any GPU (50 - 126 MB)."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """One round: its device, whether it is only a rehearsal, and its end."""
+    """One round, or one part of it: its device, whether it is only a rehearsal, and its end."""
 
     device: torch.device
     smoke: bool
     budget: float  # seconds
     started: float = field(default_factory=time.monotonic)
-    reserve: float = 0.0  # seconds that the kernels leave to the part after them
+    mode: str = MODES[0]  # how the engines of this part are run
     file: Path | None = None  # where a part keeps what it has found so far
     ceilings: dict[str, float] = field(default_factory=dict)  # bytes or operations a second, as measured here
 
@@ -65,6 +69,22 @@ class Round:
         """What moving `num_bytes` in `seconds` is of the measured copy rate; None where one is not known."""
         rate = self.ceilings.get("copy")
         return num_bytes / seconds / rate if rate and seconds else None
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise `TimeoutError` in the block after so many seconds, as soon as it is in Python; main thread only."""
+
+    def expire(signal_number: int, frame: object) -> None:
+        raise TimeoutError(f"took longer than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def synchronize(device: torch.device) -> None:

@@ -1,0 +1,275 @@
+"""Decoding from end to end on random weights: time a step over depth, and what D3 makes of its layer bound.
+
+The one idea: time is taken of whole `generate` calls, as a user makes them, and a step is what is left of it. A call
+for one token is the prompt pass; the call for N tokens less that, over N - 1, is a decode step, however the engine
+groups its steps. Over the layers that ran, steps are fitted to a line: its slope is a layer, its intercept what a step
+costs at any depth. The limit is the time that the measured copy rate needs for the weights and KV entries to be read.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.common import Round, host_seconds
+from benchmarks.gpu.models import (
+    Model,
+    graph_figures,
+    new_engine,
+    params_for,
+    prompts_for,
+    quantized,
+    random_model,
+)
+from benchmarks.gpu.plain_llama import PlainLlama
+from d3engine.depth import D3, DepthPolicy, FullDepth
+from d3engine.engine import Engine
+from d3engine.model.config import QUANTIZATION_SCHEMES
+
+BBH, SLOW, GSM8K = D3(0.9, 0.6), D3(0.99, 0.5), D3(0.9999, 0.8)
+REPEATS = 3
+TARGETS = {
+    ("llama2-7b", "bf16", 1, 16): 0.82,
+    ("llama2-7b", "bf16", 8, 512): 0.78,
+    ("llama2-7b", "bf16", 64, 512): 0.70,
+    ("llama2-7b", "int8", 1, 16): 0.66,
+    ("llama2-7b", "int4", 1, 16): 0.45,
+}
+"""The share of the bandwidth limit that full depth is to reach first, by model, scheme, batch and context."""
+GATE = 1.05
+"""A depth may take so many times what the line says."""
+LEAST_REALISATION = 0.95
+TIE = 0.15
+"""A token may be so far below the largest logit of plain PyTorch at half precision; logits deviate by 1.3 here."""
+CHECKED_TOKENS = 24
+LEAST_S = 5.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One batch size and prompt length, and what is run at it."""
+
+    batch: int
+    context: int
+    depths: tuple[int, ...] = ()
+    schedules: tuple[D3, ...] = ()
+    tokens: int = 129
+
+
+ALL_DEPTHS = (32, 28, 24, 20, 16)
+DECODE = (
+    Setting(1, 16, ALL_DEPTHS, (BBH, SLOW)),
+    Setting(8, 512, ALL_DEPTHS, (BBH,)),
+    Setting(64, 512, ALL_DEPTHS, (BBH,)),
+    Setting(1, 2048, (32, 24, 16), (BBH,)),
+    Setting(8, 2048, (32, 24, 16), (BBH,)),
+    Setting(64, 16, (32, 24, 16)),
+    Setting(1, 16, (32,), (GSM8K,), tokens=1025),
+)
+FEWER = (
+    Setting(1, 16, ALL_DEPTHS, (BBH,)),
+    Setting(8, 512, (32, 24, 16), (BBH,)),
+    Setting(64, 512, (32, 24, 16), (BBH,)),
+    Setting(1, 2048, (32, 16)),
+)
+FULL_ONLY = (Setting(1, 16, (32,)), Setting(8, 512, (32,)))
+SMOKE = (Setting(1, 16, (8, 6, 4), (D3(0.8, 0.5),), tokens=9), Setting(3, 40, (8, 4), (), tokens=5))
+
+
+def decode(report: dict[str, Any], current: Round) -> None:
+    """Llama-2-7B in bfloat16: every batch size, context and depth."""
+    report["models"] = []
+    with random_model("llama2-7b", current) as model:
+        measure_model(report, model, DECODE if current.on_gpu else SMOKE, current)
+    judge(report)
+
+
+def quantization(report: dict[str, Any], current: Round) -> None:
+    """Llama-2-7B in int8 and in int4."""
+    report["models"] = []
+    with random_model("llama2-7b", current) as model:
+        for scheme in QUANTIZATION_SCHEMES:
+            measure_model(report, quantized(model, scheme), FEWER if current.on_gpu else SMOKE[:1], current)
+    judge(report)
+
+
+def llama3(report: dict[str, Any], current: Round) -> None:
+    """Llama-3-8B: bfloat16 over depth, then full depth in int8 and int4."""
+    report["models"] = []
+    with random_model("llama3-8b", current) as model:
+        measure_model(report, model, FEWER if current.on_gpu else SMOKE[:1], current)
+        for scheme in QUANTIZATION_SCHEMES:
+            measure_model(report, quantized(model, scheme), FULL_ONLY if current.on_gpu else SMOKE[:1], current)
+    judge(report)
+
+
+def judge(report: dict[str, Any]) -> None:
+    """Raise if the tokens of any model are not those of plain PyTorch: its times are worth nothing then."""
+    wrong = [card for card in report["models"] if "check" in card and card["check"]["largest_gap"] > TIE]
+    if wrong:
+        names = ", ".join(f"{card['name']} {card['scheme']}" for card in wrong)
+        raise RuntimeError(f"tokens of {names} are not those of plain PyTorch; see `check`")
+
+
+def measure_model(report: dict[str, Any], model: Model, settings: Sequence[Setting], current: Round) -> None:
+    """Add one model's card to `report["models"]`, its settings in turn until the time is up."""
+    found = model.card() | {"mode": current.mode, "settings": []}
+    report["models"].append(found)
+    engine = new_engine(
+        model,
+        current,
+        max_num_seqs=max(setting.batch for setting in settings),
+        max_model_len=max(setting.context + setting.tokens for setting in settings) + 16,
+        kv_tokens=max(setting.batch * (setting.context + setting.tokens + 16) for setting in settings),
+        # All prompts in one step, so that the rows of a batch stay in step with each other.
+        max_num_batched_tokens=max(setting.batch * setting.context for setting in settings) + 16,
+    )
+    try:
+        if model.scheme not in QUANTIZATION_SCHEMES:
+            found["check"] = check(engine, model, current)
+            current.keep(report)
+        for setting in settings:
+            row: dict[str, Any] = {"batch": setting.batch, "context": setting.context, "tokens": setting.tokens}
+            found["settings"].append(row)
+            if not measure_setting(row, engine, model, setting, current, lambda: current.keep(report)):
+                report["stopped"] = f"time: within {model.name} {model.scheme}, batch {setting.batch}"
+                return
+        found["graphs"] = graph_figures(engine)
+    finally:
+        engine.close()
+        if current.on_gpu:
+            torch.cuda.empty_cache()
+
+
+def check(engine: Engine, model: Model, current: Round) -> dict[str, Any]:
+    """Run what the engine answered through plain PyTorch at once: how far each token is below the largest logit."""
+    length = 400 if current.on_gpu else 12
+    outputs = engine.generate(
+        prompts_for(model.config, 2, length), params_for(FullDepth(), CHECKED_TOKENS), use_tqdm=False
+    )
+    rows = torch.tensor([output.prompt_token_ids + output.outputs[0].token_ids for output in outputs])
+    rows = rows.to(current.device)
+    plain = PlainLlama(model.config, model.weights, batch=2, length=rows.shape[1])
+    with torch.no_grad():
+        logits = plain.logits(rows[:, :-1], torch.arange(rows.shape[1] - 1, device=current.device))
+    logits = logits[:, length - 1 :].float()
+    gaps = logits.amax(dim=2) - logits.gather(2, rows[:, length:, None])[..., 0]
+    return {"tokens": gaps.numel(), "tokens_that_differ": int((gaps > 0).sum()), "largest_gap": float(gaps.max())}
+
+
+def measure_setting(
+    row: dict[str, Any], engine: Engine, model: Model, setting: Setting, current: Round, keep: Callable[[], None]
+) -> bool:
+    """Fill in prompt pass, depths, line and schedules; False if the time was up before the end."""
+    prompts = prompts_for(model.config, setting.batch, setting.context)
+    row["depths"], row["schedules"] = [], []
+    prompt_calls, _ = _calls(engine, prompts, FullDepth(), 1, current)
+    row["prompt_s"] = statistics.median(prompt_calls)
+    policies: list[tuple[str, DepthPolicy]] = [
+        *(("depths", fixed_depth(depth, model.config.num_layers)) for depth in setting.depths),
+        *(("schedules", schedule) for schedule in setting.schedules),
+    ]
+    for kind, policy in policies:
+        if current.left() < LEAST_S:
+            return False
+        row[kind].append(measure_policy(engine, model, setting, prompts, policy, row["prompt_s"], current))
+        keep()
+    if not row["depths"]:
+        return True
+    full = row["depths"][0]
+    if len(row["depths"]) > 2:
+        row["fit"] = fit(row["depths"])
+    if current.left() >= LEAST_S:  # once more, last: how far two measurements lie apart
+        again = measure_policy(engine, model, setting, prompts, FullDepth(), row["prompt_s"], current)
+        row["noise"] = abs(again["step_s"] / full["step_s"] - 1)
+    for schedule in row["schedules"]:
+        schedule |= realisation(full, schedule, row["prompt_s"], setting.tokens)
+    target = TARGETS.get((model.name, model.scheme, setting.batch, setting.context))
+    if target is not None and setting.tokens == Setting.tokens:
+        row["target"] = target
+    keep()
+    return True
+
+
+def fixed_depth(depth: int, num_layers: int) -> DepthPolicy:
+    """Full depth, or a D3 that is down to its first `depth` layers from the second token on."""
+    return FullDepth() if depth == num_layers else D3(alpha=1e-6, start=depth / num_layers)
+
+
+def measure_policy(
+    engine: Engine,
+    model: Model,
+    setting: Setting,
+    prompts: list[list[int]],
+    policy: DepthPolicy,
+    prompt_s: float,
+    current: Round,
+) -> dict[str, Any]:
+    """Median seconds of a decode step under one policy, and the bytes that it must move on average."""
+    seconds, depths = _calls(engine, prompts, policy, setting.tokens, current)
+    expected = policy.schedule(model.config.num_layers).depths(setting.tokens).tolist()
+    if any(row != expected for row in depths) or len(depths) != setting.batch:
+        raise RuntimeError(f"{policy} was to run {expected} layers a token and ran {depths}")
+    steps = setting.tokens - 1
+    step_s = (statistics.median(seconds) - prompt_s) / steps
+    bytes_a_step = sum(step_bytes(model, setting.batch, setting.context + i, expected[i]) for i in range(1, steps + 1))
+    bytes_a_step /= steps
+    return {
+        "policy": policy.describe(),
+        "depth": expected[1] if len(set(expected[1:])) == 1 else None,
+        "mean_layers": statistics.fmean(expected[1:]),
+        "calls_s": seconds,
+        "step_s": step_s,
+        "tokens_per_s": setting.batch / step_s if step_s > 0 else None,
+        "bytes_a_step": bytes_a_step,
+        "share_of_copy": current.share(bytes_a_step, step_s) if step_s > 0 else None,
+    }
+
+
+def step_bytes(model: Model, batch: int, entries: int, depth: int) -> float:
+    """What one step at one depth must read: weights once for the batch, and each row's KV entries."""
+    kv = 2 * model.config.kv_size * model.weights.final_norm.dtype.itemsize * entries
+    return depth * (model.layer_bytes + batch * kv) + model.head_bytes
+
+
+def _calls(
+    engine: Engine, prompts: list[list[int]], policy: DepthPolicy, tokens: int, current: Round
+) -> tuple[list[float], list[list[int]]]:
+    """Seconds of each of some whole calls after one that compiles and captures, and every row's depths."""
+    depths: list[list[int]] = []
+
+    def call() -> None:
+        outputs = engine.generate(prompts, params_for(policy, tokens), use_tqdm=False)
+        depths[:] = [output.outputs[0].depths for output in outputs]
+
+    call()
+    return [host_seconds(call, current.device) for _ in range(REPEATS)], depths
+
+
+def fit(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The line through (depth, step), and by how much the slowest point lies above it, as a part of it."""
+    depths = np.array([row["depth"] for row in rows], dtype=float)
+    seconds = np.array([row["step_s"] for row in rows])
+    slope, fixed = np.polyfit(depths, seconds, 1)
+    over = seconds / (slope * depths + fixed)
+    return {
+        "layer_s": float(slope),
+        "fixed_s": float(fixed),
+        "over_the_line": [float(value) for value in over],
+        "within_the_gate": bool(over.max() <= GATE),
+    }
+
+
+def realisation(full: dict[str, Any], run: dict[str, Any], prompt_s: float, tokens: int) -> dict[str, Any]:
+    """Speed-up of the decode steps over full depth, what the bytes allow, and the one over the other.
+
+    The prompt pass, which is the same for both, is left out of them; `call_speedup` is that of the whole call.
+    """
+    speedup, bound = full["step_s"] / run["step_s"], full["bytes_a_step"] / run["bytes_a_step"]
+    call = statistics.median(full["calls_s"]) / statistics.median(run["calls_s"])
+    return {"speedup": speedup, "layer_bound": bound, "realisation": speedup / bound, "call_speedup": call}

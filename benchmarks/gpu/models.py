@@ -1,0 +1,152 @@
+"""The models of the round, with random weights, and the engines that run them.
+
+The one idea: everything that a part needs of the engine besides its public steps is asked for here, so that a change of
+the engine is followed in one place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.common import Round
+from d3engine.depth import DepthPolicy
+from d3engine.engine import Engine
+from d3engine.loading import block_bytes
+from d3engine.model.config import CONFIG_FILE, ModelConfig
+from d3engine.model.quantization import quantize_weights
+from d3engine.model.weights import LlamaWeights, random_weights
+from d3engine.request import SamplingParams
+
+LLAMA2_7B = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+LLAMA3_8B = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+}
+TINY = {
+    "num_hidden_layers": 8,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 256,
+}
+SHAPES = {"llama2-7b": LLAMA2_7B, "llama3-8b": LLAMA3_8B}
+
+GRAPH_FIGURES = ("graphs_captured", "graph_capture_seconds", "graph_memory_bytes", "graph_steps", "eager_steps")
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A random model: its directory (nothing but a config.json), weights, and what of them a step reads."""
+
+    name: str
+    scheme: str  # "bf16" (float32 in a rehearsal), "int8" or "int4"
+    directory: Path
+    config: ModelConfig
+    weights: LlamaWeights
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's weights."""
+        values = (getattr(self.weights.layers[0], field.name) for field in fields(self.weights.layers[0]))
+        return sum(value.nbytes for value in values if value is not None)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the final norm and the LM head; the rows of the embedding that a step reads are not counted."""
+        return self.weights.final_norm.nbytes + self.weights.lm_head.nbytes
+
+    def card(self) -> dict[str, Any]:
+        """What the figures of this model depend on."""
+        return {
+            "name": self.name,
+            "scheme": self.scheme,
+            "layers": self.config.num_layers,
+            "layer_bytes": self.layer_bytes,
+            "head_bytes": self.head_bytes,
+            "kv_bytes_a_token_and_layer": 2 * self.config.kv_size * self.weights.final_norm.dtype.itemsize,
+        }
+
+
+@contextmanager
+def random_model(name: str, current: Round) -> Iterator[Model]:
+    """A model of a named shape in the round's dtype; in a rehearsal a tiny one under that name."""
+    sizes: dict[str, Any] = SHAPES[name] if current.on_gpu else TINY
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        (directory / CONFIG_FILE).write_text(json.dumps({"model_type": "llama"} | sizes), encoding="utf-8")
+        config = ModelConfig.from_directory(directory)
+        weights = random_weights(config, dtype=current.dtype, device=current.device, seed=0)
+        scheme = "bf16" if current.dtype == torch.bfloat16 else str(current.dtype).removeprefix("torch.")
+        yield Model(name, scheme, directory, config, weights)
+
+
+def quantized(model: Model, scheme: str) -> Model:
+    """The same model with weights quantized to "int8" or "int4"."""
+    return Model(model.name, scheme, model.directory, model.config, quantize_weights(model.weights, scheme))
+
+
+def new_engine(
+    model: Model, current: Round, *, max_num_seqs: int, max_model_len: int, kv_tokens: int, **options: Any
+) -> Engine:
+    """An engine whose cache holds `kv_tokens` tokens at full depth, run the way that the round's mode says."""
+    if current.mode == "reference":
+        os.environ["D3ENGINE_KERNELS"] = "reference"
+    num_blocks = model.config.num_layers * -(-kv_tokens // BLOCK_SIZE)
+    return Engine(
+        model.directory,
+        weights=model.weights,
+        device=current.device,
+        dtype=current.dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        block_size=BLOCK_SIZE,
+        kv_cache_memory_bytes=num_blocks * block_bytes(model.config, BLOCK_SIZE, current.dtype),
+        enable_prefix_caching=False,
+        enforce_eager=current.mode != "graphs",
+        skip_tokenizer_init=True,
+        **options,
+    )
+
+
+def graph_figures(engine: Engine) -> dict[str, Any]:
+    """What the engine tells of its CUDA graphs; all 0 without any."""
+    stats = engine.stats()
+    return {name: getattr(stats, name) for name in GRAPH_FIGURES}
+
+
+def prompts_for(config: ModelConfig, batch: int, length: int) -> list[list[int]]:
+    """Random prompts, the same in every run."""
+    generator = torch.Generator().manual_seed(1)
+    drawn: list[list[int]] = torch.randint(3, config.vocab_size, (batch, length), generator=generator).tolist()
+    return drawn
+
+
+def params_for(depth: DepthPolicy, num_tokens: int) -> SamplingParams:
+    """Greedy, to exactly so many tokens."""
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, depth=depth)
