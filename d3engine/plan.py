@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from d3engine.choice import Choice
 from d3engine.kv_cache import IntArray
 from d3engine.request import Logprob
 from d3engine.sequence import Sequence
@@ -57,6 +58,7 @@ class RunAhead:
     num_steps: int
     steps: IntArray  # [C] generation steps of the first of them
     cutoffs: IntArray  # [C, L]
+    choice: Choice  # what choosing a token takes, for the row that asks for most
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from d3engine.choice import Choice
 from d3engine.chunks import Chunks
 from d3engine.copy_on_skip import EntryCopies
 from d3engine.kv_cache import IntArray
@@ -25,7 +26,7 @@ def build_plan(
     query_starts, row_chunks, positions = _rows(chunks)
     sampled = (chunks.stops == table.num_tokens[slots]).nonzero()[0]
     sequences = [table.sequence(slot) for slot in slots.tolist()]
-    greedy = bool(table.plain_greedy[slots].all())
+    greedy = bool((table.choice[slots] == Choice.GREEDY).all())
     return Plan(
         sequences=sequences,
         slots=slots,

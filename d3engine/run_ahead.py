@@ -7,6 +7,7 @@ layer would no longer come first in the batch.
 
 from __future__ import annotations
 
+from d3engine.choice import Choice
 from d3engine.chunks import Chunks
 from d3engine.kv_cache import IntArray
 from d3engine.plan import RunAhead
@@ -17,7 +18,7 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int) -> RunAhead | Non
     """The steps, `limit` at most, that `chunks` (deepest first) can take on their own; None if not even one."""
     slots = chunks.slots
     decode = (chunks.steps >= 1) & (chunks.stops == table.num_tokens[slots]) & (chunks.stops - chunks.starts == 1)
-    simple = table.plain_greedy[slots] & ~table.fills[slots] & ~table.tabled[slots]
+    simple = (table.choice[slots] != Choice.HOST) & ~table.fills[slots] & ~table.tabled[slots]
     if limit == 0 or not (decode & simple).all():
         return None
     if table.streams[slots].any():
@@ -25,7 +26,8 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int) -> RunAhead | Non
     limit = min(limit, int((table.max_length[slots] - table.num_tokens[slots]).min()))
     cutoffs = table.cutoffs[slots]
     num_steps = _steps_in_order(chunks.steps, cutoffs, limit)
-    return RunAhead(num_steps, chunks.steps, cutoffs) if num_steps else None
+    choice = Choice(int(table.choice[slots].max()))
+    return RunAhead(num_steps, chunks.steps, cutoffs, choice) if num_steps else None
 
 
 def _steps_in_order(steps: IntArray, cutoffs: IntArray, limit: int) -> int:

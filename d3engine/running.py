@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from d3engine.choice import choice_of
 from d3engine.depth import NEVER
 from d3engine.kv_cache import IntArray
 from d3engine.plan import BoolArray
@@ -16,7 +17,7 @@ class RunningTable:
     `sequences[slot]` is the sequence there. Arrays are [slots] unless said otherwise: `num_tokens` counts prompt and
     output, `num_computed` the positions whose entries are in the cache. Once `frees_at` positions are computed, some
     layer's blocks can be given back (NEVER: the schedule keeps them). `fills` marks schedules whose skipped layers get
-    entries (`on_skip` other than "none").
+    entries (`on_skip` other than "none"), `choice` is what choosing a token takes (`Choice`).
     """
 
     def __init__(self, max_sequences: int, num_layers: int, max_length: int) -> None:
@@ -29,7 +30,7 @@ class RunningTable:
         self.frees_at = np.full(max_sequences, NEVER, dtype=np.int64)
         self.fills = np.zeros(max_sequences, dtype=bool)
         self.tabled = np.zeros(max_sequences, dtype=bool)
-        self.plain_greedy = np.zeros(max_sequences, dtype=bool)
+        self.choice = np.zeros(max_sequences, dtype=np.int8)
         self.streams = np.zeros(max_sequences, dtype=bool)
         self.max_length = np.zeros(max_sequences, dtype=np.int64)
 
@@ -46,7 +47,7 @@ class RunningTable:
         self.fills[slot] = schedule.on_skip != "none"
         self.tabled[slot] = not schedule.is_nested
         self.frees_at[slot] = NEVER if self.fills[slot] else self.computed_before(slot, schedule.first_skipping_step)
-        self.plain_greedy[slot] = _is_plain_greedy(sequence)
+        self.choice[slot] = choice_of(sequence)
         self.streams[slot] = sequence.streams
         self.max_length[slot] = sequence.max_length
 
@@ -71,16 +72,3 @@ class RunningTable:
         for chunk in self.tabled[slots].nonzero()[0]:
             active[chunk] = self.sequence(int(slots[chunk])).schedule.active(int(steps[chunk]))
         return active
-
-
-def _is_plain_greedy(sequence: Sequence) -> bool:
-    """Whether the likeliest token is all that the sequence wants of its logits."""
-    params = sequence.params
-    return (
-        params.greedy
-        and params.logprobs is None
-        and params.prompt_logprobs is None
-        and params.presence_penalty == params.frequency_penalty == 0
-        and params.repetition_penalty == 1
-        and not (params.logit_bias or params.allowed_token_ids or sequence.bad_word_ids or params.min_tokens)
-    )

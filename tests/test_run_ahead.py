@@ -18,6 +18,7 @@ import torch
 from batches import BLOCK, LAYERS, POLICIES, Request, assert_same, block_bytes, kv_is_back, run_together, some_requests
 
 from d3engine import D3, Engine, FullDepth, InvalidValueError, SamplingParams, UnifiedSkip, Waves, loading
+from d3engine.choice import Choice
 from d3engine.chunks import Chunks
 from d3engine.depth import DepthPolicy
 from d3engine.executor.cuda_graph import GraphExecutor, batch_sizes
@@ -27,8 +28,17 @@ from d3engine.run_ahead import run_ahead
 from d3engine.running import RunningTable
 from d3engine.sampling import FAULT
 
-# All keep the lowest layers, so that their rows can share a run.
+# Their rows can share a run as soon as none has a layer awake above one that sleeps for a deeper row.
 NESTED: list[DepthPolicy] = [FullDepth(), D3(0.9, 0.5), D3(0.8, 0.3), D3(0.7, 0.2), D3(0.9, 0.2)]
+PLAIN: dict[str, Any] = {
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+}
 Solo = Callable[[Request], RequestOutput]
 
 
@@ -81,7 +91,7 @@ def test_mixed_schedules_share_a_run_while_their_rows_stay_in_order(
 def test_requests_of_every_kind_answer_as_alone(
     ahead: Callable[..., Engine], solo: Solo, seed: int, changes: dict[str, Any]
 ) -> None:
-    """Also those that a device cannot choose for (sampled, with log-probabilities), which make the host look."""
+    """Also those that a device cannot choose for (with log-probabilities, say), which make the host look."""
     plain = {"temperature": 0.0, "logprobs": None, "prompt_logprobs": None}
     requests = some_requests(seed + 70, 4, max_tokens=5)
     longer = {"n": 1, "max_tokens": 20, "ignore_eos": True, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
@@ -100,6 +110,36 @@ def test_requests_of_every_kind_answer_as_alone(
         assert_same(done[nth], solo(request))
     assert engine.stats().graph_steps > 0
     assert kv_is_back(engine)
+
+
+ASKED: dict[str, list[dict[str, Any]]] = {
+    "draws": [{"temperature": 0.8}, {"temperature": 3.0}, {"temperature": 0.0}],
+    "cuts": [{"temperature": 2.0, "top_p": 0.8}, {"temperature": 3.0, "top_k": 5}, {"temperature": 2.0, "min_p": 0.1}],
+    "penalties": [
+        {"temperature": 2.0, "repetition_penalty": 1.5},
+        {"temperature": 0.0, "frequency_penalty": 1.9, "presence_penalty": 1.5},
+        {"temperature": 1.0, "top_k": 9, "presence_penalty": -1.0},
+    ],
+}
+ASKED["all of them"] = [kind[n] for n, kind in enumerate(ASKED.values())] + [{"temperature": 0.0}]
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_the_device_draws_what_the_host_draws(ahead: Callable[..., Engine], solo: Solo, asked: str) -> None:
+    requests = [
+        Request(tuple(range(60, 64 + n)), replace(greedy(D3(0.9, 0.5), 20 - n), n=2 - n % 2, seed=n, **kind))
+        for n, kind in enumerate(ASKED[asked])
+    ]
+    engine = ahead(num_scheduler_steps=7)
+    outputs = engine.generate([list(r.prompt) for r in requests], [r.params for r in requests], use_tqdm=False)
+    for output, request in zip(outputs, requests, strict=True):
+        assert_same(output, solo(request))
+    stats = engine.stats()
+    assert stats.graph_steps > 15
+    assert stats.eager_steps <= 3, "only prompts need the host"
+    answers = {tuple(output.outputs[0].token_ids) for output in outputs}
+    plain = [solo(replace(r, params=replace(r.params, **PLAIN))).outputs[0].token_ids for r in requests]
+    assert answers.isdisjoint(tuple(tokens) for tokens, kind in zip(plain, ASKED[asked], strict=True) if len(kind) > 1)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -254,7 +294,6 @@ def test_a_run_ends_where_the_rows_of_a_layer_would_no_longer_come_first() -> No
     cutoffs = np.array([[100, 100, 6], [100, 100, 9]])
     table.cutoffs[:] = cutoffs
     table.num_tokens[:], table.max_length[:] = [8, 3], 30
-    table.plain_greedy[:] = True
     steps = np.array([3, 1])
     starts = table.num_tokens - 1
     chunks = Chunks(np.arange(2), starts, starts + 1, steps, steps[:, None] < cutoffs)
@@ -273,7 +312,11 @@ def test_a_run_ends_where_the_rows_of_a_layer_would_no_longer_come_first() -> No
     streamed = run_ahead(chunks, table, 16)
     assert streamed is not None
     assert streamed.num_steps == 1
-    table.plain_greedy[1] = False
+    table.choice[1] = Choice.PENALISE
+    penalised = run_ahead(chunks, table, 16)
+    assert penalised is not None
+    assert (streamed.choice, penalised.choice) == (Choice.GREEDY, Choice.PENALISE)
+    table.choice[1] = Choice.HOST
     assert run_ahead(chunks, table, 16) is None
     assert run_ahead(chunks, table, 0) is None
 

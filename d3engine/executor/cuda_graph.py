@@ -19,7 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from d3engine.choice import Choice
 from d3engine.executor.block_tables import DeviceBlockTables
+from d3engine.executor.choosing import DeviceChoice
 from d3engine.executor.eager import EagerExecutor
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.plan import Chosen, Plan, RunAhead
@@ -93,6 +95,7 @@ class _Shape:
 
     rows: int
     layers: tuple[int, ...]
+    choice: Choice
 
 
 class GraphExecutor:
@@ -122,6 +125,7 @@ class GraphExecutor:
         self._query_starts = torch.arange(self._sizes[-1] + 1, dtype=torch.int32, device=eager.device)
         numbers = self._sizes[-1] * (3 + config.num_layers)
         self._from_host = torch.empty(numbers, dtype=torch.int64, pin_memory=eager.device.type == "cuda")
+        self._choice = DeviceChoice(eager.model, self._sizes[-1], eager.device)
         self._graphs: dict[_Shape, Step] = {}
         self.graph_stats = GraphStats()
 
@@ -145,9 +149,9 @@ class GraphExecutor:
         return self._download(plan.ahead)
 
     def capture_largest(self) -> None:
-        """Capture the graph that needs most memory: all rows through all layers."""
+        """Capture a graph that needs most memory: all rows through all layers, and a choice that needs logits."""
         with torch.inference_mode():
-            self._graph(_Shape(self._sizes[-1], tuple(range(self._model.config.num_layers))))
+            self._graph(_Shape(self._sizes[-1], tuple(range(self._model.config.num_layers)), Choice.CUT))
 
     # -- graphs ------------------------------------------------------------------------------------------------
 
@@ -155,7 +159,7 @@ class GraphExecutor:
         """Rows and layers of each step of a run; its first row is the one that runs most."""
         rows = next(size for size in self._sizes if size >= ahead.steps.size)
         runs = (ahead.steps[0] + np.arange(ahead.num_steps))[:, None] < ahead.cutoffs[0]
-        return [_Shape(rows, tuple(layers.nonzero()[0].tolist())) for layers in runs]
+        return [_Shape(rows, tuple(layers.nonzero()[0].tolist()), ahead.choice) for layers in runs]
 
     def _graph(self, shape: _Shape) -> Step:
         if shape not in self._graphs:
@@ -163,14 +167,14 @@ class GraphExecutor:
             self._rows.num_rows.zero_()  # recording runs a step: on no rows
             self._rows.taken.zero_()
             rows = self._rows.first(shape.rows)
-            self._graphs[shape] = self._recorder.record(lambda: self._step(rows, shape.layers))
+            self._graphs[shape] = self._recorder.record(lambda: self._step(rows, shape))
             stats = self.graph_stats
             stats.graphs_captured += 1
             stats.graph_capture_seconds += time.perf_counter() - begun
             stats.graph_memory_bytes = self._recorder.memory_bytes()
         return self._graphs[shape]
 
-    def _step(self, rows: DecodeRows, layers: tuple[int, ...]) -> None:
+    def _step(self, rows: DecodeRows, shape: _Shape) -> None:
         """What a graph holds: from the tokens that stand in `rows` to the next ones."""
         kernels, model = self._kernels, self._model
         kernels.begin_step(rows, self._eager.rotation_table, self._eager.block_size)
@@ -178,10 +182,10 @@ class GraphExecutor:
         attention = kernels.decode_attention_inputs(
             rows, self._query_starts[: rows.tokens.shape[0] + 1], self._max_model_len
         )
-        for layer in layers:
+        for layer in shape.layers:
             active = rows.active_rows[layer : layer + 1]
             model.layer(layer, hidden, rows.rotations, self.pool, rows.entries[layer], attention[layer], active)
-        kernels.end_step(rows, *model.likeliest(hidden, rows.num_rows))
+        kernels.end_step(rows, *self._choice.choose(hidden, rows, shape.choice))
 
     # -- what goes to the device, and comes from it --------------------------------------------------------------
 
@@ -198,6 +202,7 @@ class GraphExecutor:
         rows.positions[:count] = given[count : 2 * count]
         rows.steps[:count] = given[2 * count : 3 * count]
         rows.cutoffs[:count] = given[3 * count :].view(count, -1)
+        self._choice.write(plan.sequences, ahead.choice)
         rows.num_rows.fill_(count)
         rows.taken.zero_()
 

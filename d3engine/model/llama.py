@@ -12,6 +12,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from d3engine.kernels.sampling import SamplingRows
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights
 
@@ -85,8 +86,24 @@ class Llama:
         )
         return best
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def draw(self, hidden: Tensor, rows: SamplingRows, steps: Tensor, num_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """A draw int64 [T] at each row's temperature for its step, and the score float32 [T] with which it won."""
+        weights, eps = self.weights, self.config.rms_norm_eps
+        drawn: tuple[Tensor, Tensor] = self.kernels.lm_head_sample(
+            hidden,
+            weights.final_norm,
+            eps,
+            weights.lm_head,
+            rows.temperature,
+            rows.seeds,
+            rows.indices,
+            steps,
+            num_rows=num_rows,
+        )
+        return drawn
+
+    def logits(self, hidden: Tensor, num_rows: Tensor | None = None) -> Tensor:
         """Float32 logits [T, V] of final hidden states [T, H]."""
         weights, eps = self.weights, self.config.rms_norm_eps
-        logits: Tensor = self.kernels.lm_head(hidden, weights.final_norm, eps, weights.lm_head)
+        logits: Tensor = self.kernels.lm_head(hidden, weights.final_norm, eps, weights.lm_head, num_rows=num_rows)
         return logits

@@ -1,0 +1,99 @@
+"""Choosing tokens on the device: what each row's request asks for stands there, and a step's last kernels read it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from d3engine.choice import Choice
+from d3engine.kernels.decode_rows import DecodeRows
+from d3engine.kernels.sampling import Cuts, Penalties, SamplingRows
+from d3engine.model.llama import Llama
+from d3engine.sequence import Sequence
+
+
+class DeviceChoice:
+    """The sampling parameters of up to `rows` rows in device memory, at addresses that stay."""
+
+    def __init__(self, model: Llama, rows: int, device: torch.device) -> None:
+        self._model = model
+        self._kernels = model.kernels
+        self._numbers = torch.zeros(6, rows, dtype=torch.float32, device=device)
+        self._integers = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        self._tokens_seen: tuple[Tensor, Tensor] | None = None
+
+    def choose(self, hidden: Tensor, rows: DecodeRows, kind: Choice) -> tuple[Tensor, Tensor]:
+        """A token int64 [B] and its score float32 [B] for final `hidden` [B, H]; it may be captured."""
+        if kind is Choice.GREEDY:
+            return self._model.likeliest(hidden, rows.num_rows)
+        given = self._rows(hidden.shape[0], kind)
+        if kind is Choice.DRAW:
+            return self._model.draw(hidden, given, rows.steps, rows.num_rows)
+        logits = self._model.logits(hidden, rows.num_rows)
+        chosen: tuple[Tensor, Tensor] = self._kernels.sample(logits, given, rows.steps, num_rows=rows.num_rows)
+        if given.penalties is not None:
+            self._kernels.count_tokens(given.penalties.output_counts, chosen[0], num_rows=rows.num_rows)
+        return chosen
+
+    def write(self, sequences: list[Sequence], kind: Choice) -> None:
+        """Put what the sequences ask for into the first rows."""
+        if kind is Choice.GREEDY:
+            return
+        asked = [sequence.params for sequence in sequences]
+        floats = [
+            (
+                0.0 if params.greedy else params.temperature,
+                params.min_p,
+                params.top_p,
+                params.repetition_penalty,
+                params.presence_penalty,
+                params.frequency_penalty,
+            )
+            for params in asked
+        ]
+        integers = [(s.seed, s.index, s.params.top_k) for s in sequences]
+        count = len(sequences)
+        self._numbers[:, :count] = torch.from_numpy(np.array(floats, dtype=np.float32).T.copy())
+        self._integers[:, :count] = torch.from_numpy(np.array(integers, dtype=np.int64).T.copy())
+        if kind is Choice.PENALISE:
+            self._write_tokens(sequences)
+
+    def _rows(self, count: int, kind: Choice) -> SamplingRows:
+        temperature, min_p, top_p, repetition, presence, frequency = self._numbers[:, :count].unbind()
+        seeds, indices, top_k = self._integers[:, :count].unbind()
+        rows = SamplingRows(temperature, seeds, indices)
+        if kind >= Choice.CUT:
+            rows = replace(rows, cuts=Cuts(min_p, top_k, top_p))
+        if kind is Choice.PENALISE:
+            seen, counts = self._seen_and_counts()
+            rows = replace(rows, penalties=Penalties(repetition, presence, frequency, seen[:count], counts[:count]))
+        return rows
+
+    def _seen_and_counts(self) -> tuple[Tensor, Tensor]:
+        """Which tokens each row's prompt has, and how often its output has each: [rows, V], made when first needed."""
+        if self._tokens_seen is None:
+            shape, device = (self._numbers.shape[1], self._model.config.vocab_size), self._numbers.device
+            seen = torch.zeros(shape, dtype=torch.uint8, device=device)
+            self._tokens_seen = seen, torch.zeros(shape, dtype=torch.int32, device=device)
+        return self._tokens_seen
+
+    def _write_tokens(self, sequences: list[Sequence]) -> None:
+        seen, counts = self._seen_and_counts()
+        count = len(sequences)
+        seen[:count] = 0
+        counts[:count] = 0
+        for tensor, token_ids in (
+            (seen, [sequence.prompt_token_ids for sequence in sequences]),
+            (counts, [sequence.token_ids for sequence in sequences]),
+        ):
+            rows = np.repeat(np.arange(count), [len(tokens) for tokens in token_ids])
+            places = rows * tensor.shape[1] + np.concatenate(token_ids)
+            flat, ones = tensor.view(-1), torch.ones(1, dtype=tensor.dtype, device=tensor.device)
+            where = torch.from_numpy(places.astype(np.int64)).to(tensor.device)
+            if tensor is seen:
+                flat[where] = ones
+            else:
+                flat.index_add_(0, where, ones.expand(where.shape[0]))
