@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta
-from d3engine.kernels.triton.products import NOT_SPECIALIZED, Tile, live_rows, need_unit_stride, product, product_tile
+from d3engine.kernels.quantized import Weight
+from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
+from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, product
+from d3engine.kernels.triton.products import Tile, matmul, need_unit_stride, product_tile, weight_arguments
 from d3engine.kernels.triton.rms_norm import rms_norm
 
 
 def lm_head(
-    hidden: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, *, num_rows: Tensor | None = None
+    hidden: Tensor, norm_weight: Tensor, eps: float, weight: Weight, *, num_rows: Tensor | None = None
 ) -> Tensor:
     """Final norm and projection of `hidden` [T, H] by `weight` [V, H]: float32 logits [T, V].
 
@@ -28,25 +29,25 @@ def lm_head(
     `num_rows` int32 [1]: rows at or beyond it are undefined in what is returned; None means all rows.
     """
     need_unit_stride(hidden=hidden, norm_weight=norm_weight, weight=weight)
-    rows, (vocab, columns) = hidden.shape[0], weight.shape
-    tile = tuning(rows, columns, vocab, weight.dtype)
+    rows, vocab = hidden.shape[0], weight.shape[0]
+    tile = product_tile(rows, weight, hidden.dtype)
     if tile is None:
-        return F.linear(rms_norm(hidden, norm_weight, eps, num_rows=num_rows), weight).float()
+        return matmul(rms_norm(hidden, norm_weight, eps, num_rows=num_rows), weight).float()
     logits = torch.empty(rows, vocab, dtype=torch.float32, device=hidden.device)
     logits_launch(tile, hidden, norm_weight, eps, weight, logits, num_rows).run()
     return logits
 
 
 def lm_head_argmax(
-    hidden: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, *, num_rows: Tensor | None = None
+    hidden: Tensor, norm_weight: Tensor, eps: float, weight: Weight, *, num_rows: Tensor | None = None
 ) -> Tensor:
     """The token of the largest logit of each row, int64 [T]; of equal ones the lowest. Arguments as for `lm_head`.
 
     A row with NaN logits gives some token of the vocabulary: look for NaN elsewhere.
     """
     need_unit_stride(hidden=hidden, norm_weight=norm_weight, weight=weight)
-    rows, (vocab, columns) = hidden.shape[0], weight.shape
-    tile = tuning(rows, columns, vocab, weight.dtype)
+    rows, vocab = hidden.shape[0], weight.shape[0]
+    tile = product_tile(rows, weight, hidden.dtype)
     if tile is None:
         return lm_head(hidden, norm_weight, eps, weight, num_rows=num_rows).argmax(dim=-1)
     tiles = triton.cdiv(vocab, tile.outputs)
@@ -58,17 +59,12 @@ def lm_head_argmax(
     return tokens
 
 
-def tuning(rows: int, columns: int, vocab: int, dtype: torch.dtype) -> Tile | None:
-    """The tile by shape; None: torch.matmul."""
-    return product_tile(rows, vocab, columns, dtype)
-
-
 def logits_launch(
     tile: Tile,
     hidden: Tensor,
     norm_weight: Tensor,
     eps: float,
-    weight: Tensor,
+    weight: Weight,
     logits: Tensor,
     num_rows: Tensor | None,
 ) -> Launch:
@@ -82,7 +78,7 @@ def best_launch(
     hidden: Tensor,
     norm_weight: Tensor,
     eps: float,
-    weight: Tensor,
+    weight: Weight,
     values: Tensor,
     indices: Tensor,
     num_rows: Tensor | None,
@@ -109,12 +105,13 @@ def reduce_launch(values: Tensor, indices: Tensor, tokens: Tensor, vocab: int, n
     return Launch(_reduce_kernel, (rows,), arguments)
 
 
-def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+def launches(shape: ModelShape, dtype: torch.dtype, weights: str) -> Iterator[tuple[str, Launch]]:
     """What `kernels/inspect.py` compiles."""
     vocab, columns = shape.vocab_size, shape.hidden_size
-    norm, weight, num_rows = meta(columns, dtype=dtype), meta(vocab, columns, dtype=dtype), meta(1, dtype=torch.int32)
+    norm, num_rows = meta(columns, dtype=dtype), meta(1, dtype=torch.int32)
+    weight = meta_weight(vocab, columns, dtype=dtype, weights=weights)
     for rows in ROW_COUNTS:
-        tile = tuning(rows, columns, vocab, dtype)
+        tile = product_tile(rows, weight, dtype)
         if tile is None:
             continue
         hidden, logits = meta(rows, columns, dtype=dtype), meta(rows, vocab, dtype=torch.float32)
@@ -126,15 +123,14 @@ def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launc
 
 
 def _arguments(
-    tile: Tile, hidden: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, num_rows: Tensor | None
+    tile: Tile, hidden: Tensor, norm_weight: Tensor, eps: float, weight: Weight, num_rows: Tensor | None
 ) -> dict[str, object]:
     return {
         "hidden_ptr": hidden,
         "hidden_stride": hidden.stride(0),
         "norm_ptr": norm_weight,
         "eps": eps,
-        "weight_ptr": weight,
-        "weight_stride": weight.stride(0),
+        **weight_arguments(weight),
         "num_rows_ptr": num_rows,
         "total_rows": hidden.shape[0],
         "K": weight.shape[1],
@@ -146,7 +142,7 @@ def _arguments(
     }
 
 
-def _grid(tile: Tile, hidden: Tensor, weight: Tensor) -> tuple[int, int]:
+def _grid(tile: Tile, hidden: Tensor, weight: Weight) -> tuple[int, int]:
     return (triton.cdiv(hidden.shape[0], tile.rows), triton.cdiv(weight.shape[0], tile.outputs))
 
 
@@ -158,6 +154,8 @@ def _logits_kernel(
     eps,
     weight_ptr,
     weight_stride,
+    scales_ptr,
+    scales_stride,
     logits_ptr,
     num_rows_ptr,
     total_rows,
@@ -181,6 +179,8 @@ def _logits_kernel(
         eps,
         weight_ptr,
         weight_stride,
+        scales_ptr,
+        scales_stride,
         tl.minimum(tokens, V - 1),
         K,
         BLOCK_T,
@@ -200,6 +200,8 @@ def _best_kernel(
     eps,
     weight_ptr,
     weight_stride,
+    scales_ptr,
+    scales_stride,
     values_ptr,
     indices_ptr,
     num_rows_ptr,
@@ -225,6 +227,8 @@ def _best_kernel(
         eps,
         weight_ptr,
         weight_stride,
+        scales_ptr,
+        scales_stride,
         tl.minimum(tokens, V - 1),
         K,
         BLOCK_T,
