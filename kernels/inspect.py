@@ -255,7 +255,21 @@ def _find_cuobjdump() -> str:
 
 
 def _table(usages: list[Usage]) -> str:
-    header = "arch shape weights operation launch grid warps regs stack local shared load 16-B-loads".split()
+    header = [
+        "arch",
+        "shape",
+        "weights",
+        "operation",
+        "launch",
+        "grid",
+        "warps",
+        "regs",
+        "stack",
+        "local",
+        "shared",
+        "load",
+        "16-B-loads",
+    ]
     rows = [
         (
             str(usage.arch),
@@ -287,8 +301,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--shapes", type=_names, default=["llama2-7b", "llama3-8b"], help="names with commas")
     parser.add_argument("--operations", type=_names, default=[], help="names with commas; all if left out")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of activations, and of weights that are not quantized")
-    parser.add_argument("--weights", type=_names, default=[], help="the dtype, int8, int4; or all; the dtype if left out")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bf16", help="of activations, and of weights that are not quantized"
+    )
+    parser.add_argument(
+        "--weights", type=_names, default=[], help="the dtype, int8, int4; or all; the dtype if left out"
+    )
     parser.add_argument("--pdl", action="store_true", help="with programmatic dependent launch, from 90 on")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes that compile")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

@@ -134,8 +134,8 @@ def meta_weight(outputs: int, columns: int, *, dtype: torch.dtype, weights: str)
         return Int8Weight(meta(outputs, columns, dtype=torch.int8), meta(outputs, dtype=torch.float32))
     if weights == "int4":
         groups = triton.cdiv(columns, GROUP)
-        packed, scales = meta(outputs, groups * GROUP // 2, dtype=torch.uint8), meta(outputs, groups, dtype=torch.float32)
-        return Int4Weight(packed, scales, columns)
+        packed = meta(outputs, groups * GROUP // 2, dtype=torch.uint8)
+        return Int4Weight(packed, meta(outputs, groups, dtype=torch.float32), columns)
     return meta(outputs, columns, dtype=dtype)
 
 

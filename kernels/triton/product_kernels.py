@@ -46,9 +46,7 @@ def wait_for_previous(PDL: tl.constexpr):
 
 
 @triton.jit
-def first_weights(
-    weight_ptr, weight_stride, outputs, begin, K: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
-):
+def first_weights(weight_ptr, weight_stride, outputs, begin, K: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
     """`wait_for_previous`, with the first tile of weights loaded meanwhile: what `product` takes as `first`."""
     if PDL:
         gdc_launch_dependents()
@@ -164,9 +162,9 @@ def _sum_step(
             group_sums += _low_values(halves[half]) * x
             x, squares = _load_row(x_row, norm_ptr, squares, low + _GROUP // 2, K, PACKED_THREADS, 8, BLOCK_K)
             group_sums += _high_values_times_16(halves[half]) * (x * 0.0625)
-        columns = start + 32 * tl.arange(0, PACKED_THREADS)
-        mask = (columns < K)[None, :]
-        scales = tl.load(scale_rows[:, None] + (columns // _GROUP)[None, :], mask=mask, other=0.0)
+        groups = (start + 32 * tl.arange(0, PACKED_THREADS)) // _GROUP
+        mask = (groups * _GROUP < K)[None, :]
+        scales = tl.load(scale_rows[:, None] + groups[None, :], mask=mask, other=0.0)
         sums += tl.sum(group_sums, 2) * scales
     else:
         columns = start + tl.arange(0, BLOCK_K)[None, :]

@@ -43,8 +43,8 @@ def qkv(
 
     `hidden` [T, H], `weight` [(N + 2 M) D, H], `bias` [(N + 2 M) D] or None, `rotations` [T, D / 2] complex64,
     `pool` [num_blocks, 2, block_size, M, D] (written, contiguous), `entries` [T, 2] int64: where each row's key and
-    value go. Returns the queries [T, N, D]. All but rotations, entries and a quantized weight are of one dtype. `num_rows` int32 [1]: rows
-    at or beyond it write nothing, and their queries are undefined; None means all rows.
+    value go. Returns the queries [T, N, D]. All but rotations, entries and a quantized weight are of one dtype.
+    `num_rows` int32 [1]: rows at or beyond it write nothing, and their queries are undefined; None means all rows.
 
     Products, scale, bias and rotation are float32, and rounded once; `reference.py` rounds after each.
     """
@@ -92,9 +92,7 @@ def finish_launch(projected: Tensor, targets: dict[str, object], num_rows: Tenso
     return Launch(_finish_kernel, (rows, triton.cdiv(outputs, 1024)), arguments)
 
 
-def _targets(
-    rotations: Tensor, pool: Tensor, entries: Tensor, queries: Tensor, outputs: int
-) -> dict[str, object]:
+def _targets(rotations: Tensor, pool: Tensor, entries: Tensor, queries: Tensor, outputs: int) -> dict[str, object]:
     """The arguments of `_finish`, by name."""
     # Read as pairs of float32: Triton has no complex numbers.
     pairs = torch.view_as_real(rotations)
