@@ -255,21 +255,8 @@ def _find_cuobjdump() -> str:
 
 
 def _table(usages: list[Usage]) -> str:
-    header = [
-        "arch",
-        "shape",
-        "weights",
-        "operation",
-        "launch",
-        "grid",
-        "warps",
-        "regs",
-        "stack",
-        "local",
-        "shared",
-        "load",
-        "16-B-loads",
-    ]
+    header = ["arch", "shape", "weights", "operation", "launch", "grid", "warps"]
+    header += ["regs", "stack", "local", "shared", "load", "16 B loads"]
     rows = [
         (
             str(usage.arch),

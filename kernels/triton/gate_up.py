@@ -38,7 +38,8 @@ def gate_up(
     """RMSNorm, the gate and up projections, and SwiGLU: silu(gate) * up, [T, I].
 
     `hidden` [T, H]; `weight` [2 I, H] and `bias` [2 I] hold the gate's rows first, then the up projection's. All
-    but a quantized weight of one dtype. `num_rows` int32 [1]: rows at or beyond it are undefined in what is returned; None means all rows.
+    but a quantized weight of one dtype. `num_rows` int32 [1]: rows at or beyond it are undefined in what is returned;
+    None means all rows.
 
     Everything is float32 until the result is rounded; `reference.py` rounds gate, up and silu(gate) too.
     """
@@ -133,7 +134,7 @@ def _product_kernel(
     sums = product(
         x_ptr, x_stride, tl.minimum(rows, count - 1), norm_ptr, eps,
         weight_ptr, weight_stride, scales_ptr, scales_stride, outputs,
-        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, first,
+        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, PDL, first,
     )  # fmt: skip
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + outputs).to(tl.float32)[None, :]

@@ -142,7 +142,7 @@ def meta_weight(outputs: int, columns: int, *, dtype: torch.dtype, weights: str)
 def registered(
     shape: ModelShape, dtype: torch.dtype, weights: str = "", operations: Iterable[str] = MODULES
 ) -> Iterator[tuple[str, str, Launch]]:
-    """Yield (operation, label, launch) of the kernels for one model whose matrices are `weights` (see `meta_weight`)."""
+    """Yield (operation, label, launch) of the kernels for one model; its matrices are `weights`, see `meta_weight`."""
     for name in MODULES:
         if name in operations:
             module = importlib.import_module(f"{__package__}.{name}")

@@ -128,7 +128,7 @@ def _product_kernel(
     sums = product(
         x_ptr, x_stride, tl.minimum(rows, count - 1), None, 0.0,
         weight_ptr, weight_stride, scales_ptr, scales_stride, valid_outputs,
-        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, first,
+        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, PDL, first,
     )  # fmt: skip
     _add(sums, rows, outputs, count, bias_ptr, residual_ptr, residual_stride, N)
 
@@ -165,7 +165,7 @@ def _partial_kernel(
     sums = product(
         x_ptr, x_stride, tl.minimum(rows, count - 1), None, 0.0,
         weight_ptr, weight_stride, scales_ptr, scales_stride, valid_outputs,
-        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, first, begin, tl.minimum(begin + PART_K, K),
+        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, PDL, first, begin, tl.minimum(begin + PART_K, K),
     )  # fmt: skip
     pointers = sums_ptr + (part * total_rows + rows).to(tl.int64)[:, None] * N + outputs[None, :]
     tl.store(pointers, sums, mask=(rows < count)[:, None] & (outputs < N)[None, :])

@@ -54,7 +54,7 @@ def first_weights(weight_ptr, weight_stride, outputs, begin, K: tl.constexpr, BL
         gdc_wait()
         return first
     else:  # noqa: RET505
-        return None
+        return 0  # nobody reads it; Triton 3.6 cannot return None
 
 
 @triton.jit
@@ -74,7 +74,8 @@ def product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
-    first=None,  # the weights of the first step, if `first_weights` has loaded them
+    PDL: tl.constexpr = False,
+    first=0,  # with PDL: what `first_weights` has loaded
     begin=0,
     end=None,  # columns [begin, end), whole steps but the last; a norm needs all of them
 ):
@@ -87,10 +88,10 @@ def product(
     if end is None:
         end = K
     if BLOCK_T == 1:
-        sums = _sum_product(x_rows, norm_ptr, eps, weight_rows, scale_rows, first, begin, end, K, BLOCK_N, BLOCK_K)
+        sums = _sum_product(x_rows, norm_ptr, eps, weight_rows, scale_rows, PDL, first, begin, end, K, BLOCK_N, BLOCK_K)
     else:
         sums = _dot_product(
-            x_rows, norm_ptr, eps, weight_rows, scale_rows, first, begin, end,
+            x_rows, norm_ptr, eps, weight_rows, scale_rows, PDL, first, begin, end,
             K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST,
         )  # fmt: skip
     if weight_rows.dtype.element_ty == tl.int8:
@@ -100,7 +101,7 @@ def product(
 
 @triton.jit
 def _sum_product(
-    x_row, norm_ptr, eps, weight_rows, scale_rows, first, begin, end,
+    x_row, norm_ptr, eps, weight_rows, scale_rows, PDL: tl.constexpr, first, begin, end,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """[1, BLOCK_N]: one row, on the ordinary cores; sums are taken across threads only once, at the end."""
@@ -114,7 +115,7 @@ def _sum_product(
     else:
         sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         squares = tl.zeros((1, BLOCK_K), tl.float32)
-    if first is not None:
+    if PDL:
         sums, squares = _sum_step(
             sums, squares, first, x_row, norm_ptr, scale_rows, begin, K, BLOCK_N, BLOCK_K
         )  # fmt: skip
@@ -190,7 +191,7 @@ def _load_row(
 
 @triton.jit
 def _dot_product(
-    x_rows, norm_ptr, eps, weight_rows, scale_rows, first, begin, end,
+    x_rows, norm_ptr, eps, weight_rows, scale_rows, PDL: tl.constexpr, first, begin, end,
     K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_T, BLOCK_N]: several rows, on tensor cores."""
@@ -210,7 +211,7 @@ def _dot_product(
         sums = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     else:
         sums = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    if first is not None:
+    if PDL:
         sums, squares = _dot_step(
             sums, squares, first, x_rows, norm_ptr, scale, scale_rows, begin, K, BLOCK_K, WEIGHTS_FIRST, SCALE_FIRST
         )

@@ -48,7 +48,7 @@ def product_tile(rows: int, weight: Weight, dtype: torch.dtype, *, may_split: bo
     """The tile for `rows` rows of `dtype` times `weight` [N, K] transposed; None: leave it to torch.matmul.
 
     What the operations share. With `may_split` a tile of few rows may have parts. The numbers are for Hopper, and fit
-    Ampere's shared memory: the first path has 8 loads of 16 bytes in flight a thread, the others some stages of weights.
+    Ampere's shared memory: the first path has 8 loads of 16 bytes in flight a thread, the others 2 to 5 stages.
     """
     outputs, columns = weight.shape
     if rows <= 1:

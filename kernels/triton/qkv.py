@@ -219,7 +219,7 @@ def _product_kernel(
     sums = product(
         x_ptr, x_stride, tl.minimum(rows, count - 1), norm_ptr, eps,
         weight_ptr, weight_stride, scales_ptr, scales_stride, valid_outputs,
-        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, first,
+        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, PDL, first,
     )  # fmt: skip
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + outputs, mask=outputs < N, other=0.0).to(tl.float32)[None, :]
