@@ -61,7 +61,9 @@ def product_tile(rows: int, weight: Weight, dtype: torch.dtype, *, may_split: bo
     elif rows <= 16:
         block_rows, step, stages = 16, 128, 6 if quantized else 4
     else:
-        block_rows, step, stages = (32 if rows <= 32 else 64), 128 if quantized else 64, 4
+        block_rows, step, stages = (32 if rows <= 32 else 64), 64, 4
+        if quantized and rows <= 32:
+            step = 128  # with more rows registers are short: on Blackwell 128 columns of int8 spilled
     if isinstance(weight, Int4Weight):
         step = GROUP
     if rows <= 16:
