@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # The CPU build of torch on machines whose package index offers it; elsewhere pip takes what the index has.
 TORCH ?= torch>=2.11,<2.14
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint inspect bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/d3engine generate demo
@@ -18,6 +18,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict d3engine/depth d3engine/kv_cache.py d3engine/scheduler.py d3engine/plan.py d3engine/request.py
+
+# Compiles every Triton kernel for a GPU that need not be there; fails where one spills registers.
+inspect: $(VENV)/.installed
+	$(BIN)/python -m d3engine.kernels.inspect --shapes llama2-7b,llama3-8b --weights all
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m pytest benchmarks --benchmark-only

@@ -1,17 +1,20 @@
 """Compiles the Triton kernels ahead of time and prints what they cost: no GPU is needed.
 
-    python -m d3engine.kernels.inspect [--arch 90] [--shapes llama2-7b,llama3-8b] [--dtype bf16] [--json]
+    python -m d3engine.kernels.inspect [--arch 80,90,100] [--shapes llama2-7b,llama3-8b] [--dtype bf16] [--weights all]
+        [--operations qkv,gate_up] [--pdl] [--jobs 2] [--json]
 
 Every launch that `kernels/triton/launches.py` knows is compiled to a cubin with the specializations that the launcher
 would get at run time. The exit code is 1 if a kernel uses local memory or a stack: then registers were spilled, and a
-kernel whose limit is memory bandwidth pays for that twice. The interpreter's flag must be off: the two cannot share a
-process.
+kernel whose limit is memory bandwidth pays for that twice. It is 1 too if a kernel wants more shared memory than a
+program may have. The interpreter's flag must be off: the two cannot share a process.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import re
 import shutil
 import subprocess
@@ -41,11 +44,18 @@ _TRITON_NAMES = {
 _ALIGNMENT = 16  # bytes for pointers, multiples for integers: what Triton specializes on
 
 
+_SHARED_LIMITS = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+"""KiB of shared memory that one program may have, by compute capability (CUDA C++ Programming Guide, table of technical
+specifications)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """What one compiled kernel needs; sizes in bytes, registers a thread."""
 
+    arch: int
     shape: str
+    weights: str
     operation: str
     label: str
     grid: tuple[int, ...]
@@ -62,56 +72,135 @@ class Usage:
         """Whether the kernel touches local memory."""
         return self.stack > 0 or self.local > 0
 
+    @property
+    def fits(self) -> bool:
+        """Whether the shared memory of one program suffices."""
+        return self.shared <= _SHARED_LIMITS[self.arch] * 1024
+
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a table or JSON of all launches; return 1 if any spills."""
+    """Print a table or JSON of all launches; return 1 if any spills or does not fit."""
     options = _parse(arguments)
-    usages = list(inspect(options.shapes, options.arch, DTYPES[options.dtype], options.operations))
+    dtype = DTYPES[options.dtype]
+    usages = list(
+        inspect(options.shapes, options.arch, dtype, options.weights, options.operations, options.jobs, options.pdl)
+    )
     if options.json:
-        print(json.dumps([asdict(usage) | {"spills": usage.spills} for usage in usages], indent=1))
+        print(json.dumps([asdict(u) | {"spills": u.spills, "fits": u.fits} for u in usages], indent=1))
     else:
         print(_table(usages))
-    return int(any(usage.spills for usage in usages))
+    return int(any(usage.spills or not usage.fits for usage in usages))
 
 
-def inspect(shapes: Iterable[str], arch: int, dtype: torch.dtype, operations: Iterable[str]) -> Iterator[Usage]:
+def inspect(
+    shapes: Iterable[str],
+    archs: Iterable[int],
+    dtype: torch.dtype,
+    weights: Iterable[str] = (),
+    operations: Iterable[str] = (),
+    jobs: int = 1,
+    programmatic: bool = False,
+) -> Iterator[Usage]:
     """Compile every registered launch of the named shapes (of `operations` only, if any) and yield what it needs.
 
-    Raises `ValueError` for an unknown shape and `RuntimeError` where kernels cannot be compiled.
+    `weights` names the forms of the matrices: that of `dtype` ("bf16"), "int8" and "int4"; only the first if there is
+    none. What does not depend on them is compiled once, as is every specialization that several launches share. `jobs`
+    processes compile. Raises `ValueError` for an unknown name and `RuntimeError` where kernels cannot be compiled.
     """
     # Imported late: `--help` needs no Triton, and nothing but this module may import it without a GPU.
     import triton
 
-    from d3engine.kernels.triton.launches import SHAPES, registered
+    from d3engine.kernels.triton import launches
 
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET=1 is set: interpreted kernels cannot be compiled in the same process")
-    cuobjdump, wanted = _find_cuobjdump(), set(operations)
-    for name in shapes:
-        if name not in SHAPES:
-            raise ValueError(f"shapes={name!r} is not allowed: one of {sorted(SHAPES)}")
-        for operation, label, launch in registered(SHAPES[name], dtype):
-            if wanted and operation not in wanted:
-                continue
-            compiled = compile_launch(launch, arch)
-            yield _usage(name, operation, label, launch, compiled, cuobjdump)
+    float_name, wanted, archs = _TRITON_NAMES[dtype], list(operations), list(archs)
+    forms = list(weights) or [float_name]
+    _need_known("shapes", shapes := list(shapes), launches.SHAPES)
+    _need_known("weights", forms, (float_name, "int8", "int4"))
+    _need_known("operations", wanted, launches.MODULES)
+    _need_known("arch", archs, _SHARED_LIMITS)
+
+    launches.PROGRAMMATIC = programmatic
+    found: list[tuple[dict[str, Any], Launch]] = []
+    for shape in shapes:
+        for form in forms:
+            # Every form has the projections; the rest comes with the first.
+            names = [name for name in wanted or launches.MODULES if form == forms[0] or name in launches.PROJECTIONS]
+            for operation, label, launch in launches.registered(launches.SHAPES[shape], dtype, form, names):
+                kind = form if operation in launches.PROJECTIONS else ""
+                words = {"shape": shape, "weights": kind, "operation": operation, "label": label}
+                found.append((words, launch))
+    works: dict[str, tuple[Launch, int]] = {}
+    keys = []
+    for arch in archs:
+        for _, launch in found:
+            key = repr((launch.kernel.fn.__module__, launch.kernel.fn.__name__, _specialization(launch, arch), arch))
+            works.setdefault(key, (launch, arch))
+            keys.append(key)
+    results = dict(zip(works, _compile_all(list(works.values()), jobs), strict=True))
+    for number, key in enumerate(keys):
+        words, launch = found[number % len(found)]
+        arch = archs[number // len(found)]
+        yield Usage(arch=arch, grid=launch.grid, warps=launch.num_warps, **words, **results[key])
+
+
+def _need_known(field: str, values: Iterable[Any], allowed: Iterable[Any]) -> None:
+    for value in values:
+        if value not in (known := list(allowed)):
+            raise ValueError(f"{field}={value!r} is not allowed: one of {sorted(known)}")
+
+
+_works: list[tuple[Launch, int]] = []  # what the forked processes of `_compile_all` find by number
+
+
+def _compile_all(works: list[tuple[Launch, int]], jobs: int) -> list[dict[str, Any]]:
+    """What each kernel needs, by `Usage`'s names. Processes are forked: a launch cannot be sent to another process."""
+    _works[:] = works
+    if jobs == 1:
+        return [_needs(number) for number in range(len(works))]
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        return pool.map(_needs, range(len(works)), chunksize=1)
+
+
+def _needs(number: int) -> dict[str, Any]:
+    compiled = compile_launch(*_works[number])
+    widths = load_widths(compiled.asm["ptx"])
+    total = sum(width * count for width, count in widths.items())
+    resources = _resources(compiled.asm["cubin"], _find_cuobjdump())
+    return {
+        "registers": resources["REG"],
+        "stack": resources["STACK"],
+        "local": resources["LOCAL"],
+        "shared": compiled.metadata.shared,
+        "widest_load": max(widths, default=0),
+        "wide_loads": 16 * widths.get(16, 0) / total if total else 0.0,
+    }
 
 
 def compile_launch(launch: Launch, arch: int) -> Any:
-    """Triton's compiled kernel of `launch` for compute capability `arch` (90 is Hopper).
-
-    The signature is what the JIT would derive: constexprs and None as constants, integers equal to 1 too, and pointers
-    and integers divisible by 16 marked so (the launcher's tensors are taken to be aligned, as torch allocates them).
-    """
+    """Triton's compiled kernel of `launch` for compute capability `arch` (90 is Hopper)."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    signature, constants, attributes, options = _specialization(launch, arch)
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def _specialization(launch: Launch, arch: int) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any], dict[str, Any]]:
+    """Signature, constants, attributes and compile options, as the JIT would derive them.
+
+    Constexprs and None are constants, integers equal to 1 too, and pointers and integers divisible by 16 are marked so
+    (the launcher's tensors are taken to be aligned, as torch allocates them).
+    """
+    arguments, options = launch.for_capability(arch)
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for index, parameter in enumerate(launch.kernel.params):
-        name, value = parameter.name, launch.arguments[parameter.name]
+        name, value = parameter.name, arguments[parameter.name]
         specialized = not parameter.do_not_specialize
         aligned = specialized and not parameter.do_not_specialize_on_alignment
         if parameter.is_constexpr or value is None or (specialized and type(value) is int and value == 1):
@@ -126,8 +215,7 @@ def compile_launch(launch: Launch, arch: int) -> Any:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             if aligned and value % _ALIGNMENT == 0:
                 attributes[(index,)] = [["tt.divisibility", _ALIGNMENT]]
-    source = ASTSource(launch.kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.compile_options)
+    return signature, constants, attributes, options
 
 
 def load_widths(ptx: str) -> dict[int, int]:
@@ -140,25 +228,6 @@ def load_widths(ptx: str) -> dict[int, int]:
         width = int(size, 0)
         counts[width] = counts.get(width, 0) + 1
     return counts
-
-
-def _usage(shape: str, operation: str, label: str, launch: Launch, compiled: Any, cuobjdump: str) -> Usage:
-    widths = load_widths(compiled.asm["ptx"])
-    total = sum(width * count for width, count in widths.items())
-    resources = _resources(compiled.asm["cubin"], cuobjdump)
-    return Usage(
-        shape=shape,
-        operation=operation,
-        label=label,
-        grid=launch.grid,
-        warps=launch.num_warps,
-        registers=resources["REG"],
-        stack=resources["STACK"],
-        local=resources["LOCAL"],
-        shared=compiled.metadata.shared,
-        widest_load=max(widths, default=0),
-        wide_loads=16 * widths.get(16, 0) / total if total else 0.0,
-    )
 
 
 def _resources(cubin: bytes, cuobjdump: str) -> dict[str, int]:
@@ -186,10 +255,13 @@ def _find_cuobjdump() -> str:
 
 
 def _table(usages: list[Usage]) -> str:
-    header = ("shape", "operation", "launch", "grid", "warps", "regs", "stack", "local", "shared", "load", "16 B loads")
+    header = ["arch", "shape", "weights", "operation", "launch", "grid", "warps"]
+    header += ["regs", "stack", "local", "shared", "load", "16 B loads"]
     rows = [
         (
+            str(usage.arch),
             usage.shape,
+            usage.weights,
             usage.operation,
             usage.label,
             "x".join(map(str, usage.grid)),
@@ -199,7 +271,7 @@ def _table(usages: list[Usage]) -> str:
             str(usage.local),
             str(usage.shared),
             f"{usage.widest_load} B",
-            f"{usage.wide_loads:.0%}" + (" SPILLS" if usage.spills else ""),
+            f"{usage.wide_loads:.0%}" + " SPILLS" * usage.spills + " DOES NOT FIT" * (not usage.fits),
         )
         for usage in usages
     ]
@@ -211,12 +283,28 @@ def _table(usages: list[Usage]) -> str:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m d3engine.kernels.inspect", description=(__doc__ or "").strip())
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--arch", type=int, default=90, help="compute capability without its point; 90 is Hopper")
+    parser.add_argument(
+        "--arch", type=_numbers, default=[90], help="compute capabilities without their point; 90 is Hopper"
+    )
     parser.add_argument("--shapes", type=_names, default=["llama2-7b", "llama3-8b"], help="names with commas")
     parser.add_argument("--operations", type=_names, default=[], help="names with commas; all if left out")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of weights and activations")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bf16", help="of activations, and of weights that are not quantized"
+    )
+    parser.add_argument(
+        "--weights", type=_names, default=[], help="the dtype, int8, int4; or all; the dtype if left out"
+    )
+    parser.add_argument("--pdl", action="store_true", help="with programmatic dependent launch, from 90 on")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes that compile")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.weights == ["all"]:
+        options.weights = [options.dtype, "int8", "int4"]
+    return options
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(name) for name in _names(text)]
 
 
 def _names(text: str) -> list[str]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from d3engine.kernels.triton.product_kernels import wait_for_previous
+
 # Values that differ between steps, and views that begin anywhere, must not make a new variant of a kernel: it would
 # compile in the middle of serving, or of a capture.
 _NOT_SPECIALIZED = ["table_stride", "num_chunks"]
@@ -151,6 +153,7 @@ def single_rows_kernel(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One chunk of one row, one key/value head, one split of the entries: program (chunk, kv head, split).
 
@@ -158,6 +161,7 @@ def single_rows_kernel(
     the base-2 logarithm of its sum of exponentials; a split without entries writes nothing. Without, `out` is [T, N D].
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    wait_for_previous(PDL)
     chunk = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -246,12 +250,14 @@ def combine_kernel(
     PADDED_CHANNELS: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Weigh the splits of one head of one chunk into `out` [T, N D]: program (chunk, head).
 
     `parts` [SPLITS, C, N, D] and `log_totals` [SPLITS, C, N] float32. Which splits had entries follows from the
     length, so what the others did not write is not read.
     """
+    wait_for_previous(PDL)
     chunk = tl.program_id(0)
     head = tl.program_id(1)
     row = tl.load(query_starts + chunk)
@@ -293,6 +299,7 @@ def long_chunks_kernel(
     PACKED_ROWS: tl.constexpr,
     TILE: tl.constexpr,
     UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One query tile of a chunk of two rows or more, for one key/value head: program (tile, kv head).
 
@@ -303,6 +310,7 @@ def long_chunks_kernel(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     ROWS: tl.constexpr = PACKED_ROWS // GROUP
     SEARCH: tl.constexpr = 128
+    wait_for_previous(PDL)
     # The last tiles of a chunk see most entries: begin with them, and the short ones fill the gaps at the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from d3engine.kernels.triton.launches import Launch
-from d3engine.kernels.triton.products import NOT_SPECIALIZED, live_rows
+from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows
 
 EVERYTHING: tl.constexpr = tl.constexpr(-(2**63))
 """No candidate is below this."""

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from d3engine.kernels.triton.launches import Launch, ModelShape, meta
-from d3engine.kernels.triton.products import NOT_SPECIALIZED, live_rows
+from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, wait_for_previous
 
 
 def copy_entries(pool: Tensor, source: Tensor, target: Tensor, *, num_rows: Tensor | None = None) -> None:
@@ -66,7 +66,9 @@ def _copy_kernel(
     total_rows,
     C: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     nth = tl.program_id(0)
     if nth >= live_rows(num_rows_ptr, total_rows):
         return

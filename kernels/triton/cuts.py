@@ -23,7 +23,7 @@ from torch import Tensor
 from d3engine.kernels.sampling import SamplingRows
 from d3engine.kernels.triton.candidates import EVERYTHING, candidate, ordered, unordered
 from d3engine.kernels.triton.launches import Launch
-from d3engine.kernels.triton.products import NOT_SPECIALIZED, live_rows
+from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows
 
 TILE = 4096  # keys a step: 2 loads of 16 bytes in flight for each of 512 threads; more would spill registers
 WARPS = 16

@@ -173,7 +173,7 @@ def _end_kernel(
 ):
     rows = tl.arange(0, BLOCK_ROWS)
     taken = tl.load(taken_ptr)
-    live = (rows < tl.load(num_rows_ptr)) & (taken < MAX_STEPS)
+    live = rows < tl.where(taken < MAX_STEPS, tl.load(num_rows_ptr), 0)
     token = tl.load(new_tokens_ptr + rows, mask=live, other=0)
     place = taken * chosen_stride + rows
     tl.store(chosen_ptr + place, token, mask=live)

@@ -9,13 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta
-from d3engine.kernels.triton.products import NOT_SPECIALIZED, Tile, live_rows, need_unit_stride, product, product_tile
+from d3engine.kernels.quantized import Weight
+from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
+from d3engine.kernels.triton.product_kernels import (
+    NOT_SPECIALIZED,
+    first_weights,
+    live_rows,
+    product,
+    wait_for_previous,
+)
+from d3engine.kernels.triton.products import Tile, matmul, need_unit_stride, product_launch, product_tile
 from d3engine.kernels.triton.rms_norm import rms_norm
 
 
@@ -23,67 +30,44 @@ def gate_up(
     hidden: Tensor,
     norm_weight: Tensor,
     eps: float,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     *,
     num_rows: Tensor | None = None,
 ) -> Tensor:
     """RMSNorm, the gate and up projections, and SwiGLU: silu(gate) * up, [T, I].
 
-    `hidden` [T, H]; `weight` [2 I, H] and `bias` [2 I] hold the gate's rows first, then the up projection's; all of one
-    dtype. `num_rows` int32 [1]: rows at or beyond it are undefined in what is returned; None means all rows.
+    `hidden` [T, H]; `weight` [2 I, H] and `bias` [2 I] hold the gate's rows first, then the up projection's. All
+    but a quantized weight of one dtype. `num_rows` int32 [1]: rows at or beyond it are undefined in what is returned;
+    None means all rows.
 
     Everything is float32 until the result is rounded; `reference.py` rounds gate, up and silu(gate) too.
     """
     need_unit_stride(hidden=hidden, norm_weight=norm_weight, weight=weight, bias=bias)
-    rows, (outputs, columns) = hidden.shape[0], weight.shape
+    rows, outputs = hidden.shape[0], weight.shape[0]
     out = torch.empty(rows, outputs // 2, dtype=hidden.dtype, device=hidden.device)
-    tile = tuning(rows, columns, outputs, weight.dtype)
+    tile = product_tile(rows, weight, hidden.dtype)
     if tile is not None:
-        product_launch(tile, hidden, norm_weight, eps, weight, bias, out, num_rows).run()
+        gate_up_launch(tile, hidden, norm_weight, eps, weight, bias, out, num_rows).run()
     else:
-        projected = F.linear(rms_norm(hidden, norm_weight, eps, num_rows=num_rows), weight, bias)
+        projected = matmul(rms_norm(hidden, norm_weight, eps, num_rows=num_rows), weight, bias)
         swiglu_launch(projected, out, num_rows).run()
     return out
 
 
-def tuning(rows: int, columns: int, outputs: int, dtype: torch.dtype) -> Tile | None:
-    """The tile by shape, `outputs` = 2 I; None: torch.matmul."""
-    return product_tile(rows, outputs, columns, dtype)
-
-
-def product_launch(
+def gate_up_launch(
     tile: Tile,
     hidden: Tensor,
     norm_weight: Tensor,
     eps: float,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     out: Tensor,
     num_rows: Tensor | None,
 ) -> Launch:
     """Everything in one kernel."""
-    (rows, columns), gates = hidden.shape, out.shape[1]
-    arguments = {
-        "hidden_ptr": hidden,
-        "hidden_stride": hidden.stride(0),
-        "norm_ptr": norm_weight,
-        "eps": eps,
-        "weight_ptr": weight,
-        "weight_stride": weight.stride(0),
-        "bias_ptr": bias,
-        "out_ptr": out,
-        "num_rows_ptr": num_rows,
-        "total_rows": rows,
-        "K": columns,
-        "GATES": gates,
-        "BLOCK_T": tile.rows,
-        "BLOCK_N": tile.outputs,
-        "BLOCK_K": tile.columns,
-        "WEIGHTS_FIRST": tile.weights_first,
-    }
-    grid = (triton.cdiv(rows, tile.rows), triton.cdiv(2 * gates, tile.outputs))
-    return Launch(_product_kernel, grid, arguments, tile.warps, tile.stages)
+    target = {"bias_ptr": bias, "out_ptr": out, "GATES": out.shape[1]}
+    return product_launch(_product_kernel, tile, hidden, weight, num_rows, norm=(norm_weight, eps), **target)
 
 
 def swiglu_launch(projected: Tensor, out: Tensor, num_rows: Tensor | None) -> Launch:
@@ -101,30 +85,32 @@ def swiglu_launch(projected: Tensor, out: Tensor, num_rows: Tensor | None) -> La
     return Launch(_swiglu_kernel, (rows, triton.cdiv(gates, 1024)), arguments)
 
 
-def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+def launches(shape: ModelShape, dtype: torch.dtype, weights: str) -> Iterator[tuple[str, Launch]]:
     """What `kernels/inspect.py` compiles."""
     hidden_size, gates = shape.hidden_size, shape.intermediate_size
-    norm, weight = meta(hidden_size, dtype=dtype), meta(2 * gates, hidden_size, dtype=dtype)
+    norm, weight = meta(hidden_size, dtype=dtype), meta_weight(2 * gates, hidden_size, dtype=dtype, weights=weights)
     bias = meta(2 * gates, dtype=dtype) if shape.bias else None
     num_rows = meta(1, dtype=torch.int32)
     for rows in (*ROW_COUNTS, 512):
         out = meta(rows, gates, dtype=dtype)
-        tile = tuning(rows, hidden_size, 2 * gates, dtype)
+        tile = product_tile(rows, weight, dtype)
         if tile is None:
             yield f"swiglu rows={rows}", swiglu_launch(meta(rows, 2 * gates, dtype=dtype), out, num_rows)
         else:
             hidden = meta(rows, hidden_size, dtype=dtype)
-            yield f"rows={rows}", product_launch(tile, hidden, norm, 1e-5, weight, bias, out, num_rows)
+            yield f"rows={rows}", gate_up_launch(tile, hidden, norm, 1e-5, weight, bias, out, num_rows)
 
 
 @triton.jit(**NOT_SPECIALIZED)
 def _product_kernel(
-    hidden_ptr,
-    hidden_stride,
+    x_ptr,
+    x_stride,
     norm_ptr,
     eps,
     weight_ptr,
     weight_stride,
+    scales_ptr,
+    scales_stride,
     bias_ptr,
     out_ptr,
     num_rows_ptr,
@@ -135,29 +121,21 @@ def _product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    nth = tl.arange(0, BLOCK_N)
+    first_gate = tl.program_id(1) * (BLOCK_N // 2)
+    outputs = tl.minimum(first_gate + nth // 2, GATES - 1) + (nth % 2) * GATES  # gate, up, gate, up, ...
+    first = first_weights(weight_ptr, weight_stride, outputs, 0, K, BLOCK_K, PDL)
     count = live_rows(num_rows_ptr, total_rows)
     if tl.program_id(0) * BLOCK_T >= count:
         return
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    nth = tl.arange(0, BLOCK_N)
-    first_gate = tl.program_id(1) * (BLOCK_N // 2)
-    outputs = tl.minimum(first_gate + nth // 2, GATES - 1) + (nth % 2) * GATES  # gate, up, gate, up, ...
     sums = product(
-        hidden_ptr,
-        hidden_stride,
-        tl.minimum(rows, count - 1),
-        norm_ptr,
-        eps,
-        weight_ptr,
-        weight_stride,
-        outputs,
-        K,
-        BLOCK_T,
-        BLOCK_N,
-        BLOCK_K,
-        WEIGHTS_FIRST,
-    )
+        x_ptr, x_stride, tl.minimum(rows, count - 1), norm_ptr, eps,
+        weight_ptr, weight_stride, scales_ptr, scales_stride, outputs,
+        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, PDL, first,
+    )  # fmt: skip
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + outputs).to(tl.float32)[None, :]
     gate, up = tl.split(tl.reshape(sums, (BLOCK_T, BLOCK_N // 2, 2)))
@@ -176,7 +154,9 @@ def _swiglu_kernel(
     total_rows,
     GATES: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     if row >= live_rows(num_rows_ptr, total_rows):
         return

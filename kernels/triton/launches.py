@@ -4,18 +4,24 @@ Every operation first builds a `Launch` from its tensors and then runs it. Build
 only, so it works on meta tensors: what is inspected ahead of time is, tile by tile, what a GPU would run.
 
 To add a kernel: give its file a function `launches(shape, dtype)` that yields (label, `Launch`) made by the file's own
-builder from meta tensors, and add the file to `MODULES`.
+builder from meta tensors, and add the file to `MODULES`; those of projections take a third argument, the form of the
+weights, and stand in `PROJECTIONS` too. A kernel with the argument `PDL` may be launched before the one in front of it
+has ended, see `PROGRAMMATIC`.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
+
+from d3engine.kernels.quantized import GROUP, Int4Weight, Int8Weight, Weight
 
 MODULES = (
     "rms_norm",
@@ -29,6 +35,15 @@ MODULES = (
     "decode_rows",
 )
 """The files of this package that have a function `launches`, in the order of a layer."""
+
+PROJECTIONS = ("qkv", "linear_residual", "gate_up", "lm_head")
+"""Those of `MODULES` that read weights, which may be quantized."""
+
+PROGRAMMATIC = False
+"""Programmatic dependent launch: a kernel begins while the one before it ends, and loads weights until that has ended.
+
+The one switch for all kernels. Off, because it was never measured; it takes effect on compute capability 9.0 and later.
+"""
 
 ROW_COUNTS = (1, 8, 16, 32, 64)
 """Row counts worth inspecting: one for every path of the products, and a few between."""
@@ -75,20 +90,39 @@ class Launch:
     num_stages: int = 3
     options: dict[str, Any] = field(default_factory=dict)  # further compile options, such as maxnreg
 
-    @property
-    def compile_options(self) -> dict[str, Any]:
-        """All options of the compiler; fused multiply-adds are asked for, as Triton 3.10 changes the default."""
-        return {
+    def for_capability(self, capability: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """All arguments and all compile options on a GPU of that compute capability (90 is Hopper; 0 is none).
+
+        Fused multiply-adds are asked for, as Triton 3.10 changes the default.
+        """
+        arguments = self.arguments
+        options = {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "enable_fp_fusion": True,
             **self.options,
         }
+        if "PDL" in self.kernel.arg_names:
+            programmatic = PROGRAMMATIC and capability >= 90
+            arguments = arguments | {"PDL": programmatic}
+            if programmatic:
+                options["launch_pdl"] = True
+        return arguments, options
 
     def run(self) -> None:
         """Launch on the current stream; a grid without programs is no launch."""
         if all(self.grid):
-            self.kernel[self.grid](**self.arguments, **self.compile_options)
+            arguments, options = self.for_capability(_capability() if PROGRAMMATIC else 0)
+            self.kernel[self.grid](**arguments, **options)
+
+
+@cache
+def _capability() -> int:
+    """Compute capability of the current GPU without its point; 0 in the interpreter."""
+    if triton.knobs.runtime.interpret:
+        return 0
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
 
 
 def meta(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -96,14 +130,24 @@ def meta(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def registered(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, str, Launch]]:
-    """Yield (operation, label, launch) of every kernel for one model; a file that does not exist yet has none."""
+def meta_weight(outputs: int, columns: int, *, dtype: torch.dtype, weights: str) -> Weight:
+    """A matrix [outputs, columns] without memory: of `dtype`, or as `weights` "int8" or "int4" say."""
+    if weights == "int8":
+        return Int8Weight(meta(outputs, columns, dtype=torch.int8), meta(outputs, dtype=torch.float32))
+    if weights == "int4":
+        groups = triton.cdiv(columns, GROUP)
+        packed = meta(outputs, groups * GROUP // 2, dtype=torch.uint8)
+        return Int4Weight(packed, meta(outputs, groups, dtype=torch.float32), columns)
+    return meta(outputs, columns, dtype=dtype)
+
+
+def registered(
+    shape: ModelShape, dtype: torch.dtype, weights: str = "", operations: Iterable[str] = MODULES
+) -> Iterator[tuple[str, str, Launch]]:
+    """Yield (operation, label, launch) of the kernels for one model; its matrices are `weights`, see `meta_weight`."""
     for name in MODULES:
-        try:
+        if name in operations:
             module = importlib.import_module(f"{__package__}.{name}")
-        except ModuleNotFoundError as error:
-            if error.name != f"{__package__}.{name}":
-                raise
-            continue
-        for label, launch in module.launches(shape, dtype):
-            yield name, label, launch
+            found = module.launches(shape, dtype, weights) if name in PROJECTIONS else module.launches(shape, dtype)
+            for label, launch in found:
+                yield name, label, launch

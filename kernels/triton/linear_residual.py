@@ -1,87 +1,86 @@
-"""Output and down projection: a product added to the residual stream in place, one launch."""
+"""Output and down projection: a product added to the residual stream in place.
+
+One launch; or two, where so few outputs would leave processors idle: then several programs share the columns of one
+tile of outputs (split-K), their sums stand in float32 scratch, and a second kernel adds those up in a fixed order. The
+other projections have outputs enough, and their norm would need the whole row in every part.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta
-from d3engine.kernels.triton.products import NOT_SPECIALIZED, Tile, live_rows, need_unit_stride, product, product_tile
+from d3engine.kernels.quantized import Weight
+from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
+from d3engine.kernels.triton.product_kernels import (
+    NOT_SPECIALIZED,
+    first_weights,
+    live_rows,
+    product,
+    wait_for_previous,
+)
+from d3engine.kernels.triton.products import Tile, as_matrix, matmul, need_unit_stride, product_launch, product_tile
 
 
 def linear_residual(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, *, num_rows: Tensor | None = None
+    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, *, num_rows: Tensor | None = None
 ) -> None:
     """Add `x` [T, K] times `weight` [H, K] transposed (and `bias` [H]) to `residual` [T, H], in place.
 
-    All of one dtype, last dimensions contiguous; sums are float32, rounded once with the residual. `num_rows` int32
-    [1]: rows at or beyond it keep their residual; None means all rows.
+    All but a quantized weight of one dtype, last dimensions contiguous; sums are float32, rounded once with the
+    residual. `num_rows` int32 [1]: rows at or beyond it keep their residual; None means all rows.
     """
     need_unit_stride(x=x, weight=weight, bias=bias, residual=residual)
-    tile = tuning(*x.shape, weight.shape[0], weight.dtype)
+    tile = product_tile(x.shape[0], weight, x.dtype, may_split=True)
     if tile is not None:
-        product_launch(tile, x, weight, bias, residual, num_rows).run()
+        for launch in residual_launches(tile, x, weight, bias, residual, num_rows):
+            launch.run()
     elif num_rows is not None:
-        add_launch(F.linear(x, weight, bias), residual, num_rows).run()
+        add_launch(matmul(x, weight)[None], bias, residual, num_rows).run()
     else:
-        residual.addmm_(x, weight.t())
+        residual.addmm_(x, as_matrix(weight, x.dtype).t())
         if bias is not None:
             residual.add_(bias)
 
 
-def tuning(rows: int, columns: int, outputs: int, dtype: torch.dtype) -> Tile | None:
-    """The tile by shape; None: torch.matmul."""
-    return product_tile(rows, outputs, columns, dtype)
+def residual_launches(
+    tile: Tile, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, num_rows: Tensor | None
+) -> list[Launch]:
+    """Product and sum in one kernel, or in two if the tile has parts."""
+    outputs, columns = weight.shape
+    if tile.parts == 1:
+        target = {"bias_ptr": bias, "residual_ptr": residual, "residual_stride": residual.stride(0), "N": outputs}
+        return [product_launch(_product_kernel, tile, x, weight, num_rows, **target)]
+    sums = torch.empty(tile.parts, x.shape[0], outputs, dtype=torch.float32, device=x.device)
+    part = {"sums_ptr": sums, "N": outputs, "PART_K": tile.part_columns(columns)}
+    return [
+        product_launch(_partial_kernel, tile, x, weight, num_rows, **part),
+        add_launch(sums, bias, residual, num_rows),
+    ]
 
 
-def product_launch(
-    tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, num_rows: Tensor | None
-) -> Launch:
-    """Product and sum in one kernel."""
-    rows, outputs = x.shape[0], weight.shape[0]
+def add_launch(sums: Tensor, bias: Tensor | None, residual: Tensor, num_rows: Tensor | None) -> Launch:
+    """Add up `sums` [parts, T, H], contiguous, and add them (and `bias`) to the rows that live."""
+    parts, rows, outputs = sums.shape
     arguments = {
-        "x_ptr": x,
-        "x_stride": x.stride(0),
-        "weight_ptr": weight,
-        "weight_stride": weight.stride(0),
+        "sums_ptr": sums,
         "bias_ptr": bias,
         "residual_ptr": residual,
         "residual_stride": residual.stride(0),
         "num_rows_ptr": num_rows,
         "total_rows": rows,
-        "K": x.shape[1],
+        "PARTS": parts,
         "N": outputs,
-        "BLOCK_T": tile.rows,
-        "BLOCK_N": tile.outputs,
-        "BLOCK_K": tile.columns,
-        "WEIGHTS_FIRST": tile.weights_first,
+        "BLOCK_N": 512,
     }
-    grid = (triton.cdiv(rows, tile.rows), triton.cdiv(outputs, tile.outputs))
-    return Launch(_product_kernel, grid, arguments, tile.warps, tile.stages)
+    return Launch(_add_kernel, (rows, triton.cdiv(outputs, 512)), arguments)
 
 
-def add_launch(projected: Tensor, residual: Tensor, num_rows: Tensor | None) -> Launch:
-    """Add the finished product [T, H] to the rows that live."""
-    rows, outputs = projected.shape
-    arguments = {
-        "projected_ptr": projected,
-        "projected_stride": projected.stride(0),
-        "residual_ptr": residual,
-        "residual_stride": residual.stride(0),
-        "num_rows_ptr": num_rows,
-        "total_rows": rows,
-        "N": outputs,
-        "BLOCK_N": 1024,
-    }
-    return Launch(_add_kernel, (rows, triton.cdiv(outputs, 1024)), arguments)
-
-
-def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+def launches(shape: ModelShape, dtype: torch.dtype, weights: str) -> Iterator[tuple[str, Launch]]:
     """What `kernels/inspect.py` compiles."""
     hidden = shape.hidden_size
     num_rows = meta(1, dtype=torch.int32)
@@ -89,12 +88,13 @@ def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launc
     for rows in ROW_COUNTS:
         residual = meta(rows, hidden, dtype=dtype)
         for label, columns in (("output", shape.num_heads * shape.head_dim), ("down", shape.intermediate_size)):
-            x, weight = meta(rows, columns, dtype=dtype), meta(hidden, columns, dtype=dtype)
-            tile = tuning(rows, columns, hidden, dtype)
+            x, weight = meta(rows, columns, dtype=dtype), meta_weight(hidden, columns, dtype=dtype, weights=weights)
+            tile = product_tile(rows, weight, dtype, may_split=True)
             if tile is not None:
-                yield f"{label} rows={rows}", product_launch(tile, x, weight, bias, residual, num_rows)
+                for launch in residual_launches(tile, x, weight, bias, residual, num_rows):
+                    yield f"{label}{', add' if launch.kernel is _add_kernel else ''} rows={rows}", launch
     many = meta(512, hidden, dtype=dtype)
-    yield "add rows=512", add_launch(many, many, num_rows)
+    yield "add rows=512", add_launch(many[None], bias, many, num_rows)
 
 
 @triton.jit(**NOT_SPECIALIZED)
@@ -103,6 +103,8 @@ def _product_kernel(
     x_stride,
     weight_ptr,
     weight_stride,
+    scales_ptr,
+    scales_stride,
     bias_ptr,
     residual_ptr,
     residual_stride,
@@ -114,53 +116,93 @@ def _product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    valid_outputs = tl.minimum(outputs, N - 1)
+    first = first_weights(weight_ptr, weight_stride, valid_outputs, 0, K, BLOCK_K, PDL)
     count = live_rows(num_rows_ptr, total_rows)
     if tl.program_id(0) * BLOCK_T >= count:
         return
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     sums = product(
-        x_ptr,
-        x_stride,
-        tl.minimum(rows, count - 1),
-        None,
-        0.0,
-        weight_ptr,
-        weight_stride,
-        tl.minimum(outputs, N - 1),
-        K,
-        BLOCK_T,
-        BLOCK_N,
-        BLOCK_K,
-        WEIGHTS_FIRST,
-    )
+        x_ptr, x_stride, tl.minimum(rows, count - 1), None, 0.0,
+        weight_ptr, weight_stride, scales_ptr, scales_stride, valid_outputs,
+        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, PDL, first,
+    )  # fmt: skip
+    _add(sums, rows, outputs, count, bias_ptr, residual_ptr, residual_stride, N)
+
+
+@triton.jit(**NOT_SPECIALIZED)
+def _partial_kernel(
+    x_ptr,
+    x_stride,
+    weight_ptr,
+    weight_stride,
+    scales_ptr,
+    scales_stride,
+    sums_ptr,
+    num_rows_ptr,
+    total_rows,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    PART_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    valid_outputs = tl.minimum(outputs, N - 1)
+    part = tl.program_id(2)
+    begin = part * PART_K
+    first = first_weights(weight_ptr, weight_stride, valid_outputs, begin, K, BLOCK_K, PDL)
+    count = live_rows(num_rows_ptr, total_rows)
+    if tl.program_id(0) * BLOCK_T >= count:
+        return
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    sums = product(
+        x_ptr, x_stride, tl.minimum(rows, count - 1), None, 0.0,
+        weight_ptr, weight_stride, scales_ptr, scales_stride, valid_outputs,
+        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, PDL, first, begin, tl.minimum(begin + PART_K, K),
+    )  # fmt: skip
+    pointers = sums_ptr + (part * total_rows + rows).to(tl.int64)[:, None] * N + outputs[None, :]
+    tl.store(pointers, sums, mask=(rows < count)[:, None] & (outputs < N)[None, :])
+
+
+@triton.jit(**NOT_SPECIALIZED)
+def _add_kernel(
+    sums_ptr,
+    bias_ptr,
+    residual_ptr,
+    residual_stride,
+    num_rows_ptr,
+    total_rows,
+    PARTS: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_previous(PDL)
+    count = live_rows(num_rows_ptr, total_rows)
+    if tl.program_id(0) >= count:
+        return
+    rows = tl.program_id(0) + tl.arange(0, 1)
+    outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    sums = tl.zeros((1, BLOCK_N), tl.float32)
+    for part in tl.static_range(PARTS):
+        pointers = sums_ptr + (part * total_rows + rows).to(tl.int64)[:, None] * N + outputs[None, :]
+        sums += tl.load(pointers, mask=(outputs < N)[None, :], other=0.0).to(tl.float32)
+    _add(sums, rows, outputs, count, bias_ptr, residual_ptr, residual_stride, N)
+
+
+@triton.jit
+def _add(sums, rows, outputs, count, bias_ptr, residual_ptr, residual_stride, N: tl.constexpr):
+    """Add `sums` [rows, outputs] and the bias to the residual, where both are valid."""
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + outputs, mask=outputs < N, other=0.0).to(tl.float32)[None, :]
     pointers = residual_ptr + rows.to(tl.int64)[:, None] * residual_stride + outputs[None, :]
     mask = (rows < count)[:, None] & (outputs < N)[None, :]
     sums += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     tl.store(pointers, sums.to(residual_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(**NOT_SPECIALIZED)
-def _add_kernel(
-    projected_ptr,
-    projected_stride,
-    residual_ptr,
-    residual_stride,
-    num_rows_ptr,
-    total_rows,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    if row >= live_rows(num_rows_ptr, total_rows):
-        return
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = columns < N
-    projected = tl.load(projected_ptr + row * projected_stride + columns, mask=mask, other=0.0)
-    pointers = residual_ptr + row * residual_stride + columns
-    residual = tl.load(pointers, mask=mask, other=0.0)
-    total = residual.to(tl.float32) + projected.to(tl.float32)
-    tl.store(pointers, total.to(residual_ptr.dtype.element_ty), mask=mask)

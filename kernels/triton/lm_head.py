@@ -9,22 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from d3engine.kernels.quantized import Weight
 from d3engine.kernels.sampling import SamplingRows
 from d3engine.kernels.triton.candidates import best_launch, best_of, candidate, ordered
-from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta
+from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
 from d3engine.kernels.triton.noise import gumbel, token_words
-from d3engine.kernels.triton.products import NOT_SPECIALIZED, Tile, live_rows, need_unit_stride, product, product_tile
+from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, product
+from d3engine.kernels.triton.products import Tile, matmul, need_unit_stride, product_tile, weight_arguments
 from d3engine.kernels.triton.rms_norm import rms_norm
 from d3engine.kernels.triton.sample import need_unit_strides, sample
 
 
 def lm_head(
-    hidden: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, *, num_rows: Tensor | None = None
+    hidden: Tensor, norm_weight: Tensor, eps: float, weight: Weight, *, num_rows: Tensor | None = None
 ) -> Tensor:
     """Final norm and projection of `hidden` [T, H] by `weight` [V, H]: float32 logits [T, V].
 
@@ -32,25 +33,25 @@ def lm_head(
     `num_rows` int32 [1]: rows at or beyond it are undefined in what is returned; None means all rows.
     """
     need_unit_stride(hidden=hidden, norm_weight=norm_weight, weight=weight)
-    rows, (vocab, columns) = hidden.shape[0], weight.shape
-    tile = tuning(rows, columns, vocab, weight.dtype)
+    rows, vocab = hidden.shape[0], weight.shape[0]
+    tile = product_tile(rows, weight, hidden.dtype)
     if tile is None:
-        return F.linear(rms_norm(hidden, norm_weight, eps, num_rows=num_rows), weight).float()
+        return matmul(rms_norm(hidden, norm_weight, eps, num_rows=num_rows), weight).float()
     logits = torch.empty(rows, vocab, dtype=torch.float32, device=hidden.device)
     logits_launch(tile, hidden, norm_weight, eps, weight, logits, num_rows).run()
     return logits
 
 
 def lm_head_argmax(
-    hidden: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, *, num_rows: Tensor | None = None
+    hidden: Tensor, norm_weight: Tensor, eps: float, weight: Weight, *, num_rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The token of the largest logit of each row, int64 [T], and that logit, float32 [T]. Arguments as for `lm_head`.
 
     Of equal logits the lowest token wins. A row with a NaN has the score NaN, and the first such token.
     """
     need_unit_stride(hidden=hidden, norm_weight=norm_weight, weight=weight)
-    rows, (vocab, columns) = hidden.shape[0], weight.shape
-    tile = tuning(rows, columns, vocab, weight.dtype)
+    rows, vocab = hidden.shape[0], weight.shape[0]
+    tile = product_tile(rows, weight, hidden.dtype)
     if tile is None:
         logits = lm_head(hidden, norm_weight, eps, weight, num_rows=num_rows)
         tokens = logits.argmax(dim=-1)
@@ -64,7 +65,7 @@ def lm_head_sample(
     hidden: Tensor,
     norm_weight: Tensor,
     eps: float,
-    weight: Tensor,
+    weight: Weight,
     temperature: Tensor,
     seeds: Tensor,
     indices: Tensor,
@@ -78,10 +79,10 @@ def lm_head_sample(
     Returns tokens int64 [T] and the winning values float32 [T], which are finite where the logits are.
     """
     need_unit_stride(hidden=hidden, norm_weight=norm_weight, weight=weight, steps=steps)
-    count, (vocab, columns) = hidden.shape[0], weight.shape
+    count, vocab = hidden.shape[0], weight.shape[0]
     rows = SamplingRows(temperature, seeds, indices)
     need_unit_strides(rows)
-    tile = tuning(count, columns, vocab, weight.dtype)
+    tile = product_tile(count, weight, hidden.dtype)
     if tile is None:
         return sample(lm_head(hidden, norm_weight, eps, weight, num_rows=num_rows), rows, steps, num_rows=num_rows)
     candidates = torch.empty(count, triton.cdiv(vocab, tile.outputs), dtype=torch.int64, device=hidden.device)
@@ -89,17 +90,12 @@ def lm_head_sample(
     return best_of(candidates, num_rows)
 
 
-def tuning(rows: int, columns: int, vocab: int, dtype: torch.dtype) -> Tile | None:
-    """The tile by shape; None: torch.matmul."""
-    return product_tile(rows, vocab, columns, dtype)
-
-
 def logits_launch(
     tile: Tile,
     hidden: Tensor,
     norm_weight: Tensor,
     eps: float,
-    weight: Tensor,
+    weight: Weight,
     logits: Tensor,
     num_rows: Tensor | None,
 ) -> Launch:
@@ -113,7 +109,7 @@ def choice_launch(
     hidden: Tensor,
     norm_weight: Tensor,
     eps: float,
-    weight: Tensor,
+    weight: Weight,
     rows: SamplingRows | None,
     steps: Tensor | None,
     candidates: Tensor,
@@ -132,12 +128,13 @@ def choice_launch(
     return Launch(_choice_kernel, _grid(tile, hidden, weight), arguments, tile.warps, tile.stages)
 
 
-def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+def launches(shape: ModelShape, dtype: torch.dtype, weights: str) -> Iterator[tuple[str, Launch]]:
     """What `kernels/inspect.py` compiles."""
     vocab, columns = shape.vocab_size, shape.hidden_size
-    norm, weight, num_rows = meta(columns, dtype=dtype), meta(vocab, columns, dtype=dtype), meta(1, dtype=torch.int32)
+    norm, num_rows = meta(columns, dtype=dtype), meta(1, dtype=torch.int32)
+    weight = meta_weight(vocab, columns, dtype=dtype, weights=weights)
     for rows in ROW_COUNTS:
-        tile = tuning(rows, columns, vocab, dtype)
+        tile = product_tile(rows, weight, dtype)
         if tile is None:
             continue
         hidden, logits = meta(rows, columns, dtype=dtype), meta(rows, vocab, dtype=torch.float32)
@@ -152,15 +149,14 @@ def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launc
 
 
 def _arguments(
-    tile: Tile, hidden: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, num_rows: Tensor | None
+    tile: Tile, hidden: Tensor, norm_weight: Tensor, eps: float, weight: Weight, num_rows: Tensor | None
 ) -> dict[str, object]:
     return {
         "hidden_ptr": hidden,
         "hidden_stride": hidden.stride(0),
         "norm_ptr": norm_weight,
         "eps": eps,
-        "weight_ptr": weight,
-        "weight_stride": weight.stride(0),
+        **weight_arguments(weight),
         "num_rows_ptr": num_rows,
         "total_rows": hidden.shape[0],
         "K": weight.shape[1],
@@ -172,7 +168,7 @@ def _arguments(
     }
 
 
-def _grid(tile: Tile, hidden: Tensor, weight: Tensor) -> tuple[int, int]:
+def _grid(tile: Tile, hidden: Tensor, weight: Weight) -> tuple[int, int]:
     return (triton.cdiv(hidden.shape[0], tile.rows), triton.cdiv(weight.shape[0], tile.outputs))
 
 
@@ -184,6 +180,8 @@ def _logits_kernel(
     eps,
     weight_ptr,
     weight_stride,
+    scales_ptr,
+    scales_stride,
     logits_ptr,
     num_rows_ptr,
     total_rows,
@@ -207,6 +205,8 @@ def _logits_kernel(
         eps,
         weight_ptr,
         weight_stride,
+        scales_ptr,
+        scales_stride,
         tl.minimum(tokens, V - 1),
         K,
         BLOCK_T,
@@ -226,6 +226,8 @@ def _choice_kernel(
     eps,
     weight_ptr,
     weight_stride,
+    scales_ptr,
+    scales_stride,
     num_rows_ptr,
     total_rows,
     temperature_ptr,
@@ -254,6 +256,8 @@ def _choice_kernel(
         eps,
         weight_ptr,
         weight_stride,
+        scales_ptr,
+        scales_stride,
         tl.minimum(tokens, V - 1),
         K,
         BLOCK_T,

@@ -1,18 +1,20 @@
-"""The one loop that all projections share: rows times weight tile, with the RMS norm folded in.
+"""The host's side of all projections: which tile a product gets, its launch, and what is left to torch.
 
-The sum of squares is gathered while the row passes by, and the scale is applied to the finished sums, so a norm costs
-no launch of its own. A single row is multiplied and summed without tensor cores, whose tiles would stay empty; more
-rows use `tl.dot`. Masks along rows and outputs are avoided: indices are clamped, and only what is valid is stored.
+The device's side, the loop itself, is in `product_kernels.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
-import triton.language as tl
 from torch import Tensor
+
+from d3engine.kernels.quantized import GROUP, Int4Weight, Int8Weight, Weight
+from d3engine.kernels.triton.launches import Launch
 
 MATMUL_ROWS = 64
 """Products of more rows go to torch.matmul (cuBLAS) with a kernel for the rest of the operation around it.
@@ -22,10 +24,7 @@ Not yet measured on a GPU.
 
 MIN_PROGRAMS = 128  # about the number of processors of an H100 (132): fewer programs leave some without work
 
-NOT_SPECIALIZED = {"do_not_specialize": ["total_rows"], "do_not_specialize_on_alignment": ["num_rows_ptr"]}
-"""Options of `triton.jit` for every kernel: a new row count, or a view of another layer's count, compiles nothing."""
-
-INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
+MIN_STEPS = 4  # of a program that shares its outputs with others: below, filling its pipeline is most of its time
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,37 +36,72 @@ class Tile:
     columns: int
     warps: int
     stages: int
+    weights_first: bool = False  # whether the weights are the left operand of the tensor cores
+    parts: int = 1  # programs that share the columns of one tile of outputs (split-K)
 
-    @property
-    def weights_first(self) -> bool:
-        """Whether the weights are the left operand: tensor cores want 16 or 64 left rows, and few rows fill 8."""
-        return self.rows <= 16
+    def part_columns(self, columns: int) -> int:
+        """Columns of each part, in whole steps; the last may have fewer."""
+        return triton.cdiv(triton.cdiv(columns, self.columns), self.parts) * self.columns
 
 
-def product_tile(rows: int, outputs: int, columns: int, dtype: torch.dtype) -> Tile | None:
-    """The tile for `rows` x `columns` times `outputs` x `columns` transposed; None: leave it to torch.matmul.
+def product_tile(rows: int, weight: Weight, dtype: torch.dtype, *, may_split: bool = False) -> Tile | None:
+    """The tile for `rows` rows of `dtype` times `weight` [N, K] transposed; None: leave it to torch.matmul.
 
-    What the operations' `tuning` functions share. The numbers are for Hopper: the first path has 8 loads of
-    16 bytes in flight a thread, and the others 2 to 3 stages of weights.
+    What the operations share. With `may_split` a tile of few rows may have parts. The numbers are for Hopper, and fit
+    Ampere's shared memory: the first path has 8 loads of 16 bytes in flight a thread, the others 2 to 5 stages.
     """
+    outputs, columns = weight.shape
     if rows <= 1:
-        # Exactly 16 bytes a thread along the columns: then row and weights get one layout. With any other step Triton
-        # moves every weight through shared memory.
-        per_warp = 32 * 16 // dtype.itemsize
-        padded = max(16, triton.next_power_of_2(columns))
-        warps = min(4, max(1, padded // per_warp))
-        return Tile(1, _enough_programs(8, outputs), min(warps * per_warp, padded), warps, stages=1)
+        return _single_row_tile(outputs, columns, weight)
     if rows > MATMUL_ROWS:
         return None
+    quantized = not isinstance(weight, Tensor)
+    if dtype == torch.float32:  # runs without tensor cores, from registers: smaller steps
+        block_rows, step, stages = (16 if rows <= 16 else 32 if rows <= 32 else 64), 32, 2
+    elif rows <= 16:
+        block_rows, step, stages = 16, 128, 6 if quantized else 4
+    else:
+        block_rows, step, stages = (32 if rows <= 32 else 64), 64, 4
+        if quantized and rows <= 32:
+            step = 128  # with more rows registers are short: on Blackwell 128 columns of int8 spilled
+    if isinstance(weight, Int4Weight):
+        step = GROUP
     if rows <= 16:
-        block_rows, step = 16, 128
         block_outputs = _enough_programs(64 if outputs >= 2 * 64 * MIN_PROGRAMS else 32, outputs, least=16)
     else:
-        block_rows, step = (32 if rows <= 32 else 64), 64
         block_outputs = _enough_programs(64, outputs, least=32)
-    if dtype == torch.float32:  # runs without tensor cores, from registers: smaller steps
-        return Tile(block_rows, block_outputs, 32, warps=4, stages=2)
-    return Tile(block_rows, block_outputs, step, warps=4, stages=4)
+    # Tensor cores want 16 or 64 left rows, and few rows fill only the 8 or more of the right. Weights that become
+    # floats in registers can stay there as the left operand alone.
+    tile = Tile(block_rows, block_outputs, step, 4, stages, weights_first=rows <= 16 or quantized)
+    return _split(tile, outputs, columns) if may_split and rows <= 16 else tile
+
+
+def _single_row_tile(outputs: int, columns: int, weight: Weight) -> Tile:
+    # Exactly 16 bytes a thread along the columns: then row and weights get one layout. With any other step Triton
+    # moves every weight through shared memory.
+    if isinstance(weight, Tensor):
+        each, least = 16 // weight.element_size(), 16
+    elif isinstance(weight, Int8Weight):
+        each, least = 16, 16
+    else:
+        each, least = 32, GROUP
+    padded = max(least, triton.next_power_of_2(columns))
+    warps = min(4, max(1, padded // (32 * each)))
+    return Tile(1, _enough_programs(8, outputs), min(warps * 32 * each, padded), warps, stages=1)
+
+
+def _split(tile: Tile, outputs: int, columns: int) -> Tile:
+    """`tile` with parts, if that gives every processor two programs where there were fewer.
+
+    Then outputs are many a program, since each program reads the rows: these would be half of what it moves.
+    """
+    wide = replace(tile, outputs=64)
+    programs = triton.cdiv(outputs, wide.outputs)
+    parts = min(2 * MIN_PROGRAMS // programs, triton.cdiv(columns, wide.columns) // MIN_STEPS)
+    if parts < 2:
+        return tile
+    parts = triton.cdiv(columns, replace(wide, parts=parts).part_columns(columns))  # none is empty
+    return replace(wide, parts=parts)
 
 
 def _enough_programs(most: int, outputs: int, least: int = 2) -> int:
@@ -78,125 +112,77 @@ def _enough_programs(most: int, outputs: int, least: int = 2) -> int:
     return each
 
 
-def need_unit_stride(**tensors: Tensor | None) -> None:
+def product_launch(
+    kernel: Any,
+    tile: Tile,
+    x: Tensor,
+    weight: Weight,
+    num_rows: Tensor | None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    **others: object,
+) -> Launch:
+    """The launch of a kernel around `product`, in which program (i, j, k) has row tile i, output tile j and part k.
+
+    `norm` is weight and epsilon; `others` are the arguments that this kernel alone has. Without `norm` the kernel is
+    one that takes none.
+    """
+    rows = x.shape[0]
+    arguments = {
+        "x_ptr": x,
+        "x_stride": x.stride(0),
+        **weight_arguments(weight),
+        "num_rows_ptr": num_rows,
+        "total_rows": rows,
+        "K": weight.shape[1],
+        "BLOCK_T": tile.rows,
+        "BLOCK_N": tile.outputs,
+        "BLOCK_K": tile.columns,
+        "WEIGHTS_FIRST": tile.weights_first,
+        **others,
+    }
+    if norm is not None:
+        arguments["norm_ptr"], arguments["eps"] = norm
+    grid = (triton.cdiv(rows, tile.rows), triton.cdiv(weight.shape[0], tile.outputs), tile.parts)
+    return Launch(kernel, grid, arguments, tile.warps, tile.stages)
+
+
+def weight_arguments(weight: Weight) -> dict[str, object]:
+    """The kernel arguments that say where a matrix is: what it holds follows from the pointer's type."""
+    if isinstance(weight, Tensor):
+        stored, scales = weight, None
+    elif isinstance(weight, Int8Weight):
+        stored, scales = weight.values, weight.scales
+    else:
+        stored, scales = weight.packed, weight.scales
+    return {
+        "weight_ptr": stored,
+        "weight_stride": stored.stride(0),
+        "scales_ptr": scales,
+        "scales_stride": 0 if scales is None else scales.stride(0),
+    }
+
+
+def as_matrix(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """`weight` [N, K] as torch.matmul takes it, beside activations of `dtype`: for more than `MATMUL_ROWS` rows.
+
+    Quantized weights are unpacked on every call. Whether that beats a kernel of our own at these sizes was not
+    measured; the memory it needs for a moment is that of the matrix in float32.
+    """
+    return weight if isinstance(weight, Tensor) else weight.dequantize(dtype)
+
+
+def matmul(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """`x` [T, K] times `weight` [N, K] transposed, plus `bias` [N]: torch's product, for many rows."""
+    return F.linear(x, as_matrix(weight, x.dtype), bias)
+
+
+def need_unit_stride(**tensors: Weight | None) -> None:
     """Raise `ValueError` for a tensor whose last dimension is not contiguous: kernels read 16 bytes at a time."""
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        if isinstance(tensor, Int8Weight):
+            need_unit_stride(**{f"{name}.values": tensor.values, f"{name}.scales": tensor.scales})
+        elif isinstance(tensor, Int4Weight):
+            need_unit_stride(**{f"{name}.packed": tensor.packed, f"{name}.scales": tensor.scales})
+        elif tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} has stride {tensor.stride()}; its last dimension must have stride 1")
-
-
-@triton.jit
-def live_rows(num_rows_ptr, total_rows):
-    """Rows to compute: all, or fewer if the device says so."""
-    if num_rows_ptr is None:
-        return total_rows
-    else:  # noqa: RET505 (Triton's frontend needs the other branch of a constexpr condition)
-        return tl.minimum(tl.load(num_rows_ptr), total_rows)
-
-
-@triton.jit
-def product(
-    x_ptr,
-    x_stride,
-    rows,  # [BLOCK_T] valid row indices
-    norm_ptr,  # [K] norm weight, or None for no norm
-    eps,
-    weight_ptr,
-    weight_stride,
-    outputs,  # [BLOCK_N] valid weight rows, in any order
-    K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WEIGHTS_FIRST: tl.constexpr,
-):
-    """[BLOCK_T, BLOCK_N] float32: (normed) rows of x times rows of weight."""
-    weight_rows = weight_ptr + outputs.to(tl.int64) * weight_stride
-    x_rows = x_ptr + rows.to(tl.int64) * x_stride
-    if BLOCK_T == 1:
-        return _sum_product(x_rows, norm_ptr, eps, weight_rows, K, BLOCK_N, BLOCK_K)
-    else:  # noqa: RET505
-        return _dot_product(x_rows, norm_ptr, eps, weight_rows, K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST)
-
-
-@triton.jit
-def _sum_product(x_row, norm_ptr, eps, weight_rows, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """[1, BLOCK_N]: one row, on the ordinary cores; sums are taken across threads only once, at the end."""
-    sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    squares = tl.zeros((1, BLOCK_K), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        columns = start + tl.arange(0, BLOCK_K)[None, :]
-        # Weights are read once a token: they need not push the activations out of the L2 cache.
-        weight = _load_columns(weight_rows[:, None] + columns, columns, K, BLOCK_K, "evict_first").to(tl.float32)
-        x = _load_columns(x_row[:, None] + columns, columns, K, BLOCK_K, "evict_last").to(tl.float32)
-        if norm_ptr is not None:
-            squares += x * x
-            x *= _load_columns(norm_ptr + columns, columns, K, BLOCK_K, "evict_last").to(tl.float32)
-        sums += weight * x
-    total = tl.sum(sums, 1)[None, :]
-    if norm_ptr is not None:
-        total *= tl.rsqrt(tl.sum(squares, 1) / K + eps)[:, None]
-    return total
-
-
-@triton.jit
-def _dot_product(
-    x_rows,
-    norm_ptr,
-    eps,
-    weight_rows,
-    K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WEIGHTS_FIRST: tl.constexpr,
-):
-    """[BLOCK_T, BLOCK_N]: several rows, on tensor cores."""
-    # The row times the norm weight, not yet scaled, can leave the range of float16. There the scale comes first, at the
-    # price of reading the rows twice (they are in L2). bfloat16 has the range of float32.
-    SCALE_FIRST: tl.constexpr = (norm_ptr is not None) and (weight_rows.dtype.element_ty == tl.float16)
-    squares = tl.zeros((BLOCK_T,), tl.float32)
-    scale = tl.full((BLOCK_T,), 1.0, tl.float32)
-    if SCALE_FIRST:
-        for start in range(0, K, BLOCK_K):
-            columns = start + tl.arange(0, BLOCK_K)[None, :]
-            x = _load_columns(x_rows[:, None] + columns, columns, K, BLOCK_K, "evict_last").to(tl.float32)
-            squares += tl.sum(x * x, 1)
-        scale = tl.rsqrt(squares / K + eps)
-
-    if WEIGHTS_FIRST:
-        sums = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-    else:
-        sums = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        columns = start + tl.arange(0, BLOCK_K)[None, :]
-        weight = _load_columns(weight_rows[:, None] + columns, columns, K, BLOCK_K, "evict_first")
-        x = _load_columns(x_rows[:, None] + columns, columns, K, BLOCK_K, "evict_last")
-        if norm_ptr is not None:
-            wide = x.to(tl.float32)
-            if SCALE_FIRST:
-                wide *= scale[:, None]
-            else:
-                squares += tl.sum(wide * wide, 1)
-            wide *= _load_columns(norm_ptr + columns, columns, K, BLOCK_K, "evict_last").to(tl.float32)
-            x = wide.to(weight.dtype)
-        if INTERPRETED:  # its products of bfloat16 are wrong; rounded operands stay as they are
-            weight, x = weight.to(tl.float32), x.to(tl.float32)
-        if WEIGHTS_FIRST:
-            sums = tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
-        else:
-            sums = tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
-    if WEIGHTS_FIRST:
-        sums = tl.trans(sums)
-    if (norm_ptr is not None) and (not SCALE_FIRST):
-        sums *= tl.rsqrt(squares / K + eps)[:, None]
-    return sums
-
-
-@triton.jit
-def _load_columns(pointers, columns, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICTION: tl.constexpr):
-    """Load with zeros beyond column K; no mask at all where the step divides K."""
-    if K % BLOCK_K == 0:
-        return tl.load(pointers, eviction_policy=EVICTION)
-    else:  # noqa: RET505
-        return tl.load(pointers, mask=columns < K, other=0.0, eviction_policy=EVICTION)

@@ -9,13 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta
-from d3engine.kernels.triton.products import NOT_SPECIALIZED, Tile, live_rows, need_unit_stride, product, product_tile
+from d3engine.kernels.quantized import Weight
+from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
+from d3engine.kernels.triton.product_kernels import (
+    NOT_SPECIALIZED,
+    first_weights,
+    live_rows,
+    product,
+    wait_for_previous,
+)
+from d3engine.kernels.triton.products import Tile, matmul, need_unit_stride, product_launch, product_tile
 from d3engine.kernels.triton.rms_norm import rms_norm
 
 
@@ -23,7 +30,7 @@ def qkv(
     hidden: Tensor,
     norm_weight: Tensor,
     eps: float,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     rotations: Tensor,
     pool: Tensor,
@@ -36,71 +43,56 @@ def qkv(
 
     `hidden` [T, H], `weight` [(N + 2 M) D, H], `bias` [(N + 2 M) D] or None, `rotations` [T, D / 2] complex64,
     `pool` [num_blocks, 2, block_size, M, D] (written, contiguous), `entries` [T, 2] int64: where each row's key and
-    value go. Returns the queries [T, N, D]. All but rotations and entries are of one dtype. `num_rows` int32 [1]: rows
-    at or beyond it write nothing, and their queries are undefined; None means all rows.
+    value go. Returns the queries [T, N, D]. All but rotations, entries and a quantized weight are of one dtype.
+    `num_rows` int32 [1]: rows at or beyond it write nothing, and their queries are undefined; None means all rows.
 
     Products, scale, bias and rotation are float32, and rounded once; `reference.py` rounds after each.
     """
     need_unit_stride(hidden=hidden, norm_weight=norm_weight, weight=weight, bias=bias, rotations=rotations)
     if not pool.is_contiguous():
         raise ValueError(f"pool has stride {pool.stride()}; it must be contiguous")
-    rows, (outputs, columns) = hidden.shape[0], weight.shape
+    rows = hidden.shape[0]
     queries = torch.empty(rows, num_heads, pool.shape[4], dtype=hidden.dtype, device=hidden.device)
-    targets = _targets(rotations, pool, entries, queries, outputs, num_rows)
-    tile = tuning(rows, columns, outputs, weight.dtype)
+    targets = _targets(rotations, pool, entries, queries, weight.shape[0])
+    tile = product_tile(rows, weight, hidden.dtype)
     if tile is not None:
-        product_launch(tile, hidden, norm_weight, eps, weight, bias, targets).run()
+        qkv_launch(tile, hidden, norm_weight, eps, weight, bias, targets, num_rows).run()
     else:
-        projected = F.linear(rms_norm(hidden, norm_weight, eps, num_rows=num_rows), weight, bias)
-        finish_launch(projected, targets).run()
+        projected = matmul(rms_norm(hidden, norm_weight, eps, num_rows=num_rows), weight, bias)
+        finish_launch(projected, targets, num_rows).run()
     return queries
 
 
-def tuning(rows: int, columns: int, outputs: int, dtype: torch.dtype) -> Tile | None:
-    """The tile by shape; None: torch.matmul."""
-    return product_tile(rows, outputs, columns, dtype)
-
-
-def product_launch(
+def qkv_launch(
     tile: Tile,
     hidden: Tensor,
     norm_weight: Tensor,
     eps: float,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     targets: dict[str, object],
+    num_rows: Tensor | None,
 ) -> Launch:
     """Everything in one kernel."""
-    outputs, columns = weight.shape
-    arguments = {
-        "hidden_ptr": hidden,
-        "hidden_stride": hidden.stride(0),
-        "norm_ptr": norm_weight,
-        "eps": eps,
-        "weight_ptr": weight,
-        "weight_stride": weight.stride(0),
-        "bias_ptr": bias,
-        **targets,
-        "K": columns,
-        "BLOCK_T": tile.rows,
-        "BLOCK_N": tile.outputs,
-        "BLOCK_K": tile.columns,
-        "WEIGHTS_FIRST": tile.weights_first,
-    }
-    grid = (triton.cdiv(hidden.shape[0], tile.rows), triton.cdiv(outputs, tile.outputs))
-    return Launch(_product_kernel, grid, arguments, tile.warps, tile.stages)
+    norm = (norm_weight, eps)
+    return product_launch(_product_kernel, tile, hidden, weight, num_rows, norm=norm, bias_ptr=bias, **targets)
 
 
-def finish_launch(projected: Tensor, targets: dict[str, object]) -> Launch:
+def finish_launch(projected: Tensor, targets: dict[str, object], num_rows: Tensor | None) -> Launch:
     """RoPE and the writes, after a product [T, (N + 2 M) D] made elsewhere."""
     rows, outputs = projected.shape
-    arguments = {"projected_ptr": projected, "projected_stride": projected.stride(0), **targets, "BLOCK_N": 1024}
+    arguments = {
+        "projected_ptr": projected,
+        "projected_stride": projected.stride(0),
+        "num_rows_ptr": num_rows,
+        "total_rows": rows,
+        **targets,
+        "BLOCK_N": 1024,
+    }
     return Launch(_finish_kernel, (rows, triton.cdiv(outputs, 1024)), arguments)
 
 
-def _targets(
-    rotations: Tensor, pool: Tensor, entries: Tensor, queries: Tensor, outputs: int, num_rows: Tensor | None
-) -> dict[str, object]:
+def _targets(rotations: Tensor, pool: Tensor, entries: Tensor, queries: Tensor, outputs: int) -> dict[str, object]:
     """The arguments of `_finish`, by name."""
     # Read as pairs of float32: Triton has no complex numbers.
     pairs = torch.view_as_real(rotations)
@@ -112,21 +104,20 @@ def _targets(
         "entries_stride": entries.stride(0),
         "values_stride": entries.stride(1),
         "queries_ptr": queries,
-        "num_rows_ptr": num_rows,
-        "total_rows": queries.shape[0],
         "N": outputs,
         "Q": queries.shape[1] * queries.shape[2],
         "D": queries.shape[2],
     }
 
 
-def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+def launches(shape: ModelShape, dtype: torch.dtype, weights: str) -> Iterator[tuple[str, Launch]]:
     """What `kernels/inspect.py` compiles."""
     head_dim, hidden_size = shape.head_dim, shape.hidden_size
     outputs = (shape.num_heads + 2 * shape.num_kv_heads) * head_dim
-    norm, weight = meta(hidden_size, dtype=dtype), meta(outputs, hidden_size, dtype=dtype)
+    norm, weight = meta(hidden_size, dtype=dtype), meta_weight(outputs, hidden_size, dtype=dtype, weights=weights)
     bias = meta(outputs, dtype=dtype) if shape.bias else None
     pool = meta(1024, 2, shape.block_size, shape.num_kv_heads, head_dim, dtype=dtype)
+    num_rows = meta(1, dtype=torch.int32)
     for rows in (*ROW_COUNTS, 512):
         targets = _targets(
             meta(rows, head_dim // 2, dtype=torch.complex64),
@@ -134,14 +125,13 @@ def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launc
             meta(rows, 2, dtype=torch.int64),
             meta(rows, shape.num_heads, head_dim, dtype=dtype),
             outputs,
-            meta(1, dtype=torch.int32),
         )
-        tile = tuning(rows, hidden_size, outputs, dtype)
+        tile = product_tile(rows, weight, dtype)
         if tile is None:
-            yield f"finish rows={rows}", finish_launch(meta(rows, outputs, dtype=dtype), targets)
+            yield f"finish rows={rows}", finish_launch(meta(rows, outputs, dtype=dtype), targets, num_rows)
         else:
             hidden = meta(rows, hidden_size, dtype=dtype)
-            yield f"rows={rows}", product_launch(tile, hidden, norm, 1e-5, weight, bias, targets)
+            yield f"rows={rows}", qkv_launch(tile, hidden, norm, 1e-5, weight, bias, targets, num_rows)
 
 
 @triton.jit
@@ -190,12 +180,14 @@ def _finish(
 
 @triton.jit(**NOT_SPECIALIZED)
 def _product_kernel(
-    hidden_ptr,
-    hidden_stride,
+    x_ptr,
+    x_stride,
     norm_ptr,
     eps,
     weight_ptr,
     weight_stride,
+    scales_ptr,
+    scales_stride,
     bias_ptr,
     rotations_ptr,
     rotations_stride,
@@ -214,48 +206,27 @@ def _product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    first_output = tl.program_id(1) * BLOCK_N
+    outputs = first_output + tl.arange(0, BLOCK_N)
+    valid_outputs = tl.minimum(outputs, N - 1)
+    first = first_weights(weight_ptr, weight_stride, valid_outputs, 0, K, BLOCK_K, PDL)
     count = live_rows(num_rows_ptr, total_rows)
     if tl.program_id(0) * BLOCK_T >= count:
         return
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    first_output = tl.program_id(1) * BLOCK_N
-    outputs = first_output + tl.arange(0, BLOCK_N)
     sums = product(
-        hidden_ptr,
-        hidden_stride,
-        tl.minimum(rows, count - 1),
-        norm_ptr,
-        eps,
-        weight_ptr,
-        weight_stride,
-        tl.minimum(outputs, N - 1),
-        K,
-        BLOCK_T,
-        BLOCK_N,
-        BLOCK_K,
-        WEIGHTS_FIRST,
-    )
+        x_ptr, x_stride, tl.minimum(rows, count - 1), norm_ptr, eps,
+        weight_ptr, weight_stride, scales_ptr, scales_stride, valid_outputs,
+        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, PDL, first,
+    )  # fmt: skip
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + outputs, mask=outputs < N, other=0.0).to(tl.float32)[None, :]
     _finish(
-        sums,
-        rows,
-        first_output,
-        count,
-        rotations_ptr,
-        rotations_stride,
-        pool_ptr,
-        entries_ptr,
-        entries_stride,
-        values_stride,
-        queries_ptr,
-        N,
-        Q,
-        D,
-        BLOCK_T,
-        BLOCK_N,
-    )
+        sums, rows, first_output, count, rotations_ptr, rotations_stride,
+        pool_ptr, entries_ptr, entries_stride, values_stride, queries_ptr, N, Q, D, BLOCK_T, BLOCK_N,
+    )  # fmt: skip
 
 
 @triton.jit(**NOT_SPECIALIZED)
@@ -275,7 +246,9 @@ def _finish_kernel(
     Q: tl.constexpr,
     D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     count = live_rows(num_rows_ptr, total_rows)
     if tl.program_id(0) >= count:
         return
@@ -285,20 +258,6 @@ def _finish_kernel(
     pointers = projected_ptr + rows.to(tl.int64)[:, None] * projected_stride + outputs
     sums = tl.load(pointers, mask=outputs < N, other=0.0).to(tl.float32)
     _finish(
-        sums,
-        rows,
-        first_output,
-        count,
-        rotations_ptr,
-        rotations_stride,
-        pool_ptr,
-        entries_ptr,
-        entries_stride,
-        values_stride,
-        queries_ptr,
-        N,
-        Q,
-        D,
-        1,
-        BLOCK_N,
-    )
+        sums, rows, first_output, count, rotations_ptr, rotations_stride,
+        pool_ptr, entries_ptr, entries_stride, values_stride, queries_ptr, N, Q, D, 1, BLOCK_N,
+    )  # fmt: skip

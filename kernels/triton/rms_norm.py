@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from d3engine.kernels.triton.launches import Launch, ModelShape, meta
-from d3engine.kernels.triton.products import NOT_SPECIALIZED, live_rows, need_unit_stride
+from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, wait_for_previous
+from d3engine.kernels.triton.products import need_unit_stride
 
 
 def rms_norm(
@@ -85,7 +86,9 @@ def _norm_kernel(
     total_rows,
     H: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     if row >= live_rows(num_rows_ptr, total_rows):
         return

@@ -21,7 +21,8 @@ from d3engine.kernels.triton.candidates import best_launch, best_of, candidate, 
 from d3engine.kernels.triton.cuts import border_launch, borders_of, cuts_row
 from d3engine.kernels.triton.launches import Launch, ModelShape, meta
 from d3engine.kernels.triton.noise import gumbel, tile_words
-from d3engine.kernels.triton.products import NOT_SPECIALIZED, live_rows, need_unit_stride
+from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows
+from d3engine.kernels.triton.products import need_unit_stride
 
 TILE = 1024
 """Tokens a program: 128256 tokens of a single row are 126 programs."""

@@ -15,7 +15,9 @@ from d3engine.kernels import inspect
 from d3engine.kernels.inspect import Usage, load_widths
 
 USAGE = Usage(
+    arch=80,
     shape="tiny",
+    weights="",
     operation="copy_entries",
     label="copy",
     grid=(1, 1),
@@ -29,20 +31,68 @@ USAGE = Usage(
 )
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_kernels_of_a_tiny_model_compile_without_spills() -> None:
-    """In a process of its own: this one may have loaded Triton with the interpreter."""
-    command = [sys.executable, "-m", "d3engine.kernels.inspect", "--shapes", "tiny", "--json"]
-    command += ["--operations", "rms_norm,linear_residual,copy_entries"]
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+def run_python(*arguments: str) -> str:
+    """What a process without the interpreter's flag prints: this one may have loaded Triton with it."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    result = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
-    usages = json.loads(result.stdout)
-    assert {usage["operation"] for usage in usages} == {"rms_norm", "linear_residual", "copy_entries"}
-    assert all(usage["registers"] > 0 and not usage["spills"] for usage in usages)
-    (down,) = (usage for usage in usages if usage["label"] == "down rows=16")
-    assert down["widest_load"] == 16
-    assert down["wide_loads"] > 0.8
+    return result.stdout
+
+
+@needs_triton
+def test_kernels_of_a_tiny_model_compile_without_spills() -> None:
+    options = ["--shapes", "tiny", "--weights", "bf16,int4", "--operations", "rms_norm,linear_residual", "--json"]
+    usages = json.loads(run_python("-m", "d3engine.kernels.inspect", *options))
+    kinds = {(usage["operation"], usage["weights"]) for usage in usages}
+    assert kinds == {("rms_norm", ""), ("linear_residual", "bf16"), ("linear_residual", "int4")}
+    assert all(usage["registers"] > 0 and not usage["spills"] and usage["fits"] for usage in usages)
+    down = {usage["weights"]: usage for usage in usages if usage["label"] == "down rows=16"}
+    assert down["bf16"]["widest_load"] == 16
+    assert down["bf16"]["wide_loads"] > 0.8
+    assert all(u["wide_loads"] > 0.8 for u in usages if u["label"] == "down rows=1" and u["weights"] == "bf16")
+
+
+PROGRAMMATIC = """
+import torch
+from d3engine.kernels.inspect import compile_launch
+from d3engine.kernels.triton import launches
+
+for switch, arch in ((True, 90), (True, 80), (False, 90)):
+    launches.PROGRAMMATIC = switch
+    for name in ("rms_norm", "linear_residual"):
+        found = list(launches.registered(launches.SHAPES["tiny"], torch.bfloat16, "int8", [name]))
+        ptx = compile_launch(found[0][2], arch).asm["ptx"]
+        wait, first = ptx.find("griddepcontrol.wait"), ptx.find("griddepcontrol.launch_dependents")
+        loads_before = ptx[:wait].count("ld.global") if wait >= 0 else 0
+        print(name, switch, arch, wait >= 0, first >= 0, loads_before > 0)
+"""
+
+
+@needs_triton
+def test_with_the_switch_on_kernels_wait_for_the_one_before_after_their_first_weights() -> None:
+    lines = run_python("-c", PROGRAMMATIC).split("\n")[:-1]
+    assert lines == [
+        "rms_norm True 90 True True False",
+        "linear_residual True 90 True True True",
+        "rms_norm True 80 False False False",
+        "linear_residual True 80 False False False",
+        "rms_norm False 90 False False False",
+        "linear_residual False 90 False False False",
+    ]
+
+
+def test_a_kernel_that_wants_more_shared_memory_than_there_is_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = replace(USAGE, shared=163 * 1024)
+    monkeypatch.setattr(inspect, "inspect", lambda *arguments: iter([usage]))
+    assert inspect.main([]) == 0
+    monkeypatch.setattr(inspect, "inspect", lambda *arguments: iter([replace(usage, shared=usage.shared + 1)]))
+    assert inspect.main([]) == 1
+    assert "DOES NOT FIT" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("field", "code"), [("registers", 0), ("stack", 1), ("local", 1)])

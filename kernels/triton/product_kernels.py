@@ -1,0 +1,330 @@
+"""The one loop that all projections share, on the device: rows times a tile of weights, with the RMS norm folded in.
+
+The sum of squares is gathered while the row passes by, and the scale is applied to the finished sums, so a norm costs
+no launch of its own. A single row is multiplied and summed without tensor cores, whose tiles would stay empty; more
+rows use `tl.dot`. Masks along rows and outputs are avoided: indices are clamped, and only what is valid is stored.
+
+What a tile of weights holds follows from its pointer: int8 values (`Int8Weight`), uint8 pairs of 4-bit values
+(`Int4Weight`), or floats. Quantized values become floats in registers; an output's int8 scale meets the finished sum,
+a group's int4 scale the sum over that group. The host's side is in `products.py`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from d3engine.kernels.quantized import GROUP
+
+NOT_SPECIALIZED = {"do_not_specialize": ["total_rows"], "do_not_specialize_on_alignment": ["num_rows_ptr"]}
+"""Options of `triton.jit` for every kernel: a new row count, or a view of another layer's count, compiles nothing."""
+
+_INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
+_GROUP: tl.constexpr = tl.constexpr(GROUP)
+
+
+@triton.jit
+def live_rows(num_rows_ptr, total_rows):
+    """Rows to compute: all, or fewer if the device says so."""
+    if num_rows_ptr is None:
+        return total_rows
+    else:  # noqa: RET505 (Triton's frontend needs the other branch of a constexpr condition)
+        return tl.minimum(tl.load(num_rows_ptr), total_rows)
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Under programmatic dependent launch: let the next kernel begin, and wait until the one before has ended.
+
+    Every program of every kernel calls it before it reads what another kernel wrote, row counts included, and before it
+    writes or returns. Then the end of a kernel means the end of all before it.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def first_weights(weight_ptr, weight_stride, outputs, begin, K: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
+    """`wait_for_previous`, with the first tile of weights loaded meanwhile: what `product` takes as `first`."""
+    if PDL:
+        gdc_launch_dependents()
+        first = _load_weights(weight_ptr + outputs.to(tl.int64) * weight_stride, begin, K, BLOCK_K)
+        gdc_wait()
+        return first
+    else:  # noqa: RET505
+        return 0  # nobody reads it; Triton 3.6 cannot return None
+
+
+@triton.jit
+def product(
+    x_ptr,
+    x_stride,
+    rows,  # [BLOCK_T] valid row indices
+    norm_ptr,  # [K] norm weight, or None for no norm
+    eps,
+    weight_ptr,
+    weight_stride,
+    scales_ptr,  # None for floats
+    scales_stride,
+    outputs,  # [BLOCK_N] valid weight rows, in any order
+    K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
+    PDL: tl.constexpr = False,
+    first=0,  # with PDL: what `first_weights` has loaded
+    begin=0,
+    end=None,  # columns [begin, end), whole steps but the last; a norm needs all of them
+):
+    """[BLOCK_T, BLOCK_N] float32: (normed) rows of x times rows of weight."""
+    weight_rows = weight_ptr + outputs.to(tl.int64) * weight_stride
+    scale_rows = scales_ptr
+    if scales_ptr is not None:
+        scale_rows = scales_ptr + outputs.to(tl.int64) * scales_stride
+    x_rows = x_ptr + rows.to(tl.int64) * x_stride
+    if end is None:
+        end = K
+    if BLOCK_T == 1:
+        sums = _sum_product(x_rows, norm_ptr, eps, weight_rows, scale_rows, PDL, first, begin, end, K, BLOCK_N, BLOCK_K)
+    else:
+        sums = _dot_product(
+            x_rows, norm_ptr, eps, weight_rows, scale_rows, PDL, first, begin, end,
+            K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST,
+        )  # fmt: skip
+    if weight_rows.dtype.element_ty == tl.int8:
+        sums *= tl.load(scale_rows)[None, :]
+    return sums
+
+
+@triton.jit
+def _sum_product(
+    x_row, norm_ptr, eps, weight_rows, scale_rows, PDL: tl.constexpr, first, begin, end,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """[1, BLOCK_N]: one row, on the ordinary cores; sums are taken across threads only once, at the end."""
+    # Shapes by what one thread loads, 16 bytes of each output: 8 sums, or one where the scales of groups come first.
+    if weight_rows.dtype.element_ty == tl.int8:
+        sums = tl.zeros((BLOCK_N, BLOCK_K // 16, 8), tl.float32)
+        squares = tl.zeros((1, BLOCK_K // 16, 8), tl.float32)
+    elif weight_rows.dtype.element_ty == tl.uint8:
+        sums = tl.zeros((BLOCK_N, BLOCK_K // 32), tl.float32)
+        squares = tl.zeros((1, BLOCK_K // 32, 8), tl.float32)
+    else:
+        sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        squares = tl.zeros((1, BLOCK_K), tl.float32)
+    if PDL:
+        sums, squares = _sum_step(
+            sums, squares, first, x_row, norm_ptr, scale_rows, begin, K, BLOCK_N, BLOCK_K
+        )  # fmt: skip
+        begin += BLOCK_K
+    for start in range(begin, end, BLOCK_K):
+        weight = _load_weights(weight_rows, start, K, BLOCK_K)
+        sums, squares = _sum_step(
+            sums, squares, weight, x_row, norm_ptr, scale_rows, start, K, BLOCK_N, BLOCK_K
+        )  # fmt: skip
+    if weight_rows.dtype.element_ty == tl.int8:
+        sums = tl.reshape(sums, (BLOCK_N, BLOCK_K // 2))
+    total = tl.sum(sums, 1)[None, :]
+    if norm_ptr is not None:
+        total *= tl.rsqrt(tl.sum(squares) / K + eps)
+    return total
+
+
+@triton.jit
+def _sum_step(
+    sums, squares, weight, x_row, norm_ptr, scale_rows, start,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Add the columns [start, start + BLOCK_K) to both sums."""
+    if weight.dtype == tl.int8:
+        # 16 bytes are 16 columns of weights but only 8 of x (at half precision), and where a thread's columns differ,
+        # Triton moves the weights through shared memory. So a tile is cut into halves of 8 columns a thread, and x is
+        # loaded in the order of each.
+        THREADS: tl.constexpr = BLOCK_K // 16
+        halves = tl.split(tl.trans(tl.reshape(weight, (BLOCK_N, THREADS, 2, 8)), (0, 1, 3, 2)))
+        for half in tl.static_range(2):
+            nth = tl.arange(0, THREADS * 8)[None, :]
+            columns = start + nth // 8 * 16 + half * 8 + nth % 8
+            x, squares = _load_row(x_row, norm_ptr, squares, columns, K, THREADS, 8, BLOCK_K)
+            sums += _int8_values(halves[half]) * x
+    elif weight.dtype == tl.uint8:
+        # The same, and each byte has a low and a high value. All of a thread's columns are of one group.
+        PACKED_THREADS: tl.constexpr = BLOCK_K // 32
+        halves = tl.split(tl.trans(tl.reshape(weight, (BLOCK_N, PACKED_THREADS, 2, 8)), (0, 1, 3, 2)))
+        group_sums = tl.zeros((BLOCK_N, PACKED_THREADS, 8), tl.float32)
+        for half in tl.static_range(2):
+            # Written so that Triton sees 8 neighbours: 4 threads share the low values of a group, 16 each.
+            nth = tl.arange(0, PACKED_THREADS * 8)[None, :]
+            low = start + nth // 32 * _GROUP + nth // 8 % 4 * 16 + half * 8 + nth % 8
+            x, squares = _load_row(x_row, norm_ptr, squares, low, K, PACKED_THREADS, 8, BLOCK_K)
+            group_sums += _low_values(halves[half]) * x
+            x, squares = _load_row(x_row, norm_ptr, squares, low + _GROUP // 2, K, PACKED_THREADS, 8, BLOCK_K)
+            group_sums += _high_values_times_16(halves[half]) * (x * 0.0625)
+        groups = (start + 32 * tl.arange(0, PACKED_THREADS)) // _GROUP
+        mask = (groups * _GROUP < K)[None, :]
+        scales = tl.load(scale_rows[:, None] + groups[None, :], mask=mask, other=0.0)
+        sums += tl.sum(group_sums, 2) * scales
+    else:
+        columns = start + tl.arange(0, BLOCK_K)[None, :]
+        x = _load_columns(x_row[:, None] + columns, columns, K, BLOCK_K, "evict_last").to(tl.float32)
+        if norm_ptr is not None:
+            squares += x * x
+            x *= _load_columns(norm_ptr + columns, columns, K, BLOCK_K, "evict_last").to(tl.float32)
+        sums += weight.to(tl.float32) * x
+    return sums, squares
+
+
+@triton.jit
+def _load_row(
+    x_row, norm_ptr, squares, columns, K: tl.constexpr, THREADS: tl.constexpr, EACH: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """[1, THREADS, EACH] float32 of the row, times the norm weight; and the squares with those of the row added."""
+    x = _load_columns(x_row[:, None] + columns, columns, K, BLOCK_K, "evict_last").to(tl.float32)
+    if norm_ptr is not None:
+        squares += tl.reshape(x * x, (1, THREADS, EACH))
+        x *= _load_columns(norm_ptr + columns, columns, K, BLOCK_K, "evict_last").to(tl.float32)
+    return tl.reshape(x, (1, THREADS, EACH)), squares
+
+
+@triton.jit
+def _dot_product(
+    x_rows, norm_ptr, eps, weight_rows, scale_rows, PDL: tl.constexpr, first, begin, end,
+    K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_T, BLOCK_N]: several rows, on tensor cores."""
+    # The row times the norm weight, not yet scaled, can leave the range of float16. There the scale comes first, at the
+    # price of reading the rows twice (they are in L2). bfloat16 has the range of float32.
+    SCALE_FIRST: tl.constexpr = (norm_ptr is not None) and (x_rows.dtype.element_ty == tl.float16)
+    squares = tl.zeros((BLOCK_T,), tl.float32)
+    scale = tl.full((BLOCK_T,), 1.0, tl.float32)
+    if SCALE_FIRST:
+        for start in range(0, K, BLOCK_K):
+            columns = start + tl.arange(0, BLOCK_K)[None, :]
+            x = _load_columns(x_rows[:, None] + columns, columns, K, BLOCK_K, "evict_last").to(tl.float32)
+            squares += tl.sum(x * x, 1)
+        scale = tl.rsqrt(squares / K + eps)
+
+    if WEIGHTS_FIRST:
+        sums = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    else:
+        sums = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    if PDL:
+        sums, squares = _dot_step(
+            sums, squares, first, x_rows, norm_ptr, scale, scale_rows, begin, K, BLOCK_K, WEIGHTS_FIRST, SCALE_FIRST
+        )
+        begin += BLOCK_K
+    for start in range(begin, end, BLOCK_K):
+        weight = _load_weights(weight_rows, start, K, BLOCK_K)
+        sums, squares = _dot_step(
+            sums, squares, weight, x_rows, norm_ptr, scale, scale_rows, start, K, BLOCK_K, WEIGHTS_FIRST, SCALE_FIRST
+        )
+    if WEIGHTS_FIRST:
+        sums = tl.trans(sums)
+    if (norm_ptr is not None) and (not SCALE_FIRST):
+        sums *= tl.rsqrt(squares / K + eps)[:, None]
+    return sums
+
+
+@triton.jit
+def _dot_step(
+    sums, squares, weight, x_rows, norm_ptr, scale, scale_rows, start,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, SCALE_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Add the columns [start, start + BLOCK_K) to both sums."""
+    if weight.dtype == tl.uint8:
+        tl.static_assert(BLOCK_K == _GROUP, "a step of int4 is one group")
+        group_scales = tl.load(scale_rows + start // _GROUP)
+        columns = start + tl.arange(0, BLOCK_K // 2)[None, :]
+        x, squares = _load_rows(x_rows, norm_ptr, scale, squares, columns, K, BLOCK_K, SCALE_FIRST)
+        group_sums = _dot(_low_values(weight), x, tl.zeros_like(sums), WEIGHTS_FIRST)
+        columns += BLOCK_K // 2
+        x, squares = _load_rows(x_rows, norm_ptr, scale, squares, columns, K, BLOCK_K, SCALE_FIRST)
+        group_sums = _dot(_high_values_times_16(weight) * 0.0625, x, group_sums, WEIGHTS_FIRST)
+        if WEIGHTS_FIRST:
+            sums += group_sums * group_scales[:, None]
+        else:
+            sums += group_sums * group_scales[None, :]
+    else:
+        columns = start + tl.arange(0, BLOCK_K)[None, :]
+        x, squares = _load_rows(x_rows, norm_ptr, scale, squares, columns, K, BLOCK_K, SCALE_FIRST)
+        if weight.dtype == tl.int8:
+            weight = _int8_values(weight)
+        sums = _dot(weight, x, sums, WEIGHTS_FIRST)
+    return sums, squares
+
+
+@triton.jit
+def _load_rows(
+    x_rows, norm_ptr, scale, squares, columns, K: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_FIRST: tl.constexpr
+):
+    """The rows' `columns`, times scale and norm weight; and the squares with those of the columns added."""
+    x = _load_columns(x_rows[:, None] + columns, columns, K, BLOCK_K, "evict_last")
+    if norm_ptr is not None:
+        wide = x.to(tl.float32)
+        if SCALE_FIRST:
+            wide *= scale[:, None]
+        else:
+            squares += tl.sum(wide * wide, 1)
+        wide *= _load_columns(norm_ptr + columns, columns, K, BLOCK_K, "evict_last").to(tl.float32)
+        x = wide.to(x.dtype)
+    return x, squares
+
+
+@triton.jit
+def _dot(weight, x, sums, WEIGHTS_FIRST: tl.constexpr):
+    """`sums` and the product of `x` and `weight`, which is rounded to x's type: small whole numbers stay exact."""
+    weight = weight.to(x.dtype)
+    if _INTERPRETED:  # its products of bfloat16 are wrong; rounded operands stay as they are
+        weight, x = weight.to(tl.float32), x.to(tl.float32)
+    if WEIGHTS_FIRST:
+        return tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
+    else:  # noqa: RET505
+        return tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
+
+
+# Whole numbers become floats by being written into the mantissa of 2^23 (0x4B000000), which is then subtracted: two
+# fast instructions, where the conversion instruction runs at a quarter of their rate or less.
+
+
+@triton.jit
+def _int8_values(stored):
+    """int8 as float32."""
+    raised = stored.to(tl.uint8, bitcast=True).to(tl.int32) ^ 0x4B000080  # the sign bit's place counts +128
+    return raised.to(tl.float32, bitcast=True) - 8388736.0
+
+
+@triton.jit
+def _low_values(packed):
+    """The low four bits, less 8, as float32."""
+    return ((packed.to(tl.int32) & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
+
+
+@triton.jit
+def _high_values_times_16(packed):
+    """The high four bits, less 8, times 16, as float32: without a shift."""
+    return ((packed.to(tl.int32) & 240) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+
+
+@triton.jit
+def _load_weights(weight_rows, start, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The stored form of columns [start, start + BLOCK_K): [BLOCK_N, BLOCK_K], or half as many bytes under int4."""
+    # Weights are read once a token: they need not push the activations out of the L2 cache.
+    if weight_rows.dtype.element_ty == tl.uint8:
+        BYTES: tl.constexpr = (K + _GROUP - 1) // _GROUP * (_GROUP // 2)
+        places = start // 2 + tl.arange(0, BLOCK_K // 2)[None, :]
+        return _load_columns(weight_rows[:, None] + places, places, BYTES, BLOCK_K // 2, "evict_first")
+    else:  # noqa: RET505
+        columns = start + tl.arange(0, BLOCK_K)[None, :]
+        return _load_columns(weight_rows[:, None] + columns, columns, K, BLOCK_K, "evict_first")
+
+
+@triton.jit
+def _load_columns(pointers, columns, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICTION: tl.constexpr):
+    """Load with zeros beyond column K; no mask at all where the step divides K."""
+    if K % BLOCK_K == 0:
+        return tl.load(pointers, eviction_policy=EVICTION)
+    else:  # noqa: RET505
+        return tl.load(pointers, mask=columns < K, other=0, eviction_policy=EVICTION)

@@ -1,0 +1,175 @@
+"""The Triton projections on int8 and int4 weights against float64 on the values that the stored ones stand for.
+
+Memory from `torch.empty` is filled with NaN here, so that a value nobody wrote shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import d3engine.kernels.triton as kernels
+from d3engine.kernels.quantized import GROUP, Int4Weight, Int8Weight
+from d3engine.kernels.triton import products
+
+EPS = 1e-5
+# As in test_triton_linear.py: the stored values add no error of their own, they are whole numbers in every dtype.
+LIMITS = {torch.float32: 1e-6, torch.float16: 6e-4, torch.bfloat16: 1e-2}
+MATMUL_ROWS = 42
+ROWS = [1, 5, 40, 43]  # one for each path, the last for torch.matmul on an unpacked matrix
+KINDS = ["int8", "int4"]
+
+Randn = Callable[..., Tensor]
+Quantized = Int8Weight | Int4Weight
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles as for a device of two processors, and fewer rows to a product of torch: the same paths, less waiting."""
+    monkeypatch.setattr(products, "MIN_PROGRAMS", 2)
+    monkeypatch.setattr(products, "MATMUL_ROWS", MATMUL_ROWS)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """In its deterministic mode torch fills what `torch.empty` returns with NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def randn(device: torch.device) -> Randn:
+    generator = torch.Generator().manual_seed(0)
+
+    def make(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(device, dtype)
+
+    return make
+
+
+def random_weight(kind: str, outputs: int, columns: int, device: torch.device) -> tuple[Quantized, Tensor]:
+    """Any stored values, the extreme ones too, with unequal scales; and the matrix they stand for in float64.
+
+    The matrix is written out here by the format's definition, not by `dequantize`.
+    """
+    generator = torch.Generator().manual_seed(1)
+    if kind == "int8":
+        values = torch.randint(-127, 128, (outputs, columns), generator=generator, dtype=torch.int8)
+        values[:, 0], values[:, -1] = 127, -127
+        scales = torch.rand(outputs, generator=generator) * 0.01 + 0.001
+        exact = values.double() * scales.double()[:, None]
+        return Int8Weight(values.to(device), scales.to(device)), exact.to(device)
+    groups = -(-columns // GROUP)
+    values = torch.randint(-8, 8, (outputs, groups * GROUP), generator=generator)
+    values[:, 0], values[:, 64], values[:, columns - 1] = -8, 7, 7
+    values[:, columns:] = 0
+    scales = torch.rand(outputs, groups, generator=generator) * 0.1 + 0.01
+    packed = torch.zeros(outputs, groups * 64, dtype=torch.uint8)
+    for group in range(groups):
+        low = values[:, 128 * group : 128 * group + 64] + 8
+        high = values[:, 128 * group + 64 : 128 * group + 128] + 8
+        packed[:, 64 * group : 64 * group + 64] = (low + 16 * high).to(torch.uint8)
+    exact = values.double() * scales.double().repeat_interleave(GROUP, dim=1)
+    return Int4Weight(packed.to(device), scales.to(device), columns), exact[:, :columns].to(device)
+
+
+def assert_close(out: Tensor, expected: Tensor, limit: float) -> None:
+    assert out.shape == expected.shape
+    error = float((out.double() - expected).norm() / expected.norm())
+    assert error < limit, f"relative error {error:.2e}"
+
+
+def normed(hidden: Tensor, weight: Tensor) -> Tensor:
+    wide = hidden.double()
+    return wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+
+
+def row_count(value: int, device: torch.device) -> Tensor:
+    return torch.tensor([value], dtype=torch.int32, device=device)
+
+
+def limit_of(dtype: torch.dtype, rows: int) -> float:
+    """The path of many rows rounds the unpacked matrix, and the normed row."""
+    return LIMITS[dtype] * (2 if rows > MATMUL_ROWS else 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("dtype", "columns"),
+    [(torch.float32, 123), (torch.float16, 256), (torch.bfloat16, 300)],
+)
+def test_linear_residual(
+    kind: str, rows: int, dtype: torch.dtype, columns: int, randn: Randn, device: torch.device
+) -> None:
+    weight, exact = random_weight(kind, 73, columns, device)
+    x, residual = randn(rows, columns, dtype=dtype), randn(rows, 73, dtype=dtype)
+    bias = None if columns == 256 else randn(73, dtype=dtype)
+    expected = residual.double() + x.double() @ exact.t() + (0 if bias is None else bias.double())
+    live = max(1, rows - 2)
+    x[live:], residual[live:] = torch.nan, 3.0
+    kernels.linear_residual(x, weight, bias, residual, num_rows=row_count(live, device))
+    assert_close(residual[:live], expected[:live], limit_of(dtype, rows))
+    assert bool((residual[live:] == 3.0).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gate_up_and_lm_head_carry_their_norm(
+    kind: str, rows: int, dtype: torch.dtype, randn: Randn, device: torch.device
+) -> None:
+    columns, gates = 200, 17
+    weight, exact = random_weight(kind, 2 * gates, columns, device)
+    hidden, norm = randn(rows, columns, dtype=dtype, scale=3.0), randn(columns, dtype=dtype)
+    logits = normed(hidden, norm) @ exact.t()
+    found = kernels.lm_head(hidden, norm, EPS, weight)
+    assert_close(found, logits, limit_of(dtype, rows))
+    assert torch.equal(kernels.lm_head_argmax(hidden, norm, EPS, weight), found.argmax(dim=1))
+    gate, up = logits.chunk(2, dim=1)
+    expected = torch.nn.functional.silu(gate) * up
+    assert_close(kernels.gate_up(hidden, norm, EPS, weight, None), expected, 4 * limit_of(dtype, rows))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_qkv(kind: str, rows: int, randn: Randn, device: torch.device) -> None:
+    heads, kv_heads, channels, columns = 3, 1, 16, 150
+    weight, exact = random_weight(kind, (heads + 2 * kv_heads) * channels, columns, device)
+    hidden, norm = randn(rows, columns, dtype=torch.float32), randn(columns, dtype=torch.float32)
+    angles = randn(rows, channels // 2, dtype=torch.float32, scale=50.0)
+    rotations = torch.polar(torch.ones_like(angles), angles)
+    pool = torch.full((rows, 2, 4, kv_heads, channels), torch.nan, device=device)
+    keys = torch.arange(rows, device=device).flip(0) * 8
+    entries = torch.stack((keys, keys + 4), dim=1)
+    projected = (normed(hidden, norm) @ exact.t()).view(rows, -1, channels)
+    turned = torch.view_as_complex(projected.view(rows, -1, channels // 2, 2)) * rotations.to(torch.complex128)[:, None]
+    turned = torch.view_as_real(turned).view(rows, -1, channels)
+    queries = kernels.qkv(hidden, norm, EPS, weight, None, rotations, pool, entries, heads)
+    flat = pool.view(-1, kv_heads, channels)
+    assert_close(queries, turned[:, :heads], 2e-6)
+    assert_close(flat[entries[:, 0]], turned[:, heads : heads + kv_heads], 2e-6)
+    assert_close(flat[entries[:, 1]], projected[:, heads + kv_heads :], 2e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_columns_that_several_programs_share_are_added_up(kind: str, randn: Randn, device: torch.device) -> None:
+    """More steps than parts can have evenly, and a last step that is not whole."""
+    weight, exact = random_weight(kind, 70, 1000, device)
+    x, residual = randn(5, 1000, dtype=torch.float16), randn(5, 70, dtype=torch.float16)
+    tile = products.product_tile(5, weight, torch.float16, may_split=True)
+    assert tile is not None
+    assert tile.parts == 2
+    expected = residual.double() + x.double() @ exact.t()
+    kernels.linear_residual(x, weight, None, residual)
+    assert_close(residual, expected, LIMITS[torch.float16])
+
+
+def test_a_transposed_quantized_matrix_is_refused_by_name(device: torch.device) -> None:
+    values, scales = torch.ones(16, 16, dtype=torch.int8, device=device).t(), torch.ones(16, device=device)
+    with pytest.raises(ValueError, match=r"weight\.values has stride"):
+        kernels.lm_head(torch.ones(1, 16), torch.ones(16), EPS, Int8Weight(values, scales))
