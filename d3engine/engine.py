@@ -275,6 +275,11 @@ class Engine:
         block_bytes = loading.block_bytes(self.config, self.scheduler.cache.block_size, self.dtype)
         return engine_stats(self.scheduler, block_bytes, self._nominal.mean())
 
+    @property
+    def directory(self) -> Path:
+        """Where the model's files are."""
+        return self._directory
+
     def close(self) -> None:
         """Drop weights and cache; calling it again does nothing."""
         if not self._closed:

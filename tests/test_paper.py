@@ -136,5 +136,6 @@ def test_the_commands_that_need_weights_parse(command: str, shown: str) -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "from d3engine.cli import app; app(['paper', '--json'], standalone_mode=False); import sys; assert 'torch' not in sys.modules"
+    run = "from d3engine.cli import app; app(['paper', '--json'], standalone_mode=False)"
+    code = f"{run}; import sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -7,14 +7,14 @@ where the paper does not agree with itself.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
 from d3engine.cli import new_app
 from d3engine.evaluation.paper import Compared, PaperReport, report
+from d3engine.evaluation.report import Table
 
 app = new_app()
 
@@ -47,19 +47,10 @@ def as_dict(found: PaperReport) -> dict[str, Any]:
     return described
 
 
-class Section(NamedTuple):
-    """One table and what has to be said below it."""
-
-    title: str
-    header: Sequence[str]
-    rows: list[tuple[str, ...]]
-    notes: tuple[str, ...]
-
-
 def _show(found: PaperReport) -> None:
     from d3engine.cli.terminal import print_table
 
-    for section in (
+    for table in (
         _mean_layers(found),
         _flops_ratios(found),
         _wall_clock(found),
@@ -67,15 +58,15 @@ def _show(found: PaperReport) -> None:
         _gains(found),
         _grid(found),
     ):
-        print_table(section.title, section.header, section.rows)
-        typer.echo("\n".join(section.notes) + "\n")
+        print_table(table.title, table.header, table.rows)
+        typer.echo("\n".join(table.notes) + "\n")
     typer.echo("With the weights of Llama-2, and the data sets in a folder DATA (DATA/gsm8k, DATA/bbh):")
     for reproduction in found.reproduce:
         typer.echo(f"\n# {reproduction.shows}\n{reproduction.command}")
 
 
-def _mean_layers(found: PaperReport) -> Section:
-    return Section(
+def _mean_layers(found: PaperReport) -> Table:
+    return Table(
         "Table 6, mean layers of D3 over the maximum length",
         ("benchmark", "Llama-2", "setting", "paper", "ours", "difference"),
         [
@@ -89,8 +80,8 @@ def _mean_layers(found: PaperReport) -> Section:
     )
 
 
-def _flops_ratios(found: PaperReport) -> Section:
-    return Section(
+def _flops_ratios(found: PaperReport) -> Table:
+    return Table(
         "Table 6, FLOPs ratio with the LM head",
         ("benchmark", "Llama-2", "method", "paper", "ours", "difference"),
         [
@@ -101,8 +92,8 @@ def _flops_ratios(found: PaperReport) -> Section:
     )
 
 
-def _wall_clock(found: PaperReport) -> Section:
-    return Section(
+def _wall_clock(found: PaperReport) -> Table:
+    return Table(
         "Table 7, wall clock of GSM8K, beside the most that the skipped layers allow",
         ("Llama-2", "full depth", "D3", "printed", "their ratio", "layer bound"),
         [
@@ -123,9 +114,9 @@ def _wall_clock(found: PaperReport) -> Section:
     )
 
 
-def _averages(found: PaperReport) -> Section:
+def _averages(found: PaperReport) -> Table:
     agreeing = sum(a.agrees for a in found.averages)
-    return Section(
+    return Table(
         "Table 8, average of the 27 tasks of BBH",
         ("Llama-2", "depth", "paper", "weighted by items", "unweighted"),
         [
@@ -149,8 +140,8 @@ def _averages(found: PaperReport) -> Section:
     )
 
 
-def _gains(found: PaperReport) -> Section:
-    return Section(
+def _gains(found: PaperReport) -> Table:
+    return Table(
         "Table 6, exact match of D3 minus full depth",
         ("benchmark", "Llama-2", "points", "standard error", "in standard errors"),
         [
@@ -161,8 +152,8 @@ def _gains(found: PaperReport) -> Section:
     )
 
 
-def _grid(found: PaperReport) -> Section:
-    return Section(
+def _grid(found: PaperReport) -> Table:
+    return Table(
         "Table 9, the setting whose test score Table 6 reports for GSM8K",
         ("Llama-2", "alpha", "start", "validation", "test", "best on validation", "its start"),
         [
