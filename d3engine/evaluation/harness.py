@@ -85,14 +85,10 @@ def run_tasks(
     """Evaluate the tasks under each (title, policy) in turn; raises `D3EngineError` for a task that there is not."""
     require_harness()
     from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
 
     from d3engine.integrations.lm_eval import D3EngineLM
 
-    manager = TaskManager(include_path=include_path)
-    unknown = [name for name in names if not manager.match_tasks([name])]
-    if unknown:
-        raise D3EngineError(f"lm-evaluation-harness has no task {', '.join(unknown)}; --data DIR reads files instead")
+    manager = _task_manager(names, include_path)
     runs = []
     for title, policy in policies:
         model = D3EngineLM(engine, depth=policy, max_gen_toks=max_gen_toks)
@@ -111,6 +107,21 @@ def run_tasks(
         seconds = time.perf_counter() - began
         runs.append(HarnessRun(title, policy, _metrics(found), model.total_usage(), seconds))
     return runs
+
+
+def _task_manager(names: Sequence[str], include_path: str | None) -> Any:
+    """The harness's index of tasks that has these; its own, which takes long to read, only if the folder lacks one."""
+    from lm_eval.tasks import TaskManager
+
+    if include_path is not None:
+        manager = TaskManager(include_path=include_path, include_defaults=False)
+        if all(manager.match_tasks([name]) for name in names):
+            return manager
+    manager = TaskManager(include_path=include_path)
+    unknown = [name for name in names if not manager.match_tasks([name])]
+    if unknown:
+        raise D3EngineError(f"lm-evaluation-harness has no task {', '.join(unknown)}; --data DIR reads files instead")
+    return manager
 
 
 def _metrics(found: dict[str, Any]) -> tuple[Metric, ...]:

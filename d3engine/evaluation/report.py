@@ -118,19 +118,19 @@ def task_table(result: Result) -> Table:
 
 
 def side_by_side(results: Sequence[Result]) -> Table:
-    """Policies by benchmarks: the form of the D3 paper's Table 6."""
-    header = ["depth"]
-    for result in results:
-        name = result.benchmark.name
-        header += [f"{name}: exact match", f"{name}: nominal layers", f"{name}: FLOPs ratio"]
-    rows = []
-    for place, title in enumerate(results[0].titles):
-        row = [title]
-        for result in results:
-            score = result.scores[place]
-            row += [f"{score.accuracy:.2%}", f"{score.nominal_mean_layers:.2f}", ratio(score.nominal_flops_ratio)]
-        rows.append(tuple(row))
-    return Table("All benchmarks, nominal", tuple(header), tuple(rows))
+    """The figures of the D3 paper's Table 6, for every benchmark and policy."""
+    rows = [
+        (
+            result.benchmark.name,
+            title,
+            f"{score.accuracy:.2%}",
+            f"{score.nominal_mean_layers:.2f}",
+            ratio(score.nominal_flops_ratio),
+        )
+        for result in results
+        for title, score in zip(result.titles, result.scores, strict=True)
+    ]
+    return Table("All benchmarks, nominal", ("benchmark", "depth", "exact match", "mean layers", "FLOPs ratio"), rows)
 
 
 def as_dict(result: Result) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ import pytest
 import torch
 from tiny_models import TinyLlama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from typer.testing import CliRunner
 
+from d3engine.cli import app
 from d3engine.depth import D3, FullDepth
 from d3engine.errors import D3EngineError, InvalidValueError
+from d3engine.evaluation.accuracy import wilson_interval
 from d3engine.evaluation.procedural import all_problems
 from d3engine.request import SamplingParams
 from d3engine.sampling import Sampler
@@ -364,3 +368,34 @@ def test_the_harness_gives_the_scores_of_its_hf_backend_on_items_of_gsm8k_and_bb
     write_task(tmp_path, "own_bbh_choice", bbh, **choice(expression, "['True', 'False']", "{{target}}"))
     tasks = ["own_gsm8k", "own_bbh", "own_bbh_choice"]
     assert_same(evaluate(tmp_path, ours, tasks), evaluate(tmp_path, theirs, tasks), tasks)
+
+
+def test_the_command_compares_policies_on_tasks_of_the_harness(tmp_path: Path) -> None:
+    """The bundled model at full depth and far too shallow, on its own problems and on a perplexity."""
+    items = [{"q": p.question, "a": str(p.answer)} for p in islice(all_problems("word-problems", "test", 0), 3)]
+    fields = generation("Question: {{q}}\nAnswer:", "{{a}}", ["\n"], 64)
+    strict = [{"function": "regex", "regex_pattern": "#### (-?[0-9]+)"}, {"function": "take_first"}]
+    write_task(tmp_path, "own_words", items, **fields, filter_list=[{"name": "strict", "filter": strict}])
+    rolling = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{q}}"}
+    write_task(tmp_path, "own_perplexity", items, **rolling, metric_list=[{"metric": "bits_per_byte"}])
+    words = ["eval", "demo", "--tasks", "own_words,own_perplexity", "--include-path", str(tmp_path), "--compare-full"]
+    shallow = ["--policy", "d3 alpha=0.5 start=0.3", "--limit", "3", "--kv-cache-memory-bytes", str(2**25)]
+    result = CliRunner().invoke(app, [*words, *shallow, "--json"])
+    assert result.exit_code == 0, result.output
+    full, less = json.loads(result.stdout[result.stdout.index("{\n") :])["harness"]
+    exact_match, perplexity = full["metrics"]
+    assert (exact_match["task"], exact_match["metric"]) == ("own_words", "exact_match (strict)")
+    assert (exact_match["value"], exact_match["questions"]) == (1.0, 3)
+    assert exact_match["interval_95"]["low"] == pytest.approx(wilson_interval(3, 3).low)
+    assert perplexity["interval_95"] is None
+    assert 0 < perplexity["value"] == pytest.approx(less["metrics"][1]["value"])
+    assert less["metrics"][0]["value"] < 1
+    assert full["generated"]["layers"] == 16 * full["generated"]["tokens"]
+    assert 4 * less["generated"]["tokens"] < less["generated"]["layers"] < 8 * less["generated"]["tokens"]
+
+
+def test_a_task_that_the_harness_does_not_have_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))  # thousands of files
+    result = CliRunner().invoke(app, ["eval", "demo", "--tasks", "no_such_task", "--include-path", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "no_such_task" in result.output
