@@ -14,7 +14,7 @@ from d3engine.cli import app
 from d3engine.evaluation.accuracy import wilson_interval
 
 D3_FLAGS = ("--depth", "d3", "--alpha", "0.9", "--start", "0.6")
-SMALL = ("--limit", "6", "--max-tokens", "48", "--device", "cpu", "--kv-cache-memory-bytes", str(2**25))
+SMALL = ("--limit", "4", "--max-tokens", "48", "--device", "cpu", "--kv-cache-memory-bytes", str(2**25))
 
 
 def evaluate(*arguments: str) -> Any:
@@ -35,11 +35,11 @@ def report() -> dict[str, Any]:
 def test_json_holds_both_scores_and_their_comparison(report: dict[str, Any]) -> None:
     (found,) = report["benchmarks"]
     full, decayed = found["scores"]
-    assert (found["problems"], found["about"], report["seed"]) == (6, "test split, seed 0", 0)
+    assert (found["problems"], found["about"], report["seed"]) == (4, "test split, seed 0", 0)
     assert (full["depth"]["policy"], decayed["depth"]["policy"]) == ("full", "d3")
     for score in found["scores"]:
-        interval = wilson_interval(score["correct"], 6)
-        assert score["exact_match"] == score["correct"] / 6
+        interval = wilson_interval(score["correct"], 4)
+        assert score["exact_match"] == score["correct"] / 4
         assert (score["interval_95"]["low"], score["interval_95"]["high"]) == (interval.low, interval.high)
         assert score["num_layers"] == 16
         assert score["tokens_per_second"] == pytest.approx(score["tokens"] / score["seconds"])
@@ -69,7 +69,8 @@ def test_the_table_and_the_page_have_the_figures_of_the_json(report: dict[str, A
 
 def test_policies_in_words_run_in_turn_each_compared_with_the_first() -> None:
     policies = ("--policy", "d3 alpha=0.9 start=0.7", "--policy", "full")
-    result = evaluate(*policies, "--baselines", "--tasks", "word-problems", "--split", "validation", "--json")
+    short = ("--limit", "2", "--max-tokens", "24", "--split", "validation")
+    result = evaluate(*policies, "--baselines", "--tasks", "word-problems", *short, "--json")
     assert result.exit_code == 0, result.output
     (found,) = json.loads(result.stdout)["benchmarks"]
     assert [score["depth"]["policy"] for score in found["scores"]] == ["d3", "skipdecode", "unified", "full"]
@@ -80,7 +81,8 @@ def test_policies_in_words_run_in_turn_each_compared_with_the_first() -> None:
 
 
 def test_tasks_are_measured_one_after_another_and_side_by_side() -> None:
-    result = evaluate("--depth", "full", "--tasks", "word-problems,word-sorting", "--limit", "2", "--num-fewshot", "1")
+    short = ("--limit", "2", "--max-tokens", "12")
+    result = evaluate("--depth", "full", "--tasks", "word-problems,word-sorting", *short, "--num-fewshot", "1")
     assert result.exit_code == 0, result.output
     assert "word-sorting: 2 questions, test split, seed 0, 1 shots" in result.stdout
     assert "All benchmarks, nominal" in result.stdout
@@ -91,7 +93,19 @@ def test_questions_of_files_are_read_from_a_folder(tmp_path: Path) -> None:
     lines = [{"question": f"What is {i}?", "answer": f"#### {i}"} for i in range(12)]
     for name in ("train", "test"):
         (tmp_path / "gsm8k" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    result = evaluate("--data", str(tmp_path), "--tasks", "gsm8k", "--limit", "2", "--num-fewshot", "2", "--json")
+    result = evaluate(
+        "--data",
+        str(tmp_path),
+        "--tasks",
+        "gsm8k",
+        "--limit",
+        "2",
+        "--num-fewshot",
+        "2",
+        "--max-tokens",
+        "12",
+        "--json",
+    )
     assert result.exit_code == 0, result.output
     (found,) = json.loads(result.stdout)["benchmarks"]
     assert (found["task"], found["problems"], found["about"]) == ("gsm8k", 2, "test split, 2 shots, seed 0")

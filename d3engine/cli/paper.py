@@ -61,6 +61,7 @@ def _show(found: PaperReport) -> None:
         print_table(table.title, table.header, table.rows)
         typer.echo("\n".join(table.notes) + "\n")
     typer.echo("With the weights of Llama-2, and the data sets in a folder DATA (DATA/gsm8k, DATA/bbh):")
+    typer.echo("13B takes start 0.5 on BBH and 0.7 on GSM8K.")
     for reproduction in found.reproduce:
         typer.echo(f"\n# {reproduction.shows}\n{reproduction.command}")
 
@@ -85,7 +86,14 @@ def _flops_ratios(found: PaperReport) -> Table:
         "Table 6, FLOPs ratio with the LM head",
         ("benchmark", "Llama-2", "method", "paper", "ours", "difference"),
         [
-            (c.benchmark, c.size, c.setting, f"{c.papers:.2f}x", f"{c.ours:.3f}x", f"{c.difference:+.3f}")
+            (
+                c.benchmark,
+                c.size,
+                c.setting.removeprefix("Ours: "),
+                f"{c.papers:.2f}x",
+                f"{c.ours:.3f}x",
+                f"{c.difference:+.3f}",
+            )
             for c in found.flops_ratios
         ],
         (_agreement(found.flops_ratios), "D3 from our schedules, the other methods from their printed mean layers."),

@@ -122,9 +122,12 @@ def test_loglikelihoods_are_those_of_the_hf_backend(ours: D3EngineLM, theirs: HF
 def test_a_continuation_is_greedy_exactly_if_greedy_decoding_gives_it(ours: D3EngineLM, theirs: HFLM) -> None:
     context = "Question: how many?\nAnswer:"
     ids = ours.tok_encode(context)
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, depth=FullDepth())
-    answer = ours.engine.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)[0].outputs[0].token_ids
-    other = [*answer[:3], (answer[3] + 1) % 250]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, depth=FullDepth(), logprobs=2)
+    output = ours.engine.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)[0].outputs[0]
+    answer = output.token_ids
+    assert output.logprobs is not None
+    (second,) = (token for token, logprob in output.logprobs[3].items() if logprob.rank == 2)
+    other = [*answer[:3], second]
     asked = [(None, ids, continuation) for continuation in (answer, answer[:1], other, [other[3], *answer[1:]])]
     found = ours._loglikelihood_tokens(asked, disable_tqdm=True)
     assert [greedy for _, greedy in found] == [True, True, False, False]
@@ -143,15 +146,15 @@ def test_rolling_loglikelihoods_are_those_of_the_hf_backend(ours: D3EngineLM, th
 def test_generated_texts_are_those_of_hf_greedy(ours: D3EngineLM, theirs: HFLM) -> None:
     contexts = ["Question: what?\nAnswer:", "a", "<s>its own beginning", "too long " * 40]
     free = theirs.generate_until(
-        requests("generate_until", *((context, {"until": [], "max_gen_toks": 24}) for context in contexts)),
+        requests("generate_until", *((context, {"until": [], "max_gen_toks": 12}) for context in contexts)),
         disable_tqdm=True,
     )
     stops = [text[5:7] for text in free]
     asked = requests(
         "generate_until",
-        *((context, {"until": [], "max_gen_toks": 24, "do_sample": False}) for context in contexts),
+        *((context, {"until": [], "max_gen_toks": 12, "do_sample": False}) for context in contexts),
         *(
-            (context, {"until": stop, "max_gen_toks": 24, "temperature": 0.0})
+            (context, {"until": stop, "max_gen_toks": 12, "temperature": 0.0})
             for context, stop in zip(contexts, stops, strict=True)
         ),
     )
@@ -348,7 +351,7 @@ def test_the_harness_gives_the_scores_of_its_hf_backend_on_generated_problems(
     swaps = list(islice(all_problems("tracking-shuffled-objects", "test", 0), 3))
     items = [{"q": p.question, "a": str(p.answer), "choices": ["7", str(p.answer), "ball"]} for p in (*words, *swaps)]
     prompt = "Question: {{q}}\nAnswer:"
-    write_task(tmp_path, "own_generation", items, **generation(prompt, "{{a}}", ["\n", "e"], 12))
+    write_task(tmp_path, "own_generation", items, **generation(prompt, "{{a}}", ["\n", "e"], 8))
     write_task(tmp_path, "own_choice", items, **choice(prompt, "{{choices}}", "{{choices.index(a)}}"))
     tasks = ["own_generation", "own_choice"]
     arguments = f"pretrained={tiny.directory},depth=full,kv_cache_memory_bytes={2**24}"
@@ -363,8 +366,8 @@ def test_the_harness_gives_the_scores_of_its_hf_backend_on_items_of_gsm8k_and_bb
         gsm8k = [json.loads(line) for line in islice(lines, 3)]
     bbh = json.loads((shared_data / "bbh" / "boolean_expressions.json").read_text())["examples"][:4]
     question, expression = "Question: {{question}}\nAnswer:", "Q: {{input}}\nA:"
-    write_task(tmp_path, "own_gsm8k", gsm8k, **generation(question, "{{answer}}", ["Question:", "</s>"], 16))
-    write_task(tmp_path, "own_bbh", bbh, **generation(expression, "{{target}}", ["</s>", "Q", "\n\n"], 16))
+    write_task(tmp_path, "own_gsm8k", gsm8k, **generation(question, "{{answer}}", ["Question:", "</s>"], 8))
+    write_task(tmp_path, "own_bbh", bbh, **generation(expression, "{{target}}", ["</s>", "Q", "\n\n"], 8))
     write_task(tmp_path, "own_bbh_choice", bbh, **choice(expression, "['True', 'False']", "{{target}}"))
     tasks = ["own_gsm8k", "own_bbh", "own_bbh_choice"]
     assert_same(evaluate(tmp_path, ours, tasks), evaluate(tmp_path, theirs, tasks), tasks)
