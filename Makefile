@@ -36,7 +36,7 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml setup.py
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --editable ".[plots,test]"
+	$(BIN)/python -m pip install --quiet --editable ".[eval,plots,test]"
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-test

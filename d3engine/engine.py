@@ -303,6 +303,11 @@ class Engine:
         graphs = self.executor.graph_stats if isinstance(self.executor, GraphExecutor) else None
         return engine_stats(self.scheduler, block_bytes, self._nominal.mean(), graphs)
 
+    @property
+    def directory(self) -> Path:
+        """Where the model's files are."""
+        return self._directory
+
     def close(self) -> None:
         """Drop weights and cache; calling it again does nothing."""
         if not self._closed:

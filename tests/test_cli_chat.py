@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from d3engine.cli import app
-from d3engine.cli.chat import policy_from_words
+from d3engine.cli.depth_options import policy_from_words
 from d3engine.depth import D3, FullDepth, SkipDecode
 from d3engine.errors import InvalidValueError
 from d3engine.loading import model_directory

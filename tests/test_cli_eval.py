@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from d3engine.cli import app
 from d3engine.evaluation.accuracy import wilson_interval
 
 D3_FLAGS = ("--depth", "d3", "--alpha", "0.9", "--start", "0.6")
-SMALL = ("--limit", "6", "--max-tokens", "48", "--device", "cpu", "--kv-cache-memory-bytes", str(2**25))
+SMALL = ("--limit", "4", "--max-tokens", "48", "--device", "cpu", "--kv-cache-memory-bytes", str(2**25))
 
 
 def evaluate(*arguments: str) -> Any:
@@ -31,43 +33,98 @@ def report() -> dict[str, Any]:
 
 
 def test_json_holds_both_scores_and_their_comparison(report: dict[str, Any]) -> None:
-    full, decayed = report["scores"]
-    assert (report["problems"], report["split"], report["seed"]) == (6, "test", 0)
+    (found,) = report["benchmarks"]
+    full, decayed = found["scores"]
+    assert (found["problems"], found["about"], report["seed"]) == (4, "test split, seed 0", 0)
     assert (full["depth"]["policy"], decayed["depth"]["policy"]) == ("full", "d3")
-    for score in report["scores"]:
-        interval = wilson_interval(score["correct"], 6)
-        assert score["exact_match"] == score["correct"] / 6
+    for score in found["scores"]:
+        interval = wilson_interval(score["correct"], 4)
+        assert score["exact_match"] == score["correct"] / 4
         assert (score["interval_95"]["low"], score["interval_95"]["high"]) == (interval.low, interval.high)
         assert score["num_layers"] == 16
+        assert score["tokens_per_second"] == pytest.approx(score["tokens"] / score["seconds"])
     assert full["realised_mean_layers"] == full["nominal_mean_layers"] == 16
+    assert full["realised_flops_ratio"] == full["nominal_flops_ratio"] == 1
     assert 9 < decayed["nominal_mean_layers"] <= decayed["realised_mean_layers"] < 12
-    comparison = report["comparison"]
+    assert 1.3 < decayed["realised_flops_ratio"] <= decayed["nominal_flops_ratio"] < 16 / 9
+    assert full["minus_first"] is None
+    comparison = decayed["minus_first"]
     assert comparison["difference"] == pytest.approx(decayed["exact_match"] - full["exact_match"])
     assert comparison["only_second"] - comparison["only_first"] == decayed["correct"] - full["correct"]
 
 
-def test_the_table_has_the_figures_of_the_json(report: dict[str, Any]) -> None:
-    result = evaluate(*D3_FLAGS, "--compare-full")
+def test_the_table_and_the_page_have_the_figures_of_the_json(report: dict[str, Any], tmp_path: Path) -> None:
+    result = evaluate(*D3_FLAGS, "--compare-full", "--html", str(tmp_path / "page.html"))
     assert result.exit_code == 0, result.output
-    full, decayed = report["scores"]
-    rows = {line[:26].strip(): line[26:].split("  ") for line in result.stdout.splitlines()}
-    cells = [cell.strip() for cell in rows["exact match"] if cell.strip()]
-    assert cells == [f"{score['exact_match']:.1%} ({score['correct']})" for score in (full, decayed)]
-    assert f"{decayed['realised_mean_layers']:.2f} of 16" in result.stdout
-    assert "D3, alpha 0.9, start 0.6 minus full depth: " in result.stdout
+    page = (tmp_path / "page.html").read_text()
+    for line, score in zip(("Full depth", "D3, alpha 0.9, start 0.6"), report["benchmarks"][0]["scores"], strict=True):
+        quality, cost = (row for row in result.stdout.splitlines() if row.startswith(line))
+        exact_match = f"{score['exact_match']:.1%} ({score['correct']})"
+        assert exact_match in quality
+        assert exact_match in page
+        assert f"{score['realised_mean_layers']:.2f}" in cost
+        assert f"{score['realised_flops_ratio']:.3f}x" in cost
     assert "McNemar" in result.stdout
 
 
-def test_one_policy_alone_has_no_comparison() -> None:
-    result = evaluate("--depth", "full", "--split", "validation", "--seed", "3", "--json")
-    report = json.loads(result.stdout)
-    assert (report["comparison"], len(report["scores"]), report["split"], report["seed"]) == (None, 1, "validation", 3)
+def test_policies_in_words_run_in_turn_each_compared_with_the_first() -> None:
+    policies = ("--policy", "d3 alpha=0.9 start=0.7", "--policy", "full")
+    short = ("--limit", "2", "--max-tokens", "24", "--split", "validation")
+    result = evaluate(*policies, "--baselines", "--tasks", "word-problems", *short, "--json")
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(result.stdout)["benchmarks"]
+    assert [score["depth"]["policy"] for score in found["scores"]] == ["d3", "skipdecode", "unified", "full"]
+    means = [score["nominal_mean_layers"] for score in found["scores"]]
+    assert means[1:3] == pytest.approx([means[0]] * 2, abs=0.5)
+    assert [score["minus_first"] is None for score in found["scores"]] == [True, False, False, False]
+    assert found["about"] == "validation split, seed 0"
+
+
+def test_tasks_are_measured_one_after_another_and_side_by_side() -> None:
+    short = ("--limit", "2", "--max-tokens", "12")
+    result = evaluate("--depth", "full", "--tasks", "word-problems,word-sorting", *short, "--num-fewshot", "1")
+    assert result.exit_code == 0, result.output
+    assert "word-sorting: 2 questions, test split, seed 0, 1 shots" in result.stdout
+    assert "All benchmarks, nominal" in result.stdout
+
+
+def test_questions_of_files_are_read_from_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "gsm8k").mkdir()
+    lines = [{"question": f"What is {i}?", "answer": f"#### {i}"} for i in range(12)]
+    for name in ("train", "test"):
+        (tmp_path / "gsm8k" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = evaluate(
+        "--data",
+        str(tmp_path),
+        "--tasks",
+        "gsm8k",
+        "--limit",
+        "2",
+        "--num-fewshot",
+        "2",
+        "--max-tokens",
+        "12",
+        "--json",
+    )
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(result.stdout)["benchmarks"]
+    assert (found["task"], found["problems"], found["about"]) == ("gsm8k", 2, "test split, 2 shots, seed 0")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--limit", "0"], "limit"),
+        (["--tasks", "word-sorting,arc_easy"], "--tasks"),
+        (["--tasks", "word-sorting,word-sorting"], "--tasks"),
+        (["--policy", "deep"], "--policy"),
+        (["--policy", "full", "--policy", "full"], "--policy"),
+        (["--policy", "full", "--baselines"], "--baselines"),
+        (["--data", "no/such/folder", "--tasks", "gsm8k"], "--data"),
+        (["--tasks", "arc_easy", "--temperature", "1"], "--temperature"),
+        (["--tasks", "arc_easy", "--split", "train"], "--split"),
+        (["--include-path", "."], "--include-path"),
+        (["--html", "no/such/folder/page.html"], "--html"),
         (["--compare-full", "--depth", "full"], "--compare-full"),
         (["--depth", "d3"], "--depth"),
         (["--temperature", "-1"], "temperature"),
@@ -80,6 +137,12 @@ def test_what_is_not_allowed_is_refused_in_one_line(arguments: list[str], messag
     assert message in result.stderr.splitlines()[-1]
 
 
-def test_an_unknown_task_or_split_is_refused() -> None:
-    assert evaluate("--task", "poetry").exit_code == 2
+def test_an_unknown_split_is_refused() -> None:
     assert evaluate("--split", "secret").exit_code == 2
+
+
+def test_without_the_harness_its_tasks_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    result = evaluate("--tasks", "arc_easy")
+    assert result.exit_code == 2
+    assert "d3engine[eval]" in result.stderr

@@ -21,6 +21,7 @@ COMMANDS = {
     "chat": "d3engine.cli.chat",
     "schedule": "d3engine.cli.schedule",
     "eval": "d3engine.cli.eval",
+    "paper": "d3engine.cli.paper",
     "weights": "d3engine.weights_tools.cli",
 }
 """Command -> module; the module's `app`, made by `new_app`, holds the command or its subcommands."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from d3engine.cli import new_app
-from d3engine.cli.depth_options import AUTO, OPTIONS, Depth, DepthName, depth_from_options, takes_depth
+from d3engine.cli.depth_options import AUTO, Depth, policy_from_words, takes_depth
 from d3engine.cli.engine_options import (
     Options,
     check_sampling,
@@ -149,7 +149,7 @@ class Conversation:
         from d3engine.cli.terminal import policy_title
 
         if words:
-            depth = policy_from_words(words)
+            depth = policy_from_words(words, "/depth")
             policy = None if depth == AUTO else depth
             if policy is not None:
                 policy.schedule(self._engine.config.num_layers)  # refused now, not at the next turn
@@ -179,23 +179,6 @@ class Conversation:
         if self._is_interactive:
             colours.legend(run.num_layers)
             self._say(f"[{run.summary()}]")
-
-
-def policy_from_words(words: list[str]) -> Depth:
-    """What `/depth` means: a policy's name and its options as `option=value`; options may have the flags' names."""
-    name, *pairs = words
-    require(name in list(DepthName), "/depth", name, f"one of {', '.join(DepthName)}")
-    fields = {flag.removeprefix("--"): field for field, (flag, _, _) in OPTIONS.items()}
-    options = {}
-    for pair in pairs:
-        key, separator, value = pair.removeprefix("--").partition("=")
-        require(bool(separator) and key in fields, "/depth", pair, f"option=value, with {', '.join(fields)}")
-        kind = OPTIONS[fields[key]][1]
-        try:
-            options[fields[key]] = kind(value)
-        except ValueError:
-            raise InvalidValueError(key, value, f"a value of type {kind.__name__}") from None
-    return depth_from_options(DepthName(name), options)
 
 
 def _use_line_editing() -> None:

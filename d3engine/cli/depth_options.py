@@ -16,7 +16,7 @@ import typer
 
 from d3engine.depth import DepthPolicy, policy_from_name
 from d3engine.depth.policy import policy_options
-from d3engine.errors import InvalidValueError
+from d3engine.errors import InvalidValueError, require
 
 AUTO: Literal["auto"] = "auto"
 
@@ -78,6 +78,27 @@ def depth_from_options(name: DepthName, options: dict[str, Any]) -> Depth:
         flags = " and ".join(OPTIONS[field][0] for field in missing)
         raise InvalidValueError("--depth", name.value, f"it needs {flags}")
     return policy_from_name(name.value, **given)
+
+
+def policy_from_words(words: list[str], field: str = "--policy") -> Depth:
+    """A policy in one line: its name and its options as `option=value`; options may have the flags' names.
+
+    `field` is what errors call the line.
+    """
+    require(len(words) > 0, field, "", f"one of {', '.join(DepthName)}")
+    name, *pairs = words
+    require(name in list(DepthName), field, name, f"one of {', '.join(DepthName)}")
+    fields = {flag.removeprefix("--"): option for option, (flag, _, _) in OPTIONS.items()}
+    options = {}
+    for pair in pairs:
+        key, separator, value = pair.removeprefix("--").partition("=")
+        require(bool(separator) and key in fields, field, pair, f"option=value, with {', '.join(fields)}")
+        kind = OPTIONS[fields[key]][1]
+        try:
+            options[fields[key]] = kind(value)
+        except ValueError:
+            raise InvalidValueError(key, value, f"a value of type {kind.__name__}") from None
+    return depth_from_options(DepthName(name), options)
 
 
 def takes_depth(command: Callable[..., Any]) -> Callable[..., Any]:

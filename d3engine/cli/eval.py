@@ -1,20 +1,22 @@
-"""`d3engine eval`: how often a model is right under a depth policy, with intervals, and what the depth saved.
+"""`d3engine eval`: how often a model is right under one depth policy or several, with intervals, and what it cost.
 
-The one idea: `--compare-full` answers the same problems at full depth too, and compares problem by problem.
+The one idea: all policies of a run answer the same questions on one engine, and each is compared with the first,
+question by question. The questions are generated, read from files, or lm-evaluation-harness's.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from d3engine.cli import new_app
-from d3engine.cli.depth_options import AUTO, Depth, takes_depth
+from d3engine.cli.depth_options import AUTO, Depth, policy_from_words, takes_depth
 from d3engine.cli.engine_options import (
     Options,
     check_sampling,
@@ -23,23 +25,26 @@ from d3engine.cli.engine_options import (
     takes_engine,
     takes_sampling,
 )
-from d3engine.depth import FullDepth
-from d3engine.errors import require
-from d3engine.evaluation.accuracy import Comparison, Interval, Score, compare, measure, take_problems
+from d3engine.depth import D3, DepthPolicy, FullDepth
+from d3engine.errors import require, require_integer
+from d3engine.evaluation import catalogue
+from d3engine.evaluation.accuracy import measure
+from d3engine.evaluation.baselines import at_equal_depth
+from d3engine.evaluation.benchmark import Benchmark
+from d3engine.evaluation.harness import harness_dict, harness_tables, require_harness, run_tasks
+from d3engine.evaluation.report import Result, Table, as_dict, tables
+
+if TYPE_CHECKING:
+    from d3engine.engine import Engine
 
 app = new_app()
 
-DEFAULT_MAX_TOKENS = 128
-
-
-class Task(StrEnum):
-    """What can be measured."""
-
-    word_problems = "word-problems"
+HARNESS_MAX_TOKENS = 256
+"""Tokens of an answer whose task in lm-evaluation-harness does not say, as in the harness itself."""
 
 
 class SplitName(StrEnum):
-    """The parts of the problems; they share no question."""
+    """The parts of a task; they share no question."""
 
     train = "train"
     validation = "validation"
@@ -55,93 +60,188 @@ def evaluate(
     sampling: Options,
     depth: Depth,
     model: Annotated[str, typer.Argument(help='Model directory, or "demo" for the bundled model.')] = "demo",
-    task: Annotated[Task, typer.Option("--task", help="What to measure.")] = Task.word_problems,
-    split: Annotated[SplitName, typer.Option("--split", help="Which problems.")] = SplitName.test,
-    limit: Annotated[int, typer.Option("--limit", help="How many problems.")] = 500,
-    compare_full: Annotated[
-        bool, typer.Option("--compare-full", help="Answer at full depth too, and compare problem by problem.")
+    tasks: Annotated[
+        str,
+        typer.Option(
+            "--tasks",
+            "--task",
+            help="Names, with commas: generated tasks (word-problems, boolean-expressions, word-sorting, "
+            "dyck-languages, object-counting, tracking-shuffled-objects, multistep-arithmetic); gsm8k, bbh and "
+            "bbh/<task> with --data; without it, any task of lm-evaluation-harness (extra: eval).",
+        ),
+    ] = "word-problems",
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Folder with gsm8k/ and bbh/ to read questions from.")
+    ] = None,
+    split: Annotated[SplitName, typer.Option("--split", help="Which questions.")] = SplitName.test,
+    limit: Annotated[
+        int | None, typer.Option("--limit", help="Questions of each task (500 generated ones; all of a file).")
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option("--num-fewshot", help="Solved examples before a question (3; none if generated).")
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option("--policy", help='A further policy, such as "d3 alpha=0.9 start=0.6"; may be repeated.'),
+    ] = None,
+    compare_full: Annotated[bool, typer.Option("--compare-full", help="Full depth first, to compare with.")] = False,
+    baselines: Annotated[
+        bool,
+        typer.Option("--baselines", help="After each D3: SkipDecode and unified skipping at its nominal mean depth."),
     ] = False,
+    include_path: Annotated[
+        Path | None, typer.Option("--include-path", help="Folder with task files of your own for the harness.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write the tables to this page.")] = None,
 ) -> None:
-    """Measure exact match on held-out word problems, with 95 % intervals, layers, tokens and time.
+    """Measure exact match under depth policies, with 95 % intervals, layers, FLOPs ratios, tokens and time.
 
-    Greedy unless sampling options say otherwise; --seed also picks the problems.
+    Greedy unless sampling options say otherwise; --seed also picks the questions and examples. Policies run in turn;
+    --depth and --policy name them, and the first is the one that the others are compared with.
     """
-    sampling = {"max_tokens": DEFAULT_MAX_TOKENS, "temperature": 0.0, **sampling}
-    check_sampling(sampling)
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    require(len(names) > 0 and len(set(names)) == len(names), "--tasks", tasks, "different names, with commas")
+    if limit is not None:
+        require_integer("--limit", limit, 1)
+    require(html is None or html.parent.is_dir(), "--html", str(html), "a file in a folder that exists")
+    is_harness = data is None and not catalogue.are_generated(names)
+    require(is_harness or include_path is None, "--include-path", str(include_path), "given with the harness's tasks")
     seed = engine_options.get("seed", 0)
-    given = take_problems(split.value, seed, limit)
-    engine = open_engine(model, engine_options, depth)
-    policy = engine.depth if depth == AUTO else depth
-    is_full = isinstance(policy, FullDepth)
-    require(not (compare_full and is_full), "--compare-full", True, "with another depth: name one with --depth")
-    params = sampling_params(engine, sampling)
+    run = Run(model, names, seed, limit, num_fewshot, html, as_json)
+    wanted = [depth] if depth != AUTO or not policy else []
+    wanted += [policy_from_words(words.split()) for words in policy or ()]
+    if is_harness:
+        only = {name: value for name, value in sampling.items() if name != "max_tokens"}
+        require(not only, "--" + next(iter(only), "").replace("_", "-"), only, "left to the tasks of the harness")
+        require(split is SplitName.test, "--split", split.value, "test: tasks of the harness have their own")
+        require_harness()
+        engine = open_engine(model, engine_options)
+        max_tokens = sampling.get("max_tokens", HARNESS_MAX_TOKENS)
+        policies = resolve_policies(engine, wanted, compare_full, baselines, max_tokens)
+        run.with_harness(engine, policies, max_tokens, include_path)
+        return
+    check_sampling(sampling)
+    given = {"split": split.value, "seed": seed, "limit": limit, "shots": num_fewshot}
+    benchmarks = catalogue.from_files(names, data, **given) if data else catalogue.generated(names, **given)
+    engine = open_engine(model, engine_options)
+    run.with_benchmarks(engine, benchmarks, wanted, sampling, compare_full, baselines)
+
+
+def resolve_policies(
+    engine: Engine, wanted: Sequence[Depth], compare_full: bool, baselines: bool, max_tokens: int
+) -> list[DepthPolicy]:
+    """The policies to run, in order; the same one twice is refused."""
+    named = [engine.depth if depth == AUTO else depth for depth in wanted]
+    policies: list[DepthPolicy] = [FullDepth()] if compare_full else []
+    is_repeated = compare_full and any(isinstance(one, FullDepth) for one in named)
+    require(not is_repeated, "--compare-full", True, "with other depths: name them with --depth or --policy")
+    require(len(set(named)) == len(named), "--policy", [one.describe() for one in named], "different policies")
+    has_d3 = any(isinstance(one, D3) for one in named)
+    require(has_d3 or not baselines, "--baselines", True, "with a D3 policy, whose mean depth they take")
+    for one in named:
+        policies.append(one)
+        if baselines and isinstance(one, D3):
+            at_depth = at_equal_depth(one, num_layers=engine.config.num_layers, max_tokens=max_tokens)
+            policies += [other for other in at_depth if other not in policies and other not in named]
+    for one in policies:
+        one.schedule(engine.config.num_layers)  # refused before the first has run
+    return policies
+
+
+class Run:
+    """One run of the command: what was asked for, and how its results are shown."""
+
+    def __init__(
+        self,
+        model: str,
+        names: list[str],
+        seed: int,
+        limit: int | None,
+        shots: int | None,
+        html: Path | None,
+        as_json: bool,
+    ) -> None:
+        self._facts: dict[str, Any] = {"model": model, "tasks": names, "seed": seed, "limit": limit}
+        self._shots = shots
+        self._html = html
+        self._as_json = as_json
+
+    def with_benchmarks(
+        self,
+        engine: Engine,
+        benchmarks: Sequence[Benchmark],
+        wanted: Sequence[Depth],
+        sampling: Options,
+        compare_full: bool,
+        baselines: bool,
+    ) -> None:
+        """Measure every benchmark under every policy, and show the results."""
+        results = [_measure(engine, benchmark, wanted, sampling, compare_full, baselines) for benchmark in benchmarks]
+        self._facts |= _machine(engine)
+        self._show(tables(results), {"benchmarks": [as_dict(result) for result in results]}, results)
+
+    def with_harness(
+        self, engine: Engine, policies: Sequence[DepthPolicy], max_tokens: int, include_path: Path | None
+    ) -> None:
+        """Let lm-evaluation-harness run its tasks under every policy, and show the results."""
+        from d3engine.cli.terminal import policy_title
+
+        runs = run_tasks(
+            engine,
+            self._facts["tasks"],
+            [(policy_title(one), one) for one in policies],
+            shots=self._shots,
+            limit=self._facts["limit"],
+            seed=self._facts["seed"],
+            max_gen_toks=max_tokens,
+            include_path=str(include_path) if include_path else None,
+        )
+        self._facts |= _machine(engine)
+        self._show(harness_tables(runs, engine), {"harness": [harness_dict(run) for run in runs]}, [])
+
+    def _show(self, found: Sequence[Table], described: dict[str, Any], results: Sequence[Result]) -> None:
+        from d3engine.cli.terminal import print_table
+
+        if self._html is not None:
+            from d3engine.evaluation.html_page import page
+
+            facts = {name: _readable(value) for name, value in self._facts.items() if value is not None}
+            self._html.write_text(page("d3engine eval", facts, results, found), encoding="utf-8")
+        if self._as_json:
+            typer.echo(json.dumps({**self._facts, **described}, indent=2))
+            return
+        for number, table in enumerate(found):
+            typer.echo("", nl=number > 0)
+            print_table(table.title, table.header, table.rows)
+            for note in table.notes:
+                typer.echo(note)
+
+
+def _measure(
+    engine: Engine,
+    benchmark: Benchmark,
+    wanted: Sequence[Depth],
+    sampling: Options,
+    compare_full: bool,
+    baselines: bool,
+) -> Result:
+    from d3engine.cli.terminal import policy_title
+
+    stop = [*sampling.get("stop", ()), *benchmark.stop]
+    options = {"max_tokens": benchmark.max_tokens, "temperature": 0.0, **sampling, "stop": stop or None}
+    params = sampling_params(engine, options)
+    policies = resolve_policies(engine, wanted, compare_full, baselines, params.max_tokens)
+    questions = benchmark.questions
+    measure(engine, questions[:1], policies[0], params)  # whatever is slow the first time is not measured
     progress = sys.stderr.isatty()
-    policies = [FullDepth(), policy] if compare_full else [policy]
-    measure(engine, given[:1], policies[0], params)  # whatever is slow the first time is not measured
-    scores = [measure(engine, given, one, params, progress=progress) for one in policies]
-    comparison = compare(*scores) if len(scores) == 2 else None
-    about = {"model": model, "task": task.value, "split": split.value, "seed": seed, "problems": len(given)}
-    if as_json:
-        typer.echo(json.dumps(_as_dict(about, scores, comparison), indent=2))
-    else:
-        _show(about, scores, comparison)
+    scores = [measure(engine, questions, policy, params, progress=progress) for policy in policies]
+    return Result(benchmark, tuple(policy_title(policy) for policy in policies), tuple(scores))
 
 
-def _as_dict(about: dict[str, Any], scores: list[Score], comparison: Comparison | None) -> dict[str, Any]:
-    return {
-        **about,
-        "scores": [
-            {
-                "depth": score.policy.describe(),
-                "correct": score.correct,
-                "exact_match": score.accuracy,
-                "interval_95": asdict(score.interval),
-                "num_layers": score.num_layers,
-                "nominal_mean_layers": score.nominal_mean_layers,
-                "realised_mean_layers": score.realised_mean_layers,
-                "tokens": score.tokens,
-                "unfinished": score.unfinished,
-                "seconds": score.seconds,
-            }
-            for score in scores
-        ],
-        "comparison": asdict(comparison) if comparison else None,
-    }
+def _machine(engine: Engine) -> dict[str, str]:
+    return {"device": str(engine.device), "dtype": str(engine.dtype).removeprefix("torch.")}
 
 
-def _show(about: dict[str, Any], scores: list[Score], comparison: Comparison | None) -> None:
-    from d3engine.cli.terminal import policy_title, print_table
-
-    header = ["", *(policy_title(score.policy) for score in scores)]
-    columns = [_column(score) for score in scores]
-    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
-    title = "{problems} problems of {task}, {split} split, seed {seed}, model {model}".format(**about)
-    print_table(title, header, rows)
-    if comparison:
-        typer.echo(_in_words(comparison, policy_title(scores[1].policy)))
-
-
-def _column(score: Score) -> dict[str, str]:
-    return {
-        "exact match": f"{score.accuracy:.1%} ({score.correct})",
-        "95 % interval": _percent(score.interval),
-        "layers a token, realised": f"{score.realised_mean_layers:.2f} of {score.num_layers}",
-        "layers a token, nominal": f"{score.nominal_mean_layers:.2f} of {score.num_layers}",
-        "tokens generated": f"{score.tokens}",
-        "answers cut off": f"{score.unfinished}",
-        "wall clock": f"{score.seconds:.1f} s",
-    }
-
-
-def _percent(interval: Interval) -> str:
-    return f"{interval.low:.1%} to {interval.high:.1%}"
-
-
-def _in_words(comparison: Comparison, name: str) -> str:
-    points = [100 * value for value in (comparison.difference, comparison.interval.low, comparison.interval.high)]
-    return (
-        f"\n{name} minus full depth: {points[0]:+.1f} points, 95 % interval {points[1]:+.1f} to {points[2]:+.1f}.\n"
-        f"Right at full depth only: {comparison.only_first}; right under {name} only: {comparison.only_second}; "
-        f"McNemar's exact test: p = {comparison.p_value:.2g}."
-    )
+def _readable(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, list) else str(value)

@@ -1,4 +1,4 @@
-"""Exact match of the word problems under a depth policy, with honest intervals.
+"""Exact match under a depth policy, with honest intervals.
 
 The one idea: two policies answer the same problems, so they are compared problem by problem. The interval of their
 difference is far narrower than two separate ones would suggest, and it does not vanish when they agree.
@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from math import comb, sqrt
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from d3engine.depth import DepthPolicy
-from d3engine.depth.statistics import mean_depth
+from d3engine.depth.statistics import ModelShape, flops_ratio, mean_depth
 from d3engine.errors import require, require_integer, require_number
-from d3engine.evaluation.word_problems import Problem, Split, extract_answer, format_prompt, problems
+from d3engine.evaluation.benchmark import Question
+from d3engine.evaluation.word_problems import Problem, Split, problems
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
+    from d3engine.model.config import ModelConfig
     from d3engine.request import SamplingParams
 
 MAX_PROBLEMS = 100_000
@@ -40,7 +42,8 @@ class Score:
 
     `right[i]` says whether problem i was answered exactly. `nominal_mean_layers` is what the schedule promises over
     `max_tokens`, `realised_mean_layers` the layers truly run for a token truly generated. `unfinished` answers were
-    cut off at `max_tokens`. `seconds` is the wall clock of the whole batch, prompts included.
+    cut off at `max_tokens`. `seconds` is the wall clock of the whole batch, prompts included. `shape` holds the model's
+    sizes, for the FLOPs ratios; None where they are not known.
     """
 
     policy: DepthPolicy
@@ -51,6 +54,7 @@ class Score:
     nominal_mean_layers: float
     realised_mean_layers: float
     seconds: float
+    shape: ModelShape | None = None
 
     @property
     def correct(self) -> int:
@@ -64,6 +68,26 @@ class Score:
     def interval(self) -> Interval:
         """95 %, Wilson's."""
         return wilson_interval(self.correct, len(self.right))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens generated in a second of the wall clock."""
+        return self.tokens / self.seconds
+
+    @property
+    def nominal_flops_ratio(self) -> float | None:
+        """Full depth over the schedule, LM head included: the FLOPs column of the D3 paper's Table 6."""
+        return self._flops_ratio(self.nominal_mean_layers)
+
+    @property
+    def realised_flops_ratio(self) -> float | None:
+        """The same for the tokens really generated."""
+        return self._flops_ratio(self.realised_mean_layers)
+
+    def _flops_ratio(self, mean_layers: float) -> float | None:
+        if self.shape is None:
+            return None
+        return flops_ratio(mean_layers, self.num_layers, self.shape.layer_parameters, self.shape.head_parameters)
 
 
 @dataclass(frozen=True)
@@ -89,9 +113,9 @@ def take_problems(split: Split, seed: int, limit: int) -> list[Problem]:
 
 
 def measure(
-    engine: Engine, given: Sequence[Problem], policy: DepthPolicy, params: SamplingParams, *, progress: bool = False
+    engine: Engine, given: Sequence[Question], policy: DepthPolicy, params: SamplingParams, *, progress: bool = False
 ) -> Score:
-    """Answer the problems in one batch and score them.
+    """Answer the questions in one batch and score them.
 
     The prefix cache is emptied first, so that a second policy does not find the prompts computed by the first.
     """
@@ -101,20 +125,26 @@ def measure(
     schedule = policy.schedule(engine.config.num_layers)
     engine.reset_prefix_cache()
     began = time.perf_counter()
-    outputs = engine.generate([format_prompt(problem.question) for problem in given], params, use_tqdm=progress)
+    outputs = engine.generate([question.prompt for question in given], params, use_tqdm=progress)
     seconds = time.perf_counter() - began
     answers = [output.outputs[0] for output in outputs]
     tokens = sum(len(answer.token_ids) for answer in answers)
     return Score(
         policy=policy,
         num_layers=engine.config.num_layers,
-        right=tuple(extract_answer(a.text) == problem.answer for a, problem in zip(answers, given, strict=True)),
+        right=tuple(question.is_right(answer.text) for answer, question in zip(answers, given, strict=True)),
         tokens=tokens,
         unfinished=sum(answer.finish_reason == "length" for answer in answers),
         nominal_mean_layers=mean_depth(schedule, params.max_tokens),
         realised_mean_layers=sum(sum(answer.depths) for answer in answers) / tokens,
         seconds=seconds,
+        shape=shape_of(engine.config),
     )
+
+
+def shape_of(config: ModelConfig) -> ModelShape:
+    """The sizes of a model that its cost depends on."""
+    return ModelShape(**{field.name: getattr(config, field.name) for field in fields(ModelShape)})
 
 
 def compare(first: Score, second: Score) -> Comparison:

@@ -70,6 +70,20 @@ class Problem:
     solution: str
     answer: int
 
+    @property
+    def prompt(self) -> str:
+        """What the model is given."""
+        return format_prompt(self.question)
+
+    @property
+    def solved(self) -> str:
+        """The question with its answer, as an example."""
+        return self.prompt + format_completion(self)
+
+    def is_right(self, answer: str) -> bool:
+        """Whether a completion ends in the right number."""
+        return extract_answer(answer) == self.answer
+
 
 def problems(split: Split, seed: int) -> Iterator[Problem]:
     """Yields problems of one split for ever, the same for the same seed. The splits share no question."""

@@ -1,0 +1,185 @@
+"""`d3engine paper`: our numbers beside the paper's where no weights are needed, and the commands for the rest.
+
+The one idea: whoever doubts the engine's schedules can check them against print in a second, and sees as plainly
+where the paper does not agree with itself.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from d3engine.cli import new_app
+from d3engine.evaluation.paper import Compared, PaperReport, report
+from d3engine.evaluation.report import Table
+
+app = new_app()
+
+
+@app.command()
+def paper(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Compare our mean layers, FLOPs ratios, layer bounds and averages with the tables of the D3 paper.
+
+    Needs no weights. Llama-2 7B, 13B and 70B have 32, 40 and 80 layers.
+    """
+    found = report()
+    if as_json:
+        typer.echo(json.dumps(as_dict(found), indent=2))
+    else:
+        _show(found)
+
+
+def as_dict(found: PaperReport) -> dict[str, Any]:
+    """The report for machines: every field, and what follows from the fields."""
+    described = asdict(found)
+    for name, derived in {
+        "mean_layers": ("difference", "agrees"),
+        "flops_ratios": ("difference", "agrees"),
+        "wall_clock": ("speedup",),
+        "averages": ("agrees",),
+        "gains": ("in_standard_errors",),
+    }.items():
+        for entry, value in zip(described[name], getattr(found, name), strict=True):
+            entry.update({field: getattr(value, field) for field in derived})
+    return described
+
+
+def _show(found: PaperReport) -> None:
+    from d3engine.cli.terminal import print_table
+
+    for table in (
+        _mean_layers(found),
+        _flops_ratios(found),
+        _wall_clock(found),
+        _averages(found),
+        _gains(found),
+        _grid(found),
+    ):
+        print_table(table.title, table.header, table.rows)
+        typer.echo("\n".join(table.notes) + "\n")
+    typer.echo("With the weights of Llama-2, and the data sets in a folder DATA (DATA/gsm8k, DATA/bbh):")
+    typer.echo("13B takes start 0.5 on BBH and 0.7 on GSM8K.")
+    for reproduction in found.reproduce:
+        typer.echo(f"\n# {reproduction.shows}\n{reproduction.command}")
+
+
+def _mean_layers(found: PaperReport) -> Table:
+    return Table(
+        "Table 6, mean layers of D3 over the maximum length",
+        ("benchmark", "Llama-2", "setting", "paper", "ours", "difference"),
+        [
+            (c.benchmark, c.size, c.setting, f"{c.papers:.2f}", f"{c.ours:.6f}", f"{c.difference:+.4f}")
+            for c in found.mean_layers
+        ],
+        (
+            _agreement(found.mean_layers),
+            "The paper names no start for 70B on GSM8K; with any up to 0.9 the mean is the same.",
+        ),
+    )
+
+
+def _flops_ratios(found: PaperReport) -> Table:
+    return Table(
+        "Table 6, FLOPs ratio with the LM head",
+        ("benchmark", "Llama-2", "method", "paper", "ours", "difference"),
+        [
+            (
+                c.benchmark,
+                c.size,
+                c.setting.removeprefix("Ours: "),
+                f"{c.papers:.2f}x",
+                f"{c.ours:.3f}x",
+                f"{c.difference:+.3f}",
+            )
+            for c in found.flops_ratios
+        ],
+        (_agreement(found.flops_ratios), "D3 from our schedules, the other methods from their printed mean layers."),
+    )
+
+
+def _wall_clock(found: PaperReport) -> Table:
+    return Table(
+        "Table 7, wall clock of GSM8K, beside the most that the skipped layers allow",
+        ("Llama-2", "full depth", "D3", "printed", "their ratio", "layer bound"),
+        [
+            (
+                w.size,
+                f"{w.full_depth:.0f}",
+                f"{w.d3:.0f}",
+                f"{w.printed_speedup:.2f}x",
+                f"{w.speedup:.3f}x",
+                f"{w.layer_bound:.3f}x",
+            )
+            for w in found.wall_clock
+        ],
+        (
+            "The bound counts the weights moved if every answer had all 1024 tokens; shorter ones skip less.",
+            "The printed speed-ups are above it, so they are not of the skipped layers alone.",
+        ),
+    )
+
+
+def _averages(found: PaperReport) -> Table:
+    agreeing = sum(a.agrees for a in found.averages)
+    return Table(
+        "Table 8, average of the 27 tasks of BBH",
+        ("Llama-2", "depth", "paper", "weighted by items", "unweighted"),
+        [
+            (
+                a.size,
+                "D3" if a.method == "d3" else "full",
+                f"{a.papers:.2f}",
+                f"{a.by_items:.3f}",
+                f"{a.unweighted:.3f}",
+            )
+            for a in found.averages
+        ],
+        (
+            f"The paper's average is the one weighted by items: {agreeing} of {len(found.averages)} agree as printed.",
+            *(
+                f"Misprint: {m.task}, {m.size}: {m.full:.2f} to {m.d3:.2f} is printed as a change of "
+                f"{m.printed_change:g}."
+                for m in found.misprints
+            ),
+        ),
+    )
+
+
+def _gains(found: PaperReport) -> Table:
+    return Table(
+        "Table 6, exact match of D3 minus full depth",
+        ("benchmark", "Llama-2", "points", "standard error", "in standard errors"),
+        [
+            (g.benchmark, g.size, f"{g.points:+.2f}", f"{g.standard_error:.2f}", f"{g.in_standard_errors:+.2f}")
+            for g in found.gains
+        ],
+        ("The standard error is of two separate samples: the paper prints no answers, so they cannot be paired.",),
+    )
+
+
+def _grid(found: PaperReport) -> Table:
+    return Table(
+        "Table 9, the setting whose test score Table 6 reports for GSM8K",
+        ("Llama-2", "alpha", "start", "validation", "test", "best on validation", "its start"),
+        [
+            (
+                g.size,
+                f"{g.alpha}",
+                f"{g.start}",
+                f"{g.validation:.2f}",
+                f"{g.test:.2f}",
+                f"{g.best_validation:.2f}",
+                f"{g.best_start}",
+            )
+            for g in found.grid
+        ],
+        ("Each size has a setting of its own, and 7B's is not the one that its validation split would choose.",),
+    )
+
+
+def _agreement(compared: list[Compared]) -> str:
+    agreeing = sum(c.agrees for c in compared)
+    return f"{agreeing} of {len(compared)} agree to within {compared[0].tolerance:.3f}."

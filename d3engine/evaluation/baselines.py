@@ -1,0 +1,46 @@
+"""Other policies at the mean depth of a given one, so that a comparison is between ways to spend the same layers.
+
+The one idea: a method that is better only because it runs more layers is not better. Both baselines have one whole
+number to choose, so the mean is met to a fraction of a layer; the result says by how much.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from d3engine.depth import DepthPolicy, SkipDecode, UnifiedSkip
+from d3engine.depth.statistics import mean_depth
+from d3engine.errors import require_integer
+
+
+def at_equal_depth(policy: DepthPolicy, *, num_layers: int, max_tokens: int) -> list[DepthPolicy]:
+    """SkipDecode and unified skipping whose nominal mean depth over `max_tokens` is nearest to the policy's."""
+    require_integer("max_tokens", max_tokens, 2)
+    mean = mean_depth(policy.schedule(num_layers), max_tokens)
+    return [
+        skip_decode_for_mean(mean, num_layers=num_layers, max_tokens=max_tokens),
+        unified_for_mean(mean, num_layers=num_layers, max_tokens=max_tokens),
+    ]
+
+
+def skip_decode_for_mean(mean_layers: float, *, num_layers: int, max_tokens: int) -> SkipDecode:
+    """SkipDecode whose nominal mean is nearest: from full depth, or from less where one layer at the end is too many.
+
+    A line from all layers to one has a mean above L / 2, and D3 may be below that.
+    """
+    deepest_line = SkipDecode(max_tokens, min_layers=1)
+    if mean_layers >= mean_depth(deepest_line.schedule(num_layers), max_tokens):
+        return SkipDecode.for_mean(mean_layers, num_layers=num_layers, max_tokens=max_tokens)
+    lines = [SkipDecode(max_tokens, min_layers=1, max_layers=layers) for layers in range(num_layers, 0, -1)]
+    distances = [abs(mean_depth(line.schedule(num_layers), max_tokens) - mean_layers) for line in lines]
+    return lines[distances.index(min(distances))]
+
+
+def unified_for_mean(mean_layers: float, *, num_layers: int, max_tokens: int) -> UnifiedSkip:
+    """Unified skipping that keeps as many layers as bring its nominal mean nearest; the deeper of two equally near.
+
+    Step 0 is at full depth, so keeping K layers has the mean (L + (N - 1) K) / N over N steps.
+    """
+    kept = range(num_layers, min(2, num_layers) - 1, -1)
+    distances = [abs((num_layers + (max_tokens - 1) * layers) / max_tokens - mean_layers) for layers in kept]
+    return UnifiedSkip(Fraction(num_layers, kept[distances.index(min(distances))]))

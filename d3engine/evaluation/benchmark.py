@@ -1,0 +1,62 @@
+"""What can be asked and judged: a question, and a benchmark of many.
+
+The one idea: whoever measures needs a prompt and a yes or no, and nothing else; so generated problems and files of
+published ones are measured by the same few lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
+
+
+class Question(Protocol):
+    """One prompt and the rule that judges its answer."""
+
+    @property
+    def prompt(self) -> str:
+        """What the model is given."""
+
+    def is_right(self, answer: str) -> bool:
+        """Whether the generated text answers the question exactly."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question behind other text, such as solved examples."""
+
+    prompt: str
+    question: Question
+
+    def is_right(self, answer: str) -> bool:
+        return self.question.is_right(answer)
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Questions by task, answered with the same limits.
+
+    `about` says which questions these are (split, shots, seed) for people; `max_tokens` and `stop` are the
+    benchmark's own, where a user names no others.
+    """
+
+    name: str
+    about: str
+    tasks: Mapping[str, Sequence[Question]]
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+
+    @property
+    def questions(self) -> list[Question]:
+        """Those of all tasks, in order."""
+        return list(chain.from_iterable(self.tasks.values()))
+
+    def by_task(self, right: Sequence[bool]) -> dict[str, tuple[bool, ...]]:
+        """`right`, in the order of `questions`, cut into tasks."""
+        found, place = {}, 0
+        for task, questions in self.tasks.items():
+            found[task] = tuple(right[place : place + len(questions)])
+            place += len(questions)
+        return found

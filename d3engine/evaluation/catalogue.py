@@ -1,0 +1,59 @@
+"""From the names that a user gives to benchmarks: generated tasks, or files of published ones in a folder.
+
+The one idea: a name means one thing only. With a folder the names are those of its data sets; without one they are the
+generated tasks; all others are left to lm-evaluation-harness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from d3engine.errors import require
+from d3engine.evaluation import procedural
+from d3engine.evaluation.bbh import load_bbh
+from d3engine.evaluation.benchmark import Benchmark
+from d3engine.evaluation.gsm8k import load_gsm8k
+from d3engine.evaluation.word_problems import Split
+
+DEFAULT_PROBLEMS = 500
+"""Of a generated task; of files, all there are."""
+
+PUBLISHED_SHOTS = 3
+"""Examples before each question, as in the D3 paper; generated tasks are asked without."""
+
+
+def are_generated(names: Sequence[str]) -> bool:
+    """Whether all names are of generated tasks; a mixture with others is refused."""
+    generated = [name for name in names if name in procedural.NAMES]
+    allowed = "generated tasks, or tasks of lm-evaluation-harness, in one run"
+    require(not generated or len(generated) == len(names), "--tasks", ",".join(names), allowed)
+    return bool(generated)
+
+
+def generated(
+    names: Sequence[str], *, split: Split, seed: int, limit: int | None, shots: int | None
+) -> list[Benchmark]:
+    """The generated tasks of these names."""
+    count = DEFAULT_PROBLEMS if limit is None else limit
+    return [procedural.procedural(name, split=split, seed=seed, limit=count, shots=shots or 0) for name in names]
+
+
+def from_files(
+    names: Sequence[str], folder: Path, *, split: Split, seed: int, limit: int | None, shots: int | None
+) -> list[Benchmark]:
+    """`gsm8k`, `bbh` (all tasks there are) and `bbh/<task>` from a folder with gsm8k/ and bbh/."""
+    require(folder.is_dir(), "--data", str(folder), "a folder with gsm8k/ and bbh/")
+    for name in names:
+        is_known = name in ("gsm8k", "bbh") or name.startswith("bbh/")
+        require(is_known, "--tasks", name, "gsm8k, bbh or bbh/<task>, with --data")
+    tasks = [name.removeprefix("bbh/") for name in names if name.startswith("bbh/")]
+    require(not (tasks and "bbh" in names), "--tasks", ",".join(names), "bbh, or some of its tasks")
+    examples = PUBLISHED_SHOTS if shots is None else shots
+    found = []
+    for kind in dict.fromkeys(name.partition("/")[0] for name in names):
+        if kind == "gsm8k":
+            found.append(load_gsm8k(folder, split=split, shots=examples, seed=seed, limit=limit))
+        else:
+            found.append(load_bbh(folder, split=split, shots=examples, tasks=tasks, limit=limit))
+    return found

@@ -1,0 +1,218 @@
+"""Tasks of lm-evaluation-harness under several policies, on one engine.
+
+The one idea: the harness keeps every answer's score. Where a metric is right or wrong, policies are compared answer by
+answer with our own intervals; of other means the usual interval is shown, of anything else none. Needs the extra
+`eval`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import isclose, sqrt
+from statistics import NormalDist, fmean, stdev
+from typing import TYPE_CHECKING, Any
+
+from d3engine.depth import DepthPolicy
+from d3engine.depth.statistics import flops_ratio
+from d3engine.errors import D3EngineError, MissingExtraError
+from d3engine.evaluation.accuracy import Interval, mcnemar_p, shape_of, wilson_interval
+from d3engine.evaluation.report import Table, percent_interval, ratio
+
+if TYPE_CHECKING:
+    from d3engine.engine import Engine
+    from d3engine.integrations.lm_eval import Usage
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One figure of one task. `outcomes` are the questions', in order, where the figure is their mean; else None."""
+
+    task: str
+    name: str
+    value: float
+    outcomes: tuple[float, ...] | None
+
+    @property
+    def right(self) -> tuple[bool, ...] | None:
+        """The outcomes where each is right or wrong; else None."""
+        if self.outcomes is None or any(outcome not in (0, 1) for outcome in self.outcomes):
+            return None
+        return tuple(bool(outcome) for outcome in self.outcomes)
+
+    @property
+    def interval(self) -> Interval | None:
+        """95 %: Wilson's for right and wrong, the normal one for other means, None for what is no mean."""
+        if self.right is not None:
+            return wilson_interval(sum(self.right), len(self.right))
+        if self.outcomes is None or len(self.outcomes) < 2:
+            return None
+        reach = NormalDist().inv_cdf(0.975) * stdev(self.outcomes) / sqrt(len(self.outcomes))
+        return Interval(self.value - reach, self.value + reach)
+
+
+@dataclass(frozen=True)
+class HarnessRun:
+    """All tasks under one policy. `usage` is of the generated answers alone; `seconds` of the whole run."""
+
+    title: str
+    policy: DepthPolicy
+    metrics: tuple[Metric, ...]
+    usage: Usage
+    seconds: float
+
+
+def require_harness() -> None:
+    """Raise `MissingExtraError` where lm-eval is not installed."""
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError("lm-eval", "eval") from error
+
+
+def run_tasks(
+    engine: Engine,
+    names: Sequence[str],
+    policies: Sequence[tuple[str, DepthPolicy]],
+    *,
+    shots: int | None,
+    limit: int | None,
+    seed: int,
+    max_gen_toks: int,
+    include_path: str | None,
+) -> list[HarnessRun]:
+    """Evaluate the tasks under each (title, policy) in turn; raises `D3EngineError` for a task that there is not."""
+    require_harness()
+    from lm_eval import simple_evaluate
+
+    from d3engine.integrations.lm_eval import D3EngineLM
+
+    manager = _task_manager(names, include_path)
+    runs = []
+    for title, policy in policies:
+        model = D3EngineLM(engine, depth=policy, max_gen_toks=max_gen_toks)
+        engine.reset_prefix_cache()
+        began = time.perf_counter()
+        found = simple_evaluate(
+            model=model,
+            tasks=list(names),
+            num_fewshot=shots,
+            limit=limit,
+            log_samples=True,
+            bootstrap_iters=0,
+            task_manager=manager,
+            fewshot_random_seed=seed,
+        )
+        seconds = time.perf_counter() - began
+        runs.append(HarnessRun(title, policy, _metrics(found), model.total_usage(), seconds))
+    return runs
+
+
+def _task_manager(names: Sequence[str], include_path: str | None) -> Any:
+    """The harness's index of tasks that has these; its own, which takes long to read, only if the folder lacks one."""
+    from lm_eval.tasks import TaskManager
+
+    if include_path is not None:
+        manager = TaskManager(include_path=include_path, include_defaults=False)
+        if all(manager.match_tasks([name]) for name in names):
+            return manager
+    manager = TaskManager(include_path=include_path)
+    unknown = [name for name in names if not manager.match_tasks([name])]
+    if unknown:
+        raise D3EngineError(f"lm-evaluation-harness has no task {', '.join(unknown)}; --data DIR reads files instead")
+    return manager
+
+
+def _metrics(found: dict[str, Any]) -> tuple[Metric, ...]:
+    """Every figure of every task that has samples; groups, which only repeat them, are left out."""
+    metrics = []
+    for task, samples in found["samples"].items():
+        for key, value in found["results"][task].items():
+            name, _, chosen_filter = key.partition(",")
+            if not chosen_filter or name.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            own = [sample for sample in samples if sample.get("filter", chosen_filter) == chosen_filter]
+            outcomes = [sample.get(name) for sample in sorted(own, key=lambda sample: int(sample["doc_id"]))]
+            label = name if chosen_filter == "none" else f"{name} ({chosen_filter})"
+            metrics.append(Metric(task, label, float(value), _mean_of(outcomes, float(value))))
+    return tuple(metrics)
+
+
+def _mean_of(outcomes: list[Any], value: float) -> tuple[float, ...] | None:
+    """The outcomes as numbers if `value` is their mean; None where a metric is something else."""
+    if not outcomes or not all(isinstance(outcome, int | float) for outcome in outcomes):
+        return None
+    return tuple(map(float, outcomes)) if isclose(fmean(outcomes), value, abs_tol=1e-9) else None
+
+
+def harness_tables(runs: Sequence[HarnessRun], engine: Engine) -> list[Table]:
+    """Every metric of every task by policy, and what the generated answers cost."""
+    rows = []
+    for place, metric in enumerate(runs[0].metrics):
+        for number, run in enumerate(runs):
+            own = run.metrics[place]
+            rows.append((own.task, own.name, run.title, *_figures(own), _p_value(metric, own) if number else ""))
+    quality = Table(
+        "Tasks of lm-evaluation-harness",
+        ("task", "metric", "depth", "value", "95 % interval", "p against first"),
+        rows,
+        ("p is McNemar's exact test on the same questions, not corrected for the number of comparisons.",),
+    )
+    shape = shape_of(engine.config)
+    costs = []
+    for run in runs:
+        usage = run.usage
+        if usage.tokens:
+            mean = usage.layers / usage.tokens
+            flops = flops_ratio(mean, shape.num_layers, shape.layer_parameters, shape.head_parameters)
+            layers = (f"{mean:.2f}", f"{usage.nominal_layers / usage.nominal_tokens:.2f}", ratio(flops))
+        else:
+            layers = ("-", "-", "-")
+        rate = f"{usage.tokens / run.seconds:.1f}"
+        costs.append((run.title, *layers, f"{usage.tokens}", f"{usage.unfinished}", f"{run.seconds:.1f} s", rate))
+    header = (
+        "depth",
+        f"layers of {shape.num_layers}, realised",
+        "nominal",
+        "FLOPs ratio, realised",
+        "tokens",
+        "cut off",
+        "wall clock",
+        "tokens/s",
+    )
+    note = "Of generated answers; the wall clock is of the whole run. Log-likelihoods generate nothing: full depth."
+    return [quality, Table("Cost", header, costs, (note,))]
+
+
+def harness_dict(run: HarnessRun) -> dict[str, Any]:
+    """A run for machines."""
+    return {
+        "depth": run.policy.describe(),
+        "seconds": run.seconds,
+        "generated": asdict(run.usage),
+        "metrics": [
+            {
+                "task": metric.task,
+                "metric": metric.name,
+                "value": metric.value,
+                "questions": None if metric.outcomes is None else len(metric.outcomes),
+                "interval_95": None if metric.interval is None else asdict(metric.interval),
+            }
+            for metric in run.metrics
+        ],
+    }
+
+
+def _figures(metric: Metric) -> tuple[str, str]:
+    if metric.right is not None and metric.interval is not None:
+        return f"{metric.value:.1%} ({sum(metric.right)})", percent_interval(metric.interval)
+    interval = "-" if metric.interval is None else f"{metric.interval.low:.4g} to {metric.interval.high:.4g}"
+    return f"{metric.value:.4g}", interval
+
+
+def _p_value(first: Metric, own: Metric) -> str:
+    if first.right is None or own.right is None:
+        return "-"
+    pairs = list(zip(first.right, own.right, strict=True))
+    return f"{mcnemar_p(pairs.count((True, False)), pairs.count((False, True))):.2g}"

@@ -1,0 +1,314 @@
+"""Our numbers beside the paper's, wherever no weights are needed.
+
+The one idea: mean layers, FLOPs ratios and the layer bound follow from a schedule and the shapes of Llama-2, and the
+averages of a table from its rows. So they can be computed here and now, and a difference shows either our mistake or
+the paper's. What needs weights is a command (`REPRODUCE`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+from d3engine.depth import D3, DepthPolicy
+from d3engine.depth.presets import PRESETS
+from d3engine.depth.statistics import LLAMA2_BY_LAYERS, ModelShape, flops_ratio, layer_bound, mean_depth
+from d3engine.evaluation.paper_tables import (
+    BENCHMARKS,
+    D3_ROW,
+    FULL_DEPTH,
+    ITEMS,
+    LAYERS,
+    MAX_TOKENS,
+    SIZES,
+    TABLE_6,
+    TABLE_7,
+    TABLE_8,
+    TABLE_8_AVERAGE,
+    TABLE_9,
+    TABLE_9_STARTS,
+    Table6Row,
+)
+
+MEAN_LAYERS_TOLERANCE = 0.0051
+"""Half of the last digit that the paper prints; two of its BBH means are rounded from float32."""
+
+FLOPS_RATIO_TOLERANCE = 0.01
+"""The paper's ratios are partly rounded, partly cut."""
+
+AVERAGE_TOLERANCE = 0.0051
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One figure of ours beside the paper's."""
+
+    table: str
+    size: str
+    benchmark: str
+    setting: str
+    papers: float
+    ours: float
+    tolerance: float
+
+    @property
+    def difference(self) -> float:
+        """Ours minus the paper's."""
+        return self.ours - self.papers
+
+    @property
+    def agrees(self) -> bool:
+        return abs(self.difference) <= self.tolerance
+
+
+@dataclass(frozen=True)
+class WallClock:
+    """A column of Table 7: the printed speed-up, the one its seconds give, and the most that its layers allow."""
+
+    size: str
+    full_depth: float
+    d3: float
+    printed_speedup: float
+    layer_bound: float
+
+    @property
+    def speedup(self) -> float:
+        return self.full_depth / self.d3
+
+
+@dataclass(frozen=True)
+class Average:
+    """The last row of Table 8 for one column, and what its 27 rows give, each weighted by its items or all alike."""
+
+    size: str
+    method: str
+    papers: float
+    by_items: float
+    unweighted: float
+
+    @property
+    def agrees(self) -> bool:
+        return abs(self.by_items - self.papers) <= AVERAGE_TOLERANCE
+
+
+@dataclass(frozen=True)
+class Misprint:
+    """A cell of Table 8 whose printed change is not the difference of its two scores."""
+
+    size: str
+    task: str
+    full: float
+    d3: float
+    printed_change: float
+
+
+@dataclass(frozen=True)
+class Gain:
+    """D3 minus full depth in points, and in standard errors of such a difference without pairs.
+
+    The paper prints no answers, so pairs cannot be formed; a paired standard error would be smaller.
+    """
+
+    size: str
+    benchmark: str
+    points: float
+    standard_error: float
+
+    @property
+    def in_standard_errors(self) -> float:
+        return self.points / self.standard_error
+
+
+@dataclass(frozen=True)
+class GridCell:
+    """The setting in Table 9 whose test score is the one that Table 6 reports, and the best on the validation split."""
+
+    size: str
+    alpha: float
+    start: float
+    validation: float
+    test: float
+    best_alpha: float
+    best_start: float
+    best_validation: float
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """What a command of ours shows of the paper, for those who have the weights."""
+
+    shows: str
+    command: str
+
+
+@dataclass(frozen=True)
+class PaperReport:
+    """Everything that `d3engine paper` says."""
+
+    mean_layers: list[Compared]
+    flops_ratios: list[Compared]
+    wall_clock: list[WallClock]
+    averages: list[Average]
+    misprints: list[Misprint]
+    gains: list[Gain]
+    grid: list[GridCell]
+    reproduce: tuple[Reproduction, ...]
+
+
+_BBH, _GSM8K = '--policy "d3 alpha=0.9 start=0.6"', '--policy "d3 alpha=0.9999 start=0.8"'
+
+REPRODUCE = (
+    Reproduction(
+        "Tables 6 and 8, BBH: exact match, mean layers, FLOPs ratio, each of the 27 tasks",
+        f"d3engine eval LLAMA2_7B --tasks bbh --data DATA --compare-full {_BBH} --baselines",
+    ),
+    Reproduction(
+        "Table 6, GSM8K, and Table 7: the wall clock is in the same table",
+        f"d3engine eval LLAMA2_7B --tasks gsm8k --data DATA --compare-full {_GSM8K} --baselines",
+    ),
+    Reproduction(
+        "the same through lm-evaluation-harness, whose scores the paper reports",
+        f"d3engine eval LLAMA2_7B --tasks gsm8k --num-fewshot 3 --compare-full {_GSM8K}",
+    ),
+    Reproduction(
+        "Table 7 against transformers: its side, by the harness's own backend",
+        "lm_eval --model hf --model_args pretrained=LLAMA2_7B --tasks gsm8k --num_fewshot 3 --batch_size 4",
+    ),
+    Reproduction(
+        "Table 9 and Figure 6: one start and decay a policy",
+        "d3engine eval LLAMA2_7B --tasks gsm8k --data DATA --split validation --compare-full "
+        + " ".join(f'--policy "d3 alpha=0.9999 start={start}"' for start in TABLE_9_STARTS),
+    ),
+    Reproduction(
+        "Figure 4: the schedule",
+        "d3engine schedule --layers 32 --depth d3 --alpha 0.9 --start 0.6 --steps 200",
+    ),
+)
+"""The Llama-2 directory and the folder of the data sets are the reader's. 13B takes start 0.5 on BBH, 0.7 on GSM8K."""
+
+
+def report() -> PaperReport:
+    """Compute everything; takes a fraction of a second."""
+    return PaperReport(
+        mean_layers=mean_layers(),
+        flops_ratios=flops_ratios(),
+        wall_clock=wall_clock(),
+        averages=averages(),
+        misprints=misprints(),
+        gains=gains(),
+        grid=grid_cells(),
+        reproduce=REPRODUCE,
+    )
+
+
+def policy_of(size: str, benchmark: str) -> D3:
+    """The paper's setting. Of 70B on GSM8K it names no start: 7B's is taken, and the mean depth is that of any."""
+    by_layers = PRESETS[benchmark]
+    alpha, start = by_layers.get(LAYERS[size], by_layers[LAYERS["7B"]])
+    return D3(alpha, start)
+
+
+def mean_layers() -> list[Compared]:
+    """Table 6, #Avg.Layer of D3: over the maximum length."""
+    found = []
+    for size, benchmark in _columns():
+        policy, papers = policy_of(size, benchmark), _row(size, benchmark, D3_ROW).mean_layers
+        ours = mean_depth(policy.schedule(LAYERS[size]), MAX_TOKENS[benchmark])
+        setting = f"alpha {policy.alpha}, start {policy.start}"
+        found.append(Compared("6", size, benchmark, setting, papers, ours, MEAN_LAYERS_TOLERANCE))
+    return found
+
+
+def flops_ratios() -> list[Compared]:
+    """Table 6, FLOPs r., LM head included: D3's from our schedules, the other methods' from their printed means."""
+    found = []
+    means = {(c.size, c.benchmark): c.ours for c in mean_layers()}
+    for size, benchmark in _columns():
+        shape = _shape(size)
+        for row in TABLE_6[size, benchmark]:
+            if row.flops_ratio is None:
+                continue
+            mean = means[size, benchmark] if row.method == D3_ROW else row.mean_layers
+            ours = flops_ratio(mean, shape.num_layers, shape.layer_parameters, shape.head_parameters)
+            found.append(Compared("6", size, benchmark, row.method, row.flops_ratio, ours, FLOPS_RATIO_TOLERANCE))
+    return found
+
+
+def wall_clock() -> list[WallClock]:
+    """Table 7 beside the layer bound of GSM8K's setting, if every answer had all 1024 tokens."""
+    found = []
+    for size in SIZES:
+        shape, policy = _shape(size), policy_of(size, "gsm8k")
+        bound = _bound(policy, shape, MAX_TOKENS["gsm8k"])
+        column = TABLE_7[size]
+        found.append(WallClock(size, column.full_depth, column.d3, column.speedup, bound))
+    return found
+
+
+def averages() -> list[Average]:
+    """Table 8's last row, from its other rows."""
+    items = sum(row.items for row in TABLE_8)
+    found = []
+    for place, size in enumerate(SIZES):
+        for method in ("full", "d3"):
+            scores = [getattr(row.scores[place], method) for row in TABLE_8]
+            by_items = sum(score * row.items for score, row in zip(scores, TABLE_8, strict=True)) / items
+            papers = getattr(TABLE_8_AVERAGE[place], method)
+            found.append(Average(size, method, papers, by_items, sum(scores) / len(scores)))
+    return found
+
+
+def misprints() -> list[Misprint]:
+    """Cells of Table 8 that contradict themselves."""
+    return [
+        Misprint(size, row.task, pair.full, pair.d3, pair.printed_change)
+        for row in TABLE_8
+        for size, pair in zip(SIZES, row.scores, strict=True)
+        if abs(abs(pair.d3 - pair.full) - pair.printed_change) > AVERAGE_TOLERANCE
+    ]
+
+
+def gains() -> list[Gain]:
+    """Table 6, exact match of D3 minus full depth."""
+    found = []
+    for size, benchmark in _columns():
+        full, d3 = (_row(size, benchmark, method).exact_match / 100 for method in (FULL_DEPTH, D3_ROW))
+        error = sqrt((full * (1 - full) + d3 * (1 - d3)) / ITEMS[benchmark])
+        found.append(Gain(size, benchmark, 100 * (d3 - full), 100 * error))
+    return found
+
+
+def grid_cells() -> list[GridCell]:
+    """Where Table 6's GSM8K scores stand in Table 9."""
+    found = []
+    for size, rows in TABLE_9.items():
+        reported = _row(size, "gsm8k", D3_ROW).exact_match
+        cells = [
+            (row.validation[place], row.test[place], row.alpha, start)
+            for row in rows
+            for place, start in enumerate(TABLE_9_STARTS)
+        ]
+        best_validation, _, best_alpha, best_start = max(cells)
+        for validation, test, alpha, start in cells:
+            if test == reported:
+                found.append(GridCell(size, alpha, start, validation, test, best_alpha, best_start, best_validation))
+    return found
+
+
+def _columns() -> list[tuple[str, str]]:
+    return [(size, benchmark) for benchmark in BENCHMARKS for size in SIZES]
+
+
+def _row(size: str, benchmark: str, method: str) -> Table6Row:
+    return next(row for row in TABLE_6[size, benchmark] if row.method == method)
+
+
+def _shape(size: str) -> ModelShape:
+    return LLAMA2_BY_LAYERS[LAYERS[size]]
+
+
+def _bound(policy: DepthPolicy, shape: ModelShape, tokens: int) -> float:
+    depths = policy.schedule(shape.num_layers).depths(tokens).tolist()
+    return layer_bound(
+        depths, num_layers=shape.num_layers, layer_size=shape.layer_parameters, head_size=shape.head_parameters
+    )

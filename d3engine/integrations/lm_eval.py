@@ -1,0 +1,333 @@
+"""The engine as a model of lm-evaluation-harness, under the name `d3engine`. Importing this module registers it.
+
+The one idea: the harness asks for three things, and each is one kind of request to the engine. Text is `generate`; a
+log-likelihood is the prompt's log-probabilities, whose last token comes as the only token allowed to follow. Requests
+join and leave the engine's batch as they come, so the harness's batch size is only a limit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from d3engine.chat_template import load_chat_template
+from d3engine.depth import DepthPolicy, FullDepth, policy_from_name
+from d3engine.engine import Engine
+from d3engine.errors import D3EngineError, InvalidValueError, MissingExtraError, require, require_integer
+from d3engine.request import RequestOutput, SamplingParams
+from d3engine.tokenizer import Tokenizer
+
+try:
+    from lm_eval import utils
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import normalize_gen_kwargs
+except ImportError as error:
+    raise MissingExtraError("lm-eval", "eval") from error
+
+DEFAULT_MAX_GEN_TOKS = 256
+"""Tokens of an answer whose task names no limit, as in the harness's own backends."""
+
+SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What a task's generation_kwargs may say of sampling, beside `until`, `do_sample` and the length."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Usage:
+    """What the answers of a task have cost so far: tokens really generated, and the layers that they ran."""
+
+    answers: int = 0
+    tokens: int = 0
+    layers: int = 0
+    unfinished: int = 0
+    nominal_tokens: int = 0
+    nominal_layers: int = 0
+
+    def add(self, depths: Sequence[int], finish_reason: str | None, nominal_depths: Iterable[int]) -> None:
+        """Count one answer; `nominal_depths` are those of the longest answer that was allowed."""
+        promised = list(nominal_depths)
+        self.answers += 1
+        self.tokens += len(depths)
+        self.layers += sum(depths)
+        self.unfinished += finish_reason == "length"
+        self.nominal_tokens += len(promised)
+        self.nominal_layers += sum(promised)
+
+
+@register_model("d3engine")  # type: ignore[untyped-decorator, unused-ignore]
+class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
+    """A Llama in d3engine, as lm-evaluation-harness sees a model.
+
+    Args:
+        pretrained: a model directory, "demo", or an `Engine` that is open already (then no engine option is allowed).
+        depth: a `DepthPolicy`, "auto" (the model's d3.json), or a policy's name, whose options follow as arguments of
+            their own: `depth=d3,alpha=0.9,start=0.6`.
+        max_length: tokens of context and answer at most; longer contexts lose their beginning, as in the harness's HF
+            backend. None: one fewer than the engine's max_model_len.
+        max_gen_toks: tokens of an answer whose task does not say.
+        add_bos_token: False encodes without the tokenizer's special tokens; None and True with them, as its files say.
+        prefix_token_id: what stands for an empty context. None: BOS, else EOS.
+        batch_size: sequences that run at once at most; "auto" is the engine's default.
+        device, dtype, max_model_len, ...: arguments of `Engine`.
+
+    Log-likelihoods are at full depth whatever the policy: it is about generated tokens, and they generate none.
+    Raises `InvalidValueError` for what neither the engine nor the policy takes.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | Engine,
+        *,
+        depth: DepthPolicy | str = "auto",
+        max_length: int | None = None,
+        max_gen_toks: int = DEFAULT_MAX_GEN_TOKS,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        require(max_batch_size is None, "max_batch_size", max_batch_size, "None: the engine fills its batch itself")
+        engine_options = {name: options.pop(name) for name in ENGINE_OPTIONS if options.get(name) is not None}
+        if batch_size not in (None, "auto"):
+            require("max_num_seqs" not in engine_options, "batch_size", batch_size, "None beside max_num_seqs")
+            engine_options["max_num_seqs"] = _batch_limit(batch_size)
+        policy = _policy(depth, {name: value for name, value in options.items() if value is not None})
+        if isinstance(pretrained, Engine):
+            given = ", ".join(engine_options)
+            require(not given, "pretrained", "an Engine", f"a model directory, with {given}")
+            self.engine = pretrained
+        else:
+            self.engine = Engine(pretrained, depth=policy, **engine_options)
+        self.policy = policy if isinstance(policy, DepthPolicy) else self.engine.depth
+        self.schedule = self.policy.schedule(self.engine.config.num_layers)
+        require(self.engine.tokenizer is not None, "pretrained", pretrained, "an engine with a tokenizer")
+        assert self.engine.tokenizer is not None
+        self._tokenizer: Tokenizer = self.engine.tokenizer
+        longest = self.engine.max_model_len - 1
+        self.max_length = longest if max_length is None else require_integer("max_length", max_length, 2, longest)
+        self.max_gen_toks = require_integer("max_gen_toks", max_gen_toks, 1)
+        self._add_bos_token = add_bos_token
+        self._prefix_token_id = prefix_token_id
+        self.usage: dict[str, Usage] = {}
+        """Task -> what its generated answers have cost."""
+
+    def total_usage(self) -> Usage:
+        """What the generated answers of all tasks have cost."""
+        total = Usage()
+        for usage in self.usage.values():
+            for name, value in vars(usage).items():
+                setattr(total, name, getattr(total, name) + value)
+        return total
+
+    # -- what the harness asks of a tokenizer --------------------------------------------------------------------
+
+    @property
+    def eot_token_id(self) -> int | None:
+        """The tokenizer's EOS; None where it has none."""
+        return self._tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before the first token of a text without context."""
+        for token in (self._prefix_token_id, self._tokenizer.bos_token_id, self._tokenizer.eos_token_id):
+            if token is not None:
+                return token
+        raise InvalidValueError("prefix_token_id", None, "a token id: the tokenizer has neither BOS nor EOS")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Token ids; BOS is not added to a text that begins with it, unless the caller decides."""
+        if add_special_tokens is None:
+            bos = self._tokenizer.special_tokens.get("bos_token")
+            begins_with_bos = bos is not None and string.startswith(bos)
+            add_special_tokens = not begins_with_bos and self._add_bos_token is not False
+        return self._tokenizer.encode(string, add_special_tokens=add_special_tokens)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The prompt of a conversation; without a generation prompt it ends with the last message, to be continued."""
+        template = load_chat_template(self.engine.directory)
+        require(template is not None, "apply_chat_template", True, "a model with a chat template")
+        assert template is not None
+        text = template.render(chat_history, add_generation_prompt=add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        last = chat_history[-1]["content"].strip()
+        require(last in text, "messages", chat_history[-1], "a message whose content the chat template keeps as it is")
+        begin, with_space = text.rindex(last), chat_history[-1]["content"].lstrip()
+        return text[:begin] + (with_space if text.startswith(with_space, begin) else last)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template's source, by which the harness tells its caches apart; None when none is to be applied."""
+        template = load_chat_template(self.engine.directory) if chat_template else None
+        return None if template is None else template.source
+
+    @property
+    def tokenizer_name(self) -> str:
+        """By which the harness tells its caches apart."""
+        return str(self.engine.directory).replace("/", "__")
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """The continuation of each context, up to the first of its stops; contexts too long lose their beginning."""
+        prompts, params = [], []
+        for request in requests:
+            context, gen_kwargs = request.args
+            options = self._sampling_params(gen_kwargs)
+            room = self.max_length - options.max_tokens
+            require(room > 0, "max_gen_toks", options.max_tokens, f"less than max_length={self.max_length}")
+            prompts.append(self.tok_encode(context)[-room:])
+            params.append(options)
+        texts = [""] * len(requests)
+        for place, output in self._run(prompts, params, "generate_until", disable_tqdm):
+            answer, request = output.outputs[0], requests[place]
+            texts[place] = answer.text
+            usage = self.usage.setdefault(str(getattr(request, "task_name", None) or ""), Usage())
+            usage.add(answer.depths, answer.finish_reason, self.schedule.depths(params[place].max_tokens).tolist())
+            self.cache_hook.add_partial("generate_until", request.args, answer.text)
+        return texts
+
+    def _sampling_params(self, gen_kwargs: Mapping[str, Any]) -> SamplingParams:
+        given = dict(normalize_gen_kwargs(dict(gen_kwargs), self.max_gen_toks))
+        until, max_tokens, samples = given.pop("until"), given.pop("max_gen_toks"), given.pop("do_sample")
+        for name, value in given.items():
+            require(name in SAMPLING_OPTIONS, name, value, f"generation_kwargs of {', '.join(SAMPLING_OPTIONS)}")
+        sampling = given if samples else {"temperature": 0.0}
+        stop = [text for text in until if text]
+        return SamplingParams(stop=stop or None, max_tokens=max_tokens, depth=self.policy, **sampling)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Sum of the log-probabilities of each continuation, and whether greedy decoding would give it.
+
+        The last `max_length + 1` tokens count, so that the model sees `max_length`, as in the HF backend.
+        """
+        if requests and not isinstance(self.policy, FullDepth):
+            _log.warning("log-likelihoods are at full depth: a depth policy is about generated tokens")
+        prompts, params = [], []
+        for _, context, continuation in requests:
+            allowed = f"1 to max_length={self.max_length} tokens"
+            require(0 < len(continuation) <= self.max_length, "continuation", f"{len(continuation)} tokens", allowed)
+            *prompt, last = (context + continuation)[-(self.max_length + 1) :]
+            prompts.append(prompt)
+            params.append(
+                SamplingParams(
+                    temperature=0.0,
+                    max_tokens=1,
+                    logprobs=0,
+                    prompt_logprobs=0,
+                    allowed_token_ids=[last],
+                    ignore_eos=True,
+                    depth=FullDepth(),
+                )
+            )
+        found = [(0.0, False)] * len(requests)
+        for place, output in self._run(prompts, params, "loglikelihood", disable_tqdm):
+            key, _, continuation = requests[place]
+            found[place] = _continuation_logprob(output, continuation)
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, found[place])
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of each whole text, in windows of `max_length` that overlap by one token."""
+        windows, owners = [], []
+        for place, request in enumerate(requests):
+            (text,) = request.args
+            for window in utils.get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            ):
+                windows.append((None, *utils.make_disjoint_window(window)))
+                owners.append(place)
+        totals = [0.0] * len(requests)
+        for place, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
+            totals[place] += logprob
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _run(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], what: str, disable_tqdm: bool
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Each request's last output as it finishes, with its place; few wait in the engine at a time."""
+        engine = self.engine
+        require(not engine.has_unfinished_requests(), "pretrained", "an Engine", "one that answers nobody else")
+        waiting = deque(sorted(range(len(prompts)), key=lambda place: -len(prompts[place])))
+        places: dict[str, int] = {}
+        most = 4 * engine.scheduler.config.max_num_seqs
+        try:
+            with tqdm(total=len(prompts), desc=f"Running {what} requests", disable=disable_tqdm) as bar:
+                while waiting or places:
+                    while waiting and len(places) < most:
+                        place = waiting.popleft()
+                        request_id = f"lm-eval-{what}-{place}"
+                        engine.add_request(request_id, prompts[place], params[place])
+                        places[request_id] = place
+                    for output in engine.step():
+                        if output.finished and output.request_id in places:
+                            _raise_fault(output)
+                            bar.update()
+                            yield places.pop(output.request_id), output
+        finally:
+            if places:
+                engine.abort_request(list(places))
+                engine.step()  # takes their last outputs, so that none is left for a later run
+
+
+ENGINE_OPTIONS = (
+    "device",
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "kv_cache_memory_bytes",
+    "gpu_memory_utilization",
+    "enable_prefix_caching",
+    "seed",
+    "tokenizer",
+)
+"""Arguments that go to `Engine` as they are."""
+
+
+def _policy(depth: DepthPolicy | str, options: dict[str, Any]) -> DepthPolicy | str:
+    """The policy of `depth` and its options; "auto" stays for the engine to resolve."""
+    if isinstance(depth, DepthPolicy) or depth == "auto":
+        allowed = f"an option of Engine ({', '.join(ENGINE_OPTIONS)}), or of a depth given by name"
+        for name, value in options.items():
+            raise InvalidValueError(name, value, allowed)
+        return depth
+    return policy_from_name(depth, **options)
+
+
+def _batch_limit(batch_size: int | str | None) -> int:
+    digits = isinstance(batch_size, str) and batch_size.isdecimal()
+    return require_integer("batch_size", int(str(batch_size)) if digits else batch_size, 1)
+
+
+def _raise_fault(output: RequestOutput) -> None:
+    answer = output.outputs[0]
+    if answer.finish_reason == "abort":
+        raise D3EngineError(f"{output.request_id} ended with a fault: {answer.stop_reason}")
+
+
+def _continuation_logprob(output: RequestOutput, continuation: list[int]) -> tuple[float, bool]:
+    """Sum over the continuation, whose last token is the one generated and the others the prompt's last."""
+    answer = output.outputs[0]
+    assert output.prompt_logprobs is not None
+    assert answer.logprobs is not None
+    rows = [*output.prompt_logprobs[len(output.prompt_token_ids) - len(continuation) + 1 :], answer.logprobs[0]]
+    chosen = [row[token] for row, token in zip(rows, continuation, strict=True) if row is not None]
+    return sum(entry.logprob for entry in chosen), all(entry.rank == 1 for entry in chosen)

@@ -1,0 +1,170 @@
+"""The generated tasks: a seed fixes them, the splits share nothing, and every worked answer is right."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+
+import pytest
+
+from d3engine.errors import InvalidValueError
+from d3engine.evaluation import object_counting
+from d3engine.evaluation.generated import GeneratedProblem, final_answer, problems_of
+from d3engine.evaluation.procedural import GENERATORS, NAMES, different_problems, procedural
+from d3engine.evaluation.word_problems import Split, split_of
+
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
+
+def some(name: str, split: Split = "test", seed: int = 0, count: int = 30) -> list[GeneratedProblem]:
+    return list(itertools.islice(problems_of(GENERATORS[name], name, split, seed), count))
+
+
+# Oracles: each solves a question from its text alone, in another way than the generator.
+
+
+def solve_expression(question: str) -> str:
+    """Python's own rules; the text holds nothing but constants, operators and brackets."""
+    expression = question.removeprefix("What is ").removesuffix("?")
+    assert re.fullmatch(r"(?:True|False|and|or|not|[-+*()\s\d])+", expression)
+    return str(eval(expression, {"__builtins__": {}}))
+
+
+def solve_sorting(question: str) -> str:
+    words = question.removeprefix("Sort these words: ").removesuffix(".").split()
+    assert len(set(words)) == len(words)
+    return " ".join(sorted(words))
+
+
+def solve_brackets(question: str) -> str:
+    """Close pairs until none is left; what stays is open."""
+    sequence = question.removeprefix("Close the brackets: ").replace(" ", "")
+    while (shorter := re.sub(r"\(\)|\[\]|\{\}|<>", "", sequence)) != sequence:
+        sequence = shorter
+    assert sequence
+    assert not set(sequence) & set(")]}>"), "closes what was not open"
+    return " ".join(sequence[::-1].translate(str.maketrans("([{<", ")]}>")))
+
+
+def solve_counting(question: str) -> str:
+    listed, asked = question.removeprefix("I have ").split(". How many ")
+    kind = object_counting.KINDS[asked.split()[0]]
+    numbers = dict(zip(("a", "an", "two", "three", "four", "five", "six"), (1, 1, 2, 3, 4, 5, 6), strict=True))
+    total = 0
+    for item in re.split(r", | and ", listed):
+        number, thing = item.split()
+        singular = {"mice": "mouse", "peaches": "peach"}.get(thing, thing.removesuffix("s"))
+        if singular in kind:
+            total += numbers[number]
+    return str(total)
+
+
+def solve_tracking(question: str) -> str:
+    """Follow the things and not the people."""
+    holder = {thing: person for person, thing in re.findall(r"(\w+) has the (\w+)\.", question)}
+    for first, second in re.findall(r"(\w+) and (\w+) swap\.", question):
+        other = {first: second, second: first}
+        holder = {thing: other.get(person, person) for thing, person in holder.items()}
+    (asked,) = re.findall(r"What does (\w+) have\?", question)
+    return next(thing for thing, person in holder.items() if person == asked)
+
+
+ORACLES: dict[str, Callable[[str], str]] = {
+    "boolean-expressions": solve_expression,
+    "word-sorting": solve_sorting,
+    "dyck-languages": solve_brackets,
+    "object-counting": solve_counting,
+    "tracking-shuffled-objects": solve_tracking,
+    "multistep-arithmetic": solve_expression,
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_every_answer_is_what_an_independent_solver_finds(name: str) -> None:
+    for problem in some(name):
+        assert problem.answer == ORACLES[name](problem.question)
+        assert problem.solution.endswith(f"#### {problem.answer}")
+        assert problem.is_right(f" {problem.solution}")
+    assert len({problem.answer for problem in some(name)}) > 1
+
+
+@pytest.mark.parametrize("name", ["boolean-expressions", "multistep-arithmetic"])
+def test_every_step_of_an_expression_is_right(name: str) -> None:
+    for problem in some(name):
+        steps = re.findall(r"(\S[^.=]*?) (?:is|=) (\S+)\.", problem.solution)
+        assert steps
+        assert all(str(eval(left, {"__builtins__": {}})) == right for left, right in steps), problem
+        assert steps[-1][1] == problem.answer
+
+
+def test_the_working_of_counting_and_tracking_ends_in_the_answer() -> None:
+    for problem in some("object-counting"):
+        totals = re.findall(r"(\d+) \+ (\d+) = (\d+)\.", problem.solution)
+        assert all(int(a) + int(b) == int(c) for a, b, c in totals)
+        assert [a for a, _, _ in totals] == ["0", *(c for _, _, c in totals)][: len(totals)]
+        assert problem.answer == (totals[-1][2] if totals else "0")
+    for problem in some("tracking-shuffled-objects"):
+        swaps = re.findall(r"(\w+) and (\w+) swap", problem.question)
+        assert re.findall(r"(\w+) has the \w+, (\w+) the \w+\.", problem.solution) == swaps
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_seed_gives_the_same_problems_and_splits_share_none(name: str) -> None:
+    first = different_problems(name, "test", 0, 12)
+    assert first == different_problems(name, "test", 0, 12)
+    assert first != different_problems(name, "test", 1, 12)
+    questions = {
+        split: {p.question for seed in (0, 1) for p in different_problems(name, split, seed, 12)} for split in SPLITS
+    }
+    for left, right in itertools.combinations(SPLITS, 2):
+        assert not questions[left] & questions[right]
+    for split in SPLITS:
+        assert len(questions[split]) > 12
+        assert all(split_of(question) == split for question in questions[split])
+
+
+def test_first_problems_of_the_test_splits_are_pinned() -> None:
+    """Published scores name a split by its seed: a change of a generator must not pass unnoticed."""
+    assert {name: some(name, count=1)[0].question for name in GENERATORS} == PINNED
+
+
+PINNED: dict[str, str] = {
+    "boolean-expressions": "What is ( ( ( False or False ) or ( True or False ) ) and ( False or False ) )?",
+    "word-sorting": "Sort these words: forest ladder apple.",
+    "dyck-languages": "Close the brackets: ( ) { } { < [ {",
+    "object-counting": "I have two cellos, five guitars and three lemons. How many fruits do I have?",
+    "tracking-shuffled-objects": "Omar has the coin. Mia has the cup. Tom has the kite. Omar and Tom swap. Mia and Omar swap. Omar and Mia swap. Tom and Mia swap. What does Tom have?",  # noqa: E501
+    "multistep-arithmetic": "What is ((((9 * -2) + -6) - (-8 - 5)) + 0)?",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [("Open: [ . #### ]", "]"), (" #### a b \n#### c", "a b"), ("####", ""), ("the answer is 3", None)],
+)
+def test_the_answer_stands_behind_the_first_mark(text: str, answer: str | None) -> None:
+    assert final_answer(text) == answer
+
+
+def test_examples_come_from_the_training_split_before_every_question() -> None:
+    plain = procedural("word-sorting", split="test", seed=3, limit=4)
+    shown = procedural("word-sorting", split="test", seed=3, limit=4, shots=2)
+    examples = different_problems("word-sorting", "train", 3, 2)
+    for question, behind in zip(plain.questions, shown.questions, strict=True):
+        *before, last = behind.prompt.split("\n\n")
+        assert before == [example.solved for example in examples]
+        assert last == question.prompt
+        assert last.startswith("Question: ")
+        assert last.endswith("\nAnswer:")
+    assert shown.stop == ("\nQuestion:",)
+    assert plain.stop == ()
+
+
+def test_what_there_is_not_is_refused_by_name() -> None:
+    with pytest.raises(InvalidValueError, match="poetry"):
+        procedural("poetry", split="test", seed=0, limit=3)
+    with pytest.raises(InvalidValueError, match="limit"):
+        procedural("word-sorting", split="test", seed=0, limit=0)
+    with pytest.raises(InvalidValueError, match="num-fewshot"):
+        procedural("word-sorting", split="test", seed=0, limit=1, shots=-1)
