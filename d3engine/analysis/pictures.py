@@ -92,7 +92,7 @@ def plot_flow(result: Flow, path: str | Path, title: str) -> None:
     for axes, values, label, scale in zip(
         figure.subplots(1, 2),
         (result.cosine, result.distance),
-        ("cosine similarity before and after", "Euclidean distance before and after, logarithmic"),
+        ("cosine similarity, before and after", "Euclidean distance, logarithmic"),
         ("linear", "log"),
         strict=True,
     ):

@@ -14,7 +14,7 @@ from d3engine.colours import depth_colours
 
 STYLE = """
 :root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem 16rem; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem 12rem; }
 h1 { font-size: 1.3rem; }
 h2 { font-size: 1rem; margin: 1.5rem 0 .3rem; }
 .prompt, .answer { font-family: ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
@@ -22,12 +22,13 @@ h2 { font-size: 1rem; margin: 1.5rem 0 .3rem; }
 .answer { line-height: 2.1; }
 .token { position: relative; padding: .15rem 0; border-radius: .2rem; cursor: help; }
 .token:hover, .token:focus { outline: 2px solid #d55e00; outline-offset: 1px; z-index: 2; }
-.guesses { display: none; position: absolute; left: 0; top: 100%; z-index: 3; width: max-content;
-  background: #fff; color: #000; border: 1px solid #666; border-radius: .3rem; padding: .4rem .7rem;
-  box-shadow: 0 2px 8px #0006; font: 13px/1.5 system-ui, sans-serif; white-space: normal; }
-.token.right .guesses { left: auto; right: 0; }
+.guesses { display: none; position: fixed; left: 50%; bottom: 1rem; transform: translateX(-50%); z-index: 3;
+  width: max-content; max-width: calc(100vw - 1rem); box-sizing: border-box; background: #fff; color: #000;
+  border: 1px solid #666; border-radius: .3rem; padding: .4rem .7rem; box-shadow: 0 2px 8px #0006;
+  font: 14px/1.6 system-ui, sans-serif; white-space: normal; }
 .token:hover .guesses, .token:focus .guesses { display: block; }
-.row { display: grid; grid-template-columns: 10.5rem repeat(3, 6rem); white-space: pre; }
+.row { display: grid; grid-template-columns: 9em repeat(3, minmax(6.5em, 1fr)); column-gap: .4em; white-space: pre; }
+@media (max-width: 30rem) { .guesses { font-size: 11px; } }
 .guesses code { background: #eee; padding: 0 .2rem; }
 .passed { color: #666; }
 .legend span { padding: .15rem .5rem; margin-right: .15rem; border-radius: .2rem; }
@@ -64,14 +65,20 @@ def _answer(answer: SampleAnswer, num_layers: int, styles: dict[int, str]) -> st
 
 def _token(token: SampleToken, style: str, num_layers: int) -> str:
     rows = "".join(map(_guess, token.guesses))
-    guesses = f'<span class="guesses">{token.depth} of {num_layers} layers<br>{rows}</span>'
+    heading = f"<code>{_visible(token.text)}</code> ran {token.depth} of {num_layers} layers; likeliest after"
+    guesses = f'<span class="guesses">{heading}<br>{rows}</span>'
     return f'<span class="token" tabindex="0" style="{style}">{escape(safe_text(token.text))}{guesses}</span>'
 
 
 def _guess(guess: Guess) -> str:
-    kind, place = ("ran", "") if guess.ran else ("passed", " (skipped)")
-    cells = "".join(f"<span><code>{_visible(text)}</code> {chance:.0%}</span>" for text, chance in guess.top)
-    return f'<span class="{kind} row"><span>after layer {guess.layer}{place}</span>{cells}</span>'
+    kind, place = ("ran", "") if guess.ran else ("passed", ", skipped")
+    cells = "".join(f"<span><code>{_visible(text)}</code> {_percent(chance)}</span>" for text, chance in guess.top)
+    return f'<span class="{kind} row"><span>layer {guess.layer}{place}</span>{cells}</span>'
+
+
+def _percent(chance: float) -> str:
+    """A chance in whole percent; one that is not nothing is not shown as nothing."""
+    return "&lt;1%" if chance < 0.005 else f"{chance:.0%}"
 
 
 def _visible(text: str) -> str:
