@@ -325,7 +325,7 @@ def test_the_parts_share_no_problem() -> None:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 # Few problems prove little, so the tolerance is wide: 30 points.
-SMALL = ("--tolerance", "30", "--limit", "9", "--budget", "170", "--max-tokens", "48", "--device", "cpu")
+SMALL = ("--tolerance", "30", "--limit", "9", "--budget", "140", "--max-tokens", "64", "--device", "cpu")
 
 
 def run(*arguments: str) -> Any:
