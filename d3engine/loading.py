@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from d3engine.depth import DepthPolicy
-from d3engine.depth.policy import policy_from_directory
+from d3engine.depth.policy import POLICY_FILE, calibrated_for, policy_from_directory
 from d3engine.environment import KERNELS
-from d3engine.errors import InvalidValueError, require, require_integer, require_number
+from d3engine.errors import InvalidValueError, ModelFormatError, require, require_integer, require_number
 from d3engine.kernels import for_device
 from d3engine.model.config import ModelConfig, load_generation_config
+from d3engine.model.fingerprint import fingerprint
 from d3engine.request import SamplingParams
 
 DEMO = "demo"
@@ -85,11 +86,22 @@ def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.d
 
 
 def resolve_depth(depth: str | DepthPolicy, directory: Path) -> DepthPolicy:
-    """The engine's depth policy; "auto" is what calibration has written beside the weights, full depth without."""
+    """The engine's depth policy; "auto" is what calibration has written beside the weights, full depth without.
+
+    Raises `ModelFormatError` where `d3.json` names the fingerprint of other weights: what is safe for those says
+    nothing of these, and a quiet fall to full depth would hide that the file is stale.
+    """
     if isinstance(depth, DepthPolicy):
         return depth
     require(depth == "auto", "depth", depth, 'a DepthPolicy such as D3(alpha=0.9, start=0.6), or "auto"')
-    return policy_from_directory(directory)
+    policy = policy_from_directory(directory)
+    calibrated = calibrated_for(directory)
+    if calibrated is not None and calibrated != fingerprint(directory):
+        raise ModelFormatError(
+            f"{directory / POLICY_FILE} was calibrated on other weights than those beside it; run d3engine calibrate "
+            "on these, delete the file, or name a depth"
+        )
+    return policy
 
 
 def kernels_for(device: torch.device) -> ModuleType:

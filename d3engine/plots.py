@@ -6,16 +6,19 @@ there are.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from d3engine.colours import BLACK, BLUE, ORANGE, ramp
 from d3engine.depth import Schedule
 from d3engine.errors import InvalidValueError, MissingExtraError, require_integer
 
-# Two colours of the Okabe-Ito set: told apart with any colour vision, and in grey.
-RUNS, SKIPPED = "#0072B2", "#E69F00"
+RUNS, SKIPPED = BLUE, ORANGE  # told apart in grey too
+
+MARKERS = "osD^vP"
 
 # Above the axes, where no layer can be hidden.
 LEGEND = {
@@ -34,7 +37,7 @@ def plot_schedule(schedule: Schedule, num_steps: int, path: str | Path, title: s
     Raises `MissingExtraError` without matplotlib and `InvalidValueError` for a file that cannot be written.
     """
     require_integer("num_steps", num_steps, 1)
-    figure = _new_figure(width=8, height=6)
+    figure = new_figure(width=8, height=6)
     depth_axes, layer_axes = figure.subplots(2, 1, sharex=True, height_ratios=[2, 3])
     edges = [0, *(end for _, end in schedule.runs(num_steps))]
     _draw_depth(depth_axes, schedule, edges)
@@ -42,14 +45,44 @@ def plot_schedule(schedule: Schedule, num_steps: int, path: str | Path, title: s
     layer_axes.set_xlim(-0.5, num_steps - 0.5)
     figure.align_ylabels()
     figure.suptitle(title, fontsize="medium")
-    _save(figure, Path(path))
+    save_figure(figure, Path(path))
+
+
+def plot_decay(schedules: Mapping[str, Schedule], num_steps: int, path: str | Path, title: str = "") -> None:
+    """Draw the depth of several schedules, by their labels, over the generation step, to a file.
+
+    Raises as `plot_schedule`.
+    """
+    require_integer("num_steps", num_steps, 1)
+    figure = new_figure(width=8, height=4.5)
+    axes = figure.subplots()
+    for place, (label, schedule) in enumerate(schedules.items()):
+        steps = np.array([0, *(end for _, end in schedule.runs(num_steps))])
+        depths = [schedule.depth_at(step) for step in steps[:-1]]
+        colour = "#{:02x}{:02x}{:02x}".format(*ramp(place / max(len(schedules) - 1, 1)))
+        axes.stairs(depths, steps + 1, baseline=None, color=colour, linewidth=2.2)
+        # Steps on a logarithmic axis begin at 1; a marker of its own tells curves apart that lie on each other.
+        middle = np.sqrt((steps[:-1] + 1.0) * (steps[1:] + 1.0))
+        axes.plot(middle, depths, MARKERS[place % len(MARKERS)], color=colour, label=label)
+    most = max(schedule.num_layers for schedule in schedules.values())
+    axes.set_ylim(0, most * 1.05)
+    axes.set_xscale("log")
+    axes.set_xlim(1, num_steps + 1)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("generated token (1 is the first), logarithmic")
+    axes.set_ylabel("layers run")
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", loc="lower left")
+    figure.suptitle(title, fontsize="medium")
+    save_figure(figure, Path(path))
 
 
 def _draw_depth(axes: Any, schedule: Schedule, edges: list[int]) -> None:
     depths = [schedule.depth_at(step) for step in edges[:-1]]
     mean = float(np.average(depths, weights=np.diff(edges)))
     axes.stairs(depths, np.array(edges) - 0.5, baseline=None, color=RUNS, linewidth=2, label="layers run")
-    axes.axhline(mean, color="black", linestyle="--", linewidth=1, label=f"mean {mean:.3f}")
+    axes.axhline(mean, color=BLACK, linestyle="--", linewidth=1, label=f"mean {mean:.3f}")
     axes.set_ylim(0, schedule.num_layers * 1.05)
     axes.set_ylabel("layers run")
     axes.yaxis.get_major_locator().set_params(integer=True)
@@ -73,7 +106,7 @@ def _draw_layers(axes: Any, schedule: Schedule, edges: list[int]) -> None:
     axes.legend(handles=patches, **LEGEND)
 
 
-def _new_figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
     """An empty figure, sizes in inches, that belongs to nobody but the caller (no pyplot)."""
     try:
         from matplotlib.figure import Figure
@@ -82,7 +115,8 @@ def _new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), dpi=120, layout="constrained")
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure; raises `InvalidValueError` for a file that cannot be written."""
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:  # no such folder; a suffix that matplotlib cannot write

@@ -21,6 +21,8 @@ COMMANDS = {
     "chat": "d3engine.cli.chat",
     "schedule": "d3engine.cli.schedule",
     "eval": "d3engine.cli.eval",
+    "calibrate": "d3engine.cli.calibrate",
+    "analyze": "d3engine.cli.analyze",
     "paper": "d3engine.cli.paper",
     "weights": "d3engine.weights_tools.cli",
 }

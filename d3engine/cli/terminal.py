@@ -17,10 +17,8 @@ from rich.console import Console
 from rich.style import Style
 from rich.table import Table
 
+from d3engine.colours import depth_position, letters_on, ramp
 from d3engine.depth import DepthPolicy, FullDepth
-
-RAMP = ("#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962")
-"""Viridis from deep to shallow, without its ends: perceptually even, and told apart with any colour vision."""
 
 DECEPTIVE = frozenset("\u061c\u200e\u200f\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """Characters that reorder or break a line of text without being seen."""
@@ -47,8 +45,7 @@ class DepthColours:
         """The colour of a token that ran `depth` layers; None without colours."""
         if not self.enabled:
             return None
-        most, least = self._depths[0], self._depths[-1]
-        return _style(0.0 if most == least else min(max((most - depth) / (most - least), 0.0), 1.0))
+        return _style(depth_position(depth, self._depths))
 
     def legend(self, num_layers: int) -> None:
         """One line: which colour is which depth."""
@@ -68,18 +65,8 @@ def has_colours(console: Console) -> bool:
 
 def _style(position: float) -> Style:
     """The ramp at `position` in [0, 1], with letters that can be read on it."""
-    place = position * (len(RAMP) - 1)
-    low = min(int(place), len(RAMP) - 2)
-    first, second = (Color.parse(RAMP[i]).get_truecolor() for i in (low, low + 1))
-    red, green, blue = (round(a + (b - a) * (place - low)) for a, b in zip(first, second, strict=True))
-    letters = 0 if _luminance(red, green, blue) > 0.179 else 255  # black and white then contrast alike (WCAG 2)
-    return Style(bgcolor=Color.from_rgb(red, green, blue), color=Color.from_rgb(letters, letters, letters))
-
-
-def _luminance(*parts: int) -> float:
-    """Relative luminance of an sRGB colour, from 0 to 1 (WCAG 2)."""
-    linear = [part / 255 / 12.92 if part <= 10 else ((part / 255 + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    parts = ramp(position)
+    return Style(bgcolor=Color.from_rgb(*parts), color=Color.parse(letters_on(*parts)))
 
 
 def _spread(values: Sequence[int], most: int) -> list[int]:

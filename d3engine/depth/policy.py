@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
 from fractions import Fraction
 from importlib import import_module
@@ -102,22 +103,40 @@ def policy_from_dict(description: Mapping[str, Any]) -> DepthPolicy:
 def policy_from_directory(directory: str | Path) -> DepthPolicy:
     """The policy under "depth" in the `d3.json` beside a model's weights; `FullDepth` without that file.
 
-    What else the file holds (the evidence that calibration found) is for people to read. Raises `ModelFormatError`,
-    naming the file, for one that describes no policy.
+    What else the file holds (the evidence that calibration found) is for people to read, but for the fingerprint (see
+    `calibrated_for`). Raises `ModelFormatError`, naming the file, for one that describes no policy.
     """
     path = Path(directory) / POLICY_FILE
     if not path.exists():
         return policy_from_name("full")
-    try:
+    with _reading(path, 'describes no depth policy under "depth"'):
         return policy_from_dict(json.loads(path.read_bytes())["depth"])
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        KeyError,
-        RecursionError,
-    ) as error:  # InvalidValueError is a ValueError
-        raise ModelFormatError(f'{path} describes no depth policy under "depth": {error}') from error
+
+
+def calibrated_for(directory: str | Path) -> str | None:
+    """The fingerprint of the weights that `d3.json` was calibrated on; None without that file, or where a file that
+    was written by hand names none.
+
+    Whoever loads weights compares it with theirs (`d3engine.loading`): a setting that is safe for one model says
+    nothing of another. Raises `ModelFormatError`, naming the file, for one that cannot be read.
+    """
+    path = Path(directory) / POLICY_FILE
+    if not path.exists():
+        return None
+    with _reading(path, 'has no text under "fingerprint"'):
+        found = json.loads(path.read_bytes()).get("fingerprint")
+        if found is not None and not isinstance(found, str):
+            raise TypeError(f"it is {found!r}")
+        return found
+
+
+@contextmanager
+def _reading(path: Path, complaint: str) -> Iterator[None]:
+    """Words whatever goes wrong with a policy file; `InvalidValueError` is a ValueError."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ModelFormatError(f"{path} {complaint}: {error}") from error
 
 
 def _has_no_default(field: Field[Any]) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -70,6 +71,15 @@ class Checkpoint:
         except (SafetensorError, OSError, RuntimeError) as error:
             raise ModelFormatError(f"{entry.file}: tensor {name!r} cannot be read: {error}") from None
         return tensor
+
+    def read_row(self, name: str, row: int) -> bytes:
+        """Return the bytes of `tensor[row]` as they are in the file; nothing else of the tensor is read."""
+        entry = self.entries[name]
+        try:
+            values: Tensor = self._handles[entry.file].get_slice(name)[row : row + 1]
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise ModelFormatError(f"{entry.file}: tensor {name!r} cannot be read: {error}") from None
+        return values.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 @contextmanager

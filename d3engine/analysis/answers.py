@@ -1,0 +1,95 @@
+"""What an analysis looks at: prompts, and the model's own greedy answers to them.
+
+The one idea: engine and observer share one copy of the weights, so that what the one generated the other can take
+apart.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from d3engine import loading
+from d3engine.analysis.observer import Observer
+from d3engine.depth import DepthPolicy, FullDepth
+from d3engine.engine import Engine
+from d3engine.errors import InvalidValueError, require
+from d3engine.evaluation.accuracy import take_problems
+from d3engine.evaluation.word_problems import format_prompt
+from d3engine.model.config import ModelConfig
+from d3engine.model.weights import load_weights
+from d3engine.request import SamplingParams
+
+MAX_PROMPTS = 10_000
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A prompt and a greedy answer to it. `logprobs[i]` is the log-probability of token i, `depths[i]` its layers."""
+
+    prompt: str
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    depths: list[int]
+    text: str
+
+    @property
+    def sequence(self) -> list[int]:
+        """What the model has read when it yields the last token: the prompt and the answer but for that token."""
+        return self.prompt_ids + self.token_ids[:-1]
+
+    @property
+    def answer_rows(self) -> slice:
+        """The rows of `sequence` that yield the tokens of the answer."""
+        return slice(len(self.prompt_ids) - 1, len(self.sequence))
+
+
+def open_model(model: str, options: dict[str, Any]) -> tuple[Engine, Observer]:
+    """An engine and an observer of the same weights; `options` are `Engine`'s. Full depth unless a request says so."""
+    directory = loading.model_directory(model)
+    config = ModelConfig.from_directory(directory)
+    device = loading.resolve_device(options.get("device", "auto"))
+    dtype = loading.resolve_dtype(options.get("dtype", "auto"), config, device)
+    weights = load_weights(directory, config, dtype=dtype, device=device)
+    return Engine(model, depth=FullDepth(), weights=weights, **options), Observer(config, weights)
+
+
+def read_prompts(path: Path, limit: int) -> list[str]:
+    """The first prompts of a file: one a line, or in a `.json` file a list of texts, which may have several lines."""
+    allowed = "a file of UTF-8 text with a prompt on each line, or a .json file with a list of texts"
+    try:
+        text = path.read_text(encoding="utf-8")
+        prompts = json.loads(text) if path.suffix == ".json" else [line for line in text.splitlines() if line.strip()]
+    except (OSError, ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError
+        raise InvalidValueError("--prompts", str(path), f"{allowed} ({error})") from error
+    is_list = isinstance(prompts, list) and all(isinstance(prompt, str) and prompt for prompt in prompts)
+    require(is_list and len(prompts) > 0, "--prompts", str(path), allowed)
+    return prompts[:limit]
+
+
+def default_prompts(seed: int, limit: int) -> list[str]:
+    """Held-out word problems, the task of the bundled model."""
+    return [format_prompt(problem.question) for problem in take_problems("test", seed, limit)]
+
+
+def answer(
+    engine: Engine,
+    prompts: Sequence[str],
+    max_tokens: int,
+    policy: DepthPolicy | None = None,
+    *,
+    progress: bool = False,
+) -> list[Answered]:
+    """The model's greedy answers, in one batch, up to its end-of-sequence token."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=0, depth=policy or FullDepth())
+    found = []
+    for prompt, output in zip(prompts, engine.generate(list(prompts), params, use_tqdm=progress), strict=True):
+        best = output.outputs[0]
+        assert best.logprobs is not None
+        logprobs = [known[token].logprob for token, known in zip(best.token_ids, best.logprobs, strict=True)]
+        found.append(Answered(prompt, output.prompt_token_ids, best.token_ids, logprobs, best.depths, best.text))
+    return found

@@ -1,0 +1,67 @@
+"""Perplexity along an answer (the D3 paper's Figure 2b): are later tokens easier to predict?
+
+The one idea: the perplexity of a position is that of all answers' tokens there, exp of the mean of -log p, at full
+depth. The text is the model's own greedy answer, so it says how sure the model is, not how right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from d3engine.analysis.answers import Answered
+from d3engine.analysis.report import Table, position_groups, positions_in_words
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """`logprobs[a][i]`: the log-probability of token i of answer a."""
+
+    logprobs: list[list[float]]
+
+    def at(self, group: range) -> tuple[int, float]:
+        """How many tokens stand at these positions, and their perplexity."""
+        values = [logprob for answer in self.logprobs for logprob in answer[group.start : group.stop]]
+        return len(values), float(np.exp(-np.mean(values)))
+
+    def by_position(self) -> tuple[FloatArray, FloatArray]:
+        """Float64 [longest]: the perplexity of each position, and how many answers reach it."""
+        found = [self.at(range(place, place + 1)) for place in range(self.longest)]
+        return np.array([value for _, value in found]), np.array([float(count) for count, _ in found])
+
+    @property
+    def longest(self) -> int:
+        return max(len(answer) for answer in self.logprobs)
+
+    def table(self) -> Table:
+        """A row for each group of positions, and one for all tokens."""
+        groups = [(positions_in_words(group), group) for group in position_groups(self.longest)]
+        rows = []
+        for name, group in [*groups, ("all", range(self.longest))]:
+            count, value = self.at(group)
+            rows.append((name, f"{count}", f"{value:.4f}", f"{np.log(value):.2g}"))
+        title = f"Perplexity by generated position, {len(self.logprobs)} answers"
+        return Table(title, ("position", "tokens", "perplexity", "mean -log p"), rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """By single positions, and over all tokens."""
+        values, counts = self.by_position()
+        return {
+            "answers": len(self.logprobs),
+            "perplexity": self.at(range(self.longest))[1],
+            "positions": [
+                {"position": place, "answers": int(count), "perplexity": value}
+                for place, (value, count) in enumerate(zip(values.tolist(), counts.tolist(), strict=True))
+            ],
+        }
+
+
+def measure_perplexity(answered: Sequence[Answered]) -> Perplexity:
+    """From the log-probabilities that the engine gave the answers' own tokens."""
+    return Perplexity([one.logprobs for one in answered])

@@ -1,0 +1,141 @@
+"""Answers token by token: how many layers each ran, and what the model would have said after fewer (the D3 paper's
+Figure 7).
+
+The one idea: an answer under a policy is observed at that policy's own depths, so the last prediction shown for a token
+is the one that was taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from d3engine.analysis.answers import Answered
+from d3engine.analysis.observer import Observer
+from d3engine.analysis.report import Table
+from d3engine.depth import DepthPolicy
+from d3engine.detokenizer import Detokenizer
+from d3engine.errors import require_integer
+from d3engine.tokenizer import Tokenizer
+
+TOP = 3
+"""Predictions shown for a layer."""
+
+
+@dataclass(frozen=True)
+class Guess:
+    """The likeliest tokens after `layer + 1` layers, with their probabilities. `ran`: whether that layer ran."""
+
+    layer: int
+    ran: bool
+    top: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class SampleToken:
+    """One token of an answer: the text that it settled, the layers it ran, and guesses along the way."""
+
+    text: str
+    depth: int
+    guesses: tuple[Guess, ...]
+
+
+@dataclass(frozen=True)
+class SampleAnswer:
+    """A prompt's answer under one policy."""
+
+    policy: DepthPolicy
+    prompt: str
+    tokens: tuple[SampleToken, ...]
+
+    @property
+    def mean_layers(self) -> float:
+        return sum(token.depth for token in self.tokens) / len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Answers to the same prompts under several policies; those of one prompt stand together."""
+
+    num_layers: int
+    answers: list[SampleAnswer]
+
+    @property
+    def depths(self) -> list[int]:
+        """All depths that occur, deepest first."""
+        return sorted({token.depth for answer in self.answers for token in answer.tokens}, reverse=True)
+
+    def table(self) -> Table:
+        """A row for each answer."""
+        rows = [
+            (
+                " ".join(str(value) for value in answer.policy.describe().values()),
+                f"{len(answer.tokens)}",
+                f"{answer.mean_layers:.2f} of {self.num_layers}",
+            )
+            for answer in self.answers
+        ]
+        return Table("Answers", ("policy", "tokens", "layers a token"), rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every token with its depth and guesses."""
+        return {
+            "num_layers": self.num_layers,
+            "answers": [
+                {
+                    "prompt": answer.prompt,
+                    "depth": answer.policy.describe(),
+                    "mean_layers": answer.mean_layers,
+                    "tokens": [
+                        {
+                            "text": token.text,
+                            "depth": token.depth,
+                            "guesses": [
+                                {"layer": guess.layer, "ran": guess.ran, "top": [list(pair) for pair in guess.top]}
+                                for guess in token.guesses
+                            ],
+                        }
+                        for token in answer.tokens
+                    ],
+                }
+                for answer in self.answers
+            ],
+        }
+
+
+def guess_layers(num_layers: int, count: int = 4) -> tuple[int, ...]:
+    """`count` layers, evenly spread, the last one among them."""
+    require_integer("num_layers", num_layers, 1)
+    count = min(require_integer("count", count, 1), num_layers)
+    return tuple((place + 1) * num_layers // count - 1 for place in range(count))
+
+
+def take_sample(
+    observer: Observer, tokenizer: Tokenizer, answered: Answered, policy: DepthPolicy, layers: Sequence[int]
+) -> SampleAnswer:
+    """Observe one answer at the depths that it was generated with; `layers` are those whose guesses are kept."""
+    schedule = policy.schedule(observer.config.num_layers)
+    guesses: list[list[Guess]] = [[] for _ in answered.token_ids]
+    rows = answered.answer_rows
+    for states in observer.layers(answered.sequence, len(answered.prompt_ids), schedule):
+        if states.layer not in layers:
+            continue
+        best = observer.logits(states.after[rows]).softmax(dim=-1).topk(TOP, dim=-1)
+        for place, (chances, ids) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
+            words = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+            top = tuple(zip(words, chances, strict=True))
+            guesses[place].append(Guess(states.layer, rows.start + place < states.num_rows, top))
+    texts = _texts(tokenizer, answered.token_ids)
+    tokens = zip(texts, answered.depths, guesses, strict=True)
+    return SampleAnswer(
+        policy, answered.prompt, tuple(SampleToken(text, depth, tuple(kept)) for text, depth, kept in tokens)
+    )
+
+
+def _texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
+    """The text that each token settles; together the whole text."""
+    detokenizer = Detokenizer(tokenizer)
+    texts = [detokenizer.append(token) for token in token_ids]
+    texts[-1] += detokenizer.finish()
+    return texts

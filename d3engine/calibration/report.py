@@ -1,0 +1,132 @@
+"""A calibration as data: JSON of everything that was tried, and the `d3.json` that the engine reads.
+
+The one idea: a setting never stands alone. Beside it is what it was measured to lose, on how many problems, by which
+rule, and of which weights that is true.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from d3engine import __version__
+from d3engine.calibration.scoring import Answers
+from d3engine.calibration.search import PASS_LEVEL, Calibration, Check, Trial
+from d3engine.errors import InvalidValueError
+from d3engine.evaluation.accuracy import paired_difference_interval, wilson_interval
+
+
+def as_dict(result: Calibration, about: dict[str, Any]) -> dict[str, Any]:
+    """Everything, ready for JSON; `about` says model, task and seed. Shares are from 0 to 1."""
+    chosen = result.chosen
+    return {
+        **about,
+        "num_layers": result.num_layers,
+        "tolerance": result.tolerance,
+        "budget": asdict(result.budget),
+        "safe": chosen is not None,
+        "reason": result.reason,
+        "depth": None if chosen is None else chosen.describe(),
+        "full_depth": _answers(result.full),
+        "settings": [_trial(trial) for trial in result.trials],
+        "certificates": [check_as_dict(check) for check in result.certificates],
+        "test": None if result.test is None else check_as_dict(result.test),
+    }
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    return {
+        "depth": trial.policy.describe(),
+        "alike": [policy.describe() for policy in trial.candidate.alike[1:]],
+        "fate": trial.fate.value,
+        "rounds": trial.rounds,
+        **_answers(trial.screened),
+    }
+
+
+def _answers(answers: Answers) -> dict[str, Any]:
+    return {
+        "problems": len(answers.right),
+        "correct": answers.correct,
+        "exact_match": answers.exact_match,
+        "interval_95": asdict(wilson_interval(answers.correct, len(answers.right))),
+        "realised_mean_layers": answers.mean_layers,
+        "seconds": answers.seconds,
+    }
+
+
+def check_as_dict(check: Check) -> dict[str, Any]:
+    """A setting against full depth on the same problems."""
+    pairs = list(zip(check.full.right, check.answers.right, strict=True))
+    both, only_full = pairs.count((True, True)), pairs.count((True, False))
+    only_setting, neither = pairs.count((False, True)), pairs.count((False, False))
+    interval = paired_difference_interval(both, only_setting, only_full, neither)
+    return {
+        "depth": check.policy.describe(),
+        "problems": len(pairs),
+        "exact_match_full_depth": check.full.exact_match,
+        "exact_match": check.answers.exact_match,
+        "right_at_full_depth_only": only_full,
+        "right_under_the_setting_only": only_setting,
+        "difference": (only_setting - only_full) / len(pairs),
+        "difference_interval_95": asdict(interval),
+        "p_value_of_losing_the_tolerance": check.p_value,
+        "passed": check.passed,
+        "realised_mean_layers": check.answers.mean_layers,
+        "seconds_full_depth": check.full.seconds,
+        "seconds": check.answers.seconds,
+    }
+
+
+def policy_file(result: Calibration, about: dict[str, Any], fingerprint: str) -> dict[str, Any]:
+    """What `d3.json` holds for a calibration that chose a setting."""
+    assert result.chosen is not None
+    assert result.test is not None
+    certificate = next(check for check in result.certificates if check.policy == result.chosen)
+    return {
+        "depth": result.chosen.describe(),
+        "fingerprint": fingerprint,
+        "evidence": {
+            **about,
+            "written_by": f"d3engine {__version__}",
+            "rule": "the fastest setting whose loss of exact match is below the tolerance by a paired test (one-sided, "
+            f"level {PASS_LEVEL}) in a fixed sequence on validation problems, checked once on the test split",
+            "tolerance": result.tolerance,
+            "num_layers": result.num_layers,
+            "settings_tried": len(result.trials),
+            "validation": _evidence(certificate),
+            "test": _evidence(result.test),
+        },
+    }
+
+
+def _evidence(check: Check) -> dict[str, Any]:
+    """Without what it is said elsewhere, and without times, so that the same calibration writes the same file."""
+    told = {"depth", "passed", "seconds", "seconds_full_depth"}
+    return {name: _rounded(value) for name, value in check_as_dict(check).items() if name not in told}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(part) for name, part in value.items()}
+    return round(value, 6) if isinstance(value, float) else value
+
+
+def write_policy_file(content: dict[str, Any], path: Path) -> None:
+    """Write `d3.json` whole or not at all; raises `InvalidValueError` where that cannot be done."""
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(json.dumps(content, indent=2) + "\n")
+            os.chmod(temporary, 0o644)  # mkstemp's own is for its maker alone
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise InvalidValueError("--out", str(path), f"a file that can be written ({error})") from error

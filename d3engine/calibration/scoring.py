@@ -1,0 +1,108 @@
+"""What calibration asks of a model: answers to some problems under a policy, right or wrong, and what they cost.
+
+The one idea: the search sees a `Scorer` and nothing else, so that it is the same for any task, and its rules can be
+tested on scorers whose truth is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+from d3engine.depth import DepthPolicy
+from d3engine.errors import require
+from d3engine.evaluation.accuracy import measure, take_problems
+
+if TYPE_CHECKING:
+    from d3engine.engine import Engine
+    from d3engine.evaluation.word_problems import Problem
+    from d3engine.request import SamplingParams
+
+
+class Part(StrEnum):
+    """Three lists of problems without a question in common; each step of the search has its own."""
+
+    SCREENING = "screening"
+    CERTIFICATION = "certification"
+    TEST = "test"
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers to some problems, in order. `layers` counts the layers run for all `tokens` together."""
+
+    right: tuple[bool, ...]
+    tokens: int
+    layers: int
+    seconds: float
+
+    def __add__(self, more: Answers) -> Answers:
+        """These answers, and then those."""
+        return Answers(
+            self.right + more.right, self.tokens + more.tokens, self.layers + more.layers, self.seconds + more.seconds
+        )
+
+    @property
+    def correct(self) -> int:
+        return sum(self.right)
+
+    @property
+    def exact_match(self) -> float:
+        return self.correct / len(self.right)
+
+    @property
+    def mean_layers(self) -> float:
+        """Layers truly run for a token truly generated."""
+        return self.layers / self.tokens
+
+
+class Scorer(Protocol):
+    """A model at a task."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of an answer at most: settings that differ only later are one setting."""
+
+    def score(self, policy: DepthPolicy, part: Part, first: int, count: int) -> Answers:
+        """Answer problems [first, first + count) of a part; the same problems for every policy."""
+
+
+class EngineScorer:
+    """The engine at the word problems."""
+
+    def __init__(self, engine: Engine, params: SamplingParams, problems: Mapping[Part, Sequence[Problem]]) -> None:
+        self._engine = engine
+        self._params = params
+        self._problems = problems
+
+    @property
+    def num_layers(self) -> int:
+        return self._engine.config.num_layers
+
+    @property
+    def max_tokens(self) -> int:
+        return self._params.max_tokens
+
+    def score(self, policy: DepthPolicy, part: Part, first: int, count: int) -> Answers:
+        """One batch through the engine."""
+        score = measure(self._engine, self._problems[part][first : first + count], policy, self._params)
+        layers = round(score.realised_mean_layers * score.tokens)
+        return Answers(score.right, score.tokens, layers, score.seconds)
+
+
+def word_problem_parts(seed: int, screening: int, certification: int) -> dict[Part, list[Problem]]:
+    """So many problems for each part: screening and certification from the validation split, the rest from test."""
+    validation = take_problems("validation", seed, screening + certification)
+    test = take_problems("test", seed, certification)
+    enough = len(validation) == screening + certification and len(test) == certification
+    require(enough, "--limit", certification, f"the task has only {len(validation)} and {len(test)} different problems")
+    return {
+        Part.SCREENING: validation[:screening],
+        Part.CERTIFICATION: validation[screening:],
+        Part.TEST: test,
+    }

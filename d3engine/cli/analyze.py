@@ -1,0 +1,412 @@
+"""`d3engine analyze`: what the layers of a model do while it answers, as tables, pictures and JSON.
+
+The one idea: every subcommand measures the model's own greedy answers to some prompts (held-out word problems, or a
+file of yours) and shows one result in the three ways.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+from d3engine.cli import new_app
+from d3engine.cli.depth_options import AUTO, Depth, takes_depth
+from d3engine.cli.engine_options import Options, model_directory, takes_engine
+from d3engine.depth import D3, DepthPolicy, FullDepth, Schedule
+from d3engine.depth.statistics import ModelShape, flops_ratio, mean_depth
+from d3engine.errors import InvalidValueError, require, require_integer
+
+if TYPE_CHECKING:
+    from d3engine.analysis.answers import Answered
+    from d3engine.analysis.copying import TailCopied
+    from d3engine.analysis.observer import Observer
+    from d3engine.analysis.report import Analysis, Table
+    from d3engine.analysis.sample import Sample, SampleAnswer
+    from d3engine.engine import Engine
+
+app = new_app(
+    help="Look into a model while it answers: the D3 paper's analyses, each as table, picture and JSON.",
+    no_args_is_help=True,
+)
+
+DEFAULT_DECAYS = (0.8, 0.9, 0.99, 0.999, 0.9999)
+SAMPLE_DEPTH = D3(alpha=0.9, start=0.6)
+"""What `sample` shows where neither --depth nor d3.json names a policy."""
+
+Model: TypeAlias = Annotated[str, typer.Argument(help='Model directory, or "demo" for the bundled model.')]
+Prompts: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--prompts", help="One prompt a line, or a .json list of texts (held-out word problems)."),
+]
+Limit: TypeAlias = Annotated[int, typer.Option("--limit", help="How many prompts.")]
+MaxTokens: TypeAlias = Annotated[int, typer.Option("--max-tokens", help="Tokens of an answer at most.")]
+Png: TypeAlias = Annotated[Path | None, typer.Option("--png", help="Also draw it to this PNG file.")]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+@takes_engine
+def saturation(
+    engine_options: Options,
+    model: Model = "demo",
+    prompts: Prompts = None,
+    limit: Limit = 100,
+    max_tokens: MaxTokens = 128,
+    png: Png = None,
+    as_json: AsJson = False,
+) -> None:
+    """After how many layers each token's prediction is settled, and how sure it is then (Table 2)."""
+    from d3engine.analysis.saturation import measure_saturation
+
+    _, observer, answered = _observe(model, engine_options, prompts, limit, max_tokens, png)
+    result = measure_saturation(observer, _with_bar(answered, "saturation"))
+    if png:
+        from d3engine.analysis.pictures import plot_saturation
+
+        plot_saturation(result, png, _title(model, result.table()))
+    _show(result, as_json)
+
+
+@app.command()
+@takes_engine
+def perplexity(
+    engine_options: Options,
+    model: Model = "demo",
+    prompts: Prompts = None,
+    limit: Limit = 500,
+    max_tokens: MaxTokens = 128,
+    png: Png = None,
+    as_json: AsJson = False,
+) -> None:
+    """How sure the model is of its own answer, by position (Figure 2b)."""
+    from d3engine.analysis.perplexity import measure_perplexity
+
+    _, _, answered = _observe(model, engine_options, prompts, limit, max_tokens, png)
+    result = measure_perplexity(answered)
+    if png:
+        from d3engine.analysis.pictures import plot_perplexity
+
+        plot_perplexity(result, png, _title(model, result.table()))
+    _show(result, as_json)
+
+
+@app.command()
+@takes_engine
+def flow(
+    engine_options: Options,
+    model: Model = "demo",
+    prompts: Prompts = None,
+    limit: Limit = 50,
+    max_tokens: MaxTokens = 128,
+    png: Png = None,
+    as_json: AsJson = False,
+) -> None:
+    """How much each layer, its attention and its MLP change what passes through (Figure 3)."""
+    from d3engine.analysis.flow import measure_flow
+
+    _, observer, answered = _observe(model, engine_options, prompts, limit, max_tokens, png)
+    result = measure_flow(observer, _with_bar(answered, "flow"))
+    if png:
+        from d3engine.analysis.pictures import plot_flow
+
+        plot_flow(result, png, f"{Path(model).name}: what each part of a layer changes in the residual stream")
+    _show(result, as_json)
+
+
+@app.command()
+@takes_engine
+def copy(
+    engine_options: Options,
+    model: Model = "demo",
+    prompts: Prompts = None,
+    limit: Limit = 50,
+    max_tokens: MaxTokens = 128,
+    layers: Annotated[
+        list[int] | None,
+        typer.Option("--layers", help="Last layers to copy; may be repeated (1, 1/8, 1/4 and 1/2 of all)."),
+    ] = None,
+    steps: Annotated[
+        list[int] | None,
+        typer.Option("--from-step", help="Step to copy from; may be repeated (1, 2, 4, 8, 16 and 32)."),
+    ] = None,
+    png: Png = None,
+    as_json: AsJson = False,
+) -> None:
+    """What is still right when the last layers are copied from some step on (Figure 2a).
+
+    Right is the word problem's answer; with --prompts it is the answer that the model gives at full depth.
+    """
+    from tqdm import tqdm
+
+    from d3engine.analysis.copying import measure_copying
+    from d3engine.model.config import ModelConfig
+
+    total = ModelConfig.from_directory(model_directory(model)).num_layers
+    counts = sorted(set(layers or [1, max(total // 8, 1), max(total // 4, 1), max(total // 2, 1)]))
+    from_steps = sorted(set(steps or [1, 2, 4, 8, 16, 32]))
+    for count in counts:
+        require_integer("--layers", count, 1, total)
+    for step in from_steps:
+        require_integer("--from-step", step, 1)
+    engine, _, answered = _observe(model, engine_options, prompts, limit, max_tokens, png)
+    share, measure = _right_share(engine, prompts, engine_options, answered, max_tokens)
+    with tqdm(total=1 + len(counts) * len(from_steps), desc="copy", unit="setting", disable=None, leave=False) as bar:
+        result = measure_copying(share, measure, len(answered), counts, from_steps, lambda: bar.update() and None)
+    if png:
+        from d3engine.analysis.pictures import plot_copying
+
+        plot_copying(result, png, f"{Path(model).name}: last layers copied, {len(answered)} answers")
+    _show(result, as_json)
+
+
+def _right_share(
+    engine: Engine, prompts: Path | None, options: Options, answered: Sequence[Answered], max_tokens: int
+) -> tuple[Any, str]:
+    """How a policy is scored, and the name of that measure."""
+    if prompts is not None:
+        return partial(_agreement, engine, answered, max_tokens), "answers equal to full depth's"
+    from d3engine.evaluation.accuracy import measure, take_problems
+    from d3engine.request import SamplingParams
+
+    problems = take_problems("test", options.get("seed", 0), len(answered))
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    return lambda policy: measure(engine, problems, policy, params).accuracy, "exact match"
+
+
+def _agreement(engine: Engine, full: Sequence[Answered], max_tokens: int, policy: TailCopied) -> float:
+    from d3engine.analysis.answers import answer
+
+    found = answer(engine, [one.prompt for one in full], max_tokens, policy)
+    return sum(a.token_ids == b.token_ids for a, b in zip(found, full, strict=True)) / len(full)
+
+
+@app.command("schedule")
+def show_schedule(
+    model: Model = "demo",
+    alphas: Annotated[
+        list[float] | None,
+        typer.Option("--alpha", help="A decay to draw; may be repeated (0.8, 0.9, 0.99, 0.999 and 0.9999)."),
+    ] = None,
+    start: Annotated[str, typer.Option("--start", help="The fraction of the layers below the window.")] = "0.6",
+    tail: Annotated[int, typer.Option("--tail", help="This many last layers are never skipped.")] = 0,
+    steps: Annotated[int, typer.Option("--steps", help="Generated tokens to look at.")] = 200,
+    png: Png = None,
+    as_json: AsJson = False,
+) -> None:
+    """How depth falls along an answer for several decays (Figure 4). Needs the model's config alone.
+
+    `d3engine schedule` shows a single policy layer by layer.
+    """
+    from d3engine.analysis.report import Table
+    from d3engine.model.config import ModelConfig
+
+    require_integer("--steps", steps, 1, 10_000_000)
+    config = ModelConfig.from_directory(model_directory(model))
+    fields = ("hidden_size", "intermediate_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim")
+    shape = ModelShape(config.num_layers, **{field: getattr(config, field) for field in fields})
+    policies = [D3(alpha=alpha, start=_number(start), tail=tail) for alpha in alphas or DEFAULT_DECAYS]
+    found = {f"alpha {policy.alpha:g}": policy.schedule(config.num_layers) for policy in policies}
+    summaries = {label: _decay(schedule, steps, shape) for label, schedule in found.items()}
+    rows = [
+        (
+            label,
+            f"{one['mean_layers']:.3f}",
+            f"{one['flops_ratio']:.2f}",
+            f"{one['last_depth']}",
+            f"{one['deepest_skip_from']}",
+        )
+        for label, one in summaries.items()
+    ]
+    title = f"D3, start {start}" + (f", tail {tail}" if tail else "") + f", {config.num_layers} layers, {steps} tokens"
+    if png:
+        from d3engine.plots import plot_decay
+
+        plot_decay(found, steps, png, title)
+    header = ("decay", "mean layers", "FLOPs ratio", "layers at the end", "from step")
+    if as_json:
+        report = {"num_layers": config.num_layers, "start": start, "tail": tail, "steps": steps}
+        typer.echo(json.dumps({**report, "schedules": summaries}, indent=2))
+    else:
+        _print(Table(title, header, rows))
+
+
+def _number(text: str) -> Any:
+    """A start as D3 takes it: "0.6" as the float, "1/3" as it is."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _decay(schedule: Schedule, steps: int, shape: ModelShape) -> dict[str, Any]:
+    mean = mean_depth(schedule, steps)
+    last, _ = schedule.runs(steps)[-1]
+    return {
+        "mean_layers": mean,
+        "flops_ratio": flops_ratio(mean, shape.num_layers, shape.layer_parameters, shape.head_parameters),
+        "last_depth": schedule.depth_at(last),
+        "deepest_skip_from": last,
+        "runs": [
+            {"first_step": first, "last_step": end - 1, "depth": schedule.depth_at(first)}
+            for first, end in schedule.runs(steps)
+        ],
+    }
+
+
+@app.command()
+@takes_depth
+@takes_engine
+def sample(
+    engine_options: Options,
+    depth: Depth,
+    model: Model = "demo",
+    prompts: Prompts = None,
+    limit: Limit = 1,
+    answer_tokens: MaxTokens = 128,  # depth has a max_tokens of its own
+    guesses: Annotated[
+        int, typer.Option("--guess-layers", help="After so many layers, evenly spread, show the top predictions.")
+    ] = 4,
+    png: Png = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a page with the guesses on hover.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Answers at full depth and under a policy, each token coloured by the layers it ran (Figure 7).
+
+    Without --depth the policy is the model's own (d3.json), or D3 with alpha 0.9 and start 0.6.
+    """
+    from d3engine.analysis.answers import answer
+    from d3engine.analysis.sample import Sample, guess_layers, take_sample
+
+    _check_directory("--html", html)
+    engine, observer, answered = _observe(model, engine_options, prompts, limit, answer_tokens, png)
+    require(engine.tokenizer is not None, "model", model, "a model with a tokenizer")
+    assert engine.tokenizer is not None
+    policy = _sample_policy(model, depth)
+    layers = guess_layers(engine.config.num_layers, guesses)
+    answers = []
+    for full in _with_bar(answered, "sample"):
+        for one in dict.fromkeys([FullDepth(), policy]):
+            found = full if isinstance(one, FullDepth) else answer(engine, [full.prompt], answer_tokens, one)[0]
+            answers.append(take_sample(observer, engine.tokenizer, found, one, layers))
+    result = Sample(engine.config.num_layers, answers)
+    title = f"{Path(model).name}: {len(answered)} {'answer' if len(answered) == 1 else 'answers'}, by layers run"
+    if png:
+        from d3engine.analysis.pictures import plot_sample
+
+        plot_sample(result, png, title, [_heading(one, result.num_layers) for one in answers])
+    if html:
+        _write_page(result, html, title)
+    if as_json:
+        typer.echo(json.dumps(result.as_dict(), indent=2))
+    else:
+        _show_sample(result)
+
+
+def _sample_policy(model: str, depth: Depth) -> DepthPolicy:
+    from d3engine.loading import resolve_depth
+
+    if depth != AUTO:
+        return depth
+    own = resolve_depth(AUTO, model_directory(model))
+    return SAMPLE_DEPTH if isinstance(own, FullDepth) else own
+
+
+def _heading(one: SampleAnswer, num_layers: int) -> str:
+    from d3engine.cli.terminal import policy_title
+
+    return f"{policy_title(one.policy)}: {one.mean_layers:.2f} of {num_layers} layers a token"
+
+
+def _write_page(result: Sample, path: Path, title: str) -> None:
+    from d3engine.cli.sample_page import sample_page
+
+    try:
+        path.write_text(sample_page(result, title), encoding="utf-8")
+    except OSError as error:
+        raise InvalidValueError("--html", str(path), f"a file that can be written ({error})") from error
+
+
+def _show_sample(result: Sample) -> None:
+    """Coloured on a terminal; elsewhere the text alone, and the layers of its tokens below."""
+    from itertools import groupby
+
+    from d3engine.cli.terminal import DepthColours, Writer, new_console
+
+    console = new_console()
+    writer, text = Writer(console, wrap=True, indent="  "), Writer(console, wrap=True)
+    colours = DepthColours(result.depths, console)
+    prompt = None
+    for one in result.answers:
+        if one.prompt != prompt:
+            prompt = one.prompt
+            text.write_words("Prompt:")
+            writer.write_words(prompt)
+        text.end_line()
+        text.write_words(_heading(one, result.num_layers))
+        for number, token in enumerate(one.tokens):
+            writer.write(token.text if number else token.text.lstrip(" "), colours.style(token.depth))
+        writer.end_line()
+        if not colours.enabled:
+            runs = [(depth, len(list(group))) for depth, group in groupby(token.depth for token in one.tokens)]
+            words = ", ".join(f"{depth} x {count}" if count > 1 else f"{depth}" for depth, count in runs)
+            writer.write_words(f"Layers run by each token: {words}.")
+        text.end_line()
+    colours.legend(result.num_layers)
+
+
+# -- shared ------------------------------------------------------------------------------------------------------------
+
+
+def _observe(
+    model: str, options: Options, prompts: Path | None, limit: int, max_tokens: int, png: Path | None
+) -> tuple[Engine, Observer, list[Answered]]:
+    """The model, and its answers at full depth. What can be refused is refused before the model is loaded."""
+    from d3engine.analysis.answers import MAX_PROMPTS, answer, default_prompts, open_model, read_prompts
+
+    require_integer("--limit", limit, 1, MAX_PROMPTS)
+    model_directory(model)
+    if png is not None:
+        from d3engine.plots import new_figure
+
+        new_figure(1, 1)  # without matplotlib, say so now
+        _check_directory("--png", png)
+    texts = default_prompts(options.get("seed", 0), limit) if prompts is None else read_prompts(prompts, limit)
+    if "admission" in options:
+        from d3engine.admission import Waves
+
+        options = {**options, "admission": Waves(require_integer("--admission-waves", options["admission"], 1))}
+    engine, observer = open_model(model, options)
+    return engine, observer, answer(engine, texts, max_tokens, progress=sys.stderr.isatty())
+
+
+def _check_directory(flag: str, path: Path | None) -> None:
+    require(path is None or path.parent.is_dir(), flag, str(path), "a file in a directory that exists")
+
+
+def _with_bar(answered: Sequence[Answered], name: str) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(answered, desc=name, unit="answer", disable=None, leave=False)
+
+
+def _title(model: str, table: Table) -> str:
+    return f"{Path(model).name}: {table.title[0].lower()}{table.title[1:]}"
+
+
+def _show(result: Analysis, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(result.as_dict(), indent=2))
+    else:
+        _print(result.table())
+
+
+def _print(table: Table) -> None:
+    from d3engine.cli.terminal import print_table
+
+    print_table(table.title, table.header, table.rows)

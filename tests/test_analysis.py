@@ -1,0 +1,360 @@
+"""Every figure of the analyses against transformers' own hidden states, on tiny random models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from html.parser import HTMLParser
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from depth_oracle import d3, greedy_at_depth
+from torch import Tensor
+from transformers import LlamaForCausalLM
+from transformers_oracle import greedy
+
+from d3engine import D3, Engine, FullDepth, SamplingParams
+from d3engine.analysis.answers import Answered
+from d3engine.analysis.copying import TailCopied, measure_copying
+from d3engine.analysis.flow import measure_flow
+from d3engine.analysis.observer import Observer
+from d3engine.analysis.perplexity import measure_perplexity
+from d3engine.analysis.report import position_groups, positions_in_words
+from d3engine.analysis.sample import Guess, Sample, SampleAnswer, SampleToken, guess_layers, take_sample
+from d3engine.analysis.saturation import measure_saturation, saturation
+from d3engine.cli.sample_page import sample_page
+from d3engine.colours import depth_colours
+from d3engine.depth import NEVER, LayerTable
+from d3engine.errors import InvalidValueError
+from d3engine.loading import model_directory
+from d3engine.model.config import ModelConfig
+from d3engine.model.weights import load_weights
+from d3engine.tokenizer import load_tokenizer
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "grouped heads": {"num_hidden_layers": 6},
+    "biases, tied, llama3 rope": {
+        "num_hidden_layers": 4,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+}
+
+PROMPT_LENGTHS = [5, 12]
+TOKENS = 9
+
+
+def observer_of(directory: Any) -> Observer:
+    config = ModelConfig.from_directory(directory)
+    return Observer(config, load_weights(directory, config, dtype=torch.float32, device="cpu"))
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=str)
+def model(request: pytest.FixtureRequest, tiny_llama: Callable[..., Any]) -> Any:
+    return tiny_llama(**LAYOUTS[request.param])
+
+
+@pytest.fixture(scope="module")
+def observer(model: Any) -> Observer:
+    return observer_of(model.directory)
+
+
+@pytest.fixture(scope="module")
+def answered(model: Any) -> list[Answered]:
+    from tiny_models import random_prompts
+
+    found = []
+    for prompt in random_prompts(PROMPT_LENGTHS):
+        answer = greedy(model.model, prompt, TOKENS)
+        depths = [model.model.config.num_hidden_layers] * TOKENS
+        found.append(Answered("", prompt, answer.token_ids, answer.logprobs, depths, ""))
+    return found
+
+
+@torch.inference_mode()
+def hidden_states(model: LlamaForCausalLM, token_ids: list[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """transformers' residual stream before every layer and after the last [T, H] each, and each attention's output."""
+    attention: list[Tensor] = []
+    last: list[Tensor] = []
+    hooks = [
+        layer.self_attn.register_forward_hook(lambda *a: attention.append(a[2][0][0])) for layer in model.model.layers
+    ]
+    hooks.append(model.model.norm.register_forward_pre_hook(lambda module, inputs: last.append(inputs[0][0])))
+    try:
+        output = model(torch.tensor([token_ids]), output_hidden_states=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [*(states[0] for states in output.hidden_states[:-1]), last[0]], attention
+
+
+def test_the_observer_sees_what_transformers_computes(model: Any, observer: Observer, answered: list[Answered]) -> None:
+    for one in answered:
+        expected, attention = hidden_states(model.model, one.sequence)
+        count = 0
+        for states in observer.layers(one.sequence, len(one.prompt_ids)):
+            count += 1
+            assert states.num_rows == len(one.sequence)
+            torch.testing.assert_close(states.before, expected[states.layer], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(states.after, expected[states.layer + 1], rtol=1e-4, atol=1e-4)
+            added = states.after_attention - states.before
+            torch.testing.assert_close(added, attention[states.layer], rtol=1e-3, atol=1e-3)
+        assert count == len(model.model.model.layers)
+        logits = observer.logits(states.after)[one.answer_rows]
+        assert logits.argmax(dim=-1).tolist() == one.token_ids
+
+
+def test_the_observer_sees_an_answer_at_its_own_depths(model: Any, observer: Observer) -> None:
+    prompt, layers = list(range(7, 17)), len(model.model.model.layers)
+    policy = D3(alpha=0.8, start=0.3)
+    tokens = greedy_at_depth(model.model, prompt, TOKENS, d3(layers, 0.8, 0.3)).token_ids
+    assert tokens != greedy(model.model, prompt, TOKENS).token_ids  # the depth shows
+    schedule = policy.schedule(layers)
+    sequence = prompt + tokens[:-1]
+    for states in observer.layers(sequence, len(prompt), schedule):
+        steps = range(-len(prompt) + 1, len(tokens))  # of each row; the last row of the prompt yields token 0
+        runs = [bool(schedule.active(max(step, -1))[states.layer]) for step in steps]
+        assert runs == [row < states.num_rows for row in range(len(sequence))]
+        torch.testing.assert_close(states.after[states.num_rows :], states.before[states.num_rows :], rtol=0, atol=0)
+    assert observer.logits(states.after[len(prompt) - 1 :]).argmax(dim=-1).tolist() == tokens
+
+
+def test_layers_that_wake_up_again_cannot_be_observed(tiny_llama: Callable[..., Any]) -> None:
+    waking = LayerTable([[0, 1, 2], [0, 2], [0, 1, 2]]).schedule(3)
+    with pytest.raises(InvalidValueError, match="schedule"):
+        next(observer_of(tiny_llama().directory).layers([1, 2, 3], 1, waking))
+
+
+# -- saturation --------------------------------------------------------------------------------------------------------
+
+
+def test_a_prediction_is_settled_once_it_stays() -> None:
+    choices = np.array([[3, 5, 1], [4, 5, 7], [3, 5, 2], [3, 5, 7]])
+    chances = np.arange(12).reshape(4, 3) / 12
+    found = saturation(choices, chances)
+    assert found.layers.tolist() == [3, 1, 4]  # the first is right after layer 0 too, but does not stay so
+    assert found.confidence.tolist() == [chances[2, 0], chances[0, 1], chances[3, 2]]
+    assert found.final_confidence.tolist() == chances[3].tolist()
+
+
+def test_saturation_is_that_of_transformers_hidden_states(
+    model: Any, observer: Observer, answered: list[Answered]
+) -> None:
+    result = measure_saturation(observer, answered)
+    llama, layers = model.model, len(model.model.model.layers)
+    for one, found in zip(answered, result.answers, strict=True):
+        states, _ = hidden_states(llama, one.sequence)
+        with torch.inference_mode():
+            chances = [llama.lm_head(llama.model.norm(state)).softmax(-1) for state in states[1:]]
+        for place, token in enumerate(one.token_ids):
+            row = len(one.prompt_ids) - 1 + place
+            best = [int(chance[row].argmax()) for chance in chances]
+            assert best[-1] == token
+            depth = layers
+            while depth > 1 and best[depth - 2] == token:
+                depth -= 1
+            assert found.layers[place] == depth
+            assert found.confidence[place] == pytest.approx(float(chances[depth - 1][row].max()), abs=1e-4)
+            assert found.final_confidence[place] == pytest.approx(float(chances[-1][row].max()), abs=1e-4)
+    share = result.settled_share()
+    assert (share[0], share[-1]) == (0, 1)
+    everything = np.concatenate([answer.layers for answer in result.answers])
+    assert np.diff(share).sum() == 1
+    assert (layers - share[1:].sum() + 1) == pytest.approx(everything.mean())  # the mean is the area above the curve
+    rows = result.table().rows
+    assert sum(int(row[1]) for row in rows[:-1]) == int(rows[-1][1]) == len(answered) * TOKENS
+
+
+# -- perplexity --------------------------------------------------------------------------------------------------------
+
+
+def test_perplexity_is_that_of_transformers_loss(model: Any, answered: list[Answered]) -> None:
+    with Engine(model.directory, skip_tokenizer_init=True, device="cpu", kv_cache_memory_bytes=2**23) as engine:
+        prompts = [one.prompt_ids for one in answered]
+        params = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=0)
+        outputs = [output.outputs[0] for output in engine.generate(prompts, params, use_tqdm=False)]
+    own = [
+        Answered("", prompt, out.token_ids, [p[t].logprob for t, p in zip(out.token_ids, out.logprobs or [])], [], "")  # noqa: B905
+        for prompt, out in zip(prompts, outputs, strict=True)
+    ]
+    result = measure_perplexity(own)
+    losses = []
+    for one in own:
+        ids = torch.tensor([one.prompt_ids + one.token_ids])
+        labels = ids.clone()
+        labels[0, : len(one.prompt_ids)] = -100
+        with torch.inference_mode():
+            losses.append(float(model.model(ids, labels=labels).loss))
+    assert result.at(range(TOKENS))[1] == pytest.approx(np.exp(np.mean(losses)), rel=1e-4)
+    values, counts = result.by_position()
+    assert counts.tolist() == [len(own)] * TOKENS
+    assert np.log(values).mean() == pytest.approx(np.mean(losses), rel=1e-4)
+
+
+def test_answers_that_end_early_count_where_they_are() -> None:
+    one, other = (Answered("", [1], [2] * n, [-1.0 * n] * n, [], "") for n in (3, 1))
+    result = measure_perplexity([one, other])
+    values, counts = result.by_position()
+    assert counts.tolist() == [2, 1, 1]
+    assert values.tolist() == pytest.approx([np.exp(2), np.exp(3), np.exp(3)])
+
+
+# -- copying -----------------------------------------------------------------------------------------------------------
+
+
+def test_copied_layers_are_a_schedule() -> None:
+    schedule = TailCopied(layers=2, from_step=4).schedule(5)
+    assert schedule.cutoffs.tolist() == [NEVER, NEVER, NEVER, 4, 4]
+    assert TailCopied(layers=0, from_step=1).schedule(5) == FullDepth().schedule(5)
+    with pytest.raises(InvalidValueError, match="layers=6"):
+        TailCopied(layers=6, from_step=1).schedule(5)
+
+
+def test_copied_layers_give_the_tokens_of_an_oracle_that_copies_their_entries(tiny_llama: Callable[..., Any]) -> None:
+    tiny = tiny_llama(num_hidden_layers=6)
+    prompt = [3, 1, 4, 1, 5, 9]
+    with Engine(tiny.directory, skip_tokenizer_init=True, device="cpu", kv_cache_memory_bytes=2**23) as engine:
+        for layers, step in ((0, 1), (2, 3), (3, 1)):
+            params = SamplingParams(temperature=0, max_tokens=TOKENS, depth=TailCopied(layers, step))
+            tokens = engine.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+
+            def active(now: int, layers: int = layers, step: int = step) -> set[int]:
+                return set(range(6 - layers if now >= step else 6))
+
+            assert tokens == greedy_at_depth(tiny.model, prompt, TOKENS, active, on_skip="copy").token_ids
+            if layers == 0:
+                assert tokens == greedy(tiny.model, prompt, TOKENS).token_ids
+
+
+def test_the_grid_asks_for_every_pair_and_for_full_depth_once() -> None:
+    asked: list[TailCopied] = []
+
+    def share(policy: TailCopied) -> float:
+        asked.append(policy)
+        return policy.layers / 10 + policy.from_step / 100
+
+    result = measure_copying(share, "share", 7, [1, 2], [1, 4])
+    assert asked == [TailCopied(0, 1), TailCopied(1, 1), TailCopied(1, 4), TailCopied(2, 1), TailCopied(2, 4)]
+    assert result.full == 0.01
+    assert result.scores == [pytest.approx([0.11, 0.14]), pytest.approx([0.21, 0.24])]
+    assert result.table().rows[2] == ("2", "21.0%", "24.0%")
+    assert result.as_dict()["grid"][1] == {"layers_copied": 1, "from_step": 4, "share": result.scores[0][1]}
+
+
+# -- flow --------------------------------------------------------------------------------------------------------------
+
+
+def test_flow_is_that_of_transformers_hidden_states(model: Any, observer: Observer, answered: list[Answered]) -> None:
+    result = measure_flow(observer, answered)
+    prompts = sum(len(one.prompt_ids) - 1 for one in answered)
+    assert result.tokens == (len(answered) * TOKENS, prompts)
+    for layer in range(len(model.model.model.layers)):
+        pairs: dict[str, list[list[tuple[Tensor, Tensor]]]] = {part: [[], []] for part in ("block", "attention", "mlp")}
+        for one in answered:
+            states, attention = hidden_states(model.model, one.sequence)
+            before, after = states[layer], states[layer + 1]
+            middle = before + attention[layer]
+            for part, (a, b) in {
+                "block": (before, after),
+                "attention": (before, middle),
+                "mlp": (middle, after),
+            }.items():
+                first = len(one.prompt_ids) - 1
+                pairs[part][0].append((a[first:], b[first:]))
+                pairs[part][1].append((a[:first], b[:first]))
+        for place, part in enumerate(pairs):
+            for kind in (0, 1):
+                a, b = (torch.cat(side) for side in zip(*pairs[part][kind], strict=True))
+                cosine = float((a * b).sum(-1).div(a.norm(dim=-1) * b.norm(dim=-1)).mean())
+                assert result.cosine[kind, place, layer] == pytest.approx(cosine, abs=1e-4)
+                assert result.distance[kind, place, layer] == pytest.approx(
+                    float((a - b).norm(dim=-1).mean()), rel=1e-3
+                )
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def demo_sample() -> tuple[Sample, Answered]:
+    policy, prompt = (
+        D3(alpha=0.9, start=0.7),
+        "Question: Tom has 5 pens. Tom finds 3. How many pens does Tom have now?\nAnswer:",
+    )
+    directory = model_directory("demo")
+    with Engine("demo", device="cpu", kv_cache_memory_bytes=2**24) as engine:
+        params = SamplingParams(temperature=0, max_tokens=24, depth=policy)
+        output = engine.generate([prompt], params, use_tqdm=False)[0]
+    best = output.outputs[0]
+    one = Answered(prompt, output.prompt_token_ids, best.token_ids, [], best.depths, best.text)
+    layers = guess_layers(16, 4)
+    answer = take_sample(observer_of(directory), load_tokenizer(directory), one, policy, layers)
+    return Sample(16, [answer]), one
+
+
+def test_a_sample_has_the_text_the_depths_and_the_tokens_taken(demo_sample: tuple[Sample, Answered]) -> None:
+    sample, one = demo_sample
+    (answer,) = sample.answers
+    tokenizer = load_tokenizer(model_directory("demo"))
+    assert "".join(token.text for token in answer.tokens) == one.text
+    assert [token.depth for token in answer.tokens] == one.depths
+    assert sample.depths == [16, 14, 12, 11]
+    for token, token_id in zip(answer.tokens, one.token_ids, strict=True):
+        assert [guess.layer for guess in token.guesses] == [3, 7, 11, 15]
+        assert token.guesses[-1].top[0][0] == tokenizer.decode([token_id], skip_special_tokens=False)
+        ran = {16: [True] * 4, 14: [True, True, False, True], 12: [True, True, False, True]}
+        assert [guess.ran for guess in token.guesses] == ran.get(token.depth, [True, True, False, False])
+        assert [chance for _, chance in token.guesses[-1].top] == sorted(
+            (chance for _, chance in token.guesses[-1].top), reverse=True
+        )
+
+
+class Page(HTMLParser):
+    """What a page holds: its tags, and the text outside the guesses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.tokens = 0
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append(tag)
+        self.tokens += dict(attrs).get("class") == "token"
+
+
+def test_the_page_shows_every_token_and_runs_nothing_of_the_models(demo_sample: tuple[Sample, Answered]) -> None:
+    sample, _ = demo_sample
+    hostile = SampleToken("<script>alert(1)</script>\x1b[2J", 11, (Guess(3, True, (("<b>&", 0.5),)),))
+    answer = sample.answers[0]
+    tokens = (*answer.tokens, hostile)
+    text = sample_page(Sample(16, [SampleAnswer(answer.policy, "<i>prompt", tokens)]), "a <title>")
+    page = Page()
+    page.feed(text)
+    assert not {"script", "i", "b", "link", "img"} & set(page.tags)
+    assert page.tokens == sum(bool(token.text) for token in tokens)
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;[2J" in text
+    assert "\x1b" not in text
+    for back, letters in depth_colours(sample.depths).values():
+        assert f"background:{back};color:{letters}" in text
+
+
+def test_guesses_are_spread_evenly_and_hold_the_last_layer() -> None:
+    assert guess_layers(16, 4) == (3, 7, 11, 15)
+    assert guess_layers(32, 3) == (9, 20, 31)
+    assert guess_layers(2, 9) == (0, 1)
+
+
+def test_positions_are_grouped_by_doubling_and_cover_all() -> None:
+    assert [positions_in_words(group) for group in position_groups(11)] == ["0", "1", "2-3", "4-7", "8-10"]
+    assert [place for group in position_groups(37) for place in group] == list(range(37))
+    assert position_groups(1) == [range(1)]

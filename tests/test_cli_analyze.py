@@ -1,0 +1,159 @@
+"""`d3engine analyze` says the same in tables, JSON and pictures, and words every refusal in one line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from d3engine.cli import app
+
+SMALL = ("--limit", "2", "--max-tokens", "8", "--device", "cpu", "--kv-cache-memory-bytes", str(2**24))
+
+
+def run(*arguments: str) -> Any:
+    try:
+        runner = CliRunner(mix_stderr=False)  # type: ignore[call-arg]  # before click 8.2
+    except TypeError:
+        runner = CliRunner()
+    return runner.invoke(app, ["analyze", *arguments])
+
+
+def run_json(*arguments: str) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def cells(output: str) -> list[list[str]]:
+    return [line.split() for line in output.splitlines()]
+
+
+@pytest.fixture
+def png(tmp_path: Path) -> Path:
+    pytest.importorskip("matplotlib")
+    return tmp_path / "picture.png"
+
+
+def test_saturation_in_three_forms(png: Path) -> None:
+    result = run("saturation", "demo", *SMALL, "--png", str(png))
+    assert result.exit_code == 0, result.output
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert result.stdout.isascii()
+    report = run_json("saturation", "demo", *SMALL)
+    layers = [answer["layers"] for answer in report["answers"]]
+    assert [len(answer) for answer in layers] == [8, 8]
+    mean = sum(map(sum, layers)) / 16
+    assert report["mean_layers"] == pytest.approx(mean)
+    assert ["all", "16", f"{mean:.2f}", f"{mean / 16:.0%}"] in [row[:4] for row in cells(result.stdout)]
+
+
+def test_perplexity_in_three_forms(png: Path) -> None:
+    result = run("perplexity", "demo", *SMALL, "--png", str(png))
+    assert result.exit_code == 0, result.output
+    assert png.read_bytes().startswith(b"\x89PNG")
+    report = run_json("perplexity", "demo", *SMALL)
+    assert [place["answers"] for place in report["positions"]] == [2] * 8
+    assert ["all", "16", f"{report['perplexity']:.4f}"] in [row[:3] for row in cells(result.stdout)]
+
+
+def test_flow_in_three_forms(png: Path) -> None:
+    result = run("flow", "demo", *SMALL, "--png", str(png))
+    assert result.exit_code == 0, result.output
+    assert png.read_bytes().startswith(b"\x89PNG")
+    report = run_json("flow", "demo", *SMALL)
+    assert report["answer"]["tokens"] == 16
+    for layer in (0, 15):
+        row = next(row for row in cells(result.stdout) if row[:1] == [str(layer)])
+        assert row[1] == f"{report['answer']['cosine']['block'][layer]:.3f}"
+        assert row[6] == f"{report['answer']['distance']['mlp'][layer]:.2f}"
+
+
+def test_copy_of_word_problems_and_of_prompts_of_ones_own(png: Path, tmp_path: Path) -> None:
+    grid = ("--layers", "8", "--layers", "2", "--from-step", "1")
+    result = run("copy", "demo", *SMALL, *grid, "--png", str(png))
+    assert result.exit_code == 0, result.output
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert result.stdout.startswith("exact match, 2 answers")
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Question: Tom has 5 pens.\n\nQuestion: Ana has\n")
+    report = run_json("copy", "demo", *SMALL, *grid, "--prompts", str(prompts))
+    assert report["measure"] == "answers equal to full depth's"
+    assert (report["answers"], report["full_depth"]) == (2, 1.0)
+    assert [(cell["layers_copied"], cell["from_step"]) for cell in report["grid"]] == [(2, 1), (8, 1)]
+
+
+def test_schedules_need_the_config_alone(png: Path, tmp_path: Path) -> None:
+    from d3engine.loading import model_directory
+
+    (tmp_path / "config.json").write_bytes((model_directory("demo") / "config.json").read_bytes())
+    arguments = ("schedule", str(tmp_path), "--alpha", "0.9", "--alpha", "0.9999", "--steps", "40")
+    result = run(*arguments, "--png", str(png))
+    assert result.exit_code == 0, result.output
+    assert png.read_bytes().startswith(b"\x89PNG")
+    report = run_json(*arguments)
+    found = report["schedules"]["alpha 0.9"]
+    assert (found["last_depth"], found["deepest_skip_from"]) == (9, 5)
+    assert [piece["depth"] for piece in found["runs"]] == [16, 14, 12, 11, 10, 9]
+    assert found["mean_layers"] == pytest.approx((16 + 14 + 12 + 11 + 10 + 35 * 9) / 40)
+    assert ["alpha", "0.9", f"{found['mean_layers']:.3f}"] in [row[:3] for row in cells(result.stdout)]
+
+
+def test_a_sample_as_text_picture_page_and_json(png: Path, tmp_path: Path) -> None:
+    page = tmp_path / "sample.html"
+    small = (*SMALL[:2], "--max-tokens", "12", *SMALL[4:], "--limit", "1")
+    depth = ("--depth", "d3", "--alpha", "0.9", "--start", "0.6")
+    result = run("sample", "demo", *small, *depth, "--png", str(png), "--html", str(page))
+    assert result.exit_code == 0, result.output
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    assert "\x1b" not in result.stdout  # no colours where nobody looks
+    assert "Layers run by each token: 16 x 12." in result.stdout
+    assert "Layers run by each token: 16, 14, 12, 11, 10, 9 x 7." in result.stdout
+    report = run_json("sample", "demo", *small, *depth, "--guess-layers", "2")
+    assert [answer["depth"]["policy"] for answer in report["answers"]] == ["full", "d3"]
+    assert [guess["layer"] for guess in report["answers"][1]["tokens"][0]["guesses"]] == [7, 15]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["saturation", "no-such-model"], "model"),
+        (["saturation", "--limit", "0"], "--limit"),
+        (["flow", "--prompts", "no-such-file"], "--prompts"),
+        (["perplexity", "--png", "no-such-directory/a.png"], "--png"),
+        (["copy", "--layers", "17", "--limit", "1", "--max-tokens", "1"], "--layers"),
+        (["copy", "--from-step", "0", "--limit", "1", "--max-tokens", "1"], "--from-step"),
+        (["schedule", "--start", "1.5"], "start"),
+        (["schedule", "--steps", "0"], "--steps"),
+        (["sample", "--html", "no-such-directory/a.html", "--max-tokens", "2"], "--html"),
+    ],
+)
+def test_what_is_not_allowed_is_refused_in_one_line(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert message in result.stderr.splitlines()[-1]
+
+
+def test_prompts_may_be_a_json_list_and_nothing_else(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps(["Question: Tom has\n5 pens.", "Question: Ana", "Question: Eva"]))
+    report = run_json("sample", "demo", *SMALL, "--prompts", str(prompts), "--depth", "full")
+    assert [answer["prompt"] for answer in report["answers"]] == ["Question: Tom has\n5 pens.", "Question: Ana"]
+    for wrong in ("{}", "[]", "[1]", '[""]', "[", "\udcff"):
+        prompts.write_bytes(wrong.encode("utf-8", "surrogateescape"))
+        result = run("flow", "demo", "--prompts", str(prompts))
+        assert result.exit_code == 2
+        assert "--prompts" in result.stderr.splitlines()[-1]
+
+
+def test_a_picture_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = run("flow", "demo", *SMALL, "--png", str(tmp_path / "a.png"))
+    assert result.exit_code == 2
+    assert "pip install 'd3engine[plots]'" in result.stderr
