@@ -309,13 +309,15 @@ def test_shards_are_written_one_by_one_and_every_matrix_quantized_once(
 def test_what_is_not_quantized_is_copied_as_it_is(tiny_llama: MakeTiny, tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     deepcopy(tiny_llama(attention_bias=True).model).to(torch.bfloat16).save_pretrained(source)
-    beside = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "d3.json")
+    beside = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
+    (source / "d3.json").write_text("{}")
     for name in beside:
         (source / name).write_text(f"contents of {name}")
     done = run("quantize", "--scheme", "int4", source, target)
     assert done.stdout == f"wrote {target}\n", done.output
     for name in (*beside, "generation_config.json"):
         assert (target / name).read_bytes() == (source / name).read_bytes()
+    assert not (target / "d3.json").exists(), "it was calibrated on other weights"
     config = json.loads((target / "config.json").read_text())
     assert config.pop("quantization_config") == {"quant_method": "d3engine", "scheme": "int4"}
     assert config == json.loads((source / "config.json").read_text())

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from safetensors import SafetensorError
 
+from d3engine.depth.policy import POLICY_FILE
 from d3engine.errors import D3EngineError, InvalidValueError
 from d3engine.weights_tools.convert import convert_bin, convert_llama2c
 from d3engine.weights_tools.convert_meta import convert_meta
@@ -107,6 +108,11 @@ def quantize_command(
     with _readable_errors():
         quantize_model(source, destination, scheme.value, shard_bytes=_shard_bytes(shard_size), overwrite=overwrite)
         typer.echo(f"wrote {destination}")
+        if (source / POLICY_FILE).exists():
+            left = (
+                f"{POLICY_FILE} stays behind, it was calibrated on the float weights: d3engine calibrate {destination}"
+            )
+            typer.echo(left, err=True)
 
 
 @app.command("inspect")

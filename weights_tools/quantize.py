@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from d3engine.depth.policy import POLICY_FILE
 from d3engine.errors import InvalidValueError
 from d3engine.model.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from d3engine.model.config import CONFIG_FILE, QUANTIZATION_METHOD, QUANTIZATION_SCHEMES, ModelConfig
@@ -48,7 +49,8 @@ def quantize_model(
     """Write the model directory `source`, its matrices quantized by `scheme`, to `destination`.
 
     Norms, biases and the embedding keep the dtype of the file; so does an LM head that is tied to the embedding.
-    Configs, tokenizer, chat template and d3.json are copied, and config.json gets a `quantization_config`. Raises
+    Configs, tokenizer and chat template are copied, and config.json gets a `quantization_config`. A d3.json stays
+    behind: what was calibrated on the float weights says nothing of these. Raises
     `ModelFormatError` for what the loader would refuse, `InvalidValueError` for an unknown scheme, a source that is
     quantized already and a destination in use.
     """
@@ -61,7 +63,7 @@ def quantize_model(
         raise InvalidValueError("DST", str(destination), "another directory than SRC")
     with open_checkpoint(source) as checkpoint, output_directory(destination, overwrite=overwrite) as folder:
         check_tensors(checkpoint, config)
-        copy_companions(source, folder)
+        copy_companions(source, folder, leave=[POLICY_FILE])
         quantization = {"quant_method": QUANTIZATION_METHOD, "scheme": scheme}
         contents = read_json_object(source / CONFIG_FILE) | {"quantization_config": quantization}
         write_json(folder / CONFIG_FILE, contents)

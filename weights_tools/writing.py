@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,10 +82,10 @@ def output_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
             shutil.move(file, destination / file.name)
 
 
-def copy_companions(source: Path, folder: Path) -> None:
-    """Copy what a model directory holds beside its weights: configs, tokenizer, chat template, d3.json."""
+def copy_companions(source: Path, folder: Path, *, leave: Container[str] = ()) -> None:
+    """Copy what a model directory holds beside its weights (configs, tokenizer, chat template, d3.json), but `leave`."""
     for name in _COMPANIONS:
-        if (source / name).is_file():
+        if name not in leave and (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 
 

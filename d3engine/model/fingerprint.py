@@ -14,7 +14,7 @@ from pathlib import Path
 
 from d3engine.model.checkpoint import open_checkpoint
 from d3engine.model.config import ModelConfig
-from d3engine.model.weights import is_ignored_tensor
+from d3engine.model.expected_tensors import is_ignored_tensor
 
 ROWS = 4
 """Rows of each tensor that count: the first, the last and those evenly between them."""
