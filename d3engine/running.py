@@ -16,7 +16,7 @@ class RunningTable:
     `sequences[slot]` is the sequence there. Arrays are [slots] unless said otherwise: `num_tokens` counts prompt and
     output, `num_computed` the positions whose entries are in the cache. Once `frees_at` positions are computed, some
     layer's blocks can be given back (NEVER: the schedule keeps them). `fills` marks schedules whose skipped layers get
-    entries (`on_skip` other than "none").
+    entries (`on_skip` other than "none"), `exits` sequences whose tokens may leave early.
     """
 
     def __init__(self, max_sequences: int, num_layers: int, max_length: int) -> None:
@@ -29,6 +29,7 @@ class RunningTable:
         self.frees_at = np.full(max_sequences, NEVER, dtype=np.int64)
         self.fills = np.zeros(max_sequences, dtype=bool)
         self.tabled = np.zeros(max_sequences, dtype=bool)
+        self.exits = np.zeros(max_sequences, dtype=bool)
         self.plain_greedy = np.zeros(max_sequences, dtype=bool)
 
     def put(self, sequence: Sequence, num_computed: int) -> None:
@@ -43,6 +44,7 @@ class RunningTable:
         self.cutoffs[slot] = schedule.cutoffs
         self.fills[slot] = schedule.on_skip != "none"
         self.tabled[slot] = not schedule.is_nested
+        self.exits[slot] = sequence.exit_rule is not None
         self.frees_at[slot] = NEVER if self.fills[slot] else self.computed_before(slot, schedule.first_skipping_step)
         self.plain_greedy[slot] = _is_plain_greedy(sequence)
 
@@ -62,11 +64,23 @@ class RunningTable:
         return NEVER if step == NEVER else int(self.prompt_length[slot]) + step - 1
 
     def active(self, slots: IntArray, steps: IntArray) -> BoolArray:
-        """Bool [C, L]: the layers that run for each slot at its step."""
+        """Bool [C, L]: the layers that run for each slot at its step, if none of its tokens leaves early."""
         active: BoolArray = steps[:, None] < self.cutoffs[slots]
         for chunk in self.tabled[slots].nonzero()[0]:
             active[chunk] = self.sequence(int(slots[chunk])).schedule.active(int(steps[chunk]))
+        exits = self.exits[slots]
+        if exits.any():
+            known = steps < self.num_tokens[slots] - self.prompt_length[slots]
+            for chunk in (exits & known & (steps > 0)).nonzero()[0]:  # a replay goes as deep as it once did
+                depth = self.sequence(int(slots[chunk])).depths[int(steps[chunk])]
+                active[chunk] = np.arange(active.shape[1]) < depth
         return active
+
+    def may_exit(self, slots: IntArray, steps: IntArray) -> BoolArray:
+        """Bool [C]: whether the chunks' tokens may leave early, which only new ones after step 0 do."""
+        new = steps == self.num_tokens[slots] - self.prompt_length[slots]
+        may: BoolArray = self.exits[slots] & new & (steps > 0)
+        return may
 
 
 def _is_plain_greedy(sequence: Sequence) -> bool:

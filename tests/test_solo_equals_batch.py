@@ -12,7 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from d3engine import D3, Engine, FullDepth, Immediate, LayerTable, SamplingParams, SkipDecode, UnifiedSkip, Waves
+from d3engine import (
+    D3,
+    EarlyExit,
+    Engine,
+    FullDepth,
+    Immediate,
+    LayerTable,
+    SamplingParams,
+    SkipDecode,
+    TailSkip,
+    UnifiedSkip,
+    Waves,
+)
 from d3engine.depth import DepthPolicy
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LayerWeights, LlamaWeights, random_weights
@@ -34,12 +46,17 @@ EVERY = list(range(LAYERS))
 WAKING = [EVERY, [0, 5], [0, 1, 5], [0, 1], EVERY, [0, 2, 4], [0, 2, 4], EVERY, [0], [0, 3, 4, 5]]
 POLICIES: list[DepthPolicy] = [
     FullDepth(),
+    EarlyExit(0.9),
     D3(0.9, 0.5),
+    EarlyExit(0.9, on_skip="copy"),
+    EarlyExit(0.9, "cosine"),
     D3(0.8, 0.3, tail=1),
     D3(0.7, 0.2),
     D3(0.9, 0.5, on_skip="copy"),
     D3(0.8, 0.5, on_skip="project"),
     SkipDecode(12, 2),
+    EarlyExit(0.8, "softmax_diff", min_layer=1, every=2, on_skip="copy"),
+    TailSkip(4.5, 16),
     SkipDecode(12, 2, on_skip="copy"),
     SkipDecode(9, 3, on_skip="project"),
     UnifiedSkip(1.5),
@@ -193,6 +210,8 @@ def test_every_policy_answers_otherwise_than_full_depth_so_equal_answers_mean_so
     assert sum(all(policy in group for policy in nested) for group in answers.values()) == 1
     woken = [LayerTable(WAKING, on_skip="copy"), LayerTable(WAKING, on_skip="project")]
     assert not any(all(policy in group for policy in woken) for group in answers.values())
+    exits = [EarlyExit(0.9), EarlyExit(0.9, on_skip="copy")]
+    assert not any(all(policy in group for policy in exits) for group in answers.values())
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+from d3engine.depth.exit_rule import ExitRule
 from d3engine.depth.schedule import Schedule
 from d3engine.errors import InvalidValueError, ModelFormatError, require
 
@@ -27,6 +28,8 @@ POLICY_CLASSES: Mapping[str, tuple[str, str]] = {
     "d3": ("d3engine.depth.d3", "D3"),
     "skipdecode": ("d3engine.depth.skip_decode", "SkipDecode"),
     "unified": ("d3engine.depth.unified_skip", "UnifiedSkip"),
+    "tail-skip": ("d3engine.depth.tail_skip", "TailSkip"),
+    "early-exit": ("d3engine.depth.early_exit", "EarlyExit"),
     "table": ("d3engine.depth.layer_table", "LayerTable"),
 }
 """Name -> module and class. A `DepthPolicy` of the user's own has no entry: it is passed as an object."""
@@ -41,6 +44,13 @@ class DepthPolicy(ABC):
     @abstractmethod
     def schedule(self, num_layers: int) -> Schedule:
         """The schedule for `num_layers` layers; raises `InvalidValueError` if the policy does not fit."""
+
+    def exit_rule(self, num_layers: int) -> ExitRule | None:
+        """When tokens may leave before the schedule's last layer; None: never.
+
+        A policy with a rule has a full-depth schedule whose `on_skip` says what fills the layers left out.
+        """
+        return None
 
     def describe(self) -> dict[str, Any]:
         """`{"policy": name, option: value, ...}`, ready for JSON; `policy_from_dict` reads it back."""
