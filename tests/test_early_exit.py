@@ -186,7 +186,7 @@ def test_a_step_in_which_nobody_may_leave_does_nothing_of_this(
 def test_the_threshold_falls_over_the_requests_own_max_tokens(tiny: TinyLlama, make_prompts: MakePrompts) -> None:
     """N is what the request asks for, not what the model could hold; so a shorter request leaves earlier."""
     policy = EarlyExit(0.08, decay=15)
-    prompts = make_prompts([6, 11], seed=3)
+    prompts = make_prompts([90, 70], seed=3)
     for tokens in (12, 30):
         outputs = run(tiny, policy, prompts, params(max_tokens=tokens))
         for output, answer in zip(outputs, oracle(tiny, policy, prompts, tokens), strict=True):

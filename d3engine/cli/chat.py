@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from d3engine.cli import new_app
-from d3engine.cli.depth_options import AUTO, OPTIONS, Depth, DepthName, depth_from_options, takes_depth
+from d3engine.cli.depth_options import AUTO, OPTIONS, OWN_NAMES, Depth, depth_from_options, depth_names, takes_depth
 from d3engine.cli.engine_options import (
     Options,
     check_sampling,
@@ -24,6 +24,7 @@ from d3engine.cli.engine_options import (
     takes_engine,
     takes_sampling,
 )
+from d3engine.depth.policy import policy_options
 from d3engine.errors import InvalidValueError, require
 
 if TYPE_CHECKING:
@@ -162,12 +163,11 @@ class Conversation:
 
     def _turn(self, text: str) -> None:
         from d3engine.cli.answers import run_answers, show_tokens
-        from d3engine.cli.terminal import DepthColours
+        from d3engine.cli.terminal import DepthColours, possible_depths
 
         messages = [*self._messages, {"role": "user", "content": text}]
         prompt = self._engine.chat_prompt(messages)
-        schedule = self._policy.schedule(self._engine.config.num_layers)
-        depths = [schedule.depth_at(first) for first, _ in schedule.runs(self._params.max_tokens)]
+        depths = possible_depths(self._policy, self._engine.config.num_layers, self._params.max_tokens)
         colours = DepthColours(depths, self._console, wanted=self._color_depth)
         run = run_answers(
             self._engine, [prompt], self._params, lambda answer: show_tokens(answer, self._writer, colours)
@@ -184,18 +184,23 @@ class Conversation:
 def policy_from_words(words: list[str]) -> Depth:
     """What `/depth` means: a policy's name and its options as `option=value`; options may have the flags' names."""
     name, *pairs = words
-    require(name in list(DepthName), "/depth", name, f"one of {', '.join(DepthName)}")
+    require(name in depth_names(), "/depth", name, f"one of {', '.join(depth_names())}")
     fields = {flag.removeprefix("--"): field for field, (flag, _, _) in OPTIONS.items()}
-    options = {}
+    own = () if name in (AUTO, *OWN_NAMES) else policy_options(name)
+    options, others = {}, []
     for pair in pairs:
         key, separator, value = pair.removeprefix("--").partition("=")
-        require(bool(separator) and key in fields, "/depth", pair, f"option=value, with {', '.join(fields)}")
+        allowed = [*fields, *own]
+        require(bool(separator) and key in allowed, "/depth", pair, f"option=value, with {', '.join(allowed)}")
+        if key in own:
+            others.append(pair.removeprefix("--"))
+            continue
         kind = OPTIONS[fields[key]][1]
         try:
             options[fields[key]] = kind(value)
         except ValueError:
             raise InvalidValueError(key, value, f"a value of type {kind.__name__}") from None
-    return depth_from_options(DepthName(name), options)
+    return depth_from_options(name, options, others)
 
 
 def _use_line_editing() -> None:

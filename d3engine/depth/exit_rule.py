@@ -58,6 +58,10 @@ class ExitRule:
         """Whether the confidence is looked at after this layer (from 0)."""
         return layer >= self.min_layer and (layer - self.min_layer) % self.every == 0
 
+    def depths(self, num_layers: int) -> list[int]:
+        """How many layers a token can take, deepest first."""
+        return [num_layers, *(layer + 1 for layer in range(num_layers - 2, -1, -1) if self.checks_after(layer))]
+
     def threshold_at(self, step: int, max_tokens: int) -> float:
         """`0.9 t + 0.1 t exp(-decay step / N)`: CALM's falling threshold (Schuster et al. 2022, section 3.3).
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, is_dataclass
 from fractions import Fraction
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from d3engine.depth.exit_rule import ExitRule
+from d3engine.depth.installed import PolicyLoadError, installed_names, load_installed, package_of
 from d3engine.depth.schedule import Schedule
 from d3engine.errors import InvalidValueError, ModelFormatError, require
 
@@ -32,7 +33,8 @@ POLICY_CLASSES: Mapping[str, tuple[str, str]] = {
     "early-exit": ("d3engine.depth.early_exit", "EarlyExit"),
     "table": ("d3engine.depth.layer_table", "LayerTable"),
 }
-"""Name -> module and class. A `DepthPolicy` of the user's own has no entry: it is passed as an object."""
+"""Name -> module and class. A `DepthPolicy` of the user's own has no entry: it is passed as an object, or offered
+by an installed package under the entry-point group `d3engine.policies`."""
 
 
 class DepthPolicy(ABC):
@@ -61,21 +63,38 @@ class DepthPolicy(ABC):
         }
 
 
+def policy_names() -> list[str]:
+    """The names of all policies: d3engine's own, then those of installed packages (entry points, see `GROUP`)."""
+    return [*POLICY_CLASSES, *(name for name in installed_names() if name not in POLICY_CLASSES)]
+
+
 def policy_class(name: str) -> type[DepthPolicy]:
-    """The class of a named policy."""
-    require(
-        isinstance(name, str) and name in POLICY_CLASSES,
-        "policy",
-        name,
-        f"one of {', '.join(POLICY_CLASSES)}",
-    )
-    module, class_name = POLICY_CLASSES[name]
-    return cast(type[DepthPolicy], getattr(import_module(module), class_name))
+    """The class of a named policy; no package can take the name of one of d3engine's own.
+
+    Raises `InvalidValueError` for a name that nobody offers, `PolicyLoadError` for an offer that cannot be used.
+    """
+    if isinstance(name, str) and name in POLICY_CLASSES:
+        module, class_name = POLICY_CLASSES[name]
+        return cast(type[DepthPolicy], getattr(import_module(module), class_name))
+    names = policy_names()
+    require(isinstance(name, str) and name in names, "policy", name, f"one of {', '.join(names)}")
+    offered = load_installed(name)
+    if not (isinstance(offered, type) and issubclass(offered, DepthPolicy) and is_dataclass(offered)):
+        raise PolicyLoadError(f"the policy {name!r} of {package_of(name)} is no dataclass of DepthPolicy: {offered!r}")
+    own_name = getattr(offered, "name", None)
+    if own_name != name:
+        raise PolicyLoadError(f"the policy {name!r} of {package_of(name)} calls itself {own_name!r}")
+    return offered
 
 
 def policy_options(name: str) -> tuple[str, ...]:
     """The options that a named policy takes, in order."""
     return tuple(field.name for field in fields(cast(Any, policy_class(name))))
+
+
+def required_options(name: str) -> tuple[str, ...]:
+    """The options without which there is no policy of that name."""
+    return tuple(field.name for field in fields(cast(Any, policy_class(name))) if _has_no_default(field))
 
 
 def policy_from_name(name: str, **options: Any) -> DepthPolicy:
@@ -89,8 +108,7 @@ def policy_from_name(name: str, **options: Any) -> DepthPolicy:
             value,
             f"policy {name!r} takes {', '.join(takes) if takes else 'no options'}",
         )
-    needed = [field.name for field in fields(cast(Any, policy)) if _has_no_default(field)]
-    missing = [option for option in needed if option not in options]
+    missing = [option for option in required_options(name) if option not in options]
     if missing:
         raise InvalidValueError("policy", name, f"it needs {' and '.join(missing)}")
     return policy(**options)
