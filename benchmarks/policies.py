@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from benchmarks.report import environment, summary, write_json
 from d3engine.depth import D3, DepthPolicy, EarlyExit, FullDepth, SkipDecode, TailSkip, UnifiedSkip
-from d3engine.depth.statistics import ModelShape, layer_bound
+from d3engine.depth.statistics import ModelShape, flops_ratio
 from d3engine.engine import Engine
 from d3engine.evaluation.accuracy import Score, compare, measure, take_problems
 from d3engine.evaluation.word_problems import Problem, format_prompt
@@ -44,7 +44,7 @@ class Settings:
     calibration: int = 24
     repeats: int = 5
     batch: int = 8
-    max_tokens: int = 64
+    max_tokens: int = 96
     threads: int = 1
 
 
@@ -71,6 +71,10 @@ class Budget:
         schedule = policy.schedule(self.num_layers)
         return sum(int(schedule.depths(length).sum()) for length in self.lengths) / sum(self.lengths)
 
+    def depth_of(self, policy: DepthPolicy) -> float:
+        """Mean layers a token of the answers that the policy really gives."""
+        return measure(self.engine, self.given, policy, self.params).realised_mean_layers
+
     def nearest(self, candidates: Iterable[DepthPolicy]) -> DepthPolicy:
         """The candidate whose schedule comes nearest to the target; of equal ones the first."""
         return min(candidates, key=lambda policy: abs(self.scheduled_mean(policy) - self.target))
@@ -81,7 +85,7 @@ class Budget:
         tried: list[tuple[float, EarlyExit]] = []
         for _ in range(BISECTIONS):
             policy = EarlyExit((low + high) / 2, **options)
-            mean = measure(self.engine, self.given, policy, self.params).realised_mean_layers
+            mean = self.depth_of(policy)
             tried.append((abs(mean - self.target), policy))
             low, high = (low, policy.threshold) if mean > self.target else (policy.threshold, high)
         return min(tried, key=lambda item: item[0])[1]
@@ -190,12 +194,8 @@ def _row(engine: Engine, score: Score, before: EngineStats, system: System, firs
         "difference": difference.difference,
         "difference_interval_95": asdict(difference.interval),
         "realised_mean_layers": score.realised_mean_layers,
-        "layer_bound": layer_bound(
-            [round(1000 * score.realised_mean_layers)],
-            num_layers=1000 * config.num_layers,
-            layer_size=shape.layer_parameters / 1000,
-            head_size=shape.head_parameters,
-            full_size=config.num_layers * shape.layer_parameters + shape.head_parameters,
+        "flops_ratio": flops_ratio(
+            score.realised_mean_layers, config.num_layers, shape.layer_parameters, shape.head_parameters
         ),
         "tokens": score.tokens,
         "kv_bytes_saved_an_answer": (after.kv_bytes_saved_at_end - before.kv_bytes_saved_at_end) / len(score.right),
@@ -227,7 +227,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         "KV saved KiB",
     )
     for title in titles:
-        table.add_column(title, justify="left" if title == "system" else "right")
+        table.add_column(title, justify="left" if title == "system" else "right", no_wrap=True)
     for name, row in report["systems"].items():
         interval, speed = row["interval_95"], row["speed_over_first"]
         table.add_row(
@@ -238,11 +238,14 @@ def show(report: dict[str, Any], console: Console) -> None:
             f"{row['tokens_per_second']['median']:.1f}",
             f"{speed['median']:.2f}",
             f"{speed['min']:.2f} - {speed['max']:.2f}",
-            f"{row['layer_bound']:.2f}",
+            f"{row['flops_ratio']:.2f}",
             f"{row['kv_bytes_saved_an_answer'] / 1024:.1f}",
         )
     console.print(table)
     console.print("Timed: whole calls, prompts included. KV saved: what an answer need not hold at its end.")
+    console.print(
+        "FLOPs: full depth over this one with one LM head a token; a softmax confidence runs it at every look."
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -256,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     file = options.pop("json")
     report = measure_all(Settings(**options))
     report["environment"] = environment("benchmarks.policies", arguments)
-    show(report, Console())
+    show(report, Console(width=None if sys.stdout.isatty() else 140))
     if file:
         write_json(report, file)
     return 0

@@ -106,6 +106,46 @@ def test_batch_min_equals_the_published_rule(
     assert_equals(alone, oracle(tiny, policy, prompts[:1])[0])
 
 
+def test_under_batch_min_all_rows_of_a_step_leave_together_whoever_has_joined(
+    tiny: TinyLlama, make_prompts: MakePrompts
+) -> None:
+    waiting = make_prompts([5, 17, 9, 3, 12, 30])
+    seen: dict[str, int] = {}
+    together: list[set[int]] = []
+    with Engine(tiny.directory, depth=AT_ONCE["softmax_max"], skip_tokenizer_init=True, max_num_seqs=3) as engine:
+        for step in range(200):
+            if waiting and step % 5 == 0:
+                engine.add_request(str(len(waiting)), waiting.pop(), params(max_tokens=12))
+            new: list[int] = []
+            for output in engine.step():
+                depths = output.outputs[0].depths
+                new += depths[max(1, seen.get(output.request_id, 0)) :]  # the first token is the prompt pass's
+                seen[output.request_id] = len(depths)
+            together.append(set(new))
+            engine.scheduler.check_integrity()
+    assert list(seen.values()) == [12] * 6
+    assert max(map(len, together)) == 1
+    assert len(set().union(*together)) > 2
+
+
+def test_stop_strings_logprobs_and_several_answers_are_those_of_the_tokens_that_left_early() -> None:
+    """On the demo model, since stop strings need text."""
+    prompt = "Question: Tom has 5 pens. Tom finds 3. How many pens does Tom have now?\nAnswer:"
+    given = params(max_tokens=20, n=2, seed=1, temperature=1.0, logprobs=2, stop="=", depth=EarlyExit(0.8, min_layer=9))
+    with Engine("demo") as engine:
+        whole, stopped = engine.generate([prompt, prompt], [replace(given, stop=None), given], use_tqdm=False)
+    for output, other in zip(stopped.outputs, whole.outputs, strict=True):
+        assert (output.finish_reason, output.stop_reason) == ("stop", "=")
+        assert output.text == other.text.partition("=")[0]
+        count = len(output.token_ids)
+        assert output.token_ids == other.token_ids[:count]
+        assert output.depths == other.depths[:count]
+        assert output.logprobs is not None
+        assert all(row[token].logprob <= 0 for row, token in zip(output.logprobs, output.token_ids, strict=True))
+    assert min(depth for output in whole.outputs for depth in output.depths) == 10
+    assert whole.outputs[0].token_ids != whole.outputs[1].token_ids
+
+
 def test_batch_min_binds_rows_of_equal_rules_alone(tiny: TinyLlama, make_prompts: MakePrompts) -> None:
     """Rows of another policy, or of the same options under "per_row", neither wait nor are waited for."""
     bound = AT_ONCE["softmax_max"]
