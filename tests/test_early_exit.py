@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from d3engine.sequence import Sequence
 MakeModel = Callable[..., TinyLlama]
 MakePrompts = Callable[..., list[list[int]]]
 
-LAYERS, NUM_TOKENS = 8, 24
+LAYERS, NUM_TOKENS = 8, 20
 DEEP: dict[str, Any] = {"num_hidden_layers": LAYERS, "hidden_size": 32, "intermediate_size": 48, "head_dim": 12}
 # This model's confidences by quarters: softmax_max 0.03, 0.04, 0.06; softmax_diff 0, 0.01, 0.02; cosine 0.7, 0.8, 0.9.
 RULES = {
@@ -70,8 +71,14 @@ def assert_equals(output: RequestOutput, expected: DepthAnswer) -> None:
     assert_same_tokens(completion.token_ids, expected)
 
 
-@pytest.mark.parametrize("on_skip", ["project", "copy"])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    ("name", "on_skip"),
+    [
+        *product(["softmax_max", "softmax_diff", "cosine"], ["project", "copy"]),
+        ("softmax_max, each third layer from 1", "copy"),
+        ("cosine, each second layer from 2", "project"),
+    ],
+)
 def test_per_row_equals_the_oracle_alone_and_in_a_batch(
     name: str, on_skip: OnSkip, tiny: TinyLlama, make_prompts: MakePrompts
 ) -> None:
@@ -245,15 +252,15 @@ def test_a_replay_leaves_the_entries_that_were_there_although_it_would_now_leave
         for nth, prompt in enumerate(make_prompts([5, 17])):
             engine.add_request(str(nth), prompt, params())
         sequence = engine.scheduler._waiting[0][1]
-        while sequence.step < 18:
+        while sequence.step < 15:
             engine.step()
         before, depths = entries_of(engine, sequence), list(sequence.depths)
         assert len(set(depths)) > 2
         engine.scheduler._preempt(sequence)
-        while sequence.step < 20:
+        while sequence.step < 17:
             engine.step()
             engine.scheduler.check_integrity()
-        assert sequence.depths[:18] == depths
+        assert sequence.depths[:15] == depths
         torch.testing.assert_close(entries_of(engine, sequence)[:, :, : before.shape[2]], before, atol=1e-4, rtol=1e-4)
 
 
