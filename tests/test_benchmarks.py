@@ -169,6 +169,7 @@ def test_policies_speeds_and_bounds_follow_from_each_other(compared: dict[str, A
     for row in rows.values():
         rates = row["tokens_per_second"]["rounds"]
         assert len(rates) == 2
+        assert 0 < row["timed_mean_layers"] <= 16
         assert row["speed_over_first"]["rounds"] == pytest.approx([a / b for a, b in zip(rates, first, strict=True)])
         assert 1 <= row["flops_ratio"] <= 16 / row["realised_mean_layers"] + 1e-9
         assert row["interval_95"]["low"] <= row["exact_match"] <= row["interval_95"]["high"]
