@@ -3,7 +3,8 @@
 The one idea: a comparison of policies says something only at equal depth. So each system sets its own parameter such
 that the layers run a token, averaged over answers to validation problems, come as near as they can to one target: what
 D3 runs at the setting the model was calibrated to. Then all answer the same test problems, and in rounds, one after
-the other, a few of them for time, a fixed number of tokens each; ratios are taken within a round. Early exit finds its threshold by bisection.
+the other, a few of them for time, a fixed number of tokens each; ratios are taken within a round. Early exit finds its
+threshold by bisection.
 """
 
 from __future__ import annotations
@@ -228,7 +229,8 @@ def show(report: dict[str, Any], console: Console) -> None:
         "exact match",
         "95 %",
         "tok/s",
-        "over full depth",
+        "layers timed",
+        "over full",
         "min - max",
         "FLOPs",
         "KV saved KiB",
@@ -251,7 +253,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         )
     console.print(table)
     console.print(
-        "Timed: whole calls, prompts included, as many tokens for all. KV saved: what an answer need not hold at its end."
+        "Timed: whole calls, prompts included, as many tokens for all. KV saved: what an answer no longer holds."
     )
     console.print(
         "FLOPs: full depth over this one with one LM head a token; a softmax confidence runs it at every look."
