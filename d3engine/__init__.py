@@ -25,6 +25,8 @@ _PUBLIC = {
     "D3": "d3engine.depth",
     "SkipDecode": "d3engine.depth",
     "UnifiedSkip": "d3engine.depth",
+    "TailSkip": "d3engine.depth",
+    "EarlyExit": "d3engine.depth",
     "LayerTable": "d3engine.depth",
     "Immediate": "d3engine.admission",
     "Waves": "d3engine.admission",
@@ -40,9 +42,11 @@ if TYPE_CHECKING:
     from d3engine.admission import Immediate as Immediate
     from d3engine.admission import Waves as Waves
     from d3engine.depth import D3 as D3
+    from d3engine.depth import EarlyExit as EarlyExit
     from d3engine.depth import FullDepth as FullDepth
     from d3engine.depth import LayerTable as LayerTable
     from d3engine.depth import SkipDecode as SkipDecode
+    from d3engine.depth import TailSkip as TailSkip
     from d3engine.depth import UnifiedSkip as UnifiedSkip
     from d3engine.engine import Engine as Engine
     from d3engine.errors import D3EngineError as D3EngineError

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from d3engine import loading
 from d3engine.admission import Admission, Immediate
 from d3engine.chat_template import load_chat_template
-from d3engine.depth import DepthPolicy, Schedule
+from d3engine.depth import NEVER, DepthPolicy, Schedule
 from d3engine.errors import D3EngineError, EngineDeadError, InvalidValueError, require, require_integer
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.eager import EagerExecutor
@@ -272,9 +272,9 @@ class Engine:
             plan = self.scheduler.schedule()
             if plan is None:
                 return undelivered
-            logits = self.executor.run(plan)
-            tokens = self.sampler(logits, plan)
-            outputs = self.scheduler.update(plan, tokens)
+            computed = self.executor.run(plan)
+            tokens = self.sampler(computed.logits, plan)
+            outputs = self.scheduler.update(plan, tokens, computed.depths)
             return undelivered + self._outputs.process(plan, tokens, outputs)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
@@ -388,6 +388,7 @@ class Engine:
                     arrival=self._num_sequences,
                     max_length=min(len(token_ids) + params.max_tokens, self.max_model_len),
                     shares_prompt=own.prompt_logprobs is None and self._prompts.may_share(token_ids),
+                    exit_rule=policy.exit_rule(self.config.num_layers),
                 )
             )
             self._num_sequences += 1
@@ -406,6 +407,9 @@ class Engine:
             schedule = policy.schedule(self.config.num_layers)
             layers = f"a schedule of the model's {self.config.num_layers} layers"
             require(schedule.num_layers == self.config.num_layers, "depth", policy, layers)
+            if policy.exit_rule(self.config.num_layers) is not None:
+                fits = schedule.first_skipping_step == NEVER and schedule.on_skip != "none"
+                require(fits, "depth", policy, "beside an exit rule a full-depth schedule, on_skip 'copy' or 'project'")
             self._schedules[policy] = schedule
         return self._schedules[policy]
 

@@ -15,11 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from d3engine.choice import Choice
+from d3engine.depth import ExitRule
 from d3engine.kv_cache import IntArray
 from d3engine.request import Logprob
 from d3engine.sequence import Sequence
 
 BoolArray = npt.NDArray[np.bool_]
+FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,15 @@ class Span:
     chunks: IntArray | None
     rows: IntArray | None
     projected_rows: IntArray | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExitingChunks:
+    """Chunks of one row each that may leave early under equal rules; the step's confidence decides at which layer."""
+
+    rule: ExitRule
+    chunks: IntArray  # [n]
+    thresholds: FloatArray  # [n]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +78,7 @@ class Plan:
 
     `tables` is the cache's own [slots, L, max_blocks]; it stays as it is until the next `schedule()`.
     `copies_before` and `copies_after` are (sources, targets) of flat entries for copy-on-skip, or None.
+    `depths` and `spans` are those of chunks that leave at no layer before; `exits` names the chunks that may.
     """
 
     sequences: list[Sequence]
@@ -88,6 +100,7 @@ class Plan:
     prompt_rows: tuple[PromptRows, ...]
     copies_before: tuple[IntArray, IntArray] | None
     copies_after: tuple[IntArray, IntArray] | None
+    exits: tuple[ExitingChunks, ...] = ()
     ahead: RunAhead | None = None  # the steps that a device may take by itself; None: this one, told by the host
 
     @property
@@ -142,16 +155,17 @@ def spans_of(active: BoolArray, projected: BoolArray | None, query_starts: IntAr
         count = int(np.count_nonzero(runs))
         beside = None
         if projected is not None and projected[:, low].any():
-            beside = _rows_of(projected[:, low].nonzero()[0], query_starts)
+            beside = rows_of(projected[:, low].nonzero()[0], query_starts)
         if runs[:count].all():
             if count or beside is not None:
                 spans.append(Span(range(low, high), count, int(query_starts[count]), None, None, beside))
             continue
         chunks = runs.nonzero()[0]
-        rows = _rows_of(chunks, query_starts)
+        rows = rows_of(chunks, query_starts)
         spans.append(Span(range(low, high), count, rows.size, chunks, rows, beside))
     return tuple(spans)
 
 
-def _rows_of(chunks: IntArray, query_starts: IntArray) -> IntArray:
+def rows_of(chunks: IntArray, query_starts: IntArray) -> IntArray:
+    """The rows of at least one chunk, in the order of `chunks`."""
     return np.concatenate([np.arange(query_starts[c], query_starts[c + 1]) for c in chunks])

@@ -7,8 +7,9 @@ import numpy as np
 from d3engine.choice import Choice
 from d3engine.chunks import Chunks
 from d3engine.copy_on_skip import EntryCopies
+from d3engine.depth import ExitRule
 from d3engine.kv_cache import IntArray
-from d3engine.plan import BoolArray, Plan, PromptRows, RunAhead, spans_of
+from d3engine.plan import BoolArray, ExitingChunks, Plan, PromptRows, RunAhead, spans_of
 from d3engine.running import RunningTable
 from d3engine.sequence import Sequence
 
@@ -48,6 +49,7 @@ def build_plan(
         copies_before=before.arrays(),
         copies_after=after.arrays(),
         ahead=ahead,
+        exits=_exits(chunks, table),
     )
 
 
@@ -71,6 +73,20 @@ def _projected(chunks: Chunks, table: RunningTable) -> BoolArray | None:
     projects = [table.sequence(slot).schedule.on_skip == "project" for slot in chunks.slots.tolist()]
     projected: BoolArray = ~chunks.active & np.array(projects)[:, None]
     return projected if projected.any() else None
+
+
+def _exits(chunks: Chunks, table: RunningTable) -> tuple[ExitingChunks, ...]:
+    """The chunks that may leave early, by their rules; thresholds follow from each sequence's own max_tokens."""
+    if not table.exits[chunks.slots].any():
+        return ()
+    found: dict[ExitRule, tuple[list[int], list[float]]] = {}
+    for chunk in table.may_exit(chunks.slots, chunks.steps).nonzero()[0].tolist():
+        sequence = table.sequence(int(chunks.slots[chunk]))
+        assert sequence.exit_rule is not None
+        members, thresholds = found.setdefault(sequence.exit_rule, ([], []))
+        members.append(chunk)
+        thresholds.append(sequence.exit_rule.threshold_at(int(chunks.steps[chunk]), sequence.params.max_tokens))
+    return tuple(ExitingChunks(rule, np.array(members), np.array(at)) for rule, (members, at) in found.items())
 
 
 def _prompt_rows(sequences: list[Sequence], chunks: Chunks, query_starts: IntArray) -> tuple[PromptRows, ...]:

@@ -17,7 +17,8 @@ class RunningTable:
     `sequences[slot]` is the sequence there. Arrays are [slots] unless said otherwise: `num_tokens` counts prompt and
     output, `num_computed` the positions whose entries are in the cache. Once `frees_at` positions are computed, some
     layer's blocks can be given back (NEVER: the schedule keeps them). `fills` marks schedules whose skipped layers get
-    entries (`on_skip` other than "none"), `choice` is what choosing a token takes (`Choice`).
+    entries (`on_skip` other than "none"), `exits` sequences whose tokens may leave early; `choice` is what choosing a
+    token takes (`Choice`).
     """
 
     def __init__(self, max_sequences: int, num_layers: int, max_length: int) -> None:
@@ -33,6 +34,7 @@ class RunningTable:
         self.choice = np.zeros(max_sequences, dtype=np.int8)
         self.streams = np.zeros(max_sequences, dtype=bool)
         self.max_length = np.zeros(max_sequences, dtype=np.int64)
+        self.exits = np.zeros(max_sequences, dtype=bool)
 
     def put(self, sequence: Sequence, num_computed: int) -> None:
         """Fill the sequence's slot; `num_computed` positions are in the cache already."""
@@ -46,6 +48,7 @@ class RunningTable:
         self.cutoffs[slot] = schedule.cutoffs
         self.fills[slot] = schedule.on_skip != "none"
         self.tabled[slot] = not schedule.is_nested
+        self.exits[slot] = sequence.exit_rule is not None
         self.frees_at[slot] = NEVER if self.fills[slot] else self.computed_before(slot, schedule.first_skipping_step)
         self.choice[slot] = choice_of(sequence)
         self.streams[slot] = sequence.streams
@@ -67,8 +70,20 @@ class RunningTable:
         return NEVER if step == NEVER else int(self.prompt_length[slot]) + step - 1
 
     def active(self, slots: IntArray, steps: IntArray) -> BoolArray:
-        """Bool [C, L]: the layers that run for each slot at its step."""
+        """Bool [C, L]: the layers that run for each slot at its step, if none of its tokens leaves early."""
         active: BoolArray = steps[:, None] < self.cutoffs[slots]
         for chunk in self.tabled[slots].nonzero()[0]:
             active[chunk] = self.sequence(int(slots[chunk])).schedule.active(int(steps[chunk]))
+        exits = self.exits[slots]
+        if exits.any():
+            known = steps < self.num_tokens[slots] - self.prompt_length[slots]
+            for chunk in (exits & known & (steps > 0)).nonzero()[0]:  # a replay goes as deep as it once did
+                depth = self.sequence(int(slots[chunk])).depths[int(steps[chunk])]
+                active[chunk] = np.arange(active.shape[1]) < depth
         return active
+
+    def may_exit(self, slots: IntArray, steps: IntArray) -> BoolArray:
+        """Bool [C]: whether the chunks' tokens may leave early, which only new ones after step 0 do."""
+        new = steps == self.num_tokens[slots] - self.prompt_length[slots]
+        may: BoolArray = self.exits[slots] & new & (steps > 0)
+        return may

@@ -164,20 +164,21 @@ class Scheduler:
         before, after = self._allocator.allocate(chunks, missing)
         return build_plan(chunks, self._table, self.cache.tables, before, after, ahead)
 
-    def update(self, plan: Plan, sampled: Sampled) -> Iterator[TokenOutput]:
+    def update(self, plan: Plan, sampled: Sampled, depths: IntArray | None = None) -> Iterator[TokenOutput]:
         """Take in what a step has computed: new tokens, ended sequences, prompt blocks to share, blocks to free.
 
         The tokens come one by one, each when its sequence has grown by it: whoever reads them may end the sequence
-        there (a stop string was found), and the tokens beyond are dropped. They must be read to the end.
+        there (a stop string was found), and the tokens beyond are dropped. They must be read to the end. `depths` [C]
+        are the layers that the chunks really ran, where some left early; None: those of the plan.
         """
         self._table.num_computed[plan.slots] = plan.stops
         self.counters.steps += plan.num_steps
         self._keep_prompts(plan)
-        return self._take(plan, sampled)
+        return self._take(plan, sampled, plan.depths if depths is None else depths)
 
-    def _take(self, plan: Plan, sampled: Sampled) -> Iterator[TokenOutput]:
+    def _take(self, plan: Plan, sampled: Sampled, ran: IntArray) -> Iterator[TokenOutput]:
         """Add the sampled tokens to their sequences, then give back the blocks of layers that have fallen asleep."""
-        depths = sampled.depths or [[depth] for depth in plan.depths[plan.sampled].tolist()]
+        depths = sampled.depths or [[depth] for depth in ran[plan.sampled].tolist()]
         for row, chunk in enumerate(plan.sampled.tolist()):
             sequence = plan.sequences[chunk]
             logprobs = sampled.logprobs[row] if sampled.logprobs else None
@@ -270,7 +271,7 @@ class Scheduler:
         if computed < prompt:
             return prompt - computed
         step = computed - prompt + 1
-        return min(sequence.num_tokens - computed, sequence.schedule.same_layers_until(step) - step)
+        return min(sequence.num_tokens - computed, sequence.same_layers_until(step) - step)
 
     def _make_room(self, chunks: Chunks) -> tuple[Chunks, IntArray]:
         """Preempt the youngest sequences until the chunks of the others have room.
@@ -304,6 +305,7 @@ class Scheduler:
         """Add a token to its sequence, and end the sequence where the token or its length says so."""
         table, slot = self._table, sequence.slot
         sequence.token_ids.append(token)
+        sequence.depths.append(depth)
         count = table.num_tokens[slot]
         if count < table.tokens.shape[1]:
             table.tokens[slot, count] = token

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import takewhile
 
 import numpy as np
 
-from d3engine.depth import Schedule
+from d3engine.depth import ExitRule, Schedule
 from d3engine.kv_cache import IntArray
 from d3engine.request import FinishReason, SamplingParams
 
@@ -38,6 +39,7 @@ class Sequence:
         prompt_token_ids: the prompt.
         params: how to sample, and when to stop.
         schedule: its layers by generation step.
+        exit_rule: when its tokens may leave before the last of these layers; None: never.
         eos_token_ids: the ids that end it; empty when they are to be ignored.
         bad_word_ids: token sequences that must never be completed.
         seed: its random numbers depend on (seed, index, step) alone.
@@ -47,6 +49,9 @@ class Sequence:
         shares_prompt: whether its prompt may come from the prefix cache and go there.
         prefix_keys: the prefix cache's keys of its prompt, set by the scheduler; empty when it may not share.
         streams: whether each token is wanted as soon as it is there, rather than the whole answer at the end.
+
+    Attributes:
+        depths: how many layers each generated token took.
     """
 
     request_id: str
@@ -63,8 +68,10 @@ class Sequence:
     shares_prompt: bool = True
     prefix_keys: list[bytes] = field(default_factory=list)
     streams: bool = True
+    exit_rule: ExitRule | None = None
 
     token_ids: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
     status: Status = Status.WAITING
     slot: int = NO_SLOT
     num_cached_tokens: int = 0
@@ -85,6 +92,17 @@ class Sequence:
     def step(self) -> int:
         """The index of the generated token that comes next."""
         return len(self.token_ids)
+
+    def same_layers_until(self, step: int) -> int:
+        """The largest end such that the tokens of steps [step, end) run the same layers.
+
+        Tokens that may leave early are replayed as deep as they once went; how deep the next one goes is open, so it
+        stands alone.
+        """
+        if self.exit_rule is None:
+            return self.schedule.same_layers_until(step)
+        again = takewhile(lambda depth: depth == self.depths[step], self.depths[step:])
+        return step + max(1, sum(1 for _ in again))
 
     def all_token_ids(self) -> IntArray:
         return np.array(self.prompt_token_ids + self.token_ids, dtype=np.int32)

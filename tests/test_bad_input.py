@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import d3engine
 from d3engine import D3, Engine, EngineDeadError, FullDepth, InvalidValueError, RequestOutput, SamplingParams, Waves
 from d3engine.depth import DepthPolicy, Schedule
 from d3engine.errors import D3EngineError
+from d3engine.executor.computed import Computed
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, random_weights
 from d3engine.plan import Plan
@@ -50,7 +50,7 @@ class Scripted:
         self.fault: BaseException | None = None
         self.poisoned: set[str] = set()
 
-    def run(self, plan: Plan) -> Tensor:
+    def run(self, plan: Plan) -> Computed:
         if self.fault is not None:
             raise self.fault
         logits = torch.zeros(len(plan.logit_rows), VOCABULARY)
@@ -60,7 +60,7 @@ class Scripted:
             logits[row, script[sequence.step]] = 30.0
             if sequence.request_id in self.poisoned:
                 logits[row, 5] = math.nan
-        return logits
+        return Computed(logits)
 
 
 @pytest.fixture(scope="module")

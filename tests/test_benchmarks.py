@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import admission, decode, systems
+from benchmarks import admission, decode, policies, systems
 from benchmarks.report import environment
 from d3engine.admission import Immediate
-from d3engine.depth import D3
+from d3engine.depth import D3, EarlyExit
 
 TINY = systems.Settings(model="tiny", tokens=8, batch=2, repeats=3, threads=1)
 
@@ -136,3 +136,54 @@ def test_a_lone_answer_saves_what_its_schedule_saves() -> None:
     assert [rows for rows, _, _ in steps] == [1] * 64 + [0]
     assert np.array_equal([layers for _, layers, _ in steps[:64]], settings.schedule.depths(64))
     assert steps[0][2] == [0]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    file = tmp_path_factory.mktemp("policies") / "policies.json"
+    sizes = {"problems": 3, "timed": 2, "calibration": 2, "repeats": 2, "batch": 3, "max-tokens": 24, "threads": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policies, "BISECTIONS", 2)
+        assert policies.main([*(f"--{name}={size}" for name, size in sizes.items()), f"--json={file}"]) == 0
+    report: dict[str, Any] = json.loads(file.read_text())
+    return report
+
+
+def test_policies_are_compared_at_one_depth(compared: dict[str, Any]) -> None:
+    rows, target = compared["systems"], compared["target_mean_layers"]
+    assert list(rows) == [system.name for system in policies.SYSTEMS]
+    assert rows["full depth"]["realised_mean_layers"] == 16
+    for name in ("D3", "tail skip", "SkipDecode", "unified skipping"):
+        assert rows[name]["realised_mean_layers"] == pytest.approx(target, abs=1), name
+        assert rows[name]["kv_bytes_saved_an_answer"] > 0
+    for name, row in rows.items():
+        if name.startswith("early exit"):
+            assert row["realised_mean_layers"] < 16
+            assert row["kv_bytes_saved_an_answer"] == 0
+            assert row["policy"]["batch"] == ("batch_min" if "batch_min" in name else "per_row")
+
+
+def test_policies_speeds_and_bounds_follow_from_each_other(compared: dict[str, Any]) -> None:
+    rows = compared["systems"]
+    first = rows["full depth"]["tokens_per_second"]["rounds"]
+    for row in rows.values():
+        rates = row["tokens_per_second"]["rounds"]
+        assert len(rates) == 2
+        assert 0 < row["timed_mean_layers"] <= 16
+        assert row["speed_over_first"]["rounds"] == pytest.approx([a / b for a, b in zip(rates, first, strict=True)])
+        assert 1 <= row["flops_ratio"] <= 16 / row["realised_mean_layers"] + 1e-9
+        assert row["interval_95"]["low"] <= row["exact_match"] <= row["interval_95"]["high"]
+
+
+def test_an_early_exit_is_brought_to_the_depth_asked_for() -> None:
+    """The bisection against thresholds whose depth is known: it ends at the one that gives the target."""
+
+    class Known(policies.Budget):
+        def depth_of(self, policy: EarlyExit) -> float:
+            return 1 + 15 * policy.threshold / 1.2
+
+    budget = Known(engine=None, given=[], params=None, target=8.5)  # type: ignore[arg-type]
+    found = budget.early_exit(confidence="cosine")
+    assert isinstance(found, EarlyExit)
+    assert budget.depth_of(found) == pytest.approx(8.5, abs=0.2)
+    assert found.confidence == "cosine"

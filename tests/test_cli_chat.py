@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from d3engine.cli import app
 from d3engine.cli.depth_options import policy_from_words
-from d3engine.depth import D3, FullDepth, SkipDecode
+from d3engine.depth import D3, EarlyExit, FullDepth, SkipDecode
 from d3engine.errors import InvalidValueError
 from d3engine.loading import model_directory
 
@@ -109,6 +109,7 @@ def test_depth_is_written_as_words() -> None:
     assert policy_from_words(["auto"]) == "auto"
     assert policy_from_words(["d3", "--alpha=0.9", "start=3/5"]) == D3(alpha=0.9, start=0.6)
     assert policy_from_words(["skipdecode", "decay-steps=9", "min-layers=2"]) == SkipDecode(9, 2)
+    assert policy_from_words(["early-exit", "threshold=0.9", "exit-every=2"]) == EarlyExit(0.9, every=2)
     for words in (["deep"], ["d3"], ["d3", "alpha"], ["full", "alpha=1"], ["d3", "alpha=0.9", "speedup=2"]):
         with pytest.raises(InvalidValueError):
             policy_from_words(words)

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from d3engine import __version__
 from d3engine.cli import app
-from d3engine.cli.depth_options import AUTO, OPTIONS, DepthName, depth_from_options
-from d3engine.depth import D3, FullDepth, SkipDecode, UnifiedSkip
+from d3engine.cli.depth_options import AUTO, OPTIONS, depth_from_options
+from d3engine.depth import D3, EarlyExit, FullDepth, SkipDecode, TailSkip, UnifiedSkip
 from d3engine.errors import InvalidValueError
 
 BBH = ["schedule", "--layers", "32", "--depth", "d3", "--alpha", "0.9", "--start", "0.6", "--steps", "200"]
@@ -210,6 +210,11 @@ LAYERS = ["schedule", "--layers", "32"]
         ),
         ([*BBH, "--plot", "no-such-directory/a.png"], "plot='no-such-directory"),
         ([*BBH, "--plot", "a.docx"], "plot='a.docx'"),
+        (
+            ["schedule", "--layers", "8", "--depth", "early-exit", "--threshold", "0.9"],
+            "--depth='early-exit' .* each token decides as it runs",
+        ),
+        (["schedule", "--layers", "8", "--depth", "full", "--depth-option", "alpha=1"], "--depth-option='alpha=1'"),
     ],
 )
 def test_a_refusal_is_one_line_on_stderr_and_exit_code_2(arguments: list[str], message: str) -> None:
@@ -231,7 +236,7 @@ def test_what_is_no_command_or_option_is_refused(arguments: list[str]) -> None:
 
 def test_options_become_the_policy_they_name() -> None:
     def policy(name: str, **given: Any) -> object:
-        return depth_from_options(DepthName(name), {**dict.fromkeys(OPTIONS), **given})
+        return depth_from_options(name, {**dict.fromkeys(OPTIONS), **given})
 
     assert policy("auto") == AUTO
     assert policy("full") == FullDepth()
@@ -239,6 +244,14 @@ def test_options_become_the_policy_they_name() -> None:
     assert policy("unified", speedup="1.5", on_skip="copy") == UnifiedSkip(1.5, on_skip="copy")
     expected = SkipDecode(max_tokens=200, min_layers=4, max_layers=30, warmup=2)
     assert policy("skipdecode", max_tokens=200, min_layers=4, max_layers=30, warmup=2) == expected
+    assert policy("tail-skip", mean_layers="32/3", max_tokens=9) == TailSkip("32/3", 9)  # type: ignore[arg-type]
+    expected_exit = EarlyExit(0.9, "cosine", decay=0, min_layer=2, every=3, batch="batch_min", on_skip="copy")
+    options = {"confidence": "cosine", "decay": 0, "min_layer": 2, "every": 3, "batch": "batch_min", "on_skip": "copy"}
+    assert policy("early-exit", threshold=0.9, **options) == expected_exit
+    with pytest.raises(InvalidValueError, match=r"--depth='early-exit' .* needs --threshold"):
+        policy("early-exit", confidence="cosine")
+    with pytest.raises(InvalidValueError, match=r"--depth='table' .* one of auto, full, d3"):
+        policy("table")
     with pytest.raises(InvalidValueError, match="--warmup=1"):
         policy("d3", alpha=0.9, start="0.6", warmup=1)
 

@@ -60,6 +60,13 @@ def test_a_command_that_needs_no_model_runs(line: str) -> None:
     assert result.exit_code == 0, result.output
 
 
+def test_every_test_that_a_page_names_exists() -> None:
+    named = [name for page in PAGES for name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text())]
+    assert len(named) >= 10
+    missing = [(file, name) for file, name in named if f"def {name}(" not in (ROOT / file).read_text()]
+    assert missing == []
+
+
 def test_a_command_that_does_not_exist_does_not_parse() -> None:
     command: Any = typer.main.get_command(app)
     context = command.make_context("d3engine", ["generate", "--no-such-flag"])

@@ -13,12 +13,21 @@ from itertools import product
 from typing import Any
 
 import pytest
-from depth_oracle import ActiveLayers, DepthAnswer, d3, greedy_at_depth, layer_table, skip_decode, unified_skip
+from depth_oracle import (
+    ActiveLayers,
+    DepthAnswer,
+    d3,
+    greedy_at_depth,
+    layer_table,
+    skip_decode,
+    tail_skip,
+    unified_skip,
+)
 from tiny_models import TinyLlama
 from transformers_oracle import assert_same_tokens, greedy
 
 from d3engine import Engine, RequestOutput, SamplingParams
-from d3engine.depth import D3, DepthPolicy, FullDepth, LayerTable, SkipDecode, UnifiedSkip
+from d3engine.depth import D3, DepthPolicy, FullDepth, LayerTable, SkipDecode, TailSkip, UnifiedSkip
 from d3engine.depth.schedule import OnSkip
 
 MakeModel = Callable[..., TinyLlama]
@@ -65,6 +74,8 @@ NESTED: dict[str, tuple[DepthPolicy, ActiveLayers]] = {
         skip_decode(LAYERS, 30, 2, max_layers=8, warmup=2),
     ),
     "SkipDecode to 1 without warmup": (SkipDecode(40, 1, warmup=0), skip_decode(LAYERS, 40, 1, warmup=0)),
+    "TailSkip of 6.4": (TailSkip(6.4, NUM_TOKENS), tail_skip(LAYERS, NUM_TOKENS, 6.4)),
+    "TailSkip of 3": (TailSkip(3, 20), tail_skip(LAYERS, 20, 3)),
     "UnifiedSkip 2": (UnifiedSkip(2), unified_skip(LAYERS, 2)),
     "UnifiedSkip 1.4": (UnifiedSkip(1.4), unified_skip(LAYERS, 1.4)),
 }

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from d3engine import D3, Engine, FullDepth, InvalidValueError, LayerTable, SamplingParams, SkipDecode, UnifiedSkip
+from d3engine import (
+    D3,
+    Engine,
+    FullDepth,
+    InvalidValueError,
+    LayerTable,
+    SamplingParams,
+    SkipDecode,
+    TailSkip,
+    UnifiedSkip,
+)
 from d3engine.depth import NEVER, DepthPolicy
 from d3engine.kv_cache import KVCache
 from d3engine.model.config import ModelConfig
@@ -36,6 +46,7 @@ NESTED: list[DepthPolicy] = [
     SkipDecode(20, 2),
     SkipDecode(12, 3, warmup=2),
     UnifiedSkip(2),
+    TailSkip(4.5, 20),
 ]
 
 

@@ -8,8 +8,10 @@ that each of them ran. So a block that is shared, freed, aliased or overwritten 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Hashable
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from d3engine.admission import Immediate, Waves
-from d3engine.depth import D3, DepthPolicy, FullDepth, LayerTable, Schedule, SkipDecode, UnifiedSkip
+from d3engine.depth import (
+    D3,
+    DepthPolicy,
+    EarlyExit,
+    ExitRule,
+    FullDepth,
+    LayerTable,
+    Schedule,
+    SkipDecode,
+    TailSkip,
+    UnifiedSkip,
+)
 from d3engine.errors import InvalidValueError
 from d3engine.kv_cache import IntArray, KVCache
 from d3engine.plan import Plan, Sampled, spans_of
@@ -35,6 +48,25 @@ def step_of(sequence: Sequence, position: int) -> int:
     """The generation step of the token at `position`, by the definition."""
     prompt = len(sequence.prompt_token_ids)
     return -1 if position < prompt else position - prompt + 1
+
+
+def active_at(sequence: Sequence, step: int) -> Any:
+    """The layers that a plan lets run at `step`: those of the schedule, or as many as the token once took."""
+    if sequence.exit_rule is not None and 0 < step < sequence.step:
+        return np.arange(sequence.schedule.num_layers) < sequence.depths[step]
+    return sequence.schedule.active(step)
+
+
+def draw_exits(plan: Plan, numbers: random.Random) -> dict[int, int]:
+    """How deep each chunk that may leave early really goes: any depth that its rule allows."""
+    drawn = {}
+    for group in plan.exits:
+        rule, num_layers = group.rule, plan.sequences[0].schedule.num_layers
+        allowed = [num_layers, *range(rule.min_layer + 1, num_layers, rule.every)]
+        together = numbers.choice(allowed)
+        for chunk in group.chunks.tolist():
+            drawn[chunk] = together if rule.batch == "batch_min" else numbers.choice(allowed)
+    return drawn
 
 
 def token_at(sequence: Sequence, step: int) -> int:
@@ -65,14 +97,20 @@ class Contents:
     def name(self, *key: Hashable) -> int:
         return self.names.setdefault(key, len(self.names) + 1)
 
-    def grow(self, sequence: Sequence, length: int) -> None:
-        """Name the entries of the sequence's first `length` tokens, by brute force."""
+    def grow(self, sequence: Sequence, length: int, new_depth: int | None) -> None:
+        """Name the entries of the sequence's first `length` tokens, by brute force.
+
+        `new_depth` is how deep the last of them goes, if it leaves early or might have; the others have gone already.
+        """
         tokens = sequence.prompt_token_ids + sequence.token_ids
         histories = self.histories.setdefault(sequence.arrival, [])
         expected = self.expected.setdefault(sequence.arrival, [])
         for position in range(len(histories), length):
             step = step_of(sequence, position)
-            active = tuple(bool(runs) for runs in sequence.schedule.active(step))
+            runs = active_at(sequence, step)
+            if new_depth is not None and step == sequence.step:
+                runs = np.arange(runs.size) < new_depth
+            active = tuple(bool(one) for one in runs)
             before = histories[-1] if histories else 0
             how = ("full",) if all(active) else (active, sequence.schedule.on_skip)
             history = self.name("history", before, tokens[position], *how)
@@ -117,10 +155,13 @@ class Contents:
                 f"sequence {sequence.arrival}, layer {layer}: wrong entries at {np.flatnonzero(found != wanted)}"
             )
 
-    def run(self, plan: Plan) -> None:
-        """What the executor does with a plan, in its order, with a check of everything a layer reads."""
-        for sequence, stop in zip(plan.sequences, plan.stops.tolist(), strict=True):
-            self.grow(sequence, stop)
+    def run(self, plan: Plan, exits: dict[int, int]) -> None:
+        """What the executor does with a plan, in its order, with a check of everything a layer reads.
+
+        `exits` are the depths after which some chunks leave.
+        """
+        for chunk, (sequence, stop) in enumerate(zip(plan.sequences, plan.stops.tolist(), strict=True)):
+            self.grow(sequence, stop, exits.get(chunk))
         self.copy(plan.copies_before)
         for span in plan.spans:
             rows = range(span.num_rows) if span.rows is None else span.rows.tolist()
@@ -130,15 +171,30 @@ class Contents:
                 for row in beside:
                     self._write_row(plan, row, layer, "projected")
             for layer in span.layers:
+                going = {chunk for chunk in chunks if layer < exits.get(chunk, layer + 1)}
                 for row in rows:
-                    self._write_row(plan, row, layer, "ran")
-                for chunk in chunks:
+                    if plan.row_chunks[row] in going:
+                        self._write_row(plan, row, layer, "ran")
+                for chunk in going:
                     self.check(plan.sequences[chunk], layer, int(plan.stops[chunk]))
         self.copy(plan.copies_after)
+        for chunk, depth in exits.items():
+            self._fill_above(plan, chunk, depth)
         for sequence, stop, step in zip(plan.sequences, plan.stops.tolist(), plan.steps.tolist(), strict=True):
             filled = sequence.schedule.on_skip != "none"
-            for layer in np.flatnonzero(filled | sequence.schedule.active(step)).tolist():
+            for layer in np.flatnonzero(filled | active_at(sequence, step)).tolist():
                 self.check(sequence, layer, stop)
+
+    def _fill_above(self, plan: Plan, chunk: int, depth: int) -> None:
+        """The entries of a token that has left after `depth` layers, in the layers above."""
+        sequence, row = plan.sequences[chunk], int(plan.query_starts[chunk])
+        position = plan.positions[row : row + 1]
+        for layer in range(depth, self.cache.num_layers):
+            if sequence.schedule.on_skip == "project":
+                self._write_row(plan, row, layer, "projected")
+            else:
+                last = int(self.flat[self.keys(sequence.slot, depth - 1, position)][0])
+                self.write(sequence.slot, layer, int(position[0]), last)
 
     def _write_row(self, plan: Plan, row: int, layer: int, kind: str) -> None:
         chunk, position = int(plan.row_chunks[row]), int(plan.positions[row])
@@ -160,17 +216,33 @@ def check_plan(scheduler: Scheduler, plan: Plan) -> None:
         assert plan.positions[rows].tolist() == list(range(start, stop))
         assert plan.token_ids[rows].tolist() == (sequence.prompt_token_ids + sequence.token_ids)[start:stop]
         assert (plan.row_chunks[rows] == chunk).all()
-        assert plan.depths[chunk] == sequence.schedule.active(int(plan.steps[chunk])).sum()
+        assert plan.depths[chunk] == active_at(sequence, int(plan.steps[chunk])).sum()
         assert (chunk in plan.sampled) == (stop == sequence.num_tokens)
         for row, position in zip(range(rows.start, rows.stop), range(start, stop), strict=True):
-            runs = sequence.schedule.active(step_of(sequence, position))
+            runs = active_at(sequence, step_of(sequence, position))
             active |= {(row, layer) for layer in np.flatnonzero(runs).tolist()}
             if sequence.schedule.on_skip == "project":
                 projected |= {(row, layer) for layer in np.flatnonzero(~runs).tolist()}
     assert plan.sample_rows.tolist() == (plan.query_starts[plan.sampled + 1] - 1).tolist()
     assert _span_rows(plan, projected=False) == active, "the spans differ from the schedules"
     assert _span_rows(plan, projected=True) == projected
+    check_exits(plan)
     check_writes(scheduler, plan)
+
+
+def check_exits(plan: Plan) -> None:
+    """New tokens after step 0 may leave, if their sequence has a rule; nobody else, and each under its own rule."""
+    may = {
+        chunk: sequence.exit_rule
+        for chunk, sequence in enumerate(plan.sequences)
+        if sequence.exit_rule is not None and plan.steps[chunk] == sequence.step > 0
+    }
+    assert {int(chunk): group.rule for group in plan.exits for chunk in group.chunks} == may
+    assert len({group.rule for group in plan.exits}) == len(plan.exits)
+    for group in plan.exits:
+        for chunk, threshold in zip(group.chunks.tolist(), group.thresholds.tolist(), strict=True):
+            tokens = plan.sequences[chunk].params.max_tokens
+            assert threshold == group.rule.threshold_at(int(plan.steps[chunk]), tokens)
 
 
 def _span_rows(plan: Plan, *, projected: bool) -> set[tuple[int, int]]:
@@ -199,7 +271,7 @@ def check_writes(scheduler: Scheduler, plan: Plan) -> None:
         named.setdefault(int(cache.tables[slot, layer, index]), []).append((slot, layer))
     writers: dict[int, tuple[int, int]] = {}
     for chunk, sequence in enumerate(plan.sequences):
-        slot, active = sequence.slot, sequence.schedule.active(int(plan.steps[chunk]))
+        slot, active = sequence.slot, active_at(sequence, int(plan.steps[chunk]))
         for layer in range(cache.num_layers):
             if not active[layer] and sequence.schedule.on_skip != "project":
                 continue
@@ -237,6 +309,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, False]),
         admission=st.sampled_from([Immediate(), Immediate(), Waves(3)]),
         num_scheduler_steps=st.sampled_from([0, 1, 3, 8]),
+        seed=st.integers(0, 2**16),
     )
     def begin(
         self,
@@ -248,6 +321,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         admission: Immediate | Waves,
         num_scheduler_steps: int,
+        seed: int,
     ) -> None:
         self.cache = KVCache(
             num_layers=layers,
@@ -267,7 +341,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(config, self.cache)
         self.contents = Contents(self.cache)
         self.sequences: list[Sequence] = []
-        self.depths: dict[int, list[int]] = {}
+        self.numbers = random.Random(seed)  # how deep tokens go that may leave early
         self.finished_by_us: set[int] = set()
 
     # -- rules ---------------------------------------------------------------------------------------------------
@@ -281,12 +355,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         twins = [s.prompt_token_ids for s in self.sequences[-2:]]
         prompt = data.draw(st.sampled_from([base[:length] + own, *twins]), label="prompt")[: MAX_LENGTH - 1]
         max_tokens = data.draw(st.sampled_from([12, 16, 8, 3, 1]), label="max_tokens")
+        schedule, exit_rule = data.draw(ways(self.cache.num_layers), label="schedule and exit rule")
         sequence = Sequence(
             request_id=f"r{data.draw(st.integers(0, 5), label='request')}",
             index=0,
             prompt_token_ids=prompt,
             params=SamplingParams(max_tokens=max_tokens, temperature=0.0),
-            schedule=data.draw(schedules(self.cache.num_layers), label="schedule"),
+            schedule=schedule,
+            exit_rule=exit_rule,
             eos_token_ids=frozenset(data.draw(st.sampled_from([(), (), (), (), (3,)]), label="eos")),
             bad_word_ids=(),
             seed=0,
@@ -353,13 +429,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         if plan is None:
             return
         check_plan(self.scheduler, plan)
-        self._run(plan)
+        exits = draw_exits(plan, self.numbers)
+        self._run(plan, exits)
         chosen = [plan.sequences[chunk] for chunk in plan.sampled.tolist()]
         failed = {0: "made to fail"} if faults and chosen else {}
         rows = [[token_at(s, s.step + taken) for taken in range(plan.num_steps)] for s in chosen]
         for row in failed:
             del rows[row][-1]  # the tokens before the fault stand
-        for output in self.scheduler.update(plan, Sampled(rows, faults=failed)):
+        ran = plan.depths.copy()
+        ran[list(exits)] = list(exits.values())
+        wanted = dict(zip([s.arrival for s in plan.sequences], ran.tolist(), strict=True))
+        for output in self.scheduler.update(plan, Sampled(rows, faults=failed), ran if exits else None):
             sequence = output.sequence
             if output.token_id is None:
                 assert sequence is chosen[0]
@@ -367,21 +447,24 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.finished_by_us.add(sequence.arrival)
                 continue
             assert output.token_id == sequence.token_ids[-1] == token_at(sequence, sequence.step - 1)
-            assert output.depth == sequence.schedule.active(sequence.step - 1).sum()
-            self.depths.setdefault(sequence.arrival, []).append(output.depth)
+            assert output.depth == sequence.depths[-1]
+            if sequence.exit_rule is None:
+                assert output.depth == sequence.schedule.active(sequence.step - 1).sum()
+            else:
+                assert output.depth == wanted[sequence.arrival]
         for sequence in chosen:
             going = sequence.status is Status.RUNNING
             assert going or sequence.finish_reason is not None
 
-    def _run(self, plan: Plan) -> None:
+    def _run(self, plan: Plan, exits: dict[int, int]) -> None:
         """All steps that the plan stands for: what it says of its first holds of the others, each a token later."""
-        self.contents.run(plan)
+        self.contents.run(plan, exits)
         for taken in range(1, plan.num_steps):
             for sequence in plan.sequences:
                 sequence.token_ids.append(token_at(sequence, sequence.step))
             later = later_step(plan, taken)
             check_plan(self.scheduler, later)
-            self.contents.run(later)
+            self.contents.run(later, {})
         for sequence in plan.sequences:
             del sequence.token_ids[sequence.step - (plan.num_steps - 1) :]
 
@@ -421,10 +504,21 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 @st.composite
+def ways(draw: st.DrawFn, num_layers: int) -> tuple[Schedule, ExitRule | None]:
+    """A schedule alone, or full depth with a rule by which tokens leave early."""
+    if draw(st.sampled_from([True, False, False])):
+        batch, on_skip = draw(st.sampled_from(["per_row", "batch_min"])), draw(st.sampled_from(["copy", "project"]))
+        lowest, every = draw(st.integers(0, num_layers - 1)), draw(st.integers(1, 3))
+        policy = EarlyExit(0.5, min_layer=min(lowest, 2), every=every, batch=batch, on_skip=on_skip)
+        return policy.schedule(num_layers), policy.exit_rule(num_layers)
+    return draw(schedules(num_layers)), None
+
+
+@st.composite
 def schedules(draw: st.DrawFn, num_layers: int) -> Schedule:
     """Every policy under every rule for skipped entries; "copy" only where layer 0 always runs."""
     on_skip = draw(st.sampled_from(["copy", "none", "project", "copy"]))
-    kind = draw(st.sampled_from(["table", "d3", "table", "skipdecode", "table", "unified", "d3", "full"]))
+    kind = draw(st.sampled_from(["table", "d3", "table", "skipdecode", "table", "unified", "d3", "full", "tail"]))
     policy: DepthPolicy
     if kind == "d3":
         alpha, start = draw(st.sampled_from([0.3, 0.6, 0.8, 0.95])), draw(st.sampled_from([0.2, 0.5, 0.8]))
@@ -439,6 +533,10 @@ def schedules(draw: st.DrawFn, num_layers: int) -> Schedule:
         policy = UnifiedSkip(draw(st.sampled_from([1.0, 1.4] if num_layers == 3 else [1.0, 1.4, 2.0])), on_skip=on_skip)
         if num_layers == 2 or (num_layers == 3 and policy.speedup > 1.0):
             policy = UnifiedSkip(1.0, on_skip=on_skip)
+    elif kind == "tail":
+        steps = draw(st.integers(2, 12))
+        runs = draw(st.integers(num_layers + steps - 1, num_layers * steps))
+        policy = TailSkip(Fraction(runs, steps), steps, on_skip=on_skip)
     elif kind == "table":
         fixed = [True] if on_skip == "copy" else []
         flags = st.lists(st.booleans(), min_size=num_layers - len(fixed), max_size=num_layers - len(fixed))

@@ -23,7 +23,7 @@ from batches import (
     some_requests,
 )
 
-from d3engine import D3, Engine, FullDepth, Immediate, LayerTable, SamplingParams, Waves
+from d3engine import D3, EarlyExit, Engine, FullDepth, Immediate, LayerTable, SamplingParams, Waves
 from d3engine.depth import DepthPolicy
 from d3engine.request import CompletionOutput, RequestOutput
 
@@ -44,6 +44,8 @@ def test_every_policy_answers_otherwise_than_full_depth_so_equal_answers_mean_so
     assert sum(all(policy in group for policy in nested) for group in answers.values()) == 1
     woken = [LayerTable(WAKING, on_skip="copy"), LayerTable(WAKING, on_skip="project")]
     assert not any(all(policy in group for policy in woken) for group in answers.values())
+    exits = [EarlyExit(0.9), EarlyExit(0.9, on_skip="copy")]
+    assert not any(all(policy in group for policy in exits) for group in answers.values())
 
 
 @pytest.mark.parametrize("seed", range(3))

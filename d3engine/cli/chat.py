@@ -162,12 +162,11 @@ class Conversation:
 
     def _turn(self, text: str) -> None:
         from d3engine.cli.answers import run_answers, show_tokens
-        from d3engine.cli.terminal import DepthColours
+        from d3engine.cli.terminal import DepthColours, possible_depths
 
         messages = [*self._messages, {"role": "user", "content": text}]
         prompt = self._engine.chat_prompt(messages)
-        schedule = self._policy.schedule(self._engine.config.num_layers)
-        depths = [schedule.depth_at(first) for first, _ in schedule.runs(self._params.max_tokens)]
+        depths = possible_depths(self._policy, self._engine.config.num_layers, self._params.max_tokens)
         colours = DepthColours(depths, self._console, wanted=self._color_depth)
         run = run_answers(
             self._engine, [prompt], self._params, lambda answer: show_tokens(answer, self._writer, colours)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from enum import Enum, StrEnum
 from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
 from d3engine.depth import DepthPolicy, policy_from_name
-from d3engine.depth.policy import policy_options
+from d3engine.depth.policy import POLICY_CLASSES, policy_names, policy_options, required_options
 from d3engine.errors import InvalidValueError, require
 
 AUTO: Literal["auto"] = "auto"
@@ -24,14 +25,8 @@ Depth: TypeAlias = DepthPolicy | Literal["auto"]
 """What a command gets: a policy, or "auto" for the one in the model's d3.json (full depth without one)."""
 
 
-class DepthName(StrEnum):
-    """The values of `--depth`."""
-
-    auto = "auto"
-    full = "full"
-    d3 = "d3"
-    skipdecode = "skipdecode"
-    unified = "unified"
+OWN_NAMES = [name for name in POLICY_CLASSES if name != "table"]
+"""d3engine's policies that options can spell out; a table is too long for a command line."""
 
 
 class OnSkipName(StrEnum):
@@ -42,42 +37,93 @@ class OnSkipName(StrEnum):
     project = "project"
 
 
+class ConfidenceName(StrEnum):
+    """The values of `--confidence`."""
+
+    softmax_max = "softmax_max"
+    softmax_diff = "softmax_diff"
+    cosine = "cosine"
+
+
+class BatchName(StrEnum):
+    """The values of `--exit-batch`."""
+
+    per_row = "per_row"
+    batch_min = "batch_min"
+
+
 PANEL = "Depth"
+OTHER_OPTIONS = "depth_option"
+"""The parameter for options that have no flag of their own: those of policies that other packages bring."""
 
 OPTIONS: dict[str, tuple[str, type, str]] = {
     "alpha": ("--alpha", float, "d3: the decay, in (0, 1]."),
     "start": ("--start", str, "d3: the fraction of the layers below the skipped window, in (0, 1)."),
     "tail": ("--tail", int, "d3: this many last layers are never skipped."),
-    "max_tokens": ("--decay-steps", int, "skipdecode: the steps over which the depth falls."),
+    "max_tokens": ("--decay-steps", int, "skipdecode: the steps the depth falls over; tail-skip: of the mean."),
     "min_layers": ("--min-layers", int, "skipdecode: the depth after the last of these steps."),
     "max_layers": ("--max-layers", int, "skipdecode: the depth the line starts from (all layers)."),
     "warmup": ("--warmup", int, "skipdecode: this many lowest layers always run (1)."),
     "speedup": ("--speedup", str, "unified: layers of the model over layers kept."),
-    "on_skip": ("--on-skip", OnSkipName, "What the KV cache holds at a skipped layer (none)."),
+    "mean_layers": ("--mean-layers", str, "tail-skip: the mean depth over --decay-steps tokens."),
+    "threshold": ("--threshold", float, "early-exit: the confidence that lets a token leave, 0 to 2."),
+    "confidence": ("--confidence", ConfidenceName, "early-exit: what is compared with it (softmax_max)."),
+    "decay": ("--threshold-decay", float, "early-exit: how fast the threshold falls; 0 keeps it (4)."),
+    "min_layer": ("--exit-min-layer", int, "early-exit: the lowest layer, from 0, after which a token may leave (0)."),
+    "every": ("--exit-every", int, "early-exit: look only after each so manieth layer (1)."),
+    "batch": (
+        "--exit-batch",
+        BatchName,
+        "early-exit: who decides; under batch_min company changes answers (per_row).",
+    ),
+    "on_skip": ("--on-skip", OnSkipName, "What the KV cache holds at a skipped layer (none; early-exit: project)."),
 }
 """Field of the policies -> flag, type, help. None stands for an option that was not given."""
 
 
-def depth_from_options(name: DepthName, options: dict[str, Any]) -> Depth:
-    """The policy of `--depth`; `options` maps the fields of `OPTIONS` to values, None where not given."""
+def depth_names() -> list[str]:
+    """The values of `--depth`, those that installed packages add among them."""
+    return [AUTO, *(name for name in policy_names() if name != "table")]
+
+
+def depth_from_options(name: str, options: dict[str, Any], others: Sequence[str] = ()) -> Depth:
+    """The policy of `--depth`; `options` maps the fields of `OPTIONS` to values, None where not given.
+
+    `others` are "option=value" of policies that other packages bring; a value is JSON, or else text.
+    """
+    require(name in depth_names(), "--depth", name, f"one of {', '.join(depth_names())}")
     given = {
         field: value.value if isinstance(value, Enum) else value
         for field, value in options.items()
         if value is not None
     }
-    takes = () if name is DepthName.auto else policy_options(name.value)
+    takes = () if name == AUTO else policy_options(name)
+    for pair in others:
+        field, separator, value = pair.partition("=")
+        fits = bool(separator) and field in takes and field not in given
+        require(fits, "--depth-option", pair, f"option=value, once for each of {', '.join(takes) or 'no options'}")
+        given[field] = _json_or_text(value)
     for field, value in given.items():
         if field not in takes:
-            flags = ", ".join(OPTIONS[option][0] for option in takes)
-            raise InvalidValueError(OPTIONS[field][0], value, f"--depth {name.value} takes {flags or 'no options'}")
-    if name is DepthName.auto:
+            flags = ", ".join(_flag(option) for option in takes)
+            raise InvalidValueError(_flag(field), value, f"--depth {name} takes {flags or 'no options'}")
+    if name == AUTO:
         return AUTO
-    needed = {DepthName.d3: ("alpha", "start"), DepthName.skipdecode: ("max_tokens", "min_layers")}
-    missing = [field for field in needed.get(name, takes[:1]) if field not in given]
+    missing = [_flag(field) for field in required_options(name) if field not in given]
     if missing:
-        flags = " and ".join(OPTIONS[field][0] for field in missing)
-        raise InvalidValueError("--depth", name.value, f"it needs {flags}")
-    return policy_from_name(name.value, **given)
+        raise InvalidValueError("--depth", name, f"it needs {' and '.join(missing)}")
+    return policy_from_name(name, **given)
+
+
+def _flag(field: str) -> str:
+    return OPTIONS[field][0] if field in OPTIONS else f"--depth-option {field}=..."
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
 
 
 def policy_from_words(words: list[str], field: str = "--policy") -> Depth:
@@ -85,20 +131,25 @@ def policy_from_words(words: list[str], field: str = "--policy") -> Depth:
 
     `field` is what errors call the line.
     """
-    require(len(words) > 0, field, "", f"one of {', '.join(DepthName)}")
+    require(len(words) > 0, field, "", f"one of {', '.join(depth_names())}")
     name, *pairs = words
-    require(name in list(DepthName), field, name, f"one of {', '.join(DepthName)}")
+    require(name in depth_names(), field, name, f"one of {', '.join(depth_names())}")
     fields = {flag.removeprefix("--"): option for option, (flag, _, _) in OPTIONS.items()}
-    options = {}
+    own = () if name in (AUTO, *OWN_NAMES) else policy_options(name)
+    options, others = {}, []
     for pair in pairs:
         key, separator, value = pair.removeprefix("--").partition("=")
-        require(bool(separator) and key in fields, field, pair, f"option=value, with {', '.join(fields)}")
+        allowed = [*fields, *own]
+        require(bool(separator) and key in allowed, field, pair, f"option=value, with {', '.join(allowed)}")
+        if key in own:
+            others.append(pair.removeprefix("--"))
+            continue
         kind = OPTIONS[fields[key]][1]
         try:
             options[fields[key]] = kind(value)
         except ValueError:
             raise InvalidValueError(key, value, f"a value of type {kind.__name__}") from None
-    return depth_from_options(DepthName(name), options)
+    return depth_from_options(name, options, others)
 
 
 def takes_depth(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,7 +158,8 @@ def takes_depth(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def with_policy(**arguments: Any) -> Any:
         options = {field: arguments.pop(field) for field in OPTIONS}
-        arguments["depth"] = depth_from_options(arguments["depth"], options)
+        others = arguments.pop(OTHER_OPTIONS) or ()
+        arguments["depth"] = depth_from_options(arguments["depth"], options, others)
         return command(**arguments)
 
     signature = inspect.signature(command, eval_str=True)
@@ -120,11 +172,15 @@ def takes_depth(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _depth_parameters() -> list[inspect.Parameter]:
-    name = typer.Option("--depth", help="Which layers run for each token.", rich_help_panel=PANEL)
-    parameters = [_keyword("depth", Annotated[DepthName, name], DepthName.auto)]
+    text = f"Which layers run for each token: {', '.join([AUTO, *OWN_NAMES])}, or one that an installed package brings."
+    name = typer.Option("--depth", metavar="NAME", help=text, rich_help_panel=PANEL)
+    parameters = [_keyword("depth", Annotated[str, name], AUTO)]
     for field, (flag, kind, text) in OPTIONS.items():
         option = typer.Option(flag, help=text, show_default=False, rich_help_panel=PANEL)
         parameters.append(_keyword(field, Annotated[kind | None, option], None))
+    text = "OPTION=VALUE of a policy that an installed package brings; may stand several times."
+    other = typer.Option("--depth-option", help=text, show_default=False, rich_help_panel=PANEL)
+    parameters.append(_keyword(OTHER_OPTIONS, Annotated[list[str] | None, other], None))
     return parameters
 
 

@@ -145,9 +145,10 @@ def _show_prompts(
 
 def _depths(engine: Engine, params: SamplingParams) -> list[int]:
     """All depths that an answer can have."""
-    schedule = (params.depth or engine.depth).schedule(engine.config.num_layers)
+    from d3engine.cli.terminal import possible_depths
+
     steps = min(params.max_tokens, engine.max_model_len)
-    return [schedule.depth_at(first) for first, _ in schedule.runs(steps)]
+    return possible_depths(params.depth or engine.depth, engine.config.num_layers, steps)
 
 
 def _number(answer: Answer) -> int:
@@ -286,7 +287,8 @@ class _Demo:
         depths = _depths(self.engine, replace(self.params, depth=policy))
         if min(depths) == max(depths):
             return f"{policy_title(policy)}: every token runs all {max(depths)} layers."
-        falls = f"{max(depths)} layers for the first token, fewer for later ones, down to {min(depths)}"
+        later = "as many as each needs" if policy.exit_rule(max(depths)) else "fewer for later ones"
+        falls = f"{max(depths)} layers for the first token, {later}, down to {min(depths)}"
         return f"{policy_title(policy)}: {falls}."
 
     def _answer(self, policy: DepthPolicy, show: Callable[[Answer], None]) -> Run:

@@ -129,6 +129,8 @@ def schedule(
     for flag, value in (("--steps", steps), ("--prompt-tokens", prompt_tokens)):
         require(1 <= value <= MAX_TOKENS, flag, value, f"an integer from 1 to {MAX_TOKENS}")
     policy = _policy(depth, model)
+    known = policy.exit_rule(num_layers) is None
+    require(known, "--depth", policy.name, "a policy of fixed depths; under this one each token decides as it runs")
     kv_dtype = dtype or Dtype(model_dtype or "bfloat16")
     report = Report(policy, policy.schedule(num_layers), steps, prompt_tokens, kv_dtype, shape)
     if plot:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import Any, cast
 
 import typer
 from rich.cells import cell_len
@@ -130,11 +132,20 @@ def new_console() -> Console:
     return Console(file=sys.stdout, highlight=False, soft_wrap=True)
 
 
+def possible_depths(policy: DepthPolicy, num_layers: int, num_steps: int) -> list[int]:
+    """All depths that a token of an answer of `num_steps` tokens can have."""
+    rule = policy.exit_rule(num_layers)
+    if rule is not None:
+        return rule.depths(num_layers)
+    schedule = policy.schedule(num_layers)
+    return [schedule.depth_at(first) for first, _ in schedule.runs(num_steps)]
+
+
 def policy_title(policy: DepthPolicy) -> str:
     """A policy in words: "D3, alpha 0.9, start 0.6"; options at their defaults are left out."""
     if isinstance(policy, FullDepth):
         return "Full depth"
-    usual = {"policy": policy.name, "tail": 0, "on_skip": "none", "max_layers": None, "warmup": 1}
+    usual = {"policy": policy.name} | {field.name: field.default for field in fields(cast(Any, policy))}
     options = policy.describe().items()
     words = [f"{name.replace('_', ' ')} {value}" for name, value in options if usual.get(name, ...) != value]
     return ", ".join([type(policy).__name__, *words])

@@ -1,21 +1,27 @@
 """Depth: which layers run for which generated token. Numpy only; it knows no model and no device."""
 
 from d3engine.depth.d3 import D3
+from d3engine.depth.early_exit import EarlyExit
+from d3engine.depth.exit_rule import ExitRule
 from d3engine.depth.full_depth import FullDepth
 from d3engine.depth.layer_table import LayerTable
 from d3engine.depth.policy import DepthPolicy, policy_from_dict, policy_from_name
 from d3engine.depth.schedule import NEVER, Schedule
 from d3engine.depth.skip_decode import SkipDecode
+from d3engine.depth.tail_skip import TailSkip
 from d3engine.depth.unified_skip import UnifiedSkip
 
 __all__ = [
     "D3",
     "NEVER",
     "DepthPolicy",
+    "EarlyExit",
+    "ExitRule",
     "FullDepth",
     "LayerTable",
     "Schedule",
     "SkipDecode",
+    "TailSkip",
     "UnifiedSkip",
     "policy_from_dict",
     "policy_from_name",

@@ -11,12 +11,14 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, is_dataclass
 from fractions import Fraction
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+from d3engine.depth.exit_rule import ExitRule
+from d3engine.depth.installed import PolicyLoadError, installed_names, load_installed, package_of
 from d3engine.depth.schedule import Schedule
 from d3engine.errors import InvalidValueError, ModelFormatError, require
 
@@ -28,9 +30,12 @@ POLICY_CLASSES: Mapping[str, tuple[str, str]] = {
     "d3": ("d3engine.depth.d3", "D3"),
     "skipdecode": ("d3engine.depth.skip_decode", "SkipDecode"),
     "unified": ("d3engine.depth.unified_skip", "UnifiedSkip"),
+    "tail-skip": ("d3engine.depth.tail_skip", "TailSkip"),
+    "early-exit": ("d3engine.depth.early_exit", "EarlyExit"),
     "table": ("d3engine.depth.layer_table", "LayerTable"),
 }
-"""Name -> module and class. A `DepthPolicy` of the user's own has no entry: it is passed as an object."""
+"""Name -> module and class. A `DepthPolicy` of the user's own has no entry: it is passed as an object, or offered
+by an installed package under the entry-point group `d3engine.policies`."""
 
 
 class DepthPolicy(ABC):
@@ -43,6 +48,13 @@ class DepthPolicy(ABC):
     def schedule(self, num_layers: int) -> Schedule:
         """The schedule for `num_layers` layers; raises `InvalidValueError` if the policy does not fit."""
 
+    def exit_rule(self, num_layers: int) -> ExitRule | None:
+        """When tokens may leave before the schedule's last layer; None: never.
+
+        A policy with a rule has a full-depth schedule whose `on_skip` says what fills the layers left out.
+        """
+        return None
+
     def describe(self) -> dict[str, Any]:
         """`{"policy": name, option: value, ...}`, ready for JSON; `policy_from_dict` reads it back."""
         options = {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
@@ -52,21 +64,38 @@ class DepthPolicy(ABC):
         }
 
 
+def policy_names() -> list[str]:
+    """The names of all policies: d3engine's own, then those of installed packages (entry points, see `GROUP`)."""
+    return [*POLICY_CLASSES, *(name for name in installed_names() if name not in POLICY_CLASSES)]
+
+
 def policy_class(name: str) -> type[DepthPolicy]:
-    """The class of a named policy."""
-    require(
-        isinstance(name, str) and name in POLICY_CLASSES,
-        "policy",
-        name,
-        f"one of {', '.join(POLICY_CLASSES)}",
-    )
-    module, class_name = POLICY_CLASSES[name]
-    return cast(type[DepthPolicy], getattr(import_module(module), class_name))
+    """The class of a named policy; no package can take the name of one of d3engine's own.
+
+    Raises `InvalidValueError` for a name that nobody offers, `PolicyLoadError` for an offer that cannot be used.
+    """
+    if isinstance(name, str) and name in POLICY_CLASSES:
+        module, class_name = POLICY_CLASSES[name]
+        return cast(type[DepthPolicy], getattr(import_module(module), class_name))
+    names = policy_names()
+    require(isinstance(name, str) and name in names, "policy", name, f"one of {', '.join(names)}")
+    offered = load_installed(name)
+    if not (isinstance(offered, type) and issubclass(offered, DepthPolicy) and is_dataclass(offered)):
+        raise PolicyLoadError(f"the policy {name!r} of {package_of(name)} is no dataclass of DepthPolicy: {offered!r}")
+    own_name = getattr(offered, "name", None)
+    if own_name != name:
+        raise PolicyLoadError(f"the policy {name!r} of {package_of(name)} calls itself {own_name!r}")
+    return offered
 
 
 def policy_options(name: str) -> tuple[str, ...]:
     """The options that a named policy takes, in order."""
     return tuple(field.name for field in fields(cast(Any, policy_class(name))))
+
+
+def required_options(name: str) -> tuple[str, ...]:
+    """The options without which there is no policy of that name."""
+    return tuple(field.name for field in fields(cast(Any, policy_class(name))) if _has_no_default(field))
 
 
 def policy_from_name(name: str, **options: Any) -> DepthPolicy:
@@ -80,8 +109,7 @@ def policy_from_name(name: str, **options: Any) -> DepthPolicy:
             value,
             f"policy {name!r} takes {', '.join(takes) if takes else 'no options'}",
         )
-    needed = [field.name for field in fields(cast(Any, policy)) if _has_no_default(field)]
-    missing = [option for option in needed if option not in options]
+    missing = [option for option in required_options(name) if option not in options]
     if missing:
         raise InvalidValueError("policy", name, f"it needs {' and '.join(missing)}")
     return policy(**options)

@@ -22,6 +22,7 @@ from torch import Tensor
 from d3engine.choice import Choice
 from d3engine.executor.block_tables import DeviceBlockTables
 from d3engine.executor.choosing import DeviceChoice
+from d3engine.executor.computed import Computed
 from d3engine.executor.eager import EagerExecutor
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.plan import Chosen, Plan, RunAhead
@@ -135,8 +136,8 @@ class GraphExecutor:
         return self._eager.pool
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> Tensor | Chosen:
-        """Logits for the plan's `logit_rows`, or the tokens themselves where the device has chosen them."""
+    def run(self, plan: Plan) -> Computed:
+        """Run the steps of a plan: tokens, where the device has chosen them itself, or logits as `eager` gives them."""
         if plan.ahead is None or self._eager.depends_on_length:
             self.graph_stats.eager_steps += 1
             return self._eager.run(plan)
@@ -146,7 +147,7 @@ class GraphExecutor:
         for step in steps:
             step()
         self.graph_stats.graph_steps += len(steps)
-        return self._download(plan.ahead)
+        return Computed(self._download(plan.ahead))
 
     def capture_largest(self) -> None:
         """Capture a graph that needs most memory: all rows through all layers, and a choice that needs logits."""

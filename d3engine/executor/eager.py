@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from d3engine.executor.computed import Computed
+from d3engine.executor.early_exit import EarlyExits
 from d3engine.kv_cache import IntArray
 from d3engine.model.config import ModelConfig
 from d3engine.model.llama import Llama
@@ -31,7 +33,7 @@ class _Inputs:
 
 
 class EagerExecutor:
-    """Owns the KV pool's tensor; `run(plan)` returns float32 logits for the plan's `logit_rows`."""
+    """Owns the KV pool's tensor; `run(plan)` computes float32 logits for the plan's `logit_rows`."""
 
     def __init__(
         self,
@@ -65,20 +67,24 @@ class EagerExecutor:
         return self._rope.depends_on_length
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> Tensor:
+    def run(self, plan: Plan) -> Computed:
         """Run one step; KV entries are written into the pool."""
         if plan.copies_before is not None:
             self._copy(plan.copies_before)
         inputs = self._inputs(plan)
         hidden = self.model.embed(self._tensor(plan.token_ids))
-        for span in plan.spans:
+        exits = EarlyExits(plan, self.model, hidden) if plan.exits else None
+        for span in plan.spans if exits is None else exits.spans():
             self._run_span(span, plan, inputs, hidden)
         if plan.copies_after is not None:
             self._copy(plan.copies_after)
+        if exits is not None:
+            exits.copy_entries(self.pool, inputs.entries)
+            return exits.computed()
         rows = plan.logit_rows
         if rows.size == plan.num_rows and not plan.prompt_rows:
-            return self.model.logits(hidden)
-        return self.model.logits(hidden[self._tensor(rows)])
+            return Computed(self.model.logits(hidden))
+        return Computed(self.model.logits(hidden[self._tensor(rows)]))
 
     def _inputs(self, plan: Plan) -> _Inputs:
         blocks = -(-int(plan.stops.max()) // self.block_size)

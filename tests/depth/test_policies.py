@@ -16,10 +16,12 @@ from d3engine.depth import (
     D3,
     NEVER,
     DepthPolicy,
+    EarlyExit,
     FullDepth,
     LayerTable,
     Schedule,
     SkipDecode,
+    TailSkip,
     UnifiedSkip,
     policy_from_dict,
     policy_from_name,
@@ -431,6 +433,10 @@ EXAMPLES: list[DepthPolicy] = [
     SkipDecode(max_tokens=200, min_layers=4, max_layers=7),
     UnifiedSkip(speedup=1.5, on_skip="project"),
     UnifiedSkip(speedup="4/3"),  # type: ignore[arg-type]
+    TailSkip(mean_layers=5.5, max_tokens=20),
+    TailSkip(mean_layers="16/3", max_tokens=7, on_skip="copy"),  # type: ignore[arg-type]
+    EarlyExit(threshold=0.9),
+    EarlyExit(0.5, "cosine", decay=0, min_layer=2, every=3, batch="batch_min", on_skip="copy"),
     LayerTable([[0, 1, 2, 3, 4, 5, 6, 7], [0, 7], [0, 3, 7]]),
     LayerTable([[True] * 8, [True] + [False] * 7], on_skip="none"),
 ]
@@ -457,6 +463,8 @@ def test_the_names_are_those_of_the_command_line() -> None:
         "d3",
         "skipdecode",
         "unified",
+        "tail-skip",
+        "early-exit",
         "table",
     }
     assert D3(0.9, 0.6).describe() == {
@@ -472,7 +480,10 @@ def test_the_names_are_those_of_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("description", "message"),
     [
-        ({"policy": "d4", "alpha": 0.9}, "policy='d4' .* one of full, d3, skipdecode, unified, table"),
+        (
+            {"policy": "d4", "alpha": 0.9},
+            "policy='d4' .* one of full, d3, skipdecode, unified, tail-skip, early-exit, table",
+        ),
         ({"policy": ["d3"]}, "policy="),
         (
             {"policy": "d3", "alpha": 0.9, "start": 0.6, "beta": 1},

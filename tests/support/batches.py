@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from d3engine import D3, Engine, FullDepth, LayerTable, SamplingParams, SkipDecode, UnifiedSkip
+from d3engine import D3, EarlyExit, Engine, FullDepth, LayerTable, SamplingParams, SkipDecode, TailSkip, UnifiedSkip
 from d3engine.depth import DepthPolicy
 from d3engine.model.weights import LayerWeights, LlamaWeights
 from d3engine.request import RequestOutput
@@ -30,12 +30,17 @@ EVERY = list(range(LAYERS))
 WAKING = [EVERY, [0, 5], [0, 1, 5], [0, 1], EVERY, [0, 2, 4], [0, 2, 4], EVERY, [0], [0, 3, 4, 5]]
 POLICIES: list[DepthPolicy] = [
     FullDepth(),
+    EarlyExit(0.9),
     D3(0.9, 0.5),
+    EarlyExit(0.9, on_skip="copy"),
+    EarlyExit(0.9, "cosine"),
     D3(0.8, 0.3, tail=1),
     D3(0.7, 0.2),
     D3(0.9, 0.5, on_skip="copy"),
     D3(0.8, 0.5, on_skip="project"),
     SkipDecode(12, 2),
+    EarlyExit(0.8, "softmax_diff", min_layer=1, every=2, on_skip="copy"),
+    TailSkip(4.5, 16),
     SkipDecode(12, 2, on_skip="copy"),
     SkipDecode(9, 3, on_skip="project"),
     UnifiedSkip(1.5),

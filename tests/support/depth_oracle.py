@@ -58,9 +58,39 @@ def unified_skip(num_layers: int, speedup: float) -> ActiveLayers:
     return lambda step: kept
 
 
+def tail_skip(num_layers: int, max_tokens: int, mean_layers: float) -> ActiveLayers:
+    """The lowest layers, as many at each step >= 1 as the budget of `mean_layers` a step leaves, first ones first."""
+    budget = math.floor(Fraction(str(mean_layers)) * max_tokens + Fraction(1, 2)) - num_layers
+    shares = [0] * (max_tokens - 1)
+    for run in range(budget):  # one layer run after the other, dealt out like cards
+        shares[run % len(shares)] += 1
+    return lambda step: set(range(shares[min(step, len(shares)) - 1]))
+
+
 def layer_table(rows: list[list[int]]) -> ActiveLayers:
     """Row i is step i; the last row holds from there on."""
     return lambda step: set(rows[min(step, len(rows) - 1)])
+
+
+@dataclass(frozen=True)
+class Exit:
+    """A token leaves after a layer >= min_layer (each `every`-th from there) where its confidence is high enough."""
+
+    confidence: str
+    threshold: float
+    decay: float = 4.0
+    min_layer: int = 0
+    every: int = 1
+
+    def wanted(self, step: int, max_tokens: int) -> float:
+        return 0.9 * self.threshold + 0.1 * self.threshold * math.exp(-self.decay * step / max_tokens)
+
+    def of(self, before: Tensor, after: Tensor, logits: Tensor) -> float:
+        """From a layer's input and output [H] and the LM head's logits [V] for the output."""
+        if self.confidence == "cosine":
+            return float(before @ after / (before.norm() * after.norm()))
+        probabilities = sorted(logits.exp().div(logits.exp().sum()).tolist(), reverse=True)
+        return probabilities[0] if self.confidence == "softmax_max" else probabilities[0] - probabilities[1]
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
@@ -88,6 +118,47 @@ def greedy_at_depth(
         depths.append(len(layers))
     answer = Answer.of_logits(torch.stack(rows))
     return DepthAnswer(answer.token_ids, answer.gaps, answer.logprobs, depths)
+
+
+@torch.inference_mode()
+def greedy_with_exits(
+    model: LlamaForCausalLM,
+    prompts: list[list[int]],
+    num_tokens: int,
+    rule: Exit,
+    on_skip: str,
+    *,
+    batch_min: bool = False,
+) -> list[DepthAnswer]:
+    """Greedy tokens of all prompts in step with one another, each token leaving by `rule` for itself.
+
+    With `batch_min` nobody leaves before the least confident of all may.
+    """
+    num_layers = len(model.model.layers)
+    runs = [_Run(model, on_skip, [_Entries() for _ in range(num_layers)]) for _ in prompts]
+    rows = [[run.tokens(prompt, 0, set(range(num_layers)))] for run, prompt in zip(runs, prompts, strict=True)]
+    depths = [[num_layers] for _ in prompts]
+    for step in range(1, num_tokens):
+        wanted = rule.wanted(step, num_tokens)
+        going = {
+            nth: _Token(run, int(rows[nth][-1].argmax()), len(prompts[nth]) + step - 1) for nth, run in enumerate(runs)
+        }
+        for layer in range(num_layers):
+            seen = {nth: token.run_layer(layer) for nth, token in going.items()}
+            if layer == num_layers - 1:
+                leaving = set(seen)
+            elif layer < rule.min_layer or (layer - rule.min_layer) % rule.every:
+                leaving = set()
+            else:
+                leaving = {nth for nth, states in seen.items() if rule.of(*states) >= wanted}
+                if batch_min and len(leaving) < len(seen):
+                    leaving = set()
+            for nth in leaving:
+                going.pop(nth).leave_after(layer)
+                rows[nth].append(seen[nth][2])
+                depths[nth].append(layer + 1)
+    answers = [Answer.of_logits(torch.stack(row)) for row in rows]
+    return [DepthAnswer(a.token_ids, a.gaps, a.logprobs, d) for a, d in zip(answers, depths, strict=True)]
 
 
 class _Entries:
@@ -138,6 +209,33 @@ class _Run:
             elif self.on_skip == "project":
                 self.caches[index].update(*_projected(layer, hidden, rotation), index)
         return self.model.lm_head(llama.norm(hidden))[0, -1].float()
+
+
+class _Token:
+    """One token that goes through the layers one by one, and may leave after any."""
+
+    def __init__(self, run: _Run, token_id: int, position: int) -> None:
+        llama = run.model.model
+        self.run = run
+        self.hidden = llama.embed_tokens(torch.tensor([[token_id]]))
+        self.rotation = llama.rotary_emb(self.hidden, position_ids=torch.tensor([[position]]))
+
+    def run_layer(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The layer's input and output [H], and the LM head's logits [V] for the output."""
+        model, before = self.run.model, self.hidden
+        layer = model.model.layers[index]
+        self.hidden = layer(before, position_embeddings=self.rotation, past_key_values=self.run.caches[index])
+        logits = model.lm_head(model.model.norm(self.hidden))
+        return before[0, 0], self.hidden[0, 0], logits[0, 0].float()
+
+    def leave_after(self, last: int) -> None:
+        """Leave an entry in every layer above `last`."""
+        caches, layers = self.run.caches, self.run.model.model.layers
+        for index in range(last + 1, len(caches)):
+            if self.run.on_skip == "copy":
+                caches[index].update(*caches[last].last(), index)
+            elif self.run.on_skip == "project":
+                caches[index].update(*_projected(layers[index], self.hidden, self.rotation), index)
 
 
 def _projected(layer: LlamaDecoderLayer, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

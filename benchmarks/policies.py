@@ -1,0 +1,288 @@
+"""All depth policies at one mean depth on the demo model: what each costs in right answers, and what it gains in time.
+
+The one idea: a comparison of policies says something only at equal depth. So each system sets its own parameter such
+that the layers run a token, averaged over answers to validation problems, come as near as they can to one target: what
+D3 runs at the setting the model was calibrated to. Then all answer the same test problems, and in rounds, one after
+the other, a few of them for time, a fixed number of tokens each; ratios are taken within a round. Early exit finds its
+threshold by bisection.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from benchmarks.report import environment, summary, write_json
+from d3engine.depth import D3, DepthPolicy, EarlyExit, FullDepth, SkipDecode, TailSkip, UnifiedSkip
+from d3engine.depth.statistics import ModelShape, flops_ratio
+from d3engine.engine import Engine
+from d3engine.evaluation.accuracy import Score, compare, measure, take_problems
+from d3engine.evaluation.word_problems import Problem, format_prompt
+from d3engine.request import SamplingParams
+from d3engine.stats import EngineStats
+
+CALIBRATED = D3(0.9, 0.7)
+"""The demo model's own setting; what it runs a token is the depth that all systems are brought to."""
+
+BISECTIONS = 7
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is run: test `problems` for quality, `timed` of them for time in each of `repeats` rounds, `calibration`
+    problems of the validation split to find each system's parameter; `batch` answers at once."""
+
+    problems: int = 200
+    timed: int = 16
+    calibration: int = 24
+    repeats: int = 5
+    batch: int = 8
+    max_tokens: int = 96
+    threads: int = 1
+
+
+@dataclass
+class Budget:
+    """How a system finds the parameter that brings it to the target depth.
+
+    `lengths` are the tokens of full depth's answers to the calibration problems, so the mean of a schedule over them
+    needs no run.
+    """
+
+    engine: Engine
+    given: list[Problem]
+    params: SamplingParams
+    lengths: list[int] = field(default_factory=list)
+    target: float = 0.0
+
+    @property
+    def num_layers(self) -> int:
+        return self.engine.config.num_layers
+
+    def timed_params(self) -> SamplingParams:
+        """As many tokens as full depth's answers have on average, for everybody: answers that a policy has broken go on
+        to the limit, and would spread the prompt pass over more tokens."""
+        tokens = round(sum(self.lengths) / len(self.lengths))
+        return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+
+    def scheduled_mean(self, policy: DepthPolicy) -> float:
+        """Mean layers a token over answers as long as full depth's."""
+        schedule = policy.schedule(self.num_layers)
+        return sum(int(schedule.depths(length).sum()) for length in self.lengths) / sum(self.lengths)
+
+    def depth_of(self, policy: DepthPolicy) -> float:
+        """Mean layers a token of the answers that the policy really gives."""
+        return measure(self.engine, self.given, policy, self.params).realised_mean_layers
+
+    def nearest(self, candidates: Iterable[DepthPolicy]) -> DepthPolicy:
+        """The candidate whose schedule comes nearest to the target; of equal ones the first."""
+        return min(candidates, key=lambda policy: abs(self.scheduled_mean(policy) - self.target))
+
+    def early_exit(self, **options: Any) -> DepthPolicy:
+        """The threshold, by bisection over runs: a higher one lets tokens go deeper."""
+        low, high = 0.0, 1.2
+        tried: list[tuple[float, EarlyExit]] = []
+        for _ in range(BISECTIONS):
+            policy = EarlyExit((low + high) / 2, **options)
+            mean = self.depth_of(policy)
+            tried.append((abs(mean - self.target), policy))
+            low, high = (low, policy.threshold) if mean > self.target else (policy.threshold, high)
+        return min(tried, key=lambda item: item[0])[1]
+
+
+@dataclass(frozen=True)
+class System:
+    """One row of the table: how it finds its policy, and figures of its own from the stats before and after a run."""
+
+    name: str
+    policy: Callable[[Budget], DepthPolicy]
+    figures: Callable[[EngineStats, EngineStats], dict[str, float]] = lambda before, after: {}
+
+
+def _tail_skip(budget: Budget) -> DepthPolicy:
+    steps = budget.params.max_tokens
+    tenths = range(10 * budget.num_layers // 2, 10 * budget.num_layers)
+    return budget.nearest(TailSkip(tenth / 10, steps) for tenth in tenths)
+
+
+def _skip_decode(budget: Budget) -> DepthPolicy:
+    """Decays over as many steps as answers have, and more; the lowest depth is what is left to choose."""
+    steps = range(sum(budget.lengths) // len(budget.lengths), budget.params.max_tokens + 1, 4)
+    return budget.nearest(
+        SkipDecode(count, lowest) for count in steps for lowest in range(budget.num_layers // 4, budget.num_layers)
+    )
+
+
+def _unified(budget: Budget) -> DepthPolicy:
+    layers = budget.num_layers
+    return budget.nearest(UnifiedSkip(f"{layers}/{kept}") for kept in range(2, layers + 1))  # type: ignore[arg-type]
+
+
+FULL = "full depth"
+SYSTEMS: list[System] = [
+    System(FULL, lambda budget: FullDepth()),
+    System("D3", lambda budget: CALIBRATED),
+    System("tail skip", _tail_skip),
+    System("SkipDecode", _skip_decode),
+    System("unified skipping", _unified),
+    System("early exit, softmax", lambda budget: budget.early_exit()),
+    System("early exit, softmax, upper half", lambda b: b.early_exit(min_layer=b.num_layers // 2)),
+    System("early exit, softmax, batch_min", lambda b: b.early_exit(min_layer=b.num_layers // 2, batch="batch_min")),
+    System("early exit, cosine", lambda budget: budget.early_exit(confidence="cosine")),
+]
+"""Add a system here, and it stands in every table; at the target depth unless its name says otherwise."""
+
+
+def measure_all(settings: Settings, systems: Sequence[System] = SYSTEMS) -> dict[str, Any]:
+    """All figures of one run; the first system is the one that ratios and differences are against."""
+    torch.set_num_threads(settings.threads)
+    engine = Engine("demo", device="cpu", max_num_seqs=settings.batch, enable_prefix_caching=False)
+    params = SamplingParams(temperature=0.0, max_tokens=settings.max_tokens)
+    given = take_problems("test", 0, settings.problems)
+    budget = Budget(engine, take_problems("validation", 0, settings.calibration), params)
+    with tqdm(total=(2 + settings.repeats) * len(systems), desc="policies", unit="run") as bar:
+        _set_target(budget)
+        policies = {}
+        for system in systems:
+            bar.set_postfix_str(f"{system.name}: depth")
+            policies[system.name] = system.policy(budget)
+            bar.update()
+        scores, rows = {}, {}
+        for system in systems:
+            bar.set_postfix_str(f"{system.name}: answers")
+            before = engine.stats()
+            scores[system.name] = measure(engine, given, policies[system.name], params)
+            rows[system.name] = _row(engine, scores[system.name], before, system, scores[systems[0].name])
+            bar.update()
+        rates: dict[str, list[float]] = {system.name: [] for system in systems}
+        for _ in range(settings.repeats):
+            for system in systems:
+                bar.set_postfix_str(f"{system.name}: time")
+                score = measure(engine, given[: settings.timed], policies[system.name], budget.timed_params())
+                rates[system.name].append(score.tokens / score.seconds)
+                rows[system.name]["timed_mean_layers"] = score.realised_mean_layers
+                bar.update()
+    for name, own in rates.items():
+        rows[name]["tokens_per_second"] = summary(own)
+        pairs = zip(own, rates[systems[0].name], strict=True)
+        rows[name]["speed_over_first"] = summary([one / first for one, first in pairs])
+    return {
+        "settings": asdict(settings),
+        "model": {"name": "demo", "layers": engine.config.num_layers},
+        "target_mean_layers": budget.target,
+        "systems": rows,
+    }
+
+
+def _set_target(budget: Budget) -> None:
+    """The lengths of full depth's answers, and the depth of the calibrated setting over them."""
+    params = SamplingParams(temperature=0.0, max_tokens=budget.params.max_tokens, depth=FullDepth())
+    outputs = budget.engine.generate([format_prompt(p.question) for p in budget.given], params, use_tqdm=False)
+    budget.lengths = [len(output.outputs[0].token_ids) for output in outputs]
+    budget.target = budget.scheduled_mean(CALIBRATED)
+
+
+def _row(engine: Engine, score: Score, before: EngineStats, system: System, first: Score) -> dict[str, Any]:
+    after = engine.stats()
+    difference = compare(first, score)
+    config = engine.config
+    shape = ModelShape(config.num_layers, **{name: getattr(config, name) for name in _SIZES})
+    return {
+        "policy": score.policy.describe(),
+        "exact_match": score.accuracy,
+        "interval_95": asdict(score.interval),
+        "difference": difference.difference,
+        "difference_interval_95": asdict(difference.interval),
+        "realised_mean_layers": score.realised_mean_layers,
+        "flops_ratio": flops_ratio(
+            score.realised_mean_layers, config.num_layers, shape.layer_parameters, shape.head_parameters
+        ),
+        "tokens": score.tokens,
+        "kv_bytes_saved_an_answer": (after.kv_bytes_saved_at_end - before.kv_bytes_saved_at_end) / len(score.right),
+        **system.figures(before, after),
+    }
+
+
+_SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim")
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print one row a system."""
+    settings = report["settings"]
+    console.print(
+        f"demo, {report['model']['layers']} layers, float32, {settings['threads']} threads, {settings['batch']} answers"
+        f" at once; target {report['target_mean_layers']:.2f} layers a token; {settings['problems']} problems,"
+        f" {settings['repeats']} rounds of {settings['timed']} for time"
+    )
+    table = Table()
+    titles = (
+        "system",
+        "layers",
+        "exact match",
+        "95 %",
+        "tok/s",
+        "layers timed",
+        "over full",
+        "min - max",
+        "FLOPs",
+        "KV saved KiB",
+    )
+    for title in titles:
+        table.add_column(title, justify="left" if title == "system" else "right", no_wrap=True)
+    for name, row in report["systems"].items():
+        interval, speed = row["interval_95"], row["speed_over_first"]
+        table.add_row(
+            name,
+            f"{row['realised_mean_layers']:.2f}",
+            f"{row['exact_match']:.1%}",
+            f"{interval['low']:.1%} - {interval['high']:.1%}",
+            f"{row['tokens_per_second']['median']:.1f}",
+            f"{row['timed_mean_layers']:.2f}",
+            f"{speed['median']:.2f}",
+            f"{speed['min']:.2f} - {speed['max']:.2f}",
+            f"{row['flops_ratio']:.2f}",
+            f"{row['kv_bytes_saved_an_answer'] / 1024:.1f}",
+        )
+    console.print(table)
+    console.print(
+        "Timed: whole calls, prompts included, as many tokens for all. KV saved: what an answer no longer holds."
+    )
+    console.print(
+        "FLOPs: full depth over this one with one LM head a token; a softmax confidence runs it at every look."
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its table."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.policies", description=__doc__.splitlines()[0])
+    for name, default in asdict(Settings()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=_positive, default=default)
+    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
+    options = vars(parser.parse_args(arguments))
+    file = options.pop("json")
+    report = measure_all(Settings(**options))
+    report["environment"] = environment("benchmarks.policies", arguments)
+    show(report, Console(width=None if sys.stdout.isatty() else 140))
+    if file:
+        write_json(report, file)
+    return 0
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

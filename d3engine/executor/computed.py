@@ -1,0 +1,23 @@
+"""What running a plan yields, by any executor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from d3engine.kv_cache import IntArray
+from d3engine.plan import Chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a step gives for its sampled rows: `logits` float32 [plan.logit_rows, V], or the tokens where the device has
+    chosen them itself.
+
+    `depths` [C] are the layers that each chunk ran, where some left before the plan's last layer, and None where all
+    ran what the plan says.
+    """
+
+    logits: Tensor | Chosen
+    depths: IntArray | None = None
