@@ -146,7 +146,7 @@ def test_the_device_draws_what_the_host_draws(ahead: Callable[..., Engine], solo
 def test_those_who_stream_get_one_token_a_step_and_the_same_answers(
     ahead: Callable[..., Engine], solo: Solo, seed: int
 ) -> None:
-    requests = some_requests(seed + 80, 10, temperature=0.0, logprobs=None)
+    requests = some_requests(seed + 80, 10, temperature=0.0, logprobs=None, prompt_logprobs=None, depth=D3(0.9, 0.5))
     engine = ahead(max_num_seqs=7)
     lengths: dict[tuple[str, int], int] = {}
 
