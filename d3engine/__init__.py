@@ -26,6 +26,8 @@ _PUBLIC = {
     "SkipDecode": "d3engine.depth",
     "UnifiedSkip": "d3engine.depth",
     "LayerTable": "d3engine.depth",
+    "SelfSpeculative": "d3engine.depth",
+    "Lossless": "d3engine.depth",
     "Immediate": "d3engine.admission",
     "Waves": "d3engine.admission",
     "D3EngineError": "d3engine.errors",
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from d3engine.depth import D3 as D3
     from d3engine.depth import FullDepth as FullDepth
     from d3engine.depth import LayerTable as LayerTable
+    from d3engine.depth import Lossless as Lossless
+    from d3engine.depth import SelfSpeculative as SelfSpeculative
     from d3engine.depth import SkipDecode as SkipDecode
     from d3engine.depth import UnifiedSkip as UnifiedSkip
     from d3engine.engine import Engine as Engine

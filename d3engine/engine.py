@@ -21,6 +21,8 @@ from d3engine import loading
 from d3engine.admission import Admission, Immediate
 from d3engine.chat_template import load_chat_template
 from d3engine.depth import DepthPolicy, Schedule
+from d3engine.depth.draft_rule import DraftRule
+from d3engine.draft import Draft
 from d3engine.errors import D3EngineError, EngineDeadError, InvalidValueError, require, require_integer
 from d3engine.executor.eager import EagerExecutor
 from d3engine.kv_cache import KVCache
@@ -29,11 +31,11 @@ from d3engine.model.weights import LlamaWeights, load_weights
 from d3engine.output import OutputProcessor
 from d3engine.prompts import Prompt, PromptReader
 from d3engine.request import RequestOutput, SamplingParams
-from d3engine.sampling import Sampler
 from d3engine.scheduler import Scheduler, SchedulerConfig
 from d3engine.sequence import Sequence
 from d3engine.stats import EngineStats, NominalDepth, engine_stats
 from d3engine.tokenizer import load_tokenizer
+from d3engine.verification import VerifyingSampler
 
 
 class Engine:
@@ -105,7 +107,7 @@ class Engine:
         self.max_model_len = loading.resolve_max_model_len(max_model_len, self.config)
         self.default_sampling_params = loading.default_sampling_params(self._directory)
         self.tokenizer = None if skip_tokenizer_init else load_tokenizer(Path(tokenizer or self._directory))
-        self._schedules: dict[DepthPolicy, Schedule] = {}
+        self._schedules: dict[DepthPolicy, tuple[Schedule, DraftRule | None]] = {}
         self._schedule(self.depth)  # a policy that does not fit the model is refused before the weights are loaded
         scheduler_config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -143,7 +145,7 @@ class Engine:
             dtype=self.dtype,
             device=self.device,
         )
-        self.sampler = Sampler()
+        self.sampler = VerifyingSampler()
         self._outputs = OutputProcessor(self.tokenizer, self.scheduler.finish)
         self._prompts = PromptReader(self.config, self.tokenizer, self.max_model_len)
         self._undelivered: list[RequestOutput] = []
@@ -336,7 +338,7 @@ class Engine:
         require_integer("priority", priority, -(2**31), 2**31 - 1)
         text, token_ids = self._prompts.read(prompt)
         self._prompts.check_params(params)
-        policy = params.depth or self.depth
+        schedule, draft_rule = self._schedule(params.depth or self.depth)
         seed = params.seed if params.seed is not None else self._seed + self._num_sequences
         sequences = []
         for index in range(params.n):
@@ -347,7 +349,7 @@ class Engine:
                     index=index,
                     prompt_token_ids=token_ids,
                     params=own,
-                    schedule=self._schedule(policy),
+                    schedule=schedule,
                     eos_token_ids=frozenset() if params.ignore_eos else self._prompts.eos_token_ids,
                     bad_word_ids=self._prompts.bad_word_ids(params),
                     seed=seed & (2**63 - 1),
@@ -355,6 +357,7 @@ class Engine:
                     arrival=self._num_sequences,
                     max_length=min(len(token_ids) + params.max_tokens, self.max_model_len),
                     shares_prompt=own.prompt_logprobs is None and self._prompts.may_share(token_ids),
+                    draft=None if draft_rule is None else Draft(draft_rule),
                 )
             )
             self._num_sequences += 1
@@ -367,12 +370,13 @@ class Engine:
             self._nominal.count(sequence)
         self._outputs.add(sequences, text, final_only=final_only)
 
-    def _schedule(self, policy: DepthPolicy) -> Schedule:
+    def _schedule(self, policy: DepthPolicy) -> tuple[Schedule, DraftRule | None]:
+        """The schedule of a policy for this model, and how it drafts."""
         if policy not in self._schedules:
             schedule = policy.schedule(self.config.num_layers)
             layers = f"a schedule of the model's {self.config.num_layers} layers"
             require(schedule.num_layers == self.config.num_layers, "depth", policy, layers)
-            self._schedules[policy] = schedule
+            self._schedules[policy] = schedule, policy.draft_rule(self.config.num_layers)
         return self._schedules[policy]
 
     def _check_alive(self) -> None:

@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from d3engine.draft import Proposal
 from d3engine.kv_cache import IntArray
 from d3engine.request import Logprob
 from d3engine.sequence import Sequence
@@ -48,6 +49,35 @@ class PromptRows:
 
 
 @dataclass(frozen=True, slots=True)
+class HiddenRows:
+    """Rows whose hidden states, below `layer`, the executor keeps at (or takes back from) these places."""
+
+    layer: int
+    rows: IntArray
+    places: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class DraftWork:
+    """What a step does for sequences that draft.
+
+    `proposing` are places among the plan's sampled chunks whose token continues a draft. `judging` maps the places of
+    sequences that verify one to the rows that judge its tokens, in order; the sampled row itself judges none, it yields
+    what follows if all are accepted. `kept` and `resumed` are rows that leave hidden states behind or go on from them.
+    """
+
+    proposing: frozenset[int]
+    judging: dict[int, IntArray]
+    kept: tuple[HiddenRows, ...] = ()
+    resumed: tuple[HiddenRows, ...] = ()
+
+    @property
+    def judging_rows(self) -> IntArray:
+        """All rows that judge a token, those of one sequence after those of the other."""
+        return np.concatenate([np.empty(0, dtype=np.int64), *self.judging.values()])
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One engine step: C chunks of R rows in all, deepest chunks first.
 
@@ -74,6 +104,7 @@ class Plan:
     prompt_rows: tuple[PromptRows, ...]
     copies_before: tuple[IntArray, IntArray] | None
     copies_after: tuple[IntArray, IntArray] | None
+    drafts: DraftWork | None = None
 
     @property
     def num_rows(self) -> int:
@@ -81,10 +112,12 @@ class Plan:
 
     @property
     def logit_rows(self) -> IntArray:
-        """The rows that go through the LM head: those to sample, then the prompt rows."""
-        if not self.prompt_rows:
+        """The rows that go through the LM head: those to sample, then the prompt rows, then those that judge drafts."""
+        if not self.prompt_rows and self.drafts is None:
             return self.sample_rows
-        return np.concatenate([self.sample_rows, *(np.arange(p.rows.start, p.rows.stop) for p in self.prompt_rows)])
+        prompt = [np.arange(p.rows.start, p.rows.stop) for p in self.prompt_rows]
+        judging = [] if self.drafts is None else [self.drafts.judging_rows]
+        return np.concatenate([self.sample_rows, *prompt, *judging])
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +126,8 @@ class Sampled:
 
     `logprobs[row]` holds one entry for each token, or None for rows that did not ask. `depths[row]` are the layers that
     each token took, where they are not those of its schedule. `prompt_logprobs[k]` belongs to the plan's k-th prompt
-    rows. `faults` maps rows that end after their tokens (if any) to what went wrong.
+    rows. `faults` maps rows that end after their tokens (if any) to what went wrong. `proposals` are the drafted tokens
+    of rows that have none to give yet.
     """
 
     token_ids: list[list[int]]
@@ -101,6 +135,7 @@ class Sampled:
     prompt_logprobs: list[list[dict[int, Logprob]]] = field(default_factory=list)
     faults: dict[int, str] = field(default_factory=dict)
     depths: list[list[int]] | None = None
+    proposals: dict[int, Proposal] = field(default_factory=dict)
 
 
 def spans_of(active: BoolArray, projected: BoolArray | None, query_starts: IntArray) -> tuple[Span, ...]:

@@ -6,6 +6,7 @@ import numpy as np
 
 from d3engine.chunks import Chunks
 from d3engine.copy_on_skip import EntryCopies
+from d3engine.drafting import draft_work, resumed
 from d3engine.kv_cache import IntArray
 from d3engine.plan import BoolArray, Plan, PromptRows, spans_of
 from d3engine.running import RunningTable
@@ -16,6 +17,8 @@ def build_plan(
     chunks: Chunks, table: RunningTable, block_tables: IntArray, before: EntryCopies, after: EntryCopies
 ) -> Plan:
     """The plan of `chunks`, whose blocks stand in `block_tables` [slots, L, max_blocks]."""
+    if table.drafts[chunks.slots].any():
+        chunks = resumed(chunks, table)
     depths = chunks.active.sum(axis=1)
     if depths.size > 1:
         order = np.argsort(-depths, kind="stable")
@@ -45,6 +48,7 @@ def build_plan(
         prompt_rows=() if greedy else _prompt_rows(sequences, chunks, query_starts),
         copies_before=before.arrays(),
         copies_after=after.arrays(),
+        drafts=draft_work(chunks, table, query_starts, sampled),
     )
 
 

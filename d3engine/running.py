@@ -13,10 +13,11 @@ from d3engine.sequence import Sequence
 class RunningTable:
     """What planning reads of each slot.
 
-    `sequences[slot]` is the sequence there. Arrays are [slots] unless said otherwise: `num_tokens` counts prompt and
-    output, `num_computed` the positions whose entries are in the cache. Once `frees_at` positions are computed, some
-    layer's blocks can be given back (NEVER: the schedule keeps them). `fills` marks schedules whose skipped layers get
-    entries (`on_skip` other than "none").
+    `sequences[slot]` is the sequence there. Arrays are [slots] unless said otherwise: `num_tokens` counts prompt,
+    output and draft, `num_computed` the positions whose entries are in the cache. Once `frees_at` positions are
+    computed, some layer's blocks can be given back (NEVER: the schedule keeps them). `fills` marks schedules whose
+    skipped layers get entries (`on_skip` other than "none"). `drafts` marks sequences that draft at all, `drafting`
+    those whose next row goes through the layers `draft_layers` [slots, L] of a draft.
     """
 
     def __init__(self, max_sequences: int, num_layers: int, max_length: int) -> None:
@@ -30,6 +31,9 @@ class RunningTable:
         self.fills = np.zeros(max_sequences, dtype=bool)
         self.tabled = np.zeros(max_sequences, dtype=bool)
         self.plain_greedy = np.zeros(max_sequences, dtype=bool)
+        self.drafts = np.zeros(max_sequences, dtype=bool)
+        self.drafting = np.zeros(max_sequences, dtype=bool)
+        self.draft_layers = np.zeros((max_sequences, num_layers), dtype=bool)
 
     def put(self, sequence: Sequence, num_computed: int) -> None:
         """Fill the sequence's slot; `num_computed` positions are in the cache already."""
@@ -45,6 +49,8 @@ class RunningTable:
         self.tabled[slot] = not schedule.is_nested
         self.frees_at[slot] = NEVER if self.fills[slot] else self.computed_before(slot, schedule.first_skipping_step)
         self.plain_greedy[slot] = _is_plain_greedy(sequence)
+        self.drafts[slot] = sequence.draft is not None
+        self.drafting[slot] = False
 
     def sequence(self, slot: int) -> Sequence:
         """The sequence that runs in `slot`."""
@@ -66,6 +72,9 @@ class RunningTable:
         active: BoolArray = steps[:, None] < self.cutoffs[slots]
         for chunk in self.tabled[slots].nonzero()[0]:
             active[chunk] = self.sequence(int(slots[chunk])).schedule.active(int(steps[chunk]))
+        drafting = self.drafting[slots]
+        if drafting.any():
+            active[drafting] = self.draft_layers[slots[drafting]]
         return active
 
 

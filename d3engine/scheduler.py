@@ -16,6 +16,7 @@ import numpy as np
 from d3engine.admission import Admission, Immediate
 from d3engine.allocator import Allocator, peak_blocks
 from d3engine.chunks import Chunks
+from d3engine.drafting import Drafting
 from d3engine.errors import require
 from d3engine.kv_cache import IntArray, KVCache
 from d3engine.plan import Plan, Sampled
@@ -54,7 +55,10 @@ class Counters:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
-    generated_layers: int = 0  # layers run, summed over generated tokens
+    generated_layers: int = 0  # layers run, summed over generated tokens, and over the rows of drafts and verifications
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    verifications: int = 0
     blocks_saved: int = 0  # at the end of each finished sequence, against full depth
 
 
@@ -81,6 +85,7 @@ class Scheduler:
         self.counters = Counters()
         self._table = RunningTable(config.max_num_seqs, cache.num_layers, config.max_model_len)
         self._allocator = Allocator(cache, self._table)
+        self._drafting = Drafting(self._table)
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self._running: list[Sequence] = []
         self._slots = np.empty(0, dtype=np.int64)
@@ -114,6 +119,10 @@ class Scheduler:
             f" may need {needed} blocks of {self.cache.block_size} entries, and the cache has {available}"
             f" (kv_cache_memory_bytes)",
         )
+        if sequence.draft is not None:
+            spare = self.config.max_num_batched_tokens - self.config.max_num_seqs
+            allowed = f"max_num_batched_tokens - max_num_seqs = {spare} at most: a draft is verified in one piece"
+            require(sequence.draft.rule.length <= spare, "draft_length", sequence.draft.rule.length, allowed)
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for its turn; raises `InvalidValueError` if it could never fit the cache."""
@@ -173,19 +182,34 @@ class Scheduler:
         depths = sampled.depths or [[depth] for depth in plan.depths[plan.sampled].tolist()]
         for row, chunk in enumerate(plan.sampled.tolist()):
             sequence = plan.sequences[chunk]
+            if row in sampled.proposals:
+                self._drafting.propose(sequence, sampled.proposals[row], int(plan.depths[chunk]))
+                continue
+            given = depths[row] if sequence.draft is None else self._settle(sequence, len(sampled.token_ids[row]))
             logprobs = sampled.logprobs[row] if sampled.logprobs else None
             for place, token in enumerate(sampled.token_ids[row]):
-                given = depths[row]
                 depth = given[place] if place < len(given) else sequence.schedule.depth_at(sequence.step)
                 self._append(sequence, token, depth)
                 yield TokenOutput(sequence, token, depth, logprobs[place] if logprobs else None)
                 if sequence.status is Status.FINISHED:
+                    self.counters.generated_layers += sum(given[place + 1 :])
                     break
             else:
                 if row in sampled.faults:
                     self.finish(sequence, FinishReason.ABORT, sampled.faults[row])
                     yield TokenOutput(sequence, None, 0, None)
         self._allocator.free_sleeping_layers(plan.slots)
+
+    def _settle(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """End a sequence's draft, and count what came of it; returns the layers that each of its tokens took."""
+        draft, counters = sequence.draft, self.counters
+        assert draft is not None
+        drafted, accepted, passes = draft.num_drafted, draft.num_accepted, draft.num_verifications
+        depths = self._drafting.settle(sequence, num_tokens)
+        counters.drafted_tokens += draft.num_drafted - drafted
+        counters.accepted_tokens += draft.num_accepted - accepted
+        counters.verifications += draft.num_verifications - passes
+        return depths
 
     # -- choosing ----------------------------------------------------------------------------------------------
 
@@ -227,6 +251,8 @@ class Scheduler:
         self.cache.close(sequence.slot)
         self._table.sequences[sequence.slot] = None
         sequence.slot = NO_SLOT
+        if sequence.draft is not None:
+            sequence.draft.drop()  # it comes again as it was
         place = self._running.index(sequence)
         del self._running[place]
         self._slots = np.delete(self._slots, place)
@@ -242,6 +268,8 @@ class Scheduler:
     def _choose(self) -> Chunks:
         """One chunk for every running sequence that the token budget reaches; single tokens come first."""
         table, slots = self._table, self._slots
+        if table.drafts[slots].any():
+            self._drafting.begin(slots)
         starts = table.num_computed[slots]
         lengths = table.num_tokens[slots] - starts
         longer = (lengths > 1).nonzero()[0]
@@ -249,12 +277,18 @@ class Scheduler:
             budget = self.config.max_num_batched_tokens - (slots.size - longer.size)
             # In order of rank, so that whoever is never preempted has rows: a step without rows would be the end.
             for place in sorted(longer.tolist(), key=lambda place: self._running[place].order):
-                lengths[place] = min(self._run_length(self._running[place]), budget)
+                lengths[place] = self._length_within(budget, self._running[place])
                 budget -= int(lengths[place])
             chosen = lengths > 0
             slots, starts, lengths = slots[chosen], starts[chosen], lengths[chosen]
         steps = table.steps(slots, starts)
         return Chunks(slots, starts, starts + lengths, steps, table.active(slots, steps))
+
+    def _length_within(self, budget: int, sequence: Sequence) -> int:
+        """How many tokens of a sequence that has to catch up come next; a draft is verified whole or later."""
+        length = self._run_length(sequence)
+        verifies = sequence.draft is not None and sequence.draft.ended
+        return min(length, budget) if not verifies or length <= budget else 0
 
     def _run_length(self, sequence: Sequence) -> int:
         """How many of the tokens to catch up with come next in the prompt, or run the same layers."""
@@ -262,6 +296,8 @@ class Scheduler:
         prompt = len(sequence.prompt_token_ids)
         if computed < prompt:
             return prompt - computed
+        if sequence.draft is not None:
+            return self._drafting.run_length(sequence)
         step = computed - prompt + 1
         return min(sequence.num_tokens - computed, sequence.schedule.same_layers_until(step) - step)
 
@@ -325,7 +361,9 @@ class Scheduler:
         for sequence in self._running:
             assert sequence.status is Status.RUNNING
             assert self._table.sequences[sequence.slot] is sequence
-            assert self._table.num_tokens[sequence.slot] == sequence.num_tokens
+            drafted = 0 if sequence.draft is None else len(sequence.draft.token_ids)
+            assert self._table.num_tokens[sequence.slot] == sequence.num_tokens + drafted
         for _, sequence in self._waiting:
             assert sequence.status in (Status.WAITING, Status.PREEMPTED)
             assert sequence.slot == NO_SLOT
+            assert sequence.draft is None or not sequence.draft.token_ids

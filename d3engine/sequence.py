@@ -12,6 +12,7 @@ from enum import Enum
 import numpy as np
 
 from d3engine.depth import Schedule
+from d3engine.draft import Draft
 from d3engine.kv_cache import IntArray
 from d3engine.request import FinishReason, SamplingParams
 
@@ -46,6 +47,7 @@ class Sequence:
         max_length: tokens of prompt and output at most.
         shares_prompt: whether its prompt may come from the prefix cache and go there.
         prefix_keys: the prefix cache's keys of its prompt, set by the scheduler; empty when it may not share.
+        draft: what it has drafted, if it drafts; its answer, `token_ids`, holds verified tokens alone.
     """
 
     request_id: str
@@ -61,6 +63,7 @@ class Sequence:
     max_length: int
     shares_prompt: bool = True
     prefix_keys: list[bytes] = field(default_factory=list)
+    draft: Draft | None = None
 
     token_ids: list[int] = field(default_factory=list)
     status: Status = Status.WAITING

@@ -17,6 +17,9 @@ class EngineStats:
     layers truly run for the tokens truly generated; None before there are any. `kv_bytes_saved` is what the running
     sequences do not hold now although full depth would, `kv_bytes_saved_at_end` the sum of the same over finished
     sequences when each ended. `kv_blocks_cached` are held by nobody but the prefix cache.
+
+    Sequences that draft count as full depth nominally; realised are all layers run for all rows of their drafts and
+    verifications, over the tokens that came of them. The last two are None before anything was drafted.
     """
 
     num_waiting: int
@@ -34,6 +37,11 @@ class EngineStats:
     kv_bytes_in_use: int
     kv_bytes_saved: int
     kv_bytes_saved_at_end: int
+    drafted_tokens: int
+    accepted_tokens: int
+    verifications: int
+    acceptance_rate: float | None
+    tokens_per_verification: float | None
 
 
 def engine_stats(scheduler: Scheduler, block_bytes: int, nominal_mean_layers: float | None) -> EngineStats:
@@ -58,6 +66,13 @@ def engine_stats(scheduler: Scheduler, block_bytes: int, nominal_mean_layers: fl
         kv_bytes_in_use=in_use * block_bytes,
         kv_bytes_saved=scheduler.blocks_saved_now() * block_bytes,
         kv_bytes_saved_at_end=counters.blocks_saved * block_bytes,
+        drafted_tokens=counters.drafted_tokens,
+        accepted_tokens=counters.accepted_tokens,
+        verifications=counters.verifications,
+        acceptance_rate=counters.accepted_tokens / counters.drafted_tokens if counters.drafted_tokens else None,
+        tokens_per_verification=(
+            1 + counters.accepted_tokens / counters.verifications if counters.verifications else None
+        ),
     )
 
 

@@ -3,8 +3,10 @@
 from d3engine.depth.d3 import D3
 from d3engine.depth.full_depth import FullDepth
 from d3engine.depth.layer_table import LayerTable
+from d3engine.depth.lossless import Lossless
 from d3engine.depth.policy import DepthPolicy, policy_from_dict, policy_from_name
 from d3engine.depth.schedule import NEVER, Schedule
+from d3engine.depth.self_speculative import SelfSpeculative
 from d3engine.depth.skip_decode import SkipDecode
 from d3engine.depth.unified_skip import UnifiedSkip
 
@@ -14,7 +16,9 @@ __all__ = [
     "DepthPolicy",
     "FullDepth",
     "LayerTable",
+    "Lossless",
     "Schedule",
+    "SelfSpeculative",
     "SkipDecode",
     "UnifiedSkip",
     "policy_from_dict",

@@ -14,10 +14,13 @@ from dataclasses import MISSING, Field, fields
 from fractions import Fraction
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from d3engine.depth.schedule import Schedule
 from d3engine.errors import InvalidValueError, ModelFormatError, require
+
+if TYPE_CHECKING:
+    from d3engine.depth.draft_rule import DraftRule
 
 POLICY_FILE = "d3.json"
 """Beside a model's weights: the policy that calibration found for it."""
@@ -28,6 +31,8 @@ POLICY_CLASSES: Mapping[str, tuple[str, str]] = {
     "skipdecode": ("d3engine.depth.skip_decode", "SkipDecode"),
     "unified": ("d3engine.depth.unified_skip", "UnifiedSkip"),
     "table": ("d3engine.depth.layer_table", "LayerTable"),
+    "self-speculative": ("d3engine.depth.self_speculative", "SelfSpeculative"),
+    "lossless": ("d3engine.depth.lossless", "Lossless"),
 }
 """Name -> module and class. A `DepthPolicy` of the user's own has no entry: it is passed as an object."""
 
@@ -38,17 +43,21 @@ class DepthPolicy(ABC):
     name: ClassVar[str]
     """What the command line and JSON call the policy."""
 
+    drafts: ClassVar[bool] = False
+    """Whether the policy's tokens are drafted and then verified."""
+
     @abstractmethod
     def schedule(self, num_layers: int) -> Schedule:
         """The schedule for `num_layers` layers; raises `InvalidValueError` if the policy does not fit."""
 
+    def draft_rule(self, num_layers: int) -> DraftRule | None:
+        """How the policy drafts tokens for full depth to verify; None: it does not."""
+        return None
+
     def describe(self) -> dict[str, Any]:
         """`{"policy": name, option: value, ...}`, ready for JSON; `policy_from_dict` reads it back."""
         options = {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
-        return {
-            "policy": self.name,
-            **{option: str(value) if isinstance(value, Fraction) else value for option, value in options.items()},
-        }
+        return {"policy": self.name, **{option: _plain(value) for option, value in options.items()}}
 
 
 def policy_class(name: str) -> type[DepthPolicy]:
@@ -118,6 +127,13 @@ def policy_from_directory(directory: str | Path) -> DepthPolicy:
         RecursionError,
     ) as error:  # InvalidValueError is a ValueError
         raise ModelFormatError(f'{path} describes no depth policy under "depth": {error}') from error
+
+
+def _plain(value: Any) -> Any:
+    """An option as JSON has it."""
+    if isinstance(value, DepthPolicy):
+        return value.describe()
+    return str(value) if isinstance(value, Fraction) else value
 
 
 def _has_no_default(field: Field[Any]) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from d3engine.executor.kept_states import KeptStates
 from d3engine.kernels import for_device
 from d3engine.kv_cache import IntArray
 from d3engine.model.config import ModelConfig
@@ -52,6 +53,7 @@ class EagerExecutor:
         # One block more than the pool hands out: id 0 is what an empty table entry reads.
         shape = (num_blocks + 1, 2, block_size, config.num_kv_heads, config.head_dim)
         self.pool = torch.zeros(shape, dtype=dtype, device=device)
+        self._kept_states = KeptStates(config.hidden_size, dtype, device)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Tensor:
@@ -60,12 +62,15 @@ class EagerExecutor:
             self._copy(plan.copies_before)
         inputs = self._inputs(plan)
         hidden = self._model.embed(self._tensor(plan.token_ids))
+        kept = self._kept_states.follow(plan.drafts, hidden)
         for span in plan.spans:
+            kept.up_to(span.layers.start)
             self._run_span(span, plan, inputs, hidden)
+        kept.up_to(self._model.config.num_layers)
         if plan.copies_after is not None:
             self._copy(plan.copies_after)
         rows = plan.logit_rows
-        if rows.size == plan.num_rows and not plan.prompt_rows:
+        if rows.size == plan.num_rows and not plan.prompt_rows and plan.drafts is None:
             return self._model.logits(hidden)
         return self._model.logits(hidden[self._tensor(rows)])
 
