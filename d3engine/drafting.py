@@ -35,6 +35,8 @@ class Drafting:
         for slot in slots[decodes & answers].tolist():
             sequence = table.sequence(slot)
             assert sequence.draft is not None
+            if sequence.draft.ended:
+                continue  # without a single token of use: full depth takes this one
             sequence.draft.begin(sequence)
             table.drafting[slot] = not sequence.draft.ended
             if sequence.draft.layers is not None:

@@ -12,10 +12,13 @@ Whatever is random comes from (seed, index, step) and what it is for, so no row 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
-from d3engine.draft import ACCEPTANCE, DRAFTING, Ahead, Proposal
+from d3engine.draft import ACCEPTANCE, DRAFTING, MAX_INDEX, Ahead, Proposal
 from d3engine.plan import DraftWork, Plan, Sampled
 from d3engine.random import gumbel
 from d3engine.request import Logprob
@@ -65,8 +68,11 @@ class _Step:
             contexts += [Ahead(sequences[place], drafted[:nth]) for nth in range(len(drafted))]
             self._rows[place] = [*range(first, len(contexts)), place]
         self._scores = raw if plain else scores_of(raw, contexts)
-        noisy = with_noise(self._scores, contexts)
-        self._best, self._sound = best_of(noisy)
+        self._chosen, self._sound = best_of(with_noise(self._scores, contexts))
+        self._accepted = {place: self._matches(place) for place in self._rows if sequences[place].params.greedy}
+        drawing = [place for place in self._rows if not sequences[place].params.greedy]
+        if drawing:
+            self._judge_draws(drawing, contexts)
 
     def proposal(self, place: int) -> Proposal:
         """The token that continues the draft of the sequence at `place`."""
@@ -77,24 +83,16 @@ class _Step:
         asks = sequence.draft.rule.stop_probability > 0
         top = float(self._raw[place].softmax(dim=-1).max()) if asks else None
         distribution = None if sequence.params.greedy else self._scores[place].softmax(dim=-1)
-        return Proposal(self._best[place], top, distribution)
+        return Proposal(self._chosen[place], top, distribution)
 
     def tokens(self, place: int) -> tuple[list[int], bool]:
         """The tokens of the sequence at `place`, and whether the logits were sound as far as they were needed."""
-        rows = self._rows.get(place, [place])
-        drafted = _draft_of(self._sequences[place]) if len(rows) > 1 else []
-        chosen = [self._best[row] for row in rows]
-        if drafted and not self._sequences[place].params.greedy:
-            accepted = self._accepted_draws(place, rows, drafted)
-            if accepted < len(drafted) and self._sound[rows[accepted]]:
-                chosen[accepted] = self._replacement(place, rows[accepted], accepted)
-        else:
-            matches = [token == mine for token, mine in zip(drafted, chosen, strict=False)]
-            accepted = matches.index(False) if False in matches else len(matches)
+        rows, accepted = self._rows.get(place, [place]), self._accepted.get(place, 0)
+        drafted = _draft_of(self._sequences[place])[:accepted] if accepted else []
         sound = [self._sound[row] for row in rows[: accepted + 1]]
         if not all(sound):
             return drafted[: sound.index(False)], False
-        return [*drafted[:accepted], chosen[accepted]], True
+        return [*drafted, self._chosen[rows[accepted]]], True
 
     def logprobs(self, place: int, tokens: list[int]) -> list[dict[int, Logprob]]:
         """The log-probabilities of these tokens, of full depth's raw distribution."""
@@ -102,28 +100,42 @@ class _Step:
         count = self._sequences[place].params.logprobs or 0
         return [token_logprobs(self._raw[row], token, count) for row, token in zip(rows, tokens, strict=False)]
 
-    def _accepted_draws(self, place: int, rows: list[int], drafted: list[int]) -> int:
-        """How many of the drafted tokens are accepted: each where u < p / q, until the first that is not."""
-        tokens = torch.tensor(drafted, device=self._raw.device).unsqueeze(1)
-        p = self._scores[rows[:-1]].softmax(dim=-1).gather(1, tokens).flatten()
-        q = self._distributions(place).gather(1, tokens).flatten()
-        sequence = self._sequences[place]
-        contexts = [Ahead(sequence, drafted[:nth], ACCEPTANCE) for nth in range(len(drafted))]
-        rejected = ~(_uniform(contexts, p.device) * q < p)  # not a comparison turned round: it is true of NaN too
-        return int(rejected.int().argmax()) if rejected.any() else len(drafted)
+    def _matches(self, place: int) -> int:
+        """How many of a greedy sequence's drafted tokens are full depth's own."""
+        mine = [self._chosen[row] for row in self._rows[place]]
+        return _first_false(token == own for token, own in zip(_draft_of(self._sequences[place]), mine, strict=False))
 
-    def _replacement(self, place: int, row: int, nth: int) -> int:
-        """A draw from what p has more than q, where the draft's nth token was rejected."""
-        p = self._scores[row].softmax(dim=-1)
-        beyond = (p - self._distributions(place)[nth]).clamp(min=0)
-        weights = beyond if float(beyond.sum()) > 0 else p  # equal up to rounding
-        context = Ahead(self._sequences[place], _draft_of(self._sequences[place])[:nth])
-        return best_of(with_noise(weights.log().unsqueeze(0), [context]))[0][0]
+    def _judge_draws(self, places: list[int], contexts: Rows) -> None:
+        """Accept drafted tokens with probability min(1, p / q), and replace the first rejected one of each sequence."""
+        drafts = [self._sequences[place].draft for place in places]
+        drafted = [token for draft in drafts if draft is not None for token in draft.token_ids]
+        q = torch.stack([row for draft in drafts if draft is not None for row in draft.distributions])
+        rows = [row for place in places for row in self._rows[place][:-1]]
+        p = self._scores[rows].softmax(dim=-1)
+        tokens = torch.tensor(drafted, device=p.device).unsqueeze(1)
+        uniform = _uniform([contexts[row] for row in rows], p.device)
+        # u < p / q without a division; true of NaN, so that a row that is not sound is one where judging ends
+        rejected = ~(uniform * q.gather(1, tokens).flatten() < p.gather(1, tokens).flatten())
+        verdicts, first = rejected.tolist(), 0
+        replaced = []
+        for place in places:
+            count = len(self._rows[place]) - 1
+            self._accepted[place] = _first_false(not verdict for verdict in verdicts[first : first + count])
+            if self._accepted[place] < count and self._sound[rows[first + self._accepted[place]]]:
+                replaced.append(first + self._accepted[place])
+            first += count
+        if replaced:
+            beyond = (p[replaced] - q[replaced]).clamp(min=0)
+            nothing = beyond.sum(dim=-1, keepdim=True) == 0  # p and q are equal up to rounding
+            weights = torch.where(nothing, p[replaced], beyond)
+            draws, _ = best_of(with_noise(weights.log(), [contexts[rows[nth]] for nth in replaced]))
+            for nth, token in zip(replaced, draws, strict=True):
+                self._chosen[rows[nth]] = token
 
-    def _distributions(self, place: int) -> Tensor:
-        draft = self._sequences[place].draft
-        assert draft is not None
-        return torch.stack(draft.distributions)
+
+def _first_false(flags: Iterable[bool]) -> int:
+    """How many flags come before the first False."""
+    return sum(1 for _ in itertools.takewhile(bool, flags))
 
 
 def _context(sequence: Sequence, proposes: bool) -> Sequence | Ahead:
@@ -139,8 +151,8 @@ def _draft_of(sequence: Sequence) -> list[int]:
     return sequence.draft.token_ids
 
 
-def _uniform(contexts: list[Ahead], device: torch.device) -> Tensor:
-    """One number in (0, 1) for each context: the one that its Gumbel noise is made of."""
-    integers = torch.tensor([(c.seed, c.index, c.step) for c in contexts], device=device)
+def _uniform(contexts: Rows, device: torch.device) -> Tensor:
+    """A number in (0, 1) for each context's acceptance: the one that a Gumbel number of that stream is made of."""
+    integers = torch.tensor([(c.seed, c.index + MAX_INDEX * ACCEPTANCE, c.step) for c in contexts], device=device)
     noise = gumbel(integers[:, 0], integers[:, 1], integers[:, 2], 1).flatten()
     return torch.exp(-torch.exp(-noise))
