@@ -192,9 +192,10 @@ def policy_from_words(words: list[str]) -> Depth:
         require(bool(separator) and key in fields, "/depth", pair, f"option=value, with {', '.join(fields)}")
         kind = OPTIONS[fields[key]][1]
         try:
-            options[fields[key]] = kind(value)
-        except ValueError:
-            raise InvalidValueError(key, value, f"a value of type {kind.__name__}") from None
+            options[fields[key]] = {"true": True, "false": False}[value] if kind is bool else kind(value)
+        except (ValueError, KeyError):
+            allowed = "true or false" if kind is bool else f"a value of type {kind.__name__}"
+            raise InvalidValueError(key, value, allowed) from None
     return depth_from_options(DepthName(name), options)
 
 

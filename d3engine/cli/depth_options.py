@@ -16,7 +16,7 @@ import typer
 
 from d3engine.depth import DepthPolicy, policy_from_name
 from d3engine.depth.policy import policy_options
-from d3engine.errors import InvalidValueError
+from d3engine.errors import InvalidValueError, require
 
 AUTO: Literal["auto"] = "auto"
 
@@ -29,6 +29,16 @@ class DepthName(StrEnum):
 
     auto = "auto"
     full = "full"
+    d3 = "d3"
+    skipdecode = "skipdecode"
+    unified = "unified"
+    self_speculative = "self-speculative"
+    lossless = "lossless"
+
+
+class DraftName(StrEnum):
+    """The values of `--draft`: the policies that may draft."""
+
     d3 = "d3"
     skipdecode = "skipdecode"
     unified = "unified"
@@ -54,6 +64,10 @@ OPTIONS: dict[str, tuple[str, type, str]] = {
     "warmup": ("--warmup", int, "skipdecode: this many lowest layers always run (1)."),
     "speedup": ("--speedup", str, "unified: layers of the model over layers kept."),
     "on_skip": ("--on-skip", OnSkipName, "What the KV cache holds at a skipped layer (none)."),
+    "draft": ("--draft", DraftName, "self-speculative: the policy whose layers draft, with its own options."),
+    "draft_length": ("--draft-length", int, "lossless, self-speculative: tokens of a draft at most (4)."),
+    "stop_probability": ("--stop-probability", float, "The same: end a draft whose best token is less likely (0)."),
+    "adaptive": ("--adaptive", bool, "The same: let each answer adapt the length of its drafts."),
 }
 """Field of the policies -> flag, type, help. None stands for an option that was not given."""
 
@@ -65,6 +79,23 @@ def depth_from_options(name: DepthName, options: dict[str, Any]) -> Depth:
         for field, value in options.items()
         if value is not None
     }
+    if name is DepthName.lossless:
+        require("draft" not in given, "--draft", given.get("draft"), "--depth lossless drafts by d3, with its options")
+        return _drafted(name, DepthName.d3, given)
+    if name is DepthName.self_speculative:
+        require("draft" in given, "--depth", name.value, f"it needs --draft, one of {', '.join(DraftName)}")
+        return _drafted(name, DepthName(given.pop("draft")), given)
+    return _plain(name, given)
+
+
+def _drafted(name: DepthName, draft: DepthName, given: dict[str, Any]) -> DepthPolicy:
+    """The policy `name` whose drafts run the layers of `draft`: options of its own go to it, all others to the draft."""
+    own = {field: value for field, value in given.items() if field in policy_options(name.value)}
+    drafting = _plain(draft, {field: value for field, value in given.items() if field not in own})
+    return policy_from_name(name.value, draft=drafting, **own)
+
+
+def _plain(name: DepthName, given: dict[str, Any]) -> Depth:
     takes = () if name is DepthName.auto else policy_options(name.value)
     for field, value in given.items():
         if field not in takes:
