@@ -28,6 +28,7 @@ _PUBLIC = {
     "LayerTable": "d3engine.depth",
     "SelfSpeculative": "d3engine.depth",
     "Lossless": "d3engine.depth",
+    "Speculative": "d3engine.depth",
     "Immediate": "d3engine.admission",
     "Waves": "d3engine.admission",
     "D3EngineError": "d3engine.errors",
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from d3engine.depth import Lossless as Lossless
     from d3engine.depth import SelfSpeculative as SelfSpeculative
     from d3engine.depth import SkipDecode as SkipDecode
+    from d3engine.depth import Speculative as Speculative
     from d3engine.depth import UnifiedSkip as UnifiedSkip
     from d3engine.engine import Engine as Engine
     from d3engine.errors import D3EngineError as D3EngineError

@@ -23,8 +23,10 @@ from d3engine.chat_template import load_chat_template
 from d3engine.depth import DepthPolicy, Schedule
 from d3engine.depth.draft_rule import DraftRule
 from d3engine.draft import Draft
+from d3engine.draft_model import DraftModel, draft_model_of, load_draft_model
 from d3engine.errors import D3EngineError, EngineDeadError, InvalidValueError, require, require_integer
 from d3engine.executor.eager import EagerExecutor
+from d3engine.executor.paired import PairedExecutor
 from d3engine.kv_cache import KVCache
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, load_weights
@@ -135,8 +137,11 @@ class Engine:
             max_sequences=max_num_seqs,
             max_length=self.max_model_len,
         )
-        self.scheduler = Scheduler(scheduler_config, cache)
-        self.executor = EagerExecutor(
+        self._draft_model = self._load_draft_model(cache)
+        self.scheduler = Scheduler(
+            scheduler_config, cache, None if self._draft_model is None else self._draft_model.cache
+        )
+        self.executor: EagerExecutor | PairedExecutor = EagerExecutor(
             self.config,
             weights,
             num_blocks=num_blocks,
@@ -145,6 +150,8 @@ class Engine:
             dtype=self.dtype,
             device=self.device,
         )
+        if self._draft_model is not None:
+            self.executor = PairedExecutor(self.executor, self._draft_model.executor)
         self.sampler = VerifyingSampler()
         self._outputs = OutputProcessor(self.tokenizer, self.scheduler.finish)
         self._prompts = PromptReader(self.config, self.tokenizer, self.max_model_len)
@@ -376,8 +383,27 @@ class Engine:
             schedule = policy.schedule(self.config.num_layers)
             layers = f"a schedule of the model's {self.config.num_layers} layers"
             require(schedule.num_layers == self.config.num_layers, "depth", policy, layers)
-            self._schedules[policy] = schedule, policy.draft_rule(self.config.num_layers)
+            rule = policy.draft_rule(self.config.num_layers)
+            own = draft_model_of(self.depth, self.config.num_layers)
+            loaded = f"the engine's own draft model, {own!r}: Engine(depth=Speculative(draft_model)) loads it"
+            require(rule is None or rule.model in (None, own), "draft_model", rule and rule.model, loaded)
+            self._schedules[policy] = schedule, rule
         return self._schedules[policy]
+
+    def _load_draft_model(self, cache: KVCache) -> DraftModel | None:
+        """The second model of the engine's policy, if it drafts with one."""
+        directory = draft_model_of(self.depth, self.config.num_layers)
+        if directory is None:
+            return None
+        return load_draft_model(
+            directory,
+            self.config,
+            cache,
+            tokenizer=self.tokenizer,
+            max_model_len=self.max_model_len,
+            dtype=self.dtype,
+            device=self.device,
+        )
 
     def _check_alive(self) -> None:
         if self._closed:

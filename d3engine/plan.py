@@ -64,12 +64,14 @@ class DraftWork:
     `proposing` are places among the plan's sampled chunks whose token continues a draft. `judging` maps the places of
     sequences that verify one to the rows that judge its tokens, in order; the sampled row itself judges none, it yields
     what follows if all are accepted. `kept` and `resumed` are rows that leave hidden states behind or go on from them.
+    `model` is the plan of a second model that drafts; its sampled chunks have the places after the plan's own.
     """
 
     proposing: frozenset[int]
     judging: dict[int, IntArray]
     kept: tuple[HiddenRows, ...] = ()
     resumed: tuple[HiddenRows, ...] = ()
+    model: Plan | None = None
 
     @property
     def judging_rows(self) -> IntArray:

@@ -57,7 +57,7 @@ def _rows(chunks: Chunks) -> tuple[IntArray, IntArray, IntArray]:
     count = chunks.slots.size
     lengths = chunks.stops - chunks.starts
     query_starts = np.arange(count + 1)
-    if lengths.max() == 1:
+    if lengths.max(initial=1) == 1:
         return query_starts, query_starts[:-1], chunks.starts
     np.cumsum(lengths, out=query_starts[1:])
     row_chunks = np.arange(count).repeat(lengths)

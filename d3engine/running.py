@@ -17,7 +17,8 @@ class RunningTable:
     output and draft, `num_computed` the positions whose entries are in the cache. Once `frees_at` positions are
     computed, some layer's blocks can be given back (NEVER: the schedule keeps them). `fills` marks schedules whose
     skipped layers get entries (`on_skip` other than "none"). `drafts` marks sequences that draft at all, `drafting`
-    those whose next row goes through the layers `draft_layers` [slots, L] of a draft.
+    those whose next row goes through the layers `draft_layers` [slots, L] of a draft, or, where `by_second_model` says
+    so, through another model.
     """
 
     def __init__(self, max_sequences: int, num_layers: int, max_length: int) -> None:
@@ -34,6 +35,7 @@ class RunningTable:
         self.drafts = np.zeros(max_sequences, dtype=bool)
         self.drafting = np.zeros(max_sequences, dtype=bool)
         self.draft_layers = np.zeros((max_sequences, num_layers), dtype=bool)
+        self.by_second_model = np.zeros(max_sequences, dtype=bool)
 
     def put(self, sequence: Sequence, num_computed: int) -> None:
         """Fill the sequence's slot; `num_computed` positions are in the cache already."""
@@ -51,6 +53,15 @@ class RunningTable:
         self.plain_greedy[slot] = _is_plain_greedy(sequence)
         self.drafts[slot] = sequence.draft is not None
         self.drafting[slot] = False
+        self.by_second_model[slot] = sequence.draft is not None and sequence.draft.rule.model is not None
+
+    def of_second_model(self, num_layers: int) -> RunningTable:
+        """A table of the same sequences for another model, which has computed other positions, all at full depth."""
+        max_sequences, max_length = self.tokens.shape
+        table = RunningTable(max_sequences, num_layers, max_length)
+        for shared in ("sequences", "tokens", "num_tokens", "prompt_length", "plain_greedy"):
+            setattr(table, shared, getattr(self, shared))
+        return table
 
     def sequence(self, slot: int) -> Sequence:
         """The sequence that runs in `slot`."""

@@ -35,17 +35,22 @@ class VerifyingSampler(Sampler):
 
 def _choose(logits: Tensor, plan: Plan, drafts: DraftWork) -> Sampled:
     """The tokens of a plan with drafts, from float32 `logits` [plan.logit_rows, V]."""
-    sequences = [plan.sequences[chunk] for chunk in plan.sampled.tolist()]
+    nested = _sampled_sequences(drafts.model)
+    sequences = _sampled_sequences(plan)
     count, judging = len(sequences), drafts.judging_rows.size
-    raw = torch.cat((logits[:count], logits[len(logits) - judging :]))
-    step = _Step(drafts, sequences, raw, plain=plan.greedy)
-    sampled = Sampled([], logprobs=[], prompt_logprobs=prompt_logprobs(logits[count : len(logits) - judging], plan))
+    own, prompt, judged, drafted = torch.split(
+        logits, [count, len(logits) - count - judging - len(nested), judging, len(nested)]
+    )
+    plain = plan.greedy and (drafts.model is None or drafts.model.greedy)
+    proposing = drafts.proposing | frozenset(range(count, count + len(nested)))
+    step = _Step(drafts, proposing, sequences + nested, torch.cat((own, drafted, judged)), plain=plain)
+    sampled = Sampled([], logprobs=[], prompt_logprobs=prompt_logprobs(prompt, plan))
     assert sampled.logprobs is not None
+    for place in proposing:
+        sampled.proposals[place] = step.proposal(place)
     for place, sequence in enumerate(sequences):
-        if place in drafts.proposing:
-            sampled.proposals[place] = step.proposal(place)
-            tokens: list[int] = []
-        else:
+        tokens: list[int] = []
+        if place not in proposing:
             tokens, is_sound = step.tokens(place)
             if not is_sound:
                 sampled.faults[place] = FAULT
@@ -54,13 +59,19 @@ def _choose(logits: Tensor, plan: Plan, drafts: DraftWork) -> Sampled:
     return sampled
 
 
+def _sampled_sequences(plan: Plan | None) -> list[Sequence]:
+    return [] if plan is None else [plan.sequences[chunk] for chunk in plan.sampled.tolist()]
+
+
 class _Step:
     """All rows of a step that choose or judge a token: the sampled ones by place, then those that judge drafts."""
 
-    def __init__(self, drafts: DraftWork, sequences: list[Sequence], raw: Tensor, *, plain: bool) -> None:
+    def __init__(
+        self, drafts: DraftWork, proposing: frozenset[int], sequences: list[Sequence], raw: Tensor, *, plain: bool
+    ) -> None:
         self._raw = raw
         self._sequences = sequences
-        contexts: Rows = [_context(sequence, place in drafts.proposing) for place, sequence in enumerate(sequences)]
+        contexts: Rows = [_context(sequence, place in proposing) for place, sequence in enumerate(sequences)]
         self._rows: dict[int, list[int]] = {}  # the rows of a verification, the one that adds a token last
         for place in drafts.judging:
             drafted = _draft_of(sequences[place])

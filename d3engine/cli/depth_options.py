@@ -34,6 +34,7 @@ class DepthName(StrEnum):
     unified = "unified"
     self_speculative = "self-speculative"
     lossless = "lossless"
+    speculative = "speculative"
 
 
 class DraftName(StrEnum):
@@ -65,7 +66,8 @@ OPTIONS: dict[str, tuple[str, type, str]] = {
     "speedup": ("--speedup", str, "unified: layers of the model over layers kept."),
     "on_skip": ("--on-skip", OnSkipName, "What the KV cache holds at a skipped layer (none)."),
     "draft": ("--draft", DraftName, "self-speculative: the policy whose layers draft, with its own options."),
-    "draft_length": ("--draft-length", int, "lossless, self-speculative: tokens of a draft at most (4)."),
+    "draft_model": ("--draft-model", str, "speculative: the directory of a smaller model of the same vocabulary."),
+    "draft_length": ("--draft-length", int, "lossless, (self-)speculative: tokens of a draft at most (4)."),
     "stop_probability": ("--stop-probability", float, "The same: end a draft whose best token is less likely (0)."),
     "adaptive": ("--adaptive", bool, "The same: let each answer adapt the length of its drafts."),
 }
@@ -89,7 +91,7 @@ def depth_from_options(name: DepthName, options: dict[str, Any]) -> Depth:
 
 
 def _drafted(name: DepthName, draft: DepthName, given: dict[str, Any]) -> DepthPolicy:
-    """The policy `name` whose drafts run the layers of `draft`: options of its own go to it, all others to the draft."""
+    """The policy `name` whose drafts run the layers of `draft`; options that are not its own go to the draft."""
     own = {field: value for field, value in given.items() if field in policy_options(name.value)}
     drafting = _plain(draft, {field: value for field, value in given.items() if field not in own})
     return policy_from_name(name.value, draft=drafting, **own)

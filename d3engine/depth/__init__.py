@@ -8,6 +8,7 @@ from d3engine.depth.policy import DepthPolicy, policy_from_dict, policy_from_nam
 from d3engine.depth.schedule import NEVER, Schedule
 from d3engine.depth.self_speculative import SelfSpeculative
 from d3engine.depth.skip_decode import SkipDecode
+from d3engine.depth.speculative import Speculative
 from d3engine.depth.unified_skip import UnifiedSkip
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Schedule",
     "SelfSpeculative",
     "SkipDecode",
+    "Speculative",
     "UnifiedSkip",
     "policy_from_dict",
     "policy_from_name",

@@ -33,6 +33,7 @@ POLICY_CLASSES: Mapping[str, tuple[str, str]] = {
     "table": ("d3engine.depth.layer_table", "LayerTable"),
     "self-speculative": ("d3engine.depth.self_speculative", "SelfSpeculative"),
     "lossless": ("d3engine.depth.lossless", "Lossless"),
+    "speculative": ("d3engine.depth.speculative", "Speculative"),
 }
 """Name -> module and class. A `DepthPolicy` of the user's own has no entry: it is passed as an object."""
 
