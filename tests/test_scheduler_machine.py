@@ -12,6 +12,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -19,6 +20,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from d3engine.admission import Immediate, Waves
 from d3engine.depth import D3, DepthPolicy, FullDepth, LayerTable, Schedule, SkipDecode, UnifiedSkip
+from d3engine.depth.draft_rule import DraftRule
+from d3engine.draft import Draft, Proposal
 from d3engine.errors import InvalidValueError
 from d3engine.kv_cache import IntArray, KVCache
 from d3engine.plan import Plan, Sampled
@@ -51,6 +54,25 @@ def peak_by_hand(schedule: Schedule, prompt: int, max_length: int, block_size: i
     return peak
 
 
+def layers_of(plan: Plan, chunk: int) -> npt.NDArray[np.bool_]:
+    """The layers that a chunk must run, from its sequence alone."""
+    sequence, start, stop = plan.sequences[chunk], int(plan.starts[chunk]), int(plan.stops[chunk])
+    draft = sequence.draft
+    if draft is None or start < sequence.num_tokens - 1:
+        return sequence.schedule.active(step_of(sequence, start))
+    assert draft.rule.schedule is not None
+    layers = draft.rule.schedule.active(sequence.step)  # of the step at which the draft begins
+    if not draft.ended:
+        return layers
+    drafted_rows_alone = stop < sequence.num_tokens + len(draft.token_ids)
+    return np.arange(layers.size) >= layers.argmin() if drafted_rows_alone else np.ones_like(layers)
+
+
+def known_tokens(sequence: Sequence) -> list[int]:
+    drafted = [] if sequence.draft is None else sequence.draft.token_ids
+    return sequence.prompt_token_ids + sequence.token_ids + drafted
+
+
 class Contents:
     """The pool's tensor as numbers: flat entry -> the name of what was written there."""
 
@@ -60,6 +82,7 @@ class Contents:
         self.names: dict[Hashable, int] = {}
         self.histories: dict[int, list[int]] = {}  # by arrival: what every token so far names
         self.expected: dict[int, list[list[int]]] = {}  # by arrival: [position][layer], UNWRITTEN for a hole
+        self.kept: dict[int, tuple[int, int]] = {}  # by place: the history and the layer of a kept hidden state
 
     def name(self, *key: Hashable) -> int:
         return self.names.setdefault(key, len(self.names) + 1)
@@ -77,6 +100,42 @@ class Contents:
             history = self.name("history", before, tokens[position], *how)
             histories.append(history)
             expected.append([self._entry(sequence, layer, active, history) for layer in range(len(active))])
+
+    def rewrite(self, plan: Plan, chunk: int) -> None:
+        """Name the entries of a drafting sequence's chunk, which may replace what a draft has left.
+
+        Above the first layer that a draft skips, its entries are its own; below, and after verification, full depth's.
+        """
+        sequence, active = plan.sequences[chunk], layers_of(plan, chunk)
+        self.grow(sequence, min(int(plan.starts[chunk]), sequence.num_tokens))  # what the prefix cache has served
+        histories = self.histories.setdefault(sequence.arrival, [])
+        expected = self.expected.setdefault(sequence.arrival, [])
+        drafts = sequence.draft is not None and not sequence.draft.ended and not active.all()
+        for position in range(int(plan.starts[chunk]), int(plan.stops[chunk])):
+            before = histories[position - 1] if position else 0
+            histories[position:] = [self.name("history", before, known_tokens(sequence)[position], "full")]
+            names = []
+            for layer, runs in enumerate(active.tolist()):
+                true = self.name("ran", layer, histories[position])
+                drafted = self.name("drafted", layer, histories[position], tuple(active), sequence.step)
+                names.append((drafted if drafts and not active[:layer].all() else true) if runs else UNWRITTEN)
+            if not drafts:  # rows that resume have their lower layers' entries already
+                names = [self.name("ran", layer, histories[position]) for layer in range(active.size)]
+            expected[position:] = [names]
+
+    def keep(self, plan: Plan) -> None:
+        """Follow the hidden states that outlive a step; what comes back must be what was kept for that very row."""
+        work = plan.drafts
+        for rows in () if work is None else work.resumed:
+            for row, place in zip(rows.rows.tolist(), rows.places.tolist(), strict=True):
+                chunk, position = int(plan.row_chunks[row]), int(plan.positions[row])
+                history = self.histories[plan.sequences[chunk].arrival][position]
+                assert self.kept.pop(place) == (history, int(layers_of(plan, chunk).argmax()))
+        for rows in () if work is None else work.kept:
+            for row, place in zip(rows.rows.tolist(), rows.places.tolist(), strict=True):
+                chunk, position = int(plan.row_chunks[row]), int(plan.positions[row])
+                assert layers_of(plan, chunk)[: rows.layer].all()
+                self.kept[place] = self.histories[plan.sequences[chunk].arrival][position], rows.layer
 
     def _entry(self, sequence: Sequence, layer: int, active: tuple[bool, ...], history: int) -> int:
         on_skip = sequence.schedule.on_skip
@@ -118,8 +177,12 @@ class Contents:
 
     def run(self, plan: Plan) -> None:
         """What the executor does with a plan, in its order, with a check of everything a layer reads."""
-        for sequence, stop in zip(plan.sequences, plan.stops.tolist(), strict=True):
-            self.grow(sequence, stop)
+        for chunk in sorted(range(len(plan.sequences)), key=lambda chunk: int(plan.starts[chunk])):
+            if plan.sequences[chunk].draft is None:
+                self.grow(plan.sequences[chunk], int(plan.stops[chunk]))
+            else:
+                self.rewrite(plan, chunk)
+        self.keep(plan)
         self.copy(plan.copies_before)
         for span in plan.spans:
             rows = range(span.num_rows) if span.rows is None else span.rows.tolist()
@@ -134,35 +197,44 @@ class Contents:
                 for chunk in chunks:
                     self.check(plan.sequences[chunk], layer, int(plan.stops[chunk]))
         self.copy(plan.copies_after)
-        for sequence, stop, step in zip(plan.sequences, plan.stops.tolist(), plan.steps.tolist(), strict=True):
+        for chunk, (sequence, stop) in enumerate(zip(plan.sequences, plan.stops.tolist(), strict=True)):
             filled = sequence.schedule.on_skip != "none"
-            for layer in np.flatnonzero(filled | sequence.schedule.active(step)).tolist():
+            drafts = sequence.draft is not None and not sequence.draft.ended
+            verified = sequence.draft is not None and not drafts  # true at every layer, rows that resumed included
+            for layer in np.flatnonzero(filled | verified | layers_of(plan, chunk)).tolist():
                 self.check(sequence, layer, stop)
 
     def _write_row(self, plan: Plan, row: int, layer: int, kind: str) -> None:
         chunk, position = int(plan.row_chunks[row]), int(plan.positions[row])
-        history = self.histories[plan.sequences[chunk].arrival][position]
-        self.write(int(plan.slots[chunk]), layer, position, self.name(kind, layer, history))
+        sequence = plan.sequences[chunk]
+        name = self.name(kind, layer, self.histories[sequence.arrival][position])
+        if sequence.draft is not None:
+            name = self.expected[sequence.arrival][position][layer]
+        self.write(int(plan.slots[chunk]), layer, position, name)
 
 
 def check_plan(scheduler: Scheduler, plan: Plan) -> None:
     """Everything a plan promises, from its sequences alone."""
     assert 0 < plan.num_rows <= scheduler.config.max_num_batched_tokens
-    assert len({id(sequence) for sequence in plan.sequences}) == len(plan.sequences) == len(plan.slots)
+    places = [(id(sequence), int(start)) for sequence, start in zip(plan.sequences, plan.starts, strict=True)]
+    assert len(set(places)) == len(plan.sequences) == len(plan.slots)
+    twice = len(plan.sequences) - len({id(sequence) for sequence in plan.sequences})
+    assert twice == sum(len(rows.rows) > 0 for rows in plan.drafts.resumed) * twice if plan.drafts else twice == 0
     projected, active = set(), set()
     for chunk, sequence in enumerate(plan.sequences):
         start, stop = int(plan.starts[chunk]), int(plan.stops[chunk])
         rows = slice(int(plan.query_starts[chunk]), int(plan.query_starts[chunk + 1]))
         assert sequence.slot == plan.slots[chunk]
-        assert start < stop <= sequence.num_tokens
+        assert start < stop <= len(known_tokens(sequence))
         assert plan.steps[chunk] == step_of(sequence, start)
         assert plan.positions[rows].tolist() == list(range(start, stop))
-        assert plan.token_ids[rows].tolist() == (sequence.prompt_token_ids + sequence.token_ids)[start:stop]
+        assert plan.token_ids[rows].tolist() == known_tokens(sequence)[start:stop]
         assert (plan.row_chunks[rows] == chunk).all()
-        assert plan.depths[chunk] == sequence.schedule.active(int(plan.steps[chunk])).sum()
-        assert (chunk in plan.sampled) == (stop == sequence.num_tokens)
+        assert plan.depths[chunk] == layers_of(plan, chunk).sum()
+        assert (chunk in plan.sampled) == (stop == len(known_tokens(sequence)))
         for row, position in zip(range(rows.start, rows.stop), range(start, stop), strict=True):
             runs = sequence.schedule.active(step_of(sequence, position))
+            runs = runs if sequence.draft is None else layers_of(plan, chunk)
             active |= {(row, layer) for layer in np.flatnonzero(runs).tolist()}
             if sequence.schedule.on_skip == "project":
                 projected |= {(row, layer) for layer in np.flatnonzero(~runs).tolist()}
@@ -198,7 +270,7 @@ def check_writes(scheduler: Scheduler, plan: Plan) -> None:
         named.setdefault(int(cache.tables[slot, layer, index]), []).append((slot, layer))
     writers: dict[int, tuple[int, int]] = {}
     for chunk, sequence in enumerate(plan.sequences):
-        slot, active = sequence.slot, sequence.schedule.active(int(plan.steps[chunk]))
+        slot, active = sequence.slot, layers_of(plan, chunk)
         for layer in range(cache.num_layers):
             if not active[layer] and sequence.schedule.on_skip != "project":
                 continue
@@ -251,7 +323,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(config, self.cache)
         self.contents = Contents(self.cache)
         self.sequences: list[Sequence] = []
-        self.depths: dict[int, list[int]] = {}
         self.finished_by_us: set[int] = set()
 
     # -- rules ---------------------------------------------------------------------------------------------------
@@ -279,9 +350,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_length=min(len(prompt) + max_tokens, MAX_LENGTH),
             shares_prompt=data.draw(st.sampled_from([True, True, True, False]), label="shares_prompt"),
         )
+        if data.draw(st.sampled_from([True, False]), label="drafts"):
+            rule = data.draw(draft_rules(self.cache.num_layers), label="rule")
+            sequence.draft, sequence.schedule = Draft(rule), FullDepth().schedule(self.cache.num_layers)
         peak = peak_by_hand(sequence.schedule, len(prompt), sequence.max_length, self.cache.block_size)
         if peak > self.cache.pool.num_blocks:
             with pytest.raises(InvalidValueError, match="max_tokens"):
+                self.scheduler.add(sequence)
+            return
+        config = self.scheduler.config
+        if sequence.draft and sequence.draft.rule.length > config.max_num_batched_tokens - config.max_num_seqs:
+            with pytest.raises(InvalidValueError, match="draft_length"):
                 self.scheduler.add(sequence)
             return
         self.scheduler.add(sequence)
@@ -338,19 +417,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         check_plan(self.scheduler, plan)
         self.contents.run(plan)
         chosen = [plan.sequences[chunk] for chunk in plan.sampled.tolist()]
-        tokens = [token_at(sequence, sequence.step) for sequence in chosen]
-        failed = {0: "made to fail"} if faults and chosen else {}
-        rows = [[] if row in failed else [token] for row, token in enumerate(tokens)]
-        steps = [sequence.step for sequence in chosen]
-        outputs = list(self.scheduler.update(plan, Sampled(rows, faults=failed)))
-        assert [output.sequence for output in outputs] == chosen
-        for row, (output, step) in enumerate(zip(outputs, steps, strict=True)):
-            if row in failed:
-                assert output.sequence.finish_reason is FinishReason.ABORT
-                self.finished_by_us.add(output.sequence.arrival)
-                continue
-            assert output.depth == output.sequence.schedule.active(step).sum()
-            self.depths.setdefault(output.sequence.arrival, []).append(output.depth)
+        proposing = plan.drafts.proposing if plan.drafts else frozenset()
+        proposals = {place: guess(chosen[place]) for place in proposing}
+        rows = [[] if place in proposing else judged(sequence) for place, sequence in enumerate(chosen)]
+        failing = [place for place in range(len(chosen)) if place not in proposing][:1] if faults else []
+        for place in failing:
+            rows[place].pop()
+        steps = {sequence.arrival: sequence.step for sequence in chosen}
+        failed = dict.fromkeys(failing, "made to fail")
+        outputs = list(self.scheduler.update(plan, Sampled(rows, faults=failed, proposals=proposals)))
+        for place, sequence in enumerate(chosen):
+            own = [output for output in outputs if output.sequence is sequence]
+            tokens = [output.token_id for output in own if output.token_id is not None]
+            assert tokens == rows[place][: len(tokens)]
+            ended = sequence.status is Status.FINISHED
+            assert len(tokens) == len(rows[place]) or ended, "a token was lost"
+            if place in failed and sequence.finish_reason is FinishReason.ABORT:
+                self.finished_by_us.add(sequence.arrival)
+            if sequence.draft is None:
+                depths = [sequence.schedule.active(steps[sequence.arrival]).sum()] * len(tokens)
+                assert [output.depth for output in own][: len(tokens)] == depths
+            else:
+                assert all(output.depth >= self.cache.num_layers for output in own[: len(tokens)][:1])
 
     @invariant()
     def everything_holds(self) -> None:
@@ -367,6 +455,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _check_blocks_of(self, sequence: Sequence) -> None:
         """After a step a sequence holds blocks for what it has computed, and none in layers that sleep for ever."""
         computed = int(self.scheduler._table.num_computed[sequence.slot])
+        if sequence.draft is not None:  # a draft lets its own layers run ahead, and a rejected one leaves its blocks
+            held, size = self.cache.num_blocks[sequence.slot], self.cache.block_size
+            assert (held >= -(-min(computed, sequence.num_tokens - 1) // size)).all()
+            assert (held <= -(-(sequence.max_length - 1) // size)).all()
+            return
         step = step_of(sequence, computed)
         runs = sequence.schedule.active(step) if sequence.schedule.on_skip == "none" else True
         wanted = np.where(runs, -(-computed // self.cache.block_size), 0)
@@ -375,7 +468,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        limit = sum(2 * s.max_length for s in self.sequences) * (1 + len(self.sequences))
+        limit = sum(6 * s.max_length for s in self.sequences) * (1 + len(self.sequences))
         while self.scheduler.has_unfinished():
             self._step(faults=False)
             self.everything_holds()
@@ -385,6 +478,34 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.prefix_cache.clear()
         self.scheduler.check_integrity()
         assert self.cache.pool.num_free == self.cache.pool.num_blocks
+
+
+def guess(sequence: Sequence) -> Proposal:
+    """What drafts: mostly right, now and then wrong, seldom of no use."""
+    assert sequence.draft is not None
+    step = sequence.step + len(sequence.draft.token_ids)
+    chance = (sequence.arrival * 7 + step * 5 + sequence.step) % 13
+    return Proposal(None if chance == 0 else (token_at(sequence, step) + (chance < 4)) % 7)
+
+
+def judged(sequence: Sequence) -> list[int]:
+    """What verification makes of a draft: its tokens as long as they are right, and one more."""
+    tokens = []
+    for drafted in [*(sequence.draft.token_ids if sequence.draft else []), None]:
+        tokens.append(token_at(sequence, sequence.step + len(tokens)))
+        if drafted != tokens[-1]:
+            break
+    return tokens
+
+
+@st.composite
+def draft_rules(draw: st.DrawFn, num_layers: int) -> DraftRule:
+    """Drafts by every policy, nested or not; those that keep hidden states by D3."""
+    length, adaptive = draw(st.integers(1, 4)), draw(st.booleans())
+    if draw(st.booleans()):
+        alpha, start = draw(st.sampled_from([0.3, 0.8])), draw(st.sampled_from([0.2, 0.5, 0.8]))
+        return DraftRule(length, adaptive=adaptive, schedule=D3(alpha, start).schedule(num_layers), resumes=True)
+    return DraftRule(length, adaptive=adaptive, schedule=draw(schedules(num_layers)))
 
 
 @st.composite
