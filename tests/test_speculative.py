@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Callable
@@ -13,6 +14,8 @@ import pytest
 from tiny_models import TinyLlama, random_prompts
 
 from d3engine import D3, Engine, FullDepth, Lossless, SamplingParams, Speculative, UnifiedSkip
+from d3engine.cli.depth_options import OPTIONS, DepthName, depth_from_options
+from d3engine.depth import policy_from_dict
 from d3engine.errors import InvalidValueError
 from d3engine.loading import model_directory
 
@@ -142,3 +145,12 @@ def test_a_draft_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None
     (tmp_path / "model" / "tokenizer.model").write_bytes(model.replace(b"the", b"hte", 1))
     with pytest.raises(InvalidValueError, match=r"^draft_model=.*1 tokens differ"):
         Engine("demo", device="cpu", depth=Speculative(str(tmp_path / "model")))
+
+
+def test_a_policy_with_a_draft_model_survives_json_and_has_options_on_the_command_line() -> None:
+    policy = Speculative("some/model", 3, stop_probability=0.25, adaptive=True)
+    assert policy_from_dict(json.loads(json.dumps(policy.describe()))) == policy
+    given = {"draft_model": "some/model", "draft_length": 3, "stop_probability": 0.25, "adaptive": True}
+    assert depth_from_options(DepthName.speculative, {**dict.fromkeys(OPTIONS), **given}) == policy
+    with pytest.raises(InvalidValueError, match="needs --draft-model"):
+        depth_from_options(DepthName.speculative, dict.fromkeys(OPTIONS))
