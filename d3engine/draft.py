@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from d3engine.depth.draft_rule import DraftRule
 from d3engine.depth.schedule import BoolArray
+from d3engine.request import MAX_N
 
 if TYPE_CHECKING:
     from d3engine.sequence import Sequence
 
-MAX_INDEX = 64
-"""A request's sequences have indices below this, so that the counter's word has room above."""
-
 ACCEPTANCE, DRAFTING = 1, 2
-"""Streams of random numbers beside that of the tokens, 0. A draft that begins at step b draws from DRAFTING + b: its
-tokens are fresh even where an earlier draft, rejected before, has looked at the same step."""
+"""Streams of random numbers beside that of the tokens, 0, in the counter's word above the index, which is below MAX_N.
+
+A draft that begins at step b draws from DRAFTING + b: its tokens are fresh even where an earlier draft, since rejected,
+has looked at the same step.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,5 +124,5 @@ class Ahead:
         self.eos_token_ids = sequence.eos_token_ids
         self.bad_word_ids = sequence.bad_word_ids
         self.seed = sequence.seed
-        self.index = sequence.index + MAX_INDEX * stream
+        self.index = sequence.index + MAX_N * stream
         self.step = len(self.token_ids)

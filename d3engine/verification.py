@@ -18,10 +18,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from d3engine.draft import ACCEPTANCE, DRAFTING, MAX_INDEX, Ahead, Proposal
+from d3engine.draft import ACCEPTANCE, DRAFTING, Ahead, Proposal
 from d3engine.plan import DraftWork, Plan, Sampled
 from d3engine.random import gumbel
-from d3engine.request import Logprob
+from d3engine.request import MAX_N, Logprob
 from d3engine.sampling import FAULT, Rows, Sampler, best_of, prompt_logprobs, scores_of, token_logprobs, with_noise
 from d3engine.sequence import Sequence
 
@@ -164,6 +164,6 @@ def _draft_of(sequence: Sequence) -> list[int]:
 
 def _uniform(contexts: Rows, device: torch.device) -> Tensor:
     """A number in (0, 1) for each context's acceptance: the one that a Gumbel number of that stream is made of."""
-    integers = torch.tensor([(c.seed, c.index + MAX_INDEX * ACCEPTANCE, c.step) for c in contexts], device=device)
+    integers = torch.tensor([(c.seed, c.index + MAX_N * ACCEPTANCE, c.step) for c in contexts], device=device)
     noise = gumbel(integers[:, 0], integers[:, 1], integers[:, 2], 1).flatten()
     return torch.exp(-torch.exp(-noise))

@@ -130,3 +130,27 @@ def test_a_draft_whose_logits_are_not_finite_ends_and_full_depth_goes_on(llama: 
     assert found.token_ids == wanted.token_ids[: len(found.token_ids)]
     assert found.finish_reason == "abort" or found.token_ids == wanted.token_ids
     engine.scheduler.check_integrity()
+
+
+def test_a_fault_of_one_sequence_ends_its_request_and_no_draft_of_it_goes_on(llama: TinyLlama) -> None:
+    """The other sequences of the request may be drafting in the very step that ends them."""
+    engine = Engine(llama.directory, skip_tokenizer_init=True, device="cpu", depth=SelfSpeculative(UnifiedSkip(2), 3))
+    params = SamplingParams(n=4, seed=3, max_tokens=12, ignore_eos=True)
+    engine.add_request("faulty", PROMPT, params)
+    engine.add_request("sound", PROMPT, SamplingParams(seed=5, max_tokens=12, ignore_eos=True))
+    fail = engine._outputs._append
+    calls: list[int] = []
+
+    def failing(answer: Any, token: Any) -> None:
+        calls.append(1)
+        if token.sequence.request_id == "faulty" and len(calls) > 9:
+            raise ValueError("a token that no tokenizer knows")
+        fail(answer, token)
+
+    engine._outputs._append = failing  # type: ignore[method-assign]
+    done = {}
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.scheduler.check_integrity()
+    assert {answer.finish_reason for answer in done["faulty"].outputs} == {"abort"}
+    assert done["sound"].outputs[0].finish_reason == "length"
