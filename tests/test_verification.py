@@ -134,7 +134,8 @@ def test_a_draft_whose_logits_are_not_finite_ends_and_full_depth_goes_on(llama: 
 
 def test_a_fault_of_one_sequence_ends_its_request_and_no_draft_of_it_goes_on(llama: TinyLlama) -> None:
     """The other sequences of the request may be drafting in the very step that ends them."""
-    engine = Engine(llama.directory, skip_tokenizer_init=True, device="cpu", depth=SelfSpeculative(UnifiedSkip(2), 3))
+    policy = SelfSpeculative(UnifiedSkip(2), 3, adaptive=True)
+    engine = Engine(llama.directory, skip_tokenizer_init=True, device="cpu", depth=policy, max_num_seqs=5)
     params = SamplingParams(n=4, seed=3, max_tokens=12, ignore_eos=True)
     engine.add_request("faulty", PROMPT, params)
     engine.add_request("sound", PROMPT, SamplingParams(seed=5, max_tokens=12, ignore_eos=True))
@@ -152,5 +153,7 @@ def test_a_fault_of_one_sequence_ends_its_request_and_no_draft_of_it_goes_on(lla
     while engine.has_unfinished_requests():
         done |= {output.request_id: output for output in engine.step() if output.finished}
         engine.scheduler.check_integrity()
-    assert {answer.finish_reason for answer in done["faulty"].outputs} == {"abort"}
+    answers = done["faulty"].outputs
+    assert {answer.finish_reason for answer in answers} == {"abort"}
+    assert sum(len(answer.token_ids) - len(answer.depths) for answer in answers) == 1, "one grew after its end"
     assert done["sound"].outputs[0].finish_reason == "length"
