@@ -37,11 +37,11 @@ class EngineStats:
     kv_bytes_in_use: int
     kv_bytes_saved: int
     kv_bytes_saved_at_end: int
-    drafted_tokens: int
-    accepted_tokens: int
-    verifications: int
-    acceptance_rate: float | None
-    tokens_per_verification: float | None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    verifications: int = 0
+    acceptance_rate: float | None = None
+    tokens_per_verification: float | None = None
 
 
 def engine_stats(scheduler: Scheduler, block_bytes: int, nominal_mean_layers: float | None) -> EngineStats:
