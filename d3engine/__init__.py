@@ -28,6 +28,9 @@ _PUBLIC = {
     "TailSkip": "d3engine.depth",
     "EarlyExit": "d3engine.depth",
     "LayerTable": "d3engine.depth",
+    "SelfSpeculative": "d3engine.depth",
+    "Lossless": "d3engine.depth",
+    "Speculative": "d3engine.depth",
     "Immediate": "d3engine.admission",
     "Waves": "d3engine.admission",
     "D3EngineError": "d3engine.errors",
@@ -45,7 +48,10 @@ if TYPE_CHECKING:
     from d3engine.depth import EarlyExit as EarlyExit
     from d3engine.depth import FullDepth as FullDepth
     from d3engine.depth import LayerTable as LayerTable
+    from d3engine.depth import Lossless as Lossless
+    from d3engine.depth import SelfSpeculative as SelfSpeculative
     from d3engine.depth import SkipDecode as SkipDecode
+    from d3engine.depth import Speculative as Speculative
     from d3engine.depth import TailSkip as TailSkip
     from d3engine.depth import UnifiedSkip as UnifiedSkip
     from d3engine.engine import Engine as Engine

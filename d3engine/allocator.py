@@ -67,10 +67,12 @@ class Allocator:
         known, computed = int(self._table.num_tokens[slot]), int(self._table.num_computed[slot])
         if computed + 1 >= known and computed >= self._table.prompt_length[slot]:
             return 0
-        return int((self._cache.blocks_for(known) - self._cache.num_blocks[slot]).sum())
+        return int(np.maximum(self._cache.blocks_for(known) - self._cache.num_blocks[slot], 0).sum())
 
     def saved(self, slot: int) -> int:
-        """Blocks that a slot would hold in addition if every layer had run for every token."""
+        """Blocks that a slot would hold in addition if every layer had run for every token; a draft saves none."""
+        if self._table.drafts[slot]:
+            return 0
         whole = self._cache.blocks_for(int(self._table.num_computed[slot])) * self._cache.num_layers
         blocks = self._cache.tables[slot]
         return whole - int(np.unique(blocks[blocks != NO_BLOCK]).size)

@@ -21,21 +21,25 @@ from d3engine import loading
 from d3engine.admission import Admission, Immediate
 from d3engine.chat_template import load_chat_template
 from d3engine.depth import NEVER, DepthPolicy, Schedule
+from d3engine.depth.draft_rule import DraftRule
+from d3engine.draft import Draft
+from d3engine.draft_model import DraftModel, draft_model_of, load_draft_model
 from d3engine.errors import D3EngineError, EngineDeadError, InvalidValueError, require, require_integer
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.memory import Executor, workspace_bytes
+from d3engine.executor.paired import PairedExecutor
 from d3engine.kv_cache import KVCache
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, load_weights
 from d3engine.output import OutputProcessor
 from d3engine.prompts import Prompt, PromptReader
 from d3engine.request import RequestOutput, SamplingParams
-from d3engine.sampling import Sampler
 from d3engine.scheduler import Scheduler, SchedulerConfig
 from d3engine.sequence import Sequence
 from d3engine.stats import EngineStats, NominalDepth, engine_stats
 from d3engine.tokenizer import load_tokenizer
+from d3engine.verification import VerifyingSampler
 
 
 class Engine:
@@ -111,7 +115,7 @@ class Engine:
         self.max_model_len = loading.resolve_max_model_len(max_model_len, self.config)
         self.default_sampling_params = loading.default_sampling_params(self._directory)
         self.tokenizer = None if skip_tokenizer_init else load_tokenizer(Path(tokenizer or self._directory))
-        self._schedules: dict[DepthPolicy, Schedule] = {}
+        self._schedules: dict[DepthPolicy, tuple[Schedule, DraftRule | None]] = {}
         self._schedule(self.depth)  # a policy that does not fit the model is refused before the weights are loaded
         self.uses_graphs = loading.uses_graphs(self.device, enforce_eager)
         max_steps = loading.num_scheduler_steps(num_scheduler_steps, self.uses_graphs)
@@ -168,9 +172,15 @@ class Engine:
             max_sequences=max_num_seqs,
             max_length=self.max_model_len,
         )
-        self.scheduler = Scheduler(scheduler_config, cache)
-        self.executor = build_executor(num_blocks)
-        self.sampler = Sampler()
+        self._draft_model = self._load_draft_model(cache)
+        self.scheduler = Scheduler(
+            scheduler_config, cache, None if self._draft_model is None else self._draft_model.cache
+        )
+        executor = build_executor(num_blocks)
+        self.executor: Executor | PairedExecutor = executor
+        if self._draft_model is not None:
+            self.executor = PairedExecutor(executor, self._draft_model.executor)
+        self.sampler = VerifyingSampler()
         self._outputs = OutputProcessor(self.tokenizer, self.scheduler.finish)
         self._prompts = PromptReader(self.config, self.tokenizer, self.max_model_len)
         self._undelivered: list[RequestOutput] = []
@@ -300,7 +310,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """What the engine holds now, and what it has done since it began."""
         block_bytes = loading.block_bytes(self.config, self.scheduler.cache.block_size, self.dtype)
-        graphs = self.executor.graph_stats if isinstance(self.executor, GraphExecutor) else None
+        executor = self.executor.first if isinstance(self.executor, PairedExecutor) else self.executor
+        graphs = executor.graph_stats if isinstance(executor, GraphExecutor) else None
         return engine_stats(self.scheduler, block_bytes, self._nominal.mean(), graphs)
 
     @property
@@ -370,6 +381,7 @@ class Engine:
         text, token_ids = self._prompts.read(prompt)
         self._prompts.check_params(params)
         policy = params.depth or self.depth
+        schedule, draft_rule = self._schedule(policy)
         seed = params.seed if params.seed is not None else self._seed + self._num_sequences
         sequences = []
         for index in range(params.n):
@@ -380,7 +392,7 @@ class Engine:
                     index=index,
                     prompt_token_ids=token_ids,
                     params=own,
-                    schedule=self._schedule(policy),
+                    schedule=schedule,
                     eos_token_ids=frozenset() if params.ignore_eos else self._prompts.eos_token_ids,
                     bad_word_ids=self._prompts.bad_word_ids(params),
                     seed=seed & (2**63 - 1),
@@ -389,6 +401,7 @@ class Engine:
                     max_length=min(len(token_ids) + params.max_tokens, self.max_model_len),
                     shares_prompt=own.prompt_logprobs is None and self._prompts.may_share(token_ids),
                     exit_rule=policy.exit_rule(self.config.num_layers),
+                    draft=None if draft_rule is None else Draft(draft_rule),
                 )
             )
             self._num_sequences += 1
@@ -402,7 +415,8 @@ class Engine:
             self._nominal.count(sequence)
         self._outputs.add(sequences, text, final_only=final_only)
 
-    def _schedule(self, policy: DepthPolicy) -> Schedule:
+    def _schedule(self, policy: DepthPolicy) -> tuple[Schedule, DraftRule | None]:
+        """The schedule of a policy for this model, and how it drafts."""
         if policy not in self._schedules:
             schedule = policy.schedule(self.config.num_layers)
             layers = f"a schedule of the model's {self.config.num_layers} layers"
@@ -410,8 +424,27 @@ class Engine:
             if policy.exit_rule(self.config.num_layers) is not None:
                 fits = schedule.first_skipping_step == NEVER and schedule.on_skip != "none"
                 require(fits, "depth", policy, "beside an exit rule a full-depth schedule, on_skip 'copy' or 'project'")
-            self._schedules[policy] = schedule
+            rule = policy.draft_rule(self.config.num_layers)
+            own = draft_model_of(self.depth, self.config.num_layers)
+            loaded = f"the engine's own draft model, {own!r}: Engine(depth=Speculative(draft_model)) loads it"
+            require(rule is None or rule.model in (None, own), "draft_model", rule and rule.model, loaded)
+            self._schedules[policy] = schedule, rule
         return self._schedules[policy]
+
+    def _load_draft_model(self, cache: KVCache) -> DraftModel | None:
+        """The second model of the engine's policy, if it drafts with one."""
+        directory = draft_model_of(self.depth, self.config.num_layers)
+        if directory is None:
+            return None
+        return load_draft_model(
+            directory,
+            self.config,
+            cache,
+            tokenizer=self.tokenizer,
+            max_model_len=self.max_model_len,
+            dtype=self.dtype,
+            device=self.device,
+        )
 
     def _check_alive(self) -> None:
         if self._closed:

@@ -111,7 +111,7 @@ class KVCache:
         """Blocks [C, L] that each active layer lacks for its slot to hold `lengths` [C] entries; `active` [C, L]."""
         wanted = (lengths + (self.block_size - 1)) // self.block_size
         lacking: IntArray = (wanted[:, None] - self.num_blocks[slots]) * active
-        return lacking
+        return np.maximum(lacking, 0, out=lacking)  # a rejected draft leaves more than is wanted
 
     def grow(self, slots: IntArray, missing: IntArray) -> None:
         """Append `missing` [C, L] new blocks to the layers of `slots` [C]."""

@@ -72,6 +72,7 @@ class _Request:
 
     def output(self) -> RequestOutput:
         sequences = [answer.sequence for answer in self.answers]
+        drafts = [sequence.draft for sequence in sequences if sequence.draft is not None]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -84,6 +85,9 @@ class _Request:
                 first_token_time=self.first_token_time,
                 finished_time=time.monotonic() if self.finished else None,
                 num_preemptions=sum(sequence.num_preemptions for sequence in sequences),
+                num_drafted_tokens=sum(draft.num_drafted for draft in drafts),
+                num_accepted_tokens=sum(draft.num_accepted for draft in drafts),
+                num_verifications=sum(draft.num_verifications for draft in drafts),
             ),
             num_cached_tokens=max(sequence.num_cached_tokens for sequence in sequences),
         )

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from d3engine.choice import Choice
 from d3engine.depth import ExitRule
+from d3engine.draft import Proposal
 from d3engine.kv_cache import IntArray
 from d3engine.request import Logprob
 from d3engine.sequence import Sequence
@@ -73,6 +74,37 @@ class RunAhead:
 
 
 @dataclass(frozen=True, slots=True)
+class HiddenRows:
+    """Rows whose hidden states, below `layer`, the executor keeps at (or takes back from) these places."""
+
+    layer: int
+    rows: IntArray
+    places: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class DraftWork:
+    """What a step does for sequences that draft.
+
+    `proposing` are places among the plan's sampled chunks whose token continues a draft. `judging` maps the places of
+    sequences that verify one to the rows that judge its tokens, in order; the sampled row itself judges none, it yields
+    what follows if all are accepted. `kept` and `resumed` are rows that leave hidden states behind or go on from them.
+    `model` is the plan of a second model that drafts; its sampled chunks have the places after the plan's own.
+    """
+
+    proposing: frozenset[int]
+    judging: dict[int, IntArray]
+    kept: tuple[HiddenRows, ...] = ()
+    resumed: tuple[HiddenRows, ...] = ()
+    model: Plan | None = None
+
+    @property
+    def judging_rows(self) -> IntArray:
+        """All rows that judge a token, those of one sequence after those of the other."""
+        return np.concatenate([np.empty(0, dtype=np.int64), *self.judging.values()])
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One engine step: C chunks of R rows in all, deepest chunks first.
 
@@ -101,6 +133,7 @@ class Plan:
     copies_before: tuple[IntArray, IntArray] | None
     copies_after: tuple[IntArray, IntArray] | None
     exits: tuple[ExitingChunks, ...] = ()
+    drafts: DraftWork | None = None
     ahead: RunAhead | None = None  # the steps that a device may take by itself; None: this one, told by the host
 
     @property
@@ -114,10 +147,12 @@ class Plan:
 
     @property
     def logit_rows(self) -> IntArray:
-        """The rows that go through the LM head: those to sample, then the prompt rows."""
-        if not self.prompt_rows:
+        """The rows that go through the LM head: those to sample, then the prompt rows, then those that judge drafts."""
+        if not self.prompt_rows and self.drafts is None:
             return self.sample_rows
-        return np.concatenate([self.sample_rows, *(np.arange(p.rows.start, p.rows.stop) for p in self.prompt_rows)])
+        prompt = [np.arange(p.rows.start, p.rows.stop) for p in self.prompt_rows]
+        judging = [] if self.drafts is None else [self.drafts.judging_rows]
+        return np.concatenate([self.sample_rows, *prompt, *judging])
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +169,8 @@ class Sampled:
 
     `logprobs[row]` holds one entry for each token, or None for rows that did not ask. `depths[row]` are the layers that
     each token took, where they are not those of its schedule. `prompt_logprobs[k]` belongs to the plan's k-th prompt
-    rows. `faults` maps rows that end after their tokens (if any) to what went wrong.
+    rows. `faults` maps rows that end after their tokens (if any) to what went wrong. `proposals` are the drafted tokens
+    of rows that have none to give yet.
     """
 
     token_ids: list[list[int]]
@@ -142,6 +178,7 @@ class Sampled:
     prompt_logprobs: list[list[dict[int, Logprob]]] = field(default_factory=list)
     faults: dict[int, str] = field(default_factory=dict)
     depths: list[list[int]] | None = None
+    proposals: dict[int, Proposal] = field(default_factory=dict)
 
 
 def spans_of(active: BoolArray, projected: BoolArray | None, query_starts: IntArray) -> tuple[Span, ...]:

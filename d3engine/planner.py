@@ -8,6 +8,7 @@ from d3engine.choice import Choice
 from d3engine.chunks import Chunks
 from d3engine.copy_on_skip import EntryCopies
 from d3engine.depth import ExitRule
+from d3engine.drafting import draft_work, resumed
 from d3engine.kv_cache import IntArray
 from d3engine.plan import BoolArray, ExitingChunks, Plan, PromptRows, RunAhead, spans_of
 from d3engine.running import RunningTable
@@ -20,9 +21,11 @@ def build_plan(
     block_tables: IntArray,
     before: EntryCopies,
     after: EntryCopies,
-    ahead: RunAhead | None,
+    ahead: RunAhead | None = None,
 ) -> Plan:
     """The plan of `chunks`, deepest first, whose blocks stand in `block_tables` [slots, L, max_blocks]."""
+    if table.drafts[chunks.slots].any():
+        chunks = resumed(chunks, table).deepest_first()
     slots = chunks.slots
     query_starts, row_chunks, positions = _rows(chunks)
     sampled = (chunks.stops == table.num_tokens[slots]).nonzero()[0]
@@ -50,6 +53,7 @@ def build_plan(
         copies_after=after.arrays(),
         ahead=ahead,
         exits=_exits(chunks, table),
+        drafts=draft_work(chunks, table, query_starts, sampled),
     )
 
 
@@ -58,7 +62,7 @@ def _rows(chunks: Chunks) -> tuple[IntArray, IntArray, IntArray]:
     count = chunks.slots.size
     lengths = chunks.stops - chunks.starts
     query_starts = np.arange(count + 1)
-    if lengths.max() == 1:
+    if lengths.max(initial=1) == 1:
         return query_starts, query_starts[:-1], chunks.starts
     np.cumsum(lengths, out=query_starts[1:])
     row_chunks = np.arange(count).repeat(lengths)

@@ -192,7 +192,9 @@ class Logprob:
 class CompletionOutput:
     """One sequence of a request, as far as it has come.
 
-    `depths[i]` counts the layers that ran to compute token i. `stop_reason` is the stop string or stop token id that
+    `depths[i]` counts the layers that ran to compute token i. Where tokens are drafted and verified, it is the token's
+    share of the layers run for the draft and for the verification that yielded it, summed over all their rows: the
+    rejected ones' too, so it may exceed the layers of the model. `stop_reason` is the stop string or stop token id that
     ended the sequence, or for finish_reason "abort" what went wrong; None otherwise.
     """
 
@@ -208,12 +210,28 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times in seconds on the monotonic clock; None while the event has not come."""
+    """Times in seconds on the monotonic clock; None while the event has not come.
+
+    Under a policy that drafts, the counts are over all verifications of all sequences; otherwise they stay 0.
+    """
 
     arrival_time: float
     first_token_time: float | None
     finished_time: float | None
     num_preemptions: int
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_verifications: int = 0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over drafted tokens; None where nothing was drafted."""
+        return self.num_accepted_tokens / self.num_drafted_tokens if self.num_drafted_tokens else None
+
+    @property
+    def tokens_per_verification(self) -> float | None:
+        """Tokens that a verification yields: the accepted ones and one of its own; None where there was none."""
+        return 1 + self.num_accepted_tokens / self.num_verifications if self.num_verifications else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,13 @@ from d3engine.sequence import Sequence
 class RunningTable:
     """What planning reads of each slot.
 
-    `sequences[slot]` is the sequence there. Arrays are [slots] unless said otherwise: `num_tokens` counts prompt and
-    output, `num_computed` the positions whose entries are in the cache. Once `frees_at` positions are computed, some
-    layer's blocks can be given back (NEVER: the schedule keeps them). `fills` marks schedules whose skipped layers get
-    entries (`on_skip` other than "none"), `exits` sequences whose tokens may leave early; `choice` is what choosing a
-    token takes (`Choice`).
+    `sequences[slot]` is the sequence there. Arrays are [slots] unless said otherwise: `num_tokens` counts prompt,
+    output and draft, `num_computed` the positions whose entries are in the cache. Once `frees_at` positions are
+    computed, some layer's blocks can be given back (NEVER: the schedule keeps them). `fills` marks schedules whose
+    skipped layers get entries (`on_skip` other than "none"), `exits` sequences whose tokens may leave early; `choice`
+    is what choosing a token takes (`Choice`). `drafts` marks sequences that draft at all, `drafting` those whose next
+    row goes through the layers `draft_layers` [slots, L] of a draft, or, where `by_second_model` says so, through
+    another model.
     """
 
     def __init__(self, max_sequences: int, num_layers: int, max_length: int) -> None:
@@ -35,6 +37,10 @@ class RunningTable:
         self.streams = np.zeros(max_sequences, dtype=bool)
         self.max_length = np.zeros(max_sequences, dtype=np.int64)
         self.exits = np.zeros(max_sequences, dtype=bool)
+        self.drafts = np.zeros(max_sequences, dtype=bool)
+        self.drafting = np.zeros(max_sequences, dtype=bool)
+        self.draft_layers = np.zeros((max_sequences, num_layers), dtype=bool)
+        self.by_second_model = np.zeros(max_sequences, dtype=bool)
 
     def put(self, sequence: Sequence, num_computed: int) -> None:
         """Fill the sequence's slot; `num_computed` positions are in the cache already."""
@@ -53,6 +59,17 @@ class RunningTable:
         self.choice[slot] = choice_of(sequence)
         self.streams[slot] = sequence.streams
         self.max_length[slot] = sequence.max_length
+        self.drafts[slot] = sequence.draft is not None
+        self.drafting[slot] = False
+        self.by_second_model[slot] = sequence.draft is not None and sequence.draft.rule.model is not None
+
+    def of_second_model(self, num_layers: int) -> RunningTable:
+        """A table of the same sequences for another model, which has computed other positions, all at full depth."""
+        max_sequences, max_length = self.tokens.shape
+        table = RunningTable(max_sequences, num_layers, max_length)
+        for shared in ("sequences", "tokens", "num_tokens", "prompt_length", "choice"):
+            setattr(table, shared, getattr(self, shared))
+        return table
 
     def sequence(self, slot: int) -> Sequence:
         """The sequence that runs in `slot`."""
@@ -80,6 +97,9 @@ class RunningTable:
             for chunk in (exits & known & (steps > 0)).nonzero()[0]:  # a replay goes as deep as it once did
                 depth = self.sequence(int(slots[chunk])).depths[int(steps[chunk])]
                 active[chunk] = np.arange(active.shape[1]) < depth
+        drafting = self.drafting[slots]
+        if drafting.any():
+            active[drafting] = self.draft_layers[slots[drafting]]
         return active
 
     def may_exit(self, slots: IntArray, steps: IntArray) -> BoolArray:

@@ -9,11 +9,13 @@ randomness that depends on its own seed and step, so no row depends on its neigh
 from __future__ import annotations
 
 import math
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from d3engine.draft import Ahead
 from d3engine.kernels.random import gumbel
 from d3engine.kernels.sampling import cut_min_p_, cut_top
 from d3engine.plan import Chosen, Plan, Sampled
@@ -21,6 +23,9 @@ from d3engine.request import Logprob
 from d3engine.sequence import Sequence
 
 FAULT = "the model's logits were not finite, or every token was excluded"
+
+Rows: TypeAlias = list[Sequence | Ahead]
+"""What each row is for: a sequence as it stands, or as it would be with drafted tokens accepted."""
 
 
 class Sampler:
@@ -32,21 +37,27 @@ class Sampler:
         count = len(plan.sampled)
         if plan.greedy:
             return _chosen(logits)
-        sequences = [plan.sequences[chunk] for chunk in plan.sampled.tolist()]
+        sequences: Rows = [plan.sequences[chunk] for chunk in plan.sampled.tolist()]
         raw, prompt = logits[:count], logits[count:]
-        sampled = _chosen(_noisy(_adjusted(raw, sequences), sequences)) if count else Sampled([])
+        sampled = _chosen(with_noise(scores_of(raw, sequences), sequences)) if count else Sampled([])
         logprobs = _sampled_logprobs(raw, sequences, sampled.token_ids)
-        return Sampled(sampled.token_ids, logprobs, _prompt_logprobs(prompt, plan), sampled.faults)
+        return Sampled(sampled.token_ids, logprobs, prompt_logprobs(prompt, plan), sampled.faults)
 
 
 def _chosen(scores: Tensor) -> Sampled:
     """The best token of each row; a row whose best score is not finite is a fault of its own."""
     if not len(scores):
         return Sampled([])
+    tokens, sound = best_of(scores)
+    faults = {row: FAULT for row, is_sound in enumerate(sound) if not is_sound}
+    return Sampled([[] if row in faults else [token] for row, token in enumerate(tokens)], faults=faults)
+
+
+def best_of(scores: Tensor) -> tuple[list[int], list[bool]]:
+    """The best token of each row, and whether its score is finite: otherwise the row's logits were of no use."""
     tokens = scores.argmax(dim=-1)
     best = scores.gather(1, tokens.unsqueeze(1)).flatten().tolist()  # NaN wins an argmax, so it is seen here
-    faults = {row: FAULT for row, score in enumerate(best) if not math.isfinite(score)}
-    return Sampled([[] if row in faults else [token] for row, token in enumerate(tokens.tolist())], faults=faults)
+    return tokens.tolist(), [math.isfinite(score) for score in best]
 
 
 def _until_faults(chosen: Chosen) -> Sampled:
@@ -59,8 +70,16 @@ def _until_faults(chosen: Chosen) -> Sampled:
     return Sampled(tokens, faults={row: FAULT for row, count in enumerate(counts) if count < len(healthy)})
 
 
-def _adjusted(logits: Tensor, sequences: list[Sequence]) -> Tensor:
-    """Apply what each row asks for to its logits: a copy."""
+def scores_of(logits: Tensor, sequences: Rows) -> Tensor:
+    """What each row makes of its logits before any noise: a copy with all that it asks for applied.
+
+    In rows that sample, the softmax of the scores is the distribution that they draw from; greedy rows take the best.
+    """
+    return _scaled_(_adjusted(logits, sequences), sequences)
+
+
+def _adjusted(logits: Tensor, sequences: Rows) -> Tensor:
+    """Apply bias, exclusions and penalties: a copy."""
     logits = logits.clone()
     for row, sequence in zip(logits, sequences, strict=True):
         _restrict_(row, sequence)
@@ -68,7 +87,7 @@ def _adjusted(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     return logits
 
 
-def _restrict_(row: Tensor, sequence: Sequence) -> None:
+def _restrict_(row: Tensor, sequence: Sequence | Ahead) -> None:
     """Bias, and exclude the tokens that may not come now, in place."""
     params = sequence.params
     if params.logit_bias:
@@ -91,7 +110,7 @@ def _is_pending(word: tuple[int, ...], generated: list[int]) -> bool:
     return len(word) == 1 or tuple(generated[-(len(word) - 1) :]) == word[:-1]
 
 
-def _penalise_(row: Tensor, sequence: Sequence) -> None:
+def _penalise_(row: Tensor, sequence: Sequence | Ahead) -> None:
     """Repetition (prompt and output), frequency and presence (output) penalties, in place."""
     params = sequence.params
     if params.repetition_penalty != 1.0:
@@ -104,8 +123,8 @@ def _penalise_(row: Tensor, sequence: Sequence) -> None:
         row -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
 
 
-def _noisy(logits: Tensor, sequences: list[Sequence]) -> Tensor:
-    """Logits whose argmax is a draw: scaled, cut and with Gumbel noise in rows that sample, greedy rows as they are."""
+def _scaled_(logits: Tensor, sequences: Rows) -> Tensor:
+    """Divide by the temperature and cut (min-p, top-k, top-p) in rows that sample, in place."""
     rows = [row for row, sequence in enumerate(sequences) if not sequence.params.greedy]
     if not rows:
         return logits
@@ -119,14 +138,23 @@ def _noisy(logits: Tensor, sequences: list[Sequence]) -> Tensor:
         cut_min_p_(scores, each([s.params.min_p for s in chosen]))
     if any(s.params.top_k or s.params.top_p < 1 for s in chosen):
         scores = cut_top(scores, each([s.params.top_k for s in chosen]), each([s.params.top_p for s in chosen]))
-    integers = torch.tensor([(s.seed, s.index, s.step) for s in chosen], device=logits.device)
-    noisy = logits.clone()
-    noisy[rows] = scores + gumbel(integers[:, 0], integers[:, 1], integers[:, 2], scores.shape[1])
+    logits[rows] = scores
+    return logits
+
+
+def with_noise(scores: Tensor, sequences: Rows) -> Tensor:
+    """Scores whose argmax is a draw: with Gumbel noise in rows that sample, a copy; greedy rows as they are."""
+    rows = [row for row, sequence in enumerate(sequences) if not sequence.params.greedy]
+    if not rows:
+        return scores
+    integers = torch.tensor([(s.seed, s.index, s.step) for s in map(sequences.__getitem__, rows)], device=scores.device)
+    noisy = scores.clone()
+    noisy[rows] += gumbel(integers[:, 0], integers[:, 1], integers[:, 2], scores.shape[1])
     return noisy
 
 
 def _sampled_logprobs(
-    logits: Tensor, sequences: list[Sequence], token_ids: list[list[int]]
+    logits: Tensor, sequences: Rows, token_ids: list[list[int]]
 ) -> list[list[dict[int, Logprob]] | None] | None:
     """The log-probabilities of the rows that asked for them."""
     if all(sequence.params.logprobs is None for sequence in sequences):
@@ -134,12 +162,12 @@ def _sampled_logprobs(
     return [
         None
         if sequence.params.logprobs is None
-        else [_logprobs(row, token, sequence.params.logprobs) for token in tokens]
+        else [token_logprobs(row, token, sequence.params.logprobs) for token in tokens]
         for row, sequence, tokens in zip(logits, sequences, token_ids, strict=True)
     ]
 
 
-def _prompt_logprobs(logits: Tensor, plan: Plan) -> list[list[dict[int, Logprob]]]:
+def prompt_logprobs(logits: Tensor, plan: Plan) -> list[list[dict[int, Logprob]]]:
     """The log-probabilities of each prompt token that the plan's prompt rows predict."""
     found, first = [], 0
     for prompt in plan.prompt_rows:
@@ -147,12 +175,12 @@ def _prompt_logprobs(logits: Tensor, plan: Plan) -> list[list[dict[int, Logprob]
         assert count is not None
         tokens = prompt.sequence.prompt_token_ids[prompt.position + 1 :]
         rows = logits[first : first + len(prompt.rows)]
-        found.append([_logprobs(row, token, count) for row, token in zip(rows, tokens, strict=False)])
+        found.append([token_logprobs(row, token, count) for row, token in zip(rows, tokens, strict=False)])
         first += len(prompt.rows)
     return found
 
 
-def _logprobs(logits: Tensor, token: int, count: int) -> dict[int, Logprob]:
+def token_logprobs(logits: Tensor, token: int, count: int) -> dict[int, Logprob]:
     """Log-probability and rank of `token` and of the `count` likeliest tokens, from the raw `logits` [V]."""
     logprobs = logits.log_softmax(dim=-1)
     rank = int((logprobs > logprobs[token]).sum()) + 1

@@ -16,14 +16,16 @@ import numpy as np
 from d3engine.admission import Admission, Immediate
 from d3engine.allocator import Allocator, peak_blocks
 from d3engine.chunks import Chunks
+from d3engine.drafting import Drafting
 from d3engine.errors import require
 from d3engine.kv_cache import IntArray, KVCache
-from d3engine.plan import Plan, RunAhead, Sampled
+from d3engine.plan import DraftWork, Plan, RunAhead, Sampled
 from d3engine.planner import build_plan
 from d3engine.prefix_cache import PrefixCache
 from d3engine.request import FinishReason, Logprob
 from d3engine.run_ahead import reaching, run_ahead
 from d3engine.running import RunningTable
+from d3engine.second_model import SecondModel
 from d3engine.sequence import NO_SLOT, Sequence, Status
 
 
@@ -60,7 +62,10 @@ class Counters:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
-    generated_layers: int = 0  # layers run, summed over generated tokens
+    generated_layers: int = 0  # layers run, summed over generated tokens, and over the rows of drafts and verifications
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    verifications: int = 0
     blocks_saved: int = 0  # at the end of each finished sequence, against full depth
 
 
@@ -78,15 +83,17 @@ class TokenOutput:
 
 
 class Scheduler:
-    """The waiting queue and the running sequences over one cache."""
+    """The waiting queue and the running sequences over one cache, and over `second_cache` of a model that drafts."""
 
-    def __init__(self, config: SchedulerConfig, cache: KVCache) -> None:
+    def __init__(self, config: SchedulerConfig, cache: KVCache, second_cache: KVCache | None = None) -> None:
         self.config = config
         self.cache = cache
         self.prefix_cache = PrefixCache(cache)
         self.counters = Counters()
         self._table = RunningTable(config.max_num_seqs, cache.num_layers, config.max_model_len)
         self._allocator = Allocator(cache, self._table)
+        self._drafting = Drafting(self._table)
+        self._second = None if second_cache is None else SecondModel(second_cache, self._table)
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self._running: list[Sequence] = []
         self._slots = np.empty(0, dtype=np.int64)
@@ -120,6 +127,12 @@ class Scheduler:
             f" may need {needed} blocks of {self.cache.block_size} entries, and the cache has {available}"
             f" (kv_cache_memory_bytes)",
         )
+        if sequence.draft is not None:
+            spare = self.config.max_num_batched_tokens - self.config.max_num_seqs
+            allowed = f"max_num_batched_tokens - max_num_seqs = {spare} at most: a draft is verified in one piece"
+            require(sequence.draft.rule.length <= spare, "draft_length", sequence.draft.rule.length, allowed)
+            if self._second is not None and sequence.draft.rule.model is not None:
+                self._second.check_fits(sequence)
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for its turn; raises `InvalidValueError` if it could never fit the cache."""
@@ -162,7 +175,14 @@ class Scheduler:
         chunks, missing = self._make_room(self._choose().deepest_first())
         ahead, missing = self._look_ahead(chunks, missing)
         before, after = self._allocator.allocate(chunks, missing)
-        return build_plan(chunks, self._table, self.cache.tables, before, after, ahead)
+        plan = build_plan(chunks, self._table, self.cache.tables, before, after, ahead)
+        if self._second is None or (nested := self._second.plan(self._second_chunks())) is None:
+            return plan
+        return replace(plan, drafts=replace(plan.drafts or DraftWork(frozenset(), {}), model=nested))
+
+    def _second_chunks(self) -> Chunks:
+        assert self._second is not None
+        return self._second.choose(self._slots, self.config.max_num_batched_tokens)
 
     def update(self, plan: Plan, sampled: Sampled, depths: IntArray | None = None) -> Iterator[TokenOutput]:
         """Take in what a step has computed: new tokens, ended sequences, prompt blocks to share, blocks to free.
@@ -181,19 +201,49 @@ class Scheduler:
         depths = sampled.depths or [[depth] for depth in ran[plan.sampled].tolist()]
         for row, chunk in enumerate(plan.sampled.tolist()):
             sequence = plan.sequences[chunk]
+            if sequence.status is Status.FINISHED:
+                continue  # with another of its request, whose token had a fault
+            if row in sampled.proposals:
+                self._drafting.propose(sequence, sampled.proposals[row], int(plan.depths[chunk]))
+                continue
+            given = depths[row] if sequence.draft is None else self._settle(sequence, len(sampled.token_ids[row]))
             logprobs = sampled.logprobs[row] if sampled.logprobs else None
             for place, token in enumerate(sampled.token_ids[row]):
-                given = depths[row]
                 depth = given[place] if place < len(given) else sequence.schedule.depth_at(sequence.step)
                 self._append(sequence, token, depth)
                 yield TokenOutput(sequence, token, depth, logprobs[place] if logprobs else None)
                 if sequence.status is Status.FINISHED:
+                    self.counters.generated_layers += sum(given[place + 1 :])
                     break
             else:
                 if row in sampled.faults:
                     self.finish(sequence, FinishReason.ABORT, sampled.faults[row])
                     yield TokenOutput(sequence, None, 0, None)
+            if self._second is not None and sequence.status is Status.RUNNING:
+                self._second.forget(sequence.slot, sequence.num_tokens - 1)
+        if plan.drafts is not None and plan.drafts.model is not None:
+            self._take_from_second(plan.drafts.model, sampled, len(plan.sampled))
         self._allocator.free_sleeping_layers(plan.slots)
+
+    def _take_from_second(self, plan: Plan, sampled: Sampled, first_place: int) -> None:
+        """Add what the second model has drafted to the drafts; its layers are not counted."""
+        assert self._second is not None
+        self._second.computed(plan)
+        for place, chunk in enumerate(plan.sampled.tolist(), start=first_place):
+            sequence = plan.sequences[chunk]
+            if sequence.status is Status.RUNNING:
+                self._drafting.propose(sequence, sampled.proposals[place], 0)
+
+    def _settle(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """End a sequence's draft, and count what came of it; returns the layers that each of its tokens took."""
+        draft, counters = sequence.draft, self.counters
+        assert draft is not None
+        drafted, accepted, passes = draft.num_drafted, draft.num_accepted, draft.num_verifications
+        depths = self._drafting.settle(sequence, num_tokens)
+        counters.drafted_tokens += draft.num_drafted - drafted
+        counters.accepted_tokens += draft.num_accepted - accepted
+        counters.verifications += draft.num_verifications - passes
+        return depths
 
     # -- choosing ----------------------------------------------------------------------------------------------
 
@@ -217,6 +267,8 @@ class Scheduler:
 
     def _enter(self, sequence: Sequence) -> None:
         sequence.slot = self.cache.open()
+        if self._second is not None:
+            self._second.open(sequence.slot)
         prompt = np.array(sequence.prompt_token_ids, dtype=np.int32)
         blocks = self.prefix_cache.match(prompt, sequence.prefix_keys)
         self.cache.share(sequence.slot, blocks)
@@ -233,8 +285,12 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         self.cache.close(sequence.slot)
+        if self._second is not None:
+            self._second.close(sequence.slot)
         self._table.sequences[sequence.slot] = None
         sequence.slot = NO_SLOT
+        if sequence.draft is not None:
+            sequence.draft.drop()  # it comes again as it was
         place = self._running.index(sequence)
         del self._running[place]
         self._slots = np.delete(self._slots, place)
@@ -250,19 +306,28 @@ class Scheduler:
     def _choose(self) -> Chunks:
         """One chunk for every running sequence that the token budget reaches; single tokens come first."""
         table, slots = self._table, self._slots
+        if table.drafts[slots].any():
+            self._drafting.begin(slots)
+            slots = slots[~(table.drafting[slots] & table.by_second_model[slots])]
         starts = table.num_computed[slots]
         lengths = table.num_tokens[slots] - starts
         longer = (lengths > 1).nonzero()[0]
         if longer.size:
             budget = self.config.max_num_batched_tokens - (slots.size - longer.size)
             # In order of rank, so that whoever is never preempted has rows: a step without rows would be the end.
-            for place in sorted(longer.tolist(), key=lambda place: self._running[place].order):
-                lengths[place] = min(self._run_length(self._running[place]), budget)
+            for place in sorted(longer.tolist(), key=lambda place: table.sequence(int(slots[place])).order):
+                lengths[place] = self._length_within(budget, table.sequence(int(slots[place])))
                 budget -= int(lengths[place])
             chosen = lengths > 0
             slots, starts, lengths = slots[chosen], starts[chosen], lengths[chosen]
         steps = table.steps(slots, starts)
         return Chunks(slots, starts, starts + lengths, steps, table.active(slots, steps))
+
+    def _length_within(self, budget: int, sequence: Sequence) -> int:
+        """How many tokens of a sequence that has to catch up come next; a draft is verified whole or later."""
+        length = self._run_length(sequence)
+        verifies = sequence.draft is not None and sequence.draft.ended
+        return min(length, budget) if not verifies or length <= budget else 0
 
     def _run_length(self, sequence: Sequence) -> int:
         """How many of the tokens to catch up with come next in the prompt, or run the same layers."""
@@ -270,6 +335,8 @@ class Scheduler:
         prompt = len(sequence.prompt_token_ids)
         if computed < prompt:
             return prompt - computed
+        if sequence.draft is not None:
+            return self._drafting.run_length(sequence)
         step = computed - prompt + 1
         return min(sequence.num_tokens - computed, sequence.same_layers_until(step) - step)
 
@@ -280,7 +347,8 @@ class Scheduler:
         """
         while True:
             missing, needed = self._allocator.missing(chunks)
-            if self.prefix_cache.reserve(needed):
+            has_room = self._second is None or self._second.has_room(self._second_chunks())
+            if self.prefix_cache.reserve(needed) and has_room:
                 return chunks, missing
             victim = max(self._running, key=lambda sequence: sequence.order)
             assert len(self._running) > 1, "a single sequence outgrew the cache that add() had found large enough"
@@ -341,12 +409,16 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert all invariants of cache, prefix cache and queue; for tests, after every step."""
         self.cache.check_integrity(self.prefix_cache.mentions())
+        if self._second is not None:
+            self._second.cache.check_integrity()
         assert self._slots.tolist() == [sequence.slot for sequence in self._running]
         assert len(self._running) + self.cache.num_free_slots == self.config.max_num_seqs
         for sequence in self._running:
             assert sequence.status is Status.RUNNING
             assert self._table.sequences[sequence.slot] is sequence
-            assert self._table.num_tokens[sequence.slot] == sequence.num_tokens
+            drafted = 0 if sequence.draft is None else len(sequence.draft.token_ids)
+            assert self._table.num_tokens[sequence.slot] == sequence.num_tokens + drafted
         for _, sequence in self._waiting:
             assert sequence.status in (Status.WAITING, Status.PREEMPTED)
             assert sequence.slot == NO_SLOT
+            assert sequence.draft is None or not sequence.draft.token_ids

@@ -13,6 +13,7 @@ from itertools import takewhile
 import numpy as np
 
 from d3engine.depth import ExitRule, Schedule
+from d3engine.draft import Draft
 from d3engine.kv_cache import IntArray
 from d3engine.request import FinishReason, SamplingParams
 
@@ -49,6 +50,7 @@ class Sequence:
         shares_prompt: whether its prompt may come from the prefix cache and go there.
         prefix_keys: the prefix cache's keys of its prompt, set by the scheduler; empty when it may not share.
         streams: whether each token is wanted as soon as it is there, rather than the whole answer at the end.
+        draft: what it has drafted, if it drafts; its answer, `token_ids`, holds verified tokens alone.
 
     Attributes:
         depths: how many layers each generated token took.
@@ -69,6 +71,7 @@ class Sequence:
     prefix_keys: list[bytes] = field(default_factory=list)
     streams: bool = True
     exit_rule: ExitRule | None = None
+    draft: Draft | None = None
 
     token_ids: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)

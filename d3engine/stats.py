@@ -21,6 +21,8 @@ class EngineStats:
 
     With CUDA graphs: how many were captured, in how many seconds, with what memory, and how many steps ran in graphs
     and how many were launched by the host; without, all are 0 (`num_steps` counts every step).
+    Sequences that draft count as full depth nominally; realised are all layers run for all rows of their drafts and
+    verifications, over the tokens that came of them. The last two are None before anything was drafted.
     """
 
     num_waiting: int
@@ -38,11 +40,16 @@ class EngineStats:
     kv_bytes_in_use: int
     kv_bytes_saved: int
     kv_bytes_saved_at_end: int
-    graphs_captured: int
-    graph_capture_seconds: float
-    graph_memory_bytes: int
-    graph_steps: int
-    eager_steps: int
+    graphs_captured: int = 0
+    graph_capture_seconds: float = 0.0
+    graph_memory_bytes: int = 0
+    graph_steps: int = 0
+    eager_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    verifications: int = 0
+    acceptance_rate: float | None = None
+    tokens_per_verification: float | None = None
 
 
 def engine_stats(
@@ -70,6 +77,13 @@ def engine_stats(
         kv_bytes_saved=scheduler.blocks_saved_now() * block_bytes,
         kv_bytes_saved_at_end=counters.blocks_saved * block_bytes,
         **asdict(graphs or GraphStats()),
+        drafted_tokens=counters.drafted_tokens,
+        accepted_tokens=counters.accepted_tokens,
+        verifications=counters.verifications,
+        acceptance_rate=counters.accepted_tokens / counters.drafted_tokens if counters.drafted_tokens else None,
+        tokens_per_verification=(
+            1 + counters.accepted_tokens / counters.verifications if counters.verifications else None
+        ),
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import admission, decode, policies, systems
+from benchmarks import admission, decode, lossless, policies, systems
 from benchmarks.report import environment
 from d3engine.admission import Immediate
 from d3engine.depth import D3, EarlyExit
@@ -126,6 +126,24 @@ def test_admission_saves_as_its_cells_say(tmp_path: Path) -> None:
         assert 1 <= cell["layer_steps_saved"] <= 32 / depths.min()
         assert 0 < cell["mean_rows"] <= batch
         assert cell["extra_wait"] == pytest.approx(cell["mean_wait"] - cells[batch, 1]["mean_wait"])
+
+
+def test_the_lossless_benchmark_compares_equal_answers_with_what_their_acceptance_promises(tmp_path: Path) -> None:
+    settings = lossless.Settings(drafts=((0.8, 0.4),), lengths=(2,), prompts=1, tokens=12, repeats=1)
+    report = lossless.measure(settings, show_progress=False)
+    (cell,) = report["cells"]
+    g, b, c = cell["mean_draft_length"], cell["acceptance"], cell["draft_cost"]
+    assert cell["tokens_per_verification"] == pytest.approx(g + 1 if b == 1 else (1 - b ** (g + 1)) / (1 - b))
+    assert cell["modelled_speedup"] == pytest.approx(cell["tokens_per_verification"] / (g * c + 1))
+    lossless.plot(report, tmp_path / "lossless.png")
+    assert (tmp_path / "lossless.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(("b", "g", "c"), [(0.5, 3, 0.25), (0.9, 1, 0.6), (1.0, 4, 0.5), (0.0, 2, 0.5)])
+def test_the_break_even_line_is_the_sum_of_its_series(b: float, g: int, c: float) -> None:
+    tokens = sum(b**power for power in range(g + 1))
+    assert lossless.modelled_speedup(b, c, g) == pytest.approx(tokens / (g * c + 1))
+    assert lossless.acceptance_for(tokens, g) == pytest.approx(b, abs=1e-9)
 
 
 def test_a_lone_answer_saves_what_its_schedule_saves() -> None:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from d3engine import __version__
 from d3engine.cli import app
 from d3engine.cli.depth_options import AUTO, OPTIONS, depth_from_options
-from d3engine.depth import D3, EarlyExit, FullDepth, SkipDecode, TailSkip, UnifiedSkip
+from d3engine.depth import D3, EarlyExit, FullDepth, Lossless, SelfSpeculative, SkipDecode, TailSkip, UnifiedSkip
 from d3engine.errors import InvalidValueError
 
 BBH = ["schedule", "--layers", "32", "--depth", "d3", "--alpha", "0.9", "--start", "0.6", "--steps", "200"]
@@ -252,6 +252,18 @@ def test_options_become_the_policy_they_name() -> None:
         policy("early-exit", confidence="cosine")
     with pytest.raises(InvalidValueError, match=r"--depth='table' .* one of auto, full, d3"):
         policy("table")
+    lossless = policy("lossless", alpha=0.9, start="0.6", tail=1, draft_length=3, stop_probability=0.2)
+    assert lossless == Lossless(D3(0.9, 0.6, tail=1), 3, stop_probability=0.2)
+    drafting = policy("self-speculative", draft="unified", speedup="2", adaptive=True)
+    assert drafting == SelfSpeculative(UnifiedSkip(2), adaptive=True)
+    with pytest.raises(InvalidValueError, match="--draft='d3'"):
+        policy("lossless", draft="d3", alpha=0.9, start="0.6")
+    with pytest.raises(InvalidValueError, match="--speedup='2'"):
+        policy("lossless", alpha=0.9, start="0.6", speedup="2")
+    with pytest.raises(InvalidValueError, match="needs --draft, one of d3, skipdecode, unified, tail-skip"):
+        policy("self-speculative", alpha=0.9, start="0.6")
+    with pytest.raises(InvalidValueError, match="--draft-length=3"):
+        policy("d3", alpha=0.9, start="0.6", draft_length=3)
     with pytest.raises(InvalidValueError, match="--warmup=1"):
         policy("d3", alpha=0.9, start="0.6", warmup=1)
 

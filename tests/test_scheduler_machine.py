@@ -15,6 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -33,6 +34,8 @@ from d3engine.depth import (
     TailSkip,
     UnifiedSkip,
 )
+from d3engine.depth.draft_rule import DraftRule
+from d3engine.draft import Draft, Proposal
 from d3engine.errors import InvalidValueError
 from d3engine.kv_cache import IntArray, KVCache
 from d3engine.plan import Plan, Sampled, spans_of
@@ -84,6 +87,25 @@ def peak_by_hand(schedule: Schedule, prompt: int, max_length: int, block_size: i
     return peak
 
 
+def layers_of(plan: Plan, chunk: int) -> npt.NDArray[np.bool_]:
+    """The layers that a chunk must run, from its sequence alone."""
+    sequence, start, stop = plan.sequences[chunk], int(plan.starts[chunk]), int(plan.stops[chunk])
+    draft = sequence.draft
+    if draft is None or start < sequence.num_tokens - 1:
+        return sequence.schedule.active(step_of(sequence, start))
+    assert draft.rule.schedule is not None
+    layers = draft.rule.schedule.active(sequence.step)  # of the step at which the draft begins
+    if not draft.ended:
+        return layers
+    drafted_rows_alone = stop < sequence.num_tokens + len(draft.token_ids)
+    return np.arange(layers.size) >= layers.argmin() if drafted_rows_alone else np.ones_like(layers)
+
+
+def known_tokens(sequence: Sequence) -> list[int]:
+    drafted = [] if sequence.draft is None else sequence.draft.token_ids
+    return sequence.prompt_token_ids + sequence.token_ids + drafted
+
+
 class Contents:
     """The pool's tensor as numbers: flat entry -> the name of what was written there."""
 
@@ -93,6 +115,7 @@ class Contents:
         self.names: dict[Hashable, int] = {}
         self.histories: dict[int, list[int]] = {}  # by arrival: what every token so far names
         self.expected: dict[int, list[list[int]]] = {}  # by arrival: [position][layer], UNWRITTEN for a hole
+        self.kept: dict[int, tuple[int, int]] = {}  # by place: the history and the layer of a kept hidden state
 
     def name(self, *key: Hashable) -> int:
         return self.names.setdefault(key, len(self.names) + 1)
@@ -116,6 +139,42 @@ class Contents:
             history = self.name("history", before, tokens[position], *how)
             histories.append(history)
             expected.append([self._entry(sequence, layer, active, history) for layer in range(len(active))])
+
+    def rewrite(self, plan: Plan, chunk: int) -> None:
+        """Name the entries of a drafting sequence's chunk, which may replace what a draft has left.
+
+        Above the first layer that a draft skips, its entries are its own; below, and after verification, full depth's.
+        """
+        sequence, active = plan.sequences[chunk], layers_of(plan, chunk)
+        self.grow(sequence, min(int(plan.starts[chunk]), sequence.num_tokens))  # what the prefix cache has served
+        histories = self.histories.setdefault(sequence.arrival, [])
+        expected = self.expected.setdefault(sequence.arrival, [])
+        drafts = sequence.draft is not None and not sequence.draft.ended and not active.all()
+        for position in range(int(plan.starts[chunk]), int(plan.stops[chunk])):
+            before = histories[position - 1] if position else 0
+            histories[position:] = [self.name("history", before, known_tokens(sequence)[position], "full")]
+            names = []
+            for layer, runs in enumerate(active.tolist()):
+                true = self.name("ran", layer, histories[position])
+                drafted = self.name("drafted", layer, histories[position], tuple(active), sequence.step)
+                names.append((drafted if drafts and not active[:layer].all() else true) if runs else UNWRITTEN)
+            if not drafts:  # rows that resume have their lower layers' entries already
+                names = [self.name("ran", layer, histories[position]) for layer in range(active.size)]
+            expected[position:] = [names]
+
+    def keep(self, plan: Plan) -> None:
+        """Follow the hidden states that outlive a step; what comes back must be what was kept for that very row."""
+        work = plan.drafts
+        for rows in () if work is None else work.resumed:
+            for row, place in zip(rows.rows.tolist(), rows.places.tolist(), strict=True):
+                chunk, position = int(plan.row_chunks[row]), int(plan.positions[row])
+                history = self.histories[plan.sequences[chunk].arrival][position]
+                assert self.kept.pop(place) == (history, int(layers_of(plan, chunk).argmax()))
+        for rows in () if work is None else work.kept:
+            for row, place in zip(rows.rows.tolist(), rows.places.tolist(), strict=True):
+                chunk, position = int(plan.row_chunks[row]), int(plan.positions[row])
+                assert layers_of(plan, chunk)[: rows.layer].all()
+                self.kept[place] = self.histories[plan.sequences[chunk].arrival][position], rows.layer
 
     def _entry(self, sequence: Sequence, layer: int, active: tuple[bool, ...], history: int) -> int:
         on_skip = sequence.schedule.on_skip
@@ -160,8 +219,12 @@ class Contents:
 
         `exits` are the depths after which some chunks leave.
         """
-        for chunk, (sequence, stop) in enumerate(zip(plan.sequences, plan.stops.tolist(), strict=True)):
-            self.grow(sequence, stop, exits.get(chunk))
+        for chunk in sorted(range(len(plan.sequences)), key=lambda chunk: int(plan.starts[chunk])):
+            if plan.sequences[chunk].draft is None:
+                self.grow(plan.sequences[chunk], int(plan.stops[chunk]), exits.get(chunk))
+            else:
+                self.rewrite(plan, chunk)
+        self.keep(plan)
         self.copy(plan.copies_before)
         for span in plan.spans:
             rows = range(span.num_rows) if span.rows is None else span.rows.tolist()
@@ -180,9 +243,11 @@ class Contents:
         self.copy(plan.copies_after)
         for chunk, depth in exits.items():
             self._fill_above(plan, chunk, depth)
-        for sequence, stop, step in zip(plan.sequences, plan.stops.tolist(), plan.steps.tolist(), strict=True):
+        for chunk, (sequence, stop) in enumerate(zip(plan.sequences, plan.stops.tolist(), strict=True)):
             filled = sequence.schedule.on_skip != "none"
-            for layer in np.flatnonzero(filled | active_at(sequence, step)).tolist():
+            drafts = sequence.draft is not None and not sequence.draft.ended
+            verified = sequence.draft is not None and not drafts  # true at every layer, rows that resumed included
+            for layer in np.flatnonzero(filled | verified | layers_of(plan, chunk)).tolist():
                 self.check(sequence, layer, stop)
 
     def _fill_above(self, plan: Plan, chunk: int, depth: int) -> None:
@@ -198,28 +263,36 @@ class Contents:
 
     def _write_row(self, plan: Plan, row: int, layer: int, kind: str) -> None:
         chunk, position = int(plan.row_chunks[row]), int(plan.positions[row])
-        history = self.histories[plan.sequences[chunk].arrival][position]
-        self.write(int(plan.slots[chunk]), layer, position, self.name(kind, layer, history))
+        sequence = plan.sequences[chunk]
+        name = self.name(kind, layer, self.histories[sequence.arrival][position])
+        if sequence.draft is not None:
+            name = self.expected[sequence.arrival][position][layer]
+        self.write(int(plan.slots[chunk]), layer, position, name)
 
 
 def check_plan(scheduler: Scheduler, plan: Plan) -> None:
     """Everything a plan promises, from its sequences alone."""
     assert 0 < plan.num_rows <= scheduler.config.max_num_batched_tokens
-    assert len({id(sequence) for sequence in plan.sequences}) == len(plan.sequences) == len(plan.slots)
+    places = [(id(sequence), int(start)) for sequence, start in zip(plan.sequences, plan.starts, strict=True)]
+    assert len(set(places)) == len(plan.sequences) == len(plan.slots)
+    twice = len(plan.sequences) - len({id(sequence) for sequence in plan.sequences})
+    assert twice == sum(len(rows.rows) > 0 for rows in plan.drafts.resumed) * twice if plan.drafts else twice == 0
     projected, active = set(), set()
     for chunk, sequence in enumerate(plan.sequences):
         start, stop = int(plan.starts[chunk]), int(plan.stops[chunk])
         rows = slice(int(plan.query_starts[chunk]), int(plan.query_starts[chunk + 1]))
         assert sequence.slot == plan.slots[chunk]
-        assert start < stop <= sequence.num_tokens
+        assert start < stop <= len(known_tokens(sequence))
         assert plan.steps[chunk] == step_of(sequence, start)
         assert plan.positions[rows].tolist() == list(range(start, stop))
-        assert plan.token_ids[rows].tolist() == (sequence.prompt_token_ids + sequence.token_ids)[start:stop]
+        assert plan.token_ids[rows].tolist() == known_tokens(sequence)[start:stop]
         assert (plan.row_chunks[rows] == chunk).all()
-        assert plan.depths[chunk] == active_at(sequence, int(plan.steps[chunk])).sum()
-        assert (chunk in plan.sampled) == (stop == sequence.num_tokens)
+        planned = layers_of(plan, chunk)
+        runs_now = active_at(sequence, int(plan.steps[chunk])) if sequence.draft is None else planned
+        assert plan.depths[chunk] == runs_now.sum()
+        assert (chunk in plan.sampled) == (stop == len(known_tokens(sequence)))
         for row, position in zip(range(rows.start, rows.stop), range(start, stop), strict=True):
-            runs = active_at(sequence, step_of(sequence, position))
+            runs = planned if sequence.draft is not None else active_at(sequence, step_of(sequence, position))
             active |= {(row, layer) for layer in np.flatnonzero(runs).tolist()}
             if sequence.schedule.on_skip == "project":
                 projected |= {(row, layer) for layer in np.flatnonzero(~runs).tolist()}
@@ -271,7 +344,7 @@ def check_writes(scheduler: Scheduler, plan: Plan) -> None:
         named.setdefault(int(cache.tables[slot, layer, index]), []).append((slot, layer))
     writers: dict[int, tuple[int, int]] = {}
     for chunk, sequence in enumerate(plan.sequences):
-        slot, active = sequence.slot, active_at(sequence, int(plan.steps[chunk]))
+        slot, active = sequence.slot, layers_of(plan, chunk)
         for layer in range(cache.num_layers):
             if not active[layer] and sequence.schedule.on_skip != "project":
                 continue
@@ -372,9 +445,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             shares_prompt=data.draw(st.sampled_from([True, True, True, False]), label="shares_prompt"),
             streams=data.draw(st.sampled_from([False, False, True]), label="streams"),
         )
+        if data.draw(st.sampled_from([True, False]), label="drafts"):
+            rule = data.draw(draft_rules(self.cache.num_layers), label="rule")
+            sequence.draft, sequence.schedule = Draft(rule), FullDepth().schedule(self.cache.num_layers)
         peak = peak_by_hand(sequence.schedule, len(prompt), sequence.max_length, self.cache.block_size)
         if peak > self.cache.pool.num_blocks:
             with pytest.raises(InvalidValueError, match="max_tokens"):
+                self.scheduler.add(sequence)
+            return
+        config = self.scheduler.config
+        if sequence.draft and sequence.draft.rule.length > config.max_num_batched_tokens - config.max_num_seqs:
+            with pytest.raises(InvalidValueError, match="draft_length"):
                 self.scheduler.add(sequence)
             return
         self.scheduler.add(sequence)
@@ -432,29 +513,42 @@ class SchedulerMachine(RuleBasedStateMachine):
         exits = draw_exits(plan, self.numbers)
         self._run(plan, exits)
         chosen = [plan.sequences[chunk] for chunk in plan.sampled.tolist()]
-        failed = {0: "made to fail"} if faults and chosen else {}
-        rows = [[token_at(s, s.step + taken) for taken in range(plan.num_steps)] for s in chosen]
-        for row in failed:
-            del rows[row][-1]  # the tokens before the fault stand
+        proposing = plan.drafts.proposing if plan.drafts else frozenset()
+        proposals = {place: guess(chosen[place]) for place in proposing}
+        rows = [self._tokens_of(plan, s) if place not in proposing else [] for place, s in enumerate(chosen)]
+        failing = [place for place in range(len(chosen)) if place not in proposing][:1] if faults else []
+        for place in failing:
+            rows[place].pop()  # the tokens before the fault stand
+        steps = {sequence.arrival: sequence.step for sequence in chosen}
+        failed = dict.fromkeys(failing, "made to fail")
         ran = plan.depths.copy()
         ran[list(exits)] = list(exits.values())
         wanted = dict(zip([s.arrival for s in plan.sequences], ran.tolist(), strict=True))
-        for output in self.scheduler.update(plan, Sampled(rows, faults=failed), ran if exits else None):
-            sequence = output.sequence
-            if output.token_id is None:
-                assert sequence is chosen[0]
-                assert sequence.finish_reason is FinishReason.ABORT
+        sampled = Sampled(rows, faults=failed, proposals=proposals)
+        outputs = list(self.scheduler.update(plan, sampled, ran if exits else None))
+        for place, sequence in enumerate(chosen):
+            own = [output for output in outputs if output.sequence is sequence and output.token_id is not None]
+            tokens = [output.token_id for output in own]
+            assert tokens == rows[place][: len(tokens)]
+            ended = sequence.status is Status.FINISHED
+            assert len(tokens) == len(rows[place]) or ended, "a token was lost"
+            if place in failed and sequence.finish_reason is FinishReason.ABORT:
                 self.finished_by_us.add(sequence.arrival)
-                continue
-            assert output.token_id == sequence.token_ids[-1] == token_at(sequence, sequence.step - 1)
-            assert output.depth == sequence.depths[-1]
-            if sequence.exit_rule is None:
-                assert output.depth == sequence.schedule.active(sequence.step - 1).sum()
+            first = steps[sequence.arrival]
+            assert [output.depth for output in own] == sequence.depths[first : first + len(own)]
+            if sequence.exit_rule is not None:
+                assert [output.depth for output in own] == [wanted[sequence.arrival]] * len(own)
+            elif sequence.draft is None:
+                for nth, output in enumerate(own):
+                    assert output.depth == sequence.schedule.active(first + nth).sum()
             else:
-                assert output.depth == wanted[sequence.arrival]
-        for sequence in chosen:
-            going = sequence.status is Status.RUNNING
-            assert going or sequence.finish_reason is not None
+                assert all(output.depth >= self.cache.num_layers for output in own[:1])
+
+    def _tokens_of(self, plan: Plan, sequence: Sequence) -> list[int]:
+        """What a sequence gets from a step: what the absent model generates at each of its steps, or verifies."""
+        if sequence.draft is not None:
+            return judged(sequence)
+        return [token_at(sequence, sequence.step + taken) for taken in range(plan.num_steps)]
 
     def _run(self, plan: Plan, exits: dict[int, int]) -> None:
         """All steps that the plan stands for: what it says of its first holds of the others, each a token later."""
@@ -465,8 +559,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             later = later_step(plan, taken)
             check_plan(self.scheduler, later)
             self.contents.run(later, {})
-        for sequence in plan.sequences:
-            del sequence.token_ids[sequence.step - (plan.num_steps - 1) :]
+        if plan.num_steps > 1:
+            for sequence in plan.sequences:
+                del sequence.token_ids[sequence.step - (plan.num_steps - 1) :]
 
     @invariant()
     def everything_holds(self) -> None:
@@ -483,6 +578,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _check_blocks_of(self, sequence: Sequence) -> None:
         """After a step a sequence holds blocks for what it has computed, and none in layers that sleep for ever."""
         computed = int(self.scheduler._table.num_computed[sequence.slot])
+        if sequence.draft is not None:  # a draft lets its own layers run ahead, and a rejected one leaves its blocks
+            held, size = self.cache.num_blocks[sequence.slot], self.cache.block_size
+            assert (held >= -(-min(computed, sequence.num_tokens - 1) // size)).all()
+            assert (held <= -(-(sequence.max_length - 1) // size)).all()
+            return
         step = step_of(sequence, computed)
         runs = sequence.schedule.active(step) if sequence.schedule.on_skip == "none" else True
         wanted = np.where(runs, -(-computed // self.cache.block_size), 0)
@@ -491,7 +591,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        limit = sum(2 * s.max_length for s in self.sequences) * (1 + len(self.sequences))
+        limit = sum(6 * s.max_length for s in self.sequences) * (1 + len(self.sequences))
         while self.scheduler.has_unfinished():
             self._step(faults=False)
             self.everything_holds()
@@ -501,6 +601,34 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.prefix_cache.clear()
         self.scheduler.check_integrity()
         assert self.cache.pool.num_free == self.cache.pool.num_blocks
+
+
+def guess(sequence: Sequence) -> Proposal:
+    """What drafts: mostly right, now and then wrong, seldom of no use."""
+    assert sequence.draft is not None
+    step = sequence.step + len(sequence.draft.token_ids)
+    chance = (sequence.arrival * 7 + step * 5 + sequence.step) % 13
+    return Proposal(None if chance == 0 else (token_at(sequence, step) + (chance < 4)) % 7)
+
+
+def judged(sequence: Sequence) -> list[int]:
+    """What verification makes of a draft: its tokens as long as they are right, and one more."""
+    tokens = []
+    for drafted in [*(sequence.draft.token_ids if sequence.draft else []), None]:
+        tokens.append(token_at(sequence, sequence.step + len(tokens)))
+        if drafted != tokens[-1]:
+            break
+    return tokens
+
+
+@st.composite
+def draft_rules(draw: st.DrawFn, num_layers: int) -> DraftRule:
+    """Drafts by every policy, nested or not; those that keep hidden states by D3."""
+    length, adaptive = draw(st.integers(1, 4)), draw(st.booleans())
+    if draw(st.booleans()):
+        alpha, start = draw(st.sampled_from([0.3, 0.8])), draw(st.sampled_from([0.2, 0.5, 0.8]))
+        return DraftRule(length, adaptive=adaptive, schedule=D3(alpha, start).schedule(num_layers), resumes=True)
+    return DraftRule(length, adaptive=adaptive, schedule=draw(schedules(num_layers)))
 
 
 @st.composite

@@ -29,6 +29,10 @@ OWN_NAMES = [name for name in POLICY_CLASSES if name != "table"]
 """d3engine's policies that options can spell out; a table is too long for a command line."""
 
 
+DRAFT_NAMES = ("d3", "skipdecode", "unified", "tail-skip")
+"""The policies that may draft on a command line."""
+
+
 class OnSkipName(StrEnum):
     """The values of `--on-skip`."""
 
@@ -77,6 +81,11 @@ OPTIONS: dict[str, tuple[str, type, str]] = {
         "early-exit: who decides; under batch_min company changes answers (per_row).",
     ),
     "on_skip": ("--on-skip", OnSkipName, "What the KV cache holds at a skipped layer (none; early-exit: project)."),
+    "draft": ("--draft", str, "self-speculative: the policy whose layers draft, with its own options."),
+    "draft_model": ("--draft-model", str, "speculative: the directory of a smaller model of the same vocabulary."),
+    "draft_length": ("--draft-length", int, "lossless, (self-)speculative: tokens of a draft at most (4)."),
+    "stop_probability": ("--stop-probability", float, "The same: end a draft whose best token is less likely (0)."),
+    "adaptive": ("--adaptive", bool, "The same: let each answer adapt the length of its drafts."),
 }
 """Field of the policies -> flag, type, help. None stands for an option that was not given."""
 
@@ -97,6 +106,25 @@ def depth_from_options(name: str, options: dict[str, Any], others: Sequence[str]
         for field, value in options.items()
         if value is not None
     }
+    if name in ("lossless", "self-speculative"):
+        return _drafting(name, given)
+    return _plain(name, given, others)
+
+
+def _drafting(name: str, given: dict[str, Any]) -> DepthPolicy:
+    """A policy whose drafts run the layers of another; options that are not its own go to the draft."""
+    draft = given.pop("draft", None)
+    if name == "lossless":
+        require(draft is None, "--draft", draft, "--depth lossless drafts by d3, with its options")
+        draft = "d3"
+    require(draft is not None, "--depth", name, f"it needs --draft, one of {', '.join(DRAFT_NAMES)}")
+    require(draft in DRAFT_NAMES, "--draft", draft, f"one of {', '.join(DRAFT_NAMES)}")
+    own = {field: value for field, value in given.items() if field in policy_options(name)}
+    drafting = _plain(draft, {field: value for field, value in given.items() if field not in own})
+    return policy_from_name(name, draft=drafting, **own)
+
+
+def _plain(name: str, given: dict[str, Any], others: Sequence[str] = ()) -> Depth:
     takes = () if name == AUTO else policy_options(name)
     for pair in others:
         field, separator, value = pair.partition("=")
@@ -146,9 +174,10 @@ def policy_from_words(words: list[str], field: str = "--policy") -> Depth:
             continue
         kind = OPTIONS[fields[key]][1]
         try:
-            options[fields[key]] = kind(value)
-        except ValueError:
-            raise InvalidValueError(key, value, f"a value of type {kind.__name__}") from None
+            options[fields[key]] = {"true": True, "false": False}[value] if kind is bool else kind(value)
+        except (ValueError, KeyError):
+            wanted = "true or false" if kind is bool else f"a value of type {kind.__name__}"
+            raise InvalidValueError(key, value, wanted) from None
     return depth_from_options(name, options, others)
 
 

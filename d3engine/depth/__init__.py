@@ -5,9 +5,12 @@ from d3engine.depth.early_exit import EarlyExit
 from d3engine.depth.exit_rule import ExitRule
 from d3engine.depth.full_depth import FullDepth
 from d3engine.depth.layer_table import LayerTable
+from d3engine.depth.lossless import Lossless
 from d3engine.depth.policy import DepthPolicy, policy_from_dict, policy_from_name
 from d3engine.depth.schedule import NEVER, Schedule
+from d3engine.depth.self_speculative import SelfSpeculative
 from d3engine.depth.skip_decode import SkipDecode
+from d3engine.depth.speculative import Speculative
 from d3engine.depth.tail_skip import TailSkip
 from d3engine.depth.unified_skip import UnifiedSkip
 
@@ -19,8 +22,11 @@ __all__ = [
     "ExitRule",
     "FullDepth",
     "LayerTable",
+    "Lossless",
     "Schedule",
+    "SelfSpeculative",
     "SkipDecode",
+    "Speculative",
     "TailSkip",
     "UnifiedSkip",
     "policy_from_dict",

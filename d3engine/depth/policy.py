@@ -15,12 +15,15 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from fractions import Fraction
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from d3engine.depth.exit_rule import ExitRule
 from d3engine.depth.installed import PolicyLoadError, installed_names, load_installed, package_of
 from d3engine.depth.schedule import Schedule
 from d3engine.errors import InvalidValueError, ModelFormatError, require
+
+if TYPE_CHECKING:
+    from d3engine.depth.draft_rule import DraftRule
 
 POLICY_FILE = "d3.json"
 """Beside a model's weights: the policy that calibration found for it."""
@@ -33,6 +36,9 @@ POLICY_CLASSES: Mapping[str, tuple[str, str]] = {
     "tail-skip": ("d3engine.depth.tail_skip", "TailSkip"),
     "early-exit": ("d3engine.depth.early_exit", "EarlyExit"),
     "table": ("d3engine.depth.layer_table", "LayerTable"),
+    "self-speculative": ("d3engine.depth.self_speculative", "SelfSpeculative"),
+    "lossless": ("d3engine.depth.lossless", "Lossless"),
+    "speculative": ("d3engine.depth.speculative", "Speculative"),
 }
 """Name -> module and class. A `DepthPolicy` of the user's own has no entry: it is passed as an object, or offered
 by an installed package under the entry-point group `d3engine.policies`."""
@@ -43,6 +49,9 @@ class DepthPolicy(ABC):
 
     name: ClassVar[str]
     """What the command line and JSON call the policy."""
+
+    drafts: ClassVar[bool] = False
+    """Whether the policy's tokens are drafted and then verified."""
 
     @abstractmethod
     def schedule(self, num_layers: int) -> Schedule:
@@ -55,13 +64,14 @@ class DepthPolicy(ABC):
         """
         return None
 
+    def draft_rule(self, num_layers: int) -> DraftRule | None:
+        """How the policy drafts tokens for full depth to verify; None: it does not."""
+        return None
+
     def describe(self) -> dict[str, Any]:
         """`{"policy": name, option: value, ...}`, ready for JSON; `policy_from_dict` reads it back."""
         options = {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
-        return {
-            "policy": self.name,
-            **{option: str(value) if isinstance(value, Fraction) else value for option, value in options.items()},
-        }
+        return {"policy": self.name, **{option: _plain(value) for option, value in options.items()}}
 
 
 def policy_names() -> list[str]:
@@ -165,6 +175,13 @@ def _reading(path: Path, complaint: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelFormatError(f"{path} {complaint}: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """An option as JSON has it."""
+    if isinstance(value, DepthPolicy):
+        return value.describe()
+    return str(value) if isinstance(value, Fraction) else value
 
 
 def _has_no_default(field: Field[Any]) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from d3engine.executor.computed import Computed
 from d3engine.executor.early_exit import EarlyExits
+from d3engine.executor.kept_states import KeptStates
 from d3engine.kv_cache import IntArray
 from d3engine.model.config import ModelConfig
 from d3engine.model.llama import Llama
@@ -55,6 +56,7 @@ class EagerExecutor:
         # One block more than the pool hands out: id 0 is what an empty table entry reads.
         shape = (num_blocks + 1, 2, block_size, config.num_kv_heads, config.head_dim)
         self.pool = torch.zeros(shape, dtype=dtype, device=device)
+        self._kept_states = KeptStates(config.hidden_size, dtype, device)
 
     @property
     def rotation_table(self) -> Tensor:
@@ -73,16 +75,19 @@ class EagerExecutor:
             self._copy(plan.copies_before)
         inputs = self._inputs(plan)
         hidden = self.model.embed(self._tensor(plan.token_ids))
+        kept = self._kept_states.follow(plan.drafts, hidden)
         exits = EarlyExits(plan, self.model, hidden) if plan.exits else None
         for span in plan.spans if exits is None else exits.spans():
+            kept.up_to(span.layers.start)
             self._run_span(span, plan, inputs, hidden)
+        kept.up_to(self.model.config.num_layers)
         if plan.copies_after is not None:
             self._copy(plan.copies_after)
         if exits is not None:
             exits.copy_entries(self.pool, inputs.entries)
             return exits.computed()
         rows = plan.logit_rows
-        if rows.size == plan.num_rows and not plan.prompt_rows:
+        if rows.size == plan.num_rows and not plan.prompt_rows and plan.drafts is None:
             return Computed(self.model.logits(hidden))
         return Computed(self.model.logits(hidden[self._tensor(rows)]))
 

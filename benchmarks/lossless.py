@@ -1,0 +1,253 @@
+"""Lossless D3 against full depth: tokens per second over draft length and D3's setting, and what acceptance promises.
+
+The one idea: the answers are the same, so only time can tell. A draft of g tokens, each accepted with probability b,
+yields (1 - b^(g+1)) / (1 - b) tokens a verification; if a draft's step costs c full ones and a verification costs one,
+the speed-up is that over g c + 1. The line is drawn beside what is measured; below 1 drafting does not pay.
+
+Every system answers the same word problems one after the other, on one thread, and rounds interleave them. Seconds are
+the process's own (CPU time), which on an otherwise idle machine are those of the clock; of the rounds the fastest
+counts, because whatever else a machine does can only slow one down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from benchmarks.report import environment, summary, write_json
+from d3engine.depth import D3, DepthPolicy, FullDepth, Lossless
+from d3engine.engine import Engine
+from d3engine.evaluation.word_problems import format_prompt, problems
+from d3engine.request import RequestOutput, SamplingParams
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is run: each (alpha, start) with each draft length, over `prompts` word problems, `repeats` rounds."""
+
+    model: str = "demo"
+    drafts: tuple[tuple[float, float], ...] = ((0.95, 0.5), (0.8, 0.5), (0.8, 0.4), (0.8, 0.3))
+    lengths: tuple[int, ...] = (1, 2, 4, 8)
+    prompts: int = 4
+    tokens: int = 64
+    repeats: int = 8
+
+
+def modelled_speedup(acceptance: float, cost: float, length: float) -> float:
+    """(1 - b^(g+1)) / ((1 - b)(g c + 1)), and g + 1 over g c + 1 where b is 1."""
+    return tokens_for(acceptance, length) / (length * cost + 1)
+
+
+def tokens_for(acceptance: float, length: float) -> float:
+    """Tokens a verification yields on average: (1 - b^(g+1)) / (1 - b)."""
+    return length + 1 if acceptance == 1 else (1 - acceptance ** (length + 1)) / (1 - acceptance)
+
+
+def acceptance_for(tokens: float, length: float) -> float:
+    """The b in [0, 1] at which a verification of `length` drafted tokens yields `tokens` on average."""
+    if tokens >= length + 1:
+        return 1.0
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tokens_for(middle, length) < tokens else (low, middle)
+    return (low + high) / 2
+
+
+def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[str, Any]:
+    """Run every system and return the report, without its environment."""
+    torch.set_num_threads(1)
+    systems: dict[str, DepthPolicy] = {"full": FullDepth()}
+    for draft in settings.drafts:
+        systems[_d3(draft)] = D3(*draft)
+        systems |= {_lossless(draft, length): Lossless(D3(*draft), length) for length in settings.lengths}
+    asked = [format_prompt(problem.question) for problem in itertools.islice(problems("test", 1), settings.prompts)]
+    seconds: dict[str, list[float]] = {name: [] for name in systems}
+    answers: dict[str, list[RequestOutput]] = {}
+    hidden = None if show_progress is None else not show_progress
+    with Engine(settings.model, device="cpu", max_num_seqs=1, enable_prefix_caching=False) as engine:
+        with tqdm(total=(settings.repeats + 1) * len(systems), unit="run", disable=hidden) as bar:
+            for turn, (name, policy) in itertools.product(range(settings.repeats + 1), systems.items()):
+                bar.set_description(name)
+                params = SamplingParams(temperature=0.0, max_tokens=settings.tokens, depth=policy)
+                start = time.process_time()
+                answers[name] = [engine.generate(prompt, params, use_tqdm=False)[0] for prompt in asked]
+                if turn:  # the first is a warm-up
+                    seconds[name].append(time.process_time() - start)
+                bar.update()
+        num_layers = engine.config.num_layers
+    full = [output.outputs[0].token_ids for output in answers["full"]]
+    cells = [
+        _cell(draft, length, answers, seconds) for draft, length in itertools.product(settings.drafts, settings.lengths)
+    ]
+    count = sum(map(len, full))
+    return {
+        "benchmark": "lossless",
+        "settings": asdict(settings),
+        "num_layers": num_layers,
+        "tokens": count,
+        "full_depth_tokens_per_second": summary([count / s for s in seconds["full"]]),
+        "cells": cells,
+        "best": max(cells, key=lambda cell: cell["speedup"]),
+    }
+
+
+def _cell(
+    draft: tuple[float, float], length: int, answers: dict[str, list[RequestOutput]], seconds: dict[str, list[float]]
+) -> dict[str, Any]:
+    """One setting of D3 and draft length beside full depth."""
+    name = _lossless(draft, length)
+    full = [output.outputs[0].token_ids for output in answers["full"]]
+    given = [output.outputs[0] for output in answers[name]]
+    assert [answer.token_ids for answer in given] == full, f"{name} is not lossless"
+    metrics = [output.metrics for output in answers[name]]
+    drafted = sum(m.num_drafted_tokens for m in metrics)
+    accepted = sum(m.num_accepted_tokens for m in metrics)
+    passes = sum(m.num_verifications for m in metrics)
+    count = sum(map(len, full))
+    d3_tokens = sum(len(output.outputs[0].token_ids) for output in answers[_d3(draft)])
+    # What a shallow token costs: D3 by itself, whose answers may be of another length, over full depth.
+    cost = (min(seconds[_d3(draft)]) / d3_tokens) / (min(seconds["full"]) / count)
+    # The end of an answer ends its draft, so drafts are shorter than they may be.
+    acceptance = acceptance_for(1 + accepted / passes, drafted / passes)
+    return {
+        "alpha": draft[0],
+        "start": draft[1],
+        "draft_length": length,
+        "tokens_per_second": summary([count / s for s in seconds[name]]),
+        "speedup": min(seconds["full"]) / min(seconds[name]),
+        "speedup_by_round": summary([deep / s for deep, s in zip(seconds["full"], seconds[name], strict=True)]),
+        "mean_draft_length": drafted / passes,
+        "accepted_over_drafted": accepted / drafted,
+        "tokens_per_verification": 1 + accepted / passes,
+        "acceptance": acceptance,
+        "draft_cost": cost,
+        "modelled_speedup": modelled_speedup(acceptance, cost, drafted / passes),
+        "layers_per_token": sum(sum(answer.depths) for answer in given) / count,
+    }
+
+
+def _d3(draft: tuple[float, float]) -> str:
+    return f"d3 {draft}"
+
+
+def _lossless(draft: tuple[float, float], length: int) -> str:
+    return f"lossless {draft} {length}"
+
+
+# -- the page --------------------------------------------------------------------------------------------------
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print one row a cell, and whether any pays."""
+    settings = report["settings"]
+    table = Table(title=f"Lossless D3 on {settings['model']!r}", title_justify="left")
+    for column in ("alpha", "start", "g", "accepted", "tokens/pass", "layers/token", "speed-up", "rounds", "modelled"):
+        table.add_column(column, justify="right")
+    for cell in report["cells"]:
+        rounds = cell["speedup_by_round"]
+        table.add_row(
+            str(cell["alpha"]),
+            str(cell["start"]),
+            str(cell["draft_length"]),
+            f"{cell['accepted_over_drafted']:.0%}",
+            f"{cell['tokens_per_verification']:.2f}",
+            f"{cell['layers_per_token']:.1f}",
+            f"{cell['speedup']:.2f}",
+            f"{rounds['min']:.2f}-{rounds['max']:.2f}",
+            f"{cell['modelled_speedup']:.2f}",
+        )
+    console.print(table)
+    paying = [cell for cell in report["cells"] if cell["speedup"] > 1]
+    console.print(f"{len(paying)} of {len(report['cells'])} settings pay; the best is {_in_words(report['best'])}.")
+
+
+def _in_words(cell: dict[str, Any]) -> str:
+    return f"alpha {cell['alpha']}, start {cell['start']}, draft length {cell['draft_length']}: {cell['speedup']:.2f}x"
+
+
+def plot(report: dict[str, Any], path: str) -> None:
+    """Draw measured and modelled speed-up over the draft length, a panel for each D3 setting, to a PNG file."""
+    from matplotlib.figure import Figure
+
+    drafts = report["settings"]["drafts"]
+    figure = Figure(figsize=(3.1 * len(drafts), 3.8), dpi=120, layout="constrained")
+    panels = figure.subplots(1, len(drafts), sharey=True, squeeze=False)[0]
+    for axes, (alpha, start) in zip(panels, drafts, strict=True):
+        cells = [cell for cell in report["cells"] if (cell["alpha"], cell["start"]) == (alpha, start)]
+        lengths = [cell["draft_length"] for cell in cells]
+        acceptance = sum(cell["acceptance"] for cell in cells) / len(cells)
+        cost = cells[0]["draft_cost"]
+        line = range(1, max(lengths) + 1)
+        label = f"model: b = {acceptance:.2f}, c = {cost:.2f}"
+        modelled = [modelled_speedup(acceptance, cost, length) for length in line]
+        axes.plot(line, modelled, color="#E69F00", linestyle="--", label=label)
+        axes.plot(lengths, [cell["speedup"] for cell in cells], color="#0072B2", marker="o", label="measured")
+        axes.axhline(1, color="black", linewidth=1)
+        axes.set_title(f"alpha = {alpha}, start = {start}", fontsize="medium")
+        axes.set_xlabel("draft length g")
+        axes.set_xticks(lengths)
+        axes.legend(frameon=False, fontsize="small")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("tokens per second over full depth's")
+    panels[0].set_ylim(bottom=0)
+    figure.suptitle(
+        f"Lossless D3 on the {report['settings']['model']} model ({report['num_layers']} layers, one sequence,"
+        " one CPU thread): it pays above 1",
+        fontsize="medium",
+    )
+    figure.savefig(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.lossless", description=__doc__.splitlines()[0])
+    default = Settings()
+    parser.add_argument("--model", default=default.model, help="a model directory, or demo")
+    parser.add_argument(
+        "--draft",
+        dest="drafts",
+        type=float,
+        nargs=2,
+        action="append",
+        metavar=("ALPHA", "START"),
+        help="a setting of D3 to draft with; may be repeated",
+    )
+    parser.add_argument("--lengths", type=int, nargs="+", default=default.lengths, help="draft lengths")
+    parser.add_argument("--prompts", type=int, default=default.prompts, help="word problems")
+    parser.add_argument("--tokens", type=int, default=default.tokens, help="tokens of an answer at most")
+    parser.add_argument("--repeats", type=int, default=default.repeats, help="rounds counted, after one warm-up")
+    parser.add_argument("--plot", metavar="FILE", help="also draw the figures to this PNG file (needs matplotlib)")
+    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
+    options = parser.parse_args(arguments)
+    settings = Settings(
+        model=options.model,
+        drafts=tuple((alpha, start) for alpha, start in options.drafts) if options.drafts else default.drafts,
+        lengths=tuple(options.lengths),
+        prompts=options.prompts,
+        tokens=options.tokens,
+        repeats=options.repeats,
+    )
+    report = measure(settings)
+    report["environment"] = environment("benchmarks.lossless", arguments)
+    show(report, Console())
+    if options.plot:
+        plot(report, options.plot)
+    if options.json:
+        write_json(report, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""What a policy that drafts says: who proposes tokens, how many at once, and when to stop earlier.
+
+The one idea: drafting is no schedule. Every token that comes out is full depth's, so the schedule of such a policy is
+full depth; beside it stands this rule, which says how the tokens are guessed before full depth judges them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from d3engine.depth.policy import DepthPolicy
+from d3engine.depth.schedule import BoolArray, Schedule
+from d3engine.errors import require, require_integer, require_number
+
+MAX_DRAFT_LENGTH = 32
+"""Tokens of a draft at most: beyond a few, hardly any is accepted."""
+
+
+@dataclass(frozen=True)
+class DraftRule:
+    """How a sequence drafts.
+
+    Attributes:
+        length: tokens of a draft at most, 1 .. MAX_DRAFT_LENGTH.
+        stop_probability: a draft ends with the first token at whose place the likeliest one had less than this
+            probability, by the draft's raw distribution; 0 never ends it.
+        adaptive: whether each sequence finds a length of its own, in [1, length] and at first `length`: one more after
+            a draft that was accepted whole, one less after any other.
+        schedule: the layers of a draft by the same model: those of the step at which it begins, for all its tokens. So
+            no token of a draft reads an entry that another left out, whatever the schedule. None: a second model.
+        resumes: whether verification starts at the first layer that the draft skipped, from kept hidden states.
+        model: the directory of the second model that drafts, or None.
+    """
+
+    length: int
+    stop_probability: float = 0.0
+    adaptive: bool = False
+    schedule: Schedule | None = None
+    resumes: bool = False
+    model: str | None = None
+
+    def layers(self, step: int) -> BoolArray | None:
+        """Bool [L]: the layers of a draft that begins at `step`; None for a second model's, which runs all of its own.
+
+        A draft that skips nothing would be the full model itself: `skips(step)` tells.
+        """
+        return None if self.schedule is None else self.schedule.active(step)
+
+    def skips(self, step: int) -> bool:
+        """Whether a draft that begins at `step` costs less than what it drafts for."""
+        return self.schedule is None or self.schedule.depth_at(step) < self.schedule.num_layers
+
+
+def check_options(policy: Any) -> None:
+    """Check and normalise `draft_length`, `stop_probability` and `adaptive` of a frozen policy that drafts."""
+    length = require_integer("draft_length", policy.draft_length, 1, MAX_DRAFT_LENGTH)
+    object.__setattr__(policy, "draft_length", length)
+    stop = require_number("stop_probability", policy.stop_probability, 0.0, 1.0)
+    object.__setattr__(policy, "stop_probability", stop)
+    require(isinstance(policy.adaptive, bool), "adaptive", policy.adaptive, "True or False")
+
+
+def check_draft(draft: DepthPolicy, num_layers: int) -> Schedule:
+    """The schedule of a policy that is to draft; raises `InvalidValueError` where that makes no sense.
+
+    Verification writes the entries of all layers, so there are none to fill in. A table whose layers wake up again
+    cannot be written without `on_skip`; there it stands for nothing, because a draft keeps one set of layers.
+    """
+    schedule = draft.schedule(num_layers)
+    fills = schedule.is_nested and schedule.on_skip != "none"
+    require(not fills, "on_skip", schedule.on_skip, "'none' in a draft: verification writes the entries of every layer")
+    return schedule

@@ -1,0 +1,128 @@
+"""What one sequence has drafted and not yet verified, and the sequence as it would be with some of it accepted.
+
+A draft depends on the sequence alone: it begins where the last verification ended, and its length follows from the
+rule, from the sequence's own past and from what it drafts. Preemption drops it, and it comes again as it was. So
+neither batch mates nor memory change what a sequence draws.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from d3engine.depth.draft_rule import DraftRule
+from d3engine.depth.schedule import BoolArray
+from d3engine.request import MAX_N
+
+if TYPE_CHECKING:
+    from d3engine.sequence import Sequence
+
+ACCEPTANCE, DRAFTING = 1, 2
+"""Streams of random numbers beside that of the tokens, 0, in the counter's word above the index, which is below MAX_N.
+
+A draft that begins at step b draws from DRAFTING + b: its tokens are fresh even where an earlier draft, since rejected,
+has looked at the same step.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """One drafted token, with the draft's probability of its likeliest token, and the distribution it was drawn from.
+
+    `token_id` is None if the draft's logits were of no use: the draft ends before it. `distribution` is a tensor [V]
+    where the sequence samples, else None; `top_probability` is None where the rule does not ask.
+    """
+
+    token_id: int | None
+    top_probability: float | None = None
+    distribution: Any = None
+
+
+@dataclass(eq=False, slots=True)
+class Draft:
+    """The draft of one sequence: empty, growing, or `ended` and to be verified; and what came of earlier ones.
+
+    `work` counts the layers run for it since the last verification, over all rows. `layers` are those of the draft now
+    growing.
+    """
+
+    rule: DraftRule
+    length: int = 0
+    most: int = 0
+    begins_at: int = 0
+    layers: BoolArray | None = None
+    token_ids: list[int] = field(default_factory=list)
+    distributions: list[Any] = field(default_factory=list)
+    ended: bool = False
+    work: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_verifications: int = 0
+
+    def __post_init__(self) -> None:
+        self.length = self.rule.length
+
+    @property
+    def resume_layer(self) -> int:
+        """The layer at which the verification of drafted rows begins; below it they have run all layers already."""
+        if not self.rule.resumes or self.layers is None or not self.token_ids:
+            return 0
+        return int(self.layers.argmin())
+
+    def begin(self, sequence: Sequence) -> None:
+        """Begin a draft; it is at once `ended`, and empty, where none is worth while."""
+        self.begins_at = sequence.step
+        left = min(sequence.params.max_tokens - sequence.step, sequence.max_length - sequence.num_tokens)
+        # Verification adds a token of its own, which must have room too.
+        self.most = min(self.length, left - 1) if self.rule.skips(sequence.step) else 0
+        self.layers = self.rule.layers(sequence.step)
+        self.ended = self.most == 0
+
+    def grow(self, proposal: Proposal, sequence: Sequence) -> None:
+        """Take in the next drafted token, and end the draft where that says so."""
+        if proposal.token_id is None:
+            self.ended = True
+            return
+        self.token_ids.append(proposal.token_id)
+        if not sequence.params.greedy:
+            self.distributions.append(proposal.distribution)
+        unsure = proposal.top_probability is not None and proposal.top_probability < self.rule.stop_probability
+        self.ended = unsure or len(self.token_ids) >= self.most or self._ends_answer(proposal.token_id, sequence)
+
+    def _ends_answer(self, token: int, sequence: Sequence) -> bool:
+        params = sequence.params
+        may_stop = sequence.step + len(self.token_ids) >= params.min_tokens
+        return may_stop and (token in sequence.eos_token_ids or token in (params.stop_token_ids or ()))
+
+    def verified(self, num_accepted: int) -> None:
+        """Count a verification, and adapt the length of the next draft to it."""
+        count = len(self.token_ids)
+        if count:
+            self.num_drafted += count
+            self.num_accepted += num_accepted
+            self.num_verifications += 1
+            if self.rule.adaptive:
+                change = 1 if num_accepted == count else -1
+                self.length = min(max(self.length + change, 1), self.rule.length)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget the draft."""
+        self.token_ids, self.distributions = [], []
+        self.ended = False
+        self.layers = None
+        self.work = 0
+
+
+class Ahead:
+    """A sequence as sampling would see it after `drafted` tokens more, with random numbers of the given stream."""
+
+    def __init__(self, sequence: Sequence, drafted: list[int], stream: int = 0) -> None:
+        self.params = sequence.params
+        self.prompt_token_ids = sequence.prompt_token_ids
+        self.token_ids = sequence.token_ids + drafted
+        self.eos_token_ids = sequence.eos_token_ids
+        self.bad_word_ids = sequence.bad_word_ids
+        self.seed = sequence.seed
+        self.index = sequence.index + MAX_N * stream
+        self.step = len(self.token_ids)

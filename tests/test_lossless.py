@@ -1,0 +1,369 @@
+"""Draft and verify gives full depth's answers, token for token, whatever drafts and however its work is cut."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from tiny_models import TinyLlama
+from transformers_oracle import assert_same_tokens, greedy
+
+from d3engine import D3, Engine, FullDepth, LayerTable, SamplingParams, SkipDecode, UnifiedSkip
+from d3engine.depth import DepthPolicy, Lossless, SelfSpeculative, policy_from_dict
+from d3engine.depth.draft_rule import MAX_DRAFT_LENGTH
+from d3engine.errors import InvalidValueError
+from d3engine.plan import Plan
+from d3engine.request import CompletionOutput, RequestOutput
+
+LAYERS = 6
+EVERY = list(range(LAYERS))
+WAKING = [EVERY, [0, 5], [0, 1, 5], EVERY, [0, 2, 4], [1, 2, 3], [0]]
+DRAFTS: list[DepthPolicy] = [
+    D3(0.9, 0.5),
+    D3(0.8, 0.3, tail=2),
+    D3(0.97, 0.7),
+    D3(0.5, 0.1),  # its window begins at the first layer: no layer at all is left, nothing can be kept
+    SkipDecode(12, 2),
+    UnifiedSkip(2),
+    LayerTable(WAKING, on_skip="project"),
+    LayerTable([EVERY, [0, 1, 2, 3, 5], [0, 1]], on_skip="none"),
+]
+
+
+def all_policies(length: int, **options: Any) -> list[DepthPolicy]:
+    lossless: list[DepthPolicy] = [Lossless(d, length, **options) for d in DRAFTS if isinstance(d, D3)]
+    return lossless + [SelfSpeculative(d, length, **options) for d in DRAFTS]
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_llama: Callable[..., TinyLlama]) -> TinyLlama:
+    return tiny_llama(num_hidden_layers=LAYERS, hidden_size=32, intermediate_size=48)
+
+
+@pytest.fixture(scope="module")
+def make_engine(llama: TinyLlama) -> Callable[..., Engine]:
+    def make(**changes: Any) -> Engine:
+        arguments: dict[str, Any] = {"max_num_seqs": 8, "block_size": 4, "depth": FullDepth(), "device": "cpu"}
+        return Engine(llama.directory, skip_tokenizer_init=True, max_model_len=96, **(arguments | changes))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def full(make_engine: Callable[..., Engine]) -> Callable[[list[int], SamplingParams], CompletionOutput]:
+    """The answer of full depth, by an engine of its own."""
+    engine = make_engine()
+    known: dict[str, CompletionOutput] = {}
+
+    def answer(prompt: list[int], params: SamplingParams) -> CompletionOutput:
+        key = repr((prompt, params))
+        if key not in known:
+            known[key] = engine.generate(prompt, replace(params, depth=FullDepth()), use_tqdm=False)[0].outputs[0]
+        return known[key]
+
+    return answer
+
+
+Full = Callable[[list[int], SamplingParams], CompletionOutput]
+
+
+def some_prompts(seed: int, count: int, longest: int = 30) -> list[list[int]]:
+    """Prompts of every length; every other one repeats itself, so that drafts are right now and then."""
+    numbers = random.Random(seed)
+    prompts = []
+    for nth in range(count):
+        length = numbers.randint(1, longest)
+        period = [numbers.randrange(300) for _ in range(3 if nth % 2 else length)]
+        prompts.append((period * length)[:length])
+    return prompts
+
+
+def assert_answers_of_full_depth(outputs: list[RequestOutput], requests: list[SamplingParams], full: Full) -> None:
+    for output, params in zip(outputs, requests, strict=True):
+        (found,) = output.outputs
+        wanted = full(output.prompt_token_ids, params)
+        assert found.token_ids == wanted.token_ids, params.depth
+        assert (found.finish_reason, found.stop_reason) == (wanted.finish_reason, wanted.stop_reason)
+        assert len(found.depths) == len(found.token_ids)
+        assert (found.logprobs is None) == (wanted.logprobs is None)
+        for row, other in zip(found.logprobs or [], wanted.logprobs or [], strict=True):
+            assert row.keys() == other.keys()
+            assert all(row[token].logprob == pytest.approx(other[token].logprob, abs=1e-3) for token in row)
+
+
+# -- greedy ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "batch"), [(1, 7), (2, 1), (4, 8), (7, 3)])
+def test_greedy_answers_are_those_of_full_depth(
+    make_engine: Callable[..., Engine], full: Full, length: int, batch: int
+) -> None:
+    policies = all_policies(length) + all_policies(length, adaptive=True, stop_probability=0.1)
+    prompts = some_prompts(length, len(policies))
+    numbers = random.Random(batch)
+    requests = [
+        SamplingParams(temperature=0, max_tokens=numbers.randint(1, 26), depth=policy, ignore_eos=True)
+        for policy in policies
+    ]
+    engine = make_engine(max_num_seqs=batch)
+    outputs = engine.generate(prompts, requests, use_tqdm=False)
+    assert_answers_of_full_depth(outputs, requests, full)
+    stats = engine.stats()
+    assert stats.acceptance_rate is not None
+    assert 0 < stats.acceptance_rate < 1
+    assert stats.kv_bytes_saved_at_end == 0
+
+
+@pytest.mark.parametrize("policy", [Lossless(D3(0.9, 0.5), 3), SelfSpeculative(UnifiedSkip(2), 4)], ids=repr)
+def test_greedy_answers_are_those_of_transformers(
+    make_engine: Callable[..., Engine], llama: TinyLlama, policy: DepthPolicy
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, depth=policy)
+    outputs = make_engine().generate(some_prompts(5, 6), params, use_tqdm=False)
+    for output in outputs:
+        assert_same_tokens(output.outputs[0].token_ids, greedy(llama.model, output.prompt_token_ids, 30))
+
+
+@pytest.mark.parametrize("alpha", [0.99, 0.9, 0.7])
+@pytest.mark.parametrize("start", [0.2, 0.5, 0.8])
+def test_lossless_d3_is_lossless_at_any_alpha_and_start(
+    make_engine: Callable[..., Engine], full: Full, alpha: float, start: float
+) -> None:
+    prompts = some_prompts(3, 8)
+    requests = [
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, depth=Lossless(D3(alpha, start), 1 + nth))
+        for nth in range(len(prompts))
+    ]
+    assert_answers_of_full_depth(make_engine().generate(prompts, requests, use_tqdm=False), requests, full)
+
+
+# -- whatever else a request asks for --------------------------------------------------------------------------
+
+ASKS: dict[str, dict[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.7, "presence_penalty": -0.5},
+    "bias and allowed tokens": {"logit_bias": {5: 9.0, 17: -50.0}, "allowed_token_ids": list(range(0, 300, 3))},
+    "stop tokens after a minimum": {"stop_token_ids": list(range(0, 300, 4)), "min_tokens": 7},
+    "stop tokens at once": {"stop_token_ids": list(range(0, 300, 9))},
+    "log-probabilities": {"logprobs": 3},
+    "those of the prompt as well": {"logprobs": 0, "prompt_logprobs": 2, "frequency_penalty": 1.0},
+}
+
+
+@pytest.mark.parametrize("asks", ASKS.values(), ids=ASKS)
+def test_what_a_request_asks_for_is_honoured_in_the_draft_and_in_its_verification(
+    make_engine: Callable[..., Engine], full: Full, asks: dict[str, Any]
+) -> None:
+    policies = [Lossless(D3(0.9, 0.5), 3), SelfSpeculative(UnifiedSkip(1.5), 4), SelfSpeculative(SkipDecode(12, 3), 2)]
+    requests = [SamplingParams(temperature=0, max_tokens=20, depth=policy, **asks) for policy in policies * 2]
+    engine = make_engine()
+    outputs = engine.generate(some_prompts(8, 6), requests, use_tqdm=False)
+    assert_answers_of_full_depth(outputs, requests, full)
+    assert (engine.stats().acceptance_rate or 0) > 0  # the draft obeys as well, or nothing it proposes would do
+    if "stop_token_ids" in asks:
+        assert any(output.outputs[0].finish_reason == "stop" for output in outputs)
+        assert all(len(output.outputs[0].token_ids) >= asks.get("min_tokens", 0) for output in outputs)
+
+
+def test_a_stop_string_within_an_accepted_run_ends_the_text_there_and_drops_the_rest() -> None:
+    with Engine("demo", device="cpu", max_num_seqs=4) as engine:
+        prompt = "Tom has 3 apples. He buys 4 more. How many apples does he have?"
+        asks = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, depth=FullDepth())
+        text = engine.generate(prompt, asks, use_tqdm=False)[0].outputs[0].text
+        drafting = replace(asks, depth=Lossless(D3(0.98, 0.7), 6))
+        for place in range(3, 12):
+            for params in (
+                replace(asks, stop=text[place : place + 3]),
+                replace(drafting, stop=text[place : place + 3]),
+            ):
+                (output,) = engine.generate(prompt, params, use_tqdm=False)[0].outputs
+                assert output.text == text[: text.index(text[place : place + 3])]
+                assert output.finish_reason == "stop"
+                assert len(output.depths) == len(output.token_ids)
+        assert (engine.stats().tokens_per_verification or 0) > 2
+        engine.scheduler.check_integrity()
+
+
+# -- no request depends on another -----------------------------------------------------------------------------
+
+
+def solo(make_engine: Callable[..., Engine], prompt: list[int], params: SamplingParams) -> RequestOutput:
+    return make_engine(max_num_seqs=4, enable_prefix_caching=False).generate(prompt, params, use_tqdm=False)[0]
+
+
+def mixed_requests(seed: int) -> list[SamplingParams]:
+    """Drafting and other policies side by side, greedy and drawing, of one and of several sequences."""
+    numbers = random.Random(seed)
+    policies = [*all_policies(3), FullDepth(), D3(0.9, 0.5), UnifiedSkip(2, on_skip="copy"), FullDepth()]
+    policies += all_policies(5, adaptive=True, stop_probability=0.2)[::3]
+    return [
+        SamplingParams(
+            temperature=numbers.choice([0.0, 0.7, 1.5]),
+            top_p=numbers.choice([1.0, 0.9]),
+            seed=numbers.randrange(2**63),
+            n=numbers.choice([1, 1, 1, 2]),
+            max_tokens=numbers.randint(2, 20),
+            logprobs=numbers.choice([None, 1]),
+            ignore_eos=True,
+            depth=policy,
+        )
+        for policy in policies
+    ]
+
+
+@pytest.mark.parametrize("how", ["small steps", "short of memory", "preempted now and then"])
+def test_a_request_answers_as_alone_whatever_happens_to_its_draft(make_engine: Callable[..., Engine], how: str) -> None:
+    numbers = random.Random(len(how))
+    requests, prompts = mixed_requests(len(how)), some_prompts(2, 16)
+    changes: dict[str, Any] = {
+        "small steps": {"max_num_batched_tokens": 9, "max_num_seqs": 4},
+        "short of memory": {"kv_cache_memory_bytes": LAYERS * 17 * 2 * 4 * 2 * 16 * 4, "max_num_batched_tokens": 24},
+        "preempted now and then": {"max_num_batched_tokens": 24},
+    }[how]
+    engine = make_engine(**changes)
+    waiting, done = dict(enumerate(zip(prompts, requests, strict=False))), {}
+    while waiting or engine.has_unfinished_requests():
+        if waiting and (numbers.random() < 0.3 or not engine.has_unfinished_requests()):
+            nth = min(waiting)
+            engine.add_request(str(nth), *waiting.pop(nth))
+        if how == "preempted now and then":
+            for sequence in engine.scheduler.running:
+                if numbers.random() < 0.12:
+                    engine.scheduler._preempt(sequence)
+        done |= {int(output.request_id): output for output in engine.step() if output.finished}
+        engine.scheduler.check_integrity()
+    assert (engine.stats().num_preemptions > 0) == (how != "small steps")
+    for nth, (prompt, params) in enumerate(zip(prompts, requests, strict=False)):
+        wanted = solo(make_engine, prompt, params)
+        for found, other in zip(done[nth].outputs, wanted.outputs, strict=True):
+            assert (found.token_ids, found.depths) == (other.token_ids, other.depths), params
+        for count in ("num_drafted_tokens", "num_accepted_tokens", "num_verifications"):
+            assert getattr(done[nth].metrics, count) == getattr(wanted.metrics, count)
+    engine.reset_prefix_cache()
+    assert engine.stats().kv_blocks_in_use == 0
+
+
+def test_the_prefix_cache_and_an_abort_in_the_middle_of_a_draft_change_nothing_for_others(
+    make_engine: Callable[..., Engine], full: Full
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, depth=Lossless(D3(0.9, 0.5), 4))
+    prompt = list(range(40, 57))
+    engine = make_engine()
+    engine.add_request("first", prompt, params)
+    while not any(sequence.draft and sequence.draft.token_ids for sequence in engine.scheduler.running):
+        engine.step()
+    engine.add_request("second", prompt, params)
+    engine.abort_request("first")
+    (ended,) = [output for output in engine.step() if output.finished]
+    assert ended.outputs[0].finish_reason == "abort"
+    assert ended.outputs[0].token_ids == full(prompt, params).token_ids[: len(ended.outputs[0].token_ids)]
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+    assert outputs[0].num_cached_tokens == 16
+    assert outputs[0].outputs[0].token_ids == full(prompt, params).token_ids
+    turn = [*prompt, *outputs[0].outputs[0].token_ids]
+    assert engine.generate(turn, params, use_tqdm=False)[0].outputs[0].token_ids == full(turn, params).token_ids
+
+
+# -- what is counted -------------------------------------------------------------------------------------------
+
+
+def watch(engine: Engine) -> list[Plan]:
+    """The plans of the engine's steps, from here on."""
+    plans: list[Plan] = []
+    schedule = engine.scheduler.schedule
+
+    def watched() -> Plan | None:
+        plan = schedule()
+        plans.extend([] if plan is None else [plan])
+        return plan
+
+    engine.scheduler.schedule = watched  # type: ignore[method-assign]
+    return plans
+
+
+@pytest.mark.parametrize("policy", [Lossless(D3(0.9, 0.5), 3), SelfSpeculative(D3(0.9, 0.5), 3)], ids=repr)
+def test_every_layer_run_for_every_row_of_drafts_and_verifications_is_counted(
+    make_engine: Callable[..., Engine], policy: SelfSpeculative
+) -> None:
+    engine = make_engine()
+    plans = watch(engine)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, depth=policy)
+    (output,) = engine.generate(some_prompts(4, 2)[1:], params, use_tqdm=False)
+    ran = sum(int(span.num_rows) * len(span.layers) for plan in plans[1:] for span in plan.spans)
+    assert sum(output.outputs[0].depths) == LAYERS + ran
+    assert engine.stats().realised_mean_layers == pytest.approx((LAYERS + ran) / 30)
+    metrics, stats = output.metrics, engine.stats()
+    assert metrics.acceptance_rate == stats.acceptance_rate
+    assert metrics.tokens_per_verification == stats.tokens_per_verification
+    verified = [len(rows) for plan in plans if plan.drafts for rows in plan.drafts.judging.values()]
+    assert (len(verified), sum(verified)) == (metrics.num_verifications, metrics.num_drafted_tokens)
+    rows = dict.fromkeys(EVERY, 0)
+    for plan in plans:
+        if plan.drafts and plan.drafts.judging:
+            for span in plan.spans:
+                for layer in span.layers:
+                    rows[layer] += span.num_rows
+    below = sum(verified) * (not isinstance(policy, Lossless)) + len(verified)
+    assert [rows[layer] for layer in EVERY] == [below] * 3 + [sum(verified) + len(verified)] * 3
+
+
+def test_a_draft_ends_where_the_rule_says_so_and_its_length_adapts(make_engine: Callable[..., Engine]) -> None:
+    def lengths(policy: DepthPolicy, max_tokens: int = 30) -> list[int]:
+        engine = make_engine()
+        plans = watch(engine)
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, depth=policy)
+        engine.generate(some_prompts(1, 2)[1:], params, use_tqdm=False)
+        return [len(rows) for plan in plans if plan.drafts for rows in plan.drafts.judging.values()]
+
+    draft = UnifiedSkip(2)
+    fixed = lengths(SelfSpeculative(draft, 5))
+    assert set(fixed[:-5]) == {5}
+    assert max(lengths(SelfSpeculative(draft, MAX_DRAFT_LENGTH), max_tokens=9)) == 7  # token 0, seven, and one more
+    assert lengths(SelfSpeculative(draft, 5), max_tokens=2) == []
+    assert set(lengths(SelfSpeculative(draft, 5, stop_probability=1.0))) == {1}
+    steps = lengths(SelfSpeculative(draft, 5, adaptive=True))
+    assert steps[0] == 5
+    assert all(abs(after - before) <= 1 for before, after in pairwise(steps[:-4]))
+    assert min(steps) < 5
+    never_skips = SelfSpeculative(D3(1.0, 0.5))
+    assert lengths(never_skips) == []
+
+
+# -- what is refused -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: SelfSpeculative("d3"), "draft"),  # type: ignore[arg-type]
+        (lambda: SelfSpeculative(Lossless(D3(0.9, 0.5))), "draft"),
+        (lambda: Lossless(UnifiedSkip(2)), "draft"),
+        (lambda: SelfSpeculative(D3(0.9, 0.5), 0), "draft_length"),
+        (lambda: SelfSpeculative(D3(0.9, 0.5), MAX_DRAFT_LENGTH + 1), "draft_length"),
+        (lambda: SelfSpeculative(D3(0.9, 0.5), stop_probability=1.5), "stop_probability"),
+        (lambda: SelfSpeculative(D3(0.9, 0.5), stop_probability=float("nan")), "stop_probability"),
+        (lambda: SelfSpeculative(D3(0.9, 0.5), adaptive=1), "adaptive"),  # type: ignore[arg-type]
+        (lambda: SelfSpeculative(D3(0.9, 0.5, on_skip="copy")).draft_rule(LAYERS), "on_skip"),
+        (lambda: SelfSpeculative(LayerTable([EVERY, [9]])).draft_rule(LAYERS), "active"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(make: Callable[[], Any], field: str) -> None:
+    with pytest.raises(InvalidValueError, match=rf"^{field}"):
+        make()
+
+
+def test_a_draft_longer_than_a_step_has_rows_is_refused(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(max_num_seqs=4, max_num_batched_tokens=7)
+    params = SamplingParams(max_tokens=3, depth=Lossless(D3(0.9, 0.5), 4))
+    with pytest.raises(InvalidValueError, match=r"draft_length=4 .* = 3 at most"):
+        engine.generate([1, 2], params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("policy", all_policies(3, adaptive=True)[::2], ids=repr)
+def test_a_policy_that_drafts_survives_json(policy: DepthPolicy) -> None:
+    assert policy_from_dict(json.loads(json.dumps(policy.describe()))) == policy

@@ -1,0 +1,156 @@
+"""A second model drafts and the answers stay full depth's, whatever it proposes and however its work is cut."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import TinyLlama, random_prompts
+
+from d3engine import D3, Engine, FullDepth, Lossless, SamplingParams, Speculative, UnifiedSkip
+from d3engine.cli.depth_options import OPTIONS, DepthName, depth_from_options
+from d3engine.depth import policy_from_dict
+from d3engine.errors import InvalidValueError
+from d3engine.loading import model_directory
+
+TARGET: dict[str, Any] = {"vocab_size": 40, "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48}
+
+
+@pytest.fixture(scope="module")
+def target(tiny_llama: Callable[..., TinyLlama]) -> TinyLlama:
+    return tiny_llama(**TARGET)
+
+
+@pytest.fixture(scope="module")
+def draft(target: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The target without its third layer: a smaller model, often right and often wrong."""
+    directory = tmp_path_factory.mktemp("draft")
+    model = type(target.model)(target.model.config)
+    model.load_state_dict(target.model.state_dict())
+    del model.model.layers[2]
+    model.config = type(model.config)(**(target.model.config.to_dict() | {"num_hidden_layers": 3}))
+    model.save_pretrained(directory)
+    return str(directory)
+
+
+def new_engine(target: TinyLlama, depth: Any, **changes: Any) -> Engine:
+    arguments: dict[str, Any] = {"max_num_seqs": 6, "block_size": 4, "max_model_len": 80, "device": "cpu"}
+    return Engine(target.directory, depth=depth, skip_tokenizer_init=True, **(arguments | changes))
+
+
+def requests(draft: str, seed: int) -> list[tuple[list[int], SamplingParams]]:
+    """Greedy and drawn, drafted by the second model, by layers of the first, and not at all."""
+    numbers = random.Random(seed)
+    policies = [None, Speculative(draft, 2), Speculative(draft, 5, stop_probability=0.3, adaptive=True)]
+    policies += [Lossless(D3(0.8, 0.5), 3), FullDepth(), UnifiedSkip(2)]
+    prompts = random_prompts([numbers.randint(1, 30) for _ in range(18)], seed=seed, vocab_size=40)
+    return [
+        (
+            prompt,
+            SamplingParams(
+                temperature=numbers.choice([0.0, 0.8]),
+                seed=nth,
+                max_tokens=numbers.randint(2, 18),
+                ignore_eos=True,
+                depth=policies[nth % 6],
+                logprobs=numbers.choice([None, 1]),
+                prompt_logprobs=numbers.choice([None, None, 0]),
+            ),
+        )
+        for nth, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize("length", [1, 4, 9])
+def test_a_draft_model_that_is_the_target_itself_is_always_right(target: TinyLlama, length: int) -> None:
+    engine = new_engine(target, Speculative(str(target.directory), length), max_num_batched_tokens=17)
+    prompts = random_prompts([1, 9, 33, 4, 18, 2, 25], vocab_size=40)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, max_tokens=24, ignore_eos=True)
+        engine.generate(prompts, params, use_tqdm=False)
+    stats = engine.stats()
+    assert stats.acceptance_rate == 1
+    assert stats.realised_mean_layers == 4  # every row that full depth ran yielded a token
+
+
+@pytest.mark.parametrize("how", ["small steps", "short of memory", "preempted now and then"])
+def test_every_request_answers_as_alone_and_greedy_ones_as_full_depth(target: TinyLlama, draft: str, how: str) -> None:
+    numbers = random.Random(how)
+    changes: dict[str, Any] = {
+        "small steps": {"max_num_batched_tokens": 11},
+        "short of memory": {"kv_cache_memory_bytes": 4 * 20 * 2 * 4 * 2 * 16 * 4, "max_num_batched_tokens": 30},
+        "preempted now and then": {"max_num_batched_tokens": 30},
+    }[how]
+    engine = new_engine(target, Speculative(draft, 3), **changes)
+    asked = requests(draft, len(how))
+    waiting, done = dict(enumerate(asked)), {}
+    for _ in range(3000):
+        if waiting and (numbers.random() < 0.4 or not engine.has_unfinished_requests()):
+            nth = min(waiting)
+            engine.add_request(str(nth), *waiting.pop(nth))
+        if how == "preempted now and then":
+            for sequence in engine.scheduler.running:
+                if numbers.random() < 0.1:
+                    engine.scheduler._preempt(sequence)
+        done |= {int(output.request_id): output for output in engine.step() if output.finished}
+        engine.scheduler.check_integrity()
+        if not waiting and not engine.has_unfinished_requests():
+            break
+    assert (engine.stats().num_preemptions > 0) == (how != "small steps")
+    assert 0.2 < (engine.stats().acceptance_rate or 0) < 1
+    alone = new_engine(target, Speculative(draft, 3), enable_prefix_caching=False)
+    full = new_engine(target, FullDepth(), enable_prefix_caching=False)
+    for nth, (prompt, params) in enumerate(asked):
+        wanted = alone.generate(prompt, params, use_tqdm=False)[0]
+        assert done[nth].outputs[0].token_ids == wanted.outputs[0].token_ids, params
+        assert done[nth].outputs[0].depths == wanted.outputs[0].depths
+        assert done[nth].metrics.num_accepted_tokens == wanted.metrics.num_accepted_tokens
+        if params.greedy and not isinstance(params.depth, UnifiedSkip):
+            by_full_depth = full.generate(prompt, replace(params, depth=FullDepth()), use_tqdm=False)[0]
+            assert wanted.outputs[0].token_ids == by_full_depth.outputs[0].token_ids
+    second = engine.scheduler._second
+    assert second is not None
+    assert second.cache.pool.num_held == 0
+    engine.reset_prefix_cache()
+    assert engine.stats().kv_blocks_in_use == 0
+
+
+def test_a_draft_model_that_does_not_fit_its_target_is_refused_by_name(
+    target: TinyLlama, draft: str, tiny_llama: Callable[..., TinyLlama], tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidValueError, match=r"^draft_model=.*vocabulary of its target, 40 tokens and not 300"):
+        new_engine(target, Speculative(str(tiny_llama().directory)))
+    with pytest.raises(InvalidValueError, match=r"^draft_model=.*a directory"):
+        new_engine(target, Speculative(str(tmp_path / "nothing")))
+    short = tiny_llama(**TARGET, max_position_embeddings=64)
+    with pytest.raises(InvalidValueError, match=r"^draft_model=.*a model for 80 tokens"):
+        new_engine(target, Speculative(str(short.directory)))
+    with pytest.raises(InvalidValueError, match=r"^draft_model=''"):
+        Speculative("")
+    params = SamplingParams(max_tokens=2, depth=Speculative(draft))
+    with pytest.raises(InvalidValueError, match=r"^draft_model=.*the engine's own draft model, None"):
+        new_engine(target, FullDepth()).generate([1], params, use_tqdm=False)
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(model_directory("demo"), tmp_path / "model")
+    Engine("demo", device="cpu", depth=Speculative(str(tmp_path / "model"))).close()
+    model = (tmp_path / "model" / "tokenizer.model").read_bytes()
+    (tmp_path / "model" / "tokenizer.model").write_bytes(model.replace(b"the", b"hte", 1))
+    with pytest.raises(InvalidValueError, match=r"^draft_model=.*1 tokens differ"):
+        Engine("demo", device="cpu", depth=Speculative(str(tmp_path / "model")))
+
+
+def test_a_policy_with_a_draft_model_survives_json_and_has_options_on_the_command_line() -> None:
+    policy = Speculative("some/model", 3, stop_probability=0.25, adaptive=True)
+    assert policy_from_dict(json.loads(json.dumps(policy.describe()))) == policy
+    given = {"draft_model": "some/model", "draft_length": 3, "stop_probability": 0.25, "adaptive": True}
+    assert depth_from_options(DepthName.speculative, {**dict.fromkeys(OPTIONS), **given}) == policy
+    with pytest.raises(InvalidValueError, match="needs --draft-model"):
+        depth_from_options(DepthName.speculative, dict.fromkeys(OPTIONS))

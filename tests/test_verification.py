@@ -1,0 +1,159 @@
+"""Drawn tokens that were drafted and verified follow full depth's distribution, and nothing else decides them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import TinyLlama
+
+from d3engine import D3, Engine, FullDepth, Lossless, SamplingParams, SelfSpeculative, UnifiedSkip
+from d3engine.depth import DepthPolicy
+
+VOCABULARY, LAYERS = 5, 4
+PROMPT = [1, 4, 2, 0, 3]
+SAMPLES = 1024
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_llama: Callable[..., TinyLlama]) -> TinyLlama:
+    return tiny_llama(vocab_size=VOCABULARY, num_hidden_layers=LAYERS, hidden_size=32, intermediate_size=48, seed=4)
+
+
+def distribution_after(llama: TinyLlama, tokens: list[int], params: dict[str, Any]) -> list[float]:
+    """transformers' next-token distribution at this temperature, cut at top_p, by the definition."""
+    with torch.inference_mode():
+        logits = llama.model(torch.tensor([tokens])).logits[0, -1].double()
+    p = (logits / params["temperature"]).softmax(dim=-1).tolist()
+    kept: list[int] = []
+    for token in sorted(range(VOCABULARY), key=lambda token: -p[token]):
+        if sum(p[other] for other in kept) < params.get("top_p", 1.0):
+            kept.append(token)
+    return [p[token] / sum(p[other] for other in kept) if token in kept else 0.0 for token in range(VOCABULARY)]
+
+
+def joint(llama: TinyLlama, params: dict[str, Any]) -> dict[tuple[int, ...], float]:
+    """The probability of every answer of three tokens."""
+    found: dict[tuple[int, ...], float] = {}
+    for first, p in enumerate(distribution_after(llama, PROMPT, params)):
+        for second, q in enumerate(distribution_after(llama, [*PROMPT, first], params)):
+            for third, r in enumerate(distribution_after(llama, [*PROMPT, first, second], params)):
+                found[first, second, third] = p * q * r
+    return found
+
+
+def is_drawn_from(counts: Counter[tuple[int, ...]], wanted: dict[tuple[int, ...], float]) -> bool:
+    """Pearson's chi-square against `wanted`, rare outcomes taken together: within 4 standard deviations of its mean."""
+    total = sum(counts.values())
+    assert all(wanted[outcome] > 0 for outcome in counts), "an outcome that cannot be"
+    common = [outcome for outcome, p in wanted.items() if p * total >= 5]
+    cells = [(counts[outcome], wanted[outcome] * total) for outcome in common]
+    rest = total - sum(count for count, _ in cells), total - sum(expected for _, expected in cells)
+    cells += [rest] if rest[1] >= 1 else []
+    statistic = sum((count - expected) ** 2 / expected for count, expected in cells)
+    freedom = len(cells) - 1
+    return statistic < freedom + 4 * math.sqrt(2 * freedom)
+
+
+def answers(engine: Engine, policy: DepthPolicy, params: dict[str, Any], samples: int = SAMPLES) -> list[list[int]]:
+    """Answers of four tokens, each from a seed and index of its own."""
+    requests = [
+        SamplingParams(n=64, seed=seed, max_tokens=4, ignore_eos=True, depth=policy, **params)
+        for seed in range(samples // 64)
+    ]
+    outputs = engine.generate([PROMPT] * len(requests), requests, use_tqdm=False)
+    return [answer.token_ids for output in outputs for answer in output.outputs]
+
+
+@pytest.mark.parametrize(
+    ("policy", "params"),
+    [
+        (SelfSpeculative(UnifiedSkip(2), 3), {"temperature": 1.0}),
+        (Lossless(D3(0.5, 0.5), 2), {"temperature": 1.5, "top_p": 0.8}),
+        (Lossless(D3(0.4, 0.3), 3, stop_probability=0.5, adaptive=True), {"temperature": 1.2}),
+    ],
+    ids=repr,
+)
+def test_drawn_answers_follow_full_depths_distribution(
+    llama: TinyLlama, policy: DepthPolicy, params: dict[str, Any]
+) -> None:
+    engine = Engine(llama.directory, skip_tokenizer_init=True, device="cpu", depth=FullDepth(), max_num_seqs=64)
+    found = answers(engine, policy, params)
+    wanted = joint(llama, params)
+    assert is_drawn_from(Counter(tuple(answer[:3]) for answer in found), wanted)
+    for places in itertools.combinations(range(3), 2):
+        together: Counter[tuple[int, ...]] = Counter()
+        for outcome, p in wanted.items():
+            together[tuple(outcome[place] for place in places)] += p  # type: ignore[assignment]
+        assert is_drawn_from(Counter(tuple(answer[place] for place in places) for answer in found), together)  # type: ignore[arg-type]
+    rate = engine.stats().acceptance_rate
+    assert rate is not None
+    assert 0.2 < rate < 0.95, "a draft that is always or never right would prove nothing"
+
+
+def test_the_chi_square_sees_the_drafts_own_distribution(llama: TinyLlama) -> None:
+    """The proof of the proof: answers drawn at the draft's depth are told from full depth's."""
+    engine = Engine(llama.directory, skip_tokenizer_init=True, device="cpu", depth=FullDepth(), max_num_seqs=64)
+    found = answers(engine, UnifiedSkip(2), {"temperature": 1.0})
+    assert not is_drawn_from(Counter(tuple(answer[:3]) for answer in found), joint(llama, {"temperature": 1.0}))
+
+
+def test_a_draft_whose_logits_are_not_finite_ends_and_full_depth_goes_on(llama: TinyLlama) -> None:
+    """A fault of the draft is none of the request; one of full depth ends it, after the tokens before."""
+    engine = Engine(llama.directory, skip_tokenizer_init=True, device="cpu", depth=FullDepth())
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    (wanted,) = engine.generate(PROMPT, params, use_tqdm=False)[0].outputs
+    run = engine.executor.run
+    spoil: list[str] = []
+
+    def spoiled(plan: Any) -> torch.Tensor:
+        logits = run(plan).clone()
+        if plan.drafts and plan.drafts.proposing and "drafts" in spoil:
+            logits[sorted(plan.drafts.proposing)] = torch.nan
+        if plan.drafts and plan.drafts.judging and "verification" in spoil:
+            logits[0] = torch.nan  # the row that would add a token
+        return logits
+
+    engine.executor.run = spoiled  # type: ignore[method-assign]
+    drafting = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, depth=SelfSpeculative(D3(0.9, 0.7), 3))
+    spoil.append("drafts")
+    (found,) = engine.generate(PROMPT, drafting, use_tqdm=False)[0].outputs
+    assert found.token_ids == wanted.token_ids
+    assert engine.stats().drafted_tokens == 0
+    spoil[:] = ["verification"]
+    (found,) = engine.generate(PROMPT, drafting, use_tqdm=False)[0].outputs
+    assert found.token_ids == wanted.token_ids[: len(found.token_ids)]
+    assert found.finish_reason == "abort" or found.token_ids == wanted.token_ids
+    engine.scheduler.check_integrity()
+
+
+def test_a_fault_of_one_sequence_ends_its_request_and_no_draft_of_it_goes_on(llama: TinyLlama) -> None:
+    """The other sequences of the request may be drafting in the very step that ends them."""
+    policy = SelfSpeculative(UnifiedSkip(2), 3, adaptive=True)
+    engine = Engine(llama.directory, skip_tokenizer_init=True, device="cpu", depth=policy, max_num_seqs=5)
+    params = SamplingParams(n=4, seed=3, max_tokens=12, ignore_eos=True)
+    engine.add_request("faulty", PROMPT, params)
+    engine.add_request("sound", PROMPT, SamplingParams(seed=5, max_tokens=12, ignore_eos=True))
+    fail = engine._outputs._append
+    calls: list[int] = []
+
+    def failing(answer: Any, token: Any) -> None:
+        calls.append(1)
+        if token.sequence.request_id == "faulty" and len(calls) > 9:
+            raise ValueError("a token that no tokenizer knows")
+        fail(answer, token)
+
+    engine._outputs._append = failing  # type: ignore[method-assign]
+    done = {}
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.scheduler.check_integrity()
+    answers = done["faulty"].outputs
+    assert {answer.finish_reason for answer in answers} == {"abort"}
+    assert sum(len(answer.token_ids) - len(answer.depths) for answer in answers) == 1, "one grew after its end"
+    assert done["sound"].outputs[0].finish_reason == "length"
