@@ -90,7 +90,7 @@ class SolutionSampler:
         if tokens:
             chosen = logits[: len(tokens)].double().log_softmax(dim=-1)[range(len(tokens)), tokens]
             self.losses[places] -= chosen.numpy()
-        return Sampled(tokens)
+        return Sampled([[token] for token in tokens])
 
 
 def answer(

@@ -14,7 +14,7 @@ import pytest
 from tiny_models import TinyLlama, random_prompts
 
 from d3engine import D3, Engine, FullDepth, Lossless, SamplingParams, Speculative, UnifiedSkip
-from d3engine.cli.depth_options import OPTIONS, DepthName, depth_from_options
+from d3engine.cli.depth_options import OPTIONS, depth_from_options
 from d3engine.depth import policy_from_dict
 from d3engine.errors import InvalidValueError
 from d3engine.loading import model_directory
@@ -151,6 +151,6 @@ def test_a_policy_with_a_draft_model_survives_json_and_has_options_on_the_comman
     policy = Speculative("some/model", 3, stop_probability=0.25, adaptive=True)
     assert policy_from_dict(json.loads(json.dumps(policy.describe()))) == policy
     given = {"draft_model": "some/model", "draft_length": 3, "stop_probability": 0.25, "adaptive": True}
-    assert depth_from_options(DepthName.speculative, {**dict.fromkeys(OPTIONS), **given}) == policy
+    assert depth_from_options("speculative", {**dict.fromkeys(OPTIONS), **given}) == policy
     with pytest.raises(InvalidValueError, match="needs --draft-model"):
-        depth_from_options(DepthName.speculative, dict.fromkeys(OPTIONS))
+        depth_from_options("speculative", dict.fromkeys(OPTIONS))

@@ -14,6 +14,7 @@ from tiny_models import TinyLlama
 
 from d3engine import D3, Engine, FullDepth, Lossless, SamplingParams, SelfSpeculative, UnifiedSkip
 from d3engine.depth import DepthPolicy
+from d3engine.executor.computed import Computed
 
 VOCABULARY, LAYERS = 5, 4
 PROMPT = [1, 4, 2, 0, 3]
@@ -111,13 +112,15 @@ def test_a_draft_whose_logits_are_not_finite_ends_and_full_depth_goes_on(llama: 
     run = engine.executor.run
     spoil: list[str] = []
 
-    def spoiled(plan: Any) -> torch.Tensor:
-        logits = run(plan).clone()
+    def spoiled(plan: Any) -> Computed:
+        computed = run(plan)
+        assert isinstance(computed.logits, torch.Tensor)
+        logits = computed.logits.clone()
         if plan.drafts and plan.drafts.proposing and "drafts" in spoil:
             logits[sorted(plan.drafts.proposing)] = torch.nan
         if plan.drafts and plan.drafts.judging and "verification" in spoil:
             logits[0] = torch.nan  # the row that would add a token
-        return logits
+        return Computed(logits, computed.depths)
 
     engine.executor.run = spoiled  # type: ignore[method-assign]
     drafting = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, depth=SelfSpeculative(D3(0.9, 0.7), 3))

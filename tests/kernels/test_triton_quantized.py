@@ -129,7 +129,9 @@ def test_gate_up_and_lm_head_carry_their_norm(
     logits = normed(hidden, norm) @ exact.t()
     found = kernels.lm_head(hidden, norm, EPS, weight)
     assert_close(found, logits, limit_of(dtype, rows))
-    assert torch.equal(kernels.lm_head_argmax(hidden, norm, EPS, weight), found.argmax(dim=1))
+    tokens, largest = kernels.lm_head_argmax(hidden, norm, EPS, weight)
+    assert torch.equal(tokens, found.argmax(dim=1))
+    assert_close(largest, logits.amax(dim=1), limit_of(dtype, rows))
     gate, up = logits.chunk(2, dim=1)
     expected = torch.nn.functional.silu(gate) * up
     assert_close(kernels.gate_up(hidden, norm, EPS, weight, None), expected, 4 * limit_of(dtype, rows))
