@@ -92,7 +92,7 @@ def layers_of(plan: Plan, chunk: int) -> npt.NDArray[np.bool_]:
     sequence, start, stop = plan.sequences[chunk], int(plan.starts[chunk]), int(plan.stops[chunk])
     draft = sequence.draft
     if draft is None or start < sequence.num_tokens - 1:
-        return sequence.schedule.active(step_of(sequence, start))
+        return active_at(sequence, step_of(sequence, start))
     assert draft.rule.schedule is not None
     layers = draft.rule.schedule.active(sequence.step)  # of the step at which the draft begins
     if not draft.ended:
@@ -120,7 +120,7 @@ class Contents:
     def name(self, *key: Hashable) -> int:
         return self.names.setdefault(key, len(self.names) + 1)
 
-    def grow(self, sequence: Sequence, length: int, new_depth: int | None) -> None:
+    def grow(self, sequence: Sequence, length: int, new_depth: int | None = None) -> None:
         """Name the entries of the sequence's first `length` tokens, by brute force.
 
         `new_depth` is how deep the last of them goes, if it leaves early or might have; the others have gone already.
@@ -288,8 +288,7 @@ def check_plan(scheduler: Scheduler, plan: Plan) -> None:
         assert plan.token_ids[rows].tolist() == known_tokens(sequence)[start:stop]
         assert (plan.row_chunks[rows] == chunk).all()
         planned = layers_of(plan, chunk)
-        runs_now = active_at(sequence, int(plan.steps[chunk])) if sequence.draft is None else planned
-        assert plan.depths[chunk] == runs_now.sum()
+        assert plan.depths[chunk] == planned.sum()
         assert (chunk in plan.sampled) == (stop == len(known_tokens(sequence)))
         for row, position in zip(range(rows.start, rows.stop), range(start, stop), strict=True):
             runs = planned if sequence.draft is not None else active_at(sequence, step_of(sequence, position))
@@ -447,7 +446,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         if data.draw(st.sampled_from([True, False]), label="drafts"):
             rule = data.draw(draft_rules(self.cache.num_layers), label="rule")
-            sequence.draft, sequence.schedule = Draft(rule), FullDepth().schedule(self.cache.num_layers)
+            sequence.draft, sequence.exit_rule = Draft(rule), None
+            sequence.schedule = FullDepth().schedule(self.cache.num_layers)
         peak = peak_by_hand(sequence.schedule, len(prompt), sequence.max_length, self.cache.block_size)
         if peak > self.cache.pool.num_blocks:
             with pytest.raises(InvalidValueError, match="max_tokens"):
