@@ -26,7 +26,8 @@ def run(report: dict[str, Any], current: Round) -> None:
     """Run the tests and record counts and the end of the output; a failed test fails this part."""
     # A rehearsal runs one quick file: CI runs the others for themselves, and kernels take minutes in the interpreter.
     targets = ["tests/gpu", "tests/kernels"] if current.on_gpu else ["tests/kernels/test_reference_rows.py"]
-    command = [sys.executable, "-m", "pytest", *targets, "-p", "no:cacheprovider", "-vv", "-ra", "--tb=short", "--no-header"]
+    command = [sys.executable, "-m", "pytest", *targets, "-p", "no:cacheprovider", "-vv", "-ra", "--tb=short"]
+    command.append("--no-header")  # it names folders of the machine
     environment = dict(os.environ)
     if current.on_gpu:
         environment.pop("TRITON_INTERPRET", None)
