@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from d3engine import Engine
 from d3engine.calibration.noninferiority import noninferiority_p
 from d3engine.calibration.report import as_dict, policy_file, write_policy_file
-from d3engine.calibration.scoring import Answers, Part, word_problem_parts
+from d3engine.calibration.scoring import Answers, Part
 from d3engine.calibration.search import (
     FINALISTS,
     PASS_LEVEL,
@@ -28,6 +28,7 @@ from d3engine.calibration.search import (
     make_candidates,
     plan_budget,
 )
+from d3engine.calibration.tasks import calibration_task
 from d3engine.cli import app
 from d3engine.depth import D3, DepthPolicy, FullDepth
 from d3engine.depth.policy import POLICY_FILE, calibrated_for, policy_from_directory
@@ -315,11 +316,42 @@ def test_the_bundled_setting_is_for_the_bundled_weights() -> None:
     assert evidence["test"]["p_value_of_losing_the_tolerance"] <= PASS_LEVEL
 
 
-def test_the_parts_share_no_problem() -> None:
-    parts = word_problem_parts(seed=2, screening=30, certification=20)
-    questions = [problem.question for part in Part for problem in parts[part]]
+@pytest.mark.parametrize("name", ["word-problems", "word-sorting", "multistep-arithmetic"])
+def test_the_parts_share_no_question(name: str) -> None:
+    parts = calibration_task(name, None, seed=2, shots=None).parts(screening=30, certification=20)
+    questions = [question.prompt for part in Part for question in parts[part]]
     assert [len(parts[part]) for part in Part] == [30, 20, 20]
     assert len(set(questions)) == 70
+
+
+def data_folder(folder: Path, questions: int) -> Path:
+    """A small one of the published layout: GSM8K lines, and a task of BBH, in which one input stands twice."""
+    (folder / "gsm8k").mkdir()
+    for split, count in (("train", 10 * questions), ("test", questions)):
+        lines = [{"question": f"{split} {i}?", "answer": f"So #### {i}"} for i in range(count)]
+        (folder / "gsm8k" / f"{split}.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    (folder / "bbh" / "cot-prompts").mkdir(parents=True)
+    examples = [{"input": f"{i}?", "target": str(i)} for i in [0, *range(questions)]]
+    (folder / "bbh" / "counting.json").write_text(json.dumps({"examples": examples}))
+    example = "Q: 1?\nA: Let's think step by step.\nOne. So the answer is 1."
+    (folder / "bbh" / "cot-prompts" / "counting.txt").write_text("-----\nCount.\n\n" + "\n\n".join([example] * 3))
+    return folder
+
+
+@pytest.mark.parametrize(("name", "shots"), [("gsm8k", 2), ("bbh", None), ("bbh/counting", 1)])
+def test_parts_from_files_share_no_question(name: str, shots: int | None, tmp_path: Path) -> None:
+    task = calibration_task(name, data_folder(tmp_path, 40), seed=1, shots=shots)
+    parts = task.parts(screening=12, certification=8)
+    asked = [question.prompt.rpartition("Q")[2] for part in Part for question in parts[part]]
+    assert [len(parts[part]) for part in Part] == [12, 8, 8]
+    assert len(set(asked)) == 28
+    assert task.max_tokens > 100
+    assert task.stop
+    if name == "gsm8k":
+        assert all(("test" in question.prompt.rpartition("Q")[2]) for question in parts[Part.TEST])
+        assert all(("train" in question.prompt.rpartition("Q")[2]) for question in parts[Part.CERTIFICATION])
+    with pytest.raises(InvalidValueError, match="--budget, --limit='40 to search, 8 to certify'"):
+        task.parts(screening=40, certification=8)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -378,6 +410,9 @@ def test_the_command_refuses_with_its_own_exit_code_and_writes_nothing(tmp_path:
         (["demo", "--out", "d3.json", "--alpha", "1"], "skips something"),
         (["demo", "--out", "d3.json", "--plot", "no-such-directory/a.png"], "--plot"),
         (["no-such-model"], "model"),
+        (["demo", "--out", "d3.json", "--task", "gsm8k"], "--task='gsm8k'"),
+        (["demo", "--out", "d3.json", "--task", "gsm8k", "--data", "nowhere"], "--data"),
+        (["demo", "--out", "d3.json", "--num-fewshot", "-1"], "--num-fewshot"),
     ],
 )
 def test_what_cannot_work_is_refused_before_it_begins(

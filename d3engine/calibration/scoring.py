@@ -12,12 +12,11 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 from d3engine.depth import DepthPolicy
-from d3engine.errors import require
-from d3engine.evaluation.accuracy import measure, take_problems
+from d3engine.evaluation.accuracy import measure
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
-    from d3engine.evaluation.word_problems import Problem
+    from d3engine.evaluation.benchmark import Question
     from d3engine.request import SamplingParams
 
 
@@ -73,9 +72,9 @@ class Scorer(Protocol):
 
 
 class EngineScorer:
-    """The engine at the word problems."""
+    """The engine at a task's questions."""
 
-    def __init__(self, engine: Engine, params: SamplingParams, problems: Mapping[Part, Sequence[Problem]]) -> None:
+    def __init__(self, engine: Engine, params: SamplingParams, problems: Mapping[Part, Sequence[Question]]) -> None:
         self._engine = engine
         self._params = params
         self._problems = problems
@@ -93,16 +92,3 @@ class EngineScorer:
         score = measure(self._engine, self._problems[part][first : first + count], policy, self._params)
         layers = round(score.realised_mean_layers * score.tokens)
         return Answers(score.right, score.tokens, layers, score.seconds)
-
-
-def word_problem_parts(seed: int, screening: int, certification: int) -> dict[Part, list[Problem]]:
-    """So many problems for each part: screening and certification from the validation split, the rest from test."""
-    validation = take_problems("validation", seed, screening + certification)
-    test = take_problems("test", seed, certification)
-    enough = len(validation) == screening + certification and len(test) == certification
-    require(enough, "--limit", certification, f"the task has only {len(validation)} and {len(test)} different problems")
-    return {
-        Part.SCREENING: validation[:screening],
-        Part.CERTIFICATION: validation[screening:],
-        Part.TEST: test,
-    }

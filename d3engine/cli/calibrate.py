@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,18 +43,26 @@ NO_SAFE_SETTING = 3
 """Exit code where no setting is safe. 0: one was chosen and written; 2: something was not allowed."""
 
 
-class Task(StrEnum):
-    """What a setting can be calibrated on."""
-
-    word_problems = "word-problems"
-
-
 @app.command("calibrate")
 @takes_engine
 def calibrate_command(
     engine_options: Options,
     model: Annotated[str, typer.Argument(help='Model directory, or "demo" for the bundled model.')] = "demo",
-    task: Annotated[Task, typer.Option("--task", help="What the answers are scored on.")] = Task.word_problems,
+    task: Annotated[
+        str,
+        typer.Option(
+            "--task",
+            help="What the answers are scored on: a generated task (word-problems, boolean-expressions, word-sorting, "
+            "dyck-languages, object-counting, tracking-shuffled-objects, multistep-arithmetic); gsm8k, bbh or "
+            "bbh/<task> with --data.",
+        ),
+    ] = "word-problems",
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Folder with gsm8k/ and bbh/ to read questions from.")
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option("--num-fewshot", help="Solved examples before a question (3; none if generated).")
+    ] = None,
     tolerance: Annotated[
         float, typer.Option("--tolerance", help="Loss of exact match that is accepted, in points of 100.")
     ] = 2.0,
@@ -65,7 +72,9 @@ def calibrate_command(
     budget: Annotated[
         int, typer.Option("--budget", help="Answers at most (problems x settings, full depth included).")
     ] = 7000,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of an answer at most.")] = 128,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", help="Tokens of an answer at most (the task's own limit).")
+    ] = None,
     starts: Annotated[
         list[float] | None, typer.Option("--start", help="A start to try; may be repeated (0.2 to 0.8 by 0.1).")
     ] = None,
@@ -90,22 +99,25 @@ def calibrate_command(
     directory = model_directory(model)
     target = _target(model, directory, out)
     _check_plot(plot)
-    require_integer("--max-tokens", max_tokens, 2)
-    layers = ModelConfig.from_directory(directory).num_layers
-    candidates = make_candidates(layers, max_tokens, starts or STARTS, alphas or ALPHAS, tails or (0,))
-    require(len(candidates) > 0, "--start, --alpha, --tail", (starts, alphas, tails), "a setting that skips something")
-    plan = plan_budget(len(candidates), budget, limit, tolerance / 100)
     seed = engine_options.get("seed", 0)
 
-    from d3engine.calibration.scoring import EngineScorer, word_problem_parts
+    from d3engine.calibration.scoring import EngineScorer
+    from d3engine.calibration.tasks import calibration_task
     from d3engine.model.fingerprint import fingerprint
 
+    asked = calibration_task(task, data, seed=seed, shots=num_fewshot)
+    most = require_integer("--max-tokens", asked.max_tokens if max_tokens is None else max_tokens, 2)
+    layers = ModelConfig.from_directory(directory).num_layers
+    candidates = make_candidates(layers, most, starts or STARTS, alphas or ALPHAS, tails or (0,))
+    require(len(candidates) > 0, "--start, --alpha, --tail", (starts, alphas, tails), "a setting that skips something")
+    plan = plan_budget(len(candidates), budget, limit, tolerance / 100)
+    parts = asked.parts(plan.screening, plan.certification)
     engine = open_engine(model, engine_options, FullDepth())
-    params = sampling_params(engine, {"max_tokens": max_tokens, "temperature": 0.0})
+    params = sampling_params(engine, {"max_tokens": most, "temperature": 0.0, "stop": list(asked.stop) or None})
     name = fingerprint(directory)
-    scorer = EngineScorer(engine, params, word_problem_parts(seed, plan.screening, plan.certification))
+    scorer = EngineScorer(engine, params, parts)
     result = _search(scorer, candidates, plan, tolerance / 100)
-    about = {"task": task.value, "seed": seed, "max_tokens": max_tokens}
+    about = {"task": task, "seed": seed, "max_tokens": most} | ({} if num_fewshot is None else {"shots": num_fewshot})
     report = _report(result, {"model": model, "fingerprint": name, **about})
     if result.chosen is not None:  # first of all, so that nothing after it can lose the work
         from d3engine.calibration.report import policy_file, write_policy_file
@@ -162,9 +174,9 @@ def _report(result: Calibration, about: dict[str, Any]) -> dict[str, Any]:
     return as_dict(result, about)
 
 
-def _title(model: str, task: Task, result: Calibration) -> str:
+def _title(model: str, task: str, result: Calibration) -> str:
     chosen = "no safe setting" if result.chosen is None else setting(result.chosen)
-    return f"{Path(model).name}, {task.value}, tolerance {100 * result.tolerance:g} points: {chosen}"
+    return f"{Path(model).name}, {task}, tolerance {100 * result.tolerance:g} points: {chosen}"
 
 
 def setting(policy: D3) -> str:

@@ -1,0 +1,85 @@
+"""The questions that a calibration asks: three parts of a task, without a question in common.
+
+The one idea: search and proof need different questions, and the last check needs questions that nothing was chosen on.
+A task with a validation split gives screening and certificate from it and the check from its test split. BBH has one
+split only: its questions are shuffled by the seed, the first half stands for validation and the second for test.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from d3engine.calibration.scoring import Part
+from d3engine.errors import require
+from d3engine.evaluation import catalogue, procedural
+from d3engine.evaluation.benchmark import Benchmark, Question
+from d3engine.evaluation.word_problems import Split
+
+
+@dataclass(frozen=True)
+class CalibrationTask:
+    """A task to calibrate on. `max_tokens` and `stop` are its own; `load(split, count)` gives `count` questions."""
+
+    name: str
+    max_tokens: int
+    stop: tuple[str, ...]
+    load: Callable[[Split, int], Sequence[Question]]
+
+    def parts(self, screening: int, certification: int) -> dict[Part, list[Question]]:
+        """So many questions for each part, the test's as many as the certificate's.
+
+        Raises `InvalidValueError` where the task has fewer different ones.
+        """
+        validation = _different(self.load("validation", screening + certification))
+        test = _different(self.load("test", certification))
+        has = f"no more than {self.name} has questions for: it has {len(validation)}, and {len(test)} for the test"
+        wanted = f"{screening} to search, {certification} to certify"
+        enough = len(validation) >= screening + certification and len(test) >= certification
+        require(enough, "--budget, --limit", wanted, has)
+        return {
+            Part.SCREENING: validation[:screening],
+            Part.CERTIFICATION: validation[screening : screening + certification],
+            Part.TEST: test[:certification],
+        }
+
+
+def calibration_task(name: str, folder: Path | None, *, seed: int, shots: int | None) -> CalibrationTask:
+    """A generated task, or `gsm8k`, `bbh` or `bbh/<task>` from a folder's files, `shots` examples before each."""
+    if folder is None:
+        require(name in procedural.NAMES, "--task", name, f"one of {', '.join(procedural.NAMES)}; others need --data")
+
+        def generate(split: Split, count: int) -> Sequence[Question]:
+            return _one(catalogue.generated([name], split=split, seed=seed, limit=count, shots=shots)).questions
+
+        example = _one(catalogue.generated([name], split="validation", seed=seed, limit=1, shots=shots))
+        return CalibrationTask(name, example.max_tokens, example.stop, generate)
+
+    def read(split: Split) -> Benchmark:
+        return _one(catalogue.from_files([name], folder, split=split, seed=seed, limit=None, shots=shots))
+
+    test = read("test")
+    questions: dict[Split, list[Question]]
+    if name == "gsm8k":
+        questions = {"validation": read("validation").questions, "test": test.questions}
+    else:
+        questions = _halves(test.questions, seed)
+    return CalibrationTask(name, test.max_tokens, test.stop, lambda split, count: questions[split])
+
+
+def _one(benchmarks: Sequence[Benchmark]) -> Benchmark:
+    (benchmark,) = benchmarks
+    return benchmark
+
+
+def _halves(questions: Sequence[Question], seed: int) -> dict[Split, list[Question]]:
+    shuffled = _different(questions)
+    random.Random(f"calibration-{seed}").shuffle(shuffled)
+    half = len(shuffled) // 2
+    return {"validation": shuffled[:half], "test": shuffled[half:]}
+
+
+def _different(questions: Sequence[Question]) -> list[Question]:
+    return list({question.prompt: question for question in questions}.values())
