@@ -129,6 +129,7 @@ class Engine:
         )
         if weights is None:
             weights = load_weights(self._directory, self.config, dtype=self.dtype, device=self.device)
+        loading.check_weights(weights, self.dtype, self.device)
         kernels = loading.kernels_for(self.device)
 
         def build_executor(num_blocks: int) -> Executor:

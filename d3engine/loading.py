@@ -17,6 +17,7 @@ from d3engine.errors import InvalidValueError, ModelFormatError, require, requir
 from d3engine.kernels import for_device
 from d3engine.model.config import ModelConfig, load_generation_config
 from d3engine.model.fingerprint import fingerprint
+from d3engine.model.weights import LlamaWeights
 from d3engine.request import SamplingParams
 
 DEMO = "demo"
@@ -58,7 +59,10 @@ def check_tokenizer(tokenizer: object, skip_tokenizer_init: bool) -> None:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """The device to run on; "auto" is CUDA where there is one."""
+    """The device to run on; "auto" is CUDA where there is one.
+
+    A GPU that is named by its number becomes the current one: that is where Triton launches.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -67,7 +71,18 @@ def resolve_device(device: str | torch.device) -> torch.device:
         raise InvalidValueError("device", device, '"auto", "cpu", "cuda" or "cuda:N"') from None
     require(resolved.type in ("cpu", "cuda"), "device", device, '"auto", "cpu", "cuda" or "cuda:N"')
     require(resolved.type != "cuda" or torch.cuda.is_available(), "device", device, "a device this machine has")
+    if resolved.index is not None and resolved.type == "cuda":
+        require(resolved.index < torch.cuda.device_count(), "device", device, "a device this machine has")
+        torch.cuda.set_device(resolved)
     return resolved
+
+
+def check_weights(weights: LlamaWeights, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse ready weights that lie elsewhere, or are of another float type, than the engine computes with."""
+    given = weights.embedding
+    there = given.device.type == device.type and device.index in (None, given.device.index)
+    allowed = f"{dtype} on {device}"
+    require(there and given.dtype == dtype, "weights", f"{given.dtype} on {given.device}", allowed)
 
 
 def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.device) -> torch.dtype:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import BLOCK, CONFIG, Request, wide
+from batches import BLOCK, CONFIG, Request, moved, wide
 from tiny_models import TinyLlama, random_prompts, save_tiny_llama
 
 from d3engine import Engine, FullDepth
@@ -71,10 +71,14 @@ def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engin
     (directory / "config.json").write_text(json.dumps(CONFIG))
     config = ModelConfig.from_directory(directory)
     weights = wide(random_weights(config, dtype=torch.float32, device="cpu", seed=3))
+    there = {"cpu": weights}
 
     def make(**changes: Any) -> Engine:
-        arguments: dict[str, Any] = {"max_num_seqs": 8, "block_size": BLOCK, "depth": FullDepth(), "device": "cpu"}
-        return Engine(directory, weights=weights, skip_tokenizer_init=True, **(arguments | changes))
+        device = changes.setdefault("device", "cpu")
+        if device not in there:  # the very same numbers on another device
+            there[device] = moved(weights, device)
+        arguments: dict[str, Any] = {"max_num_seqs": 8, "block_size": BLOCK, "depth": FullDepth(), "dtype": "float32"}
+        return Engine(directory, weights=there[device], skip_tokenizer_init=True, **(arguments | changes))
 
     return make
 

@@ -593,6 +593,13 @@ def test_streams_that_are_read_in_turns_all_come_to_their_end(engine: Engine) ->
     assert done == [2, 5]
 
 
+def test_ready_weights_of_another_dtype_are_refused(directory: Path) -> None:
+    config = ModelConfig.from_directory(directory)
+    narrow = random_weights(config, dtype=torch.bfloat16, device="cpu", seed=0)
+    with pytest.raises(ValueError, match=r"weights='torch.bfloat16 on cpu' is not allowed: torch.float32 on cpu"):
+        Engine(directory, weights=narrow, tokenizer=DEMO, device="cpu")
+
+
 def test_without_parameters_generation_config_decides(directory: Path, weights: LlamaWeights, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.7, "max_new_tokens": 3}')

@@ -42,11 +42,11 @@ def run(report: dict[str, Any], current: Round) -> None:
         report["rows"].append(row)
         try:
             measure(row, case, current)
+            if current.on_gpu:
+                torch.cuda.empty_cache()
         except Exception:
             row["error"] = traceback.format_exc()
         current.keep(report)
-        if current.on_gpu:
-            torch.cuda.empty_cache()
     failed = [row for row in report["rows"] if "error" in row or row.get("is_far")]
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(report['rows'])} cases failed; see their `error` and `is_far`")

@@ -33,7 +33,7 @@ def run(report: dict[str, Any], current: Round) -> None:
         environment.pop("TRITON_INTERPRET", None)
         command += ["-k", "not cpu"]  # tests of the engine run on both; here the other one would only take time
         if importlib.util.find_spec("xdist"):
-            command += ["-n", "8"]  # most of the time is compiling, on the host
+            command += ["-n", "14"]  # most of the time is compiling, on the host
     else:
         command += ["--noconftest"]  # that file needs none, and importing transformers takes longer than all of it
     timeout = max(10.0, min(TIMEOUT_S, current.left() - 3.0))

@@ -58,21 +58,37 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._memory = 0
+        self._first = self._capture_nothing()
 
     def record(self, step: Step) -> Step:
         """Run `step` once so that all kernels are compiled and all workspaces there, then capture it."""
-        before = torch.cuda.memory_reserved(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             step()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # a capture begins with it; what it gives back must not be counted
+        before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             step()
-        self._memory += max(0, torch.cuda.memory_reserved(self._device) - before)
+        self._memory += torch.cuda.memory_reserved(self._device) - before
         replay: Step = graph.replay
         return replay
+
+    def _capture_nothing(self) -> torch.cuda.CUDAGraph:
+        """A graph of one sum, to be kept as long as the others.
+
+        The first graph of a process makes tensors of torch's random generator. Made under `inference_mode`, as steps
+        run, they could not be written by a capture outside it, such as one of torch.compile in the same process.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(False):
+            number = torch.zeros(1, device=self._device)
+            torch.cuda.synchronize(self._device)
+            with torch.cuda.graph(graph, stream=self._stream):
+                number.add_(1)
+        return graph
 
     def memory_bytes(self) -> int:
         """What torch's allocator has reserved in addition since the first graph."""

@@ -39,6 +39,7 @@ def workspace_bytes(
     the device has free.
     """
     plan, num_blocks = largest_plan(config, num_layers, block_size)
+    _give_back()  # what loading has left would serve the trial step, and then be counted as free
     before = free_bytes()
     executor = build(num_blocks)
     executor.run(plan)
@@ -46,10 +47,15 @@ def workspace_bytes(
         executor.capture_largest()
     needed = before - free_bytes() - executor.pool.nbytes
     del executor
+    _give_back()
+    return max(0, needed)
+
+
+def _give_back() -> None:
+    """Let the device have again what torch's allocator keeps of tensors that are gone."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return max(0, needed)
 
 
 def largest_plan(config: SchedulerConfig, num_layers: int, block_size: int) -> tuple[Plan, int]:

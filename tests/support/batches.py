@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import torch
 
 from d3engine import D3, EarlyExit, Engine, FullDepth, LayerTable, SamplingParams, SkipDecode, TailSkip, UnifiedSkip
 from d3engine.depth import DepthPolicy
@@ -69,6 +70,19 @@ def wide(weights: LlamaWeights) -> LlamaWeights:
 
     return LlamaWeights(
         weights.embedding * 50, tuple(map(layer, weights.layers)), weights.final_norm, weights.lm_head * 50
+    )
+
+
+def moved(weights: LlamaWeights, device: str) -> LlamaWeights:
+    """The very same numbers on another device; of weights without biases that are not quantized."""
+
+    def layer(given: LayerWeights) -> LayerWeights:
+        return replace(given, **{name: tensor.to(device) for name, tensor in vars(given).items() if tensor is not None})
+
+    head = weights.lm_head
+    assert isinstance(head, torch.Tensor)
+    return LlamaWeights(
+        weights.embedding.to(device), tuple(map(layer, weights.layers)), weights.final_norm.to(device), head.to(device)
     )
 
 
