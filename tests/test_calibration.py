@@ -151,6 +151,45 @@ def test_the_fastest_safe_setting_is_chosen() -> None:
     assert all(fate is Fate.REFUTED for (_, start), fate in fates.items() if start < 0.7)
 
 
+@pytest.mark.parametrize(
+    ("starts", "alphas"), [((0.7,), (0.8, 0.9999)), ((0.7, 0.8), (0.8, 0.9999)), ((0.5, 0.6, 0.7), (0.8, 0.9))]
+)
+def test_of_few_settings_that_all_lose_nothing_the_fastest_is_chosen(
+    starts: tuple[float, ...], alphas: tuple[float, ...]
+) -> None:
+    scorer = KnownScorer(lambda policy, part: 0.0, base=1.0)
+    candidates = make_candidates(scorer.num_layers, scorer.max_tokens, starts, alphas)
+    result = calibrate(scorer, candidates, plan_budget(len(candidates), 7000, 500, 0.03), 0.03)
+    fastest = min(result.trials, key=lambda trial: trial.screened.mean_layers)
+    assert result.chosen == fastest.policy
+
+
+def test_where_the_boldest_fail_the_next_one_is_taken_and_not_the_slowest() -> None:
+    """Six settings look harmless in screening; the three fastest of them lose much elsewhere."""
+
+    def shown_late(policy: D3, part: Part) -> float:
+        return 0.3 if part is not Part.SCREENING and policy.start < 0.5 else 0.0
+
+    scorer = KnownScorer(shown_late, base=1.0)
+    starts = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
+    candidates = make_candidates(scorer.num_layers, scorer.max_tokens, starts, (0.9,))
+    result = calibrate(scorer, candidates, plan_budget(len(candidates), 7000, 500, 0.03), 0.03)
+    assert [float(check.policy.start) for check in result.certificates] == [0.7, 0.5, 0.3]
+    assert result.chosen == D3(0.9, 0.5)
+
+
+def test_a_setting_that_saves_too_little_is_not_worth_a_loss() -> None:
+    scorer = KnownScorer(late_is_safe)
+    candidates = make_candidates(scorer.num_layers, scorer.max_tokens, (0.6, 0.7), (0.8, 0.9999))
+    budget = plan_budget(len(candidates), 7000, 500, 0.03)
+    result = calibrate(scorer, candidates, budget, 0.03, least_saving=0.25)
+    assert result.chosen == D3(0.8, 0.7)
+    assert [trial.fate for trial in result.trials].count(Fate.SLOW) >= 1
+    result = calibrate(scorer, candidates, budget, 0.03, least_saving=0.4)
+    assert result.chosen is None
+    assert "40 % of the layers saved" in result.reason
+
+
 def test_no_setting_is_safe_where_every_one_loses_much() -> None:
     scorer = KnownScorer(lambda policy, part: 0.3)
     result = search(scorer)
@@ -350,6 +389,10 @@ def test_parts_from_files_share_no_question(name: str, shots: int | None, tmp_pa
     if name == "gsm8k":
         assert all(("test" in question.prompt.rpartition("Q")[2]) for question in parts[Part.TEST])
         assert all(("train" in question.prompt.rpartition("Q")[2]) for question in parts[Part.CERTIFICATION])
+    other = calibration_task(name, tmp_path, seed=2, shots=shots).parts(screening=12, certification=8)
+    both = [{question.prompt.rpartition("Q")[2] for question in found[Part.TEST]} for found in (parts, other)]
+    search = {question.prompt.rpartition("Q")[2] for question in parts[Part.SCREENING] + other[Part.SCREENING]}
+    assert not search & (both[0] | both[1]), "another seed tests what this one has searched on"
     with pytest.raises(InvalidValueError, match="--budget, --limit='40 to search, 8 to certify'"):
         task.parts(screening=40, certification=8)
 
@@ -405,6 +448,7 @@ def test_the_command_refuses_with_its_own_exit_code_and_writes_nothing(tmp_path:
         (["demo", "--out", "no-such-directory/d3.json"], "--out"),
         (["demo", "--out", "d3.json", "--tolerance", "0"], "--tolerance"),
         (["demo", "--out", "d3.json", "--limit", "100"], "--limit"),
+        (["demo", "--out", "d3.json", "--least-saving", "100"], "--least-saving"),
         (["demo", "--out", "d3.json", "--budget", "3000"], "--budget"),
         (["demo", "--out", "d3.json", "--alpha", "1.5"], "alpha"),
         (["demo", "--out", "d3.json", "--alpha", "1"], "skips something"),

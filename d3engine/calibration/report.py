@@ -27,6 +27,7 @@ def as_dict(result: Calibration, about: dict[str, Any]) -> dict[str, Any]:
         **about,
         "num_layers": result.num_layers,
         "tolerance": result.tolerance,
+        "least_saving": result.least_saving,
         "budget": asdict(result.budget),
         "safe": chosen is not None,
         "reason": result.reason,
@@ -96,6 +97,7 @@ def policy_file(result: Calibration, about: dict[str, Any], fingerprint: str) ->
             "rule": "the fastest setting whose loss of exact match is below the tolerance by a paired test (one-sided, "
             f"level {PASS_LEVEL}) in a fixed sequence on validation problems, checked once on the test split",
             "tolerance": result.tolerance,
+            "least_saving": result.least_saving,
             "num_layers": result.num_layers,
             "settings_tried": len(result.trials),
             "validation": _evidence(certificate),

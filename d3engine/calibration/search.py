@@ -9,12 +9,13 @@ The rule, in full, with `tolerance` the loss of exact match that is accepted:
 1. Candidates are all start x alpha x tail; those that skip nothing within `max_tokens` are left out, and those that
    run the same layers at every step of an answer are one.
 2. Screening, three rounds on n, 2 n and 4 n problems of the validation split. After each round a candidate leaves if
-   the paired test (`noninferiority.py`) says at 5 % that its loss is above the tolerance. After the first two rounds
-   half of the candidates leave at least. The *chain* stays first: who is not beaten by one that ran no more layers
-   and was right more often. A chain that is too long keeps its slowest member and the fastest ones; beside a short
-   one those stay that were right most often.
-3. Of the chain after screening, those whose observed loss is within the tolerance go on, four at most (its slowest
-   and its fastest again), in order from the slowest to the fastest.
+   the paired test (`noninferiority.py`) says at 5 % that its loss is above the tolerance, and after the first if it
+   ran more layers than `least_saving` allows. After the first two rounds at most half of all, then a quarter, but
+   never fewer than four, stay: first those whose observed loss is within the tolerance (of too many the fastest, and
+   some of all other speeds to fall back on), then those that were right most often.
+3. Those whose observed loss is within the tolerance after screening, and that are not beaten by one that ran no more
+   layers and was right more often, go on: four at most, in order from the slowest to the fastest. Of more, the two
+   fastest, the fourth fastest and the slowest: if the boldest fail, the next to be believed is not far.
 4. Certificate: in that order each answers other problems of the validation split, and passes if the paired test says
    at a one-sided 2.5 % that its loss is below the tolerance. The first that fails ends the sequence. Because the
    order was fixed before, at most about 2.5 % of calibrations certify a setting that truly loses the tolerance or
@@ -67,6 +68,7 @@ class Fate(StrEnum):
 
     SCREENING = "in screening"
     REFUTED = "loses too much"
+    SLOW = "saves too little"
     BEATEN = "left in screening"
     NOT_REACHED = "not reached"
     FAILED = "not certified"
@@ -125,6 +127,7 @@ class Calibration:
     budget: Budget
     full: Answers
     trials: list[Trial]
+    least_saving: float = 0.0
     certificates: list[Check] = field(default_factory=list)
     test: Check | None = None
 
@@ -141,7 +144,8 @@ class Calibration:
             return "No setting is safe: the one that was certified has failed its only check on the test split."
         if self.certificates:
             return "No setting is safe: the most careful one that was left could not be certified."
-        return "No setting is safe: none got through screening with a loss within the tolerance."
+        saving = f" and {100 * self.least_saving:g} % of the layers saved" if self.least_saving else ""
+        return f"No setting is safe: none got through screening with a loss within the tolerance{saving}."
 
 
 def make_candidates(
@@ -197,11 +201,13 @@ def fewest_to_certify(tolerance: float) -> int:
 
 def _most_screened(num_candidates: int) -> int:
     """Answers of screening for each problem of its first round."""
-    kept, total, fresh = num_candidates, PER_FIRST_ROUND, 1
-    for number in range(ROUNDS):
-        total += kept * fresh
-        kept, fresh = -(-kept // 2), 1 << number
-    return total
+    fresh = (1, *(1 << number for number in range(ROUNDS - 1)))
+    return PER_FIRST_ROUND + sum(_most_kept(num_candidates, number) * fresh[number] for number in range(ROUNDS))
+
+
+def _most_kept(num_candidates: int, halvings: int) -> int:
+    """Candidates that stay after so many halvings, at most."""
+    return max(-(-num_candidates // (1 << halvings)), min(num_candidates, FINALISTS))
 
 
 def calibrate(
@@ -210,13 +216,19 @@ def calibrate(
     budget: Budget,
     tolerance: float,
     progress: Callable[[str, int], None] = lambda step, answers: None,
+    *,
+    least_saving: float = 0.0,
 ) -> Calibration:
-    """Search by the rule at the top of this file. `progress` hears of each step and of the answers it took."""
+    """Search by the rule at the top of this file. `progress` hears of each step and of the answers it took.
+
+    `least_saving` is the share of the layers that a setting must truly leave out to be worth a loss.
+    """
     require(len(candidates) > 0, "candidates", len(candidates), "at least one setting that skips something")
     require_number("tolerance", tolerance, 0, 1, open_low=True, open_high=True)
-    run = _Search(scorer, budget, tolerance, progress)
+    require_number("least_saving", least_saving, 0, 1, open_high=True)
+    run = _Search(scorer, budget, tolerance, least_saving, progress)
     full, trials = run.screen(candidates)
-    result = Calibration(scorer.num_layers, tolerance, budget, full, trials)
+    result = Calibration(scorer.num_layers, tolerance, budget, full, trials, least_saving)
     finalists = run.finalists(full, trials)
     run.certify(finalists, result)
     if result.certificates and result.certificates[0].passed:
@@ -225,12 +237,12 @@ def calibrate(
 
 
 def best_at_each_speed(trials: Sequence[Trial]) -> list[Trial]:
-    """The chain: those not beaten by one that ran no more layers and was right more often; slowest first."""
+    """Those not beaten by one that ran no more layers and was right more often (in share); slowest first."""
     chain: list[Trial] = []
-    best = 0
-    for trial in sorted(trials, key=lambda trial: (trial.screened.mean_layers, -trial.screened.correct)):
-        if trial.screened.correct >= best:
-            best = trial.screened.correct
+    best = 0.0
+    for trial in sorted(trials, key=lambda trial: (trial.screened.mean_layers, -trial.screened.exact_match)):
+        if trial.screened.exact_match >= best:
+            best = trial.screened.exact_match
             chain.append(trial)
     return chain[::-1]
 
@@ -240,6 +252,7 @@ class _Search:
     scorer: Scorer
     budget: Budget
     tolerance: float
+    least_saving: float
     progress: Callable[[str, int], None]
 
     def score(self, policy: D3 | FullDepth, part: Part, first: int, count: int) -> Answers:
@@ -252,9 +265,9 @@ class _Search:
         count = self.budget.first_round
         full = self.score(FullDepth(), Part.SCREENING, 0, count)
         trials = [Trial(one, self.score(one.policy, Part.SCREENING, 0, count)) for one in candidates]
-        left = self._drop_refuted(full, trials)
+        left = self._drop_slow(self._drop_refuted(full, trials))
         for number in range(2, ROUNDS + 1):
-            left = _halve(left, most=-(-len(candidates) // 2 ** (number - 1)))
+            left = self._halve(full, left, most=_most_kept(len(candidates), number - 1))
             first, count = len(full.right), len(full.right)
             full += self.score(FullDepth(), Part.SCREENING, first, count)
             for trial in left:
@@ -272,13 +285,36 @@ class _Search:
                 left.append(trial)
         return left
 
-    def finalists(self, full: Answers, trials: Sequence[Trial]) -> list[Trial]:
-        """The chain that goes to certification, from the slowest to the fastest; the others have left."""
-        left = [trial for trial in trials if trial.fate is Fate.SCREENING]
+    def _drop_slow(self, trials: Sequence[Trial]) -> list[Trial]:
+        most_layers = (1 - self.least_saving) * self.scorer.num_layers
+        for trial in trials:
+            if trial.screened.mean_layers > most_layers:
+                trial.fate = Fate.SLOW
+        return [trial for trial in trials if trial.fate is Fate.SCREENING]
+
+    def _halve(self, full: Answers, trials: Sequence[Trial], most: int) -> list[Trial]:
+        """At most so many of `trials` stay; the others' fate is `BEATEN`."""
+        stay = sorted(self._within(full, trials), key=lambda trial: trial.screened.mean_layers)
+        if len(stay) > most:
+            stay = _fast_and_others(stay, most)
+        others = [trial for trial in trials if trial not in stay]
+        others.sort(key=lambda trial: (-trial.screened.correct, trial.screened.mean_layers))
+        stay += others[: most - len(stay)]
+        for trial in trials:
+            if trial not in stay:
+                trial.fate = Fate.BEATEN
+        return stay
+
+    def _within(self, full: Answers, trials: Sequence[Trial]) -> list[Trial]:
+        """Those whose observed loss is within the tolerance."""
         allowed = full.exact_match - self.tolerance
         # A hair of room: 0.96 - 0.02 and 0.94 are the same number to people.
-        within = [trial for trial in best_at_each_speed(left) if trial.screened.exact_match >= allowed - 1e-9]
-        chosen = _shorten(within, FINALISTS)
+        return [trial for trial in trials if trial.screened.exact_match >= allowed - 1e-9]
+
+    def finalists(self, full: Answers, trials: Sequence[Trial]) -> list[Trial]:
+        """Those that go to certification, from the slowest to the fastest; the others have left."""
+        left = [trial for trial in trials if trial.fate is Fate.SCREENING]
+        chosen = _spread(self._within(full, best_at_each_speed(left)))
         for trial in left:
             trial.fate = Fate.NOT_REACHED if trial in chosen else Fate.BEATEN
         return chosen
@@ -312,18 +348,13 @@ class _Search:
         return noninferiority_p(pairs.count((True, False)), pairs.count((False, True)), len(pairs), self.tolerance)
 
 
-def _shorten(chain: Sequence[Trial], most: int) -> list[Trial]:
-    """The slowest, which is there to be certified when the others are not, and the fastest."""
-    return list(chain) if len(chain) <= most else [chain[0], *chain[len(chain) - most + 1 :]]
+def _spread(chain: Sequence[Trial]) -> list[Trial]:
+    """`FINALISTS` of those at most: the first and slowest, and the fourth last, the second last and the last."""
+    return list(chain) if len(chain) <= FINALISTS else [chain[0], chain[-4], chain[-2], chain[-1]]
 
 
-def _halve(trials: Sequence[Trial], most: int) -> list[Trial]:
-    """At most so many of `trials` stay; the others' fate is `BEATEN`."""
-    chain = _shorten(best_at_each_speed(trials), most)
-    others = [trial for trial in trials if trial not in chain]
-    others.sort(key=lambda trial: (-trial.screened.correct, trial.screened.mean_layers))
-    stay = chain + others[: most - len(chain)]
-    for trial in trials:
-        if trial not in stay:
-            trial.fate = Fate.BEATEN
-    return stay
+def _fast_and_others(fastest_first: Sequence[Trial], most: int) -> list[Trial]:
+    """Half of `most` from the fast end, the others evenly from the rest, the slowest among them."""
+    fast, rest = fastest_first[: most - most // 2], fastest_first[most - most // 2 :]
+    places = [(nth + 1) * len(rest) // (most // 2) - 1 for nth in range(most // 2)]
+    return [*fast, *(rest[place] for place in places)]

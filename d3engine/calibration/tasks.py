@@ -2,7 +2,9 @@
 
 The one idea: search and proof need different questions, and the last check needs questions that nothing was chosen on.
 A task with a validation split gives screening and certificate from it and the check from its test split. BBH has one
-split only: its questions are shuffled by the seed, the first half stands for validation and the second for test.
+split only: the order of the questions' hashes, the same for every seed, says which half they belong to. Files hold so
+many questions and no more, so whoever calibrates twice on them checks on the same ones twice; generated tasks have
+new ones for each seed.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from d3engine.calibration.scoring import Part
@@ -35,7 +38,10 @@ class CalibrationTask:
         """
         validation = _different(self.load("validation", screening + certification))
         test = _different(self.load("test", certification))
-        has = f"no more than {self.name} has questions for: it has {len(validation)}, and {len(test)} for the test"
+        has = (
+            f"what {self.name} has questions for: {len(validation)} to search and certify, {len(test)} for the test. "
+            "A wider --tolerance can be certified with fewer (a smaller --limit)"
+        )
         wanted = f"{screening} to search, {certification} to certify"
         enough = len(validation) >= screening + certification and len(test) >= certification
         require(enough, "--budget, --limit", wanted, has)
@@ -57,6 +63,9 @@ def calibration_task(name: str, folder: Path | None, *, seed: int, shots: int | 
         example = _one(catalogue.generated([name], split="validation", seed=seed, limit=1, shots=shots))
         return CalibrationTask(name, example.max_tokens, example.stop, generate)
 
+    known = name in ("gsm8k", "bbh") or name.startswith("bbh/")
+    require(known, "--task", name, "one of gsm8k, bbh and bbh/<task>, with --data")
+
     def read(split: Split) -> Benchmark:
         return _one(catalogue.from_files([name], folder, split=split, seed=seed, limit=None, shots=shots))
 
@@ -75,10 +84,13 @@ def _one(benchmarks: Sequence[Benchmark]) -> Benchmark:
 
 
 def _halves(questions: Sequence[Question], seed: int) -> dict[Split, list[Question]]:
-    shuffled = _different(questions)
-    random.Random(f"calibration-{seed}").shuffle(shuffled)
-    half = len(shuffled) // 2
-    return {"validation": shuffled[:half], "test": shuffled[half:]}
+    """Which half is the question's own affair; the seed shuffles each half, so that tasks of BBH mix."""
+    ordered = sorted(_different(questions), key=lambda question: sha256(question.prompt.encode()).digest())
+    middle = len(ordered) // 2
+    halves: dict[Split, list[Question]] = {"validation": ordered[:middle], "test": ordered[middle:]}
+    for half in halves.values():
+        random.Random(f"calibration-{seed}").shuffle(half)
+    return halves
 
 
 def _different(questions: Sequence[Question]) -> list[Question]:

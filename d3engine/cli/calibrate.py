@@ -23,6 +23,7 @@ from d3engine.calibration.search import (
     Check,
     Fate,
     Trial,
+    best_at_each_speed,
     calibrate,
     make_candidates,
     plan_budget,
@@ -32,6 +33,7 @@ from d3engine.cli.engine_options import Options, model_directory, open_engine, s
 from d3engine.depth import D3, FullDepth
 from d3engine.depth.policy import POLICY_FILE
 from d3engine.errors import require, require_integer, require_number
+from d3engine.evaluation.accuracy import wilson_interval
 from d3engine.model.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -66,6 +68,9 @@ def calibrate_command(
     tolerance: Annotated[
         float, typer.Option("--tolerance", help="Loss of exact match that is accepted, in points of 100.")
     ] = 2.0,
+    least_saving: Annotated[
+        float, typer.Option("--least-saving", help="Layers that a setting must leave out to be worth a loss, in %.")
+    ] = 0.0,
     limit: Annotated[
         int, typer.Option("--limit", help="Problems of the certificate, and of the check on the test split.")
     ] = 500,
@@ -96,6 +101,7 @@ def calibrate_command(
     also picks the problems.
     """
     require_number("--tolerance", tolerance, 0, 100, open_low=True, open_high=True)
+    require_number("--least-saving", least_saving, 0, 100, open_high=True)
     directory = model_directory(model)
     target = _target(model, directory, out)
     _check_plot(plot)
@@ -116,8 +122,9 @@ def calibrate_command(
     params = sampling_params(engine, {"max_tokens": most, "temperature": 0.0, "stop": list(asked.stop) or None})
     name = fingerprint(directory)
     scorer = EngineScorer(engine, params, parts)
-    result = _search(scorer, candidates, plan, tolerance / 100)
-    about = {"task": task, "seed": seed, "max_tokens": most} | ({} if num_fewshot is None else {"shots": num_fewshot})
+    result = _search(scorer, candidates, plan, tolerance / 100, least_saving / 100)
+    about: Options = {"task": task, "seed": seed, "max_tokens": most, "dtype": str(engine.dtype).removeprefix("torch.")}
+    about |= {"device": engine.device.type} | ({} if num_fewshot is None else {"shots": num_fewshot})
     report = _report(result, {"model": model, "fingerprint": name, **about})
     if result.chosen is not None:  # first of all, so that nothing after it can lose the work
         from d3engine.calibration.report import policy_file, write_policy_file
@@ -156,7 +163,9 @@ def _check_plot(plot: Path | None) -> None:
         require(plot.parent.is_dir(), "--plot", str(plot), "a file in a directory that exists")
 
 
-def _search(scorer: Any, candidates: Sequence[Candidate], plan: Budget, tolerance: float) -> Calibration:
+def _search(
+    scorer: Any, candidates: Sequence[Candidate], plan: Budget, tolerance: float, least_saving: float
+) -> Calibration:
     from tqdm import tqdm
 
     with tqdm(total=plan.answers, unit="answer", disable=None, leave=False, smoothing=0.1) as bar:
@@ -165,7 +174,7 @@ def _search(scorer: Any, candidates: Sequence[Candidate], plan: Budget, toleranc
             bar.set_description(step)
             bar.update(answers)
 
-        return calibrate(scorer, candidates, plan, tolerance, progress)
+        return calibrate(scorer, candidates, plan, tolerance, progress, least_saving=least_saving)
 
 
 def _report(result: Calibration, about: dict[str, Any]) -> dict[str, Any]:
@@ -213,6 +222,9 @@ def _show(result: Calibration, report: dict[str, Any], target: Path) -> None:
         f"A setting answered {min(rounds)} to {max(rounds)} problems, more the further it came.\n"
         "* chosen, + certified, x not certified; the others were out before, or not reached.\n"
     )
+    chain = [_speed_row(trial) for trial in best_at_each_speed(result.trials)]
+    columns = ("setting", "layers", "exact match", "95 % interval", "problems")
+    print_table("The best in screening at each speed", columns, chain)
     if result.certificates:
         header = ("setting", "layers", "exact match", "full depth", "difference, 95 % interval", "p", "")
         rows = [_check_row("validation", check) for check in result.certificates]
@@ -229,6 +241,18 @@ def _show(result: Calibration, report: dict[str, Any], target: Path) -> None:
             typer.echo(f"There is an older {target}, which this calibration does not support.", err=True)
     else:
         typer.echo(f"{setting(result.chosen)}: written to {target}.")
+
+
+def _speed_row(trial: Trial) -> tuple[str, ...]:
+    answers = trial.screened
+    interval = wilson_interval(answers.correct, len(answers.right))
+    return (
+        setting(trial.policy),
+        f"{answers.mean_layers:.2f}",
+        f"{answers.exact_match:.1%}",
+        f"{interval.low:.1%} to {interval.high:.1%}",
+        str(len(answers.right)),
+    )
 
 
 def _check_row(split: str, check: Check) -> tuple[str, ...]:
