@@ -171,6 +171,10 @@ REPRODUCE = (
         f"d3engine eval LLAMA2_7B --tasks gsm8k --num-fewshot 3 --compare-full {_GSM8K}",
     ),
     Reproduction(
+        "the same for BBH",
+        f"d3engine eval LLAMA2_7B --tasks bbh_fewshot --compare-full {_BBH}",
+    ),
+    Reproduction(
         "Table 7 against transformers: its side, by the harness's own backend",
         "lm_eval --model hf --model_args pretrained=LLAMA2_7B --tasks gsm8k --num_fewshot 3 --batch_size 4",
     ),
@@ -180,11 +184,40 @@ REPRODUCE = (
         + " ".join(f'--policy "d3 alpha=0.9999 start={start}"' for start in TABLE_9_STARTS),
     ),
     Reproduction(
-        "Figure 4: the schedule",
-        "d3engine schedule --layers 32 --depth d3 --alpha 0.9 --start 0.6 --steps 200",
+        "the same grid, all 35 settings by successive halving, and a setting that is safe or none",
+        "d3engine calibrate LLAMA2_7B --task gsm8k --data DATA --plot grid.png --out d3.json",
+    ),
+    Reproduction(
+        "Table 6, the rows of early exit: the threshold that gives D3's mean depth is the reader's to find",
+        f"d3engine eval LLAMA2_7B --tasks gsm8k --data DATA --compare-full {_GSM8K} "
+        '--policy "early-exit threshold=0.9 exit-min-layer=16"',
+    ),
+    Reproduction(
+        "Table 2: the layer after which a prediction is settled, and how sure the model is there",
+        "d3engine analyze saturation LLAMA2_7B --prompts PROMPTS --png saturation.png",
+    ),
+    Reproduction(
+        "Figure 2a: the last layers copied from some step on",
+        "d3engine analyze copy LLAMA2_7B --prompts PROMPTS --png copy.png",
+    ),
+    Reproduction(
+        "Figure 2b: perplexity by position",
+        "d3engine analyze perplexity LLAMA2_7B --prompts PROMPTS --png perplexity.png",
+    ),
+    Reproduction(
+        "Figure 3: what each layer changes, its attention and its MLP",
+        "d3engine analyze flow LLAMA2_7B --prompts PROMPTS --png flow.png",
+    ),
+    Reproduction(
+        "Figure 4: the schedules",
+        "d3engine analyze schedule LLAMA2_7B --start 0.6 --steps 200 --png schedule.png",
+    ),
+    Reproduction(
+        "Figure 7: an answer coloured by the layers that its tokens used",
+        "d3engine analyze sample LLAMA2_7B --prompts PROMPTS --depth d3 --alpha 0.9 --start 0.6 --html sample.html",
     ),
 )
-"""The Llama-2 directory and the folder of the data sets are the reader's. 13B takes start 0.5 on BBH, 0.7 on GSM8K."""
+"""Directory, data sets and prompts (one a line) are the reader's. 13B takes start 0.5 on BBH, 0.7 on GSM8K."""
 
 
 def report() -> PaperReport:
