@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tiny_models import TinyLlama, random_prompts
 
-from d3engine import D3, Engine, FullDepth, Lossless, SamplingParams, Speculative, UnifiedSkip
+from d3engine import D3, Engine, FullDepth, Lossless, SamplingParams, Speculative, UnifiedSkip, loading
 from d3engine.cli.depth_options import OPTIONS, depth_from_options
 from d3engine.depth import policy_from_dict
 from d3engine.errors import InvalidValueError
@@ -119,6 +119,28 @@ def test_every_request_answers_as_alone_and_greedy_ones_as_full_depth(target: Ti
     assert second.cache.pool.num_held == 0
     engine.reset_prefix_cache()
     assert engine.stats().kv_blocks_in_use == 0
+
+
+def test_beside_an_executor_that_decodes_by_itself_a_second_model_drafts_step_by_step(
+    target: TinyLlama, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that could run ahead wait for the draft model's; alone they do run ahead."""
+    monkeypatch.setattr(loading, "uses_graphs", lambda device, enforce_eager: not enforce_eager)
+    prompts = random_prompts([7, 12, 3], vocab_size=40)
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    engine = new_engine(target, Speculative(draft, 3))
+    drafted = engine.generate(prompts, params, use_tqdm=False)
+    assert engine.stats().graph_steps == 0
+    longer = replace(params, max_tokens=60)
+    asked = [params, replace(longer, depth=FullDepth()), replace(longer, depth=UnifiedSkip(2))]
+    mixed = engine.generate(prompts, asked, use_tqdm=False)
+    assert 10 < engine.stats().graph_steps < 59
+    eager = new_engine(target, FullDepth(), enforce_eager=True)
+    full = eager.generate(prompts, longer, use_tqdm=False)
+    assert [one.outputs[0].token_ids for one in drafted] == [one.outputs[0].token_ids[:9] for one in full]
+    wanted = [full[0].outputs[0].token_ids[:9], full[1].outputs[0].token_ids]
+    wanted.append(eager.generate(prompts[2], asked[2], use_tqdm=False)[0].outputs[0].token_ids)
+    assert [one.outputs[0].token_ids for one in mixed] == wanted
 
 
 def test_a_draft_model_that_does_not_fit_its_target_is_refused_by_name(
