@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import TinyLlama, random_prompts
+from tiny_models import TinyLlama, random_prompts, save_without_layer
 
 from d3engine import D3, Engine, FullDepth, Lossless, SamplingParams, Speculative, UnifiedSkip, loading
 from d3engine.cli.depth_options import OPTIONS, depth_from_options
@@ -29,14 +29,7 @@ def target(tiny_llama: Callable[..., TinyLlama]) -> TinyLlama:
 
 @pytest.fixture(scope="module")
 def draft(target: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The target without its third layer: a smaller model, often right and often wrong."""
-    directory = tmp_path_factory.mktemp("draft")
-    model = type(target.model)(target.model.config)
-    model.load_state_dict(target.model.state_dict())
-    del model.model.layers[2]
-    model.config = type(model.config)(**(target.model.config.to_dict() | {"num_hidden_layers": 3}))
-    model.save_pretrained(directory)
-    return str(directory)
+    return save_without_layer(target, 2, tmp_path_factory.mktemp("draft"))
 
 
 def new_engine(target: TinyLlama, depth: Any, **changes: Any) -> Engine:

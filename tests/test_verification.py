@@ -6,13 +6,15 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import TinyLlama
+from tiny_models import TinyLlama, save_without_layer
 
-from d3engine import D3, Engine, FullDepth, Lossless, SamplingParams, SelfSpeculative, UnifiedSkip
+from d3engine import D3, Engine, FullDepth, Lossless, SamplingParams, SelfSpeculative, Speculative, UnifiedSkip
 from d3engine.depth import DepthPolicy
 from d3engine.executor.computed import Computed
 
@@ -77,13 +79,16 @@ def answers(engine: Engine, policy: DepthPolicy, params: dict[str, Any], samples
         (SelfSpeculative(UnifiedSkip(2), 3), {"temperature": 1.0}),
         (Lossless(D3(0.5, 0.5), 2), {"temperature": 1.5, "top_p": 0.8}),
         (Lossless(D3(0.4, 0.3), 3, stop_probability=0.5, adaptive=True), {"temperature": 1.2}),
+        (Speculative("another model", 3), {"temperature": 1.3, "top_p": 0.9}),
     ],
     ids=repr,
 )
 def test_drawn_answers_follow_full_depths_distribution(
-    llama: TinyLlama, policy: DepthPolicy, params: dict[str, Any]
+    llama: TinyLlama, policy: DepthPolicy, params: dict[str, Any], tmp_path: Path
 ) -> None:
-    engine = Engine(llama.directory, skip_tokenizer_init=True, device="cpu", depth=FullDepth(), max_num_seqs=64)
+    if isinstance(policy, Speculative):
+        policy = replace(policy, draft_model=save_without_layer(llama, 1, tmp_path / "draft"))
+    engine = Engine(llama.directory, skip_tokenizer_init=True, device="cpu", depth=policy, max_num_seqs=64)
     found = answers(engine, policy, params)
     wanted = joint(llama, params)
     assert is_drawn_from(Counter(tuple(answer[:3]) for answer in found), wanted)
