@@ -202,8 +202,12 @@ def test_a_stop_string_within_an_accepted_run_ends_the_text_there_and_drops_the_
 # -- no request depends on another -----------------------------------------------------------------------------
 
 
-def solo(make_engine: Callable[..., Engine], prompt: list[int], params: SamplingParams) -> RequestOutput:
-    return make_engine(max_num_seqs=4, enable_prefix_caching=False).generate(prompt, params, use_tqdm=False)[0]
+@pytest.fixture(scope="module")
+def alone(make_engine: Callable[..., Engine]) -> list[RequestOutput]:
+    """What each of the mixed requests answers alone."""
+    engine = make_engine(max_num_seqs=4, enable_prefix_caching=False)
+    asked = zip(some_prompts(2, 16), mixed_requests(11), strict=False)
+    return [engine.generate(prompt, params, use_tqdm=False)[0] for prompt, params in asked]
 
 
 def mixed_requests(seed: int) -> list[SamplingParams]:
@@ -227,9 +231,11 @@ def mixed_requests(seed: int) -> list[SamplingParams]:
 
 
 @pytest.mark.parametrize("how", ["small steps", "short of memory", "preempted now and then"])
-def test_a_request_answers_as_alone_whatever_happens_to_its_draft(make_engine: Callable[..., Engine], how: str) -> None:
+def test_a_request_answers_as_alone_whatever_happens_to_its_draft(
+    make_engine: Callable[..., Engine], alone: list[RequestOutput], how: str
+) -> None:
     numbers = random.Random(len(how))
-    requests, prompts = mixed_requests(len(how)), some_prompts(2, 16)
+    requests, prompts = mixed_requests(11), some_prompts(2, 16)
     changes: dict[str, Any] = {
         "small steps": {"max_num_batched_tokens": 9, "max_num_seqs": 4},
         "short of memory": {"kv_cache_memory_bytes": LAYERS * 17 * 2 * 4 * 2 * 16 * 4, "max_num_batched_tokens": 24},
@@ -248,8 +254,7 @@ def test_a_request_answers_as_alone_whatever_happens_to_its_draft(make_engine: C
         done |= {int(output.request_id): output for output in engine.step() if output.finished}
         engine.scheduler.check_integrity()
     assert (engine.stats().num_preemptions > 0) == (how != "small steps")
-    for nth, (prompt, params) in enumerate(zip(prompts, requests, strict=False)):
-        wanted = solo(make_engine, prompt, params)
+    for nth, (wanted, params) in enumerate(zip(alone, requests, strict=False)):
         for found, other in zip(done[nth].outputs, wanted.outputs, strict=True):
             assert (found.token_ids, found.depths) == (other.token_ids, other.depths), params
         for count in ("num_drafted_tokens", "num_accepted_tokens", "num_verifications"):

@@ -18,6 +18,7 @@ from d3engine.cli.depth_options import OPTIONS, depth_from_options
 from d3engine.depth import policy_from_dict
 from d3engine.errors import InvalidValueError
 from d3engine.loading import model_directory
+from d3engine.request import RequestOutput
 
 TARGET: dict[str, Any] = {"vocab_size": 40, "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48}
 
@@ -72,8 +73,24 @@ def test_a_draft_model_that_is_the_target_itself_is_always_right(target: TinyLla
     assert stats.realised_mean_layers == 4  # every row that full depth ran yielded a token
 
 
+@pytest.fixture(scope="module")
+def alone(target: TinyLlama, draft: str) -> list[RequestOutput]:
+    """What each of the requests answers alone; greedy ones of full depth's answer as full depth."""
+    engine = new_engine(target, Speculative(draft, 3), enable_prefix_caching=False)
+    full = new_engine(target, FullDepth(), enable_prefix_caching=False)
+    answers = []
+    for prompt, params in requests(draft, 11):
+        answers.append(engine.generate(prompt, params, use_tqdm=False)[0])
+        if params.greedy and not isinstance(params.depth, UnifiedSkip):
+            deep = full.generate(prompt, replace(params, depth=FullDepth()), use_tqdm=False)[0]
+            assert answers[-1].outputs[0].token_ids == deep.outputs[0].token_ids
+    return answers
+
+
 @pytest.mark.parametrize("how", ["small steps", "short of memory", "preempted now and then"])
-def test_every_request_answers_as_alone_and_greedy_ones_as_full_depth(target: TinyLlama, draft: str, how: str) -> None:
+def test_every_request_answers_as_alone_and_greedy_ones_as_full_depth(
+    target: TinyLlama, draft: str, alone: list[RequestOutput], how: str
+) -> None:
     numbers = random.Random(how)
     changes: dict[str, Any] = {
         "small steps": {"max_num_batched_tokens": 11},
@@ -81,7 +98,7 @@ def test_every_request_answers_as_alone_and_greedy_ones_as_full_depth(target: Ti
         "preempted now and then": {"max_num_batched_tokens": 30},
     }[how]
     engine = new_engine(target, Speculative(draft, 3), **changes)
-    asked = requests(draft, len(how))
+    asked = requests(draft, 11)
     waiting, done = dict(enumerate(asked)), {}
     for _ in range(3000):
         if waiting and (numbers.random() < 0.4 or not engine.has_unfinished_requests()):
@@ -97,16 +114,10 @@ def test_every_request_answers_as_alone_and_greedy_ones_as_full_depth(target: Ti
             break
     assert (engine.stats().num_preemptions > 0) == (how != "small steps")
     assert 0.2 < (engine.stats().acceptance_rate or 0) < 1
-    alone = new_engine(target, Speculative(draft, 3), enable_prefix_caching=False)
-    full = new_engine(target, FullDepth(), enable_prefix_caching=False)
-    for nth, (prompt, params) in enumerate(asked):
-        wanted = alone.generate(prompt, params, use_tqdm=False)[0]
+    for nth, (wanted, (_, params)) in enumerate(zip(alone, asked, strict=True)):
         assert done[nth].outputs[0].token_ids == wanted.outputs[0].token_ids, params
         assert done[nth].outputs[0].depths == wanted.outputs[0].depths
         assert done[nth].metrics.num_accepted_tokens == wanted.metrics.num_accepted_tokens
-        if params.greedy and not isinstance(params.depth, UnifiedSkip):
-            by_full_depth = full.generate(prompt, replace(params, depth=FullDepth()), use_tqdm=False)[0]
-            assert wanted.outputs[0].token_ids == by_full_depth.outputs[0].token_ids
     second = engine.scheduler._second
     assert second is not None
     assert second.cache.pool.num_held == 0
