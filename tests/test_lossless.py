@@ -13,7 +13,7 @@ import pytest
 from tiny_models import TinyLlama
 from transformers_oracle import assert_same_tokens, greedy
 
-from d3engine import D3, Engine, FullDepth, LayerTable, SamplingParams, SkipDecode, UnifiedSkip
+from d3engine import D3, EarlyExit, Engine, FullDepth, LayerTable, SamplingParams, SkipDecode, UnifiedSkip
 from d3engine.depth import DepthPolicy, Lossless, SelfSpeculative, policy_from_dict
 from d3engine.depth.draft_rule import MAX_DRAFT_LENGTH
 from d3engine.errors import InvalidValueError
@@ -206,15 +206,21 @@ def test_a_stop_string_within_an_accepted_run_ends_the_text_there_and_drops_the_
 def alone(make_engine: Callable[..., Engine]) -> list[RequestOutput]:
     """What each of the mixed requests answers alone."""
     engine = make_engine(max_num_seqs=4, enable_prefix_caching=False)
-    asked = zip(some_prompts(2, 16), mixed_requests(11), strict=False)
-    return [engine.generate(prompt, params, use_tqdm=False)[0] for prompt, params in asked]
+    requests = mixed_requests(11)
+    asked = zip(some_prompts(2, len(requests)), requests, strict=True)
+    answers = [engine.generate(prompt, params, use_tqdm=False)[0] for prompt, params in asked]
+    exits = [answer for answer, params in zip(answers, requests, strict=True) if isinstance(params.depth, EarlyExit)]
+    assert all(len(set(answer.outputs[0].depths)) > 2 for answer in exits), "tokens that all leave at one layer"
+    return answers
 
 
 def mixed_requests(seed: int) -> list[SamplingParams]:
     """Drafting and other policies side by side, greedy and drawing, of one and of several sequences."""
     numbers = random.Random(seed)
-    policies = [*all_policies(3), FullDepth(), D3(0.9, 0.5), UnifiedSkip(2, on_skip="copy"), FullDepth()]
+    policies = [*all_policies(3), FullDepth(), D3(0.9, 0.5), UnifiedSkip(2, on_skip="copy")]
+    policies += [EarlyExit(0.06), EarlyExit(0.85, "cosine", on_skip="copy"), LayerTable(WAKING, on_skip="project")]
     policies += all_policies(5, adaptive=True, stop_probability=0.2)[::3]
+    numbers.shuffle(policies)
     return [
         SamplingParams(
             temperature=numbers.choice([0.0, 0.7, 1.5]),
@@ -235,14 +241,15 @@ def test_a_request_answers_as_alone_whatever_happens_to_its_draft(
     make_engine: Callable[..., Engine], alone: list[RequestOutput], how: str
 ) -> None:
     numbers = random.Random(len(how))
-    requests, prompts = mixed_requests(11), some_prompts(2, 16)
+    requests = mixed_requests(11)
+    prompts = some_prompts(2, len(requests))
     changes: dict[str, Any] = {
         "small steps": {"max_num_batched_tokens": 9, "max_num_seqs": 4},
         "short of memory": {"kv_cache_memory_bytes": LAYERS * 17 * 2 * 4 * 2 * 16 * 4, "max_num_batched_tokens": 24},
         "preempted now and then": {"max_num_batched_tokens": 24},
     }[how]
     engine = make_engine(**changes)
-    waiting, done = dict(enumerate(zip(prompts, requests, strict=False))), {}
+    waiting, done = dict(enumerate(zip(prompts, requests, strict=True))), {}
     while waiting or engine.has_unfinished_requests():
         if waiting and (numbers.random() < 0.3 or not engine.has_unfinished_requests()):
             nth = min(waiting)
@@ -254,7 +261,7 @@ def test_a_request_answers_as_alone_whatever_happens_to_its_draft(
         done |= {int(output.request_id): output for output in engine.step() if output.finished}
         engine.scheduler.check_integrity()
     assert (engine.stats().num_preemptions > 0) == (how != "small steps")
-    for nth, (wanted, params) in enumerate(zip(alone, requests, strict=False)):
+    for nth, (wanted, params) in enumerate(zip(alone, requests, strict=True)):
         for found, other in zip(done[nth].outputs, wanted.outputs, strict=True):
             assert (found.token_ids, found.depths) == (other.token_ids, other.depths), params
         for count in ("num_drafted_tokens", "num_accepted_tokens", "num_verifications"):
