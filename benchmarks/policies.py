@@ -4,15 +4,18 @@ The one idea: a comparison of policies says something only at equal depth. So ea
 that the layers run a token, averaged over answers to validation problems, come as near as they can to one target: what
 D3 runs at the setting the model was calibrated to. Then all answer the same test problems, and in rounds, one after
 the other, a few of them for time, a fixed number of tokens each; ratios are taken within a round. Early exit finds its
-threshold by bisection.
+threshold by bisection. Where tokens are drafted and verified at full depth, the drafts have the target depth.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +23,20 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from benchmarks.lowest_layers import save_lowest_layers
 from benchmarks.report import environment, summary, write_json
-from d3engine.depth import D3, DepthPolicy, EarlyExit, FullDepth, SkipDecode, TailSkip, UnifiedSkip
+from d3engine.depth import (
+    D3,
+    DepthPolicy,
+    EarlyExit,
+    FullDepth,
+    Lossless,
+    SelfSpeculative,
+    SkipDecode,
+    Speculative,
+    TailSkip,
+    UnifiedSkip,
+)
 from d3engine.depth.statistics import ModelShape, flops_ratio
 from d3engine.engine import Engine
 from d3engine.evaluation.accuracy import Score, compare, measure, take_problems
@@ -33,6 +48,7 @@ CALIBRATED = D3(0.9, 0.7)
 """The demo model's own setting; what it runs a token is the depth that all systems are brought to."""
 
 BISECTIONS = 7
+DRAFT_LENGTH = 4
 
 
 @dataclass(frozen=True)
@@ -54,12 +70,13 @@ class Budget:
     """How a system finds the parameter that brings it to the target depth.
 
     `lengths` are the tokens of full depth's answers to the calibration problems, so the mean of a schedule over them
-    needs no run.
+    needs no run. In `folder` a system may leave what its policy needs.
     """
 
     engine: Engine
     given: list[Problem]
     params: SamplingParams
+    folder: Path
     lengths: list[int] = field(default_factory=list)
     target: float = 0.0
 
@@ -100,11 +117,10 @@ class Budget:
 
 @dataclass(frozen=True)
 class System:
-    """One row of the table: how it finds its policy, and figures of its own from the stats before and after a run."""
+    """One row of the table, and how it finds its policy."""
 
     name: str
     policy: Callable[[Budget], DepthPolicy]
-    figures: Callable[[EngineStats, EngineStats], dict[str, float]] = lambda before, after: {}
 
 
 def _tail_skip(budget: Budget) -> DepthPolicy:
@@ -126,6 +142,13 @@ def _unified(budget: Budget) -> DepthPolicy:
     return budget.nearest(UnifiedSkip(f"{layers}/{kept}") for kept in range(2, layers + 1))  # type: ignore[arg-type]
 
 
+def _speculative(budget: Budget) -> DepthPolicy:
+    """No second model was trained for this vocabulary, so it is made of as many of the model's own lowest layers."""
+    layers = round(budget.target)
+    directory = save_lowest_layers("demo", layers, budget.folder / f"the lowest {layers} layers of demo")
+    return Speculative(str(directory), DRAFT_LENGTH)
+
+
 FULL = "full depth"
 SYSTEMS: list[System] = [
     System(FULL, lambda budget: FullDepth()),
@@ -137,6 +160,9 @@ SYSTEMS: list[System] = [
     System("early exit, softmax, upper half", lambda b: b.early_exit(min_layer=b.num_layers // 2)),
     System("early exit, softmax, batch_min", lambda b: b.early_exit(min_layer=b.num_layers // 2, batch="batch_min")),
     System("early exit, cosine", lambda budget: budget.early_exit(confidence="cosine")),
+    System("self-speculative, tail skip", lambda budget: SelfSpeculative(_tail_skip(budget), DRAFT_LENGTH)),
+    System("lossless D3", lambda budget: Lossless(CALIBRATED, DRAFT_LENGTH)),
+    System("speculative, own lowest layers", _speculative),
 ]
 """Add a system here, and it stands in every table; at the target depth unless its name says otherwise."""
 
@@ -144,42 +170,53 @@ SYSTEMS: list[System] = [
 def measure_all(settings: Settings, systems: Sequence[System] = SYSTEMS) -> dict[str, Any]:
     """All figures of one run; the first system is the one that ratios and differences are against."""
     torch.set_num_threads(settings.threads)
-    engine = Engine("demo", device="cpu", max_num_seqs=settings.batch, enable_prefix_caching=False)
     params = SamplingParams(temperature=0.0, max_tokens=settings.max_tokens)
     given = take_problems("test", 0, settings.problems)
-    budget = Budget(engine, take_problems("validation", 0, settings.calibration), params)
-    with tqdm(total=(2 + settings.repeats) * len(systems), desc="policies", unit="run") as bar:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        shared = stack.enter_context(_engine(settings, FullDepth()))
+        budget = Budget(shared, take_problems("validation", 0, settings.calibration), params, folder)
+        bar = stack.enter_context(tqdm(total=(2 + settings.repeats) * len(systems), desc="policies", unit="run"))
         _set_target(budget)
-        policies = {}
+        policies, engines = {}, {}
         for system in systems:
             bar.set_postfix_str(f"{system.name}: depth")
-            policies[system.name] = system.policy(budget)
+            policy = policies[system.name] = system.policy(budget)
+            # A second model is loaded by an engine whose own policy it is.
+            own = stack.enter_context(_engine(settings, policy)) if isinstance(policy, Speculative) else shared
+            engines[system.name] = own
             bar.update()
         scores, rows = {}, {}
         for system in systems:
             bar.set_postfix_str(f"{system.name}: answers")
-            before = engine.stats()
-            scores[system.name] = measure(engine, given, policies[system.name], params)
-            rows[system.name] = _row(engine, scores[system.name], before, system, scores[systems[0].name])
+            before = engines[system.name].stats()
+            scores[system.name] = measure(engines[system.name], given, policies[system.name], params)
+            rows[system.name] = _row(engines[system.name], scores[system.name], before, scores[systems[0].name])
             bar.update()
         rates: dict[str, list[float]] = {system.name: [] for system in systems}
         for _ in range(settings.repeats):
             for system in systems:
                 bar.set_postfix_str(f"{system.name}: time")
-                score = measure(engine, given[: settings.timed], policies[system.name], budget.timed_params())
+                timed = given[: settings.timed]
+                score = measure(engines[system.name], timed, policies[system.name], budget.timed_params())
                 rates[system.name].append(score.tokens / score.seconds)
                 rows[system.name]["timed_mean_layers"] = score.realised_mean_layers
                 bar.update()
-    for name, own in rates.items():
-        rows[name]["tokens_per_second"] = summary(own)
-        pairs = zip(own, rates[systems[0].name], strict=True)
+        num_layers = shared.config.num_layers
+    for name, own_rates in rates.items():
+        rows[name]["tokens_per_second"] = summary(own_rates)
+        pairs = zip(own_rates, rates[systems[0].name], strict=True)
         rows[name]["speed_over_first"] = summary([one / first for one, first in pairs])
     return {
         "settings": asdict(settings),
-        "model": {"name": "demo", "layers": engine.config.num_layers},
+        "model": {"name": "demo", "layers": num_layers},
         "target_mean_layers": budget.target,
         "systems": rows,
     }
+
+
+def _engine(settings: Settings, depth: DepthPolicy) -> Engine:
+    return Engine("demo", device="cpu", depth=depth, max_num_seqs=settings.batch, enable_prefix_caching=False)
 
 
 def _set_target(budget: Budget) -> None:
@@ -190,28 +227,77 @@ def _set_target(budget: Budget) -> None:
     budget.target = budget.scheduled_mean(CALIBRATED)
 
 
-def _row(engine: Engine, score: Score, before: EngineStats, system: System, first: Score) -> dict[str, Any]:
+def _row(engine: Engine, score: Score, before: EngineStats, first: Score) -> dict[str, Any]:
     after = engine.stats()
     difference = compare(first, score)
     config = engine.config
     shape = ModelShape(config.num_layers, **{name: getattr(config, name) for name in _SIZES})
+    described = score.policy.describe()
+    if isinstance(score.policy, Speculative):
+        described["draft_model"] = Path(score.policy.draft_model).name
+    drafted = after.drafted_tokens - before.drafted_tokens
+    accepted = after.accepted_tokens - before.accepted_tokens
+    verifications = after.verifications - before.verifications
     return {
-        "policy": score.policy.describe(),
+        "policy": described,
         "exact_match": score.accuracy,
         "interval_95": asdict(score.interval),
         "difference": difference.difference,
         "difference_interval_95": asdict(difference.interval),
         "realised_mean_layers": score.realised_mean_layers,
-        "flops_ratio": flops_ratio(
-            score.realised_mean_layers, config.num_layers, shape.layer_parameters, shape.head_parameters
-        ),
+        # A draft and its verification run the head for rows that yield no token, so one head a token says nothing.
+        "flops_ratio": None
+        if score.policy.drafts
+        else flops_ratio(score.realised_mean_layers, config.num_layers, shape.layer_parameters, shape.head_parameters),
         "tokens": score.tokens,
         "kv_bytes_saved_an_answer": (after.kv_bytes_saved_at_end - before.kv_bytes_saved_at_end) / len(score.right),
-        **system.figures(before, after),
+        "acceptance_rate": accepted / drafted if drafted else None,
+        "tokens_per_verification": 1 + accepted / verifications if verifications else None,
     }
 
 
 _SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim")
+
+
+COLUMNS = (
+    "system",
+    "layers a token",
+    "exact match (95 %)",
+    "tok/s",
+    "layers, timed",
+    "speed over full depth",
+    "FLOPs ratio",
+    "KV saved, KiB",
+    "accepted",
+    "tokens a verification",
+)
+
+
+def cells(name: str, row: dict[str, Any]) -> list[str]:
+    """A system's row as it stands in the table, one text for each of `COLUMNS`."""
+    interval, speed = row["interval_95"], row["speed_over_first"]
+    return [
+        name,
+        f"{row['realised_mean_layers']:.2f}",
+        f"{row['exact_match']:.1%} ({interval['low']:.1%} to {interval['high']:.1%})",
+        f"{row['tokens_per_second']['median']:.0f}",
+        f"{row['timed_mean_layers']:.2f}",
+        f"{speed['median']:.2f} ({speed['min']:.2f}-{speed['max']:.2f})",
+        _or_blank(row["flops_ratio"], ".2f"),
+        f"{row['kv_bytes_saved_an_answer'] / 1024:.0f}",
+        _or_blank(row["acceptance_rate"], ".0%"),
+        _or_blank(row["tokens_per_verification"], ".2f"),
+    ]
+
+
+def _or_blank(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The table as a page has it."""
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *(cells(name, row) for name, row in report["systems"].items())]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -223,40 +309,19 @@ def show(report: dict[str, Any], console: Console) -> None:
         f" {settings['repeats']} rounds of {settings['timed']} for time"
     )
     table = Table()
-    titles = (
-        "system",
-        "layers",
-        "exact match",
-        "95 %",
-        "tok/s",
-        "layers timed",
-        "over full",
-        "min - max",
-        "FLOPs",
-        "KV saved KiB",
-    )
-    for title in titles:
-        table.add_column(title, justify="left" if title == "system" else "right", no_wrap=True)
+    for title in COLUMNS:
+        table.add_column(title, justify="left" if title == "system" else "right")
     for name, row in report["systems"].items():
-        interval, speed = row["interval_95"], row["speed_over_first"]
-        table.add_row(
-            name,
-            f"{row['realised_mean_layers']:.2f}",
-            f"{row['exact_match']:.1%}",
-            f"{interval['low']:.1%} - {interval['high']:.1%}",
-            f"{row['tokens_per_second']['median']:.1f}",
-            f"{row['timed_mean_layers']:.2f}",
-            f"{speed['median']:.2f}",
-            f"{speed['min']:.2f} - {speed['max']:.2f}",
-            f"{row['flops_ratio']:.2f}",
-            f"{row['kv_bytes_saved_an_answer'] / 1024:.1f}",
-        )
+        table.add_row(*cells(name, row))
     console.print(table)
     console.print(
         "Timed: whole calls, prompts included, as many tokens for all. KV saved: what an answer no longer holds."
     )
     console.print(
         "FLOPs: full depth over this one with one LM head a token; a softmax confidence runs it at every look."
+    )
+    console.print(
+        "Layers of a token that was drafted: its share of all rows of drafts and verifications; a second model's not."
     )
 
 
@@ -267,11 +332,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, default in asdict(Settings()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=_positive, default=default)
     parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
+    parser.add_argument("--markdown", action="store_true", help="print the table as a page has it")
     options = vars(parser.parse_args(arguments))
-    file = options.pop("json")
+    file, as_markdown = options.pop("json"), options.pop("markdown")
     report = measure_all(Settings(**options))
     report["environment"] = environment("benchmarks.policies", arguments)
-    show(report, Console(width=None if sys.stdout.isatty() else 140))
+    if as_markdown:
+        print(markdown(report))
+    else:
+        show(report, Console(width=None if sys.stdout.isatty() else 160))
     if file:
         write_json(report, file)
     return 0

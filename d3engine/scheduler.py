@@ -357,6 +357,8 @@ class Scheduler:
 
     def _look_ahead(self, chunks: Chunks, missing: IntArray) -> tuple[RunAhead | None, IntArray]:
         """The steps that the device may take by itself, and the blocks [C, L] that the chunks lack for all of them."""
+        if self._second is not None and self._second_chunks().slots.size:
+            return None, missing  # what the second model drafts, the host must see before the next step
         may_join = bool(self._waiting) and self.cache.num_free_slots > 0
         limit = self.config.num_scheduler_steps
         ahead = run_ahead(chunks, self._table, min(limit, 1) if may_join else limit)

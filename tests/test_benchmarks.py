@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
-from benchmarks import admission, decode, lossless, policies, systems
+from benchmarks import admission, decode, lossless, lowest_layers, policies, systems
 from benchmarks.report import environment
 from d3engine.admission import Immediate
 from d3engine.depth import D3, EarlyExit
+from d3engine.loading import model_directory
 
 TINY = systems.Settings(model="tiny", tokens=8, batch=2, repeats=3, threads=1)
 
@@ -181,26 +183,66 @@ def test_policies_are_compared_at_one_depth(compared: dict[str, Any]) -> None:
             assert row["policy"]["batch"] == ("batch_min" if "batch_min" in name else "per_row")
 
 
+DRAFTING = ("self-speculative, tail skip", "lossless D3", "speculative, own lowest layers")
+
+
+def test_systems_that_draft_answer_as_full_depth_and_say_what_was_accepted(compared: dict[str, Any]) -> None:
+    rows = compared["systems"]
+    for name, row in rows.items():
+        assert (row["flops_ratio"] is None) == (name in DRAFTING)
+        assert (row["acceptance_rate"] is None) == (row["tokens_per_verification"] is None) == (name not in DRAFTING)
+    for name in DRAFTING:
+        row = rows[name]
+        assert (row["tokens"], row["exact_match"]) == (rows["full depth"]["tokens"], rows["full depth"]["exact_match"])
+        assert 0 < row["acceptance_rate"] <= 1
+        assert 1 < row["tokens_per_verification"] <= policies.DRAFT_LENGTH + 1
+        assert row["kv_bytes_saved_an_answer"] == 0
+    # Where verification resumes, less is run; a second model's layers are not counted at all.
+    mine, resumed, second = (rows[name]["realised_mean_layers"] for name in DRAFTING)
+    assert mine > resumed > 16
+    assert second >= 16
+    assert rows[DRAFTING[2]]["policy"]["draft_model"] == "the lowest 11 layers of demo"
+
+
+def test_the_table_of_policies_is_printed_as_the_page_has_it(compared: dict[str, Any]) -> None:
+    lines = policies.markdown(compared).splitlines()
+    assert len(lines) == 2 + len(policies.SYSTEMS)
+    assert {line.count("|") for line in lines} == {len(policies.COLUMNS) + 1}
+    page = (Path(__file__).parents[1] / "docs" / "policies.md").read_text()
+    assert lines[0] in page.splitlines()
+
+
+def test_the_lowest_layers_of_a_model_are_a_model_of_its_own(tmp_path: Path) -> None:
+    directory = lowest_layers.save_lowest_layers("demo", 9, tmp_path / "lowest")
+    whole = LlamaForCausalLM.from_pretrained(model_directory("demo"), dtype=torch.float32)
+    del whole.model.layers[9:]
+    tokens = torch.arange(3, 20)[None]
+    with torch.inference_mode():
+        found = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)(tokens).logits
+        torch.testing.assert_close(found, whole(tokens, use_cache=False).logits)
+
+
 def test_policies_speeds_and_bounds_follow_from_each_other(compared: dict[str, Any]) -> None:
     rows = compared["systems"]
     first = rows["full depth"]["tokens_per_second"]["rounds"]
-    for row in rows.values():
+    for name, row in rows.items():
         rates = row["tokens_per_second"]["rounds"]
         assert len(rates) == 2
-        assert 0 < row["timed_mean_layers"] <= 16
         assert row["speed_over_first"]["rounds"] == pytest.approx([a / b for a, b in zip(rates, first, strict=True)])
-        assert 1 <= row["flops_ratio"] <= 16 / row["realised_mean_layers"] + 1e-9
+        if name not in DRAFTING:
+            assert 0 < row["timed_mean_layers"] <= 16
+            assert 1 <= row["flops_ratio"] <= 16 / row["realised_mean_layers"] + 1e-9
         assert row["interval_95"]["low"] <= row["exact_match"] <= row["interval_95"]["high"]
 
 
-def test_an_early_exit_is_brought_to_the_depth_asked_for() -> None:
+def test_an_early_exit_is_brought_to_the_depth_asked_for(tmp_path: Path) -> None:
     """The bisection against thresholds whose depth is known: it ends at the one that gives the target."""
 
     class Known(policies.Budget):
         def depth_of(self, policy: EarlyExit) -> float:
             return 1 + 15 * policy.threshold / 1.2
 
-    budget = Known(engine=None, given=[], params=None, target=8.5)  # type: ignore[arg-type]
+    budget = Known(engine=None, given=[], params=None, folder=tmp_path, target=8.5)  # type: ignore[arg-type]
     found = budget.early_exit(confidence="cosine")
     assert isinstance(found, EarlyExit)
     assert budget.depth_of(found) == pytest.approx(8.5, abs=0.2)

@@ -12,6 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from d3engine.cli import app
+from d3engine.depth.policy import POLICY_CLASSES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -65,6 +66,27 @@ def test_every_test_that_a_page_names_exists() -> None:
     assert len(named) >= 10
     missing = [(file, name) for file, name in named if f"def {name}(" not in (ROOT / file).read_text()]
     assert missing == []
+
+
+def test_the_table_of_policies_names_its_tests_and_every_policy() -> None:
+    """Each number leads to a footnote with a test, each footnote is used, and no *yes* stands without one."""
+    page = (ROOT / "docs" / "policies.md").read_text()
+    lines = page.split("## Who can do what")[1].split("\n## ")[0].splitlines()
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    notes = dict(re.findall(r"^(\d+)\. ((?:.|\n {4})+)", "\n".join(lines), re.MULTILINE))
+    used = set(re.findall(r"\[(\d+)\]", " ".join(cell for row in [header, *rows] for cell in row)))
+    assert used == set(notes)
+    without_test = [number for number, text in notes.items() if "`tests/" not in text]
+    assert [title for title in header if any(f"[{number}]" in title for number in without_test)] == ["CUDA graphs [11]"]
+    assert len(without_test) == 1
+    assert {len(row) for row in rows} == {len(header)}
+    assert [cell for row in rows for cell in row if not cell.startswith(("yes", "no", "`"))] == []
+    assert [cell for row in rows for cell in row if cell.startswith("yes") and "[" not in cell] == []
+    classes = {re.findall(r"`(\w+)`", row[0])[0] for row in rows}
+    assert {class_name for _, class_name in POLICY_CLASSES.values()} == classes | {"LayerTable"}
+    listed = page.split("\n## ")[0]
+    assert [name for name, (_, policy) in POLICY_CLASSES.items() if f"| `{policy}(" not in listed] == []
+    assert [name for name in POLICY_CLASSES if name != "table" and f"`{name}` |" not in listed] == []
 
 
 def test_a_command_that_does_not_exist_does_not_parse() -> None:

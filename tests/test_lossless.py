@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
 from tiny_models import TinyLlama
 from transformers_oracle import assert_same_tokens, greedy
 
-from d3engine import D3, Engine, FullDepth, LayerTable, SamplingParams, SkipDecode, UnifiedSkip
+from d3engine import D3, EarlyExit, Engine, FullDepth, LayerTable, SamplingParams, SkipDecode, UnifiedSkip
 from d3engine.depth import DepthPolicy, Lossless, SelfSpeculative, policy_from_dict
 from d3engine.depth.draft_rule import MAX_DRAFT_LENGTH
 from d3engine.errors import InvalidValueError
@@ -54,22 +54,29 @@ def make_engine(llama: TinyLlama) -> Callable[..., Engine]:
     return make
 
 
+class Full:
+    """The answers of full depth, by an engine of its own; each is computed once, many at a time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._known: dict[str, CompletionOutput] = {}
+
+    def __call__(self, prompt: list[int], params: SamplingParams) -> CompletionOutput:
+        return self.of([(prompt, params)])[0]
+
+    def of(self, asked: list[tuple[list[int], SamplingParams]]) -> list[CompletionOutput]:
+        deep = [(prompt, replace(params, depth=FullDepth())) for prompt, params in asked]
+        new = {repr(one): one for one in deep if repr(one) not in self._known}
+        outputs = self._engine.generate(
+            [one[0] for one in new.values()], [one[1] for one in new.values()], use_tqdm=False
+        )
+        self._known |= {key: output.outputs[0] for key, output in zip(new, outputs, strict=True)}
+        return [self._known[repr(one)] for one in deep]
+
+
 @pytest.fixture(scope="module")
-def full(make_engine: Callable[..., Engine]) -> Callable[[list[int], SamplingParams], CompletionOutput]:
-    """The answer of full depth, by an engine of its own."""
-    engine = make_engine()
-    known: dict[str, CompletionOutput] = {}
-
-    def answer(prompt: list[int], params: SamplingParams) -> CompletionOutput:
-        key = repr((prompt, params))
-        if key not in known:
-            known[key] = engine.generate(prompt, replace(params, depth=FullDepth()), use_tqdm=False)[0].outputs[0]
-        return known[key]
-
-    return answer
-
-
-Full = Callable[[list[int], SamplingParams], CompletionOutput]
+def full(make_engine: Callable[..., Engine]) -> Full:
+    return Full(make_engine(max_num_seqs=32))
 
 
 def some_prompts(seed: int, count: int, longest: int = 30) -> list[list[int]]:
@@ -84,9 +91,9 @@ def some_prompts(seed: int, count: int, longest: int = 30) -> list[list[int]]:
 
 
 def assert_answers_of_full_depth(outputs: list[RequestOutput], requests: list[SamplingParams], full: Full) -> None:
-    for output, params in zip(outputs, requests, strict=True):
+    asked = [(output.prompt_token_ids, params) for output, params in zip(outputs, requests, strict=True)]
+    for output, params, wanted in zip(outputs, requests, full.of(asked), strict=True):
         (found,) = output.outputs
-        wanted = full(output.prompt_token_ids, params)
         assert found.token_ids == wanted.token_ids, params.depth
         assert (found.finish_reason, found.stop_reason) == (wanted.finish_reason, wanted.stop_reason)
         assert len(found.depths) == len(found.token_ids)
@@ -99,16 +106,22 @@ def assert_answers_of_full_depth(outputs: list[RequestOutput], requests: list[Sa
 # -- greedy ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("length", "batch"), [(1, 7), (2, 1), (4, 8), (7, 3)])
+@pytest.mark.parametrize(
+    ("length", "batch", "count"),
+    [(1, 7, 36), (2, 1, 12), (3, 48, 72), (4, 8, 24), (5, 16, 36), (7, 3, 12), (MAX_DRAFT_LENGTH, 32, 36)],
+)
 def test_greedy_answers_are_those_of_full_depth(
-    make_engine: Callable[..., Engine], full: Full, length: int, batch: int
+    make_engine: Callable[..., Engine], full: Full, length: int, batch: int, count: int
 ) -> None:
+    """Over hundreds of prompts, each under the next policy: with the test of alpha and start, 300 of them."""
     policies = all_policies(length) + all_policies(length, adaptive=True, stop_probability=0.1)
-    prompts = some_prompts(length, len(policies))
+    prompts = some_prompts(length, count)
     numbers = random.Random(batch)
     requests = [
-        SamplingParams(temperature=0, max_tokens=numbers.randint(1, 26), depth=policy, ignore_eos=True)
-        for policy in policies
+        SamplingParams(
+            temperature=0, max_tokens=numbers.randint(1, 26), depth=policies[nth % len(policies)], ignore_eos=True
+        )
+        for nth in range(count)
     ]
     engine = make_engine(max_num_seqs=batch)
     outputs = engine.generate(prompts, requests, use_tqdm=False)
@@ -129,17 +142,15 @@ def test_greedy_answers_are_those_of_transformers(
         assert_same_tokens(output.outputs[0].token_ids, greedy(llama.model, output.prompt_token_ids, 30))
 
 
-@pytest.mark.parametrize("alpha", [0.99, 0.9, 0.7])
-@pytest.mark.parametrize("start", [0.2, 0.5, 0.8])
-def test_lossless_d3_is_lossless_at_any_alpha_and_start(
-    make_engine: Callable[..., Engine], full: Full, alpha: float, start: float
-) -> None:
-    prompts = some_prompts(3, 8)
+def test_lossless_d3_is_lossless_at_any_alpha_and_start(make_engine: Callable[..., Engine], full: Full) -> None:
+    settings = list(itertools.product([0.99, 0.9, 0.7], [0.2, 0.5, 0.8], range(1, 9)))
     requests = [
-        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, depth=Lossless(D3(alpha, start), 1 + nth))
-        for nth in range(len(prompts))
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, depth=Lossless(D3(alpha, start), length))
+        for alpha, start, length in settings
     ]
-    assert_answers_of_full_depth(make_engine().generate(prompts, requests, use_tqdm=False), requests, full)
+    engine = make_engine(max_num_seqs=36)
+    outputs = engine.generate(some_prompts(3, len(settings)), requests, use_tqdm=False)
+    assert_answers_of_full_depth(outputs, requests, full)
 
 
 # -- whatever else a request asks for --------------------------------------------------------------------------
@@ -191,15 +202,25 @@ def test_a_stop_string_within_an_accepted_run_ends_the_text_there_and_drops_the_
 # -- no request depends on another -----------------------------------------------------------------------------
 
 
-def solo(make_engine: Callable[..., Engine], prompt: list[int], params: SamplingParams) -> RequestOutput:
-    return make_engine(max_num_seqs=4, enable_prefix_caching=False).generate(prompt, params, use_tqdm=False)[0]
+@pytest.fixture(scope="module")
+def alone(make_engine: Callable[..., Engine]) -> list[RequestOutput]:
+    """What each of the mixed requests answers alone."""
+    engine = make_engine(max_num_seqs=4, enable_prefix_caching=False)
+    requests = mixed_requests(11)
+    asked = zip(some_prompts(2, len(requests)), requests, strict=True)
+    answers = [engine.generate(prompt, params, use_tqdm=False)[0] for prompt, params in asked]
+    exits = [answer for answer, params in zip(answers, requests, strict=True) if isinstance(params.depth, EarlyExit)]
+    assert all(len(set(answer.outputs[0].depths)) > 2 for answer in exits), "tokens that all leave at one layer"
+    return answers
 
 
 def mixed_requests(seed: int) -> list[SamplingParams]:
     """Drafting and other policies side by side, greedy and drawing, of one and of several sequences."""
     numbers = random.Random(seed)
-    policies = [*all_policies(3), FullDepth(), D3(0.9, 0.5), UnifiedSkip(2, on_skip="copy"), FullDepth()]
+    policies = [*all_policies(3), FullDepth(), D3(0.9, 0.5), UnifiedSkip(2, on_skip="copy")]
+    policies += [EarlyExit(0.06), EarlyExit(0.85, "cosine", on_skip="copy"), LayerTable(WAKING, on_skip="project")]
     policies += all_policies(5, adaptive=True, stop_probability=0.2)[::3]
+    numbers.shuffle(policies)
     return [
         SamplingParams(
             temperature=numbers.choice([0.0, 0.7, 1.5]),
@@ -216,16 +237,19 @@ def mixed_requests(seed: int) -> list[SamplingParams]:
 
 
 @pytest.mark.parametrize("how", ["small steps", "short of memory", "preempted now and then"])
-def test_a_request_answers_as_alone_whatever_happens_to_its_draft(make_engine: Callable[..., Engine], how: str) -> None:
+def test_a_request_answers_as_alone_whatever_happens_to_its_draft(
+    make_engine: Callable[..., Engine], alone: list[RequestOutput], how: str
+) -> None:
     numbers = random.Random(len(how))
-    requests, prompts = mixed_requests(len(how)), some_prompts(2, 16)
+    requests = mixed_requests(11)
+    prompts = some_prompts(2, len(requests))
     changes: dict[str, Any] = {
         "small steps": {"max_num_batched_tokens": 9, "max_num_seqs": 4},
         "short of memory": {"kv_cache_memory_bytes": LAYERS * 17 * 2 * 4 * 2 * 16 * 4, "max_num_batched_tokens": 24},
         "preempted now and then": {"max_num_batched_tokens": 24},
     }[how]
     engine = make_engine(**changes)
-    waiting, done = dict(enumerate(zip(prompts, requests, strict=False))), {}
+    waiting, done = dict(enumerate(zip(prompts, requests, strict=True))), {}
     while waiting or engine.has_unfinished_requests():
         if waiting and (numbers.random() < 0.3 or not engine.has_unfinished_requests()):
             nth = min(waiting)
@@ -237,8 +261,7 @@ def test_a_request_answers_as_alone_whatever_happens_to_its_draft(make_engine: C
         done |= {int(output.request_id): output for output in engine.step() if output.finished}
         engine.scheduler.check_integrity()
     assert (engine.stats().num_preemptions > 0) == (how != "small steps")
-    for nth, (prompt, params) in enumerate(zip(prompts, requests, strict=False)):
-        wanted = solo(make_engine, prompt, params)
+    for nth, (wanted, params) in enumerate(zip(alone, requests, strict=True)):
         for found, other in zip(done[nth].outputs, wanted.outputs, strict=True):
             assert (found.token_ids, found.depths) == (other.token_ids, other.depths), params
         for count in ("num_drafted_tokens", "num_accepted_tokens", "num_verifications"):
@@ -328,7 +351,7 @@ def test_a_draft_ends_where_the_rule_says_so_and_its_length_adapts(make_engine: 
     assert set(lengths(SelfSpeculative(draft, 5, stop_probability=1.0))) == {1}
     steps = lengths(SelfSpeculative(draft, 5, adaptive=True))
     assert steps[0] == 5
-    assert all(abs(after - before) <= 1 for before, after in pairwise(steps[:-4]))
+    assert all(abs(after - before) <= 1 for before, after in itertools.pairwise(steps[:-4]))
     assert min(steps) < 5
     never_skips = SelfSpeculative(D3(1.0, 0.5))
     assert lengths(never_skips) == []

@@ -17,7 +17,18 @@ import pytest
 import torch
 from batches import BLOCK, LAYERS, POLICIES, Request, assert_same, block_bytes, kv_is_back, run_together, some_requests
 
-from d3engine import D3, Engine, FullDepth, InvalidValueError, SamplingParams, UnifiedSkip, Waves, loading
+from d3engine import (
+    D3,
+    Engine,
+    FullDepth,
+    InvalidValueError,
+    Lossless,
+    SamplingParams,
+    SelfSpeculative,
+    UnifiedSkip,
+    Waves,
+    loading,
+)
 from d3engine.choice import Choice
 from d3engine.chunks import Chunks
 from d3engine.depth import DepthPolicy
@@ -72,6 +83,25 @@ def test_generate_answers_as_step_by_step(ahead: Callable[..., Engine], solo: So
     assert (stats.graph_steps > 20) == runs
     assert stats.generated_tokens == sum(request.params.max_tokens for request in requests)
     assert kv_is_back(engine)
+
+
+DRAFTING: list[DepthPolicy] = [Lossless(D3(0.9, 0.5), 3), SelfSpeculative(UnifiedSkip(2), 2)]
+
+
+@pytest.mark.parametrize("policy", DRAFTING, ids=repr)
+def test_drafts_and_verifications_are_launched_by_the_host(
+    ahead: Callable[..., Engine], solo: Solo, policy: DepthPolicy
+) -> None:
+    """And whoever shares their steps; as soon as nobody drafts any more, the device goes on by itself."""
+    requests = [Request(tuple(range(30, 37)), greedy(policy, 9)), Request(tuple(range(9)), greedy(D3(0.9, 0.5), 50))]
+    engine = ahead()
+    assert_same(engine.generate(list(requests[0].prompt), requests[0].params, use_tqdm=False)[0], solo(requests[0]))
+    assert engine.stats().graph_steps == 0
+    outputs = engine.generate([list(r.prompt) for r in requests], [r.params for r in requests], use_tqdm=False)
+    for output, request in zip(outputs, requests, strict=True):
+        assert_same(output, solo(request))
+    assert 10 < engine.stats().graph_steps < 50
+    assert engine.stats().verifications >= 4
 
 
 @pytest.mark.parametrize("num_scheduler_steps", [1, 3, 16])

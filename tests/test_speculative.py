@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import TinyLlama, random_prompts
+from tiny_models import TinyLlama, random_prompts, save_without_layer
 
-from d3engine import D3, Engine, FullDepth, Lossless, SamplingParams, Speculative, UnifiedSkip
+from d3engine import D3, Engine, FullDepth, Lossless, SamplingParams, Speculative, UnifiedSkip, loading
 from d3engine.cli.depth_options import OPTIONS, depth_from_options
 from d3engine.depth import policy_from_dict
 from d3engine.errors import InvalidValueError
 from d3engine.loading import model_directory
+from d3engine.request import RequestOutput
 
 TARGET: dict[str, Any] = {"vocab_size": 40, "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48}
 
@@ -29,14 +30,7 @@ def target(tiny_llama: Callable[..., TinyLlama]) -> TinyLlama:
 
 @pytest.fixture(scope="module")
 def draft(target: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The target without its third layer: a smaller model, often right and often wrong."""
-    directory = tmp_path_factory.mktemp("draft")
-    model = type(target.model)(target.model.config)
-    model.load_state_dict(target.model.state_dict())
-    del model.model.layers[2]
-    model.config = type(model.config)(**(target.model.config.to_dict() | {"num_hidden_layers": 3}))
-    model.save_pretrained(directory)
-    return str(directory)
+    return save_without_layer(target, 2, tmp_path_factory.mktemp("draft"))
 
 
 def new_engine(target: TinyLlama, depth: Any, **changes: Any) -> Engine:
@@ -79,8 +73,24 @@ def test_a_draft_model_that_is_the_target_itself_is_always_right(target: TinyLla
     assert stats.realised_mean_layers == 4  # every row that full depth ran yielded a token
 
 
+@pytest.fixture(scope="module")
+def alone(target: TinyLlama, draft: str) -> list[RequestOutput]:
+    """What each of the requests answers alone; greedy ones of full depth's answer as full depth."""
+    engine = new_engine(target, Speculative(draft, 3), enable_prefix_caching=False)
+    full = new_engine(target, FullDepth(), enable_prefix_caching=False)
+    answers = []
+    for prompt, params in requests(draft, 11):
+        answers.append(engine.generate(prompt, params, use_tqdm=False)[0])
+        if params.greedy and not isinstance(params.depth, UnifiedSkip):
+            deep = full.generate(prompt, replace(params, depth=FullDepth()), use_tqdm=False)[0]
+            assert answers[-1].outputs[0].token_ids == deep.outputs[0].token_ids
+    return answers
+
+
 @pytest.mark.parametrize("how", ["small steps", "short of memory", "preempted now and then"])
-def test_every_request_answers_as_alone_and_greedy_ones_as_full_depth(target: TinyLlama, draft: str, how: str) -> None:
+def test_every_request_answers_as_alone_and_greedy_ones_as_full_depth(
+    target: TinyLlama, draft: str, alone: list[RequestOutput], how: str
+) -> None:
     numbers = random.Random(how)
     changes: dict[str, Any] = {
         "small steps": {"max_num_batched_tokens": 11},
@@ -88,7 +98,7 @@ def test_every_request_answers_as_alone_and_greedy_ones_as_full_depth(target: Ti
         "preempted now and then": {"max_num_batched_tokens": 30},
     }[how]
     engine = new_engine(target, Speculative(draft, 3), **changes)
-    asked = requests(draft, len(how))
+    asked = requests(draft, 11)
     waiting, done = dict(enumerate(asked)), {}
     for _ in range(3000):
         if waiting and (numbers.random() < 0.4 or not engine.has_unfinished_requests()):
@@ -104,21 +114,37 @@ def test_every_request_answers_as_alone_and_greedy_ones_as_full_depth(target: Ti
             break
     assert (engine.stats().num_preemptions > 0) == (how != "small steps")
     assert 0.2 < (engine.stats().acceptance_rate or 0) < 1
-    alone = new_engine(target, Speculative(draft, 3), enable_prefix_caching=False)
-    full = new_engine(target, FullDepth(), enable_prefix_caching=False)
-    for nth, (prompt, params) in enumerate(asked):
-        wanted = alone.generate(prompt, params, use_tqdm=False)[0]
+    for nth, (wanted, (_, params)) in enumerate(zip(alone, asked, strict=True)):
         assert done[nth].outputs[0].token_ids == wanted.outputs[0].token_ids, params
         assert done[nth].outputs[0].depths == wanted.outputs[0].depths
         assert done[nth].metrics.num_accepted_tokens == wanted.metrics.num_accepted_tokens
-        if params.greedy and not isinstance(params.depth, UnifiedSkip):
-            by_full_depth = full.generate(prompt, replace(params, depth=FullDepth()), use_tqdm=False)[0]
-            assert wanted.outputs[0].token_ids == by_full_depth.outputs[0].token_ids
     second = engine.scheduler._second
     assert second is not None
     assert second.cache.pool.num_held == 0
     engine.reset_prefix_cache()
     assert engine.stats().kv_blocks_in_use == 0
+
+
+def test_beside_an_executor_that_decodes_by_itself_a_second_model_drafts_step_by_step(
+    target: TinyLlama, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that could run ahead wait for the draft model's; alone they do run ahead."""
+    monkeypatch.setattr(loading, "uses_graphs", lambda device, enforce_eager: not enforce_eager)
+    prompts = random_prompts([7, 12, 3], vocab_size=40)
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    engine = new_engine(target, Speculative(draft, 3))
+    drafted = engine.generate(prompts, params, use_tqdm=False)
+    assert engine.stats().graph_steps == 0
+    longer = replace(params, max_tokens=60)
+    asked = [params, replace(longer, depth=FullDepth()), replace(longer, depth=UnifiedSkip(2))]
+    mixed = engine.generate(prompts, asked, use_tqdm=False)
+    assert 10 < engine.stats().graph_steps < 59
+    eager = new_engine(target, FullDepth(), enforce_eager=True)
+    full = eager.generate(prompts, longer, use_tqdm=False)
+    assert [one.outputs[0].token_ids for one in drafted] == [one.outputs[0].token_ids[:9] for one in full]
+    wanted = [full[0].outputs[0].token_ids[:9], full[1].outputs[0].token_ids]
+    wanted.append(eager.generate(prompts[2], asked[2], use_tqdm=False)[0].outputs[0].token_ids)
+    assert [one.outputs[0].token_ids for one in mixed] == wanted
 
 
 def test_a_draft_model_that_does_not_fit_its_target_is_refused_by_name(

@@ -6,15 +6,29 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import TinyLlama
+from tiny_models import TinyLlama, save_without_layer
 
-from d3engine import D3, Engine, FullDepth, Lossless, SamplingParams, SelfSpeculative, UnifiedSkip
+from d3engine import (
+    D3,
+    Engine,
+    FullDepth,
+    Lossless,
+    SamplingParams,
+    SelfSpeculative,
+    Speculative,
+    UnifiedSkip,
+    sampling,
+    verification,
+)
 from d3engine.depth import DepthPolicy
 from d3engine.executor.computed import Computed
+from d3engine.request import MAX_N
 
 VOCABULARY, LAYERS = 5, 4
 PROMPT = [1, 4, 2, 0, 3]
@@ -77,24 +91,57 @@ def answers(engine: Engine, policy: DepthPolicy, params: dict[str, Any], samples
         (SelfSpeculative(UnifiedSkip(2), 3), {"temperature": 1.0}),
         (Lossless(D3(0.5, 0.5), 2), {"temperature": 1.5, "top_p": 0.8}),
         (Lossless(D3(0.4, 0.3), 3, stop_probability=0.5, adaptive=True), {"temperature": 1.2}),
+        (Speculative("another model", 3), {"temperature": 1.3, "top_p": 0.9}),
     ],
     ids=repr,
 )
 def test_drawn_answers_follow_full_depths_distribution(
-    llama: TinyLlama, policy: DepthPolicy, params: dict[str, Any]
+    llama: TinyLlama, policy: DepthPolicy, params: dict[str, Any], tmp_path: Path
 ) -> None:
-    engine = Engine(llama.directory, skip_tokenizer_init=True, device="cpu", depth=FullDepth(), max_num_seqs=64)
+    if isinstance(policy, Speculative):
+        policy = replace(policy, draft_model=save_without_layer(llama, 1, tmp_path / "draft"))
+    engine = Engine(llama.directory, skip_tokenizer_init=True, device="cpu", depth=policy, max_num_seqs=64)
     found = answers(engine, policy, params)
-    wanted = joint(llama, params)
-    assert is_drawn_from(Counter(tuple(answer[:3]) for answer in found), wanted)
-    for places in itertools.combinations(range(3), 2):
-        together: Counter[tuple[int, ...]] = Counter()
-        for outcome, p in wanted.items():
-            together[tuple(outcome[place] for place in places)] += p  # type: ignore[assignment]
-        assert is_drawn_from(Counter(tuple(answer[place] for place in places) for answer in found), together)  # type: ignore[arg-type]
+    assert_follows(found, joint(llama, params))
     rate = engine.stats().acceptance_rate
     assert rate is not None
     assert 0.2 < rate < 0.95, "a draft that is always or never right would prove nothing"
+
+
+def assert_follows(found: list[list[int]], wanted: dict[tuple[int, ...], float]) -> None:
+    """All three tokens together, and each one and each two of them, where fewer outcomes show smaller differences."""
+    for places in itertools.chain.from_iterable(itertools.combinations(range(3), count) for count in (1, 2, 3)):
+        together: dict[tuple[int, ...], float] = Counter()
+        for outcome, p in wanted.items():
+            together[tuple(outcome[place] for place in places)] += p
+        assert is_drawn_from(Counter(tuple(answer[place] for place in places) for answer in found), together), places
+
+
+def test_drafting_accepting_and_replacing_use_numbers_of_their_own(
+    llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number used twice would bind what replaces a token to what rejected it, too weakly for a chi-square to see."""
+    used: dict[str, set[tuple[int, int, int]]] = {"noise": set(), "acceptance": set()}
+
+    def watch(module: Any, name: str) -> None:
+        original = module.gumbel
+
+        def watched(seeds: Any, indices: Any, steps: Any, count: int) -> Any:
+            used[name] |= set(zip(seeds.tolist(), indices.tolist(), steps.tolist(), strict=True))
+            return original(seeds, indices, steps, count)
+
+        monkeypatch.setattr(module, "gumbel", watched)
+
+    watch(sampling, "noise")
+    watch(verification, "acceptance")
+    engine = Engine(llama.directory, skip_tokenizer_init=True, device="cpu", depth=SelfSpeculative(UnifiedSkip(2), 3))
+    engine.generate(PROMPT, SamplingParams(n=8, seed=1, max_tokens=24, ignore_eos=True), use_tqdm=False)
+    drafts = {number for number in used["noise"] if number[1] >= MAX_N}
+    stats = engine.stats()
+    assert len(drafts) == stats.drafted_tokens, "each drafted token is a fresh draw, also at a step drafted before"
+    assert stats.accepted_tokens < stats.drafted_tokens
+    assert len(used["acceptance"]) > 50
+    assert used["acceptance"].isdisjoint(used["noise"])
 
 
 def test_the_chi_square_sees_the_drafts_own_distribution(llama: TinyLlama) -> None:

@@ -6,6 +6,7 @@ prefix of the batch, so a skipped layer costs nothing, not even a branch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +56,7 @@ class EagerExecutor:
         self._rope = Rope(config, max_model_len, device)
         # One block more than the pool hands out: id 0 is what an empty table entry reads.
         shape = (num_blocks + 1, 2, block_size, config.num_kv_heads, config.head_dim)
-        self.pool = torch.zeros(shape, dtype=dtype, device=device)
+        self.pool = _zeros(shape, dtype, device)
         self._kept_states = KeptStates(config.hidden_size, dtype, device)
 
     @property
@@ -145,3 +146,20 @@ class EagerExecutor:
 
     def _tensor(self, array: IntArray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`torch.zeros`, but on a CPU of pages that the system hands out when they are first touched.
+
+    A pool is made for all that may come; what never comes then costs neither time nor memory.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    pages = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
+    first = -pages.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(pages[first : first + size]).view(dtype).view(shape)
+
+
+_ALIGNMENT = 64
+"""Bytes at which torch's own memory begins: a cache line."""

@@ -50,3 +50,14 @@ def random_prompts(lengths: list[int], *, seed: int = 0, vocab_size: int = TINY[
     """One prompt of random token ids for each length; equal arguments give equal prompts."""
     numbers = random.Random(seed)
     return [[numbers.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+def save_without_layer(tiny: TinyLlama, layer: int, directory: Path) -> str:
+    """The model without one of its layers: a smaller one of the same vocabulary, often right and often wrong."""
+    model = type(tiny.model)(tiny.model.config)
+    model.load_state_dict(tiny.model.state_dict())
+    del model.model.layers[layer]
+    changed = tiny.model.config.to_dict() | {"num_hidden_layers": len(model.model.layers)}
+    model.config = type(model.config)(**changed)
+    model.save_pretrained(directory)
+    return str(directory)
