@@ -150,9 +150,9 @@ class DemoModel(nn.Module):
         for step in range(max_tokens):
             x = F.embedding(step_ids, self.embedding)
             time = x.shape[1]
-            causal = torch.arange(position + time)[None] <= torch.arange(position, position + time)[:, None]
-            mask = causal[None, None] & visible[:, None, None, : position + time]
-            mask = mask | torch.eye(time, position + time, dtype=torch.bool)  # keeps rows of padding finite
+            keys, queries = torch.arange(position + time), torch.arange(position, position + time)[:, None]
+            mask = (keys <= queries)[None, None] & visible[:, None, None, : position + time]
+            mask = mask | (keys == queries)  # itself, which keeps rows of padding finite
             cos, sin = self.cos[position : position + time], self.sin[position : position + time]
             for layer in range(c.layers):
                 if cutoff is not None and step >= cutoff[layer]:
