@@ -6,6 +6,7 @@ there are.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ import numpy as np
 
 from d3engine.colours import BLACK, BLUE, ORANGE, ramp
 from d3engine.depth import Schedule
-from d3engine.errors import InvalidValueError, MissingExtraError, require_integer
+from d3engine.errors import InvalidValueError, MissingExtraError, require, require_integer
 
 RUNS, SKIPPED = BLUE, ORANGE  # told apart in grey too
 
 MARKERS = "osD^vP"
+
+STEPS = "generation step (0 yields the first token)"
+"""The label of an axis of steps, which count from 0 everywhere."""
 
 # Above the axes, where no layer can be hidden.
 LEGEND = {
@@ -58,18 +62,18 @@ def plot_decay(schedules: Mapping[str, Schedule], num_steps: int, path: str | Pa
     axes = figure.subplots()
     for place, (label, schedule) in enumerate(schedules.items()):
         steps = np.array([0, *(end for _, end in schedule.runs(num_steps))])
-        depths = [schedule.depth_at(step) for step in steps[:-1]]
+        depths = [schedule.depth_at(int(step)) for step in steps[:-1]]
         colour = "#{:02x}{:02x}{:02x}".format(*ramp(place / max(len(schedules) - 1, 1)))
-        axes.stairs(depths, steps + 1, baseline=None, color=colour, linewidth=2.2)
-        # Steps on a logarithmic axis begin at 1; a marker of its own tells curves apart that lie on each other.
-        middle = np.sqrt((steps[:-1] + 1.0) * (steps[1:] + 1.0))
+        axes.stairs(depths, steps, baseline=None, color=colour, linewidth=2.2)
+        # A marker of its own, half way by the eye, tells curves apart that lie on each other.
+        middle = np.where(steps[:-1] > 0, np.sqrt(np.maximum(steps[:-1], 1.0) * steps[1:]), np.minimum(steps[1:], 0.5))
         axes.plot(middle, depths, MARKERS[place % len(MARKERS)], color=colour, label=label)
     most = max(schedule.num_layers for schedule in schedules.values())
     axes.set_ylim(0, most * 1.05)
-    axes.set_xscale("log")
-    axes.set_xlim(1, num_steps + 1)
+    axes.set_xscale("symlog", linthresh=1, linscale=0.4)  # a plain logarithmic axis has no place for step 0
+    axes.set_xlim(0, num_steps)
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("generated token (1 is the first), logarithmic")
+    axes.set_xlabel(f"{STEPS}, logarithmic from 1 on")
     axes.set_ylabel("layers run")
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
@@ -99,7 +103,7 @@ def _draw_layers(axes: Any, schedule: Schedule, edges: list[int]) -> None:
     colours = ListedColormap([SKIPPED, RUNS])
     axes.pcolormesh(np.array(edges) - 0.5, layer_edges, runs, cmap=colours, vmin=0, vmax=1)
     axes.set_ylabel("layer")
-    axes.set_xlabel("generation step (token)")
+    axes.set_xlabel(STEPS)
     for locator in (axes.xaxis.get_major_locator(), axes.yaxis.get_major_locator()):
         locator.set_params(integer=True)
     patches = [Patch(color=RUNS, label="runs"), Patch(color=SKIPPED, label="skipped")]
@@ -113,6 +117,21 @@ def new_figure(width: float, height: float) -> Any:
     except ImportError as error:
         raise MissingExtraError("matplotlib", "plots") from error
     return Figure(figsize=(width, height), dpi=120, layout="constrained")
+
+
+def check_picture(option: str, path: Path) -> None:
+    """Refuse, before the work whose picture it will be, a file that no picture could be written to.
+
+    Raises `MissingExtraError` without matplotlib, and `InvalidValueError` that names `option` for a directory that is
+    not there or cannot be written, and for a suffix that matplotlib does not know.
+    """
+    kinds = new_figure(1, 1).canvas.get_supported_filetypes()
+    # Matplotlib adds ".png" to a name that has no suffix, and would then write to another file than was asked for.
+    suffix = path.suffix.lower().removeprefix(".")
+    require(suffix in kinds, option, str(path), f"a file name that ends in one of {', '.join(sorted(kinds))}")
+    require(path.parent.is_dir(), option, str(path), "a file in a directory that exists")
+    writable = not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
+    require(writable, option, str(path), "a file that can be written")
 
 
 def save_figure(figure: Any, path: Path) -> None:

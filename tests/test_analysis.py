@@ -16,11 +16,11 @@ from transformers_oracle import greedy
 
 from d3engine import D3, Engine, FullDepth, SamplingParams
 from d3engine.analysis.answers import Answered
-from d3engine.analysis.copying import TailCopied, measure_copying
+from d3engine.analysis.copying import Outcome, TailCopied, measure_copying
 from d3engine.analysis.flow import measure_flow
 from d3engine.analysis.observer import Observer
 from d3engine.analysis.perplexity import measure_perplexity
-from d3engine.analysis.report import position_groups, positions_in_words
+from d3engine.analysis.report import step_groups, steps_in_words
 from d3engine.analysis.sample import Guess, Sample, SampleAnswer, SampleToken, guess_layers, take_sample
 from d3engine.analysis.saturation import measure_saturation, saturation
 from d3engine.cli.sample_page import sample_page
@@ -77,7 +77,7 @@ def answered(model: Any) -> list[Answered]:
     for prompt in random_prompts(PROMPT_LENGTHS):
         answer = greedy(model.model, prompt, TOKENS)
         depths = [model.model.config.num_hidden_layers] * TOKENS
-        found.append(Answered("", prompt, answer.token_ids, answer.logprobs, depths, ""))
+        found.append(Answered("", prompt, answer.token_ids, answer.logprobs, depths, "", True))
     return found
 
 
@@ -184,8 +184,9 @@ def test_perplexity_is_that_of_transformers_loss(model: Any, answered: list[Answ
         params = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=0)
         outputs = [output.outputs[0] for output in engine.generate(prompts, params, use_tqdm=False)]
     own = [
-        Answered("", prompt, out.token_ids, [p[t].logprob for t, p in zip(out.token_ids, out.logprobs or [])], [], "")  # noqa: B905
+        Answered("", prompt, out.token_ids, [known[token].logprob for token, known in pairs], [], "", True)
         for prompt, out in zip(prompts, outputs, strict=True)
+        for pairs in [list(zip(out.token_ids, out.logprobs or [], strict=True))]
     ]
     result = measure_perplexity(own)
     losses = []
@@ -195,18 +196,28 @@ def test_perplexity_is_that_of_transformers_loss(model: Any, answered: list[Answ
         labels[0, : len(one.prompt_ids)] = -100
         with torch.inference_mode():
             losses.append(float(model.model(ids, labels=labels).loss))
-    assert result.at(range(TOKENS))[1] == pytest.approx(np.exp(np.mean(losses)), rel=1e-4)
-    values, counts = result.by_position()
+    assert result.at(range(TOKENS))[1] == pytest.approx(np.mean(losses), rel=1e-4)
+    assert result.as_dict()["perplexity"] == pytest.approx(np.exp(np.mean(losses)), rel=1e-4)
+    values, counts = result.by_step()
     assert counts.tolist() == [len(own)] * TOKENS
-    assert np.log(values).mean() == pytest.approx(np.mean(losses), rel=1e-4)
+    assert values.mean() == pytest.approx(np.mean(losses), rel=1e-4)
 
 
 def test_answers_that_end_early_count_where_they_are() -> None:
-    one, other = (Answered("", [1], [2] * n, [-1.0 * n] * n, [], "") for n in (3, 1))
+    one, other = (Answered("", [1], [2] * n, [-1.0 * n] * n, [], "", False) for n in (3, 1))
     result = measure_perplexity([one, other])
-    values, counts = result.by_position()
+    values, counts = result.by_step()
     assert counts.tolist() == [2, 1, 1]
-    assert values.tolist() == pytest.approx([np.exp(2), np.exp(3), np.exp(3)])
+    assert values.tolist() == pytest.approx([2, 3, 3])
+    steps = result.as_dict()["steps"]
+    assert [(one["step"], one["answers"]) for one in steps] == [(0, 2), (1, 1), (2, 1)]
+    assert [one["perplexity"] for one in steps] == pytest.approx([np.exp(2), np.exp(3), np.exp(3)])
+
+
+def test_certainty_is_no_negative_number() -> None:
+    result = measure_perplexity([Answered("", [1], [2], [0.0], [], "", True)])
+    assert result.table().title.endswith("1 answer")
+    assert list(result.table().rows) == [("0", "1", "1.0000", "0"), ("all", "1", "1.0000", "0")]
 
 
 # -- copying -----------------------------------------------------------------------------------------------------------
@@ -239,16 +250,48 @@ def test_copied_layers_give_the_tokens_of_an_oracle_that_copies_their_entries(ti
 def test_the_grid_asks_for_every_pair_and_for_full_depth_once() -> None:
     asked: list[TailCopied] = []
 
-    def share(policy: TailCopied) -> float:
+    def outcome(policy: TailCopied) -> Outcome:
         asked.append(policy)
-        return policy.layers / 10 + policy.from_step / 100
+        return Outcome(answers=20, right=10 * policy.layers, cut_off=policy.from_step)
 
-    result = measure_copying(share, "share", 7, [1, 2], [1, 4])
+    result = measure_copying(outcome, "share", 9, [4, 5] * 9 + [9, 9], [1, 2], [1, 4])
     assert asked == [TailCopied(0, 1), TailCopied(1, 1), TailCopied(1, 4), TailCopied(2, 1), TailCopied(2, 4)]
-    assert result.full == 0.01
-    assert result.scores == [pytest.approx([0.11, 0.14]), pytest.approx([0.21, 0.24])]
-    assert result.table().rows[2] == ("2", "21.0%", "24.0%")
-    assert result.as_dict()["grid"][1] == {"layers_copied": 1, "from_step": 4, "share": result.scores[0][1]}
+    assert result.table().title == "share, 20 answers of at most 9 tokens"
+    # Wilson's interval of 10 of 20 is known from tables. Step 4 yields the fifth token: 9 answers end before it.
+    assert result.table().rows[0] == ("0 (full depth)", "-", "0.0%", "0.0% to 16.1%", "-", "1")
+    assert result.table().rows[2] == ("1", "4", "50.0%", "29.9% to 70.1%", "11", "4")
+    assert result.table().rows[3] == ("2", "1", "100.0%", "83.9% to 100.0%", "20", "1")
+    cell = result.as_dict()["grid"][1]
+    assert cell.pop("interval_95") == pytest.approx({"low": 0.299, "high": 0.701}, abs=5e-4)
+    assert cell == {
+        "layers_copied": 1,
+        "from_step": 4,
+        "answers_that_reach_step": 11,
+        "right": 10,
+        "share": 0.5,
+        "cut_off": 4,
+    }
+
+
+def test_an_answer_that_ends_before_the_step_does_not_change(tiny_llama: Callable[..., Any]) -> None:
+    tiny = tiny_llama(num_hidden_layers=6)
+    prompt = [3, 1, 4, 1, 5, 9]
+    with Engine(tiny.directory, skip_tokenizer_init=True, device="cpu", kv_cache_memory_bytes=2**23) as engine:
+
+        def tokens(policy: TailCopied) -> list[int]:
+            params = SamplingParams(temperature=0, max_tokens=TOKENS, depth=policy)
+            return engine.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+
+        full = tokens(TailCopied(0, 1))
+        steps = range(1, len(full) + 2)
+        result = measure_copying(
+            lambda policy: Outcome(1, int(tokens(policy) == full), 1), "same", TOKENS, [len(full)], [3], steps
+        )
+    reached = [result.reaching(step) == 1 for step in steps]
+    assert reached == [step < len(full) for step in steps]
+    changed = [outcome.right == 0 for outcome in result.outcomes[0]]
+    assert any(changed)
+    assert not any(change and not reach for change, reach in zip(changed, reached, strict=True))
 
 
 # -- flow --------------------------------------------------------------------------------------------------------------
@@ -296,7 +339,7 @@ def demo_sample() -> tuple[Sample, Answered]:
         params = SamplingParams(temperature=0, max_tokens=24, depth=policy)
         output = engine.generate([prompt], params, use_tqdm=False)[0]
     best = output.outputs[0]
-    one = Answered(prompt, output.prompt_token_ids, best.token_ids, [], best.depths, best.text)
+    one = Answered(prompt, output.prompt_token_ids, best.token_ids, [], best.depths, best.text, True)
     layers = guess_layers(16, 4)
     answer = take_sample(observer_of(directory), load_tokenizer(directory), one, policy, layers)
     return Sample(16, [answer]), one
@@ -355,6 +398,6 @@ def test_guesses_are_spread_evenly_and_hold_the_last_layer() -> None:
 
 
 def test_positions_are_grouped_by_doubling_and_cover_all() -> None:
-    assert [positions_in_words(group) for group in position_groups(11)] == ["0", "1", "2-3", "4-7", "8-10"]
-    assert [place for group in position_groups(37) for place in group] == list(range(37))
-    assert position_groups(1) == [range(1)]
+    assert [steps_in_words(group) for group in step_groups(11)] == ["0", "1", "2-3", "4-7", "8-10"]
+    assert [place for group in step_groups(37) for place in group] == list(range(37))
+    assert step_groups(1) == [range(1)]

@@ -57,7 +57,7 @@ def test_perplexity_in_three_forms(png: Path) -> None:
     assert result.exit_code == 0, result.output
     assert png.read_bytes().startswith(b"\x89PNG")
     report = run_json("perplexity", "demo", *SMALL)
-    assert [place["answers"] for place in report["positions"]] == [2] * 8
+    assert [(place["step"], place["answers"]) for place in report["steps"]] == [(step, 2) for step in range(8)]
     assert ["all", "16", f"{report['perplexity']:.4f}"] in [row[:3] for row in cells(result.stdout)]
 
 
@@ -83,8 +83,16 @@ def test_copy_of_word_problems_and_of_prompts_of_ones_own(png: Path, tmp_path: P
     prompts.write_text("Question: Tom has 5 pens.\n\nQuestion: Ana has\n")
     report = run_json("copy", "demo", *SMALL, *grid, "--prompts", str(prompts))
     assert report["measure"] == "answers equal to full depth's"
-    assert (report["answers"], report["full_depth"]) == (2, 1.0)
+    assert (report["answers"], report["max_tokens"], report["full_depth"]["right"]) == (2, 8, 2)
     assert [(cell["layers_copied"], cell["from_step"]) for cell in report["grid"]] == [(2, 1), (8, 1)]
+
+
+def test_copy_says_where_nothing_was_copied_and_nothing_was_finished() -> None:
+    result = run("copy", "demo", *SMALL, "--layers", "1", "--from-step", "1000")
+    assert result.exit_code == 0, result.output
+    title, _, *rows = result.stdout.splitlines()
+    assert title == "exact match, 2 answers of at most 8 tokens"
+    assert [row.split()[-2:] for row in rows] == [["-", "2"], ["0", "2"]]  # answers that reach the step, cut off
 
 
 def test_schedules_need_the_config_alone(png: Path, tmp_path: Path) -> None:
@@ -130,10 +138,16 @@ def test_a_sample_as_text_picture_page_and_json(png: Path, tmp_path: Path) -> No
         (["copy", "--from-step", "0", "--limit", "1", "--max-tokens", "1"], "--from-step"),
         (["schedule", "--start", "1.5"], "start"),
         (["schedule", "--steps", "0"], "--steps"),
+        (["flow", "--png", "picture.foo"], "--png='picture.foo'"),
+        (["schedule", "--png", "picture"], "--png='picture'"),
+        (["sample", "--guess-layers", "0"], "--guess-layers=0"),
         (["sample", "--html", "no-such-directory/a.html", "--max-tokens", "2"], "--html"),
     ],
 )
-def test_what_is_not_allowed_is_refused_in_one_line(arguments: list[str], message: str) -> None:
+def test_what_is_not_allowed_is_refused_in_one_line(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("d3engine.analysis.answers.open_model", None)  # it is refused before a model is loaded
     result = run(*arguments)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""

@@ -28,7 +28,10 @@ MAX_PROMPTS = 10_000
 
 @dataclass(frozen=True)
 class Answered:
-    """A prompt and a greedy answer to it. `logprobs[i]` is the log-probability of token i, `depths[i]` its layers."""
+    """A prompt and a greedy answer to it. `logprobs[i]` is the log-probability of token i, `depths[i]` its layers.
+
+    `cut_off`: whether the limit of tokens ended the answer, and not the model.
+    """
 
     prompt: str
     prompt_ids: list[int]
@@ -36,6 +39,7 @@ class Answered:
     logprobs: list[float]
     depths: list[int]
     text: str
+    cut_off: bool
 
     @property
     def sequence(self) -> list[int]:
@@ -91,5 +95,8 @@ def answer(
         best = output.outputs[0]
         assert best.logprobs is not None
         logprobs = [known[token].logprob for token, known in zip(best.token_ids, best.logprobs, strict=True)]
-        found.append(Answered(prompt, output.prompt_token_ids, best.token_ids, logprobs, best.depths, best.text))
+        cut_off = best.finish_reason == "length"
+        found.append(
+            Answered(prompt, output.prompt_token_ids, best.token_ids, logprobs, best.depths, best.text, cut_off)
+        )
     return found

@@ -1,18 +1,20 @@
 """What is lost when the last layers are copied from some step on (the D3 paper's Figure 2a).
 
 The one idea: "copy the tail k layers from step t on" is a nested schedule like any other, so the engine itself runs
-it: the last k layers have the cutoff t, and the hidden state passes them unchanged.
+it: the last k layers have the cutoff t, and the hidden state passes them unchanged. An answer that is over before
+step t cannot change, so the answers that reach t are counted beside the share that is right.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from d3engine.analysis.report import Table
+from d3engine.analysis.report import Table, counted
 from d3engine.depth import NEVER, DepthPolicy, Schedule
 from d3engine.errors import require_integer
+from d3engine.evaluation.accuracy import Interval, wilson_interval
 
 
 @dataclass(frozen=True)
@@ -35,58 +37,101 @@ class TailCopied(DepthPolicy):
 
 
 @dataclass(frozen=True)
-class Copying:
-    """`scores[k][t]`: the share of right answers with the tail `layers[k]` copied from step `steps[t]` on.
+class Outcome:
+    """Of `answers` under one policy: how many were right, and how many were cut off at the limit of tokens."""
 
-    `measure` says what counts as right. `full` is the share at full depth.
+    answers: int
+    right: int
+    cut_off: int
+
+    @property
+    def share(self) -> float:
+        return self.right / self.answers
+
+    @property
+    def interval(self) -> Interval:
+        """95 %, Wilson's."""
+        return wilson_interval(self.right, self.answers)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "right": self.right,
+            "share": self.share,
+            "interval_95": asdict(self.interval),
+            "cut_off": self.cut_off,
+        }
+
+
+@dataclass(frozen=True)
+class Copying:
+    """`outcomes[k][t]`: what came out with the tail `layers[k]` copied from step `steps[t]` on; `full` at full depth.
+
+    `measure` says what counts as right, `lengths` has the tokens of each answer at full depth, `max_tokens` at most.
     """
 
     measure: str
-    answers: int
+    max_tokens: int
+    lengths: tuple[int, ...]
     layers: tuple[int, ...]
     steps: tuple[int, ...]
-    scores: list[list[float]]
-    full: float
+    outcomes: list[list[Outcome]]
+    full: Outcome
+
+    def reaching(self, step: int) -> int:
+        """How many answers reach a step. Up to it an answer is that of full depth, whatever is copied from it on."""
+        return sum(length > step for length in self.lengths)
 
     def table(self) -> Table:
-        """A row for each number of layers, a column for each step."""
-        header = ("layers copied", *(f"from step {step}" for step in self.steps))
-        rows = [
-            (f"{layers}", *(f"{score:.1%}" for score in scores))
-            for layers, scores in zip(self.layers, self.scores, strict=True)
-        ]
-        rows.insert(0, ("0 (full depth)", *(f"{self.full:.1%}" for _ in self.steps)))
-        return Table(f"{self.measure}, {self.answers} answers", header, rows)
+        """A row for full depth, then one for each number of layers and each step."""
+        header = ("layers copied", "from step", "right", "95 % interval", "answers that reach the step", "cut off")
+        rows = [_row("0 (full depth)", "-", self.full, "-")]
+        for layers, outcomes in zip(self.layers, self.outcomes, strict=True):
+            for step, outcome in zip(self.steps, outcomes, strict=True):
+                rows.append(_row(f"{layers}", f"{step}", outcome, f"{self.reaching(step)}"))
+        most = counted(self.max_tokens, "token")
+        return Table(f"{self.measure}, {counted(len(self.lengths), 'answer')} of at most {most}", header, rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """The grid."""
+        """The grid; shares are from 0 to 1."""
         return {
             "measure": self.measure,
-            "answers": self.answers,
-            "full_depth": self.full,
+            "answers": len(self.lengths),
+            "max_tokens": self.max_tokens,
+            "full_depth": self.full.as_dict(),
             "grid": [
-                {"layers_copied": layers, "from_step": step, "share": score}
-                for layers, scores in zip(self.layers, self.scores, strict=True)
-                for step, score in zip(self.steps, scores, strict=True)
+                {
+                    "layers_copied": layers,
+                    "from_step": step,
+                    "answers_that_reach_step": self.reaching(step),
+                    **outcome.as_dict(),
+                }
+                for layers, outcomes in zip(self.layers, self.outcomes, strict=True)
+                for step, outcome in zip(self.steps, outcomes, strict=True)
             ],
         }
 
 
+def _row(layers: str, step: str, outcome: Outcome, reaching: str) -> tuple[str, ...]:
+    interval = f"{outcome.interval.low:.1%} to {outcome.interval.high:.1%}"
+    return layers, step, f"{outcome.share:.1%}", interval, reaching, f"{outcome.cut_off}"
+
+
 def measure_copying(
-    share: Callable[[TailCopied], float],
+    outcome: Callable[[TailCopied], Outcome],
     measure: str,
-    answers: int,
+    max_tokens: int,
+    lengths: Sequence[int],
     layers: Sequence[int],
     steps: Sequence[int],
     progress: Callable[[], None] = lambda: None,
 ) -> Copying:
-    """Ask `share` for every pair of layers and steps, and once for full depth; `progress` hears of each."""
+    """Ask for the `outcome` of every pair of layers and steps, and once of full depth; `progress` hears of each."""
 
-    def ask(count: int, step: int) -> float:
-        found = share(TailCopied(count, step))
+    def ask(count: int, step: int) -> Outcome:
+        found = outcome(TailCopied(count, step))
         progress()
         return found
 
     full = ask(0, 1)
-    scores = [[ask(count, step) for step in steps] for count in layers]
-    return Copying(measure, answers, tuple(layers), tuple(steps), scores, full)
+    outcomes = [[ask(count, step) for step in steps] for count in layers]
+    return Copying(measure, max_tokens, tuple(lengths), tuple(layers), tuple(steps), outcomes, full)

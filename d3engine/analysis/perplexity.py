@@ -1,7 +1,7 @@
 """Perplexity along an answer (the D3 paper's Figure 2b): are later tokens easier to predict?
 
-The one idea: the perplexity of a position is that of all answers' tokens there, exp of the mean of -log p, at full
-depth. The text is the model's own greedy answer, so it says how sure the model is, not how right.
+The one idea: the perplexity of a generation step is that of all answers' tokens there, exp of the mean of -log p, at
+full depth. The text is the model's own greedy answer, so it says how sure the model is, not how right.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from d3engine.analysis.answers import Answered
-from d3engine.analysis.report import Table, position_groups, positions_in_words
+from d3engine.analysis.report import STEP, Table, counted, step_groups, steps_in_words
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -26,13 +26,13 @@ class Perplexity:
     logprobs: list[list[float]]
 
     def at(self, group: range) -> tuple[int, float]:
-        """How many tokens stand at these positions, and their perplexity."""
+        """How many tokens these steps yielded, and the mean of their -log p in nats; perplexity is its exp."""
         values = [logprob for answer in self.logprobs for logprob in answer[group.start : group.stop]]
-        return len(values), float(np.exp(-np.mean(values)))
+        return len(values), float(0.0 - np.mean(values))  # a difference, because -0.0 would be printed as "-0"
 
-    def by_position(self) -> tuple[FloatArray, FloatArray]:
-        """Float64 [longest]: the perplexity of each position, and how many answers reach it."""
-        found = [self.at(range(place, place + 1)) for place in range(self.longest)]
+    def by_step(self) -> tuple[FloatArray, FloatArray]:
+        """Float64 [longest]: the mean of -log p at each step, and how many answers reach it."""
+        found = [self.at(range(step, step + 1)) for step in range(self.longest)]
         return np.array([value for _, value in found]), np.array([float(count) for count, _ in found])
 
     @property
@@ -40,24 +40,24 @@ class Perplexity:
         return max(len(answer) for answer in self.logprobs)
 
     def table(self) -> Table:
-        """A row for each group of positions, and one for all tokens."""
-        groups = [(positions_in_words(group), group) for group in position_groups(self.longest)]
+        """A row for each group of steps, and one for all tokens."""
+        groups = [(steps_in_words(group), group) for group in step_groups(self.longest)]
         rows = []
         for name, group in [*groups, ("all", range(self.longest))]:
             count, value = self.at(group)
-            rows.append((name, f"{count}", f"{value:.4f}", f"{np.log(value):.2g}"))
-        title = f"Perplexity by generated position, {len(self.logprobs)} answers"
-        return Table(title, ("position", "tokens", "perplexity", "mean -log p"), rows)
+            rows.append((name, f"{count}", f"{np.exp(value):.4f}", f"{value:.2g}"))
+        title = f"Perplexity by generation step, {counted(len(self.logprobs), 'answer')}"
+        return Table(title, (STEP, "tokens", "perplexity", "mean -log p"), rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """By single positions, and over all tokens."""
-        values, counts = self.by_position()
+        """By single steps, and over all tokens."""
+        values, counts = self.by_step()
         return {
             "answers": len(self.logprobs),
-            "perplexity": self.at(range(self.longest))[1],
-            "positions": [
-                {"position": place, "answers": int(count), "perplexity": value}
-                for place, (value, count) in enumerate(zip(values.tolist(), counts.tolist(), strict=True))
+            "perplexity": float(np.exp(self.at(range(self.longest))[1])),
+            "steps": [
+                {"step": step, "answers": int(count), "perplexity": float(np.exp(value)), "mean_negative_log_p": value}
+                for step, (value, count) in enumerate(zip(values.tolist(), counts.tolist(), strict=True))
             ],
         }
 

@@ -14,31 +14,31 @@ import numpy as np
 from d3engine.analysis.copying import Copying
 from d3engine.analysis.flow import NAMES, PARTS, ROWS, Flow
 from d3engine.analysis.perplexity import Perplexity
+from d3engine.analysis.report import step_groups, steps_in_words
 from d3engine.analysis.sample import Sample, SampleAnswer
 from d3engine.analysis.saturation import Saturation
 from d3engine.colours import BLACK, BLUE, GREY, ORANGE, VERMILION, depth_colours, ramp
-from d3engine.plots import MARKERS, new_figure, save_figure
+from d3engine.plots import MARKERS, STEPS, new_figure, save_figure
 
 PART_STYLES = {"block": (BLACK, "o"), "attention": (BLUE, "s"), "mlp": (VERMILION, "^")}
 ABOVE = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3, "frameon": False, "fontsize": "small"}
 
 
 def plot_saturation(result: Saturation, path: str | Path, title: str) -> None:
-    """By position in the answer, and the share of tokens settled after each layer."""
+    """By generation step, and the share of tokens settled after each layer."""
     figure = new_figure(width=11, height=4.2)
     left, right = figure.subplots(1, 2)
-    groups = result.by_position()
-    places = [(group.start + group.stop - 1) / 2 + 1 for group, _ in groups]
+    groups = result.by_step()
+    places = np.arange(len(groups))
     means = [found.layers.mean() for _, found in groups]
     low, high = (
         [np.quantile(found.layers, share, method="inverted_cdf") for _, found in groups] for share in (0.1, 0.9)
     )
     left.fill_between(places, low, high, color=BLUE, alpha=0.25, linewidth=0, label="10 % to 90 % of tokens")
     left.plot(places, means, "o-", color=BLUE, label="mean")
-    left.set_xscale("log")
-    left.xaxis.set_major_formatter("{x:g}")
+    left.set_xticks(places, [steps_in_words(group) for group, _ in groups])
     left.set_ylim(0, result.num_layers * 1.03)
-    left.set_xlabel("generated token (1 is the first), logarithmic")
+    left.set_xlabel(STEPS)
     left.set_ylabel(f"layers until settled, of {result.num_layers}")
     left.legend(**ABOVE)
     share = 100 * result.settled_share()
@@ -57,28 +57,31 @@ def plot_saturation(result: Saturation, path: str | Path, title: str) -> None:
 
 
 def plot_perplexity(result: Perplexity, path: str | Path, title: str) -> None:
-    """The perplexity of every position, and how many answers reach it."""
+    """The mean of -log p at every step, whose exp is the perplexity, and how many answers reach the step."""
     figure = new_figure(width=8, height=5)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    values, counts = result.by_position()
-    # A model that is nearly certain of itself has a perplexity of 1.0000...; what is above 1 is the picture then.
-    base = 1.0 if values.max() < 1.1 else 0.0
-    positions = np.arange(1, len(values) + 1)
-    upper.plot(positions, values - base, ".", color=GREY, label="one position")
-    groups = result.table().rows[:-1]
-    starts = [int(cells[0].split("-")[0]) for cells in groups]
-    stops = [int(cells[0].split("-")[-1]) + 1 for cells in groups]
-    means = [result.at(range(start, stop))[1] for start, stop in zip(starts, stops, strict=True)]
-    edges = np.array([*starts, stops[-1]]) + 0.5
-    upper.stairs(np.array(means) - base, edges, baseline=None, color=BLUE, linewidth=2, label="groups of positions")
-    upper.set_yscale("log")
-    upper.set_ylabel("perplexity - 1, logarithmic" if base else "perplexity, logarithmic")
+    values, counts = result.by_step()
+    upper.plot(np.arange(len(values)), values, ".", color=GREY, label="one step")
+    groups = step_groups(result.longest)
+    means = [result.at(group)[1] for group in groups]
+    edges = np.array([*(group.start for group in groups), groups[-1].stop]) - 0.5
+    upper.stairs(means, edges, baseline=None, color=BLUE, linewidth=2, label="groups of steps")
+    positive = values[values > 0]
+    # A step where the model is certain of every token has the value 0, which a plain logarithmic axis would drop: this
+    # one is logarithmic down to the power of ten below the least value, and linear from there to 0.
+    least = 10 ** np.floor(np.log10(positive.min())) if len(positive) else 1.0
+    if len(positive):
+        upper.set_yscale("symlog", linthresh=least, linscale=0.5)
+    upper.set_ylim(-least / 5, 1.5 * values.max() if len(positive) else least)
+    upper.set_ylabel("mean of -log p, nats" + (" (logarithmic above 0)" if len(positive) else ""))
     upper.legend(**ABOVE)
-    lower.stairs(counts, np.arange(len(values) + 1) + 0.5, fill=True, color=ORANGE)
+    lower.stairs(counts, np.arange(len(values) + 1) - 0.5, fill=True, color=ORANGE)
     lower.set_ylabel("answers")
     lower.set_ylim(bottom=0)
-    lower.set_xlabel("generated token (1 is the first)")
-    lower.set_xlim(0.5, len(values) + 0.5)
+    lower.set_xlabel(STEPS)
+    lower.set_xlim(-0.5, len(values) - 0.5)
+    for axis in (lower.xaxis, lower.yaxis):
+        axis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     for axes in (upper, lower):
         axes.grid(alpha=0.3)
     figure.align_ylabels()
@@ -115,21 +118,28 @@ def plot_flow(result: Flow, path: str | Path, title: str) -> None:
 
 
 def plot_copying(result: Copying, path: str | Path, title: str) -> None:
-    """A line for each number of copied layers, over the step from which they are copied."""
-    figure = new_figure(width=8, height=4.5)
+    """A line for each number of copied layers, over the step from which they are copied; bars are 95 % intervals."""
+    figure = new_figure(width=8, height=4.8)
     axes = figure.subplots()
-    for place, (layers, scores) in enumerate(zip(result.layers, result.scores, strict=True)):
-        colour = "#{:02x}{:02x}{:02x}".format(*ramp(place / max(len(result.layers) - 1, 1)))
-        size = 11 - 1.5 * min(place, 4)  # a smaller marker is seen on a larger one where lines lie on each other
-        line = {"marker": MARKERS[place % len(MARKERS)], "color": colour, "linewidth": 2, "markersize": size}
-        axes.plot(result.steps, [100 * score for score in scores], label=f"{layers}", **line)
-    axes.axhline(100 * result.full, color=BLACK, linestyle="--", linewidth=1, label="0 (full depth)")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(result.steps, [f"{step}" for step in result.steps])
-    axes.minorticks_off()
+    places = np.arange(len(result.steps))
+    aside = min(0.08, 0.6 / len(result.layers))  # beside each other, so that no bar or marker hides another
+    for number, (layers, outcomes) in enumerate(zip(result.layers, result.outcomes, strict=True)):
+        shares = np.array([outcome.share for outcome in outcomes])
+        low, high = ([getattr(outcome.interval, end) for outcome in outcomes] for end in ("low", "high"))
+        at = places + aside * (number - (len(result.layers) - 1) / 2)
+        colour = "#{:02x}{:02x}{:02x}".format(*ramp(number / max(len(result.layers) - 1, 1)))
+        style = {"color": colour, "linewidth": 1.5, "markersize": 6, "capsize": 3, "elinewidth": 1}
+        reach = [100 * (shares - low), 100 * (high - shares)]
+        axes.errorbar(at, 100 * shares, reach, marker=MARKERS[number % len(MARKERS)], label=f"{layers}", **style)
+    axes.axhline(100 * result.full.share, color=BLACK, linestyle="--", linewidth=1, label="0 (full depth)")
+    axes.set_xticks(places, [f"{step}\n{result.reaching(step)}" for step in result.steps])
+    axes.set_xlim(-0.5, len(places) - 0.5)
     axes.set_ylim(-3, 103)
-    axes.set_xlabel("generation step from which they are copied, logarithmic")
+    axes.set_xlabel("generation step (from 0) from which they are copied; below it, the answers that reach it")
     axes.set_ylabel(f"{result.measure}, %")
+    most = max(outcome.cut_off for outcomes in result.outcomes for outcome in outcomes)
+    cut_off = f"cut off at {result.max_tokens} tokens: {result.full.cut_off} at full depth, at most {most} when copied"
+    axes.set_title(f"bars: 95 % intervals; {cut_off}", fontsize="small")
     axes.grid(alpha=0.3)
     figure.legend(title="last layers copied", loc="outside right center", fontsize="small", frameon=False)
     figure.suptitle(title, fontsize="medium")
@@ -141,25 +151,44 @@ COLUMNS = 96
 
 
 def plot_sample(sample: Sample, path: str | Path, title: str, headings: list[str]) -> None:
-    """The answers as text, every token on the colour of its depth; `headings` has one for each answer."""
+    """The answers as text under the end of their prompt, every token on the colour of its depth.
+
+    `headings` has one for each answer. The depth is also written below a token where it differs from the one before,
+    because neighbouring depths have neighbouring colours.
+    """
     colours = depth_colours(sample.depths)
-    # Matplotlib would read a dollar sign as mathematics.
     pieces = [_lines(answer) for answer in sample.answers]
-    num_lines = sum(len(lines) + 2 for lines in pieces)
-    figure = new_figure(width=0.4 + 0.082 * COLUMNS, height=0.9 + 0.26 * num_lines)
+    is_new = [not place or one.prompt != sample.answers[place - 1].prompt for place, one in enumerate(sample.answers)]
+    height = sum(1.1 * new + 1.5 + LINE * len(lines) for new, lines in zip(is_new, pieces, strict=True))
+    figure = new_figure(width=0.4 + 0.082 * COLUMNS, height=0.9 + 0.26 * height)
     axes = figure.subplots()
     axes.set_xlim(0, COLUMNS)
-    axes.set_ylim(num_lines, 0)
+    axes.set_ylim(height, 0)
     axes.axis("off")
-    row = 0
-    for heading, lines in zip(headings, pieces, strict=True):
+    row = 0.0
+    for new, answer, heading, lines in zip(is_new, sample.answers, headings, pieces, strict=True):
+        if new:
+            axes.text(0, row + 0.5, _plain(_prompt_end(answer.prompt)), va="center", family="monospace", fontsize=9)
+            row += 1.1
         axes.text(0, row + 0.5, _plain(heading), va="center", fontsize=10, fontweight="bold")
-        for number, line in enumerate(lines):
-            _draw_line(axes, line, row + 1 + number, colours)
-        row += len(lines) + 2
+        row += 1
+        for line in lines:
+            _draw_line(axes, line, row, colours)
+            row += LINE
+        row += 0.5
     _draw_legend(axes, colours, sample.num_layers)
     figure.suptitle(_plain(title), fontsize="medium")
     save_figure(figure, Path(path))
+
+
+LINE = 1.6
+"""Height of a line of tokens and of the depths below them, in lines of text."""
+
+
+def _prompt_end(prompt: str) -> str:
+    """The last characters of a prompt, as one line that fits: prompts of one kind often begin alike."""
+    text = "Prompt: " + prompt.replace("\n", "\u21b5")
+    return text if len(text) <= COLUMNS else "Prompt: \u2026" + text[-(COLUMNS - 9) :]
 
 
 def _lines(answer: SampleAnswer) -> list[list[tuple[str, int]]]:
@@ -178,11 +207,13 @@ def _lines(answer: SampleAnswer) -> list[list[tuple[str, int]]]:
     return lines
 
 
-def _draw_line(axes: Any, line: list[tuple[str, int]], row: int, colours: dict[int, tuple[str, str]]) -> None:
+def _draw_line(axes: Any, line: list[tuple[str, int]], row: float, colours: dict[int, tuple[str, str]]) -> None:
     from matplotlib.patches import Rectangle
 
-    column = 0
+    column, before = 0, None
     for text, depth in line:
+        if not text:
+            continue
         back, letters = colours[depth]
         axes.add_patch(Rectangle((column, row + 0.06), len(text), 0.88, facecolor=back, edgecolor="white"))
         for place, character in enumerate(text):  # one by one: no font's own widths, so that colours and letters agree
@@ -196,7 +227,9 @@ def _draw_line(axes: Any, line: list[tuple[str, int]], row: int, colours: dict[i
                 fontsize=9,
                 color=letters,
             )
-        column += len(text)
+        if depth != before:
+            axes.text(column + 0.1, row + 1.2, f"{depth}", ha="left", va="center", fontsize=6.5)
+        column, before = column + len(text), depth
 
 
 def _draw_legend(axes: Any, colours: dict[int, tuple[str, str]], num_layers: int) -> None:
@@ -205,7 +238,7 @@ def _draw_legend(axes: Any, colours: dict[int, tuple[str, str]], num_layers: int
     patches = [Patch(color=back, label=f"{depth}") for depth, (back, _) in colours.items()]
     axes.legend(
         handles=patches,
-        title=f"layers run for a token, of {num_layers}",
+        title=f"layers run for a token, of {num_layers}; written below it where they change",
         title_fontsize="small",
         loc="upper center",
         bbox_to_anchor=(0.5, 0),

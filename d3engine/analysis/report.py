@@ -1,7 +1,8 @@
-"""What every analysis returns: a table for people, a dict for machines; and how generated positions are grouped.
+"""What every analysis returns: a table for people, a dict for machines; and how generation steps are grouped.
 
-The one idea: positions are grouped by doubling (0, 1, 2-3, 4-7, ...), because what changes along an answer changes
-fast at its beginning and slowly later, and because later positions have fewer answers that reach them.
+The one idea: steps are grouped by doubling (0, 1, 2-3, 4-7, ...), because what changes along an answer changes fast at
+its beginning and slowly later, and because fewer answers reach the later steps. Steps count from 0, which yields the
+first token, in tables, pictures and JSON as in the engine.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+STEP = "step (from 0)"
+"""The heading of a column of generation steps."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,8 @@ class Analysis(Protocol):
     def as_dict(self) -> dict[str, Any]: ...
 
 
-def position_groups(longest: int) -> list[range]:
-    """Ranges of generated positions that cover [0, longest): 0, 1, 2-3, 4-7 and so on."""
+def step_groups(longest: int) -> list[range]:
+    """Ranges of generation steps that cover [0, longest): 0, 1, 2-3, 4-7 and so on."""
     groups, start, size = [], 0, 1
     while start < longest:
         groups.append(range(start, min(start + size, longest)))
@@ -38,6 +42,11 @@ def position_groups(longest: int) -> list[range]:
     return groups
 
 
-def positions_in_words(group: range) -> str:
+def steps_in_words(group: range) -> str:
     """ "0", or "4-7"."""
     return f"{group.start}" if len(group) == 1 else f"{group.start}-{group.stop - 1}"
+
+
+def counted(count: int, noun: str) -> str:
+    """ "1 answer", or "2 answers"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -17,7 +17,7 @@ import torch
 
 from d3engine.analysis.answers import Answered
 from d3engine.analysis.observer import Observer
-from d3engine.analysis.report import Table, position_groups, positions_in_words
+from d3engine.analysis.report import STEP, Table, counted, step_groups, steps_in_words
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -45,18 +45,18 @@ class Saturation:
         layers = np.concatenate([answer.layers for answer in self.answers])
         return np.array([(layers <= count).mean() for count in range(self.num_layers + 1)])
 
-    def by_position(self) -> list[tuple[range, AnswerSaturation]]:
-        """The tokens of all answers, gathered by groups of positions."""
+    def by_step(self) -> list[tuple[range, AnswerSaturation]]:
+        """The tokens of all answers, gathered by groups of generation steps."""
         longest = max(len(answer.layers) for answer in self.answers)
-        return [(group, _gathered(self.answers, group)) for group in position_groups(longest)]
+        return [(group, _gathered(self.answers, group)) for group in step_groups(longest)]
 
     def table(self) -> Table:
-        """A row for each group of positions, and one for all tokens."""
-        header = ("position", "tokens", "layers, mean", "of all", "median", "90 % by", "confidence", "at last layer")
-        rows = [_row(positions_in_words(group), found, self.num_layers) for group, found in self.by_position()]
+        """A row for each group of steps, and one for all tokens."""
+        header = (STEP, "tokens", "layers, mean", "of all", "median", "90 % by", "confidence", "at last layer")
+        rows = [_row(steps_in_words(group), found, self.num_layers) for group, found in self.by_step()]
         longest = max(len(answer.layers) for answer in self.answers)
         rows.append(_row("all", _gathered(self.answers, range(longest)), self.num_layers))
-        title = f"Layers (of {self.num_layers}) until the prediction is settled, {len(self.answers)} answers"
+        title = f"Layers (of {self.num_layers}) until the prediction is settled, {counted(len(self.answers), 'answer')}"
         return Table(title, header, rows)
 
     def as_dict(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -24,7 +24,7 @@ from d3engine.errors import InvalidValueError, require, require_integer
 
 if TYPE_CHECKING:
     from d3engine.analysis.answers import Answered
-    from d3engine.analysis.copying import TailCopied
+    from d3engine.analysis.copying import Outcome, TailCopied
     from d3engine.analysis.observer import Observer
     from d3engine.analysis.report import Analysis, Table
     from d3engine.analysis.sample import Sample, SampleAnswer
@@ -46,7 +46,9 @@ Prompts: TypeAlias = Annotated[
 ]
 Limit: TypeAlias = Annotated[int, typer.Option("--limit", help="How many prompts.")]
 MaxTokens: TypeAlias = Annotated[int, typer.Option("--max-tokens", help="Tokens of an answer at most.")]
-Png: TypeAlias = Annotated[Path | None, typer.Option("--png", help="Also draw it to this PNG file.")]
+Png: TypeAlias = Annotated[
+    Path | None, typer.Option("--png", help="Also draw it to this file (PNG, or what its suffix says).")
+]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -84,7 +86,7 @@ def perplexity(
     png: Png = None,
     as_json: AsJson = False,
 ) -> None:
-    """How sure the model is of its own answer, by position (Figure 2b)."""
+    """How sure the model is of its own answer, by generation step (Figure 2b)."""
     from d3engine.analysis.perplexity import measure_perplexity
 
     _, _, answered = _observe(model, engine_options, prompts, limit, max_tokens, png)
@@ -145,6 +147,7 @@ def copy(
     from tqdm import tqdm
 
     from d3engine.analysis.copying import measure_copying
+    from d3engine.analysis.report import counted
     from d3engine.model.config import ModelConfig
 
     total = ModelConfig.from_directory(model_directory(model)).num_layers
@@ -155,20 +158,25 @@ def copy(
     for step in from_steps:
         require_integer("--from-step", step, 1)
     engine, _, answered = _observe(model, engine_options, prompts, limit, max_tokens, png)
-    share, measure = _right_share(engine, prompts, engine_options, answered, max_tokens)
+    outcome, measure = _outcome(engine, prompts, engine_options, answered, max_tokens)
+    lengths = [len(one.token_ids) for one in answered]
     with tqdm(total=1 + len(counts) * len(from_steps), desc="copy", unit="setting", disable=None, leave=False) as bar:
-        result = measure_copying(share, measure, len(answered), counts, from_steps, lambda: bar.update() and None)
+        result = measure_copying(
+            outcome, measure, max_tokens, lengths, counts, from_steps, lambda: bar.update() and None
+        )
     if png:
         from d3engine.analysis.pictures import plot_copying
 
-        plot_copying(result, png, f"{Path(model).name}: last layers copied, {len(answered)} answers")
+        plot_copying(result, png, f"{Path(model).name}: last layers copied, {counted(len(answered), 'answer')}")
     _show(result, as_json)
 
 
-def _right_share(
+def _outcome(
     engine: Engine, prompts: Path | None, options: Options, answered: Sequence[Answered], max_tokens: int
-) -> tuple[Any, str]:
-    """How a policy is scored, and the name of that measure."""
+) -> tuple[Callable[[TailCopied], Outcome], str]:
+    """How a policy's answers are judged, and the name of that measure."""
+    from d3engine.analysis.copying import Outcome
+
     if prompts is not None:
         return partial(_agreement, engine, answered, max_tokens), "answers equal to full depth's"
     from d3engine.evaluation.accuracy import measure, take_problems
@@ -176,14 +184,21 @@ def _right_share(
 
     problems = take_problems("test", options.get("seed", 0), len(answered))
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    return lambda policy: measure(engine, problems, policy, params).accuracy, "exact match"
+
+    def exact_match(policy: TailCopied) -> Outcome:
+        score = measure(engine, problems, policy, params)
+        return Outcome(len(problems), score.correct, score.unfinished)
+
+    return exact_match, "exact match"
 
 
-def _agreement(engine: Engine, full: Sequence[Answered], max_tokens: int, policy: TailCopied) -> float:
+def _agreement(engine: Engine, full: Sequence[Answered], max_tokens: int, policy: TailCopied) -> Outcome:
     from d3engine.analysis.answers import answer
+    from d3engine.analysis.copying import Outcome
 
     found = answer(engine, [one.prompt for one in full], max_tokens, policy)
-    return sum(a.token_ids == b.token_ids for a, b in zip(found, full, strict=True)) / len(full)
+    right = sum(a.token_ids == b.token_ids for a, b in zip(found, full, strict=True))
+    return Outcome(len(full), right, sum(one.cut_off for one in found))
 
 
 @app.command("schedule")
@@ -207,6 +222,10 @@ def show_schedule(
     from d3engine.model.config import ModelConfig
 
     require_integer("--steps", steps, 1, 10_000_000)
+    if png:
+        from d3engine.plots import check_picture, plot_decay
+
+        check_picture("--png", png)
     config = ModelConfig.from_directory(model_directory(model))
     fields = ("hidden_size", "intermediate_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim")
     shape = ModelShape(config.num_layers, **{field: getattr(config, field) for field in fields})
@@ -225,10 +244,8 @@ def show_schedule(
     ]
     title = f"D3, start {start}" + (f", tail {tail}" if tail else "") + f", {config.num_layers} layers, {steps} tokens"
     if png:
-        from d3engine.plots import plot_decay
-
         plot_decay(found, steps, png, title)
-    header = ("decay", "mean layers", "FLOPs ratio", "layers at the end", "from step")
+    header = ("decay", "mean layers", "FLOPs ratio", "layers at the end", "since step (from 0)")
     if as_json:
         report = {"num_layers": config.num_layers, "start": start, "tail": tail, "steps": steps}
         typer.echo(json.dumps({**report, "schedules": summaries}, indent=2))
@@ -270,7 +287,8 @@ def sample(
     limit: Limit = 1,
     answer_tokens: MaxTokens = 128,  # depth has a max_tokens of its own
     guesses: Annotated[
-        int, typer.Option("--guess-layers", help="After so many layers, evenly spread, show the top predictions.")
+        int,
+        typer.Option("--guess-layers", help="After so many layers (all at most), evenly spread, show the guesses."),
     ] = 4,
     png: Png = None,
     html: Annotated[Path | None, typer.Option("--html", help="Also write a page with the guesses on hover.")] = None,
@@ -281,8 +299,10 @@ def sample(
     Without --depth the policy is the model's own (d3.json), or D3 with alpha 0.9 and start 0.6.
     """
     from d3engine.analysis.answers import answer
+    from d3engine.analysis.report import counted
     from d3engine.analysis.sample import Sample, guess_layers, take_sample
 
+    require_integer("--guess-layers", guesses, 1)
     _check_directory("--html", html)
     engine, observer, answered = _observe(model, engine_options, prompts, limit, answer_tokens, png)
     require(engine.tokenizer is not None, "model", model, "a model with a tokenizer")
@@ -295,7 +315,7 @@ def sample(
             found = full if isinstance(one, FullDepth) else answer(engine, [full.prompt], answer_tokens, one)[0]
             answers.append(take_sample(observer, engine.tokenizer, found, one, layers))
     result = Sample(engine.config.num_layers, answers)
-    title = f"{Path(model).name}: {len(answered)} {'answer' if len(answered) == 1 else 'answers'}, by layers run"
+    title = f"{Path(model).name}: {counted(len(answered), 'prompt')}, by layers run"
     if png:
         from d3engine.analysis.pictures import plot_sample
 
@@ -372,10 +392,9 @@ def _observe(
     require_integer("--limit", limit, 1, MAX_PROMPTS)
     model_directory(model)
     if png is not None:
-        from d3engine.plots import new_figure
+        from d3engine.plots import check_picture
 
-        new_figure(1, 1)  # without matplotlib, say so now
-        _check_directory("--png", png)
+        check_picture("--png", png)
     texts = default_prompts(options.get("seed", 0), limit) if prompts is None else read_prompts(prompts, limit)
     if "admission" in options:
         from d3engine.admission import Waves
