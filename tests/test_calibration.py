@@ -400,7 +400,7 @@ def test_parts_from_files_share_no_question(name: str, shots: int | None, tmp_pa
 # -- the command -------------------------------------------------------------------------------------------------------
 
 # Few problems prove little, so the tolerance is wide: 30 points.
-SMALL = ("--tolerance", "30", "--limit", "9", "--budget", "140", "--max-tokens", "64", "--device", "cpu")
+SMALL = ("--tolerance", "30", "--limit", "9", "--budget", "160", "--max-tokens", "64", "--device", "cpu")
 
 
 def run(*arguments: str) -> Any:
@@ -453,6 +453,7 @@ def test_the_command_refuses_with_its_own_exit_code_and_writes_nothing(tmp_path:
         (["demo", "--out", "d3.json", "--alpha", "1.5"], "alpha"),
         (["demo", "--out", "d3.json", "--alpha", "1"], "skips something"),
         (["demo", "--out", "d3.json", "--plot", "no-such-directory/a.png"], "--plot"),
+        (["demo", "--out", "d3.json", "--plot", "a.foo"], "--plot"),
         (["no-such-model"], "model"),
         (["demo", "--out", "d3.json", "--task", "gsm8k"], "--task='gsm8k'"),
         (["demo", "--out", "d3.json", "--task", "gsm8k", "--data", "nowhere"], "--data"),

@@ -157,10 +157,9 @@ def _target(model: str, directory: Path, out: Path | None) -> Path:
 
 def _check_plot(plot: Path | None) -> None:
     if plot is not None:
-        from d3engine.plots import new_figure
+        from d3engine.plots import check_picture
 
-        new_figure(1, 1)  # without matplotlib, say so now
-        require(plot.parent.is_dir(), "--plot", str(plot), "a file in a directory that exists")
+        check_picture("--plot", plot)
 
 
 def _search(
@@ -199,13 +198,16 @@ def grid(result: Calibration, tail: int) -> tuple[list[str], list[list[str]]]:
     starts = sorted({start for _, start in cells})
     rows = []
     for alpha in sorted({alpha for alpha, _ in cells}):
-        trials = [cells.get((alpha, start)) for start in starts]
-        rows.append([f"{alpha:g}", *("-" if trial is None else _cell(trial) for trial in trials)])
+        row = [_cell(cells.get((alpha, start)), (alpha, start, tail)) for start in starts]
+        rows.append([f"{alpha:g}", *row])
     return ["alpha \\ start", *(f"{start:g}" for start in starts)], rows
 
 
-def _cell(trial: Trial) -> str:
-    mark = {Fate.CHOSEN: " *", Fate.CERTIFIED: " +", Fate.FAILED: " x"}.get(trial.fate, "")
+def _cell(trial: Trial | None, place: tuple[float, float, int]) -> str:
+    if trial is None:
+        return "-"
+    tried = (trial.policy.alpha, float(trial.policy.start), trial.policy.tail)
+    mark = {Fate.CHOSEN: " *", Fate.CERTIFIED: " +", Fate.FAILED: " x"}.get(trial.fate, "") if tried == place else " ="
     return f"{100 * trial.screened.exact_match:.1f} / {trial.screened.mean_layers:.1f}{mark}"
 
 
@@ -220,7 +222,7 @@ def _show(result: Calibration, report: dict[str, Any], target: Path) -> None:
     typer.echo(
         f"Full depth: {100 * result.full.exact_match:.1f} / {result.num_layers}. "
         f"A setting answered {min(rounds)} to {max(rounds)} problems, more the further it came.\n"
-        "* chosen, + certified, x not certified; the others were out before, or not reached.\n"
+        "* chosen, + certified, x not certified, = the same layers as another; all others were out before.\n"
     )
     chain = [_speed_row(trial) for trial in best_at_each_speed(result.trials)]
     columns = ("setting", "layers", "exact match", "95 % interval", "problems")
