@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,6 +139,43 @@ def test_a_line_is_found_and_a_slow_depth_misses_the_gate() -> None:
     assert found["within_the_gate"] is True
     rows[2]["step_s"] *= 1.2
     assert end_to_end.fit(rows)["within_the_gate"] is False
+
+
+def test_a_batch_of_two_depths_is_held_to_what_uniform_batches_promise(report: dict[str, Any]) -> None:
+    first, setting = report["parts"]["decode"]["models"][0]["settings"]
+    found = setting["mixed"]
+    assert "mixed" not in first
+    assert (found["rows"], found["depths"]) == ([2, 1], [8, 4])
+    assert found["uniform_s"] == [row["step_s"] for row in setting["depths"]]
+    assert found["promised_s"] == found["uniform_s"][1] + found["half_s"][0] - found["half_s"][1]
+    median = sorted(found["calls_s"])[1]
+    assert found["step_s"] == pytest.approx((median - setting["prompt_s"]) / (setting["tokens"] - 1))
+    assert found["within_the_gate"] is (found["step_s"] <= end_to_end.GATE * found["promised_s"])
+
+
+def test_a_slow_batch_of_two_depths_misses_the_gate() -> None:
+    # 32 and 16 layers: 3 us a layer for all rows and 2 for half of them; head 10 and 8.
+    uniform, half = [106.0, 58.0], [72.0, 40.0]
+    found = end_to_end.mixture(90.0 * 1.04, uniform, half)
+    assert (found["promised_s"], found["over_the_promise"]) == (90.0, pytest.approx(1.04))
+    assert found["over_the_deepest"] == pytest.approx(90 * 1.04 / 106)
+    assert found["within_the_gate"] is True
+    assert end_to_end.mixture(90.0 * 1.06, uniform, half)["within_the_gate"] is False
+    nonsense = end_to_end.mixture(1.0, [2.0, 1.0], [1.0, 3.0])
+    assert (nonsense["over_the_promise"], nonsense["within_the_gate"]) == (None, False)
+
+
+def test_rows_that_run_other_layers_than_they_were_to_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with models.random_model("llama2-7b", HERE) as model:
+        prompts = models.prompts_for(model.config, 2, 5)
+        engine = models.new_engine(model, HERE, max_num_seqs=2, max_model_len=32, kv_tokens=64)
+        mixed = [end_to_end.fixed_depth(depth, 8) for depth in (8, 4)]
+        assert len(end_to_end._calls(engine, model, prompts, mixed, 3, HERE)) == end_to_end.REPEATS
+        monkeypatch.setattr(models.Engine, "generate", lambda *_, **__: engine_answer)
+        engine_answer = [SimpleNamespace(outputs=[SimpleNamespace(depths=[8, 8, 8])])] * 2
+        with pytest.raises(RuntimeError, match=r"were to run .*\[8, 4, 4\].* and ran .*\[8, 8, 8\]"):
+            end_to_end._calls(engine, model, prompts, mixed, 3, HERE)
+        engine.close()
 
 
 @pytest.mark.parametrize("depth", [32, 28, 24, 20, 16])
