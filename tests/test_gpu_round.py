@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +21,7 @@ from rich.console import Console
 
 from benchmarks import gpu_round
 from benchmarks.gpu import arrivals, end_to_end, kernels, models
-from benchmarks.gpu.cases import TINY, Case, Draw, cases, quantized_cases
+from benchmarks.gpu.cases import EPS, TINY, Case, Draw, cases, quantized_cases
 from benchmarks.gpu.common import Round, time_limit
 from benchmarks.gpu.plain_llama import PlainLlama, compiled
 from benchmarks.gpu.tests import counts
@@ -69,14 +71,54 @@ def test_ceilings_are_measured_twice(report: dict[str, Any]) -> None:
 def test_every_operation_is_near_float64(report: dict[str, Any]) -> None:
     found = report["parts"]["kernels"]
     assert found["triton"] == "interpreted, not timed"
-    assert {"qkv", "lm_head_argmax", "paged_attention 9"} <= {row["operation"] for row in found["rows"]}
-    assert len(found["rows"]) == 2 * 10 + len(QUANTIZATION_SCHEMES) * 6
+    operations = {row["operation"] for row in found["rows"]}
+    assert {"paged_attention 9", "linear_residual down", "sample, cuts and penalties"} <= operations
+    assert len(found["rows"]) == 2 * 17 + len(QUANTIZATION_SCHEMES) * 7
     for row in found["rows"]:
         for implementation in ("reference", "triton"):
             errors = row[implementation].get("relative_error", []) + row[implementation].get("tokens_that_differ", [])
             assert errors
             assert max(errors) < 2e-5, (row["operation"], implementation)
         assert row["bytes_moved"] > 0
+        draws = row["operation"].startswith(("sample", "lm_head_sample"))
+        assert ("by_torch" in row) is (draws and "int" not in row["operation"])
+
+
+def test_every_operation_of_the_package_has_a_case() -> None:
+    names = [name for name in triton_operations() if not name.endswith("attention_inputs")]  # made of others' inputs
+    operations = {case.operation.split()[0].rstrip(",") for case in cases(TINY[0], 1, HERE)}
+    assert operations == set(names)
+
+
+def triton_operations() -> list[str]:
+    """The public names of the package, which cannot be imported without Triton."""
+    source = (ROOT / "kernels/triton/__init__.py").read_text(encoding="utf-8")
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    return list(names)
+
+
+@pytest.mark.parametrize("operation", ["sample", "sample, cuts", "sample, cuts and penalties", "lm_head_sample"])
+def test_torchs_own_draw_takes_tokens_that_ours_may_take(operation: str) -> None:
+    (case,) = (case for case in cases(TINY[0], 3, HERE) if case.operation == operation)
+    if "logits" not in case.inputs:
+        assert case.by_torch is not None
+        drawn = case.by_torch(case.inputs | {"temperature": torch.full((3,), 1e-4)})
+        x, norm, weight = (case.inputs[name] for name in ("x", "norm", "weight"))
+        assert torch.equal(drawn, reference.lm_head(x, norm, EPS, weight).argmax(dim=-1))  # type: ignore[arg-type]
+        return
+    assert case.by_torch is not None
+    ours = [case.call(reference, case.inputs | {"steps": torch.full((3,), i)}, None)[0] for i in range(200)]
+    theirs = [case.by_torch(case.inputs) for _ in range(200)]
+    for row in range(3):
+        seen, drawn = (Counter(int(tokens[row]) for tokens in found) for found in (ours, theirs))
+        frequent = {token for token, count in seen.items() if count > 20}
+        assert frequent <= set(drawn)
+        if "cuts" in operation:
+            assert len(drawn) < 40
 
 
 def every_case() -> list[Case]:

@@ -88,7 +88,7 @@ def kernel_table(rows: Sequence[dict[str, Any]]) -> Table:
             cells += [
                 _microseconds(triton),
                 _percent(triton.get("share_of_copy")),
-                _microseconds(row.get("cublas") or row.get("reference", {})),
+                _microseconds(row.get("by_torch") or row.get("cublas") or row.get("reference", {})),
             ]
         errors = [_error(row["triton"]) for row in own.values() if "triton" in row]
         table.add_row(shape, operation + (" [red]failed[/]" if failed else ""), max(errors, default="-"), *cells)
