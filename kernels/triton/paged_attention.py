@@ -253,8 +253,8 @@ def tune_long_chunks(channels: int, group: int, element_size: int, max_chunk_row
     if max_chunk_rows * group <= 16:
         return Tuning(tile=64, packed_rows=16, num_warps=4, num_stages=5)
     if max_chunk_rows * group <= 256:
-        # Half the entries a tile: with 64, four warps spilled on Ampere, and nearly did on Blackwell.
-        return Tuning(tile=32, packed_rows=max(64, fewest), num_warps=4, num_stages=5)
+        # More entries a tile would spill on Ampere, and more stages on Blackwell.
+        return Tuning(tile=32, packed_rows=max(64, fewest), num_warps=4, num_stages=4)
     return Tuning(tile=64, packed_rows=max(128, fewest), num_warps=8, num_stages=5)
 
 
