@@ -2,7 +2,8 @@
 
 On a GPU: Triton, plain torch and torch.compile of it at the shape of Llama-2-7B; what is timed is a call and the wait
 for it, so small operations show the launch. Elsewhere: plain torch at a small shape, and torch.compile where there is a
-compiler for it. `gpu_round` measures the device alone.
+compiler for it. Draws have one rival more: softmax, sorting and a draw by torch itself, which ours is not bound to.
+`gpu_round` measures the device alone.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,10 +26,10 @@ from d3engine.kernels import reference
 ON_GPU = torch.cuda.is_available()
 HERE = Round(torch.device("cuda" if ON_GPU else "cpu"), not ON_GPU, budget=0.0)
 SHAPE: Shape = SHAPES[0] if ON_GPU else replace(TINY[0], name="small", hidden=256, intermediate=512, vocabulary=4096)
-OPERATIONS = [
-    case.operation
-    for case in cases(replace(TINY[0], contexts=SHAPE.contexts), 1, Round(torch.device("cpu"), True, 0.0))
-]
+CASES = list(cases(replace(TINY[0], contexts=SHAPE.contexts), 1, Round(torch.device("cpu"), True, 0.0)))
+BY_TORCH = "torch's own draw"
+NOT_COMPILED = ("begin_step", "end_step")
+"""Their reference looks at counts on the host: torch.compile has little to do there."""
 
 
 def implementations() -> dict[str, Callable[[], Any]]:
@@ -56,6 +58,9 @@ def compiled_reference() -> Any:
         "gate_up",
         "lm_head",
         "lm_head_argmax",
+        "lm_head_sample",
+        "sample",
+        "count_tokens",
         "copy_entries",
     )
     operations = {name: torch.compile(getattr(reference, name), dynamic=False) for name in names}
@@ -67,16 +72,29 @@ def case_of(operation: str, rows: int) -> Case:
     return next(case for case in cases(SHAPE, rows, HERE) if case.operation == operation)
 
 
-@pytest.mark.parametrize("implementation", implementations())
+def rivals() -> list[tuple[str, str]]:
+    """Every operation with every implementation that it has."""
+    found = []
+    for case in CASES:
+        names = [n for n in implementations() if n != "torch.compile" or case.operation not in NOT_COMPILED]
+        found += [(case.operation, name) for name in names + [BY_TORCH] * (case.by_torch is not None)]
+    return found
+
+
 @pytest.mark.parametrize("rows", [1, 8, 64] if ON_GPU else [1])
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(("operation", "implementation"), rivals())
 def test_operation(benchmark: BenchmarkFixture, operation: str, rows: int, implementation: str) -> None:
     benchmark.group = f"{operation}, {SHAPE.name}, {rows} rows"
-    case, kernels = case_of(operation, rows), implementations()[implementation]()
-    prepared = case.prepare(kernels, case.inputs)
+    case = case_of(operation, rows)
+    if implementation == BY_TORCH:
+        assert case.by_torch is not None
+        run = partial(case.by_torch, case.inputs)
+    else:
+        kernels = implementations()[implementation]()
+        run = partial(case.call, kernels, case.inputs, case.prepare(kernels, case.inputs))
 
     def call() -> None:
-        case.call(kernels, case.inputs, prepared)
+        run()
         synchronize(HERE.device)
 
     with torch.inference_mode():

@@ -59,10 +59,7 @@ def check_tokenizer(tokenizer: object, skip_tokenizer_init: bool) -> None:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """The device to run on; "auto" is CUDA where there is one.
-
-    A GPU that is named by its number becomes the current one: that is where Triton launches.
-    """
+    """The device to run on; "auto" is CUDA where there is one."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -73,7 +70,6 @@ def resolve_device(device: str | torch.device) -> torch.device:
     require(resolved.type != "cuda" or torch.cuda.is_available(), "device", device, "a device this machine has")
     if resolved.index is not None and resolved.type == "cuda":
         require(resolved.index < torch.cuda.device_count(), "device", device, "a device this machine has")
-        torch.cuda.set_device(resolved)
     return resolved
 
 

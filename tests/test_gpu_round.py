@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +21,7 @@ from rich.console import Console
 
 from benchmarks import gpu_round
 from benchmarks.gpu import arrivals, end_to_end, kernels, models
-from benchmarks.gpu.cases import TINY, Case, Draw, cases, quantized_cases
+from benchmarks.gpu.cases import EPS, TINY, Case, Draw, cases, quantized_cases
 from benchmarks.gpu.common import Round, time_limit
 from benchmarks.gpu.plain_llama import PlainLlama, compiled
 from benchmarks.gpu.tests import counts
@@ -68,14 +71,54 @@ def test_ceilings_are_measured_twice(report: dict[str, Any]) -> None:
 def test_every_operation_is_near_float64(report: dict[str, Any]) -> None:
     found = report["parts"]["kernels"]
     assert found["triton"] == "interpreted, not timed"
-    assert {"qkv", "lm_head_argmax", "paged_attention 9"} <= {row["operation"] for row in found["rows"]}
-    assert len(found["rows"]) == 2 * 10 + len(QUANTIZATION_SCHEMES) * 6
+    operations = {row["operation"] for row in found["rows"]}
+    assert {"paged_attention 9", "linear_residual down", "sample, cuts and penalties"} <= operations
+    assert len(found["rows"]) == 2 * 17 + len(QUANTIZATION_SCHEMES) * 7
     for row in found["rows"]:
         for implementation in ("reference", "triton"):
             errors = row[implementation].get("relative_error", []) + row[implementation].get("tokens_that_differ", [])
             assert errors
             assert max(errors) < 2e-5, (row["operation"], implementation)
         assert row["bytes_moved"] > 0
+        draws = row["operation"].startswith(("sample", "lm_head_sample"))
+        assert ("by_torch" in row) is (draws and "int" not in row["operation"])
+
+
+def test_every_operation_of_the_package_has_a_case() -> None:
+    names = [name for name in triton_operations() if not name.endswith("attention_inputs")]  # made of others' inputs
+    operations = {case.operation.split()[0].rstrip(",") for case in cases(TINY[0], 1, HERE)}
+    assert operations == set(names)
+
+
+def triton_operations() -> list[str]:
+    """The public names of the package, which cannot be imported without Triton."""
+    source = (ROOT / "kernels/triton/__init__.py").read_text(encoding="utf-8")
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    return list(names)
+
+
+@pytest.mark.parametrize("operation", ["sample", "sample, cuts", "sample, cuts and penalties", "lm_head_sample"])
+def test_torchs_own_draw_takes_tokens_that_ours_may_take(operation: str) -> None:
+    (case,) = (case for case in cases(TINY[0], 3, HERE) if case.operation == operation)
+    if "logits" not in case.inputs:
+        assert case.by_torch is not None
+        drawn = case.by_torch(case.inputs | {"temperature": torch.full((3,), 1e-4)})
+        x, norm, weight = (case.inputs[name] for name in ("x", "norm", "weight"))
+        assert torch.equal(drawn, reference.lm_head(x, norm, EPS, weight).argmax(dim=-1))  # type: ignore[arg-type]
+        return
+    assert case.by_torch is not None
+    ours = [case.call(reference, case.inputs | {"steps": torch.full((3,), i)}, None)[0] for i in range(200)]
+    theirs = [case.by_torch(case.inputs) for _ in range(200)]
+    for row in range(3):
+        seen, drawn = (Counter(int(tokens[row]) for tokens in found) for found in (ours, theirs))
+        frequent = {token for token, count in seen.items() if count > 20}
+        assert frequent <= set(drawn)
+        if "cuts" in operation:
+            assert len(drawn) < 40
 
 
 def every_case() -> list[Case]:
@@ -138,6 +181,43 @@ def test_a_line_is_found_and_a_slow_depth_misses_the_gate() -> None:
     assert found["within_the_gate"] is True
     rows[2]["step_s"] *= 1.2
     assert end_to_end.fit(rows)["within_the_gate"] is False
+
+
+def test_a_batch_of_two_depths_is_held_to_what_uniform_batches_promise(report: dict[str, Any]) -> None:
+    first, setting = report["parts"]["decode"]["models"][0]["settings"]
+    found = setting["mixed"]
+    assert "mixed" not in first
+    assert (found["rows"], found["depths"]) == ([2, 1], [8, 4])
+    assert found["uniform_s"] == [row["step_s"] for row in setting["depths"]]
+    assert found["promised_s"] == found["uniform_s"][1] + found["half_s"][0] - found["half_s"][1]
+    median = sorted(found["calls_s"])[1]
+    assert found["step_s"] == pytest.approx((median - setting["prompt_s"]) / (setting["tokens"] - 1))
+    assert found["within_the_gate"] is (found["step_s"] <= end_to_end.GATE * found["promised_s"])
+
+
+def test_a_slow_batch_of_two_depths_misses_the_gate() -> None:
+    # 32 and 16 layers: 3 us a layer for all rows and 2 for half of them; head 10 and 8.
+    uniform, half = [106.0, 58.0], [72.0, 40.0]
+    found = end_to_end.mixture(90.0 * 1.04, uniform, half)
+    assert (found["promised_s"], found["over_the_promise"]) == (90.0, pytest.approx(1.04))
+    assert found["over_the_deepest"] == pytest.approx(90 * 1.04 / 106)
+    assert found["within_the_gate"] is True
+    assert end_to_end.mixture(90.0 * 1.06, uniform, half)["within_the_gate"] is False
+    nonsense = end_to_end.mixture(1.0, [2.0, 1.0], [1.0, 3.0])
+    assert (nonsense["over_the_promise"], nonsense["within_the_gate"]) == (None, False)
+
+
+def test_rows_that_run_other_layers_than_they_were_to_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with models.random_model("llama2-7b", HERE) as model:
+        prompts = models.prompts_for(model.config, 2, 5)
+        engine = models.new_engine(model, HERE, max_num_seqs=2, max_model_len=32, kv_tokens=64)
+        mixed = [end_to_end.fixed_depth(depth, 8) for depth in (8, 4)]
+        assert len(end_to_end._calls(engine, model, prompts, mixed, 3, HERE)) == end_to_end.REPEATS
+        monkeypatch.setattr(models.Engine, "generate", lambda *_, **__: engine_answer)
+        engine_answer = [SimpleNamespace(outputs=[SimpleNamespace(depths=[8, 8, 8])])] * 2
+        with pytest.raises(RuntimeError, match=r"were to run .*\[8, 4, 4\].* and ran .*\[8, 8, 8\]"):
+            end_to_end._calls(engine, model, prompts, mixed, 3, HERE)
+        engine.close()
 
 
 @pytest.mark.parametrize("depth", [32, 28, 24, 20, 16])

@@ -7,14 +7,16 @@ operations under the names of `reference.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import torch_sampling
 from benchmarks.gpu.common import Round
+from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.quantized import GROUP, Int4Weight, Int8Weight, Weight
 
 EPS = 1e-5
@@ -52,7 +54,7 @@ class Case:
 
     `rotated` names the input that stands in device memory when an engine comes to it, and so must not be found in the
     L2 cache; `written` picks what the operation has written out of the inputs; `bytes_moved` counts every byte that
-    must be read or written once.
+    must be read or written once. `by_torch` is how a user of plain torch would have it, where `reference.py` is not.
     """
 
     operation: str
@@ -60,15 +62,19 @@ class Case:
     call: Callable[[ModuleType, Any, Any], Tensor | tuple[Tensor, ...] | None]
     bytes_moved: int
     rotated: str | None = None
-    written: Callable[[Any], Tensor] | None = None
+    written: Callable[[Any], Tensor | tuple[Tensor, ...]] | None = None
     prepare: Callable[[ModuleType, Any], Any] = lambda kernels, inputs: None
     product: tuple[str, str] | None = None  # the names of rows and matrix, for cuBLAS alone
+    by_torch: Callable[[Any], object] | None = None
 
     def results(self, kernels: ModuleType, inputs: Inputs) -> list[Tensor]:
         """Everything the operation returns or writes; `inputs` are changed."""
-        returned = self.call(kernels, inputs, self.prepare(kernels, inputs))
-        found = [] if returned is None else list(returned) if isinstance(returned, tuple) else [returned]
-        return found if self.written is None else [*found, self.written(inputs)]
+        returned = _as_list(self.call(kernels, inputs, self.prepare(kernels, inputs)))
+        return returned if self.written is None else [*returned, *_as_list(self.written(inputs))]
+
+
+def _as_list(found: Tensor | tuple[Tensor, ...] | None) -> list[Tensor]:
+    return [] if found is None else list(found) if isinstance(found, tuple) else [found]
 
 
 def cases(shape: Shape, rows: int, current: Round) -> Iterator[Case]:
@@ -102,6 +108,8 @@ def cases(shape: Shape, rows: int, current: Round) -> Iterator[Case]:
         2 * rows * kv_size * width,
         written=lambda i: i["pool"].view(-1, kv_size)[i["target"]],
     )
+    yield from _choices(shape, rows, current)
+    yield from _step_ends(shape, rows, current)
 
 
 def quantized_cases(shape: Shape, rows: int, current: Round, scheme: str) -> Iterator[Case]:
@@ -165,11 +173,116 @@ def _products(shape: Shape, rows: int, draw: Draw, scheme: str) -> Iterator[Case
     yield Case(
         "lm_head_argmax" + suffix,
         {"x": x, "norm": norm, "weight": weight},
-        lambda kernels, i, _: kernels.lm_head_argmax(i["x"], i["norm"], EPS, i["weight"])[0],
+        lambda kernels, i, _: kernels.lm_head_argmax(i["x"], i["norm"], EPS, i["weight"]),
         weight.nbytes + rows * (row + 12),
         rotated="weight",
         product=("x", "weight"),
     )
+    draws = _draws(rows, draw.current.device)
+    yield Case(
+        "lm_head_sample" + suffix,
+        {"x": x, "norm": norm, "weight": weight} | draws,
+        lambda kernels, i, _: kernels.lm_head_sample(i["x"], i["norm"], EPS, i["weight"], *(i[name] for name in draws)),
+        weight.nbytes + rows * (row + 12) + sum(value.nbytes for value in draws.values()),
+        rotated="weight",
+        product=("x", "weight"),
+        by_torch=lambda i: torch_sampling.lm_head_sample(i, EPS),
+    )
+
+
+def _choices(shape: Shape, rows: int, current: Round) -> Iterator[Case]:
+    """Draws from logits that are there: with nothing else, with cuts, with penalties too; and the count of tokens.
+
+    Logits come fresh from the LM head, so they are left where they are: in the L2 cache, if they fit.
+    """
+    device, vocabulary = current.device, shape.vocabulary
+
+    def full(value: float) -> Tensor:
+        return torch.full((rows,), value, device=device)
+
+    draws: Inputs = {"logits": 3 * torch.randn(rows, vocabulary, device=device), **_draws(rows, device)}
+    cuts: Inputs = {"min_p": full(0.02), "top_k": full(50).long(), "top_p": full(0.9)}
+    counts = (torch.rand(rows, vocabulary, device=device) < 0.005).int()
+    penalties: Inputs = {
+        "repetition": full(1.1),
+        "presence": full(0.5),
+        "frequency": full(0.1),
+        "prompt_seen": (torch.rand(rows, vocabulary, device=device) < 0.01).to(torch.uint8),
+        "output_counts": counts,
+    }
+    for name, inputs in (
+        ("sample", draws),
+        ("sample, cuts", draws | cuts),
+        ("sample, cuts and penalties", draws | cuts | penalties),
+    ):
+        yield Case(
+            name,
+            inputs,
+            lambda kernels, i, _: kernels.sample(i["logits"], torch_sampling.sampling_rows(i), i["steps"]),
+            sum(value.nbytes for value in inputs.values()) + rows * 12,
+            by_torch=torch_sampling.sample,
+        )
+    yield Case(
+        "count_tokens",
+        {"output_counts": counts, "tokens": torch.randint(vocabulary, (rows,), device=device)},
+        lambda kernels, i, _: kernels.count_tokens(i["output_counts"], i["tokens"]),
+        rows * (8 + 2 * 4),
+        written=lambda i: i["output_counts"],
+    )
+
+
+def _draws(rows: int, device: torch.device) -> dict[str, Tensor]:
+    """What a draw of each row takes besides its logits, in the order of `lm_head_sample`."""
+    return {
+        "temperature": torch.full((rows,), 0.8, device=device),
+        "seeds": torch.randint(2**62, (rows,), device=device),
+        "indices": torch.zeros(rows, dtype=torch.int64, device=device),
+        "steps": torch.arange(rows, device=device),
+    }
+
+
+def _step_ends(shape: Shape, rows: int, current: Round) -> Iterator[Case]:
+    """Both ends of a decode step that stays on the device, of a model of 32 layers."""
+    layers, context, device = 32, shape.contexts[0], current.device
+    blocks = -(-context // BLOCK_SIZE)
+    state = DecodeRows.empty(rows, layers, blocks, shape.channels, 16, device)
+    state.num_rows.fill_(rows)
+    state.positions.copy_(torch.arange(rows, device=device) % context)
+    state.steps.copy_(torch.arange(rows, device=device))
+    state.cutoffs.copy_(torch.arange(layers, device=device).flip(0) + 1)
+    state.block_tables.copy_(torch.randperm(layers * rows * blocks, device=device).view(layers, rows, blocks))
+    tensors: Inputs = dict(vars(state))
+    angles = torch.rand(context, shape.channels // 2, device=device) * 6.2831853
+    derived = ("kv_lengths", "active_rows", "entries", "rotations")
+    yield Case(
+        "begin_step",
+        tensors | {"rotation_table": torch.polar(torch.ones_like(angles), angles)},
+        lambda kernels, i, _: kernels.begin_step(_decode_rows(i), i["rotation_table"], BLOCK_SIZE),
+        sum(getattr(state, name).nbytes for name in ("positions", "steps", "cutoffs", *derived))
+        + 4 * layers * rows  # a block of each table
+        + state.rotations.nbytes,
+        written=lambda i: tuple(torch.view_as_real(i[n]) if n == "rotations" else i[n] for n in derived),
+    )
+
+    def end_step(kernels: ModuleType, inputs: Any, _: object) -> None:
+        inputs["taken"].zero_()  # or its room would be full after 16 calls: one launch more than the operation has
+        kernels.end_step(_decode_rows(inputs), inputs["new_tokens"], inputs["new_scores"])
+
+    yield Case(
+        "end_step",
+        tensors
+        | {
+            "new_tokens": torch.randint(shape.vocabulary, (rows,), device=device),
+            "new_scores": torch.randn(rows, device=device),
+        },
+        end_step,
+        rows * (12 + 12 + 8 + 4 * 8),
+        written=lambda i: (i["tokens"], i["positions"], i["steps"], i["taken"], i["chosen"], i["scores"]),
+    )
+
+
+def _decode_rows(inputs: Any) -> DecodeRows:
+    return DecodeRows(**{field.name: inputs[field.name] for field in fields(DecodeRows)})
 
 
 def _cache(shape: Shape, rows: int, context: int, draw: Draw) -> tuple[Tensor, Tensor]:
@@ -220,7 +333,7 @@ def copy_of(value: Weight) -> Weight:
 
 
 def in_float64(value: Weight) -> Tensor:
-    """What a value stands for in float64; whole numbers stay."""
+    """What a value stands for in float64, in memory of its own; whole numbers stay what they are."""
     if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
+        return value.to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
     return value.dequantize(torch.float64)

@@ -4,13 +4,14 @@ The one idea: time is taken of whole `generate` calls, as a user makes them, and
 for one token is the prompt pass; the call for N tokens less that, over N - 1, is a decode step, however the engine
 groups its steps. Over the layers that ran, steps are fitted to a line: its slope is a layer, its intercept what a step
 costs at any depth. The limit is the time that the measured copy rate needs for the weights and KV entries to be read.
+A batch of two depths is held to what uniform batches have cost, layer by layer.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ TARGETS = {
 }
 """The share of the bandwidth limit that full depth is to reach first, by model, scheme, batch and context."""
 GATE = 1.05
-"""A depth may take so many times what the line says."""
+"""A depth may take so many times what the line says, and a batch of two depths so many times what is promised."""
 LEAST_REALISATION = 0.95
 TIE = 0.15
 """A token may be so far below the largest logit of plain PyTorch at half precision; logits deviate by 1.3 here."""
@@ -59,13 +60,14 @@ class Setting:
     depths: tuple[int, ...] = ()
     schedules: tuple[D3, ...] = ()
     tokens: int = 129
+    mixed: bool = False  # whether a batch of the first and the last depth is measured too
 
 
 ALL_DEPTHS = (32, 28, 24, 20, 16)
 DECODE = (
     Setting(1, 16, ALL_DEPTHS, (BBH, SLOW)),
-    Setting(8, 512, ALL_DEPTHS, (BBH,)),
-    Setting(64, 512, ALL_DEPTHS, (BBH,)),
+    Setting(8, 512, ALL_DEPTHS, (BBH,), mixed=True),
+    Setting(64, 512, ALL_DEPTHS, (BBH,), mixed=True),
     Setting(1, 2048, (32, 24, 16), (BBH,)),
     Setting(8, 2048, (32, 24, 16), (BBH,)),
     Setting(64, 16, (32, 24, 16)),
@@ -78,7 +80,7 @@ FEWER = (
     Setting(1, 2048, (32, 16)),
 )
 FULL_ONLY = (Setting(1, 16, (32,)), Setting(8, 512, (32,)))
-SMOKE = (Setting(1, 16, (8, 6, 4), (D3(0.8, 0.5),), tokens=9), Setting(3, 40, (8, 4), (), tokens=5))
+SMOKE = (Setting(1, 16, (8, 6, 4), (D3(0.8, 0.5),), tokens=9), Setting(3, 40, (8, 4), (), tokens=5, mixed=True))
 
 
 def decode(report: dict[str, Any], current: Round) -> None:
@@ -165,11 +167,10 @@ def check(engine: Engine, model: Model, current: Round) -> dict[str, Any]:
 def measure_setting(
     row: dict[str, Any], engine: Engine, model: Model, setting: Setting, current: Round, keep: Callable[[], None]
 ) -> bool:
-    """Fill in prompt pass, depths, line and schedules; False if the time was up before the end."""
+    """Fill in prompt pass, depths, line, schedules and mixture; False if the time was up before the end."""
     prompts = prompts_for(model.config, setting.batch, setting.context)
     row["depths"], row["schedules"] = [], []
-    prompt_calls, _ = _calls(engine, prompts, FullDepth(), 1, current)
-    row["prompt_s"] = statistics.median(prompt_calls)
+    row["prompt_s"] = prompt_seconds(engine, prompts, current)
     policies: list[tuple[str, DepthPolicy]] = [
         *(("depths", fixed_depth(depth, model.config.num_layers)) for depth in setting.depths),
         *(("schedules", schedule) for schedule in setting.schedules),
@@ -178,6 +179,11 @@ def measure_setting(
         if current.left() < LEAST_S:
             return False
         row[kind].append(measure_policy(engine, model, setting, prompts, policy, row["prompt_s"], current))
+        keep()
+    if setting.mixed:
+        if current.left() < LEAST_S:
+            return False
+        row["mixed"] = measure_mixture(engine, model, setting, prompts, row, current)
         keep()
     if not row["depths"]:
         return True
@@ -211,10 +217,8 @@ def measure_policy(
     current: Round,
 ) -> dict[str, Any]:
     """Median seconds of a decode step under one policy, and the bytes that it must move on average."""
-    seconds, depths = _calls(engine, prompts, policy, setting.tokens, current)
+    seconds = _calls(engine, model, prompts, [policy] * setting.batch, setting.tokens, current)
     expected = policy.schedule(model.config.num_layers).depths(setting.tokens).tolist()
-    if any(row != expected for row in depths) or len(depths) != setting.batch:
-        raise RuntimeError(f"{policy} was to run {expected} layers a token and ran {depths}")
     steps = setting.tokens - 1
     step_s = (statistics.median(seconds) - prompt_s) / steps
     bytes_a_step = sum(step_bytes(model, setting.batch, setting.context + i, expected[i]) for i in range(1, steps + 1))
@@ -231,24 +235,88 @@ def measure_policy(
     }
 
 
+def measure_mixture(
+    engine: Engine,
+    model: Model,
+    setting: Setting,
+    prompts: list[list[int]],
+    row: dict[str, Any],
+    current: Round,
+) -> dict[str, Any]:
+    """A batch whose first half runs the setting's first depth and whose other half the last, held to its promise.
+
+    `row` has the uniform batches of all rows. Those of the first half alone are measured here.
+    """
+    num_layers, half = model.config.num_layers, (setting.batch + 1) // 2
+    policies = [fixed_depth(depth, num_layers) for depth in (setting.depths[0], setting.depths[-1])]
+    of_rows = [policies[0]] * half + [policies[1]] * (setting.batch - half)
+    seconds = _calls(engine, model, prompts, of_rows, setting.tokens, current)
+    found = {"rows": [half, setting.batch - half], "depths": [setting.depths[0], setting.depths[-1]]}
+    alone, prompt_s = replace(setting, batch=half), prompt_seconds(engine, prompts[:half], current)
+    halves = [measure_policy(engine, model, alone, prompts[:half], policy, prompt_s, current) for policy in policies]
+    steps = {
+        "step_s": (statistics.median(seconds) - row["prompt_s"]) / (setting.tokens - 1),
+        "uniform_s": [row["depths"][0]["step_s"], row["depths"][-1]["step_s"]],
+        "half_s": [one["step_s"] for one in halves],
+    }
+    return found | {"calls_s": seconds} | steps | mixture(**steps)
+
+
+def mixture(step_s: float, uniform_s: Sequence[float], half_s: Sequence[float]) -> dict[str, Any]:
+    """What uniform batches of the same active rows promise a batch of two depths, and how far it lies above.
+
+    All are seconds a step: of the mixed batch; of all its rows at the deep and at the shallow depth; of its deep rows
+    alone at both. Layers that all rows run cost what they cost all rows, and the head with them: a step at the shallow
+    depth. Those above cost what they add to a batch of the deep rows.
+    """
+    promised = uniform_s[1] + half_s[0] - half_s[1]
+    return {
+        "promised_s": promised,
+        "over_the_promise": step_s / promised if promised > 0 else None,
+        "over_the_deepest": step_s / uniform_s[0],
+        "within_the_gate": step_s <= GATE * promised,
+    }
+
+
 def step_bytes(model: Model, batch: int, entries: int, depth: int) -> float:
     """What one step at one depth must read: weights once for the batch, and each row's KV entries."""
     kv = 2 * model.config.kv_size * model.weights.final_norm.dtype.itemsize * entries
     return depth * (model.layer_bytes + batch * kv) + model.head_bytes
 
 
+def prompt_seconds(engine: Engine, prompts: list[list[int]], current: Round) -> float:
+    """Median seconds of a call for one token of each prompt."""
+    params = [params_for(FullDepth(), 1)] * len(prompts)
+    return statistics.median(_seconds(lambda: engine.generate(prompts, params, use_tqdm=False), current))
+
+
 def _calls(
-    engine: Engine, prompts: list[list[int]], policy: DepthPolicy, tokens: int, current: Round
-) -> tuple[list[float], list[list[int]]]:
-    """Seconds of each of some whole calls after one that compiles and captures, and every row's depths."""
+    engine: Engine,
+    model: Model,
+    prompts: list[list[int]],
+    policies: Sequence[DepthPolicy],
+    tokens: int,
+    current: Round,
+) -> list[float]:
+    """Seconds of each of some whole calls, a policy for each prompt; raises if a row ran other layers than it says."""
+    params = [params_for(policy, tokens) for policy in policies]
+    expected = [policy.schedule(model.config.num_layers).depths(tokens).tolist() for policy in policies]
     depths: list[list[int]] = []
 
     def call() -> None:
-        outputs = engine.generate(prompts, params_for(policy, tokens), use_tqdm=False)
+        outputs = engine.generate(prompts, params, use_tqdm=False)
         depths[:] = [output.outputs[0].depths for output in outputs]
 
+    seconds = _seconds(call, current)
+    if depths != expected:
+        raise RuntimeError(f"{policies} were to run {expected} layers a token and ran {depths}")
+    return seconds
+
+
+def _seconds(call: Callable[[], object], current: Round) -> list[float]:
+    """Of each of some calls after one that compiles and captures."""
     call()
-    return [host_seconds(call, current.device) for _ in range(REPEATS)], depths
+    return [host_seconds(call, current.device) for _ in range(REPEATS)]
 
 
 def fit(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,14 +1,15 @@
 """Every Triton operation at real shapes: how far it is from float64, how long it takes, and the share of the ceiling.
 
 The judge is `reference.py` on the same inputs in float64; the peers are `reference.py` as it is (several launches of
-plain torch) and, for a product, its matrix product alone by cuBLAS. Quantized matrices have no such peers: plain torch
-unpacks them at every call.
+plain torch), for a product its matrix product alone by cuBLAS, and for a draw what a user of plain torch would write.
+Quantized matrices have no such peers: plain torch unpacks them at every call.
 """
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -72,6 +73,9 @@ def measure(row: dict[str, Any], case: Case, current: Round) -> None:
         row["reference"] |= _times(case, reference, current)
         if case.product is not None:
             row["cublas"] = _rates(timed([_product(case, i) for i in _copies(case, current)], current), case, current)
+        if case.by_torch is not None:
+            calls = [partial(case.by_torch, inputs) for inputs in _copies(case, current)]
+            row["by_torch"] = _rates(timed(calls, current), case, current)
     if current.has_triton:
         from d3engine.kernels import triton as kernels
 

@@ -88,7 +88,7 @@ def kernel_table(rows: Sequence[dict[str, Any]]) -> Table:
             cells += [
                 _microseconds(triton),
                 _percent(triton.get("share_of_copy")),
-                _microseconds(row.get("cublas") or row.get("reference", {})),
+                _microseconds(row.get("by_torch") or row.get("cublas") or row.get("reference", {})),
             ]
         errors = [_error(row["triton"]) for row in own.values() if "triton" in row]
         table.add_row(shape, operation + (" [red]failed[/]" if failed else ""), max(errors, default="-"), *cells)
@@ -121,7 +121,16 @@ def depth_table(name: str, models: Sequence[dict[str, Any]]) -> Table:
 def verdict_table(name: str, models: Sequence[dict[str, Any]]) -> Table:
     """Each setting's line, and which of its targets it has reached."""
     table = _table(
-        name, "batch", "context", "us a layer", "fixed us", "noise", "line within 5 %", "realisation", "first target"
+        name,
+        "batch",
+        "context",
+        "us a layer",
+        "fixed us",
+        "noise",
+        "line within 5 %",
+        "two depths within 5 %",
+        "realisation",
+        "first target",
     )
     for model in models:
         for setting in model["settings"]:
@@ -139,6 +148,7 @@ def verdict_table(name: str, models: Sequence[dict[str, Any]]) -> Table:
                 f"{fit['fixed_s'] * 1e6:.1f}" if fit else "-",
                 _percent(setting.get("noise")),
                 (REACHED if fit["within_the_gate"] else MISSED) if fit else "-",
+                _mixture(setting.get("mixed")),
                 f"{min(realised):.3f} {REACHED if min(realised) >= LEAST_REALISATION else MISSED}" if realised else "-",
                 f"{share:.2f} of {goal:.2f} {REACHED if share >= goal else MISSED}" if goal and share else "-",
             )
@@ -216,6 +226,14 @@ def _microseconds(found: dict[str, Any]) -> str:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
+
+
+def _mixture(found: dict[str, Any] | None) -> str:
+    """How far a batch of two depths lies above what uniform batches promise it."""
+    if found is None:
+        return "-"
+    over = "-" if found["over_the_promise"] is None else f"{found['over_the_promise']:.3f}"
+    return f"{over} {REACHED if found['within_the_gate'] else MISSED}"
 
 
 def _spread(found: dict[str, float] | None) -> str:

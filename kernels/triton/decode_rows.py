@@ -181,5 +181,5 @@ def _end_kernel(
     tl.store(tokens_ptr + rows, token, mask=live)
     tl.store(positions_ptr + rows, tl.load(positions_ptr + rows, mask=live, other=0) + 1, mask=live)
     tl.store(steps_ptr + rows, tl.load(steps_ptr + rows, mask=live, other=0) + 1, mask=live)
-    tl.debug_barrier()  # every warp has read the count before one of them writes it
+    tl.debug_barrier()  # each warp has loaded `taken` for itself: none may find it advanced
     tl.store(taken_ptr, taken + 1)

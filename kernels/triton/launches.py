@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -110,18 +111,22 @@ class Launch:
         return arguments, options
 
     def run(self) -> None:
-        """Launch on the current stream; a grid without programs is no launch."""
-        if all(self.grid):
-            arguments, options = self.for_capability(_capability() if PROGRAMMATIC else 0)
+        """Launch on the current stream of the tensors' device; a grid without programs is no launch."""
+        if not all(self.grid):
+            return
+        device = next(value.device for value in self.arguments.values() if isinstance(value, Tensor))
+        arguments, options = self.for_capability(_capability(device) if PROGRAMMATIC else 0)
+        # Triton launches on the current device, wherever the tensors are.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.kernel[self.grid](**arguments, **options)
 
 
 @cache
-def _capability() -> int:
-    """Compute capability of the current GPU without its point; 0 in the interpreter."""
+def _capability(device: torch.device) -> int:
+    """Compute capability of a GPU without its point; 0 in the interpreter."""
     if triton.knobs.runtime.interpret:
         return 0
-    major, minor = torch.cuda.get_device_capability()
+    major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 

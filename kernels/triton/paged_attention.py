@@ -253,7 +253,8 @@ def tune_long_chunks(channels: int, group: int, element_size: int, max_chunk_row
     if max_chunk_rows * group <= 16:
         return Tuning(tile=64, packed_rows=16, num_warps=4, num_stages=5)
     if max_chunk_rows * group <= 256:
-        return Tuning(tile=64, packed_rows=max(64, fewest), num_warps=4, num_stages=5)
+        # More entries a tile would spill on Ampere, and more stages on Blackwell.
+        return Tuning(tile=32, packed_rows=max(64, fewest), num_warps=4, num_stages=4)
     return Tuning(tile=64, packed_rows=max(128, fewest), num_warps=8, num_stages=5)
 
 
@@ -296,6 +297,7 @@ def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launc
             ("decode", 64, 1, 2048),
             ("split decode", 1, 1, 4096),
             ("chunk of 4", 1, 4, 2048),
+            ("chunk of 32", 1, 32, 2048),
             ("chunk of 512", 2, 512, 2048),
         ):
             queries = meta(chunks * rows, heads, channels, dtype=dtype)

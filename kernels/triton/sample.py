@@ -60,7 +60,7 @@ def count_tokens(output_counts: Tensor, tokens: Tensor, *, num_rows: Tensor | No
 
     `num_rows` int32 [1]: rows at or beyond it stay as they are; None means all rows.
     """
-    need_unit_stride(output_counts=output_counts)
+    need_unit_stride(output_counts=output_counts, tokens=tokens)
     count_launch(output_counts, tokens, num_rows).run()
 
 

@@ -6,6 +6,7 @@ Memory from `torch.empty` is filled with NaN here, so that a value nobody wrote 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 import d3engine.kernels.triton as kernels
 from d3engine.kernels import reference
 from d3engine.kernels.triton import products
-from d3engine.kernels.triton.launches import SHAPES, registered
+from d3engine.kernels.triton.launches import SHAPES, Launch, registered
 
 EPS = 1e-5
 # About twice what was measured. Half precision: one rounding of the result, and one of the normed row where products
@@ -322,3 +323,29 @@ def test_every_launch_is_built_without_looking_at_data() -> None:
         name for name, _, _ in launches
     }
     assert all(all(launch.grid) for _, _, launch in launches)
+
+
+def test_a_launch_makes_the_device_of_its_tensors_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnTheSecond(Tensor):
+        device = torch.device("cuda:1")  # type: ignore[assignment]
+
+    current: list[torch.device] = []
+    launched: list[list[torch.device]] = []
+
+    @contextmanager
+    def guard(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    class Kernel:
+        arg_names = ("x_ptr",)
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda **_: launched.append(list(current))
+
+    monkeypatch.setattr(torch.cuda, "device", guard)
+    for x in (torch.ones(1).as_subclass(OnTheSecond), torch.ones(1)):
+        Launch(Kernel(), (1,), {"rows": 3, "x_ptr": x}).run()
+    assert launched == [[torch.device("cuda:1")], []]
+    assert not current

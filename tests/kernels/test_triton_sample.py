@@ -318,6 +318,8 @@ def test_a_transposed_operand_is_refused_by_name(device: torch.device) -> None:
         kernels.lm_head_sample(square, floats, EPS, square, floats, steps, steps, steps.repeat(2)[::2])
     with pytest.raises(ValueError, match="output_counts has stride"):
         kernels.count_tokens(square.int().t(), steps)
+    with pytest.raises(ValueError, match="tokens has stride"):
+        kernels.count_tokens(square.int(), steps.repeat(2)[::2])
 
 
 # -- the draw of the LM head -----------------------------------------------------------------------------------------
