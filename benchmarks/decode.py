@@ -22,7 +22,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.peak_memory import memory, memory_in_subprocess
-from benchmarks.report import environment, summary, write_json
+from benchmarks.report import environment, positive, summary, write_json
 from benchmarks.systems import (
     DECAY,
     FULL,
@@ -244,10 +244,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="demo", help="demo: the bundled one; others are random")
-    parser.add_argument("--tokens", type=_positive, default=128, help="new tokens a prompt")
-    parser.add_argument("--batch", type=_positive, default=1, help="prompts at once")
-    parser.add_argument("--repeats", type=_positive, default=5, help="rounds")
-    parser.add_argument("--threads", type=_positive, default=2, help="torch's threads")
+    parser.add_argument("--tokens", type=positive, default=128, help="new tokens a prompt")
+    parser.add_argument("--batch", type=positive, default=1, help="prompts at once")
+    parser.add_argument("--repeats", type=positive, default=5, help="rounds")
+    parser.add_argument("--threads", type=positive, default=2, help="torch's threads")
     parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
     parser.add_argument("--no-memory", action="store_true", help="leave out the peak memory (three more processes)")
     parser.add_argument("--memory-of", choices=SYSTEMS, help=argparse.SUPPRESS)
@@ -262,13 +262,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         write_json(report, options.json)
     return 0 if report["tokens_equal"] else 1
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return number
 
 
 if __name__ == "__main__":

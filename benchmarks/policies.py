@@ -24,7 +24,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.lowest_layers import save_lowest_layers
-from benchmarks.report import environment, summary, write_json
+from benchmarks.report import environment, positive, summary, write_json
 from d3engine.depth import (
     D3,
     DepthPolicy,
@@ -330,7 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(prog="python -m benchmarks.policies", description=__doc__.splitlines()[0])
     for name, default in asdict(Settings()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=_positive, default=default)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=default)
     parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
     parser.add_argument("--markdown", action="store_true", help="print the table as a page has it")
     options = vars(parser.parse_args(arguments))
@@ -344,13 +344,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if file:
         write_json(report, file)
     return 0
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return number
 
 
 if __name__ == "__main__":

@@ -68,3 +68,11 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 def device() -> torch.device:
     """Where the kernels under test run."""
     return torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """In its deterministic mode torch fills what `torch.empty` returns with NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

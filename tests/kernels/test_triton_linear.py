@@ -17,6 +17,8 @@ from d3engine.kernels import reference
 from d3engine.kernels.triton import products
 from d3engine.kernels.triton.launches import SHAPES, Launch, registered
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 EPS = 1e-5
 # About twice what was measured. Half precision: one rounding of the result, and one of the normed row where products
 # run on tensor cores. Casts to bfloat16 truncate in the interpreter; a GPU rounds, and its errors are half of these.
@@ -41,14 +43,6 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles as for a device of two processors, and fewer rows to a product of torch: the same paths, less waiting."""
     monkeypatch.setattr(products, "MIN_PROGRAMS", 2)
     monkeypatch.setattr(products, "MATMUL_ROWS", MATMUL_ROWS)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """In its deterministic mode torch fills what `torch.empty` returns with NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

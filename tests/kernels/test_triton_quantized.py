@@ -5,7 +5,7 @@ Memory from `torch.empty` is filled with NaN here, so that a value nobody wrote 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 import d3engine.kernels.triton as kernels
 from d3engine.kernels.quantized import GROUP, Int4Weight, Int8Weight
 from d3engine.kernels.triton import products
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 EPS = 1e-5
 # As in test_triton_linear.py: the stored values add no error of their own, they are whole numbers in every dtype.
@@ -31,14 +33,6 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles as for a device of two processors, and fewer rows to a product of torch: the same paths, less waiting."""
     monkeypatch.setattr(products, "MIN_PROGRAMS", 2)
     monkeypatch.setattr(products, "MATMUL_ROWS", MATMUL_ROWS)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """In its deterministic mode torch fills what `torch.empty` returns with NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ Memory from `torch.empty` is poisoned here, so that a value nobody wrote shows.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from dataclasses import fields, replace
 
 import pytest
@@ -22,6 +21,8 @@ from d3engine.kernels.sampling import Cuts, Penalties, SamplingRows, cut_min_p_,
 from d3engine.kernels.triton import candidates, cuts, noise, products
 from d3engine.kernels.triton.sample import keys_launch
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 EPS = 1e-5
 LOW = 0xFFFFFFFF
 
@@ -34,14 +35,6 @@ def several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuts, "TILE", 1024)
     monkeypatch.setattr(products, "MIN_PROGRAMS", 2)
     monkeypatch.setattr(products, "MATMUL_ROWS", 24)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """In its deterministic mode torch fills what `torch.empty` returns with NaN, or the largest integer."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
