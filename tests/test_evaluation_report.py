@@ -141,7 +141,7 @@ def test_points_and_intervals_of_the_page_are_where_the_scores_are() -> None:
 
 
 def test_labels_of_any_length_stand_inside_the_chart() -> None:
-    """The widest letters of a 13 px font take about 0.66 em on average in such labels; broken lines leave room."""
+    """A letter of a 13 px font is about half an em wide on average; 0.6 leaves room."""
     title = "SelfSpeculative, draft (SkipDecode, max tokens 256, min layers 12, warmup 3), draft length 8, " * 4
     text = page("An evaluation", {}, [Chart("A chart", [(title, 0.5, Interval(0.4, 0.6))])], [])
     labels = re.findall(r'<text x="(\d+)" y="(\d+)">(.*?)</text>', text)
