@@ -43,7 +43,7 @@ class Draft:
     """The draft of one sequence: empty, growing, or `ended` and to be verified; and what came of earlier ones.
 
     `work` counts the layers run for it since the last verification, over all rows. `layers` are those of the draft now
-    growing.
+    growing. Verification may go on beyond the token that ends the answer: `num_discarded` tokens, `discarded_layers`.
     """
 
     rule: DraftRule
@@ -58,6 +58,8 @@ class Draft:
     num_drafted: int = 0
     num_accepted: int = 0
     num_verifications: int = 0
+    num_discarded: int = 0
+    discarded_layers: int = 0
 
     def __post_init__(self) -> None:
         self.length = self.rule.length
@@ -105,6 +107,11 @@ class Draft:
                 change = 1 if num_accepted == count else -1
                 self.length = min(max(self.length + change, 1), self.rule.length)
         self.drop()
+
+    def discard(self, shares: list[int]) -> None:
+        """Count tokens that came after the answer's end, each with its share of the layers run."""
+        self.num_discarded += len(shares)
+        self.discarded_layers += sum(shares)
 
     def drop(self) -> None:
         """Forget the draft."""

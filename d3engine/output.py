@@ -87,6 +87,8 @@ class _Request:
                 num_preemptions=sum(sequence.num_preemptions for sequence in sequences),
                 num_drafted_tokens=sum(draft.num_drafted for draft in drafts),
                 num_accepted_tokens=sum(draft.num_accepted for draft in drafts),
+                num_discarded_tokens=sum(draft.num_discarded for draft in drafts),
+                num_discarded_layers=sum(draft.discarded_layers for draft in drafts),
                 num_verifications=sum(draft.num_verifications for draft in drafts),
             ),
             num_cached_tokens=max(sequence.num_cached_tokens for sequence in sequences),

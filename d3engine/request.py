@@ -212,7 +212,9 @@ class CompletionOutput:
 class RequestMetrics:
     """Times in seconds on the monotonic clock; None while the event has not come.
 
-    Under a policy that drafts, the counts are over all verifications of all sequences; otherwise they stay 0.
+    Under a policy that drafts, the counts are over all verifications of all sequences; otherwise they stay 0. Discarded
+    tokens are those that a verification yielded after the one that ended the answer; `num_discarded_layers` is their
+    share of the layers run, which no token's depth contains.
     """
 
     arrival_time: float
@@ -222,6 +224,8 @@ class RequestMetrics:
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
     num_verifications: int = 0
+    num_discarded_tokens: int = 0
+    num_discarded_layers: int = 0
 
     @property
     def acceptance_rate(self) -> float | None:

@@ -214,6 +214,8 @@ class Scheduler:
                 yield TokenOutput(sequence, token, depth, logprobs[place] if logprobs else None)
                 if sequence.status is Status.FINISHED:
                     self.counters.generated_layers += sum(given[place + 1 :])
+                    if sequence.draft is not None:
+                        sequence.draft.discard(given[place + 1 :])
                     break
             else:
                 if row in sampled.faults:

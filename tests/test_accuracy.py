@@ -8,6 +8,7 @@ from math import comb
 import pytest
 
 from d3engine.depth import D3, FullDepth
+from d3engine.depth.statistics import LLAMA2_7B
 from d3engine.errors import InvalidValueError
 from d3engine.evaluation.accuracy import (
     Score,
@@ -19,13 +20,12 @@ from d3engine.evaluation.accuracy import (
     wilson_interval,
 )
 from d3engine.evaluation.word_problems import split_of
+from d3engine.evaluation.work import Work
 
 
 def score(right: str) -> Score:
     flags = tuple(flag == "1" for flag in right)
-    return Score(
-        FullDepth(), 4, flags, tokens=9, unfinished=0, nominal_mean_layers=4, realised_mean_layers=4, seconds=1
-    )
+    return Score(FullDepth(), LLAMA2_7B, Work(9, 36, 9), 0, 4.0, 1.0, flags)
 
 
 @pytest.mark.parametrize(

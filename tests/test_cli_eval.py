@@ -11,6 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from d3engine.cli import app
+from d3engine.cli.depth_options import policy_from_words
+from d3engine.cli.terminal import policy_title
+from d3engine.depth import D3, EarlyExit, Lossless
+from d3engine.errors import D3EngineError
 from d3engine.evaluation.accuracy import wilson_interval
 
 D3_FLAGS = ("--depth", "d3", "--alpha", "0.9", "--start", "0.6")
@@ -73,10 +77,16 @@ def test_policies_in_words_run_in_turn_each_compared_with_the_first() -> None:
     result = evaluate(*policies, "--baselines", "--tasks", "word-problems", *short, "--json")
     assert result.exit_code == 0, result.output
     (found,) = json.loads(result.stdout)["benchmarks"]
-    assert [score["depth"]["policy"] for score in found["scores"]] == ["d3", "skipdecode", "unified", "full"]
+    assert [score["depth"]["policy"] for score in found["scores"]] == [
+        "d3",
+        "skipdecode",
+        "unified",
+        "tail-skip",
+        "full",
+    ]
     means = [score["nominal_mean_layers"] for score in found["scores"]]
-    assert means[1:3] == pytest.approx([means[0]] * 2, abs=0.5)
-    assert [score["minus_first"] is None for score in found["scores"]] == [True, False, False, False]
+    assert means[1:4] == pytest.approx([means[0]] * 3, abs=0.5)
+    assert [score["minus_first"] is None for score in found["scores"]] == [True, False, False, False, False]
     assert found["about"] == "validation split, seed 0"
 
 
@@ -85,7 +95,7 @@ def test_tasks_are_measured_one_after_another_and_side_by_side() -> None:
     result = evaluate("--depth", "full", "--tasks", "word-problems,word-sorting", *short, "--num-fewshot", "1")
     assert result.exit_code == 0, result.output
     assert "word-sorting: 2 questions, test split, seed 0, 1 shots" in result.stdout
-    assert "All benchmarks, nominal" in result.stdout
+    assert "All benchmarks" in result.stdout
 
 
 def test_questions_of_files_are_read_from_a_folder(tmp_path: Path) -> None:
@@ -125,6 +135,11 @@ def test_questions_of_files_are_read_from_a_folder(tmp_path: Path) -> None:
         (["--tasks", "arc_easy", "--split", "train"], "--split"),
         (["--include-path", "."], "--include-path"),
         (["--html", "no/such/folder/page.html"], "--html"),
+        (["--html", "."], "--html"),
+        (["--policy", "tail-skip mean-layers=12"], "--policy='tail-skip mean-layers=12'"),
+        (["--policy", "lossless draft=d3 alpha=0.9 start=0.6"], "--policy='lossless draft=d3 alpha=0.9 start=0.6'"),
+        (["--policy", "d3 alpha=0.9 start=0.6 alpha=0.8"], "once"),
+        (["--tasks", "object-counting", "--num-fewshot", "60"], "question 1 of object-counting"),
         (["--compare-full", "--depth", "full"], "--compare-full"),
         (["--depth", "d3"], "--depth"),
         (["--temperature", "-1"], "temperature"),
@@ -146,3 +161,59 @@ def test_without_the_harness_its_tasks_name_the_extra(monkeypatch: pytest.Monkey
     result = evaluate("--tasks", "arc_easy")
     assert result.exit_code == 2
     assert "d3engine[eval]" in result.stderr
+
+
+def test_policies_whose_tokens_decide_have_no_nominal_figures_and_true_flops_ratios() -> None:
+    policies = ("--policy", "lossless alpha=0.8 start=0.7", "--policy", "early-exit threshold=0.5")
+    short = ("--limit", "2", "--max-tokens", "24")
+    result = evaluate(*policies, *short, "--json")
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(result.stdout)["benchmarks"]
+    drafted, early = found["scores"]
+    assert drafted["realised_mean_layers"] > 16
+    assert drafted["realised_flops_ratio"] < 1
+    assert early["realised_mean_layers"] < 16
+    assert early["lm_head_rows"] > early["tokens"]
+    layers_alone = 16 / early["realised_mean_layers"]
+    assert early["realised_flops_ratio"] < layers_alone
+    for score in (drafted, early):
+        assert score["nominal_mean_layers"] is score["nominal_flops_ratio"] is None
+
+
+def test_tables_of_a_benchmark_are_there_although_a_later_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    from d3engine.cli import eval as command
+
+    def failing(engine: Any, benchmark: Any, *arguments: Any) -> Any:
+        if benchmark.name == "word-sorting":
+            raise D3EngineError("the second benchmark fails")
+        return measured(engine, benchmark, *arguments)
+
+    measured = command._measure
+    monkeypatch.setattr(command, "_measure", failing)
+    result = evaluate("--depth", "full", "--tasks", "word-problems,word-sorting", "--limit", "1", "--max-tokens", "4")
+    assert result.exit_code == 2
+    assert "word-problems: cost" in result.stdout
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_any_question_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from d3engine.engine import Engine
+
+    def asked(*arguments: Any, **options: Any) -> Any:
+        raise AssertionError("a question was asked")
+
+    monkeypatch.setattr(Engine, "generate", asked)
+    result = evaluate("--depth", "full", "--tasks", "word-problems,tracking-shuffled-objects", "--num-fewshot", "9")
+    assert result.exit_code == 2
+    assert "question 1 of tracking-shuffled-objects='" in result.stderr
+
+
+def test_options_of_a_policy_may_be_spelled_as_in_python() -> None:
+    words = ["tail-skip", "mean_layers=12", "max_tokens=24"]
+    assert policy_from_words(words) == policy_from_words(["tail-skip", "mean-layers=12", "decay-steps=24"])
+    assert policy_from_words(["early-exit", "threshold=0.5", "min_layer=3", "every=2"]) == EarlyExit(
+        0.5, min_layer=3, every=2
+    )
+
+
+def test_a_policy_in_words_names_the_policy_that_drafts_for_it() -> None:
+    assert policy_title(Lossless(D3(0.9, 0.6), 8)) == "Lossless, draft (D3, alpha 0.9, start 0.6), draft length 8"

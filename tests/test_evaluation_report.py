@@ -9,25 +9,45 @@ from typing import Any
 
 import pytest
 
-from d3engine.depth import D3, FullDepth, SkipDecode, UnifiedSkip
+from d3engine.depth import (
+    D3,
+    DepthPolicy,
+    EarlyExit,
+    FullDepth,
+    Lossless,
+    SkipDecode,
+    Speculative,
+    TailSkip,
+    UnifiedSkip,
+)
 from d3engine.depth.statistics import LLAMA2_7B, mean_depth
-from d3engine.evaluation.accuracy import Score
+from d3engine.evaluation.accuracy import Interval, Score, paired, wilson_interval
 from d3engine.evaluation.baselines import at_equal_depth, unified_for_mean
 from d3engine.evaluation.benchmark import Asked, Benchmark
 from d3engine.evaluation.generated import GeneratedProblem
 from d3engine.evaluation.html_page import page
-from d3engine.evaluation.report import Result, tables
+from d3engine.evaluation.report import Chart, Result, chart, cost_table, tables
+from d3engine.evaluation.work import Cost, Work
 
 
 @pytest.mark.parametrize(("num_layers", "start"), [(32, 0.6), (40, 0.5), (80, 0.6), (16, 0.7), (32, 0.2)])
 def test_baselines_have_the_mean_depth_of_the_policy(num_layers: int, start: float) -> None:
     policy = D3(0.9, start)
     wanted = mean_depth(policy.schedule(num_layers), 200)
-    skip_decode, unified = at_equal_depth(policy, num_layers=num_layers, max_tokens=200)
+    skip_decode, unified, tail_skip = at_equal_depth(policy, num_layers=num_layers, max_tokens=200)
     assert isinstance(skip_decode, SkipDecode)
     assert isinstance(unified, UnifiedSkip)
     assert abs(mean_depth(skip_decode.schedule(num_layers), 200) - wanted) <= 0.26
     assert abs(mean_depth(unified.schedule(num_layers), 200) - wanted) <= 0.5
+    assert isinstance(tail_skip, TailSkip)
+    assert mean_depth(tail_skip.schedule(num_layers), 200) == pytest.approx(wanted, abs=0.5 / 200)
+
+
+def test_tail_skipping_takes_its_lowest_mean_where_d3_runs_less_than_one_layer() -> None:
+    policy = D3(0.5, 0.2)
+    assert mean_depth(policy.schedule(4), 50) < 1
+    tail_skip = at_equal_depth(policy, num_layers=4, max_tokens=50)[-1]
+    assert mean_depth(tail_skip.schedule(4), 50) == pytest.approx((4 + 49) / 50)
 
 
 def test_unified_skipping_takes_the_nearest_of_all_means() -> None:
@@ -61,8 +81,8 @@ class Tags(HTMLParser):
 def result(name: str) -> Result:
     question = Asked("?", GeneratedProblem("?", "#### 1", "1"))
     benchmark = Benchmark(name, "test split", {"one": [question] * 3, "two": [question]}, 8)
-    full = Score(FullDepth(), 32, (True, True, False, True), 20, 1, 32.0, 32.0, 2.0, LLAMA2_7B)
-    less = Score(D3(0.9, 0.6), 32, (True, False, False, True), 20, 0, 19.165, 24.0, 1.0, LLAMA2_7B)
+    full = Score(FullDepth(), LLAMA2_7B, Work(20, 640, 20), 1, 32.0, 2.0, (True, True, False, True))
+    less = Score(D3(0.9, 0.6), LLAMA2_7B, Work(20, 480, 20), 0, 19.165, 1.0, (True, False, False, True))
     return Result(benchmark, ("Full depth", "D3 <b>&"), (full, less))
 
 
@@ -73,8 +93,11 @@ def test_the_tables_hold_the_figures_of_the_scores() -> None:
     assert cost.rows[0][-1] == "10.0"
     assert cost.rows[1][1:5] == ("24.00", "19.16", "1.325x", "1.648x")
     assert [row[0] for row in by_task.rows] == ["one", "two", "all, by questions"]
-    assert by_task.rows[0][2:] == ("66.67", "33.33 (-33.33)")
-    assert by_task.rows[2][1:] == ("4", "75.00", "50.00 (-25.00)")
+    assert by_task.rows[0][2] == "66.67 (20.8 to 93.9)"
+    change = paired((True, True, False), (True, False, False)).interval
+    assert by_task.rows[0][3] == f"33.33 (-33.33: {100 * change.low:+.1f} to {100 * change.high:+.1f})"
+    assert by_task.rows[2][1:3] == ("4", f"75.00 ({100 * wilson_interval(3, 4).low:.1f} to 95.4)")
+    assert by_task.rows[2][3].startswith("50.00 (-25.00: ")
 
 
 def test_several_benchmarks_end_in_the_figures_of_table_6() -> None:
@@ -82,13 +105,16 @@ def test_several_benchmarks_end_in_the_figures_of_table_6() -> None:
     assert last.rows == [
         (name, *row)
         for name in ("first", "second")
-        for row in (("Full depth", "75.00%", "32.00", "1.000x"), ("D3 <b>&", "50.00%", "19.16", "1.648x"))
+        for row in (
+            ("Full depth", "75.00%", "30.1% to 95.4%", "32.00", "1.000x", "32.00", "1.000x", "2.0 s", "10.0"),
+            ("D3 <b>&", "50.00%", "15.0% to 85.0%", "19.16", "1.648x", "24.00", "1.325x", "1.0 s", "20.0"),
+        )
     ]
 
 
 def test_the_page_stands_alone_is_well_formed_and_escapes_what_it_is_given() -> None:
     found = [result("first"), result("<script>alert(1)</script>")]
-    text = page("An evaluation", {"model": "<img src=x onerror=1>"}, found, tables(found))
+    text = page("An evaluation", {"model": "<img src=x onerror=1>"}, [chart(one) for one in found], tables(found))
     tags = Tags()
     tags.feed(text)
     assert tags.open == []
@@ -104,7 +130,7 @@ def test_the_page_stands_alone_is_well_formed_and_escapes_what_it_is_given() -> 
 
 
 def test_points_and_intervals_of_the_page_are_where_the_scores_are() -> None:
-    text = page("An evaluation", {}, [result("first")], [])
+    text = page("An evaluation", {}, [chart(result("first"))], [])
     xs = dict(re.findall(r'<text x="([\d.]+)" y="\d+" text-anchor="middle">(\d+) %', text))
     scale = {int(percent): float(x) for x, percent in xs.items()}
     at = [float(x) for x in re.findall(r'<circle class="mark" cx="([\d.]+)"', text)]
@@ -112,3 +138,35 @@ def test_points_and_intervals_of_the_page_are_where_the_scores_are() -> None:
         assert x == pytest.approx(scale[0] + share * (scale[100] - scale[0]), abs=0.2)
     lines = re.findall(r'<line class="mark" x1="([\d.]+)" x2="([\d.]+)"', text)
     assert all(float(low) < x < float(high) for (low, high), x in zip(lines, at, strict=True))
+
+
+def test_labels_of_any_length_stand_inside_the_chart() -> None:
+    """A letter of a 13 px font is about half an em wide on average; 0.6 leaves room."""
+    title = "SelfSpeculative, draft (SkipDecode, max tokens 256, min layers 12, warmup 3), draft length 8, " * 4
+    text = page("An evaluation", {}, [Chart("A chart", [(title, 0.5, Interval(0.4, 0.6))])], [])
+    labels = re.findall(r'<text x="(\d+)" y="(\d+)">(.*?)</text>', text)
+    assert " ".join(label for _, _, label in labels) == title.strip()
+    assert len({y for _, y, _ in labels}) == len(labels) > 2
+    assert all(int(x) + 13 * 0.6 * len(label) < 960 for x, _, label in labels)
+    (bar,) = re.findall(r'<circle class="mark" cx="[\d.]+" cy="(\d+)"', text)
+    assert int(bar) > max(int(y) for _, y, _ in labels)
+
+
+@pytest.mark.parametrize(
+    ("policy", "work", "cells", "words"),
+    [
+        (D3(0.9, 0.6), Work(10, 240, 10), ("24.00", "20.00", "1.325x", "1.581x"), ()),
+        (Lossless(D3(0.9, 0.6)), Work(10, 400, 20), ("40.00", "-", "0.791x", "-"), ("Drafts", "No nominal")),
+        (EarlyExit(0.5), Work(10, 240, 25, 80), ("24.00", "-", "1.183x", "-"), ("Early exit", "No nominal")),
+        (Speculative("demo"), Work(10, 400, 20), ("40.00", "-", "-", "-"), ("Drafts", "second model")),
+        (FullDepth(), Work(), ("-", "20.00", "-", "1.581x"), ()),
+    ],
+)
+def test_the_cost_of_every_kind_of_policy_is_shown_with_what_it_means(
+    policy: DepthPolicy, work: Work, cells: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    nominal = None if "-" in cells[1] else 20.0
+    table = cost_table("Cost", ["it"], [Cost(policy, LLAMA2_7B, work, 0, nominal, 1.0)])
+    assert tuple(table.rows[0][1:5]) == cells
+    assert all(any(word in note for note in table.notes) for word in words)
+    assert len(table.notes) == 1 if not words else len(table.notes) > 1

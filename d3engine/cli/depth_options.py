@@ -155,7 +155,7 @@ def _json_or_text(value: str) -> Any:
 
 
 def policy_from_words(words: list[str], field: str = "--policy") -> Depth:
-    """A policy in one line: its name and its options as `option=value`; options may have the flags' names.
+    """A policy in one line: its name and its options as `option=value`, in the flags' names or in Python's.
 
     `field` is what errors call the line.
     """
@@ -168,17 +168,29 @@ def policy_from_words(words: list[str], field: str = "--policy") -> Depth:
     for pair in pairs:
         key, separator, value = pair.removeprefix("--").partition("=")
         allowed = [*fields, *own]
-        require(bool(separator) and key in allowed, field, pair, f"option=value, with {', '.join(allowed)}")
         if key in own:
             others.append(pair.removeprefix("--"))
             continue
-        kind = OPTIONS[fields[key]][1]
+        option = key if key in OPTIONS else fields.get(key.replace("_", "-"))
+        if option is None or not separator:
+            raise InvalidValueError(field, pair, f"option=value, with {', '.join(allowed)}")
+        require(option not in options, field, " ".join(words), f"each option once, not {key} again")
+        kind = OPTIONS[option][1]
         try:
-            options[fields[key]] = {"true": True, "false": False}[value] if kind is bool else kind(value)
+            options[option] = {"true": True, "false": False}[value] if kind is bool else kind(value)
         except (ValueError, KeyError):
             wanted = "true or false" if kind is bool else f"a value of type {kind.__name__}"
-            raise InvalidValueError(key, value, wanted) from None
-    return depth_from_options(name, options, others)
+            raise InvalidValueError(field, " ".join(words), f"{key}={value}: {wanted}") from None
+    try:
+        return depth_from_options(name, options, others)
+    except InvalidValueError as error:
+        raise InvalidValueError(field, " ".join(words), _in_words(error)) from error
+
+
+def _in_words(error: InvalidValueError) -> str:
+    """What was wrong, with options spelled as in a line of words rather than as flags."""
+    allowed = error.allowed.replace("--depth ", "").replace("--", "")
+    return allowed if error.field == "--depth" else f"{error.field.removeprefix('--')}={error.value}: {allowed}"
 
 
 def takes_depth(command: Callable[..., Any]) -> Callable[..., Any]:

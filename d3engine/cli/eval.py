@@ -7,6 +7,7 @@ question by question. The questions are generated, read from files, or lm-evalua
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -30,12 +31,22 @@ from d3engine.errors import require, require_integer
 from d3engine.evaluation import catalogue
 from d3engine.evaluation.accuracy import measure
 from d3engine.evaluation.baselines import at_equal_depth
-from d3engine.evaluation.benchmark import Benchmark
-from d3engine.evaluation.harness import harness_dict, harness_tables, require_harness, run_tasks
-from d3engine.evaluation.report import Result, Table, as_dict, tables
+from d3engine.evaluation.benchmark import Benchmark, check_prompts
+from d3engine.evaluation.harness import harness_charts, harness_dict, harness_tables, require_harness, run_tasks
+from d3engine.evaluation.report import (
+    Chart,
+    Result,
+    Table,
+    as_dict,
+    benchmark_tables,
+    chart,
+    side_by_side,
+    tables,
+)
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
+    from d3engine.request import SamplingParams
 
 app = new_app()
 
@@ -87,7 +98,7 @@ def evaluate(
     compare_full: Annotated[bool, typer.Option("--compare-full", help="Full depth first, to compare with.")] = False,
     baselines: Annotated[
         bool,
-        typer.Option("--baselines", help="After each D3: SkipDecode and unified skipping at its nominal mean depth."),
+        typer.Option("--baselines", help="After each D3: other skips at its nominal mean depth."),
     ] = False,
     include_path: Annotated[
         Path | None, typer.Option("--include-path", help="Folder with task files of your own for the harness.")
@@ -104,7 +115,7 @@ def evaluate(
     require(len(names) > 0 and len(set(names)) == len(names), "--tasks", tasks, "different names, with commas")
     if limit is not None:
         require_integer("--limit", limit, 1)
-    require(html is None or html.parent.is_dir(), "--html", str(html), "a file in a folder that exists")
+    require(html is None or _is_writable(html), "--html", str(html), "a file that can be written, in a folder there is")
     is_harness = data is None and not catalogue.are_generated(names)
     require(is_harness or include_path is None, "--include-path", str(include_path), "given with the harness's tasks")
     seed = engine_options.get("seed", 0)
@@ -114,7 +125,7 @@ def evaluate(
     if is_harness:
         only = {name: value for name, value in sampling.items() if name != "max_tokens"}
         require(not only, "--" + next(iter(only), "").replace("_", "-"), only, "left to the tasks of the harness")
-        require(split is SplitName.test, "--split", split.value, "test: tasks of the harness have their own")
+        require(split is SplitName.test, "--split", split.value, "'test': tasks of the harness split for themselves")
         require_harness()
         engine = open_engine(model, engine_options)
         max_tokens = sampling.get("max_tokens", HARNESS_MAX_TOKENS)
@@ -126,6 +137,11 @@ def evaluate(
     benchmarks = catalogue.from_files(names, data, **given) if data else catalogue.generated(names, **given)
     engine = open_engine(model, engine_options)
     run.with_benchmarks(engine, benchmarks, wanted, sampling, compare_full, baselines)
+
+
+def _is_writable(path: Path) -> bool:
+    """Whether a file can be written there, or written over."""
+    return not path.is_dir() and path.parent.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
 
 
 def resolve_policies(
@@ -166,6 +182,7 @@ class Run:
         self._shots = shots
         self._html = html
         self._as_json = as_json
+        self._has_printed = False
 
     def with_benchmarks(
         self,
@@ -176,10 +193,22 @@ class Run:
         compare_full: bool,
         baselines: bool,
     ) -> None:
-        """Measure every benchmark under every policy, and show the results."""
-        results = [_measure(engine, benchmark, wanted, sampling, compare_full, baselines) for benchmark in benchmarks]
+        """Measure every benchmark under every policy, and show each one's results when it is done.
+
+        Whatever would end the run halfway is refused before it begins: prompts too long, policies that do not fit.
+        """
+        assert engine.tokenizer is not None
+        check_prompts(benchmarks, engine.tokenizer.encode, engine.max_model_len)
+        planned = [_plan(engine, benchmark, wanted, sampling, compare_full, baselines) for benchmark in benchmarks]
+        results = []
+        for benchmark, (policies, params) in zip(benchmarks, planned, strict=True):
+            results.append(_measure(engine, benchmark, policies, params))
+            self._print(benchmark_tables(results[-1]))
         self._facts |= _machine(engine)
-        self._show(tables(results), {"benchmarks": [as_dict(result) for result in results]}, results)
+        described = {"benchmarks": [as_dict(result) for result in results]}
+        if len(results) > 1:
+            self._print([side_by_side(results)])
+        self._write(tables(results), described, [chart(result) for result in results])
 
     def with_harness(
         self, engine: Engine, policies: Sequence[DepthPolicy], max_tokens: int, include_path: Path | None
@@ -198,40 +227,52 @@ class Run:
             include_path=str(include_path) if include_path else None,
         )
         self._facts |= _machine(engine)
-        self._show(harness_tables(runs, engine), {"harness": [harness_dict(run) for run in runs]}, [])
+        described = {"harness": [harness_dict(run, runs[0]) for run in runs]}
+        self._print(harness_tables(runs))
+        self._write(harness_tables(runs), described, harness_charts(runs))
 
-    def _show(self, found: Sequence[Table], described: dict[str, Any], results: Sequence[Result]) -> None:
+    def _print(self, found: Sequence[Table]) -> None:
+        """Tables for people, now; nothing where JSON is to come."""
         from d3engine.cli.terminal import print_table
 
-        if self._html is not None:
-            from d3engine.evaluation.html_page import page
-
-            facts = {name: _readable(value) for name, value in self._facts.items() if value is not None}
-            self._html.write_text(page("d3engine eval", facts, results, found), encoding="utf-8")
         if self._as_json:
-            typer.echo(json.dumps({**self._facts, **described}, indent=2))
             return
-        for number, table in enumerate(found):
-            typer.echo("", nl=number > 0)
+        for table in found:
+            typer.echo("", nl=self._has_printed)
+            self._has_printed = True
             print_table(table.title, table.header, table.rows)
             for note in table.notes:
                 typer.echo(note)
 
+    def _write(self, found: Sequence[Table], described: dict[str, Any], charts: Sequence[Chart]) -> None:
+        """What holds the whole run: the page, and JSON."""
+        if self._html is not None:
+            from d3engine.evaluation.html_page import page
 
-def _measure(
+            facts = {name: _readable(value) for name, value in self._facts.items() if value is not None}
+            self._html.write_text(page("d3engine eval", facts, charts, found), encoding="utf-8")
+        if self._as_json:
+            typer.echo(json.dumps({**self._facts, **described}, indent=2))
+
+
+def _plan(
     engine: Engine,
     benchmark: Benchmark,
     wanted: Sequence[Depth],
     sampling: Options,
     compare_full: bool,
     baselines: bool,
-) -> Result:
-    from d3engine.cli.terminal import policy_title
-
+) -> tuple[list[DepthPolicy], SamplingParams]:
+    """The policies of a benchmark, and how its answers are sampled."""
     stop = [*sampling.get("stop", ()), *benchmark.stop]
     options = {"max_tokens": benchmark.max_tokens, "temperature": 0.0, **sampling, "stop": stop or None}
     params = sampling_params(engine, options)
-    policies = resolve_policies(engine, wanted, compare_full, baselines, params.max_tokens)
+    return resolve_policies(engine, wanted, compare_full, baselines, params.max_tokens), params
+
+
+def _measure(engine: Engine, benchmark: Benchmark, policies: Sequence[DepthPolicy], params: SamplingParams) -> Result:
+    from d3engine.cli.terminal import policy_title
+
     questions = benchmark.questions
     measure(engine, questions[:1], policies[0], params)  # whatever is slow the first time is not measured
     progress = sys.stderr.isatty()

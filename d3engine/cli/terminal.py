@@ -146,8 +146,12 @@ def policy_title(policy: DepthPolicy) -> str:
     if isinstance(policy, FullDepth):
         return "Full depth"
     usual = {"policy": policy.name} | {field.name: field.default for field in fields(cast(Any, policy))}
-    options = policy.describe().items()
-    words = [f"{name.replace('_', ' ')} {value}" for name, value in options if usual.get(name, ...) != value]
+    options = {name: value for name, value in policy.describe().items() if usual.get(name, ...) != value}
+    for name in options:
+        own = getattr(policy, name, None)
+        if isinstance(own, DepthPolicy):
+            options[name] = f"({policy_title(own)})"
+    words = [f"{name.replace('_', ' ')} {value}" for name, value in options.items()]
     return ", ".join([type(policy).__name__, *words])
 
 

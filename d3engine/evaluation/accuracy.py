@@ -15,10 +15,11 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from d3engine.depth import DepthPolicy
-from d3engine.depth.statistics import ModelShape, flops_ratio, mean_depth
+from d3engine.depth.statistics import ModelShape, mean_depth
 from d3engine.errors import require, require_integer, require_number
 from d3engine.evaluation.benchmark import Question
 from d3engine.evaluation.word_problems import Problem, Split, problems
+from d3engine.evaluation.work import Cost, Work, is_known_beforehand, work_of
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
@@ -37,24 +38,10 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Score:
-    """How a policy did on some problems.
+class Score(Cost):
+    """How a policy did on some problems, and at what cost; `right[i]` says whether problem i was answered exactly."""
 
-    `right[i]` says whether problem i was answered exactly. `nominal_mean_layers` is what the schedule promises over
-    `max_tokens`, `realised_mean_layers` the layers truly run for a token truly generated. `unfinished` answers were
-    cut off at `max_tokens`. `seconds` is the wall clock of the whole batch, prompts included. `shape` holds the model's
-    sizes, for the FLOPs ratios; None where they are not known.
-    """
-
-    policy: DepthPolicy
-    num_layers: int
     right: tuple[bool, ...]
-    tokens: int
-    unfinished: int
-    nominal_mean_layers: float
-    realised_mean_layers: float
-    seconds: float
-    shape: ModelShape | None = None
 
     @property
     def correct(self) -> int:
@@ -68,26 +55,6 @@ class Score:
     def interval(self) -> Interval:
         """95 %, Wilson's."""
         return wilson_interval(self.correct, len(self.right))
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens generated in a second of the wall clock."""
-        return self.tokens / self.seconds
-
-    @property
-    def nominal_flops_ratio(self) -> float | None:
-        """Full depth over the schedule, LM head included: the FLOPs column of the D3 paper's Table 6."""
-        return self._flops_ratio(self.nominal_mean_layers)
-
-    @property
-    def realised_flops_ratio(self) -> float | None:
-        """The same for the tokens really generated."""
-        return self._flops_ratio(self.realised_mean_layers)
-
-    def _flops_ratio(self, mean_layers: float) -> float | None:
-        if self.shape is None:
-            return None
-        return flops_ratio(mean_layers, self.num_layers, self.shape.layer_parameters, self.shape.head_parameters)
 
 
 @dataclass(frozen=True)
@@ -122,23 +89,21 @@ def measure(
     require(len(given) > 0, "problems", given, "at least one problem")
     require(params.n == 1, "n", params.n, "1: each problem has one answer")
     params = replace(params, depth=policy)
-    schedule = policy.schedule(engine.config.num_layers)
+    num_layers = engine.config.num_layers
     engine.reset_prefix_cache()
     began = time.perf_counter()
     outputs = engine.generate([question.prompt for question in given], params, use_tqdm=progress)
     seconds = time.perf_counter() - began
     answers = [output.outputs[0] for output in outputs]
-    tokens = sum(len(answer.token_ids) for answer in answers)
+    is_known = is_known_beforehand(policy, num_layers)
     return Score(
         policy=policy,
-        num_layers=engine.config.num_layers,
-        right=tuple(question.is_right(answer.text) for answer, question in zip(answers, given, strict=True)),
-        tokens=tokens,
-        unfinished=sum(answer.finish_reason == "length" for answer in answers),
-        nominal_mean_layers=mean_depth(schedule, params.max_tokens),
-        realised_mean_layers=sum(sum(answer.depths) for answer in answers) / tokens,
-        seconds=seconds,
         shape=shape_of(engine.config),
+        work=sum((work_of(output, policy, num_layers) for output in outputs), Work()),
+        unfinished=sum(answer.finish_reason == "length" for answer in answers),
+        nominal_mean_layers=mean_depth(policy.schedule(num_layers), params.max_tokens) if is_known else None,
+        seconds=seconds,
+        right=tuple(question.is_right(answer.text) for answer, question in zip(answers, given, strict=True)),
     )
 
 
@@ -149,10 +114,13 @@ def shape_of(config: ModelConfig) -> ModelShape:
 
 def compare(first: Score, second: Score) -> Comparison:
     """The paired difference `second - first` with its 95 % interval and the p-value of McNemar's exact test."""
-    require(
-        len(first.right) == len(second.right), "scores", (len(first.right), len(second.right)), "of one problem set"
-    )
-    pairs = list(zip(first.right, second.right, strict=True))
+    return paired(first.right, second.right)
+
+
+def paired(first: Sequence[bool], second: Sequence[bool]) -> Comparison:
+    """As `compare`, of which answers were right."""
+    require(len(first) == len(second), "scores", (len(first), len(second)), "of one problem set")
+    pairs = list(zip(first, second, strict=True))
     both, only_first = pairs.count((True, True)), pairs.count((True, False))
     only_second, neither = pairs.count((False, True)), pairs.count((False, False))
     return Comparison(

@@ -1,25 +1,26 @@
 """Other policies at the mean depth of a given one, so that a comparison is between ways to spend the same layers.
 
-The one idea: a method that is better only because it runs more layers is not better. Both baselines have one whole
-number to choose, so the mean is met to a fraction of a layer; the result says by how much.
+The one idea: a method that is better only because it runs more layers is not better. SkipDecode and unified
+skipping have one whole number to choose, so the mean is met to a fraction of a layer; the result says by how much.
 """
 
 from __future__ import annotations
 
 from fractions import Fraction
 
-from d3engine.depth import DepthPolicy, SkipDecode, UnifiedSkip
+from d3engine.depth import DepthPolicy, SkipDecode, TailSkip, UnifiedSkip
 from d3engine.depth.statistics import mean_depth
 from d3engine.errors import require_integer
 
 
 def at_equal_depth(policy: DepthPolicy, *, num_layers: int, max_tokens: int) -> list[DepthPolicy]:
-    """SkipDecode and unified skipping whose nominal mean depth over `max_tokens` is nearest to the policy's."""
+    """SkipDecode, unified and tail skipping whose nominal mean depth over `max_tokens` is nearest to the policy's."""
     require_integer("max_tokens", max_tokens, 2)
     mean = mean_depth(policy.schedule(num_layers), max_tokens)
     return [
         skip_decode_for_mean(mean, num_layers=num_layers, max_tokens=max_tokens),
         unified_for_mean(mean, num_layers=num_layers, max_tokens=max_tokens),
+        tail_skip_for_mean(mean, num_layers=num_layers, max_tokens=max_tokens),
     ]
 
 
@@ -44,3 +45,12 @@ def unified_for_mean(mean_layers: float, *, num_layers: int, max_tokens: int) ->
     kept = range(num_layers, min(2, num_layers) - 1, -1)
     distances = [abs((num_layers + (max_tokens - 1) * layers) / max_tokens - mean_layers) for layers in kept]
     return UnifiedSkip(Fraction(num_layers, kept[distances.index(min(distances))]))
+
+
+def tail_skip_for_mean(mean_layers: float, *, num_layers: int, max_tokens: int) -> TailSkip:
+    """Tail skipping of that nominal mean, to half a layer run in all; of the lowest it has where the mean is below.
+
+    It runs one layer at least after step 0, where a D3 with a short beginning may run none.
+    """
+    lowest = Fraction(num_layers + max_tokens - 1, max_tokens)
+    return TailSkip(lowest if mean_layers < lowest else mean_layers, max_tokens)

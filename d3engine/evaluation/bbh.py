@@ -50,7 +50,7 @@ def load_bbh(
 ) -> Benchmark:
     """The first `limit` questions of each task, behind `shots` examples; without `tasks`, all there are."""
     require_integer("--num-fewshot", shots, 0, MAX_SHOTS)
-    require(split == "test", "--split", split, "test: BBH has no other")
+    require(split == "test", "--split", split, "'test', the only split that BBH has")
     known = sorted(path.stem for path in (folder / "bbh").glob("*.json"))
     require(len(known) > 0, "--data", str(folder), "a folder with bbh/<task>.json")
     for task in tasks:

@@ -6,10 +6,12 @@ published ones are measured by the same few lines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
+
+from d3engine.errors import InvalidValueError
 
 
 class Question(Protocol):
@@ -60,3 +62,15 @@ class Benchmark:
             found[task] = tuple(right[place : place + len(questions)])
             place += len(questions)
         return found
+
+
+def check_prompts(benchmarks: Sequence[Benchmark], encode: Callable[[str], Sequence[int]], max_model_len: int) -> None:
+    """Refuse, by benchmark, task and number from 1, the first prompt that leaves no room for a token to follow."""
+    for benchmark in benchmarks:
+        for task, questions in benchmark.tasks.items():
+            of = benchmark.name if task == benchmark.name else f"{benchmark.name}, {task}"
+            for number, question in enumerate(questions, start=1):
+                tokens = len(encode(question.prompt))
+                if tokens >= max_model_len:
+                    allowed = f"fewer than max_model_len={max_model_len}; fewer examples (--num-fewshot) are shorter"
+                    raise InvalidValueError(f"prompt of question {number} of {of}", f"{tokens} tokens", allowed)

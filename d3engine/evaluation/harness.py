@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isclose, sqrt
 from statistics import NormalDist, fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from d3engine.depth import DepthPolicy
-from d3engine.depth.statistics import flops_ratio
 from d3engine.errors import D3EngineError, MissingExtraError
-from d3engine.evaluation.accuracy import Interval, mcnemar_p, shape_of, wilson_interval
-from d3engine.evaluation.report import Table, percent_interval, ratio
+from d3engine.evaluation.accuracy import Comparison, Interval, paired, shape_of, wilson_interval
+from d3engine.evaluation.report import Chart, Table, against, cost_table, percent_interval
+from d3engine.evaluation.work import Cost
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
-    from d3engine.integrations.lm_eval import Usage
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,11 @@ class Metric:
 
 @dataclass(frozen=True)
 class HarnessRun:
-    """All tasks under one policy. `usage` is of the generated answers alone; `seconds` of the whole run."""
+    """All tasks under one policy. `cost` is of the generated answers alone, but for its seconds: of the whole run."""
 
     title: str
-    policy: DepthPolicy
     metrics: tuple[Metric, ...]
-    usage: Usage
-    seconds: float
+    cost: Cost
 
 
 def require_harness() -> None:
@@ -94,19 +91,31 @@ def run_tasks(
         model = D3EngineLM(engine, depth=policy, max_gen_toks=max_gen_toks)
         engine.reset_prefix_cache()
         began = time.perf_counter()
-        found = simple_evaluate(
-            model=model,
-            tasks=list(names),
-            num_fewshot=shots,
-            limit=limit,
-            log_samples=True,
-            bootstrap_iters=0,
-            task_manager=manager,
-            fewshot_random_seed=seed,
-        )
+        try:
+            found = simple_evaluate(
+                model=model,
+                tasks=list(names),
+                num_fewshot=shots,
+                limit=limit,
+                log_samples=True,
+                bootstrap_iters=0,
+                task_manager=manager,
+                fewshot_random_seed=seed,
+            )
+        except OSError as error:  # what `datasets` raises without network, and for files that are not there
+            raise D3EngineError(_without_data(names, error)) from error
         seconds = time.perf_counter() - began
-        runs.append(HarnessRun(title, policy, _metrics(found), model.total_usage(), seconds))
+        usage, shape = model.total_usage(), shape_of(engine.config)
+        cost = Cost(policy, shape, usage.work, usage.unfinished, usage.nominal_mean_layers, seconds)
+        runs.append(HarnessRun(title, _metrics(found), cost))
     return runs
+
+
+def _without_data(names: Sequence[str], error: OSError) -> str:
+    return (
+        f"the data of {', '.join(names)} cannot be loaded ({type(error).__name__}: {error}); without network, "
+        "--data DIR reads gsm8k and bbh from files, and --include-path DIR takes tasks with data of your own"
+    )
 
 
 def _task_manager(names: Sequence[str], include_path: str | None) -> Any:
@@ -146,61 +155,80 @@ def _mean_of(outcomes: list[Any], value: float) -> tuple[float, ...] | None:
     return tuple(map(float, outcomes)) if isclose(fmean(outcomes), value, abs_tol=1e-9) else None
 
 
-def harness_tables(runs: Sequence[HarnessRun], engine: Engine) -> list[Table]:
+def harness_tables(runs: Sequence[HarnessRun]) -> list[Table]:
     """Every metric of every task by policy, and what the generated answers cost."""
     rows = []
-    for place, metric in enumerate(runs[0].metrics):
+    for place, first in enumerate(runs[0].metrics):
         for number, run in enumerate(runs):
             own = run.metrics[place]
-            rows.append((own.task, own.name, run.title, *_figures(own), _p_value(metric, own) if number else ""))
-    quality = Table(
-        "Tasks of lm-evaluation-harness",
-        ("task", "metric", "depth", "value", "95 % interval", "p against first"),
-        rows,
-        ("p is McNemar's exact test on the same questions, not corrected for the number of comparisons.",),
-    )
-    shape = shape_of(engine.config)
-    costs = []
-    for run in runs:
-        usage = run.usage
-        if usage.tokens:
-            mean = usage.layers / usage.tokens
-            flops = flops_ratio(mean, shape.num_layers, shape.layer_parameters, shape.head_parameters)
-            layers = (f"{mean:.2f}", f"{usage.nominal_layers / usage.nominal_tokens:.2f}", ratio(flops))
-        else:
-            layers = ("-", "-", "-")
-        rate = f"{usage.tokens / run.seconds:.1f}"
-        costs.append((run.title, *layers, f"{usage.tokens}", f"{usage.unfinished}", f"{run.seconds:.1f} s", rate))
-    header = (
-        "depth",
-        f"layers of {shape.num_layers}, realised",
-        "nominal",
-        "FLOPs ratio, realised",
-        "tokens",
-        "cut off",
-        "wall clock",
-        "tokens/s",
-    )
-    note = "Of generated answers; the wall clock is of the whole run. Log-likelihoods generate nothing: full depth."
-    return [quality, Table("Cost", header, costs, (note,))]
+            comparison = _comparison(first, own)
+            blank = ("-",) * 4 if number else ("",) * 4
+            compared = against(comparison) if number and comparison else blank
+            rows.append((own.task, own.name, run.title, *_figures(own), *compared))
+    header = ["task", "metric", "depth", "value", "95 % interval"]
+    notes: tuple[str, ...] = ()
+    if len(runs) > 1:
+        header += ["minus first, points", "only first", "only this", "p"]
+        notes = (
+            f"Differences from {runs[0].title} are of the same questions, with their 95 % interval, where each is "
+            "right or wrong; p is McNemar's exact test, not corrected for the number of comparisons.",
+        )
+    quality = Table("Tasks of lm-evaluation-harness", header, [row[: len(header)] for row in rows], notes)
+    cost = cost_table("Cost", [run.title for run in runs], [run.cost for run in runs])
+    about = "Of generated answers; the wall clock is of the whole run. Log-likelihoods generate nothing: full depth."
+    return [quality, replace(cost, notes=(about, *cost.notes))]
 
 
-def harness_dict(run: HarnessRun) -> dict[str, Any]:
-    """A run for machines."""
+def harness_charts(runs: Sequence[HarnessRun]) -> list[Chart]:
+    """Each metric whose answers are right or wrong, by policy."""
+    charts = []
+    for place, metric in enumerate(runs[0].metrics):
+        points = [
+            (_with_layers(run), own.value, own.interval)
+            for run in runs
+            if (own := run.metrics[place]).right is not None and own.interval is not None
+        ]
+        if points:
+            charts.append(Chart(f"{metric.task}: {metric.name} with its 95 % interval, by depth", points))
+    return charts
+
+
+def _with_layers(run: HarnessRun) -> str:
+    return f"{run.title} ({run.cost.realised_mean_layers:.1f} layers a token)" if run.cost.tokens else run.title
+
+
+def harness_dict(run: HarnessRun, first: HarnessRun) -> dict[str, Any]:
+    """A run for machines; `minus_first` is None in the first one, and where answers are not right or wrong."""
+    cost = run.cost
     return {
-        "depth": run.policy.describe(),
-        "seconds": run.seconds,
-        "generated": asdict(run.usage),
+        "depth": cost.policy.describe(),
+        "seconds": cost.seconds,
+        "generated": {
+            "tokens": cost.tokens,
+            "layers": cost.work.layers,
+            "lm_head_rows": cost.work.heads,
+            "projected_entries": cost.work.projections,
+            "unfinished": cost.unfinished,
+            "nominal_mean_layers": cost.nominal_mean_layers,
+            "realised_mean_layers": cost.realised_mean_layers if cost.tokens else None,
+            "nominal_flops_ratio": cost.nominal_flops_ratio,
+            "realised_flops_ratio": cost.realised_flops_ratio if cost.tokens else None,
+        },
         "metrics": [
-            {
-                "task": metric.task,
-                "metric": metric.name,
-                "value": metric.value,
-                "questions": None if metric.outcomes is None else len(metric.outcomes),
-                "interval_95": None if metric.interval is None else asdict(metric.interval),
-            }
-            for metric in run.metrics
+            _metric_as_dict(metric, None if run is first else _comparison(of_first, metric))
+            for metric, of_first in zip(run.metrics, first.metrics, strict=True)
         ],
+    }
+
+
+def _metric_as_dict(metric: Metric, minus_first: Comparison | None) -> dict[str, Any]:
+    return {
+        "task": metric.task,
+        "metric": metric.name,
+        "value": metric.value,
+        "questions": None if metric.outcomes is None else len(metric.outcomes),
+        "interval_95": None if metric.interval is None else asdict(metric.interval),
+        "minus_first": None if minus_first is None else asdict(minus_first),
     }
 
 
@@ -211,8 +239,8 @@ def _figures(metric: Metric) -> tuple[str, str]:
     return f"{metric.value:.4g}", interval
 
 
-def _p_value(first: Metric, own: Metric) -> str:
+def _comparison(first: Metric, own: Metric) -> Comparison | None:
+    """Answer by answer, where each is right or wrong."""
     if first.right is None or own.right is None:
-        return "-"
-    pairs = list(zip(first.right, own.right, strict=True))
-    return f"{mcnemar_p(pairs.count((True, False)), pairs.count((False, True))):.2g}"
+        return None
+    return paired(first.right, own.right)

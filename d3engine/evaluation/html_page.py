@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from textwrap import wrap
 
-from d3engine.evaluation.report import Result, Table
+from d3engine.evaluation.report import Chart, Table
 
 STYLE = """
 :root { color-scheme: light dark; --line: #8888; --mark: #0072b2; --soft: #8882; }
@@ -24,20 +25,23 @@ svg .grid { stroke: var(--line); stroke-width: 1; }
 svg .mark { stroke: var(--mark); fill: var(--mark); stroke-width: 2; }
 """
 
-WIDTH, LABEL, ROW, TOP = 960, 430, 30, 14
-"""Pixels: of the chart, of its labels, of a policy's row, above the first."""
+WIDTH, MARGIN, LINE, BAR, AXIS = 960, 24, 18, 26, 26
+"""Pixels: of the chart, beside the scale, of a line of a label, of the bar below a label, of the scale's own text."""
+
+LABEL = 110
+"""Letters in a line of a label: as many as are surely narrower than the chart."""
 
 
-def page(title: str, facts: Mapping[str, str], results: Sequence[Result], tables: Sequence[Table]) -> str:
+def page(title: str, facts: Mapping[str, str], charts: Sequence[Chart], tables: Sequence[Table]) -> str:
     """The whole page; everything that came from outside is escaped."""
     said = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
-    charts = "".join(_chart(result) for result in results)
+    drawn = "".join(_chart(chart) for chart in charts)
     body = "".join(_table(table) for table in tables)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n"
-        f"<body><h1>{escape(title)}</h1>\n<dl>{said}</dl>\n{charts}{body}</body></html>\n"
+        f"<body><h1>{escape(title)}</h1>\n<dl>{said}</dl>\n{drawn}{body}</body></html>\n"
     )
 
 
@@ -51,30 +55,30 @@ def _table(table: Table) -> str:
     )
 
 
-def _chart(result: Result) -> str:
-    """Exact match of each policy with its interval, from 0 to 100 %."""
-    height = TOP + ROW * len(result.scores) + 26
-    bottom = height - 26
-    parts = []
+def _chart(chart: Chart) -> str:
+    """Each value with its interval on a scale from 0 to 100 %, below its label, however long that is."""
+    marks, y = [], 0
+    for label, value, interval in chart.points:
+        for line in wrap(label, LABEL):
+            y += LINE
+            marks.append(f'<text x="{MARGIN}" y="{y}">{escape(line)}</text>')
+        middle = y + BAR // 2
+        low, high = _x(interval.low), _x(interval.high)
+        marks.append(f'<line class="mark" x1="{low}" x2="{high}" y1="{middle}" y2="{middle}"/>')
+        marks.append(f'<circle class="mark" cx="{_x(value)}" cy="{middle}" r="5"/>')
+        y += BAR
+    grid = []
     for percent in range(0, 101, 20):
         x = _x(percent / 100)
-        parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{TOP - 6}" y2="{bottom}"/>')
-        parts.append(f'<text x="{x}" y="{height - 8}" text-anchor="middle">{percent} %</text>')
-    for number, (title, score) in enumerate(zip(result.titles, result.scores, strict=True)):
-        y = TOP + ROW * number + ROW // 2 - 4
-        label = f"{title} ({score.realised_mean_layers:.1f} layers)"
-        low, high = _x(score.interval.low), _x(score.interval.high)
-        parts.append(f'<text x="{LABEL - 14}" y="{y + 5}" text-anchor="end">{escape(label)}</text>')
-        parts.append(f'<line class="mark" x1="{low}" x2="{high}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<circle class="mark" cx="{_x(score.accuracy)}" cy="{y}" r="5"/>')
-    name = escape(result.benchmark.name)
-    caption = f"{name}: exact match with its 95 % interval, by depth (layers a token, realised)"
+        grid.append(f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="{y}"/>')
+        grid.append(f'<text x="{x}" y="{y + LINE}" text-anchor="middle">{percent} %</text>')
+    caption, height = escape(chart.caption), y + AXIS
     return (
         f'<h2>{caption}</h2>\n<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img" '
-        f'aria-label="{caption}">{"".join(parts)}</svg>\n'
+        f'aria-label="{caption}">{"".join(grid + marks)}</svg>\n'
     )
 
 
 def _x(share: float) -> float:
     """Where a share of 0 to 1 stands, in pixels."""
-    return round(LABEL + share * (WIDTH - LABEL - 30), 1)
+    return round(MARGIN + share * (WIDTH - 2 * MARGIN), 1)

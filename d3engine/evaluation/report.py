@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from d3engine.evaluation.accuracy import Comparison, Interval, Score, compare, wilson_interval
+from d3engine.evaluation.accuracy import Comparison, Interval, Score, compare, paired, wilson_interval
 from d3engine.evaluation.benchmark import Benchmark
+from d3engine.evaluation.work import Cost, has_second_model, is_known_beforehand
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,39 @@ class Result:
         return tuple(compare(self.scores[0], score) for score in self.scores[1:])
 
 
+@dataclass(frozen=True)
+class Chart:
+    """Policies as points of a proportion with its interval; `points` are (label, value, interval)."""
+
+    caption: str
+    points: Sequence[tuple[str, float, Interval]]
+
+
+def chart(result: Result) -> Chart:
+    """Exact match by policy."""
+    points = [
+        (f"{title} ({score.realised_mean_layers:.1f} layers)", score.accuracy, score.interval)
+        for title, score in zip(result.titles, result.scores, strict=True)
+    ]
+    name = result.benchmark.name
+    return Chart(f"{name}: exact match with its 95 % interval, by depth (layers a token, realised)", points)
+
+
 def tables(results: Sequence[Result]) -> list[Table]:
     """For each benchmark how good and at what cost, and by task if there are several; then all side by side."""
     found: list[Table] = []
     for result in results:
-        found += [quality_table(result), cost_table(result)]
-        if len(result.benchmark.tasks) > 1:
-            found.append(task_table(result))
+        found += benchmark_tables(result)
     if len(results) > 1:
         found.append(side_by_side(results))
     return found
+
+
+def benchmark_tables(result: Result) -> list[Table]:
+    """How good, at what cost, and by task if there are several."""
+    cost = cost_table(f"{result.benchmark.name}: cost", result.titles, result.scores)
+    by_task = [task_table(result)] if len(result.benchmark.tasks) > 1 else []
+    return [quality_table(result), cost, *by_task]
 
 
 def quality_table(result: Result) -> Table:
@@ -55,9 +79,9 @@ def quality_table(result: Result) -> Table:
     blank = ("", "", "", "")
     rows = []
     for number, (title, score) in enumerate(zip(result.titles, result.scores, strict=True)):
-        against = _against(compare(result.scores[0], score)) if number else blank
+        compared = against(compare(result.scores[0], score)) if number else blank
         exact_match = f"{score.accuracy:.1%} ({score.correct})"
-        rows.append((title, exact_match, percent_interval(score.interval), *against))
+        rows.append((title, exact_match, percent_interval(score.interval), *compared))
     header = ["depth", "exact match", "95 % interval"]
     notes: tuple[str, ...] = ()
     if len(rows) > 1:
@@ -73,25 +97,12 @@ def quality_table(result: Result) -> Table:
     return Table(title, tuple(header), tuple(row[: len(header)] for row in rows), notes)
 
 
-def cost_table(result: Result) -> Table:
+def cost_table(title: str, titles: Sequence[str], costs: Sequence[Cost]) -> Table:
     """Layers, FLOPs, tokens and time: nominal over the longest answer allowed, realised over what was generated."""
-    rows = [
-        (
-            title,
-            f"{score.realised_mean_layers:.2f}",
-            f"{score.nominal_mean_layers:.2f}",
-            ratio(score.realised_flops_ratio),
-            ratio(score.nominal_flops_ratio),
-            f"{score.tokens}",
-            f"{score.unfinished}",
-            f"{score.seconds:.1f} s",
-            f"{score.tokens_per_second:.1f}",
-        )
-        for title, score in zip(result.titles, result.scores, strict=True)
-    ]
+    rows = [(name, *_cost_cells(cost)) for name, cost in zip(titles, costs, strict=True)]
     header = (
         "depth",
-        f"layers of {result.scores[0].num_layers}, realised",
+        f"layers of {costs[0].num_layers}, realised",
         "nominal",
         "FLOPs ratio, realised",
         "nominal",
@@ -100,37 +111,92 @@ def cost_table(result: Result) -> Table:
         "wall clock",
         "tokens/s",
     )
-    note = "Nominal: over the maximum length. Realised: over the tokens really generated. FLOPs with the LM head."
-    return Table(f"{result.benchmark.name}: cost", header, tuple(rows), (note,))
+    return Table(title, header, rows, _cost_notes(costs))
+
+
+def _cost_cells(cost: Cost) -> tuple[str, ...]:
+    realised = (f"{cost.realised_mean_layers:.2f}", ratio(cost.realised_flops_ratio)) if cost.tokens else ("-", "-")
+    return (
+        realised[0],
+        layers(cost.nominal_mean_layers),
+        realised[1],
+        ratio(cost.nominal_flops_ratio),
+        f"{cost.tokens}",
+        f"{cost.unfinished}",
+        f"{cost.seconds:.1f} s",
+        f"{cost.tokens_per_second:.1f}",
+    )
+
+
+def _cost_notes(costs: Sequence[Cost]) -> tuple[str, ...]:
+    """What the figures of these policies mean; of policies that are not in the table nothing is said."""
+    num_layers = costs[0].num_layers
+    policies = [cost.policy for cost in costs]
+    notes = ["Nominal: over the maximum length. Realised: over the tokens really generated. FLOPs with the LM head."]
+    if not all(is_known_beforehand(policy, num_layers) for policy in policies):
+        notes.append("No nominal figures where the tokens themselves decide: early exits and drafts.")
+    if any(policy.exit_rule(num_layers) for policy in policies):
+        notes.append("Early exit: the LM head of every look and the projected cache entries count as FLOPs.")
+    if any(policy.drafts for policy in policies):
+        notes.append(
+            "Drafts: all drafted and verified rows count, rejected ones too, so a token may take more layers than "
+            "there are and the FLOPs ratio may be below 1. What drafts save is passes over the weights."
+        )
+    if any(has_second_model(policy, num_layers) for policy in policies):
+        notes.append("A second model's layers are not counted, so its FLOPs ratio is left out.")
+    return tuple(notes)
 
 
 def task_table(result: Result) -> Table:
-    """Exact match of each task, later policies with their change: the form of the D3 paper's Table 8."""
+    """Exact match of each task with intervals, later policies with their change: the form of the D3 paper's Table 8."""
     by_policy = [result.benchmark.by_task(score.right) for score in result.scores]
     rows = [
-        (task, f"{len(questions)}", *_with_changes([_share(right[task]) for right in by_policy]))
+        (task, f"{len(questions)}", *_with_changes([right[task] for right in by_policy]))
         for task, questions in result.benchmark.tasks.items()
     ]
     total = len(result.scores[0].right)
-    rows.append(("all, by questions", f"{total}", *_with_changes([score.accuracy for score in result.scores])))
+    rows.append(("all, by questions", f"{total}", *_with_changes([score.right for score in result.scores])))
     title = f"{result.benchmark.name}: exact match by task, percent"
-    return Table(title, ("task", "questions", *result.titles), tuple(rows), ("In brackets: change from the first.",))
+    notes = ["In brackets: the 95 % interval."]
+    if len(result.scores) > 1:
+        notes = [
+            f"In brackets: of {result.titles[0]} the 95 % interval, of the others the change from it in points and its "
+            "paired 95 % interval, which is not corrected for the number of tasks."
+        ]
+    return Table(title, ("task", "questions", *result.titles), tuple(rows), tuple(notes))
 
 
 def side_by_side(results: Sequence[Result]) -> Table:
-    """The figures of the D3 paper's Table 6, for every benchmark and policy."""
+    """The figures of the D3 paper's Table 6, for every benchmark and policy, and what they were in truth."""
     rows = [
         (
             result.benchmark.name,
             title,
             f"{score.accuracy:.2%}",
-            f"{score.nominal_mean_layers:.2f}",
+            percent_interval(score.interval),
+            layers(score.nominal_mean_layers),
             ratio(score.nominal_flops_ratio),
+            layers(score.realised_mean_layers),
+            ratio(score.realised_flops_ratio),
+            f"{score.seconds:.1f} s",
+            f"{score.tokens_per_second:.1f}",
         )
         for result in results
         for title, score in zip(result.titles, result.scores, strict=True)
     ]
-    return Table("All benchmarks, nominal", ("benchmark", "depth", "exact match", "mean layers", "FLOPs ratio"), rows)
+    header = (
+        "benchmark",
+        "depth",
+        "exact match",
+        "95 % interval",
+        "mean layers, nominal",
+        "FLOPs ratio",
+        "mean layers, realised",
+        "FLOPs ratio",
+        "wall clock",
+        "tokens/s",
+    )
+    return Table("All benchmarks", header, rows)
 
 
 def as_dict(result: Result) -> dict[str, Any]:
@@ -141,25 +207,29 @@ def as_dict(result: Result) -> dict[str, Any]:
         "about": benchmark.about,
         "problems": len(result.scores[0].right),
         "scores": [
-            _score_as_dict(benchmark, score, None if number == 0 else compare(result.scores[0], score))
+            _score_as_dict(benchmark, score, result.scores[0] if number else None)
             for number, score in enumerate(result.scores)
         ],
     }
 
 
-def _score_as_dict(benchmark: Benchmark, score: Score, minus_first: Comparison | None) -> dict[str, Any]:
+def _score_as_dict(benchmark: Benchmark, score: Score, first: Score | None) -> dict[str, Any]:
+    first_by_task = benchmark.by_task(first.right) if first else {}
     return {
         "depth": score.policy.describe(),
         "correct": score.correct,
         "exact_match": score.accuracy,
         "interval_95": asdict(score.interval),
-        "minus_first": asdict(minus_first) if minus_first else None,
+        "minus_first": asdict(compare(first, score)) if first else None,
         "num_layers": score.num_layers,
         "nominal_mean_layers": score.nominal_mean_layers,
         "realised_mean_layers": score.realised_mean_layers,
         "nominal_flops_ratio": score.nominal_flops_ratio,
         "realised_flops_ratio": score.realised_flops_ratio,
         "tokens": score.tokens,
+        "layers_run": score.work.layers,
+        "lm_head_rows": score.work.heads,
+        "projected_entries": score.work.projections,
         "unfinished": score.unfinished,
         "seconds": score.seconds,
         "tokens_per_second": score.tokens_per_second,
@@ -167,8 +237,9 @@ def _score_as_dict(benchmark: Benchmark, score: Score, minus_first: Comparison |
             task: {
                 "problems": len(right),
                 "correct": sum(right),
-                "exact_match": _share(right),
+                "exact_match": share(right),
                 "interval_95": asdict(wilson_interval(sum(right), len(right))),
+                "minus_first": asdict(paired(first_by_task[task], right)) if first else None,
             }
             for task, right in benchmark.by_task(score.right).items()
         },
@@ -185,7 +256,13 @@ def ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}x"
 
 
-def _against(comparison: Comparison) -> tuple[str, str, str, str]:
+def layers(value: float | None) -> str:
+    """ "24.68", or a dash where it is not known."""
+    return "-" if value is None else f"{value:.2f}"
+
+
+def against(comparison: Comparison) -> tuple[str, str, str, str]:
+    """The difference in points with its interval, how many are right in one alone, and the p-value."""
     points = [100 * value for value in (comparison.difference, comparison.interval.low, comparison.interval.high)]
     return (
         f"{points[0]:+.1f} ({points[1]:+.1f} to {points[2]:+.1f})",
@@ -195,10 +272,17 @@ def _against(comparison: Comparison) -> tuple[str, str, str, str]:
     )
 
 
-def _share(right: Sequence[bool]) -> float:
+def _with_changes(rights: Sequence[Sequence[bool]]) -> list[str]:
+    """Percent of each policy: the first's with its interval, the others' with their change and its interval."""
+    interval = wilson_interval(sum(rights[0]), len(rights[0]))
+    cells = [f"{100 * share(rights[0]):.2f} ({100 * interval.low:.1f} to {100 * interval.high:.1f})"]
+    for right in rights[1:]:
+        change = paired(rights[0], right)
+        low, high = 100 * change.interval.low, 100 * change.interval.high
+        cells.append(f"{100 * share(right):.2f} ({100 * change.difference:+.2f}: {low:+.1f} to {high:+.1f})")
+    return cells
+
+
+def share(right: Sequence[bool]) -> float:
+    """The proportion that is right."""
     return sum(right) / len(right)
-
-
-def _with_changes(shares: Sequence[float]) -> list[str]:
-    first, *later = (100 * share for share in shares)
-    return [f"{first:.2f}", *(f"{share:.2f} ({share - first:+.2f})" for share in later)]

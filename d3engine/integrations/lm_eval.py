@@ -19,6 +19,7 @@ from d3engine.chat_template import load_chat_template
 from d3engine.depth import DepthPolicy, FullDepth, policy_from_name
 from d3engine.engine import Engine
 from d3engine.errors import D3EngineError, InvalidValueError, MissingExtraError, require, require_integer
+from d3engine.evaluation.work import Work, is_known_beforehand, work_of
 from d3engine.request import RequestOutput, SamplingParams
 from d3engine.tokenizer import Tokenizer
 
@@ -39,26 +40,32 @@ SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalt
 _log = logging.getLogger(__name__)
 
 
+NO_WORK = Work()
+
+
 @dataclass
 class Usage:
-    """What the answers of a task have cost so far: tokens really generated, and the layers that they ran."""
+    """What the answers of a task have cost so far, and what the schedule promised: nothing, where tokens decide."""
 
     answers: int = 0
-    tokens: int = 0
-    layers: int = 0
+    work: Work = NO_WORK
     unfinished: int = 0
     nominal_tokens: int = 0
     nominal_layers: int = 0
 
-    def add(self, depths: Sequence[int], finish_reason: str | None, nominal_depths: Iterable[int]) -> None:
-        """Count one answer; `nominal_depths` are those of the longest answer that was allowed."""
+    def add(self, work: Work, finish_reason: str | None, nominal_depths: Iterable[int]) -> None:
+        """Count one answer; `nominal_depths` are those of the longest answer that was allowed, if known beforehand."""
         promised = list(nominal_depths)
         self.answers += 1
-        self.tokens += len(depths)
-        self.layers += sum(depths)
+        self.work += work
         self.unfinished += finish_reason == "length"
         self.nominal_tokens += len(promised)
         self.nominal_layers += sum(promised)
+
+    @property
+    def nominal_mean_layers(self) -> float | None:
+        """Over the longest answers that were allowed; None where nothing was promised."""
+        return self.nominal_layers / self.nominal_tokens if self.nominal_tokens else None
 
 
 @register_model("d3engine")  # type: ignore[untyped-decorator, unused-ignore]
@@ -191,9 +198,14 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
             answer, request = output.outputs[0], requests[place]
             texts[place] = answer.text
             usage = self.usage.setdefault(str(getattr(request, "task_name", None) or ""), Usage())
-            usage.add(answer.depths, answer.finish_reason, self.schedule.depths(params[place].max_tokens).tolist())
+            work = work_of(output, self.policy, self.engine.config.num_layers)
+            usage.add(work, answer.finish_reason, self._nominal_depths(params[place].max_tokens))
             self.cache_hook.add_partial("generate_until", request.args, answer.text)
         return texts
+
+    def _nominal_depths(self, max_tokens: int) -> list[int]:
+        is_known = is_known_beforehand(self.policy, self.engine.config.num_layers)
+        return self.schedule.depths(max_tokens).tolist() if is_known else []
 
     def _sampling_params(self, gen_kwargs: Mapping[str, Any]) -> SamplingParams:
         given = dict(normalize_gen_kwargs(dict(gen_kwargs), self.max_gen_toks))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -23,7 +25,7 @@ from typer.testing import CliRunner
 from d3engine.cli import app
 from d3engine.depth import D3, FullDepth
 from d3engine.errors import D3EngineError, InvalidValueError
-from d3engine.evaluation.accuracy import wilson_interval
+from d3engine.evaluation.accuracy import paired, wilson_interval
 from d3engine.evaluation.procedural import all_problems
 from d3engine.request import SamplingParams
 from d3engine.sampling import Sampler
@@ -185,8 +187,8 @@ def test_answers_run_at_the_depth_of_the_policy_and_are_counted_by_task(tiny: Ti
     output = model.engine.generate(["Question: what?\nAnswer:"], params, use_tqdm=False)[0].outputs[0]
     usage = model.usage["a task"]
     assert text == output.text
-    assert (usage.tokens, usage.layers) == (len(output.token_ids), sum(output.depths))
-    assert usage.layers < 3 * usage.tokens
+    assert (usage.work.tokens, usage.work.layers) == (len(output.token_ids), sum(output.depths))
+    assert usage.work.layers < 3 * usage.work.tokens
     assert usage.nominal_layers == policy.schedule(3).depths(12).sum()
 
 
@@ -395,6 +397,41 @@ def test_the_command_compares_policies_on_tasks_of_the_harness(tmp_path: Path) -
     assert less["metrics"][0]["value"] < 1
     assert full["generated"]["layers"] == 16 * full["generated"]["tokens"]
     assert 4 * less["generated"]["tokens"] < less["generated"]["layers"] < 8 * less["generated"]["tokens"]
+    (difference, of_perplexity), (none, _) = ([m["minus_first"] for m in run["metrics"]] for run in (less, full))
+    right = [True] * 3, [True] * round(3 * less["metrics"][0]["value"]) + [False] * 3
+    expected = paired(right[0], right[1][:3])  # of three that are all right at first, any order gives the same
+    assert difference == asdict(expected)
+    assert none is None
+    assert of_perplexity is None
+
+
+def test_tables_and_page_of_the_harness_show_the_paired_difference_also_of_policies_that_draft(tmp_path: Path) -> None:
+    items = [{"q": p.question, "a": str(p.answer)} for p in islice(all_problems("word-problems", "test", 0), 2)]
+    write_task(tmp_path, "own_words", items, **generation("Question: {{q}}\nAnswer:", "{{a}}", ["\n"], 40))
+    page = tmp_path / "page.html"
+    words = ["eval", "demo", "--tasks", "own_words", "--include-path", str(tmp_path), "--compare-full"]
+    policies = ["--policy", "lossless alpha=0.8 start=0.7", "--kv-cache-memory-bytes", str(2**25)]
+    result = CliRunner().invoke(app, [*words, *policies, "--html", str(page)])
+    assert result.exit_code == 0, result.output
+    interval = paired([False] * 2, [False] * 2).interval
+    cell = f"+0.0 ({100 * interval.low:+.1f} to {100 * interval.high:+.1f})"
+    assert cell in result.output
+    text = page.read_text()
+    assert f"<td>{cell}</td>" in text
+    assert text.count("<circle") == 2
+    assert re.search(r"Lossless.* \d+\.\d\d +- +\d\.\d{3}x +-", result.output)
+    assert "Drafts:" in result.output
+
+
+def test_without_the_data_of_a_task_one_line_says_what_to_do(tmp_path: Path) -> None:
+    write_task(tmp_path, "own_words", [{"q": "?", "a": "1"}], **generation("{{q}}", "{{a}}", ["\n"], 4))
+    (tmp_path / "own_words.jsonl").unlink()
+    result = CliRunner().invoke(app, ["eval", "demo", "--tasks", "own_words", "--include-path", str(tmp_path)])
+    assert result.exit_code == 2
+    (line,) = (line for line in result.output.splitlines() if line.startswith("error:"))
+    assert "own_words" in line
+    assert "--data" in line
+    assert "--include-path" in line
 
 
 def test_a_task_that_the_harness_does_not_have_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
