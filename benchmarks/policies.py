@@ -37,7 +37,6 @@ from d3engine.depth import (
     TailSkip,
     UnifiedSkip,
 )
-from d3engine.depth.statistics import ModelShape, flops_ratio
 from d3engine.engine import Engine
 from d3engine.evaluation.accuracy import Score, compare, measure, take_problems
 from d3engine.evaluation.word_problems import Problem, format_prompt
@@ -230,8 +229,6 @@ def _set_target(budget: Budget) -> None:
 def _row(engine: Engine, score: Score, before: EngineStats, first: Score) -> dict[str, Any]:
     after = engine.stats()
     difference = compare(first, score)
-    config = engine.config
-    shape = ModelShape(config.num_layers, **{name: getattr(config, name) for name in _SIZES})
     described = score.policy.describe()
     if isinstance(score.policy, Speculative):
         described["draft_model"] = Path(score.policy.draft_model).name
@@ -245,18 +242,12 @@ def _row(engine: Engine, score: Score, before: EngineStats, first: Score) -> dic
         "difference": difference.difference,
         "difference_interval_95": asdict(difference.interval),
         "realised_mean_layers": score.realised_mean_layers,
-        # A draft and its verification run the head for rows that yield no token, so one head a token says nothing.
-        "flops_ratio": None
-        if score.policy.drafts
-        else flops_ratio(score.realised_mean_layers, config.num_layers, shape.layer_parameters, shape.head_parameters),
+        "flops_ratio": score.realised_flops_ratio,  # what a second model computes is not known: None
         "tokens": score.tokens,
         "kv_bytes_saved_an_answer": (after.kv_bytes_saved_at_end - before.kv_bytes_saved_at_end) / len(score.right),
         "acceptance_rate": accepted / drafted if drafted else None,
         "tokens_per_verification": 1 + accepted / verifications if verifications else None,
     }
-
-
-_SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim")
 
 
 COLUMNS = (
