@@ -130,14 +130,14 @@ def calibrate_command(
         from d3engine.calibration.report import policy_file, write_policy_file
 
         write_policy_file(policy_file(result, about, name), target)
-    if plot:
-        from d3engine.calibration.picture import plot_calibration
-
-        plot_calibration(result, _title(model, task, result), plot)
     if as_json:
         typer.echo(json.dumps({**report, "written": str(target) if result.chosen else None}, indent=2))
     else:
         _show(result, report, target)
+    if plot:
+        from d3engine.calibration.picture import plot_calibration
+
+        plot_calibration(result, _title(model, task, result), plot)
     if result.chosen is None:
         raise typer.Exit(NO_SAFE_SETTING)
 
