@@ -13,7 +13,7 @@ from d3engine.errors import InvalidValueError, require
 from d3engine.executor.eager import EagerExecutor
 from d3engine.kv_cache import KVCache
 from d3engine.model.config import ModelConfig
-from d3engine.model.weights import load_weights
+from d3engine.model.weights import LlamaWeights, load_weights
 from d3engine.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -32,17 +32,25 @@ def draft_model_of(policy: DepthPolicy, num_layers: int) -> str | None:
     return None if rule is None else rule.model
 
 
-def load_draft_model(
+@dataclass(frozen=True, slots=True)
+class DraftWeights:
+    """A draft model that fits the model it drafts for, without a cache yet."""
+
+    directory: str
+    config: ModelConfig
+    weights: LlamaWeights
+
+
+def load_draft_weights(
     given: str,
     config: ModelConfig,
-    cache: KVCache,
     *,
     tokenizer: Tokenizer | None,
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> DraftModel:
-    """The model in directory `given`, with a cache for as many entries as `cache` holds at full depth of `config`.
+) -> DraftWeights:
+    """The model in directory `given`, to draft for one of `config`.
 
     Raises `InvalidValueError` naming `draft_model` where it does not fit the model that it is to draft for.
     """
@@ -59,8 +67,16 @@ def load_draft_model(
         differing = [token for token in range(own.vocab_size) if _piece(tokenizer, token) != _piece(other, token)]
         allowed = f"a model whose tokenizer is its target's; {len(differing)} tokens differ"
         require(not differing, "draft_model", given, allowed)
-    slots, _, max_blocks = cache.tables.shape
-    blocks = max(-(-cache.pool.num_blocks * own.num_layers // config.num_layers), own.num_layers)
+    return DraftWeights(given, own, load_weights(directory, own, dtype=dtype, device=device))
+
+
+def with_cache(
+    draft: DraftWeights, cache: KVCache, *, max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> DraftModel:
+    """The draft model with a cache for as many entries as `cache` holds at full depth of the first model."""
+    own = draft.config
+    slots, layers, max_blocks = cache.tables.shape
+    blocks = max(-(-cache.pool.num_blocks * own.num_layers // layers), own.num_layers)
     own_cache = KVCache(
         num_layers=own.num_layers,
         num_blocks=blocks,
@@ -70,7 +86,7 @@ def load_draft_model(
     )
     executor = EagerExecutor(
         own,
-        load_weights(directory, own, dtype=dtype, device=device),
+        draft.weights,
         num_blocks=blocks,
         block_size=cache.block_size,
         max_model_len=max_model_len,
@@ -78,7 +94,7 @@ def load_draft_model(
         device=device,
         kernels=loading.kernels_for(device),
     )
-    return DraftModel(given, executor, own_cache)
+    return DraftModel(draft.directory, executor, own_cache)
 
 
 def _has_tokenizer(directory: Path) -> bool:

@@ -23,7 +23,7 @@ from d3engine.chat_template import load_chat_template
 from d3engine.depth import NEVER, DepthPolicy, Schedule
 from d3engine.depth.draft_rule import DraftRule
 from d3engine.draft import Draft
-from d3engine.draft_model import DraftModel, draft_model_of, load_draft_model
+from d3engine.draft_model import DraftWeights, draft_model_of, load_draft_weights, with_cache
 from d3engine.errors import D3EngineError, EngineDeadError, InvalidValueError, require, require_integer
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.eager import EagerExecutor
@@ -130,6 +130,7 @@ class Engine:
         if weights is None:
             weights = load_weights(self._directory, self.config, dtype=self.dtype, device=self.device)
         loading.check_weights(weights, self.dtype, self.device)
+        draft = self._load_draft_weights()
         kernels = loading.kernels_for(self.device)
 
         def build_executor(num_blocks: int) -> Executor:
@@ -165,6 +166,7 @@ class Engine:
                 block_size=block_size,
                 free_bytes=lambda: torch.cuda.mem_get_info(self.device)[0],
             ),
+            draft=None if draft is None else draft.config,
         )
         cache = KVCache(
             num_layers=self.config.num_layers,
@@ -173,7 +175,11 @@ class Engine:
             max_sequences=max_num_seqs,
             max_length=self.max_model_len,
         )
-        self._draft_model = self._load_draft_model(cache)
+        self._draft_model = (
+            None
+            if draft is None
+            else with_cache(draft, cache, max_model_len=self.max_model_len, dtype=self.dtype, device=self.device)
+        )
         self.scheduler = Scheduler(
             scheduler_config, cache, None if self._draft_model is None else self._draft_model.cache
         )
@@ -432,15 +438,14 @@ class Engine:
             self._schedules[policy] = schedule, rule
         return self._schedules[policy]
 
-    def _load_draft_model(self, cache: KVCache) -> DraftModel | None:
+    def _load_draft_weights(self) -> DraftWeights | None:
         """The second model of the engine's policy, if it drafts with one."""
         directory = draft_model_of(self.depth, self.config.num_layers)
         if directory is None:
             return None
-        return load_draft_model(
+        return load_draft_weights(
             directory,
             self.config,
-            cache,
             tokenizer=self.tokenizer,
             max_model_len=self.max_model_len,
             dtype=self.dtype,

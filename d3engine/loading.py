@@ -177,10 +177,12 @@ def num_blocks(
     kv_cache_memory_bytes: int | None,
     gpu_memory_utilization: float,
     workspace_bytes: Callable[[], int],
+    draft: ModelConfig | None = None,
 ) -> int:
     """Blocks of the pool: what the memory allows, and no more than all sequences at full length could use.
 
-    On a GPU, whose weights are loaded by now, `workspace_bytes()` is asked what steps and graphs need beside them.
+    On a GPU, whose weights are loaded by now, `workspace_bytes()` is asked what steps and graphs need beside them, and
+    with each block goes its share of the cache that a second model, `draft`, keeps for the same entries.
     """
     share = require_number("gpu_memory_utilization", gpu_memory_utilization, 0.0, 1.0, open_low=True)
     one = block_bytes(config, block_size, dtype)
@@ -193,12 +195,15 @@ def num_blocks(
         return min(most, max(sequence, CPU_CACHE_BYTES // one))
     workspace = workspace_bytes()
     free, total = torch.cuda.mem_get_info(device)
-    room = max(0, int(free - workspace - (1 - share) * total)) // one
+    with_draft = one
+    if draft is not None:
+        with_draft += block_bytes(draft, block_size, dtype) * draft.num_layers // config.num_layers
+    room = max(0, int(free - workspace - (1 - share) * total)) // with_draft
     require(
         room >= sequence,
         "gpu_memory_utilization",
         gpu_memory_utilization,
-        f"enough for one sequence of max_model_len={max_model_len}: {sequence} blocks of {one} bytes, and"
+        f"enough for one sequence of max_model_len={max_model_len}: {sequence} blocks of {with_draft} bytes, and"
         f" beside weights, graphs and workspace ({workspace} bytes) there is room for {room}",
     )
     return min(most, room)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,6 +93,8 @@ def test_the_pool_takes_its_share_of_what_weights_and_workspace_leave(
     assert blocks(make_engine, 0.9, 300 * one) == 400
     assert blocks(make_engine, 0.9, 300 * one + 1) == 399
     assert blocks(make_engine, 0.9, 300 * one, kv_cache_memory_bytes=7 * LAYERS * one) == 7 * LAYERS
+    half = replace(make_engine().config, num_layers=LAYERS // 2)
+    assert blocks(make_engine, 0.9, 100 * one, draft=half) == 400  # each takes half of another with it
     assert blocks(make_engine, 0.9, (700 - sequence) * one) == sequence
     with pytest.raises(InvalidValueError, match=rf"gpu_memory_utilization=0.9 .* {sequence} blocks of {one} bytes"):
         blocks(make_engine, 0.9, (701 - sequence) * one)
