@@ -189,7 +189,7 @@ DRAFTING = ("self-speculative, tail skip", "lossless D3", "speculative, own lowe
 def test_systems_that_draft_answer_as_full_depth_and_say_what_was_accepted(compared: dict[str, Any]) -> None:
     rows = compared["systems"]
     for name, row in rows.items():
-        assert (row["flops_ratio"] is None) == (name in DRAFTING)
+        assert (row["flops_ratio"] is None) == (name == DRAFTING[2])  # a second model's work is not counted
         assert (row["acceptance_rate"] is None) == (row["tokens_per_verification"] is None) == (name not in DRAFTING)
     for name in DRAFTING:
         row = rows[name]
@@ -231,7 +231,7 @@ def test_policies_speeds_and_bounds_follow_from_each_other(compared: dict[str, A
         assert row["speed_over_first"]["rounds"] == pytest.approx([a / b for a, b in zip(rates, first, strict=True)])
         if name not in DRAFTING:
             assert 0 < row["timed_mean_layers"] <= 16
-            assert 1 <= row["flops_ratio"] <= 16 / row["realised_mean_layers"] + 1e-9
+            assert 0.5 < row["flops_ratio"] <= 16 / row["realised_mean_layers"] + 1e-9
         assert row["interval_95"]["low"] <= row["exact_match"] <= row["interval_95"]["high"]
 
 
