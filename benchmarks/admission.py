@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.report import environment, write_json
+from benchmarks.report import environment, keep
 from d3engine.admission import Admission, Immediate, Waves
 from d3engine.depth import D3, Schedule
 from d3engine.depth.statistics import layer_bound
@@ -309,10 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = measure(settings)
     report["environment"] = environment("benchmarks.admission", arguments)
     show(report, Console())
-    if options.plot:
-        plot(report, options.plot)
-    if options.json:
-        write_json(report, options.json)
+    keep(report, options, plot)
     return 0
 
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.report import environment, summary, write_json
+from benchmarks.report import environment, keep, summary
 from d3engine.depth import D3, DepthPolicy, FullDepth, Lossless
 from d3engine.engine import Engine
 from d3engine.evaluation.word_problems import format_prompt, problems
@@ -242,10 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = measure(settings)
     report["environment"] = environment("benchmarks.lossless", arguments)
     show(report, Console())
-    if options.plot:
-        plot(report, options.plot)
-    if options.json:
-        write_json(report, options.json)
+    keep(report, options, plot)
     return 0
 
 

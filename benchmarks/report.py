@@ -10,7 +10,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,14 @@ def _cpu() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def keep(report: dict[str, Any], options: argparse.Namespace, plot: Callable[[dict[str, Any], str], None]) -> None:
+    """Draw to the file of --plot and write to that of --json, where they were given."""
+    if options.plot:
+        plot(report, options.plot)
+    if options.json:
+        write_json(report, options.json)
 
 
 def positive(text: str) -> int:
