@@ -21,10 +21,13 @@ class Chunks:
     active: BoolArray  # [C, L]
 
     def deepest_first(self) -> Chunks:
-        """The same chunks, those that run more layers before those that run fewer."""
+        """The same chunks, those that run more layers before those that run fewer; of one depth, the youngest first.
+
+        Chunks of one schedule keep this order at every later step.
+        """
         if self.slots.size == 1:
             return self
-        return self.take(np.argsort(-self.active.sum(axis=1), kind="stable"))
+        return self.take(np.lexsort((self.steps, -self.active.sum(axis=1))))
 
     def take(self, which: IntArray | BoolArray) -> Chunks:
         """The chunks at these indices, or where a mask is True."""

@@ -32,8 +32,8 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int) -> RunAhead | Non
 
 def _steps_in_order(steps: IntArray, cutoffs: IntArray, limit: int) -> int:
     """For how many steps, `limit` at most, the rows that run a layer come before those that do not."""
-    if (cutoffs == cutoffs[0]).all():  # one schedule, youngest first: the order never changes
-        return limit
+    if (cutoffs == cutoffs[0]).all() and (steps[1:] >= steps[:-1]).all():
+        return limit  # one schedule, youngest first: the order never changes
     for taken in range(limit):
         active = (steps[:, None] + taken) < cutoffs
         if (active[1:] & ~active[:-1]).any():

@@ -116,6 +116,20 @@ def test_mixed_schedules_share_a_run_while_their_rows_stay_in_order(
     assert engine.stats().graph_steps > 10
 
 
+@pytest.mark.parametrize("policy", [D3(0.9, 0.5), D3(0.8, 0.3), D3(0.7, 0.2)], ids=repr)
+def test_rows_of_one_schedule_share_a_run_at_whatever_ages(
+    ahead: Callable[..., Engine], solo: Solo, policy: DepthPolicy
+) -> None:
+    """Those that have come later stay deeper for longer, also where all are at one depth when a run begins."""
+    requests = [Request(tuple(range(40 + n, 56 + n)), greedy(policy, 22)) for n in range(5)]
+    engine = ahead(max_num_batched_tokens=16, enable_prefix_caching=False)
+    outputs = engine.generate([list(r.prompt) for r in requests], [r.params for r in requests], use_tqdm=False)
+    for output, request in zip(outputs, requests, strict=True):
+        assert_same(output, solo(request))
+    stats = engine.stats()
+    assert stats.graph_steps > 20 > stats.eager_steps
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("changes", [{}, {"max_num_batched_tokens": 8}, {"admission": Waves(5)}], ids=repr)
 def test_requests_of_every_kind_answer_as_alone(
@@ -331,6 +345,11 @@ def test_a_run_ends_where_the_rows_of_a_layer_would_no_longer_come_first() -> No
     assert found is not None
     assert found.num_steps == 3  # at steps 6 and 4 the second row alone runs layer 2
     table.cutoffs[1] = cutoffs[0]
+    older_first = run_ahead(chunks, table, 16)
+    assert older_first is not None
+    assert older_first.num_steps == 3
+    chunks = chunks.deepest_first()
+    assert chunks.steps.tolist() == [1, 3], "both are at one depth, so the younger comes first"
     alike = run_ahead(chunks, table, 16)
     assert alike is not None
     assert alike.num_steps == 16

@@ -19,8 +19,8 @@ from d3engine.kernels.triton import products
 POLICIES: list[DepthPolicy] = [UnifiedSkip(2, on_skip="copy"), FullDepth(), D3(0.7, 0.2), D3(0.7, 0.2)]
 REQUESTS = [
     Request(
-        tuple(range(20 + nth, 24 + 6 * nth)),
-        SamplingParams(temperature=0, max_tokens=4 + nth, ignore_eos=True, depth=policy),
+        tuple(range(20 + nth, 24 + 5 * nth)),
+        SamplingParams(temperature=0, max_tokens=3 + nth, ignore_eos=True, depth=policy),
     )
     for nth, policy in enumerate(POLICIES)
 ]
