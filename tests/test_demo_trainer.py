@@ -1,13 +1,18 @@
-"""What the demo model's trainer says of its model: answers in a batch are those of each prompt alone."""
+"""The demo model's trainer: answers in a batch are those of each prompt alone; it learns from what was asked for."""
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from d3engine.weights_tools.demo_trainer import DemoConfig, DemoModel
+from d3engine.evaluation.procedural import NAMES, all_problems
+from d3engine.weights_tools.demo_trainer import DemoConfig, DemoModel, export, load
+from d3engine.weights_tools.train_demo import mixed_problems, task_names
 
 
 @pytest.fixture(scope="module")
@@ -30,3 +35,35 @@ def test_a_prompt_answers_in_a_batch_as_alone(model: DemoModel, cutoff: list[int
         alone = [model.generate([prompt], max_tokens=12, eos=1, cutoff=cutoff)[0] for prompt in prompts]
     assert together == alone
     assert sum(map(len, alone)) >= 30
+
+
+def test_training_goes_on_from_what_was_exported(model: DemoModel, tmp_path: Path) -> None:
+    export(model, b"a tokenizer", {}, tmp_path)
+    found = DemoModel(model.config)
+    assert load(found, tmp_path) == b"a tokenizer"
+    for name, parameter in model.named_parameters():
+        assert torch.equal(dict(found.named_parameters())[name], parameter.to(torch.bfloat16).float()), name
+        assert parameter.requires_grad
+
+
+def test_a_mix_has_each_task_as_often_and_one_task_is_its_own_stream() -> None:
+    names = ["word-problems", "word-sorting", "dyck-languages"]
+    mixed = [problem.question for problem in islice(mixed_problems(names, "train", 0), 300)]
+    streams = [iter([problem.question for problem in islice(all_problems(name, "train", 0), 300)]) for name in names]
+    counts = dict.fromkeys(names, 0)
+    heads = {name: next(stream) for name, stream in zip(names, streams, strict=True)}
+    for question in mixed:  # each stream in its own order, none skipped
+        name = next(name for name, head in heads.items() if head == question)
+        heads[name] = next(streams[names.index(name)])
+        counts[name] += 1
+    assert min(counts.values()) > 70
+    assert list(islice(mixed_problems(names[1:2], "train", 0), 20)) == list(
+        islice(all_problems(names[1], "train", 0), 20)
+    )
+
+
+def test_tasks_that_do_not_exist_are_named() -> None:
+    assert task_names("all") == list(NAMES)
+    assert task_names("word-sorting,word-problems") == ["word-sorting", "word-problems"]
+    with pytest.raises(ArgumentTypeError, match="'sorting' is not allowed: all, or some of word-problems, "):
+        task_names("word-sorting,sorting")

@@ -250,8 +250,17 @@ def export(model: DemoModel, tokenizer_model: bytes, training: dict[str, object]
         (out / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
+def load(model: DemoModel, directory: Path) -> bytes:
+    """Takes over the weights of a directory that ``export`` has written; returns its tokenizer's model."""
+    stored = safetensors.torch.load_file(directory / "model.safetensors")
+    with torch.no_grad():
+        for name, tensor in hf_weights(model).items():
+            tensor.copy_(stored[name])
+    return (directory / "tokenizer.model").read_bytes()
+
+
 def hf_weights(model: DemoModel) -> dict[str, Tensor]:
-    """Returns the weights under their HF names, fused matrices taken apart."""
+    """Returns the weights under their HF names, fused matrices taken apart: views of the model's own."""
     c = model.config
     query, key = c.heads * c.head_dim, c.kv_heads * c.head_dim
     weights = {

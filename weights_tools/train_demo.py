@@ -1,8 +1,9 @@
 """Trains the bundled demo model from nothing: tokenizer, data, schedule, evaluation, export.
 
 About 80 minutes on two idle CPU cores. Depth is trained in from the first step (see demo_trainer); ``--plain``
-trains the twin without it. The run is fixed by ``--seed`` and ``--steps``. A file named FINISH in the output
-directory starts the decay of the learning rate early; its text may say over how many steps.
+trains the twin without it, ``--tasks`` one that knows more than word problems, ``--start-from`` goes on from a model
+that there is. The run is fixed by ``--seed`` and ``--steps``. A file named FINISH in the output directory starts the
+decay of the learning rate early; its text may say over how many steps.
 """
 
 import argparse
@@ -22,17 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d3engine.evaluation.word_problems import (
-    MAX_NUMBER,
-    Problem,
-    extract_answer,
-    format_completion,
-    format_prompt,
-    problems,
-)
+from d3engine.evaluation.procedural import MAX_TOKENS, NAMES, WORD_PROBLEMS, SolvedQuestion, all_problems
+from d3engine.evaluation.word_problems import MAX_NUMBER, Split
 
 try:
-    from d3engine.weights_tools.demo_trainer import BOS, EOS, DemoConfig, DemoModel, Muon, cutoffs, export
+    from d3engine.weights_tools.demo_trainer import BOS, EOS, DemoConfig, DemoModel, Muon, cutoffs, export, load
 except ModuleNotFoundError:  # run as a plain script, from a checkout that is not installed
     from demo_trainer import (  # type: ignore[import-not-found, no-redef]
         BOS,
@@ -42,6 +37,7 @@ except ModuleNotFoundError:  # run as a plain script, from a checkout that is no
         Muon,
         cutoffs,
         export,
+        load,
     )
 
 Example = tuple[list[int], list[int]]  # prompt ids with bos, answer ids with eos
@@ -70,10 +66,17 @@ class Batch:
     prompt: int
 
 
-def train_tokenizer(vocab_size: int) -> bytes:
+def mixed_problems(tasks: list[str], split: Split, seed: int) -> Iterator[SolvedQuestion]:
+    """Yields problems of the tasks for ever, each as often as the others."""
+    streams, rng = [all_problems(task, split, seed) for task in tasks], random.Random(f"mix-{split}-{seed}")
+    while True:
+        yield next(rng.choice(streams))
+
+
+def train_tokenizer(tasks: list[str], vocab_size: int) -> bytes:
     """Returns a serialized sentencepiece BPE model in which every number with its space is one piece."""
-    sample = itertools.islice(problems("train", seed=0), 20000)
-    texts = (format_prompt(p.question) + format_completion(p) for p in sample)
+    sample = itertools.islice(mixed_problems(tasks, "train", seed=0), 20000)
+    texts = (problem.solved for problem in sample)
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=(line for text in texts for line in text.split("\n")),
@@ -92,9 +95,9 @@ def train_tokenizer(vocab_size: int) -> bytes:
     return model.getvalue()
 
 
-def encode(tokenizer: sentencepiece.SentencePieceProcessor, problem: Problem) -> Example:
+def encode(tokenizer: sentencepiece.SentencePieceProcessor, problem: SolvedQuestion) -> Example:
     """Returns a problem as token ids."""
-    prompt = [BOS, *tokenizer.encode(format_prompt(problem.question))]
+    prompt = [BOS, *tokenizer.encode(problem.prompt)]
     return prompt, [*tokenizer.encode(problem.solution), EOS]
 
 
@@ -112,9 +115,9 @@ def make_batch(rows: list[Example]) -> Batch:
     return Batch(tokens, weights, prompt)
 
 
-def batches(tokenizer: sentencepiece.SentencePieceProcessor, seed: int) -> Iterator[Batch]:
+def batches(tokenizer: sentencepiece.SentencePieceProcessor, tasks: list[str], seed: int) -> Iterator[Batch]:
     """Yields batches of about TOKENS_PER_BATCH tokens for ever: equal prompt, similar answer lengths."""
-    stream, rng = problems("train", seed), random.Random(seed)
+    stream, rng = mixed_problems(tasks, "train", seed), random.Random(seed)
     kept: dict[int, list[Example]] = defaultdict(list)
     while True:
         for problem in itertools.islice(stream, 6000):
@@ -187,17 +190,16 @@ class Schedule:
 def exact_match(
     model: DemoModel,
     tokenizer: sentencepiece.SentencePieceProcessor,
-    examples: list[Problem],
+    examples: list[SolvedQuestion],
     cutoff: list[int] | None,
 ) -> float:
-    """Returns the share of examples whose greedy completion ends in the right number."""
+    """Returns the share of examples whose greedy completion ends in the right answer."""
     right = 0
     for start in range(0, len(examples), 100):
         part = examples[start : start + 100]
         prompts = [encode(tokenizer, example)[0] for example in part]
-        completions = model.generate(prompts, max_tokens=80, eos=EOS, cutoff=cutoff)
-        answers = [extract_answer(tokenizer.decode(ids)) for ids in completions]
-        right += sum(answer == example.answer for answer, example in zip(answers, part, strict=True))
+        completions = model.generate(prompts, max_tokens=MAX_TOKENS, eos=EOS, cutoff=cutoff)
+        right += sum(example.is_right(tokenizer.decode(ids)) for ids, example in zip(completions, part, strict=True))
     return right / len(examples)
 
 
@@ -246,9 +248,12 @@ class DemoRun:
         args.out.mkdir(parents=True, exist_ok=True)
         self.args, self.out = args, args.out
         self.config = DemoConfig()
-        self.tokenizer_model = train_tokenizer(self.config.vocab_size)
-        self.tokenizer = sentencepiece.SentencePieceProcessor(model_proto=self.tokenizer_model)
         self.model = DemoModel(self.config)
+        if args.start_from:
+            self.tokenizer_model = load(self.model, args.start_from)
+        else:
+            self.tokenizer_model = train_tokenizer(args.tasks, self.config.vocab_size)
+        self.tokenizer = sentencepiece.SentencePieceProcessor(model_proto=self.tokenizer_model)
         self.muon = Muon(self.model)
         self.vectors = [self.model.embedding, self.model.lm_head, self.model.norms, self.model.final_norm]
         self.adam = torch.optim.AdamW(self.vectors, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0)
@@ -259,9 +264,9 @@ class DemoRun:
     def train(self) -> None:
         args, progress, schedule = self.args, self.progress, self.schedule
         policies, last_saved = random.Random(f"policy-{args.seed}"), time.perf_counter()
-        validation = list(itertools.islice(problems("validation", 0), 100))
+        validation = list(itertools.islice(mixed_problems(args.tasks, "validation", 0), 100))
         resumed = self.load_checkpoint() if args.resume else 0
-        for batch in batches(self.tokenizer, args.seed):
+        for batch in batches(self.tokenizer, args.tasks, args.seed):
             if progress.step >= schedule.steps:
                 break
             share = REFINE_FULL_DEPTH_SHARE if schedule.refining(progress.step) else FULL_DEPTH_SHARE
@@ -295,7 +300,7 @@ class DemoRun:
         self.model.zero_grad(set_to_none=True)
         return float(answer_loss)
 
-    def evaluate(self, validation: list[Problem]) -> None:
+    def evaluate(self, validation: list[SolvedQuestion]) -> None:
         full, depth = (exact_match(self.model, self.tokenizer, validation, c) for c in (None, self.target))
         print(f"  validation exact match: full depth {full:.2f}, D3(0.9, 0.6) {depth:.2f}", flush=True)
         self.progress.curve[-1] |= {"exact_match_full": full, "exact_match_d3": depth}
@@ -330,7 +335,8 @@ class DemoRun:
             recipe["alpha_weights"] = dict(zip(map(str, ALPHAS), ALPHA_WEIGHTS, strict=True))
         progress = self.progress
         return {
-            "task": "procedural word problems, 2-6 steps (d3engine.evaluation.word_problems)",
+            "tasks": self.args.tasks,
+            "started_from": self.args.start_from.name if self.args.start_from else None,
             "recipe": recipe,
             "steps_done": progress.step,
             "tokens_seen": progress.tokens,
@@ -375,13 +381,22 @@ class DemoRun:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.copy_(parameter.to(torch.bfloat16))
-        test = list(itertools.islice(problems("test", 0), 500))
+        test = list(itertools.islice(mixed_problems(self.args.tasks, "test", 0), 500))
         training["exact_match_test_500"] = {
             "full depth": exact_match(self.model, self.tokenizer, test, None),
             "D3(alpha 0.9, start 0.6)": exact_match(self.model, self.tokenizer, test, self.target),
         }
         print(training["exact_match_test_500"], flush=True)
         export(self.model, self.tokenizer_model, training, self.out / "model")
+
+
+def task_names(text: str) -> list[str]:
+    """Returns the tasks of a comma-separated list, or all of them for "all"."""
+    names = list(NAMES) if text == "all" else text.split(",")
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not allowed: all, or some of {', '.join(NAMES)}")
+    return names
 
 
 def main() -> None:
@@ -393,6 +408,13 @@ def main() -> None:
         "--decay-steps", type=int, default=DEFAULT_DECAY_STEPS, help="the last steps, in which the rate falls to 0"
     )
     parser.add_argument("--refine-steps", type=int, default=DEFAULT_REFINE_STEPS, help="steps after the main run")
+    parser.add_argument(
+        "--tasks",
+        type=task_names,
+        default=[WORD_PROBLEMS],
+        help=f"what to learn: all, or a comma-separated list of {', '.join(NAMES)}",
+    )
+    parser.add_argument("--start-from", type=Path, help="a model that this script has made: its weights and tokenizer")
     parser.add_argument("--plain", action="store_true", help="train the twin without depth trained in")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--resume", action="store_true", help="go on from the output directory's checkpoint")

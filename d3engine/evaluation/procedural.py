@@ -52,6 +52,10 @@ class SolvedQuestion(Question, Protocol):
         """The question itself, without the form of the prompt."""
 
     @property
+    def solution(self) -> str:
+        """What the model should say: the working, and the answer."""
+
+    @property
     def solved(self) -> str:
         """The question with its answer."""
 
