@@ -144,6 +144,18 @@ def test_drafting_accepting_and_replacing_use_numbers_of_their_own(
     assert used["acceptance"].isdisjoint(used["noise"])
 
 
+def test_a_token_rejected_by_rounding_alone_is_replaced_by_a_draw_of_full_depth(
+    llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where draft and full depth agree wholly nothing is left of p - q to draw from."""
+    monkeypatch.setattr(verification, "_uniform", lambda contexts, device: torch.ones(len(contexts), device=device))
+    engine = Engine(llama.directory, skip_tokenizer_init=True, device="cpu", depth=SelfSpeculative(UnifiedSkip(2), 3))
+    params = SamplingParams(max_tokens=6, ignore_eos=True, allowed_token_ids=[3])  # so that p and q are both 1 there
+    assert engine.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids == [3] * 6
+    assert engine.stats().drafted_tokens > 0
+    assert engine.stats().accepted_tokens == 0
+
+
 def test_the_chi_square_sees_the_drafts_own_distribution(llama: TinyLlama) -> None:
     """The proof of the proof: answers drawn at the draft's depth are told from full depth's."""
     engine = Engine(llama.directory, skip_tokenizer_init=True, device="cpu", depth=FullDepth(), max_num_seqs=64)
