@@ -18,7 +18,8 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int) -> RunAhead | Non
     """The steps, `limit` at most, that `chunks` (deepest first) can take on their own; None if not even one."""
     slots = chunks.slots
     decode = (chunks.steps >= 1) & (chunks.stops == table.num_tokens[slots]) & (chunks.stops - chunks.starts == 1)
-    simple = (table.choice[slots] != Choice.HOST) & ~table.fills[slots] & ~table.tabled[slots] & ~table.drafts[slots]
+    # A schedule that is not nested fills the layers that it skips, so it is never simple.
+    simple = (table.choice[slots] != Choice.HOST) & ~table.fills[slots] & ~table.drafts[slots]
     if limit == 0 or not (decode & simple).all():
         return None
     if table.streams[slots].any():

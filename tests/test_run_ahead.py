@@ -6,16 +6,30 @@ no number from the host in between. What only a GPU can show is in `tests/gpu`.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from batches import BLOCK, LAYERS, POLICIES, Request, assert_same, block_bytes, kv_is_back, run_together, some_requests
+from batches import (
+    BLOCK,
+    CONFIG,
+    LAYERS,
+    POLICIES,
+    Request,
+    assert_same,
+    block_bytes,
+    kv_is_back,
+    run_together,
+    some_requests,
+    wide,
+)
 
 from d3engine import (
     D3,
@@ -33,6 +47,8 @@ from d3engine.choice import Choice
 from d3engine.chunks import Chunks
 from d3engine.depth import DepthPolicy
 from d3engine.executor.cuda_graph import GraphExecutor, batch_sizes
+from d3engine.model.config import ModelConfig
+from d3engine.model.weights import random_weights
 from d3engine.plan import Plan
 from d3engine.request import RequestOutput
 from d3engine.run_ahead import run_ahead
@@ -157,7 +173,7 @@ def test_requests_of_every_kind_answer_as_alone(
 
 
 ASKED: dict[str, list[dict[str, Any]]] = {
-    "draws": [{"temperature": 0.8}, {"temperature": 3.0}, {"temperature": 0.0}],
+    "draws": [{"temperature": 0.8}, {"temperature": 3.0}, {"temperature": 0.0}, {"temperature": 1e-30}],
     "cuts": [{"temperature": 2.0, "top_p": 0.8}, {"temperature": 3.0, "top_k": 5}, {"temperature": 2.0, "min_p": 0.1}],
     "penalties": [
         {"temperature": 2.0, "repetition_penalty": 1.5},
@@ -229,6 +245,67 @@ def test_preemption_and_short_memory_change_nothing(ahead: Callable[..., Engine]
         assert_same(done[nth], solo(request))
     assert engine.stats().num_preemptions > 5
     assert engine.stats().graph_steps > 20
+
+
+def test_a_run_that_the_memory_has_no_room_for_is_a_single_step(ahead: Callable[..., Engine], solo: Solo) -> None:
+    """Nobody waits here, and nobody is sent away before the next step itself lacks a block."""
+    requests = [Request(tuple(range(n, n + 4)), greedy(FullDepth(), 36)) for n in (20, 40)]
+    engine = ahead(kv_cache_memory_bytes=LAYERS * -(-42 // BLOCK) * block_bytes(), enable_prefix_caching=False)
+    outputs = engine.generate([list(r.prompt) for r in requests], [r.params for r in requests], use_tqdm=False)
+    for output, request in zip(outputs, requests, strict=True):
+        assert_same(output, solo(request))
+    stats = engine.stats()
+    assert stats.num_preemptions == 1
+    assert stats.graph_steps > 40
+
+
+def test_who_waits_while_there_is_a_place_is_not_kept_waiting_by_a_run(ahead: Callable[..., Engine]) -> None:
+    engine = ahead(admission=Waves(12), num_scheduler_steps=16)
+
+    def add(name: str) -> None:
+        engine._add(*engine._new_request(name, [1, 2, 3], greedy(FullDepth(), 40)), final_only=True)
+
+    add("first")
+    engine.step()
+    before = engine.stats().graph_steps
+    engine.step()
+    assert engine.stats().graph_steps == before + 16
+    add("second")
+    waited = 0
+    while engine.scheduler.num_waiting:
+        before = engine.stats().graph_steps
+        engine.step()
+        waited += engine.stats().graph_steps - before
+        assert engine.stats().graph_steps <= before + 1
+    assert 0 < waited < 12
+
+
+def test_rope_that_grows_with_the_sequence_is_known_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Answers that outgrow the trained length, beside some that have outgrown it with their prompts."""
+
+    def make(**config: Any) -> Engine:
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG | config))
+        shape = ModelConfig.from_directory(tmp_path)
+        weights = wide(random_weights(shape, dtype=torch.float32, device="cpu", seed=3))
+        return Engine(tmp_path, weights=weights, skip_tokenizer_init=True, device="cpu", max_model_len=64)
+
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    grown: dict[str, Any] = {"max_position_embeddings": 16, "rope_scaling": rope}
+    params = greedy(D3(0.8, 0.3), 24)
+    prompts = [list(range(50 + length, 50 + 2 * length)) for length in (3, 9, 15, 16, 17, 30)]
+    wanted = [make(**grown).generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
+    fixed = [make().generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts[:2]]
+    monkeypatch.setattr(loading, "uses_graphs", lambda device, enforce_eager: True)
+    engine = make(**grown)
+    for found, other in zip(engine.generate(prompts, params, use_tqdm=False), wanted, strict=True):
+        assert_same(found, other)
+    assert engine.stats().graph_steps > 20
+    for prompt, tokens, other in zip(prompts, fixed, wanted, strict=False):
+        same = 16 - len(prompt) + 1
+        assert tokens[:same] == other.outputs[0].token_ids[:same]
+        assert tokens != other.outputs[0].token_ids, "that the rope has grown is to be seen"
 
 
 def test_an_answer_ends_at_its_stop_token_in_the_middle_of_a_run(ahead: Callable[..., Engine], solo: Solo) -> None:

@@ -154,7 +154,7 @@ class GraphExecutor:
     @torch.inference_mode()
     def run(self, plan: Plan) -> Computed:
         """Run the steps of a plan: tokens, where the device has chosen them itself, or logits as `eager` gives them."""
-        if plan.ahead is None or self._eager.depends_on_length:
+        if plan.ahead is None:
             self.graph_stats.eager_steps += 1
             return self._eager.run(plan)
         shapes = self._shapes(plan.ahead)

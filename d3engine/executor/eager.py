@@ -61,13 +61,8 @@ class EagerExecutor:
 
     @property
     def rotation_table(self) -> Tensor:
-        """Complex64 [max_model_len, D / 2]: the rotation of every position, unless `depends_on_length`."""
-        return self._rope.table
-
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether a row's rotation depends on more than its position."""
-        return self._rope.depends_on_length
+        """Complex64 [max_model_len, D / 2]: the rotation of a generated token at every position."""
+        return self._rope.generated_table
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Computed:

@@ -21,7 +21,9 @@ class Rope:
     """The rotations of positions [0, max_positions) of a model, on one device.
 
     `table` complex64 [max_positions, head_dim / 2] holds them. `depends_on_length` is True only for "dynamic" (NTK)
-    rope, whose frequencies change once a sequence outgrows max_position_embeddings.
+    rope, whose frequencies change once a sequence outgrows max_position_embeddings. A generated token is the last of
+    its sequence when it is computed first, so its rotation follows from its position even then: `generated_table`
+    holds those.
     """
 
     def __init__(self, config: ModelConfig, max_positions: int, device: torch.device | str) -> None:
@@ -32,6 +34,10 @@ class Rope:
         self._head_dim = config.head_dim
         self._trained_length = config.max_position_embeddings
         self._rope = config.rope
+        self.generated_table = self.table
+        if self.depends_on_length:
+            every = positions.to(device)
+            self.generated_table = self.rotations(every, every + 1)
 
     def rotations(self, positions: Tensor, sequence_lengths: Tensor | None = None) -> Tensor:
         """Return complex64 [T, head_dim / 2], the rotation of every channel pair for each of T rows.
