@@ -173,7 +173,7 @@ def test_requests_of_every_kind_answer_as_alone(
 
 
 ASKED: dict[str, list[dict[str, Any]]] = {
-    "draws": [{"temperature": 0.8}, {"temperature": 3.0}, {"temperature": 0.0}, {"temperature": 1e-30}],
+    "draws": [{"temperature": 0.8}, {"temperature": 3.0}, {"temperature": 0.0}, {"temperature": 1e-38}],
     "cuts": [{"temperature": 2.0, "top_p": 0.8}, {"temperature": 3.0, "top_k": 5}, {"temperature": 2.0, "min_p": 0.1}],
     "penalties": [
         {"temperature": 2.0, "repetition_penalty": 1.5},
@@ -250,7 +250,7 @@ def test_preemption_and_short_memory_change_nothing(ahead: Callable[..., Engine]
 def test_a_run_that_the_memory_has_no_room_for_is_a_single_step(ahead: Callable[..., Engine], solo: Solo) -> None:
     """Nobody waits here, and nobody is sent away before the next step itself lacks a block."""
     requests = [Request(tuple(range(n, n + 4)), greedy(FullDepth(), 36)) for n in (20, 40)]
-    engine = ahead(kv_cache_memory_bytes=LAYERS * -(-42 // BLOCK) * block_bytes(), enable_prefix_caching=False)
+    engine = ahead(kv_cache_memory_bytes=LAYERS * 12 * block_bytes(), enable_prefix_caching=False)
     outputs = engine.generate([list(r.prompt) for r in requests], [r.params for r in requests], use_tqdm=False)
     for output, request in zip(outputs, requests, strict=True):
         assert_same(output, solo(request))
