@@ -1,7 +1,7 @@
 """Word sorting, kin of the BBH task: a list of words into alphabetical order.
 
-The one idea: the answer is copying, and each next word is one of fewer: later tokens are easier, which is what depth
-decay assumes.
+The one idea: the answer is copying, and each next word is one of fewer. Depth decay assumes that later tokens are
+easier; here is a task to try that on.
 """
 
 from __future__ import annotations
