@@ -12,7 +12,7 @@ import torch
 
 from d3engine.evaluation.procedural import NAMES, all_problems
 from d3engine.weights_tools.demo_trainer import DemoConfig, DemoModel, export, load
-from d3engine.weights_tools.train_demo import mixed_problems, task_names
+from d3engine.weights_tools.train_demo import earlier_model, mixed_problems, task_names
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +67,13 @@ def test_tasks_that_do_not_exist_are_named() -> None:
     assert task_names("word-sorting,word-problems") == ["word-sorting", "word-problems"]
     with pytest.raises(ArgumentTypeError, match="'sorting' is not allowed: all, or some of word-problems, "):
         task_names("word-sorting,sorting")
+
+
+def test_a_model_to_start_from_is_one_that_the_trainer_made(model: DemoModel, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"nowhere' is not allowed: .* no config.json there"):
+        earlier_model(str(tmp_path / "nowhere"))
+    export(model, b"a tokenizer", {}, tmp_path)
+    with pytest.raises(ArgumentTypeError, match="is not allowed: a model of the shape that this script trains"):
+        earlier_model(str(tmp_path))
+    export(DemoModel(DemoConfig()), b"a tokenizer", {}, tmp_path)
+    assert earlier_model(str(tmp_path)) == tmp_path

@@ -9,6 +9,7 @@ decay of the learning rate early; its text may say over how many steps.
 import argparse
 import io
 import itertools
+import json
 import math
 import random
 import sys
@@ -27,7 +28,17 @@ from d3engine.evaluation.procedural import MAX_TOKENS, NAMES, WORD_PROBLEMS, Sol
 from d3engine.evaluation.word_problems import MAX_NUMBER, Split
 
 try:
-    from d3engine.weights_tools.demo_trainer import BOS, EOS, DemoConfig, DemoModel, Muon, cutoffs, export, load
+    from d3engine.weights_tools.demo_trainer import (
+        BOS,
+        EOS,
+        DemoConfig,
+        DemoModel,
+        Muon,
+        cutoffs,
+        export,
+        hf_config,
+        load,
+    )
 except ModuleNotFoundError:  # run as a plain script, from a checkout that is not installed
     from demo_trainer import (  # type: ignore[import-not-found, no-redef]
         BOS,
@@ -37,6 +48,7 @@ except ModuleNotFoundError:  # run as a plain script, from a checkout that is no
         Muon,
         cutoffs,
         export,
+        hf_config,
         load,
     )
 
@@ -399,6 +411,21 @@ def task_names(text: str) -> list[str]:
     return names
 
 
+def earlier_model(text: str) -> Path:
+    """Returns the directory of a model that this script has exported."""
+    directory = Path(text)
+    missing = [
+        name for name in ("config.json", "model.safetensors", "tokenizer.model") if not (directory / name).is_file()
+    ]
+    if missing:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed: a model that this script has made; no {missing[0]} there"
+        )
+    if json.loads((directory / "config.json").read_text()) != hf_config(DemoConfig()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: a model of the shape that this script trains")
+    return directory
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
@@ -414,7 +441,9 @@ def main() -> None:
         default=[WORD_PROBLEMS],
         help=f"what to learn: all, or a comma-separated list of {', '.join(NAMES)}",
     )
-    parser.add_argument("--start-from", type=Path, help="a model that this script has made: its weights and tokenizer")
+    parser.add_argument(
+        "--start-from", type=earlier_model, help="a model that this script has made: its weights and tokenizer"
+    )
     parser.add_argument("--plain", action="store_true", help="train the twin without depth trained in")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--resume", action="store_true", help="go on from the output directory's checkpoint")
