@@ -22,10 +22,13 @@ from tqdm import tqdm
 
 from benchmarks.report import environment, keep
 from d3engine.admission import Admission, Immediate, Waves
+from d3engine.colours import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILION
 from d3engine.depth import D3, Schedule
 from d3engine.depth.statistics import layer_bound
+from d3engine.depth.words import policy_in_words
 from d3engine.kv_cache import KVCache
 from d3engine.plan import Plan, Sampled
+from d3engine.plots import new_figure, save_figure
 from d3engine.request import SamplingParams
 from d3engine.scheduler import Scheduler, SchedulerConfig
 from d3engine.sequence import Sequence as TokenSequence
@@ -222,12 +225,10 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 def plot(report: dict[str, Any], path: str | Path) -> None:
     """Draw layer-steps saved and extra wait, bars by strategy in groups by batch, to a PNG file."""
-    from matplotlib.figure import Figure
-
-    colours = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00")  # Okabe-Ito: told apart with any colour vision
+    colours = (BLUE, ORANGE, GREEN, PURPLE, VERMILION)
     hatches = ("", "//", "..", "xx", "\\\\")  # and in grey
     settings = report["settings"]
-    figure = Figure(figsize=(9, 4.2), dpi=120, layout="constrained")
+    figure = new_figure(width=9, height=4.2)
     saved_axes, wait_axes = figure.subplots(1, 2, width_ratios=[3, 2])
     strategies = _by_strategy(report)
     places = np.arange(len(settings["batches"]))
@@ -248,10 +249,10 @@ def plot(report: dict[str, Any], path: str | Path) -> None:
             bars = wait_axes.bar(places + offset, waits, width, **look)
             wait_axes.bar_label(bars, fmt="%.1f", fontsize="small", padding=1)
     bound = report["bound"]
-    saved_axes.axhline(bound, color="black", linestyle="--", linewidth=1, label=f"bound {bound:.2f}x")
+    saved_axes.axhline(bound, color=INK, linestyle="--", linewidth=1, label=f"bound {bound:.2f}x")
     saved_axes.set_ylim(1, 1 + (bound - 1) * 1.15)
     saved_axes.set_ylabel("layer-steps saved (times; 1 is full depth)")
-    wait_axes.axhline(0, color="black", linewidth=1)
+    wait_axes.axhline(0, color=INK, linewidth=1)
     wait_axes.margins(y=0.15)
     wait_axes.set_ylabel("extra wait (engine steps, mean)")
     for axes in (saved_axes, wait_axes):
@@ -260,13 +261,13 @@ def plot(report: dict[str, Any], path: str | Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     handles, labels = saved_axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize="small")
-    policy = f"D3(alpha={settings['alpha']}, start={settings['start']})"
+    policy = policy_in_words(D3(settings["alpha"], settings["start"]))
     figure.suptitle(
-        f"Admission in waves: {settings['num_layers']} layers, {policy}, {settings['tokens']} tokens an answer,"
+        f"Admission in waves: {settings['num_layers']} layers, {policy}, {settings['tokens']} tokens per answer,"
         f" {settings['load']:.0%} load",
         fontsize="medium",
     )
-    figure.savefig(path)
+    save_figure(figure, Path(path))
 
 
 def _by_strategy(report: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +26,11 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.report import environment, keep, summary
+from d3engine.colours import BLUE, INK, ORANGE
 from d3engine.depth import D3, DepthPolicy, FullDepth, Lossless
 from d3engine.engine import Engine
 from d3engine.evaluation.word_problems import format_prompt, problems
+from d3engine.plots import new_figure, save_figure
 from d3engine.request import RequestOutput, SamplingParams
 
 
@@ -178,10 +181,8 @@ def _in_words(cell: dict[str, Any]) -> str:
 
 def plot(report: dict[str, Any], path: str) -> None:
     """Draw measured and modelled speed-up over the draft length, a panel for each D3 setting, to a PNG file."""
-    from matplotlib.figure import Figure
-
     drafts = report["settings"]["drafts"]
-    figure = Figure(figsize=(3.1 * len(drafts), 3.8), dpi=120, layout="constrained")
+    figure = new_figure(width=3.1 * len(drafts), height=3.8)
     panels = figure.subplots(1, len(drafts), sharey=True, squeeze=False)[0]
     for axes, (alpha, start) in zip(panels, drafts, strict=True):
         cells = [cell for cell in report["cells"] if (cell["alpha"], cell["start"]) == (alpha, start)]
@@ -191,10 +192,10 @@ def plot(report: dict[str, Any], path: str) -> None:
         line = range(1, max(lengths) + 1)
         label = f"model: b = {acceptance:.2f}, c = {cost:.2f}"
         modelled = [modelled_speedup(acceptance, cost, length) for length in line]
-        axes.plot(line, modelled, color="#E69F00", linestyle="--", label=label)
-        axes.plot(lengths, [cell["speedup"] for cell in cells], color="#0072B2", marker="o", label="measured")
-        axes.axhline(1, color="black", linewidth=1)
-        axes.set_title(f"alpha = {alpha}, start = {start}", fontsize="medium")
+        axes.plot(line, modelled, color=ORANGE, linestyle="--", label=label)
+        axes.plot(lengths, [cell["speedup"] for cell in cells], color=BLUE, marker="o", label="measured")
+        axes.axhline(1, color=INK, linewidth=1)
+        axes.set_title(f"alpha {alpha}, start {start}", fontsize="medium")
         axes.set_xlabel("draft length g")
         axes.set_xticks(lengths)
         axes.legend(frameon=False, fontsize="small")
@@ -206,7 +207,7 @@ def plot(report: dict[str, Any], path: str) -> None:
         " one CPU thread): it pays above 1",
         fontsize="medium",
     )
-    figure.savefig(path)
+    save_figure(figure, Path(path))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,8 +12,11 @@ RAMP = ("#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962")
 """Viridis from deep to shallow: perceptually even, and told apart with any colour vision."""
 
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
-BLACK, GREY = "#000000", "#999999"
+GREY = "#999999"
 """Okabe and Ito's set: told apart with any colour vision. Blue and orange are told apart in grey too."""
+
+INK = "#767676"
+"""Of text and lines in pictures without a ground of their own: its contrast to white is 4.5, to black 4.6 (WCAG 2)."""
 
 
 def ramp(position: float) -> tuple[int, int, int]:
@@ -23,6 +26,11 @@ def ramp(position: float) -> tuple[int, int, int]:
     first, second = (_parts(RAMP[i]) for i in (low, low + 1))
     red, green, blue = (round(a + (b - a) * (place - low)) for a, b in zip(first, second, strict=True))
     return red, green, blue
+
+
+def line_ramp(position: float) -> str:
+    """The ramp as "#rrggbb", without its darkest part, of which a thin line would be lost on a dark page."""
+    return "#{:02x}{:02x}{:02x}".format(*ramp(0.3 + 0.7 * position))
 
 
 def depth_position(depth: int, depths: Iterable[int]) -> float:

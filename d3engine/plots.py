@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from d3engine.colours import BLACK, BLUE, ORANGE, ramp
+from d3engine.colours import BLUE, INK, ORANGE, line_ramp
 from d3engine.depth import Schedule
 from d3engine.errors import InvalidValueError, MissingExtraError, require, require_integer
 
@@ -63,7 +63,7 @@ def plot_decay(schedules: Mapping[str, Schedule], num_steps: int, path: str | Pa
     for place, (label, schedule) in enumerate(schedules.items()):
         steps = np.array([0, *(end for _, end in schedule.runs(num_steps))])
         depths = [schedule.depth_at(int(step)) for step in steps[:-1]]
-        colour = "#{:02x}{:02x}{:02x}".format(*ramp(place / max(len(schedules) - 1, 1)))
+        colour = line_ramp(place / max(len(schedules) - 1, 1))
         axes.stairs(depths, steps, baseline=None, color=colour, linewidth=2.2)
         # A marker of its own, half way by the eye, tells curves apart that lie on each other.
         middle = np.where(steps[:-1] > 0, np.sqrt(np.maximum(steps[:-1], 1.0) * steps[1:]), np.minimum(steps[1:], 0.5))
@@ -86,7 +86,9 @@ def _draw_depth(axes: Any, schedule: Schedule, edges: list[int]) -> None:
     depths = [schedule.depth_at(step) for step in edges[:-1]]
     mean = float(np.average(depths, weights=np.diff(edges)))
     axes.stairs(depths, np.array(edges) - 0.5, baseline=None, color=RUNS, linewidth=2, label="layers run")
-    axes.axhline(mean, color=BLACK, linestyle="--", linewidth=1, label=f"mean {mean:.3f}")
+    saved = 1 - mean / schedule.num_layers
+    label = f"mean {mean:.1f} of {schedule.num_layers}" + (f": {saved:.0%} fewer" if saved else "")
+    axes.axhline(mean, color=INK, linestyle="--", linewidth=1.5, label=label)
     axes.set_ylim(0, schedule.num_layers * 1.05)
     axes.set_ylabel("layers run")
     axes.yaxis.get_major_locator().set_params(integer=True)
@@ -135,8 +137,33 @@ def check_picture(option: str, path: Path) -> None:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure; raises `InvalidValueError` for a file that cannot be written."""
+    """Write a figure without a ground of its own, to be read on a light page and on a dark one.
+
+    Raises `InvalidValueError` for a file that cannot be written.
+    """
+    _ink(figure)
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:  # no such folder; a suffix that matplotlib cannot write
         raise InvalidValueError("plot", str(path), f"a file to write a picture to ({error})") from error
+
+
+def _ink(figure: Any) -> None:
+    """Take every white ground away, and draw in `INK` what nobody has given a colour: text, frames, ticks."""
+    from matplotlib.axes import Axes
+    from matplotlib.figure import FigureBase
+    from matplotlib.legend import Legend
+    from matplotlib.text import Text
+
+    for part in figure.findobj(FigureBase):
+        part.patch.set_alpha(0)
+    for axes in figure.findobj(Axes):
+        axes.patch.set_alpha(0)
+        axes.tick_params(which="both", color=INK)
+        for spine in axes.spines.values():
+            spine.set_edgecolor(INK)
+    for legend in figure.findobj(Legend):
+        legend.get_frame().set_alpha(0)
+    for text in figure.findobj(Text):
+        if text.get_color() == "black":  # what matplotlib takes by itself; a colour of our own is "#rrggbb"
+            text.set_color(INK)

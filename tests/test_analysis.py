@@ -381,6 +381,8 @@ def test_the_page_shows_every_token_and_runs_nothing_of_the_models(demo_sample: 
     answer = sample.answers[0]
     tokens = (*answer.tokens, hostile)
     text = sample_page(Sample(16, [SampleAnswer(answer.policy, "<i>prompt", tokens)]), "a <title>")
+    assert '<meta name="viewport" content="width=device-width' in text  # a phone does not shrink it
+    assert "#fff" not in text.split("</style>")[0]  # boxes take the page's own colours, dark or light
     page = Page()
     page.feed(text)
     assert not {"script", "i", "b", "link", "img"} & set(page.tags)

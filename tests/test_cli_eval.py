@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from d3engine.cli import app
 from d3engine.cli.depth_options import policy_from_words
-from d3engine.cli.terminal import policy_title
 from d3engine.depth import D3, EarlyExit, Lossless
+from d3engine.depth.words import policy_in_words
 from d3engine.errors import D3EngineError
 from d3engine.evaluation.accuracy import wilson_interval
 
@@ -216,4 +216,4 @@ def test_options_of_a_policy_may_be_spelled_as_in_python() -> None:
 
 
 def test_a_policy_in_words_names_the_policy_that_drafts_for_it() -> None:
-    assert policy_title(Lossless(D3(0.9, 0.6), 8)) == "Lossless, draft (D3, alpha 0.9, start 0.6), draft length 8"
+    assert policy_in_words(Lossless(D3(0.9, 0.6), 8)) == "Lossless D3, draft (D3, alpha 0.9, start 0.6), draft length 8"

@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from d3engine.cli import app
 from d3engine.cli.answers import Answer, readable_bytes, run_answers
 from d3engine.cli.engine_options import interruptible
-from d3engine.cli.terminal import DepthColours, Writer, policy_title, safe_text
+from d3engine.cli.terminal import DepthColours, Writer, safe_text
 from d3engine.depth import D3, EarlyExit, FullDepth
+from d3engine.depth.words import policy_in_words
 from d3engine.engine import Engine
 from d3engine.errors import D3EngineError
 from d3engine.evaluation.word_problems import extract_answer, problems
@@ -306,10 +307,10 @@ def test_a_fault_of_an_answer_is_told(engine: Engine) -> None:
 
 
 def test_policies_have_short_titles() -> None:
-    assert policy_title(FullDepth()) == "Full depth"
-    assert policy_title(D3(alpha=0.9, start=0.6)) == "D3, alpha 0.9, start 0.6"
-    assert policy_title(D3(alpha=0.9, start=0.6, tail=2)) == "D3, alpha 0.9, start 0.6, tail 2"
-    assert policy_title(EarlyExit(0.9, "cosine", every=2)) == "EarlyExit, threshold 0.9, confidence cosine, every 2"
+    assert policy_in_words(FullDepth()) == "Full depth"
+    assert policy_in_words(D3(alpha=0.9, start=0.6)) == "D3, alpha 0.9, start 0.6"
+    assert policy_in_words(D3(alpha=0.9, start=0.6, tail=2)) == "D3, alpha 0.9, start 0.6, tail 2"
+    assert policy_in_words(EarlyExit(0.9, "cosine", every=2)) == "Early exit, threshold 0.9, confidence cosine, every 2"
 
 
 def test_bytes_are_readable() -> None:

@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from d3engine import D3, FullDepth
+from d3engine import D3, FullDepth, plots
 from d3engine.analysis import pictures
 from d3engine.analysis.copying import Copying, Outcome
+from d3engine.analysis.flow import Flow
 from d3engine.analysis.perplexity import Perplexity
 from d3engine.analysis.sample import Sample, SampleAnswer, SampleToken
 from d3engine.calibration import picture
 from d3engine.calibration.scoring import Answers
 from d3engine.calibration.search import Budget, Calibration, Check, Fate, Trial, make_candidates
 from d3engine.errors import InvalidValueError
-from d3engine.plots import check_picture
+from d3engine.plots import check_picture, plot_schedule
 
 pytest.importorskip("matplotlib")
 
@@ -32,7 +33,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         figure.draw_without_rendering()
         drawn.append(figure)
 
-    for module in (pictures, picture):
+    for module in (pictures, picture, plots):
         monkeypatch.setattr(module, "save_figure", keep)
     return drawn
 
@@ -60,6 +61,26 @@ def test_a_picture_that_can_be_written_is_not_refused(name: str, tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
+# -- on what page a picture may stand ----------------------------------------------------------------------------------
+
+
+def test_a_picture_has_no_ground_and_nothing_in_black_so_that_a_dark_page_can_show_it(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    plot_schedule(D3(alpha=0.9, start=0.6).schedule(16), 30, tmp_path / "a.png", "title")
+    pixels = imread(tmp_path / "a.png")
+    alpha, darkest = pixels[..., 3], pixels[..., :3].max(axis=2)
+    assert alpha[0, 0] == 0
+    assert (alpha == 0).mean() > 0.3
+    assert darkest[alpha > 0.5].min() > 0.4  # INK is 0x76 / 255 = 0.46
+
+
+def test_the_mean_of_a_schedule_says_how_much_fewer_that_is(figures: list[Any], tmp_path: Path) -> None:
+    plot_schedule(D3(alpha=0.98, start=0.5).schedule(32), 128, tmp_path / "a.png")
+    labels = [line.get_label() for line in figures[0].axes[0].lines]
+    assert labels == ["mean 17.8 of 32: 44% fewer"]
+
+
 # -- analyses ----------------------------------------------------------------------------------------------------------
 
 
@@ -75,6 +96,17 @@ def test_every_step_of_the_perplexity_is_in_the_picture(logprobs: list[float], f
     places = axes.transAxes.inverted().transform(axes.transData.transform(points.get_xydata()))
     assert np.isfinite(places).all()
     assert ((places > 0.005) & (places < 0.995)).all()  # inside, and off the border
+
+
+def test_the_legend_of_the_flow_is_one_block_with_a_column_for_each_part(figures: list[Any]) -> None:
+    values = np.linspace(0.1, 1, 2 * 3 * 4).reshape(2, 3, 4)
+    pictures.plot_flow(Flow(values, values, (3, 4)), "a.png", "")
+    (legend,) = figures[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        f"{part}, {rows} tokens" for part in ("block", "attention", "MLP") for rows in ("answer", "prompt")
+    ]
+    left = [round(text.get_window_extent().x0) for text in legend.get_texts()]
+    assert left[0] == left[1] < left[2] == left[3] < left[4] == left[5]
 
 
 def test_the_copied_layers_stand_with_their_intervals_and_the_answers_that_reach_the_step(figures: list[Any]) -> None:

@@ -17,10 +17,10 @@ from d3engine.analysis.perplexity import Perplexity
 from d3engine.analysis.report import step_groups, steps_in_words
 from d3engine.analysis.sample import Sample, SampleAnswer
 from d3engine.analysis.saturation import Saturation
-from d3engine.colours import BLACK, BLUE, GREY, ORANGE, VERMILION, depth_colours, ramp
+from d3engine.colours import BLUE, GREY, INK, ORANGE, VERMILION, depth_colours, line_ramp
 from d3engine.plots import MARKERS, STEPS, new_figure, save_figure
 
-PART_STYLES = {"block": (BLACK, "o"), "attention": (BLUE, "s"), "mlp": (VERMILION, "^")}
+PART_STYLES = {"block": (INK, "o"), "attention": (BLUE, "s"), "mlp": (VERMILION, "^")}
 ABOVE = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3, "frameon": False, "fontsize": "small"}
 
 
@@ -57,7 +57,7 @@ def plot_saturation(result: Saturation, path: str | Path, title: str) -> None:
 
 
 def plot_perplexity(result: Perplexity, path: str | Path, title: str) -> None:
-    """The mean of -log p at every step, whose exp is the perplexity, and how many answers reach the step."""
+    """The logarithm of the perplexity at every step, the mean of -log p, and how many answers reach the step."""
     figure = new_figure(width=8, height=5)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     values, counts = result.by_step()
@@ -73,7 +73,7 @@ def plot_perplexity(result: Perplexity, path: str | Path, title: str) -> None:
     if len(positive):
         upper.set_yscale("symlog", linthresh=least, linscale=0.5)
     upper.set_ylim(-least / 5, 1.5 * values.max() if len(positive) else least)
-    upper.set_ylabel("mean of -log p, nats" + (" (logarithmic above 0)" if len(positive) else ""))
+    upper.set_ylabel("log of the perplexity, nats" + (" (logarithmic above 0)" if len(positive) else ""))
     upper.legend(**ABOVE)
     lower.stairs(counts, np.arange(len(values) + 1) - 0.5, fill=True, color=ORANGE)
     lower.set_ylabel("answers")
@@ -103,7 +103,7 @@ def plot_flow(result: Flow, path: str | Path, title: str) -> None:
         for kind, style in enumerate(("-", "--")):
             for place, part in enumerate(PARTS):
                 colour, marker = PART_STYLES[part]
-                filled = {} if kind == 0 else {"markerfacecolor": "white"}
+                filled = {} if kind == 0 else {"markerfacecolor": "none"}
                 name = f"{NAMES[place]}, {ROWS[kind]} tokens"
                 axes.plot(layers, values[kind, place], style, marker=marker, color=colour, label=name, **filled)
         axes.set_xlabel("layer (0 is the first)")
@@ -112,7 +112,16 @@ def plot_flow(result: Flow, path: str | Path, title: str) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize="small", frameon=False)
+    # Filled by columns: a column for each part, answers above prompts.
+    order = [kind * len(PARTS) + place for place in range(len(PARTS)) for kind in range(len(ROWS))]
+    figure.legend(
+        [handles[place] for place in order],
+        [labels[place] for place in order],
+        loc="outside lower center",
+        ncols=len(PARTS),
+        fontsize="small",
+        frameon=False,
+    )
     figure.suptitle(title, fontsize="medium")
     save_figure(figure, Path(path))
 
@@ -127,11 +136,11 @@ def plot_copying(result: Copying, path: str | Path, title: str) -> None:
         shares = np.array([outcome.share for outcome in outcomes])
         low, high = ([getattr(outcome.interval, end) for outcome in outcomes] for end in ("low", "high"))
         at = places + aside * (number - (len(result.layers) - 1) / 2)
-        colour = "#{:02x}{:02x}{:02x}".format(*ramp(number / max(len(result.layers) - 1, 1)))
+        colour = line_ramp(number / max(len(result.layers) - 1, 1))
         style = {"color": colour, "linewidth": 1.5, "markersize": 6, "capsize": 3, "elinewidth": 1}
         reach = [100 * (shares - low), 100 * (high - shares)]
         axes.errorbar(at, 100 * shares, reach, marker=MARKERS[number % len(MARKERS)], label=f"{layers}", **style)
-    axes.axhline(100 * result.full.share, color=BLACK, linestyle="--", linewidth=1, label="0 (full depth)")
+    axes.axhline(100 * result.full.share, color=INK, linestyle="--", linewidth=1, label="0 (full depth)")
     axes.set_xticks(places, [f"{step}\n{result.reaching(step)}" for step in result.steps])
     axes.set_xlim(-0.5, len(places) - 0.5)
     axes.set_ylim(-3, 103)
@@ -215,7 +224,7 @@ def _draw_line(axes: Any, line: list[tuple[str, int]], row: float, colours: dict
         if not text:
             continue
         back, letters = colours[depth]
-        axes.add_patch(Rectangle((column, row + 0.06), len(text), 0.88, facecolor=back, edgecolor="white"))
+        axes.add_patch(Rectangle((column, row + 0.06), len(text), 0.88, facecolor=back, linewidth=0))
         for place, character in enumerate(text):  # one by one: no font's own widths, so that colours and letters agree
             axes.text(
                 column + place + 0.5,

@@ -12,7 +12,7 @@ from typing import Any
 
 from d3engine.calibration.scoring import Answers
 from d3engine.calibration.search import Calibration, Fate, Trial, best_at_each_speed
-from d3engine.colours import BLACK, BLUE, GREY, ORANGE, VERMILION, letters_on
+from d3engine.colours import BLUE, GREY, INK, ORANGE, VERMILION, letters_on
 from d3engine.depth import D3
 from d3engine.evaluation.accuracy import wilson_interval
 from d3engine.plots import new_figure, save_figure
@@ -125,9 +125,9 @@ def _draw_curve(axes: Any, result: Calibration) -> None:
     best = [trial.screened for trial in best_at_each_speed([trial for trial in result.trials if trial.rounds == last])]
     line = {"color": GREY, "linewidth": 1, "label": "best at each speed, last round", "zorder": 1}
     axes.plot([answers.mean_layers for answers in best], [100 * answers.exact_match for answers in best], **line)
-    _draw_answers(axes, result.full, "s", BLACK, 6, "full depth")
+    _draw_answers(axes, result.full, "s", INK, 6, "full depth")
     full, points = 100 * result.full.exact_match, 100 * result.tolerance
-    axes.axhline(full - points, color=BLACK, linestyle="--", linewidth=1, label=f"full depth - {points:g} points")
+    axes.axhline(full - points, color=INK, linestyle="--", linewidth=1, label=f"full depth - {points:g} points")
 
 
 def _draw_answers(axes: Any, answers: Answers, marker: str, colour: str, size: float, label: str) -> None:

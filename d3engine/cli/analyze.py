@@ -338,9 +338,9 @@ def _sample_policy(model: str, depth: Depth) -> DepthPolicy:
 
 
 def _heading(one: SampleAnswer, num_layers: int) -> str:
-    from d3engine.cli.terminal import policy_title
+    from d3engine.depth.words import policy_in_words
 
-    return f"{policy_title(one.policy)}: {one.mean_layers:.2f} of {num_layers} layers a token"
+    return f"{policy_in_words(one.policy)}: {one.mean_layers:.2f} of {num_layers} layers a token"
 
 
 def _write_page(result: Sample, path: Path, title: str) -> None:

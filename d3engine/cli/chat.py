@@ -146,7 +146,7 @@ class Conversation:
         self._say("The conversation is forgotten.")
 
     def _depth(self, words: list[str]) -> None:
-        from d3engine.cli.terminal import policy_title
+        from d3engine.depth.words import policy_in_words
 
         if words:
             depth = policy_from_words(words, "/depth")
@@ -154,7 +154,7 @@ class Conversation:
             if policy is not None:
                 policy.schedule(self._engine.config.num_layers)  # refused now, not at the next turn
             self._params = replace(self._params, depth=policy)
-        self._say(f"Depth: {policy_title(self._policy)}")
+        self._say(f"Depth: {policy_in_words(self._policy)}")
 
     @property
     def _policy(self) -> DepthPolicy:

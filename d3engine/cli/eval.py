@@ -214,12 +214,12 @@ class Run:
         self, engine: Engine, policies: Sequence[DepthPolicy], max_tokens: int, include_path: Path | None
     ) -> None:
         """Let lm-evaluation-harness run its tasks under every policy, and show the results."""
-        from d3engine.cli.terminal import policy_title
+        from d3engine.depth.words import policy_in_words
 
         runs = run_tasks(
             engine,
             self._facts["tasks"],
-            [(policy_title(one), one) for one in policies],
+            [(policy_in_words(one), one) for one in policies],
             shots=self._shots,
             limit=self._facts["limit"],
             seed=self._facts["seed"],
@@ -271,13 +271,13 @@ def _plan(
 
 
 def _measure(engine: Engine, benchmark: Benchmark, policies: Sequence[DepthPolicy], params: SamplingParams) -> Result:
-    from d3engine.cli.terminal import policy_title
+    from d3engine.depth.words import policy_in_words
 
     questions = benchmark.questions
     measure(engine, questions[:1], policies[0], params)  # whatever is slow the first time is not measured
     progress = sys.stderr.isatty()
     scores = [measure(engine, questions, policy, params, progress=progress) for policy in policies]
-    return Result(benchmark, tuple(policy_title(policy) for policy in policies), tuple(scores))
+    return Result(benchmark, tuple(policy_in_words(policy) for policy in policies), tuple(scores))
 
 
 def _machine(engine: Engine) -> dict[str, str]:

@@ -282,14 +282,14 @@ class _Demo:
         return run
 
     def _heading(self, policy: DepthPolicy) -> str:
-        from d3engine.cli.terminal import policy_title
+        from d3engine.depth.words import policy_in_words
 
         depths = _depths(self.engine, replace(self.params, depth=policy))
         if min(depths) == max(depths):
-            return f"{policy_title(policy)}: every token runs all {max(depths)} layers."
+            return f"{policy_in_words(policy)}: every token runs all {max(depths)} layers."
         later = "as many as each needs" if policy.exit_rule(max(depths)) else "fewer for later ones"
         falls = f"{max(depths)} layers for the first token, {later}, down to {min(depths)}"
-        return f"{policy_title(policy)}: {falls}."
+        return f"{policy_in_words(policy)}: {falls}."
 
     def _answer(self, policy: DepthPolicy, show: Callable[[Answer], None]) -> Run:
         from d3engine.cli.answers import run_answers

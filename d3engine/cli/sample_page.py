@@ -9,8 +9,9 @@ from __future__ import annotations
 from html import escape
 
 from d3engine.analysis.sample import Guess, Sample, SampleAnswer, SampleToken
-from d3engine.cli.terminal import policy_title, safe_text
+from d3engine.cli.terminal import safe_text
 from d3engine.colours import depth_colours
+from d3engine.depth.words import policy_in_words
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -23,14 +24,14 @@ h2 { font-size: 1rem; margin: 1.5rem 0 .3rem; }
 .token { position: relative; padding: .15rem 0; border-radius: .2rem; cursor: help; }
 .token:hover, .token:focus { outline: 2px solid #d55e00; outline-offset: 1px; z-index: 2; }
 .guesses { display: none; position: fixed; left: 50%; bottom: 1rem; transform: translateX(-50%); z-index: 3;
-  width: max-content; max-width: calc(100vw - 1rem); box-sizing: border-box; background: #fff; color: #000;
-  border: 1px solid #666; border-radius: .3rem; padding: .4rem .7rem; box-shadow: 0 2px 8px #0006;
+  width: max-content; max-width: calc(100vw - 1rem); box-sizing: border-box; background: Canvas; color: CanvasText;
+  border: 1px solid #888; border-radius: .3rem; padding: .4rem .7rem; box-shadow: 0 2px 8px #0006;
   font: 14px/1.6 system-ui, sans-serif; white-space: normal; }
 .token:hover .guesses, .token:focus .guesses { display: block; }
 .row { display: grid; grid-template-columns: 9em repeat(3, minmax(6.5em, 1fr)); column-gap: .4em; white-space: pre; }
 @media (max-width: 30rem) { .guesses { font-size: 11px; } }
-.guesses code { background: #eee; padding: 0 .2rem; }
-.passed { color: #666; }
+.guesses code { background: #8883; padding: 0 .2rem; }
+.passed { opacity: .7; }
 .legend span { padding: .15rem .5rem; margin-right: .15rem; border-radius: .2rem; }
 """
 
@@ -42,10 +43,12 @@ def sample_page(sample: Sample, title: str) -> str:
     legend = "".join(f'<span style="{style}">{depth}</span>' for depth, style in styles.items())
     parts = [
         "<!DOCTYPE html>",
-        f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
+        '<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title>",
         f"<style>{STYLE}</style></head><body>",
         f"<h1>{escape(title)}</h1>",
-        f'<p class="legend">Layers run for a token, of {sample.num_layers}: {legend}</p>',
+        f'<p class="legend">Layers run per token, of {sample.num_layers}: {legend}</p>',
         "<p>Point at a token, or tab to it, for what the model would have said after fewer layers.</p>",
     ]
     prompt = None
@@ -58,7 +61,7 @@ def sample_page(sample: Sample, title: str) -> str:
 
 
 def _answer(answer: SampleAnswer, num_layers: int, styles: dict[int, str]) -> str:
-    heading = f"{policy_title(answer.policy)}: {answer.mean_layers:.2f} of {num_layers} layers a token"
+    heading = f"{policy_in_words(answer.policy)}: {answer.mean_layers:.2f} of {num_layers} layers per token"
     tokens = "".join(_token(token, styles[token.depth], num_layers) for token in answer.tokens if token.text)
     return f'<h2>{escape(heading)}</h2><div class="answer">{tokens}</div>'
 

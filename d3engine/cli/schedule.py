@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -23,6 +22,7 @@ from d3engine.cli.depth_options import AUTO, Depth, takes_depth
 from d3engine.depth import NEVER, DepthPolicy, Schedule
 from d3engine.depth.policy import policy_from_directory
 from d3engine.depth.statistics import LLAMA2_BY_LAYERS, KVSaved, ModelShape, flops_ratio, kv_saved, mean_depth
+from d3engine.depth.words import policy_in_words
 from d3engine.errors import require
 
 app = new_app()
@@ -247,9 +247,7 @@ def _range(first: int, last: int) -> str:
 
 
 def _title(report: Report) -> str:
-    options = [f"{key} {value}" for key, value in report.policy.describe().items() if value is not None]
-    words = [type(report.policy).__name__, *options[1:], f"{report.schedule.num_layers} layers"]
-    return textwrap.shorten(", ".join(words), 100, placeholder=" ...")
+    return f"{policy_in_words(report.policy)}, {report.schedule.num_layers} layers"
 
 
 def _show(report: Report) -> None:

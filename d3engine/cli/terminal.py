@@ -9,8 +9,6 @@ from __future__ import annotations
 import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
-from typing import Any, cast
 
 import typer
 from rich.cells import cell_len
@@ -20,7 +18,7 @@ from rich.style import Style
 from rich.table import Table
 
 from d3engine.colours import depth_position, letters_on, ramp
-from d3engine.depth import DepthPolicy, FullDepth
+from d3engine.depth import DepthPolicy
 
 DECEPTIVE = frozenset("\u061c\u200e\u200f\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """Characters that reorder or break a line of text without being seen."""
@@ -139,20 +137,6 @@ def possible_depths(policy: DepthPolicy, num_layers: int, num_steps: int) -> lis
         return rule.depths(num_layers)
     schedule = policy.schedule(num_layers)
     return [schedule.depth_at(first) for first, _ in schedule.runs(num_steps)]
-
-
-def policy_title(policy: DepthPolicy) -> str:
-    """A policy in words: "D3, alpha 0.9, start 0.6"; options at their defaults are left out."""
-    if isinstance(policy, FullDepth):
-        return "Full depth"
-    usual = {"policy": policy.name} | {field.name: field.default for field in fields(cast(Any, policy))}
-    options = {name: value for name, value in policy.describe().items() if usual.get(name, ...) != value}
-    for name in options:
-        own = getattr(policy, name, None)
-        if isinstance(own, DepthPolicy):
-            options[name] = f"({policy_title(own)})"
-    words = [f"{name.replace('_', ' ')} {value}" for name, value in options.items()]
-    return ", ".join([type(policy).__name__, *words])
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

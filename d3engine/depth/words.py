@@ -1,0 +1,41 @@
+"""A policy in words, for headings and titles: "D3, alpha 0.9, start 0.6"."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, cast
+
+from d3engine.depth.policy import DepthPolicy
+
+WORDS = {
+    "full": "Full depth",
+    "skipdecode": "SkipDecode",
+    "unified": "Unified skipping",
+    "tail-skip": "Tail skipping",
+    "early-exit": "Early exit",
+    "table": "Layer table",
+    "self-speculative": "Self-speculative decoding",
+    "lossless": "Lossless D3",
+    "speculative": "Speculative decoding",
+}
+"""What people call the policies whose class has another name than theirs."""
+
+LONGEST_VALUE = 60
+"""Characters of an option's value (a table's can have thousands)."""
+
+
+def policy_in_words(policy: DepthPolicy) -> str:
+    """Its name and its options; those that stand at their defaults, and those that are None, are left out."""
+    usual = {"policy": policy.name} | {field.name: field.default for field in fields(cast(Any, policy))}
+    parts = [WORDS.get(policy.name, type(policy).__name__)]
+    for name, value in policy.describe().items():
+        if value is None or usual.get(name, ...) == value:
+            continue
+        own = getattr(policy, name, None)
+        said = f"({policy_in_words(own)})" if isinstance(own, DepthPolicy) else _shortened(f"{value}")
+        parts.append(f"{name.replace('_', ' ')} {said}")
+    return ", ".join(parts)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 4] + " ..."
