@@ -76,8 +76,8 @@ class _Request:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_token_ids=list(self.prompt_token_ids),  # a reader may do with them what he likes
+            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
             outputs=[answer.output() for answer in self.answers],
             finished=self.finished,
             metrics=RequestMetrics(

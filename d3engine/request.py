@@ -12,12 +12,14 @@ from enum import StrEnum
 
 from d3engine.depth import DepthPolicy
 from d3engine.errors import require, require_integer, require_number
+from d3engine.frozen_dict import FrozenDict
 
 MAX_N = 64
 MAX_LOGPROBS = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 256
+MAX_ALLOWED_TOKENS = 2**20
 MAX_BIASED_TOKENS = 1024
 MAX_BAD_WORDS = 256
 MAX_TOKENS = 2**24
@@ -30,6 +32,8 @@ GREEDY_BELOW = 1e-5
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen and when a sequence ends.
+
+    Lists are kept as tuples, and `logit_bias` as a mapping that cannot be changed: what was checked stays as it was.
 
     Args:
         n: sequences to generate for the prompt; each draws its own random numbers.
@@ -112,38 +116,39 @@ class SamplingParams:
         self._check_token_ids()
 
     def _check_strings(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        _check_list("stop", stop, MAX_STOP_STRINGS)
-        for text in stop or ():
-            fits = isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH
-            require(fits, "stop", text, f"strings of 1 to {MAX_STOP_LENGTH} characters")
-        _check_list("bad_words", self.bad_words, MAX_BAD_WORDS)
-        for text in self.bad_words or ():
-            fits = isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH
-            require(fits, "bad_words", text, f"strings of 1 to {MAX_STOP_LENGTH} characters")
+        if not isinstance(self.stop, str):
+            self._keep_tuple("stop", MAX_STOP_STRINGS)
+        self._keep_tuple("bad_words", MAX_BAD_WORDS)
+        for name, texts in (("stop", self.stop_strings), ("bad_words", self.bad_words or ())):
+            for text in texts:
+                fits = isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH
+                require(fits, name, text, f"strings of 1 to {MAX_STOP_LENGTH} characters")
 
     def _check_token_ids(self) -> None:
-        _check_list("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        _check_list("allowed_token_ids", self.allowed_token_ids, None)
-        require(
-            self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
-            "allowed_token_ids",
-            self.allowed_token_ids,
-            "at least one token id, or None",
-        )
+        self._keep_tuple("stop_token_ids", MAX_STOP_TOKEN_IDS)
+        self._keep_tuple("allowed_token_ids", MAX_ALLOWED_TOKENS)
+        is_empty = self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0
+        allowed = "at least one token id, or None"
+        require(not is_empty, "allowed_token_ids", self.allowed_token_ids, allowed)
         bias = self.logit_bias
-        require(bias is None or isinstance(bias, Mapping), "logit_bias", bias, "a mapping of token id to bias")
-        require(
-            len(bias or ()) <= MAX_BIASED_TOKENS,
-            "logit_bias",
-            len(bias or ()),
-            f"{MAX_BIASED_TOKENS} at most",
-        )
-        for value in (bias or {}).values():
+        if bias is not None:
+            require(isinstance(bias, Mapping), "logit_bias", bias, "a mapping of token id to bias")
+            require(len(bias) <= MAX_BIASED_TOKENS, "logit_bias", len(bias), f"{MAX_BIASED_TOKENS} at most")
+            object.__setattr__(self, "logit_bias", FrozenDict(bias))
+        for value in (self.logit_bias or {}).values():
             require_number("logit_bias", value, -100.0, 100.0)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(self, name) or ():
                 require_integer(name, token, 0)
+
+    def _keep_tuple(self, name: str, most: int) -> None:
+        """Refuse what is no list of at most `most` items; keep a copy of one that is."""
+        value = getattr(self, name)
+        if value is None:
+            return
+        require(isinstance(value, Sequence) and not isinstance(value, str | bytes), name, value, "a list or None")
+        require(len(value) <= most, name, f"{len(value)} items", f"at most {most} items")
+        object.__setattr__(self, name, tuple(value))
 
     @property
     def greedy(self) -> bool:
@@ -160,15 +165,6 @@ class SamplingParams:
             "allowed_token_ids": tuple(self.allowed_token_ids or ()),
             "logit_bias": tuple(self.logit_bias or ()),
         }
-
-
-def _check_list(name: str, value: object, most: int | None) -> None:
-    if value is None:
-        return
-    require(isinstance(value, Sequence) and not isinstance(value, str | bytes), name, value, "a list or None")
-    assert isinstance(value, Sequence)
-    if most is not None:
-        require(len(value) <= most, name, f"{len(value)} items", f"at most {most} items")
 
 
 class FinishReason(StrEnum):
