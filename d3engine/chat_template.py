@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from d3engine.errors import InvalidValueError, ModelFormatError, require
+from d3engine.files import CONFIG_BYTES, UnreadableFileError, is_there, read_text
 from d3engine.template_sandbox import LimitError, RenderLimits, compile_template, render_template
 from d3engine.tokenizer import named_special_tokens, read_tokenizer_config
 
@@ -33,11 +34,11 @@ def load_chat_template(directory: Path | str) -> ChatTemplate | None:
     config = read_tokenizer_config(directory)
     special_tokens = named_special_tokens(config)
     path = directory / "chat_template.jinja"
-    if path.is_file():
+    if is_there(path):
         try:
-            return ChatTemplate(path.read_text(encoding="utf-8"), special_tokens=special_tokens)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelFormatError(f"{path}: cannot be read: {error}") from error
+            return ChatTemplate(read_text(path, CONFIG_BYTES), special_tokens=special_tokens)
+        except UnreadableFileError as error:
+            raise ModelFormatError(str(error)) from None
     source = _template_of_config(config.get("chat_template"))
     return None if source is None else ChatTemplate(source, special_tokens=special_tokens)
 

@@ -11,6 +11,7 @@ from d3engine import loading
 from d3engine.depth import DepthPolicy
 from d3engine.errors import InvalidValueError, require
 from d3engine.executor.eager import EagerExecutor
+from d3engine.files import is_there
 from d3engine.kv_cache import KVCache
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, load_weights
@@ -98,7 +99,7 @@ def with_cache(
 
 
 def _has_tokenizer(directory: Path) -> bool:
-    return any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
+    return any(is_there(directory / name) for name in ("tokenizer.json", "tokenizer.model"))
 
 
 def _piece(tokenizer: Tokenizer, token: int) -> str | None:

@@ -15,7 +15,7 @@ from d3engine.depth.policy import POLICY_FILE, calibrated_for, policy_from_direc
 from d3engine.environment import KERNELS
 from d3engine.errors import InvalidValueError, ModelFormatError, require, require_integer, require_number
 from d3engine.kernels import for_device
-from d3engine.model.config import ModelConfig, load_generation_config
+from d3engine.model.config import GENERATION_CONFIG_FILE, ModelConfig, load_generation_config
 from d3engine.model.fingerprint import fingerprint
 from d3engine.model.weights import LlamaWeights
 from d3engine.request import SamplingParams
@@ -141,7 +141,10 @@ def num_scheduler_steps(given: int | None, uses_graphs: bool) -> int:
 
 
 def default_sampling_params(directory: Path) -> SamplingParams:
-    """What generation_config.json asks for, as vLLM reads it: greedy when it says `do_sample: false`."""
+    """What generation_config.json asks for, as vLLM reads it: greedy when it says `do_sample: false`.
+
+    Raises `ModelFormatError`, naming the file, for a value that `SamplingParams` refuses.
+    """
     defaults: dict[str, Any] = load_generation_config(directory)
     defaults.pop("eos_token_ids", None)
     if "max_new_tokens" in defaults:
@@ -150,7 +153,10 @@ def default_sampling_params(directory: Path) -> SamplingParams:
         for name in ("top_p", "top_k", "min_p"):
             defaults.pop(name, None)
         defaults["temperature"] = 0.0
-    return SamplingParams(**defaults)
+    try:
+        return SamplingParams(**defaults)
+    except InvalidValueError as error:
+        raise ModelFormatError(f"{directory / GENERATION_CONFIG_FILE}: {error}") from None
 
 
 def resolve_max_model_len(max_model_len: int | None, config: ModelConfig) -> int:

@@ -21,6 +21,8 @@ import sentencepiece
 import tokenizers
 
 from d3engine.errors import ModelFormatError, require
+from d3engine.files import DATA_BYTES, UnreadableFileError, is_there, read_bytes, read_text
+from d3engine.model.fields import read_json_object
 
 SPACE_MARK = "\u2581"  # what sentencepiece writes for a space
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -85,9 +87,9 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     """
     directory = Path(directory)
     config = read_tokenizer_config(directory)
-    if (directory / "tokenizer.json").is_file():
+    if is_there(directory / "tokenizer.json"):
         return FastTokenizer(directory / "tokenizer.json", config)
-    if (directory / "tokenizer.model").is_file():
+    if is_there(directory / "tokenizer.model"):
         return SentencePieceTokenizer(directory / "tokenizer.model", config)
     raise ModelFormatError(f"{directory}: has neither tokenizer.json nor tokenizer.model")
 
@@ -99,15 +101,8 @@ def read_tokenizer_config(directory: Path) -> dict[str, Any]:
     """
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if not (directory / name).is_file():
-            continue
-        try:
-            found = json.loads((directory / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise ModelFormatError(f"{directory / name}: cannot be read: {error}") from error
-        if not isinstance(found, dict):
-            raise ModelFormatError(f"{directory / name}: must hold a JSON object, not {type(found).__name__}")
-        config.update(found)
+        if is_there(directory / name):
+            config.update(read_json_object(directory / name))
     return config
 
 
@@ -134,9 +129,11 @@ class FastTokenizer(Tokenizer):
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
         try:
-            source = path.read_text(encoding="utf-8")
+            source = read_text(path, DATA_BYTES)
             self._tokenizer = tokenizers.Tokenizer.from_str(source)
             pipeline = json.loads(source)
+        except UnreadableFileError as error:
+            raise ModelFormatError(str(error)) from None
         except Exception as error:  # `tokenizers` raises bare Exception
             raise ModelFormatError(f"{path}: is no valid tokenizer.json: {error}") from error
         # The file may carry the padding and truncation of a training run; a prompt must be neither padded nor
@@ -192,7 +189,10 @@ class SentencePieceTokenizer(Tokenizer):
     kind = DecoderKind.BYTE_FALLBACK
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
-        model = path.read_bytes()
+        try:
+            model = read_bytes(path, DATA_BYTES)
+        except UnreadableFileError as error:
+            raise ModelFormatError(str(error)) from None
         self._prefixing = _load_sentencepiece(path, model)
         self._plain = _load_sentencepiece(path, model + _NO_DUMMY_PREFIX)
         if config.get("add_prefix_space") is False:
@@ -325,7 +325,7 @@ def _added_tokens(path: Path, config: Mapping[str, Any], pieces: Mapping[int, st
             raise ModelFormatError(f"{where}[{key}] is {content!r}, tokenizer.model has {pieces[int(key)]!r}")
         added[int(key)] = token
     extra = path.parent / "added_tokens.json"
-    if extra.is_file() and not added:
+    if is_there(extra) and not added:
         raise ModelFormatError(f"{extra}: is not supported; name its tokens in {where}")
     return added
 

@@ -19,6 +19,7 @@ from d3engine.engine import Engine
 from d3engine.errors import InvalidValueError, require
 from d3engine.evaluation.accuracy import take_problems
 from d3engine.evaluation.word_problems import format_prompt
+from d3engine.files import read_text
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import load_weights
 from d3engine.request import SamplingParams
@@ -66,9 +67,9 @@ def read_prompts(path: Path, limit: int) -> list[str]:
     """The first prompts of a file: one a line, or in a `.json` file a list of texts, which may have several lines."""
     allowed = "a file of UTF-8 text with a prompt on each line, or a .json file with a list of texts"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         prompts = json.loads(text) if path.suffix == ".json" else [line for line in text.splitlines() if line.strip()]
-    except (OSError, ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError
+    except (ValueError, RecursionError) as error:  # an UnreadableFileError is a ValueError
         raise InvalidValueError("--prompts", str(path), f"{allowed} ({error})") from error
     is_list = isinstance(prompts, list) and all(isinstance(prompt, str) and prompt for prompt in prompts)
     require(is_list and len(prompts) > 0, "--prompts", str(path), allowed)

@@ -29,6 +29,7 @@ from d3engine.cli.engine_options import (
 )
 from d3engine.depth import D3, DepthPolicy, FullDepth
 from d3engine.errors import InvalidValueError, require, require_integer
+from d3engine.files import UnreadableFileError, read_text
 
 if TYPE_CHECKING:
     from d3engine.cli.answers import Answer, Run
@@ -101,9 +102,10 @@ def _read_prompts(prompts: Sequence[str], prompt_file: Path | None) -> list[str]
     texts = [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in prompts]
     if prompt_file is not None:
         try:
-            texts.append(prompt_file.read_text(encoding="utf-8").removesuffix("\n"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidValueError("--prompt-file", str(prompt_file), f"a file of UTF-8 text ({error})") from error
+            texts.append(read_text(prompt_file).removesuffix("\n"))
+        except UnreadableFileError as error:
+            allowed = f'a regular file of UTF-8 text, or the prompt "-" for stdin ({error})'
+            raise InvalidValueError("--prompt-file", str(prompt_file), allowed) from error
     return texts
 
 

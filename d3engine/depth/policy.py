@@ -7,7 +7,6 @@ hold it.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from d3engine.depth.exit_rule import ExitRule
 from d3engine.depth.installed import PolicyLoadError, installed_names, load_installed, package_of
 from d3engine.depth.schedule import Schedule
 from d3engine.errors import InvalidValueError, ModelFormatError, require
+from d3engine.files import UnreadableFileError, is_there, read_json
 
 if TYPE_CHECKING:
     from d3engine.depth.draft_rule import DraftRule
@@ -145,10 +145,10 @@ def policy_from_directory(directory: str | Path) -> DepthPolicy:
     `calibrated_for`). Raises `ModelFormatError`, naming the file, for one that describes no policy.
     """
     path = Path(directory) / POLICY_FILE
-    if not path.exists():
+    if not is_there(path):
         return policy_from_name("full")
     with _reading(path, 'describes no depth policy under "depth"'):
-        return policy_from_dict(json.loads(path.read_bytes())["depth"])
+        return policy_from_dict(read_json(path)["depth"])
 
 
 def calibrated_for(directory: str | Path) -> str | None:
@@ -159,10 +159,10 @@ def calibrated_for(directory: str | Path) -> str | None:
     nothing of another. Raises `ModelFormatError`, naming the file, for one that cannot be read.
     """
     path = Path(directory) / POLICY_FILE
-    if not path.exists():
+    if not is_there(path):
         return None
     with _reading(path, 'has no text under "fingerprint"'):
-        found = json.loads(path.read_bytes()).get("fingerprint")
+        found = read_json(path).get("fingerprint")
         if found is not None and not isinstance(found, str):
             raise TypeError(f"it is {found!r}")
         return found
@@ -173,7 +173,9 @@ def _reading(path: Path, complaint: str) -> Iterator[None]:
     """Words whatever goes wrong with a policy file; `InvalidValueError` is a ValueError."""
     try:
         yield
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except UnreadableFileError as error:
+        raise ModelFormatError(str(error)) from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelFormatError(f"{path} {complaint}: {error}") from error
 
 

@@ -7,7 +7,6 @@ does not count, and it stops at "Q:" rather than at any "Q", which cuts the answ
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 from d3engine.errors import D3EngineError, require, require_integer
 from d3engine.evaluation.benchmark import Asked, Benchmark
 from d3engine.evaluation.word_problems import Split
+from d3engine.files import DATA_BYTES, UnreadableFileError, read_json, read_text
 
 MAX_TOKENS = 200
 STOP = ("Q:", "</s>", "\n\n")
@@ -70,12 +70,14 @@ def _load_task(folder: Path, task: str, shots: int, limit: int | None) -> list[A
 def _preamble(path: Path, shots: int) -> list[str]:
     """What stands before a question: the task in a sentence, and solved examples."""
     try:
-        _, separator, text = path.read_text(encoding="utf-8").partition(_RULE)
+        _, separator, text = read_text(path).partition(_RULE)
         description, *examples = text.strip().split("\n\nQ: ")
         if not separator or len(examples) < shots:
             raise ValueError(f"{len(examples)} examples")
         return [description.strip(), *(_without_thought(example).solved for example in examples[:shots])]
-    except (OSError, ValueError) as error:
+    except UnreadableFileError:
+        raise
+    except ValueError as error:
         raise D3EngineError(f"{path} is no prompt of BBH with {shots} examples: {error}") from error
 
 
@@ -89,7 +91,9 @@ def _without_thought(example: str) -> BBHQuestion:
 
 def _read(path: Path) -> list[BBHQuestion]:
     try:
-        examples = json.loads(path.read_text(encoding="utf-8"))["examples"]
+        examples = read_json(path, DATA_BYTES)["examples"]
         return [BBHQuestion(str(example["input"]), str(example["target"])) for example in examples]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except UnreadableFileError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
         raise D3EngineError(f"{path} is no task of BBH: {type(error).__name__}: {error}") from error

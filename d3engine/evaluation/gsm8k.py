@@ -16,6 +16,7 @@ from pathlib import Path
 from d3engine.errors import D3EngineError, require, require_integer
 from d3engine.evaluation.benchmark import Asked, Benchmark
 from d3engine.evaluation.word_problems import Split
+from d3engine.files import UnreadableFileError, read_text
 
 MAX_TOKENS = 1024
 STOP = ("Question:", "</s>", "<|im_end|>")
@@ -73,8 +74,10 @@ def _with_examples(question: GSM8KQuestion, examples: list[GSM8KQuestion], shots
 
 def _read(path: Path) -> list[GSM8KQuestion]:
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        lines = [json.loads(line) for line in read_text(path).split("\n") if line.strip()]
         return [GSM8KQuestion(str(line["question"]), str(line["answer"])) for line in lines]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except UnreadableFileError:
+        raise
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         expected = "a JSON object with question and answer a line"
         raise D3EngineError(f"{path} is no file of GSM8K ({expected}): {type(error).__name__}: {error}") from error

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from d3engine.errors import ModelFormatError
+from d3engine.files import is_there
 from d3engine.model.fields import read_json_object
 
 SINGLE_FILE = "model.safetensors"
@@ -111,10 +112,10 @@ def _read_index(directory: Path) -> dict[str, str] | None:
 
     As in transformers, a `model.safetensors` wins over an index beside it.
     """
-    if (directory / SINGLE_FILE).exists():
+    if is_there(directory / SINGLE_FILE):
         return None
     path = directory / INDEX_FILE
-    if not path.exists():
+    if not is_there(path):
         raise _no_weights(directory)
     weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

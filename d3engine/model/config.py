@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from d3engine.errors import ModelFormatError
+from d3engine.files import is_there
 from d3engine.model.fields import Fields, read_json_object
 from d3engine.model.rope_config import RopeConfig, read_rope_config, refuse_other_rotations
 
@@ -60,7 +61,7 @@ class ModelConfig:
         if not directory.is_dir():
             raise ModelFormatError(f"{directory} is not a directory with {CONFIG_FILE} and weights")
         generation_file = directory / GENERATION_CONFIG_FILE
-        generation = read_json_object(generation_file) if generation_file.exists() else None
+        generation = read_json_object(generation_file) if is_there(generation_file) else None
         return cls.from_dict(read_json_object(directory / CONFIG_FILE), generation)
 
     @classmethod
@@ -132,7 +133,7 @@ def load_generation_config(directory: str | Path) -> dict[str, Any]:
     SamplingParams' business.
     """
     path = Path(directory) / GENERATION_CONFIG_FILE
-    if not path.exists():
+    if not is_there(path):
         return {}
     fields = Fields(read_json_object(path), GENERATION_CONFIG_FILE)
     defaults: dict[str, Any] = {}

@@ -6,39 +6,27 @@ message and no reader can forget that JSON's `true` is an int to Python or that 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from d3engine.errors import ModelFormatError
+from d3engine.files import UnreadableFileError, read_json
 
 _MAX_SIZE = 2**31 - 1
 """Of every integer: far above any real model, low enough that shapes built from it stay harmless."""
-_MAX_JSON_BYTES = 64 * 2**20
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; raise `ModelFormatError` naming the file if it cannot be had."""
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ModelFormatError(f"{path} has more than {_MAX_JSON_BYTES} bytes: not a configuration")
-        parsed = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ModelFormatError(f"{path} is missing") from None
-    except OSError as error:
-        raise ModelFormatError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        # ModelFormatError is a ValueError itself and says more than a parser's message would.
-        raise error if isinstance(error, ModelFormatError) else _not_json(path, error) from None
+        parsed = read_json(path)
+    except UnreadableFileError as error:
+        raise ModelFormatError(str(error)) from None
     if not isinstance(parsed, dict):
         raise ModelFormatError(f"{path} must hold a JSON object, not a {type(parsed).__name__}")
     return parsed
-
-
-def _not_json(path: Path, error: Exception) -> ModelFormatError:
-    return ModelFormatError(f"{path} is not valid JSON: {error}")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,114 @@
+"""Reads and writes a user's small files: configurations, texts, pages, reports.
+
+The one idea: a path from outside may lead anywhere, to a pipe that never ends or a device that gives zeros for ever. So
+only regular files are read, and no more of one than a bound, whatever its size is said to be; and a file is written
+beside its place first, so that there it is whole or not at all.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import secrets
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+from d3engine.errors import D3EngineError
+
+CONFIG_BYTES = 16 * 2**20
+"""Most bytes of a configuration or a chat template: real ones have less than a tenth."""
+DATA_BYTES = 256 * 2**20
+"""Most bytes of a tokenizer, of a file of questions, or of a prompt."""
+
+_CHUNK = 2**20
+_NOT_REPLACED = ("/dev", "/dev/fd", "/proc/self/fd")
+
+
+class UnreadableFileError(D3EngineError, ValueError):
+    """A file that cannot be read as what it should be; the message begins with its path."""
+
+
+def is_there(path: Path) -> bool:
+    """Whether a directory has this entry, be it a broken link: what is there and cannot be read is an error."""
+    return os.path.lexists(path)
+
+
+def read_bytes(path: str | Path, most: int = CONFIG_BYTES) -> bytes:
+    """The content of a regular file of at most `most` bytes; raises `UnreadableFileError` for anything else."""
+    try:
+        with open(path, "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise UnreadableFileError(f"{path} is not a regular file")
+            content = bytearray()
+            # A size of 0 may be a lie (/proc), and a file may grow: what counts is what comes.
+            while len(content) <= most and (chunk := file.read(_CHUNK)):
+                content += chunk
+    except FileNotFoundError:
+        raise UnreadableFileError(f"{path} is missing") from None
+    except OSError as error:
+        raise UnreadableFileError(f"{path} cannot be read: {error.strerror or error}") from None
+    if len(content) > most:
+        raise UnreadableFileError(f"{path} has more than {most:,} bytes, which is the most that is read of it")
+    return bytes(content)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens without waiting for the writer of a pipe."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def read_text(path: str | Path, most: int = DATA_BYTES) -> str:
+    """UTF-8 text with "\\n" for every kind of line end; raises as `read_bytes`, and for bytes that are no UTF-8."""
+    try:
+        return io.TextIOWrapper(io.BytesIO(read_bytes(path, most)), encoding="utf-8").read()
+    except UnicodeDecodeError as error:
+        raise UnreadableFileError(f"{path} is not UTF-8 text: {error}") from None
+
+
+def read_json(path: str | Path, most: int = CONFIG_BYTES) -> Any:
+    """The parsed content of a JSON file; raises as `read_bytes`, and for what is no JSON."""
+    content = read_bytes(path, most)
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableFileError(f"{path} is not valid JSON: {error}") from None
+
+
+def is_writable(path: Path) -> bool:
+    """Whether `write_whole` may write there, as far as can be told before."""
+    if _is_written_in_place(path):
+        return not path.is_dir() and os.access(path, os.W_OK)
+    target = Path(os.path.realpath(path))
+    return os.access(target.parent, os.W_OK) and (not target.exists() or os.access(target, os.W_OK))
+
+
+def write_whole(path: str | Path, content: str | bytes) -> None:
+    """Write a file whole or not at all: an earlier one stays until the new one is complete, and takes its place then.
+
+    A link is followed. What is no regular file (/dev/stdout, a pipe) is written to as it is. Raises `OSError`.
+    """
+    raw = content.encode("utf-8") if isinstance(content, str) else content
+    path = Path(path)
+    if _is_written_in_place(path):
+        path.write_bytes(raw)
+        return
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(raw)
+        if target.exists():
+            shutil.copymode(target, temporary)
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _is_written_in_place(path: Path) -> bool:
+    is_special = path.exists() and not path.is_file()
+    # A shell goes on writing to the file that it opened, so /dev/stdout is that file, whatever it is.
+    return is_special or str(path.parent) in _NOT_REPLACED

@@ -1,0 +1,212 @@
+"""A user's files are read and written in one way: what cannot be read is named, and what is written is whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from d3engine import files
+from d3engine.analysis.answers import read_prompts
+from d3engine.chat_template import load_chat_template
+from d3engine.cli import app
+from d3engine.depth.policy import calibrated_for, policy_from_directory
+from d3engine.errors import D3EngineError, ModelFormatError
+from d3engine.evaluation.bbh import load_bbh
+from d3engine.evaluation.gsm8k import load_gsm8k
+from d3engine.files import CONFIG_BYTES, UnreadableFileError, read_bytes, read_json, read_text, write_whole
+from d3engine.loading import default_sampling_params
+from d3engine.model.checkpoint import open_checkpoint
+from d3engine.model.config import ModelConfig
+from d3engine.tokenizer import load_tokenizer
+
+DEMO = Path(files.__file__).parent / "demo_model"
+needs_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+
+
+def open_weights(folder: Path) -> None:
+    with open_checkpoint(folder):
+        pass
+
+
+def read_gsm8k(folder: Path) -> Any:
+    return load_gsm8k(folder, split="train", shots=0, seed=0)
+
+
+def read_bbh(folder: Path) -> Any:
+    return load_bbh(folder, split="test", shots=1, tasks=["task"])
+
+
+def read_own_prompts(folder: Path) -> Any:
+    return read_prompts(folder / "prompts.txt", 1)
+
+
+def generate(folder: Path) -> Any:
+    result = CliRunner().invoke(app, ["generate", "demo", "--prompt-file", str(folder / "prompt.txt")])
+    assert result.exit_code == 2
+    raise D3EngineError(result.output)
+
+
+READERS: list[tuple[str, Callable[[Path], Any]]] = [
+    ("config.json", ModelConfig.from_directory),
+    ("generation_config.json", ModelConfig.from_directory),
+    ("generation_config.json", default_sampling_params),
+    ("d3.json", policy_from_directory),
+    ("d3.json", calibrated_for),
+    ("tokenizer.json", load_tokenizer),
+    ("tokenizer.model", load_tokenizer),
+    ("tokenizer_config.json", load_tokenizer),
+    ("special_tokens_map.json", load_tokenizer),
+    ("chat_template.jinja", load_chat_template),
+    ("model.safetensors", open_weights),
+    ("model.safetensors.index.json", open_weights),
+    ("gsm8k/train.jsonl", read_gsm8k),
+    ("bbh/task.json", read_bbh),
+    ("bbh/cot-prompts/task.txt", read_bbh),
+    ("prompts.txt", read_own_prompts),
+    ("prompt.txt", generate),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model directory with data beside it, but for weights; each test makes one of the files special."""
+    for name in ("config.json", "generation_config.json", "tokenizer.model", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, tmp_path)
+    (tmp_path / "bbh" / "cot-prompts").mkdir(parents=True)
+    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "bbh" / "task.json").write_text('{"examples": [{"input": "a", "target": "b"}]}')
+    prompt = "-----\nDo it.\n\nQ: a\nA: Let's think step by step.\nSo the answer is b."
+    (tmp_path / "bbh" / "cot-prompts" / "task.txt").write_text(prompt)
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", [pytest.param("pipe", marks=needs_pipes), "endless device", "broken link", "folder"])
+@pytest.mark.parametrize(("name", "read"), READERS)
+def test_what_is_no_regular_file_is_refused_by_its_name_and_never_waited_for(
+    folder: Path, name: str, read: Callable[[Path], Any], kind: str
+) -> None:
+    path = folder / name
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero" if kind == "endless device" else "/nowhere/at/all")
+    with pytest.raises(D3EngineError, match=r"not a regular file|is missing|Is a directory") as caught:
+        read(folder)
+    assert path.name in "".join(str(caught.value).split())  # a console may break a long line
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json", "d3.json"])
+def test_a_configuration_is_read_up_to_a_bound(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    with (folder / name).open("wb") as file:
+        file.truncate(2**40)  # sparse: it takes no room, and a reader would take all of it
+    readers = [read for known, read in READERS if known == name]
+    with pytest.raises(ModelFormatError, match=rf"{name} has more than {CONFIG_BYTES:,} bytes"):
+        readers[0](folder)
+
+
+def test_the_bound_counts_what_is_read_and_not_what_the_size_says(tmp_path: Path) -> None:
+    said_empty = Path("/proc/self/status")
+    if said_empty.exists():
+        assert said_empty.stat().st_size == 0
+        assert b"Pid:" in read_bytes(said_empty)
+        with pytest.raises(UnreadableFileError, match="status has more than 100 bytes"):
+            read_bytes(said_empty, 100)
+    (tmp_path / "full").write_bytes(b"x" * 100)
+    assert read_bytes(tmp_path / "full", 100) == b"x" * 100
+    with pytest.raises(UnreadableFileError, match="full has more than 99 bytes"):
+        read_bytes(tmp_path / "full", 99)
+
+
+def test_text_has_one_kind_of_line_end_and_is_utf8(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes("ä\r\nb\rc\n".encode())
+    assert read_text(tmp_path / "text") == "ä\nb\nc\n"
+    (tmp_path / "text").write_bytes(b"caf\xe9")
+    with pytest.raises(UnreadableFileError, match=r"text is not UTF-8 text: .* position 3"):
+        read_text(tmp_path / "text")
+
+
+@pytest.mark.parametrize("content", ["{", "[" * 200_000, '{"a": ' + "9" * 5000 + "}", ""])
+def test_what_is_no_json_is_an_error_with_the_file_name(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(UnreadableFileError, match=r"a\.json is not valid JSON"):
+        read_json(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [({"temperature": 1e9}, "temperature"), ({"top_p": 1.5}, "top_p"), ({"max_new_tokens": 0}, "max_tokens")],
+)
+def test_a_sampling_default_out_of_range_is_named_with_its_file(
+    tmp_path: Path, contents: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(contents))
+    with pytest.raises(ModelFormatError, match=rf"{tmp_path}/generation_config\.json: .*{message}"):
+        default_sampling_params(tmp_path)
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("old")
+    for name, error in (("replace", KeyboardInterrupt), ("replace", OSError)):
+        with monkeypatch.context() as patch:
+
+            def fail(*_: object, error: type[BaseException] = error) -> None:
+                raise error
+
+            patch.setattr(os, name, fail)
+            with pytest.raises(error):
+                write_whole(page, "new")
+        assert page.read_text() == "old"
+        assert list(tmp_path.iterdir()) == [page]
+    write_whole(page, "new")
+    assert page.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [page]
+
+
+def test_a_written_file_keeps_its_mode_and_a_link_stays_one(tmp_path: Path) -> None:
+    kept, link, fresh, plain = (tmp_path / name for name in ("kept", "link", "fresh", "plain"))
+    kept.write_text("old")
+    kept.chmod(0o640)
+    link.symlink_to(kept)
+    write_whole(link, b"new")
+    assert link.is_symlink()
+    assert kept.read_text() == "new"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o640
+    write_whole(fresh, "x")
+    plain.write_text("x")
+    assert fresh.stat().st_mode == plain.stat().st_mode
+
+
+@needs_pipes
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_whole(pipe, "text")
+        assert os.read(reader, 10) == b"text"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_where_nothing_can_be_written_is_known_before(tmp_path: Path) -> None:
+    assert files.is_writable(tmp_path / "new")
+    assert files.is_writable(Path("/dev/null"))
+    assert not files.is_writable(tmp_path)
+    assert not files.is_writable(tmp_path / "nowhere" / "new")
