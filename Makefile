@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # The CPU build of torch on machines whose package index offers it; elsewhere pip takes what the index has.
 TORCH ?= torch>=2.11,<2.14
 
-.PHONY: demo test lint inspect bench clean
+.PHONY: demo test lint docs inspect bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/d3engine generate demo
@@ -18,6 +18,11 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict d3engine/depth d3engine/kv_cache.py d3engine/scheduler.py d3engine/plan.py d3engine/request.py
+
+# The pages of docs/ with the reference, as a site in build/site; fails for a link or a name that leads nowhere.
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "The site is in build/site: open build/site/index.html"
 
 # Compiles every Triton kernel for a GPU that need not be there; fails where one spills registers.
 inspect: $(VENV)/.installed
