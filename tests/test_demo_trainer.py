@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from argparse import ArgumentTypeError
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,17 @@ import torch
 
 from d3engine.evaluation.procedural import NAMES, all_problems
 from d3engine.weights_tools.demo_trainer import DemoConfig, DemoModel, export, load
-from d3engine.weights_tools.train_demo import earlier_model, mixed_problems, task_names
+from d3engine.weights_tools.train_demo import (
+    batch_loss,
+    draw_tail,
+    earlier_model,
+    exit_depths,
+    exits_loss,
+    make_batch,
+    mixed_problems,
+    share,
+    task_names,
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +47,77 @@ def test_a_prompt_answers_in_a_batch_as_alone(model: DemoModel, cutoff: list[int
         alone = [model.generate([prompt], max_tokens=12, eos=1, cutoff=cutoff)[0] for prompt in prompts]
     assert together == alone
     assert sum(map(len, alone)) >= 30
+
+
+@pytest.mark.parametrize("cutoff", [None, [100, 100, 3, 1]])
+def test_what_is_trained_is_what_is_generated_at_the_same_depths(model: DemoModel, cutoff: list[int] | None) -> None:
+    """Also where the border stands inside the prompt, since a prompt that stops there generates from there on."""
+    prompt = torch.randint(2, 60, (7,), generator=torch.Generator().manual_seed(2)).tolist()
+    with torch.inference_mode():
+        for border in (7, 4, 1):
+            (answer,) = model.generate([prompt[:border]], max_tokens=12, eos=1, cutoff=cutoff)
+            tokens = torch.tensor([prompt[:border] + answer])
+            hidden = model(tokens[:, :-1], border, cutoff)
+            logits = torch.nn.functional.linear(hidden, model.lm_head)
+            assert logits[0, border - 1 :].argmax(-1).tolist() == answer
+            assert len(set(answer)) > 1
+
+
+def test_an_exit_answers_as_a_model_of_so_many_layers(model: DemoModel) -> None:
+    tokens = torch.randint(2, 60, (3, 9), generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        found = model.leave_at(tokens, [4, 1, 3])
+        for depth, hidden in zip([4, 1, 3], found, strict=True):
+            short = DemoModel(replace(model.config, layers=depth))
+            for name, parameter in short.named_parameters():
+                whole = dict(model.named_parameters())[name]
+                parameter.copy_(whole[:depth] if parameter.dim() == 3 else whole)
+            assert torch.equal(hidden, short(tokens, 9)), depth
+
+
+def test_a_prompts_tail_is_learnt_at_the_depths_of_generated_tokens(model: DemoModel) -> None:
+    batch = make_batch([([1, 7, 8, 9, 5], [4, 3, 1]), ([1, 2, 8, 6, 5], [4, 1])])
+    shorter = replace(batch, prompt=3)
+    cutoff = [100, 100, 3, 1]
+    loss, answers = batch_loss(model, batch, cutoff, tail=2)
+    assert torch.equal(loss, batch_loss(model, shorter, cutoff)[0])
+    assert not torch.equal(loss, batch_loss(model, batch, cutoff)[0])
+    assert not torch.equal(loss, answers)
+
+
+def test_each_exit_adds_its_loss(model: DemoModel) -> None:
+    batch = make_batch([([1, 7, 8, 9, 5], [4, 3, 1]), ([1, 2, 8, 6, 5], [4, 1])])
+    loss, by_kind = exits_loss(model, batch, [2, 3])
+    full, answers = batch_loss(model, batch, None)
+    assert list(by_kind) == ["full", "exit 2", "exit 3"]
+    assert torch.equal(by_kind["full"], answers)
+    assert torch.equal(exits_loss(model, batch, [])[0], full)
+    rest = sum((exits_loss(model, batch, [depth])[0] - full).item() for depth in (2, 3))
+    assert (loss - full).item() == pytest.approx(rest, rel=1e-5)
+
+
+def test_tails_are_drawn_as_often_as_asked_and_are_mostly_short() -> None:
+    rng = random.Random(0)
+    assert {draw_tail(rng, 20, 0.0) for _ in range(50)} == {0}
+    drawn = [draw_tail(rng, 20, 0.5) for _ in range(2000)]
+    assert set(drawn) == set(range(20))
+    assert 900 < sum(tail > 0 for tail in drawn) < 1100
+    assert sum(0 < tail <= 8 for tail in drawn) > 2 * sum(tail > 8 for tail in drawn)
+    assert {draw_tail(rng, 2, 1.0) for _ in range(50)} == {1}
+
+
+@pytest.mark.parametrize("text", ["16", "0", "9,,11", "nine", "-1"])
+def test_an_exit_is_a_depth_below_the_models_own(text: str) -> None:
+    assert exit_depths("11,9,9") == [9, 11]
+    with pytest.raises(ArgumentTypeError, match="is not allowed: depths from 1 to 15, such as 9,11"):
+        exit_depths(text)
+
+
+@pytest.mark.parametrize("text", ["1.1", "-0.1", "nan", "half"])
+def test_a_share_is_from_0_to_1(text: str) -> None:
+    assert share("0.25") == 0.25
+    with pytest.raises(ArgumentTypeError, match="is not allowed: a number from 0 to 1"):
+        share(text)
 
 
 def test_training_goes_on_from_what_was_exported(model: DemoModel, tmp_path: Path) -> None:

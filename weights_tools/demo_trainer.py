@@ -7,6 +7,7 @@ through. That is D3 exactly as the engine runs it, and it saves compute in train
 
 import json
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -15,6 +16,8 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from d3engine.evaluation.word_problems import PROMPT_PREFIX, PROMPT_SUFFIX
 
 NEVER = 1 << 30
 BOS, EOS = 1, 2
@@ -118,19 +121,29 @@ class DemoModel(nn.Module):
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self._finish(x, attended, out, gate_up, down, norms[1])
 
-    def forward(self, tokens: Tensor, prompt: int, cutoff: list[int] | None = None) -> Tensor:
-        """Returns the hidden states after the final norm, (batch, time, width), of ids (batch, time).
-
-        Columns before ``prompt`` are the prompt; column prompt + j feeds generated token j, D3's step j + 1.
-        """
+    def _depths(self, tokens: Tensor, border: int, cutoff: list[int] | None) -> Iterator[Tensor]:
+        """Yields the hidden states (batch, time, width) after each layer, the final norm not yet applied."""
         x = F.embedding(tokens, self.embedding)
         time = tokens.shape[1]
         stacks = (self.qkv, self.out, self.gate_up, self.down, self.norms)
         for layer, weights in enumerate(zip(*(stack.unbind(0) for stack in stacks), strict=True)):
-            columns = time if cutoff is None else min(time, prompt + max(cutoff[layer] - 1, 0))
+            columns = time if cutoff is None else min(time, border + max(cutoff[layer] - 1, 0))
             ran = self._block(x[:, :columns], weights, self.cos[:columns], self.sin[:columns])
             x = ran if columns == time else torch.cat([ran, x[:, columns:]], dim=1)
+            yield x
+
+    def forward(self, tokens: Tensor, border: int, cutoff: list[int] | None = None) -> Tensor:
+        """Returns the hidden states after the final norm, (batch, time, width), of ids (batch, time).
+
+        Columns before ``border`` run every layer, as a prompt does; column border + j is D3's step j + 1.
+        """
+        *_, x = self._depths(tokens, border, cutoff)
         return rms_norm(x, self.final_norm, self.config.norm_eps)
+
+    def leave_at(self, tokens: Tensor, depths: Sequence[int]) -> list[Tensor]:
+        """Returns what ``forward`` would for each number of layers, the upper ones left out, from a single pass."""
+        after = list(self._depths(tokens, tokens.shape[1], None))
+        return [rms_norm(after[depth - 1], self.final_norm, self.config.norm_eps) for depth in depths]
 
     @torch.no_grad()
     def generate(
@@ -244,6 +257,7 @@ def export(model: DemoModel, tokenizer_model: bytes, training: dict[str, object]
             "model_max_length": c.max_positions,
             **tokens,
         },
+        "prompt_form.json": {"before": PROMPT_PREFIX, "after": PROMPT_SUFFIX},
         "training.json": training,
     }
     for name, content in files.items():

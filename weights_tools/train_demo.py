@@ -65,6 +65,9 @@ ALPHAS = (0.8, 0.9, 0.95, 0.99, 0.995, 0.999)
 ALPHA_WEIGHTS = (2, 4, 2, 2, 1, 1)
 MUON_RATE, ADAM_RATE = 0.02, 4e-3
 WARMUP_STEPS = 60
+# Of the batches whose border is moved into the prompt, most stop just before the answer, as a question without
+# "\nAnswer:" does; the others may stop anywhere.
+SHORT_TAIL, LONG_TAIL_SHARE = 8, 0.3
 CHECKPOINT_SECONDS = 600
 TARGET_POLICY = (0.9, 0.6)  # alpha, start: what the demo is meant to run
 
@@ -113,13 +116,13 @@ def encode(tokenizer: sentencepiece.SentencePieceProcessor, problem: SolvedQuest
     return prompt, [*tokenizer.encode(problem.solution), EOS]
 
 
-def make_batch(rows: list[Example]) -> Batch:
+def make_batch(rows: list[Example], prompt_weight: float = PROMPT_LOSS_WEIGHT) -> Batch:
     """Returns rows of one prompt length as a batch; answers are padded on the right with eos of weight 0."""
     prompt = len(rows[0][0])
     longest = max(len(answer) for _, answer in rows)
     tokens = torch.full((len(rows), prompt + longest), EOS)
     weights = torch.zeros(len(rows), prompt + longest)
-    weights[:, 1:prompt] = PROMPT_LOSS_WEIGHT
+    weights[:, 1:prompt] = prompt_weight
     for index, (prompt_ids, answer_ids) in enumerate(rows):
         end = prompt + len(answer_ids)
         tokens[index, :end] = torch.tensor(prompt_ids + answer_ids)
@@ -127,7 +130,9 @@ def make_batch(rows: list[Example]) -> Batch:
     return Batch(tokens, weights, prompt)
 
 
-def batches(tokenizer: sentencepiece.SentencePieceProcessor, tasks: list[str], seed: int) -> Iterator[Batch]:
+def batches(
+    tokenizer: sentencepiece.SentencePieceProcessor, tasks: list[str], seed: int, prompt_weight: float
+) -> Iterator[Batch]:
     """Yields batches of about TOKENS_PER_BATCH tokens for ever: equal prompt, similar answer lengths."""
     stream, rng = mixed_problems(tasks, "train", seed), random.Random(seed)
     kept: dict[int, list[Example]] = defaultdict(list)
@@ -147,7 +152,7 @@ def batches(tokenizer: sentencepiece.SentencePieceProcessor, tasks: list[str], s
                 ready.append(rows[at : at + size])
                 del rows[at : at + size]
         rng.shuffle(ready)
-        yield from map(make_batch, ready)
+        yield from (make_batch(rows, prompt_weight) for rows in ready)
 
 
 def draw_cutoff(rng: random.Random, config: DemoConfig, full_depth_share: float) -> list[int] | None:
@@ -158,9 +163,35 @@ def draw_cutoff(rng: random.Random, config: DemoConfig, full_depth_share: float)
     return cutoffs(config.layers, alpha, start)
 
 
-def batch_loss(model: DemoModel, batch: Batch, cutoff: list[int] | None) -> tuple[Tensor, Tensor]:
-    """Returns (loss to minimise, mean loss over answer tokens alone)."""
-    hidden = model(batch.tokens[:, :-1], batch.prompt, cutoff)
+def draw_tail(rng: random.Random, prompt: int, share: float) -> int:
+    """Returns how many of a prompt's last tokens count as generated: in most batches none, seldom nearly all.
+
+    A prompt that stops early, say before "Answer:", leaves these tokens to be generated, at their steps' depths.
+    """
+    if rng.random() >= share:
+        return 0
+    return rng.randint(1, prompt - 1) if rng.random() < LONG_TAIL_SHARE else rng.randint(1, min(SHORT_TAIL, prompt - 1))
+
+
+def batch_loss(model: DemoModel, batch: Batch, cutoff: list[int] | None, tail: int = 0) -> tuple[Tensor, Tensor]:
+    """Returns (loss to minimise, mean loss over answer tokens alone) under a depth policy."""
+    return token_loss(model, batch, model(batch.tokens[:, :-1], batch.prompt - tail, cutoff))
+
+
+def exits_loss(model: DemoModel, batch: Batch, exits: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the sum of the losses at full depth and at each exit, and each over answer tokens alone, by name.
+
+    Once D3's window has grown to its end, a token runs the layers below it alone: that is an exit, and one pass at
+    full depth trains all of them.
+    """
+    depths = {"full": model.config.layers} | {f"exit {depth}": depth for depth in exits}
+    passes = model.leave_at(batch.tokens[:, :-1], list(depths.values()))
+    losses, answer_losses = zip(*(token_loss(model, batch, hidden) for hidden in passes), strict=True)
+    return torch.stack(losses).sum(), dict(zip(depths, answer_losses, strict=True))
+
+
+def token_loss(model: DemoModel, batch: Batch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (weighted mean loss, mean loss over answer tokens) of hidden states (rows, time - 1, width)."""
     keep = batch.weights[:, 1:].flatten() > 0
     weights = batch.weights[:, 1:].flatten()[keep]
     logits = F.linear(hidden.flatten(0, 1)[keep], model.lm_head)
@@ -224,8 +255,7 @@ class Progress:
     problems: int = 0
     began: float = field(default_factory=time.perf_counter)
     curve: list[dict[str, float]] = field(default_factory=list)
-    full_losses: list[float] = field(default_factory=list)
-    depth_losses: list[float] = field(default_factory=list)
+    losses: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def count(self, batch: Batch) -> None:
         self.step += 1
@@ -234,18 +264,15 @@ class Progress:
 
     def log(self, schedule: Schedule) -> None:
         """Prints the progress line, adds a point to the curve and starts a new mean."""
-        point: dict[str, float] = {"step": self.step, "tokens": self.tokens}
-        for kind, losses in (("full", self.full_losses), ("depth", self.depth_losses)):
-            if losses:
-                point[kind] = round(sum(losses) / len(losses), 5)
-            losses.clear()
-        self.curve.append(point)
+        means = {kind: round(sum(losses) / len(losses), 5) for kind, losses in sorted(self.losses.items())}
+        self.losses.clear()
+        self.curve.append({"step": self.step, "tokens": self.tokens} | means)
         elapsed = time.perf_counter() - self.began
         left = elapsed / self.step * (schedule.steps - self.step)
         print(
             f"step {self.step}/{schedule.steps} {elapsed / 60:.1f} min ({left / 60:.0f} left),"
             f" {self.tokens / 1e6:.2f} M tokens, {self.tokens / elapsed:.0f} tok/s,"
-            f" loss full {point.get('full', math.nan):.4f} depth {point.get('depth', math.nan):.4f},"
+            f" loss {' '.join(f'{kind} {mean:.4f}' for kind, mean in means.items())},"
             f" rate x{schedule.factor(self.step - 1):.2f}",
             flush=True,
         )
@@ -278,16 +305,17 @@ class DemoRun:
         policies, last_saved = random.Random(f"policy-{args.seed}"), time.perf_counter()
         validation = list(itertools.islice(mixed_problems(args.tasks, "validation", 0), 100))
         resumed = self.load_checkpoint() if args.resume else 0
-        for batch in batches(self.tokenizer, args.tasks, args.seed):
+        for batch in batches(self.tokenizer, args.tasks, args.seed, args.prompt_loss_weight):
             if progress.step >= schedule.steps:
                 break
-            share = REFINE_FULL_DEPTH_SHARE if schedule.refining(progress.step) else FULL_DEPTH_SHARE
+            share = REFINE_FULL_DEPTH_SHARE if schedule.refining(progress.step) else args.full_depth_share
             cutoff = None if args.plain else draw_cutoff(policies, self.config, share)
+            tail = draw_tail(policies, batch.prompt, args.tail_share) if cutoff and args.tail_share else 0
             progress.count(batch)
             if progress.step <= resumed:  # data and policies are replayed: a resumed run stays the same run
                 continue
-            loss = self.update(batch, cutoff)
-            (progress.full_losses if cutoff is None else progress.depth_losses).append(loss)
+            for kind, loss in self.update(batch, cutoff, tail).items():
+                progress.losses[kind].append(loss)
             if progress.step % args.log_every == 0 or progress.step == schedule.steps:
                 progress.log(schedule)
             if progress.step % args.evaluate_every == 0 or progress.step == schedule.steps:
@@ -300,17 +328,21 @@ class DemoRun:
         self.save()
         self.measure_and_export()
 
-    def update(self, batch: Batch, cutoff: list[int] | None) -> float:
-        """Takes one optimizer step; returns the mean loss over answer tokens."""
-        loss, answer_loss = batch_loss(self.model, batch, cutoff)
+    def update(self, batch: Batch, cutoff: list[int] | None, tail: int) -> dict[str, float]:
+        """Takes one optimizer step; returns the mean losses over answer tokens, by kind."""
+        if cutoff is None:
+            loss, by_kind = exits_loss(self.model, batch, self.args.exits)
+        else:
+            loss, answer_loss = batch_loss(self.model, batch, cutoff, tail)
+            by_kind = {"depth": answer_loss}
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.vectors, 1.0)
-        factor = self.schedule.factor(self.progress.step - 1)
+        factor = self.args.rate * self.schedule.factor(self.progress.step - 1)
         self.muon.step(MUON_RATE * factor)
         self.adam.param_groups[0]["lr"] = ADAM_RATE * factor
         self.adam.step()
         self.model.zero_grad(set_to_none=True)
-        return float(answer_loss)
+        return {kind: float(value) for kind, value in by_kind.items()}
 
     def evaluate(self, validation: list[SolvedQuestion]) -> None:
         full, depth = (exact_match(self.model, self.tokenizer, validation, c) for c in (None, self.target))
@@ -334,17 +366,19 @@ class DemoRun:
             "refine_rate_factor": REFINE_RATE,
             "warmup_steps": WARMUP_STEPS,
             "tokens_per_batch": TOKENS_PER_BATCH,
-            "prompt_loss_weight": PROMPT_LOSS_WEIGHT,
+            "prompt_loss_weight": self.args.prompt_loss_weight,
             "optimizer": "Muon (hidden matrices), AdamW (embedding, lm_head, norms)",
-            "muon_rate": MUON_RATE,
-            "adam_rate": ADAM_RATE,
+            "muon_rate": MUON_RATE * self.args.rate,
+            "adam_rate": ADAM_RATE * self.args.rate,
             "depth_trained_in": not self.args.plain,
-            "full_depth_share": 1.0 if self.args.plain else FULL_DEPTH_SHARE,
+            "full_depth_share": 1.0 if self.args.plain else self.args.full_depth_share,
             "refine_full_depth_share": 1.0 if self.args.plain else REFINE_FULL_DEPTH_SHARE,
         }
         if not self.args.plain:
             recipe["start_weights"] = dict(zip(map(str, STARTS), START_WEIGHTS, strict=True))
             recipe["alpha_weights"] = dict(zip(map(str, ALPHAS), ALPHA_WEIGHTS, strict=True))
+            recipe["prompt_tail_share"] = self.args.tail_share
+        recipe["exits"] = self.args.exits
         progress = self.progress
         return {
             "tasks": self.args.tasks,
@@ -426,6 +460,26 @@ def earlier_model(text: str) -> Path:
     return directory
 
 
+def exit_depths(text: str) -> list[int]:
+    """Returns the depths of a comma-separated list, each below the model's own."""
+    layers = DemoConfig().layers
+    depths = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
+    if not all(1 <= depth < layers for depth in depths):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: depths from 1 to {layers - 1}, such as 9,11")
+    return sorted(set(depths))
+
+
+def share(text: str) -> float:
+    """Returns a number from 0 to 1."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: a number from 0 to 1")
+    return number
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
@@ -444,6 +498,17 @@ def main() -> None:
     parser.add_argument(
         "--start-from", type=earlier_model, help="a model that this script has made: its weights and tokenizer"
     )
+    parser.add_argument(
+        "--exits", type=exit_depths, default=[], help="depths at which full-depth batches answer too, such as 9,11"
+    )
+    parser.add_argument(
+        "--tail-share", type=share, default=0.0, help="of the batches under D3, those that count a prompt's last tokens"
+    )
+    parser.add_argument("--full-depth-share", type=share, default=FULL_DEPTH_SHARE, help="of all batches")
+    parser.add_argument(
+        "--prompt-loss-weight", type=share, default=PROMPT_LOSS_WEIGHT, help="of a prompt's token; an answer's is 1"
+    )
+    parser.add_argument("--rate", type=share, default=1.0, help="factor of the learning rates, at most 1")
     parser.add_argument("--plain", action="store_true", help="train the twin without depth trained in")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--resume", action="store_true", help="go on from the output directory's checkpoint")
