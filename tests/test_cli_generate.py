@@ -79,6 +79,26 @@ def test_stdin_and_a_file_are_prompts_too(tmp_path: Path) -> None:
     assert len(texts) == 1
 
 
+def test_a_bare_question_is_asked_in_the_models_form_and_stderr_says_so() -> None:
+    whole = generate("demo", PROMPT)
+    assert extract_answer(whole.stdout) == 8
+    assert "note: " not in whole.stderr
+    for question in (PROMPT.removesuffix("\nAnswer:"), PROMPT[10:].removesuffix("\nAnswer:")):
+        bare = generate("demo", question)
+        assert bare.stdout == whole.stdout
+        assert 'the form that the model was trained on, "Question: ...\\nAnswer:"; --raw-prompt' in bare.stderr
+    report = json.loads(generate("demo", question, "--json", "--max-tokens", "2").stdout)
+    assert report["prompt"] == PROMPT
+
+
+def test_a_raw_prompt_is_asked_as_it_is(engine: Engine) -> None:
+    bare = PROMPT.removesuffix("\nAnswer:")
+    expected = answer_of(engine, bare, temperature=0, max_tokens=4)
+    result = generate("demo", bare, "--raw-prompt", "--max-tokens", "4")
+    assert result.stdout == expected.text + "\n"
+    assert "note: " not in result.stderr
+
+
 def test_several_prompts_and_answers_come_in_order_under_headers() -> None:
     sampling = ["--n", "2", "--temperature", "1", "--seed", "5", "--max-tokens", "3"]
     lines = generate("demo", PROMPT, "Question:", *sampling).stdout.splitlines()

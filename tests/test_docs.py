@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 import shlex
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,11 @@ import typer
 from typer.testing import CliRunner
 
 import d3engine
+from d3engine import D3, Engine, FullDepth, SamplingParams
 from d3engine.cli import app
+from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import POLICY_CLASSES
+from d3engine.evaluation.word_problems import extract_answer
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -64,6 +70,39 @@ def test_a_command_of_the_pages_parses(line: str) -> None:
 def test_a_command_that_needs_no_model_runs(line: str) -> None:
     result = CliRunner().invoke(app, shlex.split(line, comments=True)[1:])
     assert result.exit_code == 0, result.output
+
+
+ASKED = [line for line in commands("d3engine") if line.startswith("d3engine generate demo ")]
+
+
+def test_a_question_to_the_bundled_model_gets_the_right_answer() -> None:
+    """The questions of the pages add; so does this test, and the working must be what a person would write."""
+    assert len(ASKED) >= 3
+    for line in ASKED:
+        words = shlex.split(line, comments=True)[1:]
+        first, *others = map(int, re.findall(r"\d+", words[2]))
+        totals = list(accumulate(others, initial=first))
+        working = [
+            f"Adding {more} makes {old} + {more} = {old + more}." for more, old in zip(others, totals, strict=False)
+        ]
+        answer = " ".join([*working, f"#### {totals[-1]}"])
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, result.output
+        shown = json.loads(result.stdout)["text"] if "--json" in words else result.stdout
+        assert shown.strip() == answer, line
+
+
+@pytest.mark.parametrize("depth", [FullDepth(), "auto", D3(alpha=0.9, start=0.6)], ids=["full", "own", "deeper"])
+def test_a_prompt_in_the_python_of_the_pages_gets_the_right_answer(depth: DepthPolicy | str) -> None:
+    trees = [ast.parse(block) for page in PAGES for block in RUNNABLE.findall(page.read_text())]
+    texts = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    prompts = sorted(text for text in texts if isinstance(text, str) and text.startswith("Question:"))
+    assert prompts
+    assert all(prompt.endswith("\nAnswer:") for prompt in prompts)
+    with Engine("demo", depth=depth, device="cpu", kv_cache_memory_bytes=2**24) as engine:
+        answers = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=64), use_tqdm=False)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert extract_answer(answer.outputs[0].text) == sum(map(int, re.findall(r"\d+", prompt))), prompt
 
 
 def test_every_test_that_a_page_names_exists() -> None:

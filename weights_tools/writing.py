@@ -47,6 +47,7 @@ _COMPANIONS = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "prompt_form.json",
     "d3.json",
 )
 
@@ -83,7 +84,7 @@ def output_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
 
 
 def copy_companions(source: Path, folder: Path, *, leave: Container[str] = ()) -> None:
-    """Copy what a model directory holds beside its weights: configs, tokenizer, template, d3.json; but not `leave`."""
+    """Copy what a model directory holds beside its weights: configs, tokenizer and the like; but not `leave`."""
     for name in _COMPANIONS:
         if name not in leave and (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

@@ -59,6 +59,9 @@ def generate(
         typer.Argument(metavar="PROMPT", help='Prompts, quoted; "-" is stdin.', show_default=False),
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option("--prompt-file", help="A file that holds one prompt.")] = None,
+    raw_prompt: Annotated[
+        bool, typer.Option("--raw-prompt", help="Leave prompts as they are where the model has a form for questions.")
+    ] = False,
     problem_seed: Annotated[
         int | None,
         typer.Option("--problem-seed", help="Without a prompt: which held-out word problem (0).", show_default=False),
@@ -93,6 +96,8 @@ def generate(
     require(problem_seed is None, "--problem-seed", problem_seed, "only without a prompt")
     engine = open_engine(model, engine_options, depth)
     params = sampling_params(engine, sampling)
+    if not raw_prompt:
+        texts = _in_form_of(model_directory(model), texts)
     _show_prompts(engine, texts, params, bool(color_depth), depth_suffix, as_json)
 
 
@@ -107,6 +112,20 @@ def _read_prompts(prompts: Sequence[str], prompt_file: Path | None) -> list[str]
             allowed = f'a regular file of UTF-8 text, or the prompt "-" for stdin ({error})'
             raise InvalidValueError("--prompt-file", str(prompt_file), allowed) from error
     return texts
+
+
+def _in_form_of(directory: Path, texts: list[str]) -> list[str]:
+    """The prompts in the form that the model answers in, if its directory names one; stderr says so."""
+    from d3engine.prompt_form import load_prompt_form
+
+    form = load_prompt_form(directory)
+    if form is None:
+        return texts
+    found = [form.complete(text) for text in texts]
+    if found != texts:
+        shown = json.dumps(str(form), ensure_ascii=False)
+        typer.echo(f"note: asked in the form that the model was trained on, {shown}; --raw-prompt asks as is", err=True)
+    return found
 
 
 # -- prompts of the user's own -------------------------------------------------------------------------------------
