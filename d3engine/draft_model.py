@@ -66,7 +66,7 @@ def load_draft_weights(
     if tokenizer is not None and _has_tokenizer(directory):
         other = load_tokenizer(directory)
         differing = [token for token in range(own.vocab_size) if _piece(tokenizer, token) != _piece(other, token)]
-        allowed = f"a model whose tokenizer is its target's; {len(differing)} tokens differ"
+        allowed = f"a model whose tokenizer is its target's ({len(differing)} tokens differ)"
         require(not differing, "draft_model", given, allowed)
     return DraftWeights(given, own, load_weights(directory, own, dtype=dtype, device=device))
 

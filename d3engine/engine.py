@@ -430,10 +430,10 @@ class Engine:
             require(schedule.num_layers == self.config.num_layers, "depth", policy, layers)
             if policy.exit_rule(self.config.num_layers) is not None:
                 fits = schedule.first_skipping_step == NEVER and schedule.on_skip != "none"
-                require(fits, "depth", policy, "beside an exit rule a full-depth schedule, on_skip 'copy' or 'project'")
+                require(fits, "depth", policy, "of full depth beside its exit rule, with on_skip 'copy' or 'project'")
             rule = policy.draft_rule(self.config.num_layers)
             own = draft_model_of(self.depth, self.config.num_layers)
-            loaded = f"the engine's own draft model, {own!r}: Engine(depth=Speculative(draft_model)) loads it"
+            loaded = f"the engine's own draft model, {own!r} (Engine(depth=Speculative(draft_model)) loads it)"
             require(rule is None or rule.model in (None, own), "draft_model", rule and rule.model, loaded)
             self._schedules[policy] = schedule, rule
         return self._schedules[policy]

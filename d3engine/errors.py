@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import sys
 from numbers import Integral
-from typing import Any
+from typing import Any, Final
+
+NOTHING: Final = object()
+"""In place of a value that would say nothing: of a flag, or of what was not given."""
 
 
 class D3EngineError(Exception):
@@ -18,13 +21,18 @@ class InvalidValueError(D3EngineError, ValueError):
     """A value from the outside that is not allowed: a sampling parameter, an engine argument, a prompt."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        shown = repr(value)
-        if len(shown) > 200:
-            shown = shown[:197] + "..."
-        super().__init__(f"{field}={shown} is not allowed: {allowed}")
+        super().__init__(must_be(field, value, allowed))
         self.field = field
         self.value = value
         self.allowed = allowed
+
+
+def must_be(field: str, value: object, allowed: str) -> str:
+    """What is wrong with a value, as a sentence; `allowed` goes on after "must be", the value is shown cut to size."""
+    if value is NOTHING:
+        return f"{field} must be {allowed}"
+    shown = repr(value)
+    return f"{field} must be {allowed}; got {shown if len(shown) <= 200 else shown[:197] + '...'}"
 
 
 class ModelFormatError(D3EngineError, ValueError):

@@ -209,7 +209,7 @@ def num_blocks(
         room >= sequence,
         "gpu_memory_utilization",
         gpu_memory_utilization,
-        f"enough for one sequence of max_model_len={max_model_len}: {sequence} blocks of {with_draft} bytes, and"
-        f" beside weights, graphs and workspace ({workspace} bytes) there is room for {room}",
+        f"enough for one sequence of max_model_len={max_model_len}, {sequence} blocks of {with_draft} bytes"
+        f" (beside weights, graphs and {workspace} bytes of workspace there is room for {room})",
     )
     return min(most, room)

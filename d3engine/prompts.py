@@ -32,7 +32,7 @@ class PromptReader:
             len(ids) < self._max_model_len,
             "prompt",
             f"{len(ids)} tokens",
-            f"fewer than max_model_len={self._max_model_len}, so that a token can follow",
+            f"shorter than max_model_len={self._max_model_len}, so that a token can follow",
         )
         for token in ids:
             self._check_id("prompt_token_ids", token)
@@ -45,7 +45,7 @@ class PromptReader:
                 len(prompt) == 1 and set(prompt) <= known,
                 "prompt",
                 prompt,
-                'one of the keys "prompt" and "prompt_token_ids"',
+                'a mapping with one of the keys "prompt" and "prompt_token_ids"',
             )
             (value,) = prompt.values()
             is_text = "prompt" in prompt
@@ -55,7 +55,7 @@ class PromptReader:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise InvalidValueError(
-                    "prompt", prompt, "token ids: the engine has no tokenizer (skip_tokenizer_init)"
+                    "prompt", prompt, "token ids, since the engine has no tokenizer (skip_tokenizer_init)"
                 )
             return prompt, self._tokenizer.encode(prompt)
         is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray)
@@ -68,8 +68,8 @@ class PromptReader:
             for token in ids:
                 self._check_id(field, token)
         if self._tokenizer is None:
-            require(not params.stop_strings, "stop", params.stop, "None: the engine has no tokenizer")
-            require(not params.bad_words, "bad_words", params.bad_words, "None: the engine has no tokenizer")
+            require(not params.stop_strings, "stop", params.stop, "None, since the engine has no tokenizer")
+            require(not params.bad_words, "bad_words", params.bad_words, "None, since the engine has no tokenizer")
 
     def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """The token sequences of the bad words, at the beginning of a text and after a space."""

@@ -133,7 +133,7 @@ class SamplingParams:
         bias = self.logit_bias
         if bias is not None:
             require(isinstance(bias, Mapping), "logit_bias", bias, "a mapping of token id to bias")
-            require(len(bias) <= MAX_BIASED_TOKENS, "logit_bias", len(bias), f"{MAX_BIASED_TOKENS} at most")
+            require(len(bias) <= MAX_BIASED_TOKENS, "logit_bias", len(bias), f"of {MAX_BIASED_TOKENS} entries at most")
             object.__setattr__(self, "logit_bias", FrozenDict(bias))
         for value in (self.logit_bias or {}).values():
             require_number("logit_bias", value, -100.0, 100.0)

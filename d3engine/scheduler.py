@@ -123,13 +123,12 @@ class Scheduler:
             needed <= available,
             "max_tokens",
             sequence.params.max_tokens,
-            f"a sequence that fits the KV cache; with its prompt of {len(sequence.prompt_token_ids)} tokens this one"
-            f" may need {needed} blocks of {self.cache.block_size} entries, and the cache has {available}"
-            f" (kv_cache_memory_bytes)",
+            f"low enough for the KV cache (with its prompt of {len(sequence.prompt_token_ids)} tokens the sequence may"
+            f" need {needed} blocks of {self.cache.block_size} entries, kv_cache_memory_bytes allows {available})",
         )
         if sequence.draft is not None:
             spare = self.config.max_num_batched_tokens - self.config.max_num_seqs
-            allowed = f"max_num_batched_tokens - max_num_seqs = {spare} at most: a draft is verified in one piece"
+            allowed = f"at most max_num_batched_tokens - max_num_seqs = {spare}, since a draft is verified in one piece"
             require(sequence.draft.rule.length <= spare, "draft_length", sequence.draft.rule.length, allowed)
             if self._second is not None and sequence.draft.rule.model is not None:
                 self._second.check_fits(sequence)

@@ -33,7 +33,7 @@ class SecondModel:
         """Refuse a sequence that could never fit this model's cache, by name of the limit."""
         needed = self.cache.num_layers * self.cache.blocks_for(sequence.max_length)
         available = self.cache.pool.num_blocks
-        allowed = f"a sequence that fits the draft model's KV cache: it may need {needed} blocks of {available}"
+        allowed = f"low enough for the draft model's KV cache (the sequence may need {needed} blocks of {available})"
         require(needed <= available, "max_tokens", sequence.params.max_tokens, allowed)
 
     def open(self, slot: int) -> None:

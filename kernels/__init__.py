@@ -22,8 +22,8 @@ def for_device(device: torch.device, implementation: str = "auto") -> ModuleType
     interpreter (TRITON_INTERPRET=1 before Triton is first imported).
     """
     if device.type not in _BY_DEVICE:
-        raise ValueError(f"device={str(device)!r} is not allowed: one of {', '.join(_BY_DEVICE)}")
+        raise ValueError(f"device must be one of {', '.join(_BY_DEVICE)}; got {str(device)!r}")
     if implementation not in ("auto", *_MODULES):
-        raise ValueError(f"implementation={implementation!r} is not allowed: auto, or one of {', '.join(_MODULES)}")
+        raise ValueError(f"implementation must be auto, or one of {', '.join(_MODULES)}; got {implementation!r}")
     chosen = _BY_DEVICE[device.type] if implementation == "auto" else implementation
     return import_module(_MODULES[chosen])

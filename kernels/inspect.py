@@ -148,7 +148,7 @@ def inspect(
 def _need_known(field: str, values: Iterable[Any], allowed: Iterable[Any]) -> None:
     for value in values:
         if value not in (known := list(allowed)):
-            raise ValueError(f"{field}={value!r} is not allowed: one of {sorted(known)}")
+            raise ValueError(f"{field} must be one of {', '.join(map(str, sorted(known)))}; got {value!r}")
 
 
 _works: list[tuple[Launch, int]] = []  # what the forked processes of `_compile_all` find by number

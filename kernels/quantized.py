@@ -174,7 +174,7 @@ def _row_runs(matrix: Tensor) -> Iterator[slice]:
 
 def _check(matrix: Tensor) -> None:
     if matrix.dim() != 2 or not matrix.is_floating_point() or not matrix.numel():
-        raise ValueError(f"a {matrix.dtype} of shape {list(matrix.shape)} is not allowed: a float matrix [N, K]")
+        raise ValueError(f"weights must be a float matrix [N, K]; got a {matrix.dtype} of shape {list(matrix.shape)}")
 
 
 def _finite(scales: Tensor) -> Tensor:

@@ -162,8 +162,8 @@ def test_every_value_out_of_bounds_is_refused_by_field_value_and_what_is_allowed
         with pytest.raises(InvalidValueError) as caught:
             SamplingParams(**{field: value})
         assert caught.value.field == field
-        assert str(caught.value).startswith(f"{field}=")
-        assert "is not allowed: " in str(caught.value)
+        assert str(caught.value).startswith(f"{field} must be ")
+        assert "; got " in str(caught.value)
         assert len(str(caught.value)) < 400
         assert isinstance(caught.value, ValueError)
 
@@ -238,11 +238,11 @@ def test_an_engine_argument_is_refused_by_name_value_and_what_is_allowed(
             make_engine(**{"depth" if field == "tail" else field: value})
         assert caught.value.field == field
         assert allowed in caught.value.allowed
-        assert str(caught.value).startswith(f"{field}=")
+        assert str(caught.value).startswith(f"{field} must be ")
 
 
 def test_a_directory_that_is_none_is_refused_by_name() -> None:
-    with pytest.raises(InvalidValueError, match="model='nowhere at all' is not allowed: a directory"):
+    with pytest.raises(InvalidValueError, match=r"model must be a directory.*; got 'nowhere at all'"):
         Engine("nowhere at all")
 
 
@@ -271,29 +271,29 @@ def test_an_engine_argument_of_a_wrong_type_is_refused_by_name(
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([], "prompt=.*at least one token"),
-        ({"prompt_token_ids": []}, "prompt=.*at least one token"),
-        (list(range(64)), "prompt='64 tokens'.*fewer than max_model_len=64"),
-        ({"prompt_token_ids": [5] * 500}, "prompt='500 tokens'.*fewer than max_model_len=64"),
-        ("word " * 200, "prompt=.*fewer than max_model_len=64"),
-        ([1, VOCABULARY], "prompt_token_ids=800.*ids from 0 to 799, the rows of the embedding"),
-        ([1, -1], "prompt_token_ids=-1.*ids from 0 to 799"),
-        ([1, 2**40], "prompt_token_ids=1099511627776"),
-        ([1, 2.0], "prompt_token_ids=2.0"),
-        ([1, True], "prompt_token_ids=True"),
-        ([1, "2"], "prompt_token_ids='2'"),
-        ([1, None], "prompt_token_ids=None"),
-        ([1, [2]], r"prompt_token_ids=\[2\]"),
-        (7, "prompt=7.*a text, a list of token ids, or a mapping"),
-        (None, "prompt=None"),
-        (np.array([1, 2]), "prompt="),
-        ({"text": "a"}, 'prompt=.*one of the keys "prompt" and "prompt_token_ids"'),
-        ({}, "prompt={}"),
-        ({"prompt": "a", "prompt_token_ids": [1]}, "prompt=.*one of the keys"),
-        ({"prompt": "a", "multi_modal_data": {}}, "prompt=.*one of the keys"),
-        ({"prompt": [1, 2]}, r"prompt=\[1, 2\].*a text"),
-        ({"prompt_token_ids": "12"}, "prompt_token_ids='12'.*a list of token ids"),
-        ({"prompt_token_ids": 12}, "prompt_token_ids=12"),
+        ([], r"prompt must be .*at least one token"),
+        ({"prompt_token_ids": []}, r"prompt must be .*at least one token"),
+        (list(range(64)), r"prompt must be .*shorter than max_model_len=64.*; got '64 tokens'"),
+        ({"prompt_token_ids": [5] * 500}, r"prompt must be .*shorter than max_model_len=64.*; got '500 tokens'"),
+        ("word " * 200, r"prompt must be shorter than max_model_len=64"),
+        ([1, VOCABULARY], r"prompt_token_ids must be .*ids from 0 to 799, the rows of the embedding.*; got 800"),
+        ([1, -1], r"prompt_token_ids must be .*ids from 0 to 799.*; got -1"),
+        ([1, 2**40], r"prompt_token_ids must be .*; got 1099511627776"),
+        ([1, 2.0], r"prompt_token_ids must be .*; got 2.0"),
+        ([1, True], r"prompt_token_ids must be .*; got True"),
+        ([1, "2"], r"prompt_token_ids must be .*; got '2'"),
+        ([1, None], r"prompt_token_ids must be .*; got None"),
+        ([1, [2]], r"prompt_token_ids must be .*; got \[2\]"),
+        (7, r"prompt must be a text, a list of token ids, or a mapping.*; got 7"),
+        (None, r"prompt must be .*; got None"),
+        (np.array([1, 2]), r"prompt must be "),
+        ({"text": "a"}, r'prompt must be .*one of the keys "prompt" and "prompt_token_ids"; got'),
+        ({}, r"prompt must be .*; got \{\}"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, r"prompt must be .*one of the keys"),
+        ({"prompt": "a", "multi_modal_data": {}}, r"prompt must be .*one of the keys"),
+        ({"prompt": [1, 2]}, r"prompt must be a text.*; got \[1, 2\]"),
+        ({"prompt_token_ids": "12"}, r"prompt_token_ids must be .*a list of token ids.*; got '12'"),
+        ({"prompt_token_ids": 12}, r"prompt_token_ids must be .*; got 12"),
         ("\ud800", "lone surrogates"),
     ],
 )
@@ -342,7 +342,7 @@ def test_no_prompts_give_no_outputs(engine: Engine) -> None:
 def test_token_ids_in_parameters_are_checked_against_the_model(
     engine: Engine, field: str, params: dict[str, Any]
 ) -> None:
-    with pytest.raises(InvalidValueError, match=f"{field}=800.*rows of the embedding"):
+    with pytest.raises(InvalidValueError, match=f"{field} must be .*rows of the embedding; got 800"):
         engine.add_request("a", "text", greedy(**params))
     assert not engine.has_unfinished_requests()
 
@@ -350,9 +350,9 @@ def test_token_ids_in_parameters_are_checked_against_the_model(
 def test_text_features_are_refused_by_name_without_a_tokenizer(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(skip_tokenizer_init=True, tokenizer=None)
     for prompt, params, message in (
-        ("text", greedy(), "prompt='text'.*no tokenizer"),
-        ([1], greedy(stop="x"), "stop='x'.*no tokenizer"),
-        ([1], greedy(bad_words=["x"]), "bad_words=.*no tokenizer"),
+        ("text", greedy(), r"prompt must be .*no tokenizer.*; got 'text'"),
+        ([1], greedy(stop="x"), "stop must be None, .*no tokenizer; got 'x'"),
+        ([1], greedy(bad_words=["x"]), "bad_words must be None, .*no tokenizer"),
     ):
         with pytest.raises(InvalidValueError, match=message):
             engine.add_request("a", prompt, params)
@@ -362,10 +362,10 @@ def test_text_features_are_refused_by_name_without_a_tokenizer(make_engine: Call
 
 def test_a_request_id_is_a_text_that_no_unfinished_request_has(engine: Engine) -> None:
     engine.add_request("a", "one", greedy(2))
-    with pytest.raises(InvalidValueError, match=r"request_id='a'.*no unfinished request"):
+    with pytest.raises(InvalidValueError, match=r"request_id must be .*no unfinished request.*; got 'a'"):
         engine.add_request("a", "two", greedy())
     for bad in ("", 5, None):
-        with pytest.raises(InvalidValueError, match="request_id="):
+        with pytest.raises(InvalidValueError, match=r"request_id must be "):
             engine.add_request(bad, "three", greedy())  # type: ignore[arg-type]
     assert list(finish(engine)) == ["a"]
     engine.add_request("a", "again", greedy(1))
@@ -373,11 +373,11 @@ def test_a_request_id_is_a_text_that_no_unfinished_request_has(engine: Engine) -
 
 
 def test_parameters_are_one_for_all_or_one_each(engine: Engine) -> None:
-    with pytest.raises(InvalidValueError, match=r"sampling_params='3 of them'.*one, or 2"):
+    with pytest.raises(InvalidValueError, match=r"sampling_params must be .*one, or 2.*; got '3 of them'"):
         engine.generate(["a", "b"], [greedy()] * 3, use_tqdm=False)
-    with pytest.raises(InvalidValueError, match=r"sampling_params=.*SamplingParams"):
+    with pytest.raises(InvalidValueError, match=r"sampling_params must be .*SamplingParams"):
         engine.generate(["a"], [{"max_tokens": 5}], use_tqdm=False)  # type: ignore[list-item]
-    with pytest.raises(InvalidValueError, match=r"priority=1\.5.*an integer"):
+    with pytest.raises(InvalidValueError, match=r"priority must be .*an integer.*; got 1\.5"):
         engine.add_request("x", "a", greedy(), priority=1.5)  # type: ignore[arg-type]
     assert not engine.has_unfinished_requests()
     outputs = engine.generate(["a", "b"], [greedy(1), greedy(3)], use_tqdm=False)
@@ -400,7 +400,7 @@ def test_a_value_of_a_type_that_is_never_allowed_is_refused_by_name(engine: Engi
 
 
 def test_an_enormous_top_k_is_refused_and_the_largest_keeps_all_tokens(engine: Engine) -> None:
-    with pytest.raises(InvalidValueError, match=r"top_k=.*from 0 to 2147483647"):
+    with pytest.raises(InvalidValueError, match=r"top_k must be .*from 0 to 2147483647"):
         SamplingParams(top_k=2**70)
     largest = SamplingParams(top_k=2**31 - 1, max_tokens=2)
     assert len(engine.generate("a", largest, use_tqdm=False)[0].outputs[0].token_ids) == 2
@@ -597,7 +597,7 @@ def test_streams_that_are_read_in_turns_all_come_to_their_end(engine: Engine) ->
 def test_ready_weights_of_another_dtype_are_refused(directory: Path) -> None:
     config = ModelConfig.from_directory(directory)
     narrow = random_weights(config, dtype=torch.bfloat16, device="cpu", seed=0)
-    with pytest.raises(ValueError, match=r"weights='torch.bfloat16 on cpu' is not allowed: torch.float32 on cpu"):
+    with pytest.raises(ValueError, match=r"weights must be torch.float32 on cpu.*; got 'torch.bfloat16 on cpu'"):
         Engine(directory, weights=narrow, tokenizer=DEMO, device="cpu")
 
 
@@ -825,5 +825,5 @@ def test_waves_let_requests_join_only_between_them_but_an_idle_engine_at_once(
         engine.step()
         joined.append(engine.scheduler.num_running)
     assert joined == [1, 1, 1, 1, 2, 2, 1, 1, 1, 1]
-    with pytest.raises(InvalidValueError, match="steps=0"):
+    with pytest.raises(InvalidValueError, match=r"steps must be .*; got 0"):
         Waves(0)

@@ -138,9 +138,9 @@ def test_a_sample_as_text_picture_page_and_json(png: Path, tmp_path: Path) -> No
         (["copy", "--from-step", "0", "--limit", "1", "--max-tokens", "1"], "--from-step"),
         (["schedule", "--start", "1.5"], "start"),
         (["schedule", "--steps", "0"], "--steps"),
-        (["flow", "--png", "picture.foo"], "--png='picture.foo'"),
-        (["schedule", "--png", "picture"], "--png='picture'"),
-        (["sample", "--guess-layers", "0"], "--guess-layers=0"),
+        (["flow", "--png", "picture.foo"], "got 'picture.foo'"),
+        (["schedule", "--png", "picture"], "got 'picture'"),
+        (["sample", "--guess-layers", "0"], "--guess-layers must be an integer of at least 1; got 0"),
         (["sample", "--html", "no-such-directory/a.html", "--max-tokens", "2"], "--html"),
     ],
 )

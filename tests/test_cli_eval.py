@@ -136,8 +136,14 @@ def test_questions_of_files_are_read_from_a_folder(tmp_path: Path) -> None:
         (["--include-path", "."], "--include-path"),
         (["--html", "no/such/folder/page.html"], "--html"),
         (["--html", "."], "--html"),
-        (["--policy", "tail-skip mean-layers=12"], "--policy='tail-skip mean-layers=12'"),
-        (["--policy", "lossless draft=d3 alpha=0.9 start=0.6"], "--policy='lossless draft=d3 alpha=0.9 start=0.6'"),
+        (
+            ["--policy", "tail-skip mean-layers=12"],
+            "--policy 'tail-skip mean-layers=12' must be given with decay-steps",
+        ),
+        (
+            ["--policy", "lossless draft=d3 alpha=0.9 start=0.6"],
+            "--policy 'lossless draft=d3 alpha=0.9 start=0.6': draft must be absent",
+        ),
         (["--policy", "d3 alpha=0.9 start=0.6 alpha=0.8"], "once"),
         (["--tasks", "object-counting", "--num-fewshot", "60"], "question 1 of object-counting"),
         (["--compare-full", "--depth", "full"], "--compare-full"),
@@ -204,7 +210,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_any_question_is_asked(monke
     monkeypatch.setattr(Engine, "generate", asked)
     result = evaluate("--depth", "full", "--tasks", "word-problems,tracking-shuffled-objects", "--num-fewshot", "9")
     assert result.exit_code == 2
-    assert "question 1 of tracking-shuffled-objects='" in result.stderr
+    assert "question 1 of tracking-shuffled-objects must be shorter" in result.stderr
 
 
 def test_options_of_a_policy_may_be_spelled_as_in_python() -> None:

@@ -333,5 +333,5 @@ class TestStopStrings:
 
     @pytest.mark.parametrize("stop", ["a string", [""], ["ok", ""]])
     def test_an_empty_or_bare_stop_string_is_refused_by_name(self, byte_level: Tokenizer, stop: list[str]) -> None:
-        with pytest.raises(InvalidValueError, match="stop="):
+        with pytest.raises(InvalidValueError, match=r"stop must be "):
             Detokenizer(byte_level, stop=stop)

@@ -96,7 +96,7 @@ def test_the_pool_takes_its_share_of_what_weights_and_workspace_leave(
     half = replace(make_engine().config, num_layers=LAYERS // 2)
     assert blocks(make_engine, 0.9, 100 * one, draft=half) == 400  # each takes half of another with it
     assert blocks(make_engine, 0.9, (700 - sequence) * one) == sequence
-    with pytest.raises(InvalidValueError, match=rf"gpu_memory_utilization=0.9 .* {sequence} blocks of {one} bytes"):
+    with pytest.raises(InvalidValueError, match=rf"gpu_memory.* must be .*{sequence} blocks of {one} bytes.*; got 0.9"):
         blocks(make_engine, 0.9, (701 - sequence) * one)
     with pytest.raises(InvalidValueError, match="room for 0"):
         blocks(make_engine, 0.1, 0)

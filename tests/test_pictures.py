@@ -51,7 +51,7 @@ def texts(axes: Any) -> list[str]:
 )
 def test_a_picture_that_could_not_be_written_is_refused_by_its_option(name: str, allowed: str, tmp_path: Path) -> None:
     (tmp_path / "d.png").mkdir()
-    with pytest.raises(InvalidValueError, match=rf"--plot=.*{allowed}"):
+    with pytest.raises(InvalidValueError, match=rf"--plot must be .*{allowed}"):
         check_picture("--plot", tmp_path / name)
 
 

@@ -150,17 +150,19 @@ def test_beside_an_executor_that_decodes_by_itself_a_second_model_drafts_step_by
 def test_a_draft_model_that_does_not_fit_its_target_is_refused_by_name(
     target: TinyLlama, draft: str, tiny_llama: Callable[..., TinyLlama], tmp_path: Path
 ) -> None:
-    with pytest.raises(InvalidValueError, match=r"^draft_model=.*vocabulary of its target, 40 tokens and not 300"):
+    with pytest.raises(
+        InvalidValueError, match=r"^draft_model must be .*vocabulary of its target, 40 tokens and not 300"
+    ):
         new_engine(target, Speculative(str(tiny_llama().directory)))
-    with pytest.raises(InvalidValueError, match=r"^draft_model=.*a directory"):
+    with pytest.raises(InvalidValueError, match=r"^draft_model must be .*a directory"):
         new_engine(target, Speculative(str(tmp_path / "nothing")))
     short = tiny_llama(**TARGET, max_position_embeddings=64)
-    with pytest.raises(InvalidValueError, match=r"^draft_model=.*a model for 80 tokens"):
+    with pytest.raises(InvalidValueError, match=r"^draft_model must be .*a model for 80 tokens"):
         new_engine(target, Speculative(str(short.directory)))
-    with pytest.raises(InvalidValueError, match=r"^draft_model=''"):
+    with pytest.raises(InvalidValueError, match=r"^draft_model must be .*; got ''"):
         Speculative("")
     params = SamplingParams(max_tokens=2, depth=Speculative(draft))
-    with pytest.raises(InvalidValueError, match=r"^draft_model=.*the engine's own draft model, None"):
+    with pytest.raises(InvalidValueError, match=r"^draft_model must be .*the engine's own draft model, None"):
         new_engine(target, FullDepth()).generate([1], params, use_tqdm=False)
 
 
@@ -169,7 +171,7 @@ def test_a_draft_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None
     Engine("demo", device="cpu", depth=Speculative(str(tmp_path / "model"))).close()
     model = (tmp_path / "model" / "tokenizer.model").read_bytes()
     (tmp_path / "model" / "tokenizer.model").write_bytes(model.replace(b"the", b"hte", 1))
-    with pytest.raises(InvalidValueError, match=r"^draft_model=.*1 tokens differ"):
+    with pytest.raises(InvalidValueError, match=r"^draft_model must be .*1 tokens differ"):
         Engine("demo", device="cpu", depth=Speculative(str(tmp_path / "model")))
 
 
@@ -178,5 +180,5 @@ def test_a_policy_with_a_draft_model_survives_json_and_has_options_on_the_comman
     assert policy_from_dict(json.loads(json.dumps(policy.describe()))) == policy
     given = {"draft_model": "some/model", "draft_length": 3, "stop_probability": 0.25, "adaptive": True}
     assert depth_from_options("speculative", {**dict.fromkeys(OPTIONS), **given}) == policy
-    with pytest.raises(InvalidValueError, match="needs --draft-model"):
+    with pytest.raises(InvalidValueError, match="must be given with --draft-model"):
         depth_from_options("speculative", dict.fromkeys(OPTIONS))

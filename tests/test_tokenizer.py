@@ -279,7 +279,7 @@ class TestBothKinds:
         assert shown.endswith(tokenizer.special_tokens["eos_token"])
 
     def test_a_lone_surrogate_is_refused_by_name(self, tokenizer: Tokenizer) -> None:
-        with pytest.raises(InvalidValueError, match="prompt="):
+        with pytest.raises(InvalidValueError, match=r"prompt must be "):
             tokenizer.encode("bad \ud800 text")
 
     def test_an_eos_token_outside_the_vocabulary_is_refused_by_name(self, directory: Path) -> None:

@@ -176,7 +176,7 @@ def _check_llama2c_header(source: Path, header: _Llama2cHeader) -> None:
     for name in ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "seq_len"):
         value = getattr(header, name)
         if value < 1:
-            raise ModelFormatError(f"{source}: {name}={value} is not allowed: no llama2.c file of version 0")
+            raise ModelFormatError(f"{source}: {name} must be at least 1, as in llama2.c's version 0; got {value}")
     if header.dim % header.n_heads or header.n_heads % header.n_kv_heads:
         raise ModelFormatError(
             f"{source}: dim={header.dim}, n_heads={header.n_heads}, n_kv_heads={header.n_kv_heads}: "
@@ -228,7 +228,7 @@ def _bin_files(source: Path) -> list[Path]:
         raise ModelFormatError(f"{index}: weight_map must be an object of tensor names and file names")
     for shard in weight_map.values():
         if not isinstance(shard, str) or not shard.endswith(".bin") or Path(shard).name != shard:
-            raise ModelFormatError(f"{index}: {shard!r} is not allowed: a shard must be a plain .bin file name")
+            raise ModelFormatError(f"{index}: a shard must be a plain .bin file name; got {shard!r}")
     return [source / shard for shard in sorted(set(weight_map.values()))]
 
 

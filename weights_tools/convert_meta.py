@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d3engine.errors import InvalidValueError, ModelFormatError
+from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError
 from d3engine.model.expected_tensors import EMBEDDING, FINAL_NORM, LM_HEAD
 from d3engine.model.fields import read_json_object
 from d3engine.model.weights import to_half_split
@@ -110,13 +110,13 @@ class _MetaModel:
         value = self.params.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise ModelFormatError(f"{self.params_file}: {name}={value!r} is not allowed: a number above 0")
+            raise ModelFormatError(f"{self.params_file}: {name} must be a number above 0; got {value!r}")
         return value
 
     def integer(self, name: str, default: int | None = None) -> int:
         value = self.number(name, default)
         if not isinstance(value, int):
-            raise ModelFormatError(f"{self.params_file}: {name}={value!r} is not allowed: an integer above 0")
+            raise ModelFormatError(f"{self.params_file}: {name} must be an integer above 0; got {value!r}")
         return value
 
     def parts(self, name: str) -> list[Tensor]:
@@ -146,8 +146,7 @@ def _meta_tensors(model: _MetaModel) -> dict[str, PendingTensor]:
     heads = {"attention.wq": num_heads, "attention.wk": num_kv_heads}
     if num_kv_heads % len(model.files):
         raise ModelFormatError(
-            f"{model.params_file}: n_kv_heads={num_kv_heads} is not allowed: "
-            f"a multiple of the {len(model.files)} shards"
+            f"{model.params_file}: n_kv_heads must be a multiple of the {len(model.files)} shards; got {num_kv_heads}"
         )
     tensors: dict[str, PendingTensor] = {}
     for name in sorted({name for shard in model.shards for name in shard} - _META_IGNORED):
@@ -237,8 +236,8 @@ def _meta_max_positions(model: _MetaModel, given: int | None) -> int:
         return 8192
     raise InvalidValueError(
         "max_position_embeddings",
-        given,
-        "needed, for params.json does not say: 2048 for Llama 1, 4096 for Llama 2",
+        NOTHING,
+        "given, since params.json does not say (2048 for Llama 1, 4096 for Llama 2)",
     )
 
 
@@ -246,11 +245,11 @@ def _meta_rope_scaling(model: _MetaModel, factor: float | None) -> dict[str, Any
     """Llama 3.1's constants, which Meta keeps in code and not in params.json; only the factor varies."""
     if not model.params.get("use_scaled_rope"):
         if factor is not None:
-            raise InvalidValueError("rope_factor", factor, "absent: params.json does not set use_scaled_rope")
+            raise InvalidValueError("rope_factor", factor, "absent, since params.json does not set use_scaled_rope")
         return None
     if factor is None:
         raise InvalidValueError(
-            "rope_factor", factor, "needed, for params.json does not say: 8 for Llama 3.1, 32 for Llama 3.2"
+            "rope_factor", NOTHING, "given, since params.json does not say (8 for Llama 3.1, 32 for Llama 3.2)"
         )
     return {
         "rope_type": "llama3",

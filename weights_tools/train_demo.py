@@ -441,7 +441,7 @@ def task_names(text: str) -> list[str]:
     names = list(NAMES) if text == "all" else text.split(",")
     unknown = [name for name in names if name not in NAMES]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not allowed: all, or some of {', '.join(NAMES)}")
+        raise argparse.ArgumentTypeError(f"must be all, or some of {', '.join(NAMES)}; got {unknown[0]!r}")
     return names
 
 
@@ -453,10 +453,10 @@ def earlier_model(text: str) -> Path:
     ]
     if missing:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not allowed: a model that this script has made; no {missing[0]} there"
+            f"must be a model that this script has made; got {text!r}, without {missing[0]}"
         )
     if json.loads((directory / "config.json").read_text()) != hf_config(DemoConfig()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: a model of the shape that this script trains")
+        raise argparse.ArgumentTypeError(f"must be a model of the shape that this script trains; got {text!r}")
     return directory
 
 
@@ -465,7 +465,7 @@ def exit_depths(text: str) -> list[int]:
     layers = DemoConfig().layers
     depths = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
     if not all(1 <= depth < layers for depth in depths):
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: depths from 1 to {layers - 1}, such as 9,11")
+        raise argparse.ArgumentTypeError(f"must be depths from 1 to {layers - 1}, such as 9,11; got {text!r}")
     return sorted(set(depths))
 
 
@@ -476,7 +476,7 @@ def share(text: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: a number from 0 to 1")
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1; got {text!r}")
     return number
 
 

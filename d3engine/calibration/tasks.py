@@ -39,8 +39,8 @@ class CalibrationTask:
         validation = _different(self.load("validation", screening + certification))
         test = _different(self.load("test", certification))
         has = (
-            f"what {self.name} has questions for: {len(validation)} to search and certify, {len(test)} for the test. "
-            "A wider --tolerance can be certified with fewer (a smaller --limit)"
+            f"within what {self.name} has questions for ({len(validation)} to search and certify, {len(test)} for the"
+            " test; a wider --tolerance can be certified with fewer, by a smaller --limit)"
         )
         wanted = f"{screening} to search, {certification} to certify"
         enough = len(validation) >= screening + certification and len(test) >= certification
@@ -55,7 +55,7 @@ class CalibrationTask:
 def calibration_task(name: str, folder: Path | None, *, seed: int, shots: int | None) -> CalibrationTask:
     """A generated task, or `gsm8k`, `bbh` or `bbh/<task>` from a folder's files, `shots` examples before each."""
     if folder is None:
-        require(name in procedural.NAMES, "--task", name, f"one of {', '.join(procedural.NAMES)}; others need --data")
+        require(name in procedural.NAMES, "--task", name, f"one of {', '.join(procedural.NAMES)} (others need --data)")
 
         def generate(split: Split, count: int) -> Sequence[Question]:
             return _one(catalogue.generated([name], split=split, seed=seed, limit=count, shots=shots)).questions
@@ -64,7 +64,7 @@ def calibration_task(name: str, folder: Path | None, *, seed: int, shots: int | 
         return CalibrationTask(name, example.max_tokens, example.stop, generate)
 
     known = name in ("gsm8k", "bbh") or name.startswith("bbh/")
-    require(known, "--task", name, "one of gsm8k, bbh and bbh/<task>, with --data")
+    require(known, "--task", name, "one of gsm8k, bbh and bbh/<task> with --data")
 
     def read(split: Split) -> Benchmark:
         return _one(catalogue.from_files([name], folder, split=split, seed=seed, limit=None, shots=shots))

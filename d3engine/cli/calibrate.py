@@ -32,7 +32,7 @@ from d3engine.cli import new_app
 from d3engine.cli.engine_options import Options, model_directory, open_engine, sampling_params, takes_engine
 from d3engine.depth import D3, FullDepth
 from d3engine.depth.policy import POLICY_FILE
-from d3engine.errors import require, require_integer, require_number
+from d3engine.errors import NOTHING, require, require_integer, require_number
 from d3engine.evaluation.accuracy import wilson_interval
 from d3engine.model.config import ModelConfig
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 app = new_app()
 
 NO_SAFE_SETTING = 3
-"""Exit code where no setting is safe. 0: one was chosen and written; 2: something was not allowed."""
+"""Exit code where no setting is safe. 0: one was chosen and written; 2: wrong input."""
 
 
 @app.command("calibrate")
@@ -115,7 +115,9 @@ def calibrate_command(
     most = require_integer("--max-tokens", asked.max_tokens if max_tokens is None else max_tokens, 2)
     layers = ModelConfig.from_directory(directory).num_layers
     candidates = make_candidates(layers, most, starts or STARTS, alphas or ALPHAS, tails or (0,))
-    require(len(candidates) > 0, "--start, --alpha, --tail", (starts, alphas, tails), "a setting that skips something")
+    require(
+        len(candidates) > 0, "--start, --alpha, --tail", (starts, alphas, tails), "such that a setting skips something"
+    )
     plan = plan_budget(len(candidates), budget, limit, tolerance / 100)
     parts = asked.parts(plan.screening, plan.certification)
     engine = open_engine(model, engine_options, FullDepth())
@@ -146,8 +148,8 @@ def _target(model: str, directory: Path, out: Path | None) -> Path:
     """Where the setting will be written; that it can be is found out before the hours of work."""
     from d3engine.loading import DEMO
 
-    bundled = "a file to write: the bundled model's directory belongs to the package"
-    require(out is not None or model != DEMO, "--out", None, bundled)
+    bundled = "given as a file to write, since the bundled model's directory belongs to the package"
+    require(out is not None or model != DEMO, "--out", NOTHING, bundled)
     target = out if out is not None else directory / POLICY_FILE
     require(not target.is_dir(), "--out", str(target), "a file, not a directory")
     writable = target.parent.is_dir() and os.access(target.parent, os.W_OK)

@@ -75,7 +75,7 @@ def _require_template(model: str) -> None:
     from d3engine.chat_template import load_chat_template
 
     if load_chat_template(directory) is None:
-        allowed = "chat needs a model with a chat template; `d3engine generate` takes plain prompts for this one"
+        allowed = "a model with a chat template (`d3engine generate` takes plain prompts for this one)"
         raise InvalidValueError("model", model, allowed)
 
 
@@ -137,11 +137,11 @@ class Conversation:
         return True
 
     def _help(self, words: list[str]) -> None:
-        require(not words, "/help", " ".join(words), "nothing after it")
+        require(not words, "/help", " ".join(words), "typed alone")
         self._say(HELP)
 
     def _reset(self, words: list[str]) -> None:
-        require(not words, "/reset", " ".join(words), "nothing after it")
+        require(not words, "/reset", " ".join(words), "typed alone")
         del self._messages[self._kept_messages :]
         self._say("The conversation is forgotten.")
 

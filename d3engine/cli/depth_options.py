@@ -17,7 +17,7 @@ import typer
 
 from d3engine.depth import DepthPolicy, policy_from_name
 from d3engine.depth.policy import POLICY_CLASSES, policy_names, policy_options, required_options
-from d3engine.errors import InvalidValueError, require
+from d3engine.errors import NOTHING, InvalidValueError, require
 
 AUTO: Literal["auto"] = "auto"
 
@@ -115,9 +115,10 @@ def _drafting(name: str, given: dict[str, Any]) -> DepthPolicy:
     """A policy whose drafts run the layers of another; options that are not its own go to the draft."""
     draft = given.pop("draft", None)
     if name == "lossless":
-        require(draft is None, "--draft", draft, "--depth lossless drafts by d3, with its options")
+        require(draft is None, "--draft", draft, "absent, since --depth lossless drafts by d3, with its options")
         draft = "d3"
-    require(draft is not None, "--depth", name, f"it needs --draft, one of {', '.join(DRAFT_NAMES)}")
+    allowed = f"given with --draft, one of {', '.join(DRAFT_NAMES)}"
+    require(draft is not None, f"--depth {name}", NOTHING, allowed)
     require(draft in DRAFT_NAMES, "--draft", draft, f"one of {', '.join(DRAFT_NAMES)}")
     own = {field: value for field, value in given.items() if field in policy_options(name)}
     drafting = _plain(draft, {field: value for field, value in given.items() if field not in own})
@@ -129,17 +130,18 @@ def _plain(name: str, given: dict[str, Any], others: Sequence[str] = ()) -> Dept
     for pair in others:
         field, separator, value = pair.partition("=")
         fits = bool(separator) and field in takes and field not in given
-        require(fits, "--depth-option", pair, f"option=value, once for each of {', '.join(takes) or 'no options'}")
+        allowed = f"option=value, once for each of {', '.join(takes)}" if takes else f"absent, since {name} takes none"
+        require(fits, "--depth-option", pair, allowed)
         given[field] = _json_or_text(value)
     for field, value in given.items():
         if field not in takes:
             flags = ", ".join(_flag(option) for option in takes)
-            raise InvalidValueError(_flag(field), value, f"--depth {name} takes {flags or 'no options'}")
+            raise InvalidValueError(_flag(field), value, f"absent, since --depth {name} takes {flags or 'no options'}")
     if name == AUTO:
         return AUTO
     missing = [_flag(field) for field in required_options(name) if field not in given]
     if missing:
-        raise InvalidValueError("--depth", name, f"it needs {' and '.join(missing)}")
+        raise InvalidValueError(f"--depth {name}", NOTHING, f"given with {' and '.join(missing)}")
     return policy_from_name(name, **given)
 
 
@@ -174,23 +176,23 @@ def policy_from_words(words: list[str], field: str = "--policy") -> Depth:
         option = key if key in OPTIONS else fields.get(key.replace("_", "-"))
         if option is None or not separator:
             raise InvalidValueError(field, pair, f"option=value, with {', '.join(allowed)}")
-        require(option not in options, field, " ".join(words), f"each option once, not {key} again")
+        require(option not in options, field, " ".join(words), f"a name with each option once ({key} stands twice)")
         kind = OPTIONS[option][1]
         try:
             options[option] = {"true": True, "false": False}[value] if kind is bool else kind(value)
         except (ValueError, KeyError):
             wanted = "true or false" if kind is bool else f"a value of type {kind.__name__}"
-            raise InvalidValueError(field, " ".join(words), f"{key}={value}: {wanted}") from None
+            raise InvalidValueError(f"{field} {' '.join(words)!r}: {key}", value, wanted) from None
     try:
         return depth_from_options(name, options, others)
     except InvalidValueError as error:
-        raise InvalidValueError(field, " ".join(words), _in_words(error)) from error
+        raise _in_words(error, f"{field} {' '.join(words)!r}") from error
 
 
-def _in_words(error: InvalidValueError) -> str:
-    """What was wrong, with options spelled as in a line of words rather than as flags."""
-    allowed = error.allowed.replace("--depth ", "").replace("--", "")
-    return allowed if error.field == "--depth" else f"{error.field.removeprefix('--')}={error.value}: {allowed}"
+def _in_words(error: InvalidValueError, line: str) -> InvalidValueError:
+    """The same fault in a line of words, with options spelled as there rather than as flags."""
+    field = "" if error.field.startswith("--depth ") else f": {error.field.removeprefix('--')}"
+    return InvalidValueError(line + field, error.value, error.allowed.replace("--depth ", "").replace("--", ""))
 
 
 def takes_depth(command: Callable[..., Any]) -> Callable[..., Any]:

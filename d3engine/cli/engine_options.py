@@ -119,7 +119,7 @@ def model_directory(model: str) -> Path:
     from d3engine.loading import model_directory as directory_of
 
     if model != DEMO and not Path(model).is_dir():
-        allowed = f"the first argument is a directory with a Llama model, or {DEMO!r}; the prompt comes after it"
+        allowed = f"a directory with a Llama model, or {DEMO!r} (the prompt comes after it)"
         raise InvalidValueError("model", model, allowed)
     return directory_of(model)
 

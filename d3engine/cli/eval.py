@@ -27,7 +27,7 @@ from d3engine.cli.engine_options import (
     takes_sampling,
 )
 from d3engine.depth import D3, DepthPolicy, FullDepth
-from d3engine.errors import require, require_integer
+from d3engine.errors import NOTHING, InvalidValueError, require, require_integer
 from d3engine.evaluation import catalogue
 from d3engine.evaluation.accuracy import measure
 from d3engine.evaluation.baselines import at_equal_depth
@@ -112,20 +112,23 @@ def evaluate(
     --depth and --policy name them, and the first is the one that the others are compared with.
     """
     names = [name.strip() for name in tasks.split(",") if name.strip()]
-    require(len(names) > 0 and len(set(names)) == len(names), "--tasks", tasks, "different names, with commas")
+    require(len(names) > 0 and len(set(names)) == len(names), "--tasks", tasks, "different names, separated by commas")
     if limit is not None:
         require_integer("--limit", limit, 1)
-    require(html is None or _is_writable(html), "--html", str(html), "a file that can be written, in a folder there is")
+    require(
+        html is None or _is_writable(html), "--html", str(html), "a file that can be written, in an existing folder"
+    )
     is_harness = data is None and not catalogue.are_generated(names)
-    require(is_harness or include_path is None, "--include-path", str(include_path), "given with the harness's tasks")
+    require(is_harness or include_path is None, "--include-path", str(include_path), "given only with harness tasks")
     seed = engine_options.get("seed", 0)
     run = Run(model, names, seed, limit, num_fewshot, html, as_json)
     wanted = [depth] if depth != AUTO or not policy else []
     wanted += [policy_from_words(words.split()) for words in policy or ()]
     if is_harness:
         only = {name: value for name, value in sampling.items() if name != "max_tokens"}
-        require(not only, "--" + next(iter(only), "").replace("_", "-"), only, "left to the tasks of the harness")
-        require(split is SplitName.test, "--split", split.value, "'test': tasks of the harness split for themselves")
+        for name, value in only.items():
+            raise InvalidValueError("--" + name.replace("_", "-"), value, "left to the tasks of the harness")
+        require(split is SplitName.test, "--split", split.value, "'test', since harness tasks split for themselves")
         require_harness()
         engine = open_engine(model, engine_options)
         max_tokens = sampling.get("max_tokens", HARNESS_MAX_TOKENS)
@@ -151,10 +154,10 @@ def resolve_policies(
     named = [engine.depth if depth == AUTO else depth for depth in wanted]
     policies: list[DepthPolicy] = [FullDepth()] if compare_full else []
     is_repeated = compare_full and any(isinstance(one, FullDepth) for one in named)
-    require(not is_repeated, "--compare-full", True, "with other depths: name them with --depth or --policy")
-    require(len(set(named)) == len(named), "--policy", [one.describe() for one in named], "different policies")
+    require(not is_repeated, "--compare-full", NOTHING, "given with other depths (--depth or --policy)")
+    require(len(set(named)) == len(named), "--policy", [one.describe() for one in named], "a different one each time")
     has_d3 = any(isinstance(one, D3) for one in named)
-    require(has_d3 or not baselines, "--baselines", True, "with a D3 policy, whose mean depth they take")
+    require(has_d3 or not baselines, "--baselines", NOTHING, "given with a D3 policy, whose mean depth they take")
     for one in named:
         policies.append(one)
         if baselines and isinstance(one, D3):

@@ -28,7 +28,7 @@ from d3engine.cli.engine_options import (
     takes_samples,
 )
 from d3engine.depth import D3, DepthPolicy, FullDepth
-from d3engine.errors import InvalidValueError, require, require_integer
+from d3engine.errors import NOTHING, InvalidValueError, require, require_integer
 from d3engine.files import UnreadableFileError, read_text
 
 if TYPE_CHECKING:
@@ -85,15 +85,15 @@ def generate(
     depth decay, and both answers are checked.
     """
     texts = _read_prompts(prompts or [], prompt_file)
-    require(not (depth_suffix and color_depth), "--depth-suffix", True, "not together with --color-depth")
+    require(not (depth_suffix and color_depth), "--depth-suffix", NOTHING, "given without --color-depth")
     check_sampling(sampling)
     model_directory(model)
     if not texts:
         is_problem = model == "demo" or problem_seed is not None
-        require(is_problem, "PROMPT", None, 'give a prompt, --prompt-file FILE, or "-" for stdin')
+        require(is_problem, "PROMPT", NOTHING, 'given: a text, "-" for stdin, or --prompt-file FILE')
         _show_problem(engine_options, sampling, depth, model, problem_seed or 0, color_depth, depth_suffix, as_json)
         return
-    require(problem_seed is None, "--problem-seed", problem_seed, "only without a prompt")
+    require(problem_seed is None, "--problem-seed", problem_seed, "absent where there is a prompt")
     engine = open_engine(model, engine_options, depth)
     params = sampling_params(engine, sampling)
     if not raw_prompt:
@@ -103,7 +103,7 @@ def generate(
 
 def _read_prompts(prompts: Sequence[str], prompt_file: Path | None) -> list[str]:
     """The prompts of the command line; "-" is all of stdin, less its last line feed."""
-    require(prompts.count("-") <= 1, "PROMPT", "-", "stdin can be read only once")
+    require(prompts.count("-") <= 1, "PROMPT", NOTHING, 'given as "-" once at most, since stdin can be read only once')
     texts = [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in prompts]
     if prompt_file is not None:
         try:
@@ -213,7 +213,7 @@ def _show_problem(
     from d3engine.evaluation.word_problems import problems
 
     require_integer("--problem-seed", seed, 0)
-    require(sampling.get("n", 1) == 1, "--n", sampling.get("n"), "1 without a prompt: the answer is checked")
+    require(sampling.get("n", 1) == 1, "--n", sampling.get("n"), "1 without a prompt, since the answer is checked")
     problem = next(problems("test", seed))
     engine = open_engine(model, engine_options)
     params = sampling_params(engine, sampling)

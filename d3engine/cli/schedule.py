@@ -23,7 +23,7 @@ from d3engine.depth import NEVER, DepthPolicy, Schedule
 from d3engine.depth.policy import policy_from_directory
 from d3engine.depth.statistics import LLAMA2_BY_LAYERS, KVSaved, ModelShape, flops_ratio, kv_saved, mean_depth
 from d3engine.depth.words import policy_in_words
-from d3engine.errors import require
+from d3engine.errors import NOTHING, require
 
 app = new_app()
 
@@ -130,7 +130,7 @@ def schedule(
         require(1 <= value <= MAX_TOKENS, flag, value, f"an integer from 1 to {MAX_TOKENS}")
     policy = _policy(depth, model)
     known = policy.exit_rule(num_layers) is None
-    require(known, "--depth", policy.name, "a policy of fixed depths; under this one each token decides as it runs")
+    require(known, "--depth", policy.name, "a policy of fixed depths (under this one each token decides as it runs)")
     kv_dtype = dtype or Dtype(model_dtype or "bfloat16")
     report = Report(policy, policy.schedule(num_layers), steps, prompt_tokens, kv_dtype, shape)
     if plot:
@@ -146,7 +146,7 @@ def schedule(
 def _policy(depth: Depth, model: Path | None) -> DepthPolicy:
     if depth != AUTO:
         return depth
-    require(model is not None, "--depth", AUTO, "name a policy, or give --model, whose d3.json it reads")
+    require(model is not None, "--depth", AUTO, "a policy by name where there is no --model, whose d3.json it reads")
     assert model is not None
     return policy_from_directory(model)
 
@@ -154,7 +154,7 @@ def _policy(depth: Depth, model: Path | None) -> DepthPolicy:
 def _read_model(model: Path, layers: int | None, sizes: dict[str, int | None]) -> tuple[int, ModelShape, str | None]:
     """Layers, shape and dtype from config.json; options that say the same are refused."""
     for flag, value in (("--layers", layers), *((SHAPE_FLAGS[field], size) for field, size in sizes.items())):
-        require(value is None, flag, value, "--model gives it already")
+        require(value is None, flag, value, "absent, since --model gives it")
     from d3engine.model.config import ModelConfig
 
     config = ModelConfig.from_directory(model)
@@ -164,7 +164,7 @@ def _read_model(model: Path, layers: int | None, sizes: dict[str, int | None]) -
 
 def _shape_of_options(layers: int | None, sizes: dict[str, int | None]) -> tuple[int, ModelShape | None]:
     """The sizes given, the rest from the Llama-2 of that many layers; no shape if nothing is known of it."""
-    require(layers is not None, "--layers", layers, "give the number of layers, or --model")
+    require(layers is not None, "--layers", NOTHING, "given, or --model")
     assert layers is not None
     require(1 <= layers <= 10_000, "--layers", layers, "an integer from 1 to 10000")
     given = {field: size for field, size in sizes.items() if size is not None}
@@ -175,7 +175,7 @@ def _shape_of_options(layers: int | None, sizes: dict[str, int | None]) -> tuple
         return layers, base
     if base is None:
         missing = [SHAPE_FLAGS[field] for field in list(SHAPE_FLAGS)[:4] if field not in given]
-        require(not missing, "--layers", layers, f"no Llama-2 has so many: give {', '.join(missing)} as well")
+        require(not missing, "--layers", layers, f"given with {', '.join(missing)}, since no Llama-2 has so many")
         hidden, intermediate, vocab, heads = (given[field] for field in list(SHAPE_FLAGS)[:4])
         base = ModelShape(layers, hidden, intermediate, vocab, heads, num_kv_heads=heads, head_dim=1)
     return layers, _with_sizes(base, given)
@@ -192,7 +192,7 @@ def _with_sizes(base: ModelShape, given: dict[str, int]) -> ModelShape:
             divides,
             "--hidden-size",
             shape.hidden_size,
-            f"a multiple of --heads {shape.num_heads}, or give --head-dim",
+            f"a multiple of --heads {shape.num_heads} where --head-dim is not given",
         )
         shape = replace(shape, head_dim=shape.hidden_size // shape.num_heads)
     return shape

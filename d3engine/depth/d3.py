@@ -67,7 +67,7 @@ class D3(DepthPolicy):
             first + self.tail <= num_layers,
             "tail",
             self.tail,
-            f"at most {num_layers - first}: the window starts at layer {first} of {num_layers}",
+            f"at most {num_layers - first}, since the window starts at layer {first} of {num_layers}",
         )
         cutoffs = window_cutoffs(num_layers, first, num_layers - self.tail, lambda step: num_layers * self.alpha**step)
         return Schedule.nested(cutoffs, self.on_skip)

@@ -69,5 +69,5 @@ def check_draft(draft: DepthPolicy, num_layers: int) -> Schedule:
     """
     schedule = draft.schedule(num_layers)
     fills = schedule.is_nested and schedule.on_skip != "none"
-    require(not fills, "on_skip", schedule.on_skip, "'none' in a draft: verification writes the entries of every layer")
+    require(not fills, "on_skip", schedule.on_skip, "'none' in a draft, since verification writes all layers' entries")
     return schedule

@@ -43,7 +43,7 @@ class LayerTable(DepthPolicy):
         """The schedule, nested where the table is; raises `InvalidValueError` if a row does not fit."""
         require_integer("num_layers", num_layers, 1)
         rows = [_flags(f"active[{step}]", row, num_layers) for step, row in enumerate(self.active)]
-        require(bool(rows[0].all()), "active[0]", self.active[0], "every layer: the prompt pass yields step 0")
+        require(bool(rows[0].all()), "active[0]", self.active[0], "every layer, since the prompt pass yields step 0")
         return Schedule.from_table(np.stack(rows), self.on_skip)
 
     def describe(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def _checked_row(field: str, row: Any) -> tuple[int, ...] | tuple[bool, ...]:
             return tuple(bool(flag) for flag in row)
         if all(isinstance(layer, int | np.integer) and not isinstance(layer, bool) for layer in row):
             ids = tuple(sorted(int(layer) for layer in row))
-            require(len(set(ids)) == len(ids), field, row, "each layer once")
+            require(len(set(ids)) == len(ids), field, row, "layer ids without repeats")
             return ids
     raise InvalidValueError(field, row, "layer ids, or one bool for each layer")
 

@@ -27,7 +27,7 @@ class Lossless(SelfSpeculative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(isinstance(self.draft, D3), "draft", self.draft, "a D3; SelfSpeculative takes any scheduled policy")
+        require(isinstance(self.draft, D3), "draft", self.draft, "a D3 (SelfSpeculative takes any scheduled policy)")
 
     def draft_rule(self, num_layers: int) -> DraftRule:
         return replace(super().draft_rule(num_layers), resumes=True)

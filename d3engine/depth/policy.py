@@ -117,11 +117,11 @@ def policy_from_name(name: str, **options: Any) -> DepthPolicy:
             option in takes,
             option,
             value,
-            f"policy {name!r} takes {', '.join(takes) if takes else 'no options'}",
+            f"absent, since policy {name!r} takes {', '.join(takes) if takes else 'no options'}",
         )
     missing = [option for option in required_options(name) if option not in options]
     if missing:
-        raise InvalidValueError("policy", name, f"it needs {' and '.join(missing)}")
+        raise InvalidValueError("policy", name, f"given with {' and '.join(missing)}")
     return policy(**options)
 
 
@@ -134,7 +134,7 @@ def policy_from_dict(description: Mapping[str, Any]) -> DepthPolicy:
         'a mapping with "policy" and its options',
     )
     options = {str(option): value for option, value in description.items() if option != "policy"}
-    require("name" not in options, "name", options.get("name"), 'the name of a policy is under "policy"')
+    require("name" not in options, "name", options.get("name"), 'absent, since the name of a policy is under "policy"')
     return policy_from_name(description["policy"], **options)
 
 

@@ -67,7 +67,7 @@ class Schedule:
                 not layer_0_sleeps,
                 "on_skip",
                 "copy",
-                "layer 0 must then always run, it has no layer below to copy",
+                "'none' or 'project' where layer 0 may be skipped, since it has no layer below to copy",
             )
 
     def _check_table_fields(self) -> None:
@@ -76,7 +76,7 @@ class Schedule:
             self.table.shape[1] == self.num_layers,
             "table",
             self.table.shape,
-            f"[steps, {self.num_layers} layers]",
+            f"of shape [steps, {self.num_layers} layers]",
         )
         require(bool((self.cutoffs == NEVER).all()), "cutoffs", self.cutoffs.tolist(), "all NEVER beside a table")
         require(
@@ -231,7 +231,7 @@ def _checked_table(table: npt.NDArray[Any]) -> BoolArray:
         bool(given[0].all()),
         "table[0]",
         given[0].tolist(),
-        "all True: the prompt pass yields step 0 at full depth",
+        "all True, since the prompt pass yields step 0 at full depth",
     )
     changes = np.flatnonzero((given[1:] != given[:-1]).any(axis=1))
     num_rows = int(changes[-1]) + 2 if len(changes) else 1

@@ -91,7 +91,7 @@ def layer_bound(
         full_size: what one full-depth token moves, where layers differ; None is `L * layer_size + head_size`.
     """
     run = [require_integer("depths", depth, 0, num_layers) for depth in depths]
-    require(len(run) > 0, "depths", run, "at least one token")
+    require(len(run) > 0, "depths", run, "of at least one token")
     full = num_layers * layer_size + head_size if full_size is None else full_size
     return len(run) * full / (sum(run) * layer_size + len(run) * head_size)
 

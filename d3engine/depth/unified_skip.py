@@ -51,7 +51,7 @@ class UnifiedSkip(DepthPolicy):
             kept >= min(2, num_layers),
             "speedup",
             self.speedup,
-            f"at most {num_layers / 2:g}: the first and the last of {num_layers} layers always run",
+            f"at most {num_layers / 2:g}, since the first and the last of {num_layers} layers always run",
         )
         # j * (L - 1) / (K - 1), rounded half up in integers; the spacing is at least 1, so no two fall
         # together.

@@ -87,7 +87,7 @@ def measure(
     The prefix cache is emptied first, so that a second policy does not find the prompts computed by the first.
     """
     require(len(given) > 0, "problems", given, "at least one problem")
-    require(params.n == 1, "n", params.n, "1: each problem has one answer")
+    require(params.n == 1, "n", params.n, "1, since each problem has one answer")
     params = replace(params, depth=policy)
     num_layers = engine.config.num_layers
     engine.reset_prefix_cache()

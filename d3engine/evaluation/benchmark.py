@@ -72,5 +72,5 @@ def check_prompts(benchmarks: Sequence[Benchmark], encode: Callable[[str], Seque
             for number, question in enumerate(questions, start=1):
                 tokens = len(encode(question.prompt))
                 if tokens >= max_model_len:
-                    allowed = f"fewer than max_model_len={max_model_len}; fewer examples (--num-fewshot) are shorter"
+                    allowed = f"shorter than max_model_len={max_model_len} (as with fewer examples, --num-fewshot)"
                     raise InvalidValueError(f"prompt of question {number} of {of}", f"{tokens} tokens", allowed)

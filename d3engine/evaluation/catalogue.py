@@ -26,7 +26,7 @@ PUBLISHED_SHOTS = 3
 def are_generated(names: Sequence[str]) -> bool:
     """Whether all names are of generated tasks; a mixture with others is refused."""
     generated = [name for name in names if name in procedural.NAMES]
-    allowed = "generated tasks, or tasks of lm-evaluation-harness, in one run"
+    allowed = "either generated tasks or tasks of lm-evaluation-harness in one run"
     require(not generated or len(generated) == len(names), "--tasks", ",".join(names), allowed)
     return bool(generated)
 
@@ -46,9 +46,9 @@ def from_files(
     require(folder.is_dir(), "--data", str(folder), "a folder with gsm8k/ and bbh/")
     for name in names:
         is_known = name in ("gsm8k", "bbh") or name.startswith("bbh/")
-        require(is_known, "--tasks", name, "gsm8k, bbh or bbh/<task>, with --data")
+        require(is_known, "--tasks", name, "gsm8k, bbh or bbh/<task> with --data")
     tasks = [name.removeprefix("bbh/") for name in names if name.startswith("bbh/")]
-    require(not (tasks and "bbh" in names), "--tasks", ",".join(names), "bbh, or some of its tasks")
+    require(not (tasks and "bbh" in names), "--tasks", ",".join(names), "either bbh or some of its tasks")
     examples = PUBLISHED_SHOTS if shots is None else shots
     found = []
     for kind in dict.fromkeys(name.partition("/")[0] for name in names):

@@ -102,7 +102,7 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
         **options: Any,
     ) -> None:
         super().__init__()
-        require(max_batch_size is None, "max_batch_size", max_batch_size, "None: the engine fills its batch itself")
+        require(max_batch_size is None, "max_batch_size", max_batch_size, "None, as the engine fills its batch itself")
         engine_options = {name: options.pop(name) for name in ENGINE_OPTIONS if options.get(name) is not None}
         if batch_size not in (None, "auto"):
             require("max_num_seqs" not in engine_options, "batch_size", batch_size, "None beside max_num_seqs")
@@ -110,7 +110,7 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
         policy = _policy(depth, {name: value for name, value in options.items() if value is not None})
         if isinstance(pretrained, Engine):
             given = ", ".join(engine_options)
-            require(not given, "pretrained", "an Engine", f"a model directory, with {given}")
+            require(not given, "pretrained", "an Engine", f"a model directory where {given} is given")
             self.engine = pretrained
         else:
             self.engine = Engine(pretrained, depth=policy, **engine_options)
@@ -148,7 +148,7 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
         for token in (self._prefix_token_id, self._tokenizer.bos_token_id, self._tokenizer.eos_token_id):
             if token is not None:
                 return token
-        raise InvalidValueError("prefix_token_id", None, "a token id: the tokenizer has neither BOS nor EOS")
+        raise InvalidValueError("prefix_token_id", None, "a token id, since the tokenizer has neither BOS nor EOS")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Token ids; BOS is not added to a text that begins with it, unless the caller decides."""
@@ -161,7 +161,7 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The prompt of a conversation; without a generation prompt it ends with the last message, to be continued."""
         template = load_chat_template(self.engine.directory)
-        require(template is not None, "apply_chat_template", True, "a model with a chat template")
+        require(template is not None, "apply_chat_template", True, "False for a model without a chat template")
         assert template is not None
         text = template.render(chat_history, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
@@ -211,7 +211,7 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
         given = dict(normalize_gen_kwargs(dict(gen_kwargs), self.max_gen_toks))
         until, max_tokens, samples = given.pop("until"), given.pop("max_gen_toks"), given.pop("do_sample")
         for name, value in given.items():
-            require(name in SAMPLING_OPTIONS, name, value, f"generation_kwargs of {', '.join(SAMPLING_OPTIONS)}")
+            require(name in SAMPLING_OPTIONS, name, value, f"an option of {', '.join(SAMPLING_OPTIONS)}")
         sampling = given if samples else {"temperature": 0.0}
         stop = [text for text in until if text]
         return SamplingParams(stop=stop or None, max_tokens=max_tokens, depth=self.policy, **sampling)
@@ -227,7 +227,7 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
             _log.warning("log-likelihoods are at full depth: a depth policy is about generated tokens")
         prompts, params = [], []
         for _, context, continuation in requests:
-            allowed = f"1 to max_length={self.max_length} tokens"
+            allowed = f"of 1 to max_length={self.max_length} tokens"
             require(0 < len(continuation) <= self.max_length, "continuation", f"{len(continuation)} tokens", allowed)
             *prompt, last = (context + continuation)[-(self.max_length + 1) :]
             prompts.append(prompt)
@@ -275,7 +275,7 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Each request's last output as it finishes, with its place; few wait in the engine at a time."""
         engine = self.engine
-        require(not engine.has_unfinished_requests(), "pretrained", "an Engine", "one that answers nobody else")
+        require(not engine.has_unfinished_requests(), "pretrained", "a busy one", "an engine that answers nobody else")
         waiting = deque(sorted(range(len(prompts)), key=lambda place: -len(prompts[place])))
         places: dict[str, int] = {}
         most = 4 * engine.scheduler.config.max_num_seqs

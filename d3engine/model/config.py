@@ -171,11 +171,11 @@ def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
     if fields.get("head_dim") is not None:
         head_dim = fields.integer("head_dim")
     elif hidden_size % num_heads:
-        fields.refuse("hidden_size", f"a multiple of num_attention_heads={num_heads}, or give head_dim")
+        fields.refuse("hidden_size", f"a multiple of num_attention_heads={num_heads} where head_dim is absent")
     else:
         head_dim = hidden_size // num_heads
     if head_dim % 2:
-        raise ModelFormatError(f"{fields.source}: head_dim={head_dim} is not allowed: an even integer")
+        raise ModelFormatError(f"{fields.source}: head_dim must be an even integer; got {head_dim}")
     return head_dim
 
 
@@ -231,5 +231,5 @@ def _quantization(fields: Fields) -> str | None:
         own.refuse("scheme", f"one of {', '.join(QUANTIZATION_SCHEMES)}")
     for name in given:
         if name not in ("quant_method", "scheme"):
-            own.refuse(name, "no field but quant_method and scheme")
+            own.refuse(name, "absent, since only quant_method and scheme are read")
     return str(own.get("scheme"))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from d3engine.errors import ModelFormatError
+from d3engine.errors import ModelFormatError, must_be
 from d3engine.files import UnreadableFileError, read_json
 
 _MAX_SIZE = 2**31 - 1
@@ -41,9 +41,7 @@ class Fields:
 
     def refuse(self, name: str, allowed: str) -> NoReturn:
         """Raise `ModelFormatError` with the source, the field, its value and what is allowed."""
-        shown = repr(self.values.get(name))
-        shown = shown if len(shown) <= 200 else shown[:197] + "..."
-        raise ModelFormatError(f"{self.source}: {name}={shown} is not allowed: {allowed}")
+        raise ModelFormatError(must_be(f"{self.source}: {name}", self.values.get(name), allowed))
 
     def _required(self, name: str, default: Any) -> Any:
         value = self.values.get(name)

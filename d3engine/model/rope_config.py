@@ -64,9 +64,9 @@ class RopeConfig:
 def refuse_other_rotations(fields: Fields) -> None:
     """Raise `ModelFormatError` unless whole heads rotate, in the half-split order."""
     if fields.get("rope_interleaved") not in (None, False):
-        fields.refuse("rope_interleaved", "false: weights must be in the half-split order of transformers")
+        fields.refuse("rope_interleaved", "false, since weights must be in the half-split order of transformers")
     if fields.get("partial_rotary_factor") not in (None, 1, 1.0):
-        fields.refuse("partial_rotary_factor", "1.0: Llama rotates whole heads")
+        fields.refuse("partial_rotary_factor", "1.0, since Llama rotates whole heads")
 
 
 def read_rope_config(fields: Fields, head_dim: int, max_positions: int) -> RopeConfig:
@@ -83,7 +83,7 @@ def read_rope_config(fields: Fields, head_dim: int, max_positions: int) -> RopeC
     if found[0] != found[-1]:
         fields.refuse("rope_scaling", "the same as rope_parameters where both are given")
     if found[0].rope_type == "dynamic" and head_dim == 2:
-        raise ModelFormatError(f"{fields.source}: head_dim=2 is not allowed: dynamic rope needs more than 2")
+        raise ModelFormatError(f"{fields.source}: head_dim must be above 2 for dynamic rope; got 2")
     return found[0]
 
 
@@ -139,7 +139,7 @@ def _refuse_unknown_rope_keys(rope: Fields, rope_type: str) -> None:
         )
         if key not in neutral | _ROPE_KEYS[rope_type] and not without_effect:
             allowed = ", ".join(sorted(_ROPE_KEYS[rope_type])) or "none"
-            rope.refuse(key, f"absent; rope type {rope_type!r} reads: {allowed}")
+            rope.refuse(key, f"absent, since rope type {rope_type!r} reads: {allowed}")
 
 
 def _rope_theta(outer: Fields, rope: Fields) -> float:

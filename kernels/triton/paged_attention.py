@@ -120,7 +120,7 @@ def attention_launches(
         raise ValueError("the ids in a row of block_tables must be neighbours in memory")
     block_size = pool.shape[2]
     if block_size & (block_size - 1):
-        raise ValueError(f"block_size={block_size} is not allowed: a power of two")
+        raise ValueError(f"block_size must be a power of two; got {block_size}")
     launches: list[Launch] = []
     if queries.shape[0] == 0 or inputs.kv_lengths.shape[0] == 0:
         return launches

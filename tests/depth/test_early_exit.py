@@ -49,12 +49,12 @@ def test_the_threshold_falls_from_t_to_nine_tenths_of_it() -> None:
 )
 def test_early_exit_refuses_wrong_arguments_by_name(field: str, values: list) -> None:
     for value in values:
-        with pytest.raises(InvalidValueError, match=f"^{field}="):
+        with pytest.raises(InvalidValueError, match=f"^{field} must be "):
             EarlyExit(**{"threshold": 0.9, field: value})
 
 
 def test_early_exit_refuses_a_min_layer_beyond_the_model() -> None:
     assert EarlyExit(0.9, min_layer=7).schedule(8).num_layers == 8
     for call in (EarlyExit(0.9, min_layer=8).schedule, EarlyExit(0.9, min_layer=8).exit_rule):
-        with pytest.raises(InvalidValueError, match=r"^min_layer=8 .* from 0 to 7"):
+        with pytest.raises(InvalidValueError, match=r"^min_layer must be .*from 0 to 7.*; got 8"):
             call(8)

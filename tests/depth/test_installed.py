@@ -71,9 +71,9 @@ def test_a_policy_of_a_package_is_found_by_name_with_its_options() -> None:
     assert type(policy).__name__ == "Bottom"
     assert policy.schedule(5).depths(3).tolist() == [5, 3, 3]
     assert policy_from_dict({"policy": "bottom", "layers": 3, "after": 1}) == policy
-    with pytest.raises(InvalidValueError, match=r"alpha=1 .* takes layers, after"):
+    with pytest.raises(InvalidValueError, match=r"alpha must be .*takes layers, after.*; got 1"):
         policy_from_name("bottom", alpha=1)
-    with pytest.raises(InvalidValueError, match="needs layers"):
+    with pytest.raises(InvalidValueError, match="policy must be given with layers"):
         policy_from_name("bottom")
 
 
@@ -89,10 +89,10 @@ def test_a_policy_of_a_package_has_its_options_on_the_command_line() -> None:
     assert depth_from_options("bottom", nothing, ["layers=2", "after=7"]) == expected
     assert policy_from_words(["bottom", "layers=2", "--after=7"]) == expected
     for pairs, message in (
-        ([], "needs --depth-option layers=..."),
-        (["layers"], "--depth-option='layers' .* layers, after"),
-        (["layers=2", "layers=3"], "--depth-option='layers=3' .* once"),
-        (["layers=2", "alpha=3"], "--depth-option='alpha=3'"),
+        ([], "must be given with --depth-option layers=..."),
+        (["layers"], r"--depth-option must be .*layers, after.*; got 'layers'"),
+        (["layers=2", "layers=3"], r"--depth-option must be .*once.*; got 'layers=3'"),
+        (["layers=2", "alpha=3"], r"--depth-option must be .*; got 'alpha=3'"),
     ):
         with pytest.raises(InvalidValueError, match=message):
             depth_from_options("bottom", nothing, pairs)

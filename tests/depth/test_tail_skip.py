@@ -49,11 +49,11 @@ def test_tail_skip_meets_its_mean_with_the_lowest_layers_alone(layers: int, step
     ],
 )
 def test_tail_skip_refuses_wrong_arguments_by_name(arguments: dict, field: str) -> None:
-    with pytest.raises(InvalidValueError, match=f"^{field}="):
+    with pytest.raises(InvalidValueError, match=f"^{field} must be "):
         TailSkip(**({"mean_layers": 8, "max_tokens": 20} | arguments))
 
 
 @pytest.mark.parametrize("mean", [16.1, 17, 1.6, 0.5])
 def test_tail_skip_refuses_a_mean_that_the_model_does_not_reach(mean: float) -> None:
-    with pytest.raises(InvalidValueError, match=r"^mean_layers=.*from 1\.75 .* to 16"):
+    with pytest.raises(InvalidValueError, match=r"^mean_layers must be .*from 1\.75 .* to 16"):
         TailSkip(mean, 20).schedule(16)
