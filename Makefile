@@ -3,8 +3,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# The CPU build of torch on machines whose package index offers it; elsewhere pip takes what the index has.
 TORCH ?= torch>=2.11,<2.14
+# PyPI's torch for Linux brings gigabytes of CUDA libraries. Without an NVIDIA driver this index, where it can be reached,
+# serves the build for CPUs instead; `make CPU_WHEELS=` leaves the choice to pip's own settings.
+CPU_WHEELS ?= https://download.pytorch.org/whl/cpu
+NVIDIA_DRIVER ?= /proc/driver/nvidia/version
+# pip names each file and its size before it fetches it, and asks nothing.
+PIP = $(BIN)/python -m pip install --no-input --disable-pip-version-check
+CAN_REACH = $(BIN)/python -c "import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)" "$(CPU_WHEELS)/torch/"
 
 .PHONY: demo test lint docs inspect bench clean
 
@@ -33,20 +39,26 @@ bench: $(VENV)/.installed-test
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
 
-$(VENV)/.installed: $(VENV)/bin/python pyproject.toml setup.py
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable .
-	touch $@
+$(VENV)/.torch: $(VENV)/bin/python
+	@if [ -n "$(CPU_WHEELS)" ] && [ "$$(uname)" = Linux ] && [ ! -e "$(NVIDIA_DRIVER)" ] && ! command -v nvidia-smi \
+		>/dev/null && timeout 15 $(CAN_REACH) 2>/dev/null; then \
+		echo "No NVIDIA driver here: torch for CPUs, from $(CPU_WHEELS)"; \
+		$(PIP) --timeout 30 --retries 1 --index-url "$(CPU_WHEELS)" "$(TORCH)" || $(PIP) "$(TORCH)"; \
+	else $(PIP) "$(TORCH)"; fi
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py
+	$(PIP) --editable .
+	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --editable ".[eval,plots,test]"
-	touch $@
+	$(PIP) --editable ".[eval,plots,test]"
+	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-test
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
-	touch $@
+	$(PIP) --editable ".[dev]"
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -8,7 +8,8 @@ from setuptools import find_packages, setup
 
 TOP_LEVEL = ("kernels", "weights_tools")
 
-packages = find_packages(include=["d3engine", "d3engine.*"])
+# The bundled model's folder holds data alone, which setuptools wants to be told of as a package too.
+packages = [*find_packages(include=["d3engine", "d3engine.*"]), "d3engine.demo_model"]
 for folder in TOP_LEVEL:
     packages.append(f"d3engine.{folder}")
     packages.extend(f"d3engine.{folder}.{name}" for name in find_packages(folder))

@@ -1,0 +1,104 @@
+"""Installing: a wheel holds the bundled model, and `make` fetches the torch that the machine can use."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+BUILD = "import setuptools.build_meta as b, sys; b.build_wheel(sys.argv[1])"
+PYTHON_THAT_NOTES_ITS_ARGUMENTS = f"""#!/bin/sh
+case "$1" in -c) exec {sys.executable} "$@" ;; esac
+echo "$@" >> "$(dirname "$0")/called"
+case "$*" in *--index-url*) test ! -e "$(dirname "$0")/../no torch at" ;; esac
+"""
+
+
+def test_a_wheel_holds_the_bundled_model_and_building_it_warns_of_no_package(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", minversion="77")
+    for folder in ("d3engine", "kernels", "weights_tools"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, tmp_path)
+    command = [sys.executable, "-c", BUILD, str(tmp_path)]
+    built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "d3engine.demo_model" not in built.stderr
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        held = set(wheel.namelist())
+    model = {
+        f"d3engine/demo_model/{file.name}" for file in (ROOT / "d3engine" / "demo_model").iterdir() if file.is_file()
+    }
+    assert "d3engine/demo_model/model.safetensors" in model
+    assert {*model, "d3engine/py.typed", "d3engine/kernels/reference.py"} <= held
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> Path:
+    """A virtual environment whose python does nothing but note what it was called with."""
+    if shutil.which("make") is None or sys.platform != "linux":
+        pytest.skip("the index for CPUs is chosen by make, on Linux")
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(PYTHON_THAT_NOTES_ITS_ARGUMENTS)
+    python.chmod(0o755)
+    return tmp_path
+
+
+def installs(venv: Path, *variables: str) -> list[str]:
+    """What `make` has pip install for torch, a line for each call."""
+    path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not (Path(p) / "nvidia-smi").exists())
+    command = ["make", "--always-make", "-o", f"{venv}/bin/python", f"VENV={venv}", *variables, f"{venv}/.torch"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=os.environ | {"PATH": path, "no_proxy": "*"})
+    return (venv / "bin" / "called").read_text().splitlines()
+
+
+@pytest.fixture
+def wheels(tmp_path: Path) -> Iterator[str]:
+    """The address of a package index with torch in it."""
+    (tmp_path / "index" / "torch").mkdir(parents=True)
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "index"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+NO_DRIVER = "NVIDIA_DRIVER=/does/not/exist"
+
+
+def test_without_a_gpu_torch_comes_from_the_index_for_cpus(venv: Path, wheels: str) -> None:
+    (line,) = installs(venv, NO_DRIVER, f"CPU_WHEELS={wheels}")
+    assert f"--index-url {wheels} torch>=2.11,<2.14" in line
+    assert "--no-input" in line
+    assert "--quiet" not in line  # pip says what it fetches, and how large it is
+
+
+def test_where_that_index_has_no_torch_for_us_pip_looks_where_it_is_told_to(venv: Path, wheels: str) -> None:
+    (venv / "no torch at").write_text(wheels)
+    first, second = installs(venv, NO_DRIVER, f"CPU_WHEELS={wheels}")
+    assert "--index-url" in first
+    assert "--index-url" not in second
+    assert second.endswith("torch>=2.11,<2.14")
+
+
+@pytest.mark.parametrize("case", ["a driver", "not to be reached", "not wanted"])
+def test_elsewhere_torch_comes_from_where_pip_looks(venv: Path, wheels: str, case: str) -> None:
+    given = {
+        "a driver": [f"NVIDIA_DRIVER={venv}", f"CPU_WHEELS={wheels}"],
+        "not to be reached": [NO_DRIVER, f"CPU_WHEELS={wheels}/nowhere"],
+        "not wanted": [NO_DRIVER, "CPU_WHEELS="],
+    }[case]
+    (line,) = installs(venv, *given)
+    assert "--index-url" not in line
+    assert line.endswith("torch>=2.11,<2.14")
