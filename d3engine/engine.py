@@ -33,7 +33,7 @@ from d3engine.kv_cache import KVCache
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, load_weights
 from d3engine.output import OutputProcessor
-from d3engine.prompts import Prompt, PromptReader
+from d3engine.prompts import Prompt, PromptReader, as_list
 from d3engine.request import RequestOutput, SamplingParams
 from d3engine.scheduler import Scheduler, SchedulerConfig
 from d3engine.sequence import Sequence
@@ -208,11 +208,11 @@ class Engine:
     ) -> list[RequestOutput]:
         """Answer `prompts` and return their outputs in order.
 
-        A prompt is a text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; one prompt may
-        stand alone. One `SamplingParams` serves all prompts, or one stands for each; without, generation_config.json
-        decides. Every prompt is checked before the first one runs.
+        A prompt is a text, token ids (a list, or an array of numpy or torch), `{"prompt": text}` or
+        `{"prompt_token_ids": ids}`; one prompt may stand alone. One `SamplingParams` serves all prompts, or one stands
+        for each; without, generation_config.json decides. Every prompt is checked before the first one runs.
         """
-        prompts = _as_list(prompts)
+        prompts = as_list(prompts)
         params = self._params_for(prompts, sampling_params)
         ids = [self._new_id() for _ in prompts]
         requests = [self._new_request(*given) for given in zip(ids, prompts, params, strict=True)]
@@ -389,6 +389,7 @@ class Engine:
         self._prompts.check_params(params)
         policy = params.depth or self.depth
         schedule, draft_rule = self._schedule(policy)
+        bad_word_ids = self._prompts.bad_word_ids(params)
         seed = params.seed if params.seed is not None else self._seed + self._num_sequences
         sequences = []
         for index in range(params.n):
@@ -401,7 +402,7 @@ class Engine:
                     params=own,
                     schedule=schedule,
                     eos_token_ids=frozenset() if params.ignore_eos else self._prompts.eos_token_ids,
-                    bad_word_ids=self._prompts.bad_word_ids(params),
+                    bad_word_ids=bad_word_ids,
                     seed=seed & (2**63 - 1),
                     priority=priority,
                     arrival=self._num_sequences,
@@ -469,13 +470,3 @@ class Engine:
             if isinstance(fault, Exception):
                 raise EngineDeadError(f"the engine has ended: {fault!r}") from fault
             raise  # an interrupt keeps its own name
-
-
-def _as_list(prompts: Prompt | AnySequence[Prompt]) -> list[Prompt]:
-    """A lone prompt as a list of one; a list of ints is one prompt of token ids."""
-    is_prompt = isinstance(prompts, str | Mapping)
-    is_list = isinstance(prompts, AnySequence) and not isinstance(prompts, bytes | bytearray)
-    require(is_prompt or is_list, "prompts", prompts, "a prompt (a text, token ids or a mapping), or a list of prompts")
-    if is_prompt or (len(prompts) > 0 and hasattr(prompts[0], "__index__")):  # type: ignore[index]
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]

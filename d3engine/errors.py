@@ -39,6 +39,10 @@ class ModelFormatError(D3EngineError, ValueError):
     """A model directory that cannot be loaded as it is; the message names the file and the tensor or field."""
 
 
+class TokenizerError(D3EngineError, RuntimeError):
+    """The tokenizer's own library failed on a text or on token ids: a fault of its file, or of this one text."""
+
+
 class EngineDeadError(D3EngineError, RuntimeError):
     """The engine met a fault of its own and has ended; every later call raises this, with the fault as its cause."""
 

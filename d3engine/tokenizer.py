@@ -23,6 +23,7 @@ import tokenizers
 from d3engine.errors import ModelFormatError, require
 from d3engine.files import DATA_BYTES, UnreadableFileError, is_there, read_bytes, read_text
 from d3engine.model.fields import read_json_object
+from d3engine.tokenizer_faults import guarded
 
 SPACE_MARK = "\u2581"  # what sentencepiece writes for a space
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -63,12 +64,16 @@ class Tokenizer(ABC):
         """Return the ids of `text`. Special tokens written out in it become their ids, as in transformers.
 
         `add_special_tokens=False` is for text that carries its own BOS: the output of a chat template.
-        Raises `InvalidValueError` for text that is no valid Unicode (a lone surrogate).
+        Raises `InvalidValueError` for text that is no valid Unicode (a lone surrogate), and `TokenizerError` where
+        the tokenizer's own library fails on it.
         """
 
     @abstractmethod
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text; ids outside the vocabulary (padding rows of the embedding) give none."""
+        """Return the text; ids outside the vocabulary (padding rows of the embedding) give none.
+
+        Raises `TokenizerError` where the tokenizer's own library fails on them.
+        """
 
     @abstractmethod
     def convert_id_to_token(self, token_id: int) -> str | None:
@@ -130,11 +135,11 @@ class FastTokenizer(Tokenizer):
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
         try:
             source = read_text(path, DATA_BYTES)
-            self._tokenizer = tokenizers.Tokenizer.from_str(source)
+            self._tokenizer = guarded(tokenizers.Tokenizer.from_str, source)
             pipeline = json.loads(source)
         except UnreadableFileError as error:
             raise ModelFormatError(str(error)) from None
-        except Exception as error:  # `tokenizers` raises bare Exception
+        except Exception as error:
             raise ModelFormatError(f"{path}: is no valid tokenizer.json: {error}") from error
         # The file may carry the padding and truncation of a training run; a prompt must be neither padded nor
         # cut.
@@ -151,18 +156,18 @@ class FastTokenizer(Tokenizer):
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         require(_is_unicode(text), "prompt", text, "text without lone surrogates")
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        ids: list[int] = guarded(self._tokenizer.encode, text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         known = [int(token_id) for token_id in token_ids if 0 <= token_id < self.vocab_size]
-        text: str = self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
+        text: str = guarded(self._tokenizer.decode, known, skip_special_tokens=skip_special_tokens)
         return text
 
     def convert_id_to_token(self, token_id: int) -> str | None:
         if not 0 <= token_id < self.vocab_size:
             return None
-        token: str | None = self._tokenizer.id_to_token(int(token_id))
+        token: str | None = guarded(self._tokenizer.id_to_token, int(token_id))
         return token
 
     def is_byte_fallback(self, token_id: int) -> bool:
@@ -218,7 +223,7 @@ class SentencePieceTokenizer(Tokenizer):
             if stretch in self._whole:
                 ids.append(self._whole[stretch])
             elif stretch:
-                ids.extend((self._later if index else self._prefixing).encode(stretch))
+                ids.extend(guarded((self._later if index else self._prefixing).encode, stretch))
         if not add_special_tokens:
             return ids
         return [i for i in (*self._prefix, *ids, *self._suffix) if i is not None]

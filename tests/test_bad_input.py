@@ -286,7 +286,7 @@ def test_an_engine_argument_of_a_wrong_type_is_refused_by_name(
         ([1, [2]], r"prompt_token_ids must be .*; got \[2\]"),
         (7, r"prompt must be a text, a list of token ids, or a mapping.*; got 7"),
         (None, r"prompt must be .*; got None"),
-        (np.array([1, 2]), r"prompt must be "),
+        (np.array([[1, 2]]), r"prompt must be an array of one dimension"),
         ({"text": "a"}, r'prompt must be .*one of the keys "prompt" and "prompt_token_ids"; got'),
         ({}, r"prompt must be .*; got \{\}"),
         ({"prompt": "a", "prompt_token_ids": [1]}, r"prompt must be .*one of the keys"),

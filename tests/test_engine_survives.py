@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from d3engine import Engine, RequestOutput, SamplingParams
+import d3engine
+from d3engine import Engine, FullDepth, InvalidValueError, RequestOutput, SamplingParams
 
+DEMO = Path(d3engine.__file__).parent / "demo_model"
 PROMPT = [11, 12, 13]
 
 
@@ -26,6 +34,21 @@ def finish(engine: Engine) -> dict[str, RequestOutput]:
             return last
         last |= {output.request_id: output for output in engine.step()}
     raise AssertionError("the engine does not finish")
+
+
+@pytest.fixture
+def demo_copy(tmp_path: Path) -> Callable[..., Path]:
+    """`demo_copy(config={...}, tokenizer_config={...})`: the demo's directory with these fields changed."""
+
+    def make(**changes: dict[str, Any]) -> Path:
+        for name in ("config.json", "model.safetensors", "tokenizer.model", "tokenizer_config.json"):
+            shutil.copy(DEMO / name, tmp_path)
+        for name, fields in changes.items():
+            path = tmp_path / f"{name}.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+        return tmp_path
+
+    return make
 
 
 # -- what a caller keeps in his hands --------------------------------------------------------------------------------
@@ -92,3 +115,124 @@ def test_what_a_reader_does_to_an_output_does_not_reach_the_engine(make_engine: 
     assert last is not None
     assert seen == want.outputs[0].token_ids
     assert last.outputs[0].finish_reason == "length"
+
+
+# -- ids beyond the embedding's rows ---------------------------------------------------------------------------------
+
+
+def test_an_end_token_without_a_row_in_the_embedding_ends_nothing_and_nobody(demo_copy: Callable[..., Path]) -> None:
+    own_eos = {"added_tokens_decoder": {"768": {"content": "<|end|>", "special": True}}, "eos_token": "<|end|>"}
+    directory = demo_copy(config={"eos_token_id": [2, 100_000]}, tokenizer_config=own_eos)
+    params = SamplingParams(temperature=0, max_tokens=5, min_tokens=1)
+    assert Engine(directory, depth=FullDepth()).generate("Question:", params, use_tqdm=False)[0].outputs == (
+        Engine("demo", depth=FullDepth()).generate("Question:", params, use_tqdm=False)[0].outputs
+    )
+
+
+def test_a_bad_word_without_rows_in_the_embedding_is_never_completed_anyway(demo_copy: Callable[..., Path]) -> None:
+    tokens = {"768": {"content": "<|pad|>", "special": True}}
+    engine = Engine(demo_copy(tokenizer_config={"added_tokens_decoder": tokens}), depth=FullDepth())
+    params = SamplingParams(temperature=0, max_tokens=5)
+    with_word = replace(params, bad_words=["<|pad|>", "5<|pad|>"])
+    plain, watched = engine.generate(["Question:"] * 2, [params, with_word], use_tqdm=False)
+    assert watched.outputs == plain.outputs
+
+
+# -- the tokenizer's own library -------------------------------------------------------------------------------------
+
+TWO_SPACES = 767
+"""The id that the decoder of `panicking` cannot decode: it strips more from the text than there is."""
+
+
+@pytest.fixture
+def panicking(demo_copy: Callable[..., Path]) -> Engine:
+    """An engine whose tokenizer.json makes the library panic: in decoding one id, and in encoding a run of x."""
+    vocabulary = {f"w{i}": i for i in range(TWO_SPACES)} | {"  ": TWO_SPACES}
+    catastrophic = {"type": "Split", "pattern": {"Regex": "(x+x+)+y|w"}, "behavior": "MergedWithNext", "invert": False}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, catastrophic]},
+        "decoder": {"type": "Strip", "content": " ", "start": 0, "stop": 4},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"},
+    }
+    directory = demo_copy(tokenizer_config={"eos_token": "w2", "bos_token": "w1", "unk_token": "w0"})
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return Engine(directory, depth=FullDepth())
+
+
+@pytest.mark.parametrize("asks", [{}, {"logprobs": 0}, {"prompt_logprobs": 0}])
+def test_a_token_that_makes_the_tokenizer_panic_ends_its_own_request_alone(
+    panicking: Engine, asks: dict[str, Any]
+) -> None:
+    neighbour = [[5, 6], greedy(12)]
+    want = panicking.generate(*neighbour, use_tqdm=False)[0].outputs
+    prompt = [5, TWO_SPACES, 5] if "prompt_logprobs" in asks else [5]
+    spoiled = greedy(4, logit_bias={TWO_SPACES: 100.0}, **asks)
+    panicking.add_request("neighbour", *neighbour)
+    panicking.add_request("spoiled", prompt, spoiled)
+    last = finish(panicking)
+    assert last["neighbour"].outputs == want
+    assert last["spoiled"].outputs[0].finish_reason == "abort"
+    assert "TokenizerError: the tokenizer failed: " in str(last["spoiled"].outputs[0].stop_reason)
+
+
+@pytest.mark.parametrize("field", ["prompt", "bad_words"])
+def test_a_text_that_makes_the_tokenizer_panic_is_refused_by_its_field(panicking: Engine, field: str) -> None:
+    panicking.add_request("neighbour", "w5", greedy(3))
+    text = "x" * 40
+    prompt, params = (text, greedy()) if field == "prompt" else ("w5", greedy(bad_words=[text]))
+    with pytest.raises(
+        InvalidValueError, match=f"{field} must be a text that the model's tokenizer can encode.*got 'x+'"
+    ):
+        panicking.generate(["w6", prompt], params, use_tqdm=False)
+    assert finish(panicking).keys() == {"neighbour"}
+
+
+def test_a_bad_word_that_is_no_text_is_refused_as_a_bad_word(panicking: Engine) -> None:
+    with pytest.raises(InvalidValueError, match=r"bad_words must be text without lone surrogates; got '.ud800'"):
+        panicking.generate("w5", greedy(bad_words=["\ud800"]), use_tqdm=False)
+
+
+# -- prompts as arrays -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("array", [np.array, torch.tensor])
+def test_token_ids_may_be_arrays(make_engine: Callable[..., Engine], array: Callable[[Any], Any]) -> None:
+    engine = make_engine()
+    lists = [[11, 12, 13], [14, 15, 16]]
+    want = [output.outputs for output in engine.generate(lists, greedy(4), use_tqdm=False)]
+    given: list[Any] = [
+        [array(ids) for ids in lists],
+        array(lists),
+        [{"prompt_token_ids": array(ids)} for ids in lists],
+        [[array(token) for token in ids] for ids in lists],
+    ]
+    for prompts in given:
+        outputs = engine.generate(prompts, greedy(4), use_tqdm=False)
+        assert [output.outputs for output in outputs] == want
+        assert [output.prompt_token_ids for output in outputs] == lists
+        assert type(outputs[0].prompt_token_ids[0]) is int
+    assert engine.generate(array(lists[0]), greedy(4), use_tqdm=False)[0].outputs == want[0]
+    assert [output.outputs for output in engine.stream(array(lists[1]), greedy(4))][-1] == want[1]
+
+
+@pytest.mark.parametrize("array", [np.array, torch.tensor])
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([[11, 12]], r"prompt must be an array of one dimension.*got 'an array of shape \(1, 2\)'"),
+        ([11.0, 12.0], r"prompt_token_ids must be ids from 0 to 299.*got 11\.0"),
+        ([True, False], "prompt_token_ids must be ids from 0 to 299.*got True"),
+        ([11, 300], "prompt_token_ids must be ids from 0 to 299.*got 300"),
+    ],
+)
+def test_arrays_that_are_no_token_ids_are_refused_by_name(
+    make_engine: Callable[..., Engine], array: Callable[[Any], Any], ids: Any, message: str
+) -> None:
+    engine = make_engine()
+    with pytest.raises(InvalidValueError, match=message):
+        engine.generate([array(ids), [1]], greedy(), use_tqdm=False)
+    with pytest.raises(InvalidValueError, match="prompt_token_ids must be ids from 0 to 299"):
+        engine.generate([[array(11), array(12.5)]], greedy(), use_tqdm=False)
+    assert not engine.has_unfinished_requests()
