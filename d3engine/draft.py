@@ -74,7 +74,7 @@ class Draft:
     def begin(self, sequence: Sequence) -> None:
         """Begin a draft; it is at once `ended`, and empty, where none is worth while."""
         self.begins_at = sequence.step
-        left = min(sequence.params.max_tokens - sequence.step, sequence.max_length - sequence.num_tokens)
+        left = sequence.max_length - sequence.num_tokens
         # Verification adds a token of its own, which must have room too.
         self.most = min(self.length, left - 1) if self.rule.skips(sequence.step) else 0
         self.layers = self.rule.layers(sequence.step)

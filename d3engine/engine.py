@@ -406,7 +406,7 @@ class Engine:
                     seed=seed & (2**63 - 1),
                     priority=priority,
                     arrival=self._num_sequences,
-                    max_length=min(len(token_ids) + params.max_tokens, self.max_model_len),
+                    max_length=min(len(token_ids) + (params.max_tokens or self.max_model_len), self.max_model_len),
                     shares_prompt=own.prompt_logprobs is None and self._prompts.may_share(token_ids),
                     exit_rule=policy.exit_rule(self.config.num_layers),
                     draft=None if draft_rule is None else Draft(draft_rule),

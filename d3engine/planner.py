@@ -89,7 +89,7 @@ def _exits(chunks: Chunks, table: RunningTable) -> tuple[ExitingChunks, ...]:
         assert sequence.exit_rule is not None
         members, thresholds = found.setdefault(sequence.exit_rule, ([], []))
         members.append(chunk)
-        thresholds.append(sequence.exit_rule.threshold_at(int(chunks.steps[chunk]), sequence.params.max_tokens))
+        thresholds.append(sequence.exit_rule.threshold_at(int(chunks.steps[chunk]), sequence.max_tokens))
     return tuple(ExitingChunks(rule, np.array(members), np.array(at)) for rule, (members, at) in found.items())
 
 

@@ -19,7 +19,7 @@ from d3engine.draft import Ahead
 from d3engine.kernels.random import gumbel
 from d3engine.kernels.sampling import cut_min_p_, cut_top
 from d3engine.plan import Chosen, Plan, Sampled
-from d3engine.request import Logprob
+from d3engine.request import ALL_LOGPROBS, Logprob
 from d3engine.sequence import Sequence
 
 FAULT = "the model's logits were not finite, or every token was excluded"
@@ -181,12 +181,12 @@ def prompt_logprobs(logits: Tensor, plan: Plan) -> list[list[dict[int, Logprob]]
 
 
 def token_logprobs(logits: Tensor, token: int, count: int) -> dict[int, Logprob]:
-    """Log-probability and rank of `token` and of the `count` likeliest tokens, from the raw `logits` [V]."""
+    """Log-probability and rank of `token` and of the `count` likeliest tokens (-1: all), from the raw `logits` [V]."""
     logprobs = logits.log_softmax(dim=-1)
     rank = int((logprobs > logprobs[token]).sum()) + 1
     found = {token: Logprob(float(logprobs[token]), rank)}
     if count:
-        values, tokens = logprobs.topk(min(count, logprobs.numel()))
+        values, tokens = logprobs.topk(logprobs.numel() if count == ALL_LOGPROBS else min(count, logprobs.numel()))
         for place, (value, other) in enumerate(zip(values.tolist(), tokens.tolist(), strict=True)):
             found.setdefault(other, Logprob(value, place + 1))
     return found

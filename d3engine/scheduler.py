@@ -122,7 +122,7 @@ class Scheduler:
         require(
             needed <= available,
             "max_tokens",
-            sequence.params.max_tokens,
+            sequence.max_tokens,
             f"low enough for the KV cache (with its prompt of {len(sequence.prompt_token_ids)} tokens the sequence may"
             f" need {needed} blocks of {self.cache.block_size} entries, kv_cache_memory_bytes allows {available})",
         )
@@ -390,7 +390,7 @@ class Scheduler:
             self.finish(sequence, FinishReason.STOP)
         elif may_stop and params.stop_token_ids and token in params.stop_token_ids:
             self.finish(sequence, FinishReason.STOP, token)
-        elif sequence.step >= params.max_tokens or sequence.num_tokens >= sequence.max_length:
+        elif sequence.num_tokens >= sequence.max_length:
             self.finish(sequence, FinishReason.LENGTH)
 
     def _keep_prompts(self, plan: Plan) -> None:

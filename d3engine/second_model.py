@@ -34,7 +34,7 @@ class SecondModel:
         needed = self.cache.num_layers * self.cache.blocks_for(sequence.max_length)
         available = self.cache.pool.num_blocks
         allowed = f"low enough for the draft model's KV cache (the sequence may need {needed} blocks of {available})"
-        require(needed <= available, "max_tokens", sequence.params.max_tokens, allowed)
+        require(needed <= available, "max_tokens", sequence.max_tokens, allowed)
 
     def open(self, slot: int) -> None:
         """A sequence enters; slots are opened and closed in the same order in both caches, so they are the same."""

@@ -92,6 +92,12 @@ class Sequence:
         return len(self.prompt_token_ids) + len(self.token_ids)
 
     @property
+    def max_tokens(self) -> int:
+        """Tokens to generate at most: what the request asked for, or else as many as there is room for."""
+        asked = self.params.max_tokens
+        return self.max_length - len(self.prompt_token_ids) if asked is None else asked
+
+    @property
     def step(self) -> int:
         """The index of the generated token that comes next."""
         return len(self.token_ids)

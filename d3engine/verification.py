@@ -110,7 +110,8 @@ class _Step:
     def logprobs(self, place: int, tokens: list[int]) -> list[dict[int, Logprob]]:
         """The log-probabilities of these tokens, of full depth's raw distribution."""
         rows = self._rows.get(place, [place])
-        count = self._sequences[place].params.logprobs or 0
+        count = self._sequences[place].params.logprobs
+        assert count is not None
         return [token_logprobs(self._raw[row], token, count) for row, token in zip(rows, tokens, strict=False)]
 
     def _matches(self, place: int) -> int:

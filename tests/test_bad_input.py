@@ -101,6 +101,11 @@ def greedy(max_tokens: int = 8, **more: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, **more)
 
 
+def likeliest(max_tokens: int, **more: Any) -> SamplingParams:
+    """As `greedy`, but drawn: so there may be several answers, all the same."""
+    return SamplingParams(top_k=1, max_tokens=max_tokens, **more)
+
+
 def ids(engine: Engine, text: str) -> list[int]:
     assert engine.tokenizer is not None
     return engine.tokenizer.encode(text, add_special_tokens=False)
@@ -124,26 +129,29 @@ REFUSED: dict[str, list[Any]] = {
     "n": [0, -1, 65, None, *NOT_INTEGERS],
     "temperature": [-0.1, 100.1, None, 10**400, *NOT_NUMBERS],
     "top_p": [0.0, -0.5, 1.01, None, *NOT_NUMBERS],
-    "top_k": [-1, None, *NOT_INTEGERS],
+    "top_k": [-2, None, *NOT_INTEGERS],
     "min_p": [-0.1, 1.1, None, *NOT_NUMBERS],
     "presence_penalty": [-2.1, 2.1, None, *NOT_NUMBERS],
     "frequency_penalty": [-2.1, 2.1, None, *NOT_NUMBERS],
     "repetition_penalty": [0.0, -1.0, 100.1, None, *NOT_NUMBERS],
-    "seed": [-1, 2**63, *NOT_INTEGERS],
+    "seed": [-2, 2**63, *NOT_INTEGERS],
     "stop": ["", [""], [1], 5, ["x"] * 17, "x" * 1025, {"x"}, [None], b"x"],
     "stop_token_ids": [5, "12", [-1], [1.5], [True], list(range(257)), {1}],
     "ignore_eos": [1, "yes", None],
-    "max_tokens": [0, -1, 2**24 + 1, None, *NOT_INTEGERS],
+    "max_tokens": [0, -1, 2**24 + 1, *NOT_INTEGERS],
     "min_tokens": [-1, 17, None, *NOT_INTEGERS],  # max_tokens is 16
-    "logprobs": [-1, 65, *NOT_INTEGERS],
-    "prompt_logprobs": [-1, 65, *NOT_INTEGERS],
+    "logprobs": [-2, 65, *NOT_INTEGERS],
+    "prompt_logprobs": [-2, 65, *NOT_INTEGERS],
     "logit_bias": [
         {1: math.nan},
         {1: 101.0},
         {1: -101.0},
         {1: "2"},
         {-1: 1.0},
-        {"1": 1.0},
+        {"one": 1.0},
+        {"-1": 1.0},
+        {"9" * 5000: 1.0},
+        {"1": 1.0, 1: 2.0},
         [1],
         5,
         dict.fromkeys(range(1025), 1.0),
@@ -151,7 +159,9 @@ REFUSED: dict[str, list[Any]] = {
     "allowed_token_ids": [[], [-1], [1.5], [False], 5, "12", {3}, range(2**40)],
     "bad_words": ["word", [""], [1], 5, ["x"] * 257, ["x" * 1025]],
     "skip_special_tokens": [0, None, "no"],
+    "detokenize": [1, None],
     "include_stop_str_in_output": [1, None],
+    "output_kind": [1, None, "DELTA"],
     "depth": ["d3", 0.9, {"policy": "d3"}, D3],
 }
 
@@ -400,7 +410,7 @@ def test_a_value_of_a_type_that_is_never_allowed_is_refused_by_name(engine: Engi
 
 
 def test_an_enormous_top_k_is_refused_and_the_largest_keeps_all_tokens(engine: Engine) -> None:
-    with pytest.raises(InvalidValueError, match=r"top_k must be .*from 0 to 2147483647"):
+    with pytest.raises(InvalidValueError, match=r"top_k must be .*from -1 to 2147483647"):
         SamplingParams(top_k=2**70)
     largest = SamplingParams(top_k=2**31 - 1, max_tokens=2)
     assert len(engine.generate("a", largest, use_tqdm=False)[0].outputs[0].token_ids) == 2
@@ -535,7 +545,7 @@ def test_leaving_a_stream_aborts_its_request(engine: Engine) -> None:
 def test_an_abort_ends_a_request_with_what_it_has_and_others_go_on(engine: Engine) -> None:
     engine.add_request("a", "one", greedy(20))
     engine.add_request("b", "one", greedy(5))
-    engine.add_request("c", "waits", greedy(20, n=3))
+    engine.add_request("c", "waits", likeliest(20, n=3))
     engine.step()
     engine.step()
     engine.abort_request(["a", "c", "unknown"])
@@ -665,7 +675,9 @@ def test_a_request_whose_text_cannot_be_made_ends_alone(make_engine: Callable[..
     params = greedy(6, logprobs=logprobs)
     healthy = make_engine(scripts).generate([[12], [12]], params, use_tqdm=False)
     engine = with_failing_tokenizer(make_engine(scripts), at=150)
-    outputs = engine.generate([[12], [11], [12]], [params, greedy(6, logprobs=logprobs, n=2), params], use_tqdm=False)
+    outputs = engine.generate(
+        [[12], [11], [12]], [params, likeliest(6, logprobs=logprobs, n=2), params], use_tqdm=False
+    )
     for completion in outputs[1].outputs:
         assert completion.finish_reason == "abort"
         assert "RuntimeError: this id has no" in str(completion.stop_reason)

@@ -56,7 +56,7 @@ SAMPLING: OptionTable = {
     "min_tokens": ("--min-tokens", int, "Tokens to generate before anything can end the answer (0)."),
     "temperature": ("--temperature", float, "0 is greedy."),
     "top_p": ("--top-p", float, "Keep the likeliest tokens up to this probability."),
-    "top_k": ("--top-k", int, "Keep so many likeliest tokens; 0 keeps all."),
+    "top_k": ("--top-k", int, "Keep so many likeliest tokens; 0 and -1 keep all."),
     "min_p": ("--min-p", float, "Drop tokens less likely than this times the likeliest."),
     "presence_penalty": ("--presence-penalty", float, "Against tokens that were generated already."),
     "frequency_penalty": ("--frequency-penalty", float, "The same, once for each time."),

@@ -88,6 +88,7 @@ def measure(
     """
     require(len(given) > 0, "problems", given, "at least one problem")
     require(params.n == 1, "n", params.n, "1, since each problem has one answer")
+    require(params.max_tokens is not None, "max_tokens", None, "a number, since the promised depth is a mean over them")
     params = replace(params, depth=policy)
     num_layers = engine.config.num_layers
     engine.reset_prefix_cache()

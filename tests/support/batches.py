@@ -113,8 +113,11 @@ def some_requests(seed: int, count: int, *, longest: int = 24, **fixed: Any) -> 
             params["prompt_logprobs"] = 2
         if numbers.random() < 0.2:
             params["n"] = numbers.randint(2, 3)
+        params |= fixed
+        if params["temperature"] == 0:
+            params["n"] = 1  # greedy answers would all be the same, and are refused
         prompt = (numbers.choice(bases)[:shared] + own)[:longest]
-        requests.append(Request(tuple(prompt), SamplingParams(**(params | fixed)), numbers.choice([0, 0, 0, 1, -1])))
+        requests.append(Request(tuple(prompt), SamplingParams(**params), numbers.choice([0, 0, 0, 1, -1])))
     return requests
 
 

@@ -1,0 +1,87 @@
+"""What vLLM's users write in SamplingParams means here what it means there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from batches import MAX_LENGTH, VOCABULARY
+
+from d3engine import D3, EarlyExit, Engine, FullDepth, InvalidValueError, SamplingParams, SelfSpeculative
+from d3engine.depth import DepthPolicy
+
+PROMPT = list(range(40, 50))
+POLICIES = [FullDepth(), D3(0.9, 0.5), EarlyExit(0.02), SelfSpeculative(D3(0.9, 0.5))]
+
+
+def answer(engine: Engine, **params: Any) -> Any:
+    return engine.generate(PROMPT, SamplingParams(**params), use_tqdm=False)[0].outputs[0]
+
+
+@pytest.mark.parametrize("field", ["top_k", "seed"])
+def test_minus_one_says_no_limit_and_no_seed(field: str) -> None:
+    assert SamplingParams(**{field: -1}) == SamplingParams()
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_without_max_tokens_an_answer_goes_on_to_the_end_of_the_models_length(
+    make_engine: Callable[..., Engine], policy: DepthPolicy
+) -> None:
+    engine = make_engine(depth=policy)
+    room = MAX_LENGTH - len(PROMPT)
+    free = answer(engine, temperature=0, max_tokens=None, ignore_eos=True)
+    assert (len(free.token_ids), free.finish_reason) == (room, "length")
+    assert free == answer(engine, temperature=0, max_tokens=room, ignore_eos=True)
+
+
+def test_min_tokens_may_ask_for_more_than_there_is_room_for_where_max_tokens_is_open(
+    make_engine: Callable[..., Engine],
+) -> None:
+    found = answer(make_engine(), temperature=0, max_tokens=None, min_tokens=1000)
+    assert (len(found.token_ids), found.finish_reason) == (MAX_LENGTH - len(PROMPT), "length")
+
+
+@pytest.mark.parametrize("policy", [POLICIES[0], POLICIES[3]], ids=repr)
+def test_logprobs_of_minus_one_are_of_the_whole_vocabulary(
+    make_engine: Callable[..., Engine], policy: DepthPolicy
+) -> None:
+    engine = make_engine(depth=policy)
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=-1, prompt_logprobs=-1)
+    output = engine.generate(PROMPT, params, use_tqdm=False)[0]
+    assert output.prompt_logprobs is not None
+    rows = [*output.prompt_logprobs[1:], *(output.outputs[0].logprobs or [])]
+    assert len(rows) == len(PROMPT) - 1 + 4
+    for row in rows:
+        assert row is not None
+        assert set(row) == set(range(VOCABULARY))
+        assert math.isclose(sum(math.exp(entry.logprob) for entry in row.values()), 1.0, rel_tol=1e-5)
+        assert sorted(entry.rank for entry in row.values()) == list(range(1, VOCABULARY + 1))
+
+
+def test_token_ids_of_logit_bias_may_be_written_as_strings(make_engine: Callable[..., Engine]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, logit_bias={"17": 100.0, "4": -1})
+    assert params == SamplingParams(temperature=0, max_tokens=3, logit_bias={17: 100.0, 4: -1})
+    assert make_engine().generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids == [17, 17, 17]
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-6])
+def test_several_greedy_answers_are_refused(temperature: float) -> None:
+    with pytest.raises(InvalidValueError, match="temperature") as caught:
+        SamplingParams(n=2, temperature=temperature)
+    assert caught.value.field == "n"
+    assert SamplingParams(n=2, temperature=0.1).n == 2
+
+
+def test_a_clone_is_equal_and_another_object() -> None:
+    params = SamplingParams(temperature=0.5, stop=["a"], logit_bias={3: 1.0}, depth=D3(0.9, 0.5))
+    clone = params.clone()
+    assert clone == params
+    assert clone is not params
+
+
+def test_stop_strings_need_text() -> None:
+    with pytest.raises(InvalidValueError, match="detokenize") as caught:
+        SamplingParams(stop="a", detokenize=False)
+    assert caught.value.field == "stop"
