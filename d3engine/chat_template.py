@@ -1,8 +1,7 @@
 """Chat messages to prompt text, by the Jinja template of a model directory.
 
-The one idea: what goes in is checked, by field, and copied to plain JSON, so that a template sees no object with
-methods of its own and a malformed message is named before a template stumbles over it. The template itself is a
-program from a stranger and runs in `template_sandbox`.
+The one idea: a template is a program from a stranger, so it is neither compiled nor run here but in a process that is
+limited and can be killed (`template_process`); what goes to it is plain JSON (`chat_messages`).
 """
 
 from __future__ import annotations
@@ -11,16 +10,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from d3engine.errors import InvalidValueError, ModelFormatError, require
+from d3engine.chat_messages import MessageForm, check_messages, plain
+from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, require
 from d3engine.files import CONFIG_BYTES, UnreadableFileError, is_there, read_text
-from d3engine.template_sandbox import LimitError, RenderLimits, compile_template, render_template
+from d3engine.template_process import LimitError, RenderLimits, TemplateProcessError, ask
 from d3engine.tokenizer import named_special_tokens, read_tokenizer_config
 
-__all__ = ["ChatTemplate", "ChatTemplateError", "RenderLimits", "load_chat_template"]
+__all__ = ["ChatTemplate", "ChatTemplateError", "RenderLimits", "TemplateProcessError", "load_chat_template"]
+
+# Stands behind the words of a message that is to be continued; letters alone, which no filter escapes.
+_END_MARK = "endOfTheMessageThatD3engineContinues"
 
 
 class ChatTemplateError(InvalidValueError):
-    """The template refuses these messages, fails on them, or goes beyond its limits."""
+    """The template refuses these messages, fails on them, or goes beyond its limits; `said` tells what it does."""
+
+    def __init__(self, messages: object, said: str) -> None:
+        super().__init__("messages", messages, f"a conversation that the chat template can render, but it {said}")
 
 
 def load_chat_template(directory: Path | str) -> ChatTemplate | None:
@@ -57,7 +63,7 @@ def _template_of_config(value: object) -> str | None:
 
 
 class ChatTemplate:
-    """A compiled chat template. Every rendering has an environment of its own, so threads may share it."""
+    """A chat template; threads may share it."""
 
     def __init__(
         self,
@@ -66,18 +72,29 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         limits: RenderLimits | None = None,
     ) -> None:
-        """Compile `source`; `special_tokens` are its variables `bos_token` etc. Raises `ModelFormatError`."""
+        """Check that `source` compiles; `special_tokens` are its variables `bos_token` etc.
+
+        Raises `ModelFormatError`, and `TemplateProcessError` where no process for templates can be started.
+        """
         self.source = source
         self._special_tokens = dict(special_tokens or {})
         self._limits = limits or RenderLimits()
         if len(source) > self._limits.characters:
             raise ModelFormatError(f"chat template: {len(source)} characters, more than {self._limits.characters}")
-        self._code = compile_template(source, self._limits)
+        try:
+            reply = ask({"source": source, "variables": None}, self._limits)
+        except LimitError as error:
+            raise ModelFormatError(f"chat template: to compile it takes more than {error}") from None
+        if "failed" in reply:
+            raise ModelFormatError(f"chat template: {reply['failed']}")
+        form = reply["form"]
+        self._form = MessageForm(**form | {"reasoning_fields": tuple(form["reasoning_fields"])})
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
@@ -85,66 +102,64 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt, to be encoded with `add_special_tokens=False`: the template writes BOS itself.
 
-        `variables` are handed to the template and win over the special tokens. A content given as text parts
-        is joined by line feeds. Raises `InvalidValueError` naming the field that is malformed, and
-        `ChatTemplateError` when the template itself refuses or fails.
+        With `continue_final_message` (and without a generation prompt) it ends where the last message's content ends.
+        `variables` are handed to the template and win over the special tokens. A content given as text parts stays a
+        list for a template that walks through parts, and is joined by line feeds for every other. `reasoning_content`,
+        `reasoning` and `thinking` are one field of a message, under the name that the template reads. Keys whose value
+        is None are left out. Raises `InvalidValueError` naming the field that is malformed, `ChatTemplateError` when
+        the template itself refuses, fails or goes beyond its limits, and `TemplateProcessError`.
         """
-        visible = {
-            **self._special_tokens,
-            **{name: _plain(name, value) for name, value in variables.items()},
-            "messages": _check_messages(messages),
-            "tools": _plain("tools", tools),
-            "documents": _plain("documents", documents),
-            "add_generation_prompt": bool(add_generation_prompt),
-        }
+        checked = check_messages(messages, self._form)
+        if continue_final_message:
+            _require_continuable(checked, add_generation_prompt)
+            _mark_end(checked[-1])
+        text = self._write(
+            {
+                **self._special_tokens,
+                **{name: plain(name, value) for name, value in variables.items()},
+                "messages": checked,
+                "tools": plain("tools", tools),
+                "documents": plain("documents", documents),
+                "add_generation_prompt": bool(add_generation_prompt),
+            },
+            messages,
+        )
+        return _before_end_mark(text, messages) if continue_final_message else text
+
+    def _write(self, variables: dict[str, Any], messages: object) -> str:
         try:
-            return render_template(self._code, visible, self._limits)
+            reply = ask({"source": self.source, "variables": variables}, self._limits)
         except LimitError as error:
-            raise ChatTemplateError("messages", messages, f"the chat template goes beyond {error}") from None
-        except Exception as error:  # a template can raise anything; its traceback shows only generated code
-            said = str(error) or type(error).__name__
-            raise ChatTemplateError("messages", messages, f"the chat template fails: {said}") from None
+            raise ChatTemplateError(messages, f"takes more than {error}") from None
+        if "failed" in reply:
+            raise ChatTemplateError(messages, f"fails: {reply['failed']}")
+        if "too_long" in reply:
+            raise ChatTemplateError(messages, f"writes more than {self._limits.characters} characters")
+        return str(reply["text"])
 
 
-# Messages
+# A message to be continued
 
 
-def _check_messages(messages: object) -> list[dict[str, Any]]:
-    require(isinstance(messages, list | tuple), "messages", messages, "a list of messages")
-    assert isinstance(messages, list | tuple)
-    return [_check_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+def _require_continuable(messages: list[dict[str, Any]], add_generation_prompt: bool) -> None:
+    allowed = "false together with add_generation_prompt, which begins a message"
+    require(not add_generation_prompt, "continue_final_message", NOTHING, allowed)
+    has_words = bool(messages) and bool(messages[-1].get("content"))
+    require(has_words, "continue_final_message", NOTHING, "false unless the last message has a content")
 
 
-def _check_message(name: str, message: object) -> dict[str, Any]:
-    require(isinstance(message, Mapping), name, message, "an object with role and content")
-    assert isinstance(message, Mapping)
-    role = message.get("role")
-    require(isinstance(role, str), f"{name}.role", role, "a string")
-    plain: dict[str, Any] = _plain(name, message)
-    # An assistant's message that only calls tools has no content.
-    if message.get("content") is not None or not message.get("tool_calls"):
-        plain["content"] = _text_of_content(f"{name}.content", message.get("content"))
-    return plain
+def _mark_end(message: dict[str, Any]) -> None:
+    """Put the mark and a space behind the message's last words; a template that trims it takes the space away."""
+    if isinstance(message["content"], str):
+        message["content"] += _END_MARK + " "
+    else:
+        parts = message["content"]
+        message["content"] = [*parts[:-1], parts[-1] | {"text": parts[-1]["text"] + _END_MARK + " "}]
 
 
-def _text_of_content(name: str, content: object) -> str:
-    if isinstance(content, str):
-        return str(content)
-    require(isinstance(content, list | tuple), name, content, "a string or a list of text parts")
-    assert isinstance(content, list | tuple)
-    for i, part in enumerate(content):
-        is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        require(is_text, f"{name}[{i}]", part, '{"type": "text", "text": a string}')
-    return "\n".join(part["text"] for part in content)
-
-
-def _plain(name: str, value: Any, depth: int = 0) -> Any:
-    """Return a copy of JSON-like `value`, so that a template sees no object with methods of its own."""
-    require(depth < 64, name, value, "nested less than 64 deep")
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if isinstance(value, Mapping):
-        require(all(isinstance(key, str) for key in value), name, value, "an object whose keys are strings")
-        return {key: _plain(f"{name}.{key}", item, depth + 1) for key, item in value.items()}
-    require(isinstance(value, list | tuple), name, value, "JSON: null, boolean, number, string, list or object")
-    return [_plain(f"{name}[{i}]", item, depth + 1) for i, item in enumerate(value)]
+def _before_end_mark(text: str, messages: object) -> str:
+    """Return what stands before the mark; trimmed if the template trims a content, which it does at its end."""
+    before, mark, after = text.rpartition(_END_MARK)
+    if not mark:
+        raise ChatTemplateError(messages, "does not write the last one as it is, so that cannot be continued")
+    return before if after.startswith(" ") else before.rstrip()

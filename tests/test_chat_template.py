@@ -1,18 +1,18 @@
-"""Rendering equals transformers' own, and a hostile template ends in an error instead of a full machine."""
+"""Rendering equals transformers' own, and what is malformed is named."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import tokenizers
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
-from d3engine.chat_template import ChatTemplate, ChatTemplateError, RenderLimits, load_chat_template
+from d3engine.chat_template import ChatTemplate, ChatTemplateError, load_chat_template
 from d3engine.errors import InvalidValueError, ModelFormatError
 
 LLAMA2 = """\
@@ -86,7 +86,7 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def render(source: str, messages: list[dict[str, Any]] | None = None, **arguments: Any) -> str:
-    limits = arguments.pop("limits", RenderLimits(characters=100_000, steps=100_000))
+    limits = arguments.pop("limits", None)
     template = ChatTemplate(source, special_tokens=TOKENS, limits=limits)
     return template.render([USER] if messages is None else messages, **arguments)
 
@@ -135,6 +135,8 @@ class TestRendering:
             "{{ dict(a=1).items() | list }}",
             "{{ undefined_name }}{{ 7 % 4 }}{{ messages | length }}{% set ns = namespace(found=false) %}"
             "{% set ns.found = true %}{{ ns.found }}",
+            "{{ '%s has %05.1f' % ('x', 2) }}{{ '{:>5}|{0[a]}'.format('r') if false else '{:>5}|'.format('r') }}",
+            "{{ 'x'.center(7) }}{{ ('abc' | attr('upper'))() }}{{ [[1], [2]] | sum(start=[]) }}{{ 'é'.encode() }}",
         ],
     )
     def test_what_jinja_offers_works_as_in_transformers(
@@ -146,21 +148,140 @@ class TestRendering:
     def test_variables_win_over_the_special_tokens(self) -> None:
         assert render("{{ bos_token }}{{ mood }}", bos_token="<begin>", mood="calm") == "<begin>calm"
 
-    def test_text_parts_are_joined_by_line_feeds(self) -> None:
-        parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-        assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "one\ntwo"
-
-    def test_an_assistant_that_only_calls_tools_needs_no_content(self) -> None:
-        message = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
-        assert render("{{ messages[0].content }}{{ messages[0].tool_calls[0].function.name }}", [message]) == "Noneadd"
-
     def test_one_template_renders_again_and_again(self) -> None:
-        template = ChatTemplate(ZEPHYR, special_tokens=TOKENS, limits=RenderLimits(steps=20))
+        template = ChatTemplate(ZEPHYR, special_tokens=TOKENS)
         assert {template.render([USER]) for _ in range(10)} == {template.render([USER])}
+
+    def test_text_that_is_no_valid_unicode_comes_back_as_it_went(self) -> None:
+        assert render("{{ messages[0].content }}", [{"role": "user", "content": "a\ud800b"}]) == "a\ud800b"
 
     def test_the_callers_messages_are_not_changed(self) -> None:
         with pytest.raises(ChatTemplateError, match="unsafe"):
             render("{{ messages.append(1) }}")
+
+
+class TestFormOfMessages:
+    """Clients and templates write the same things differently."""
+
+    CALL: ClassVar = {"role": "assistant", "content": None, "name": None, "tool_calls": [{"function": {"name": "add"}}]}
+    THOUGHT: ClassVar = {"role": "assistant", "content": "5", "reasoning": "2 + 3"}
+    PARTS: ClassVar = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "{{ 'content' in messages[1] }}{{ messages[1].name is defined }}{{ messages[1] | tojson }}",
+            "{% if messages[1].content is defined %}{{ messages[1].content }}{% endif %}",
+            "{{ messages[1].content | default('', true) | trim }}{{ messages[1].tool_calls[0].function.name }}",
+        ],
+    )
+    def test_a_key_without_a_value_is_left_out_as_in_transformers(
+        self, transformers_tokenizer: PreTrainedTokenizerFast, source: str
+    ) -> None:
+        chat = [USER, self.CALL]
+        expected = transformers_tokenizer.apply_chat_template(chat, chat_template=source, tokenize=False)
+        assert render(source, chat, add_generation_prompt=False) == expected
+        assert "None" not in expected
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "{% for part in messages[0].content %}<{{ part.text }}>{% endfor %}",
+            "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+            "{% for p in m['content'] if p.type == 'text' %}<{{ p['text'] }}>{% endfor %}{% endif %}{% endfor %}",
+            "{% set content = messages[0].get('content') %}{% for p in content[1:] %}<{{ p.text }}>{% endfor %}",
+            "{% macro f(c) %}{% for p in c %}<{{ p.text }}>{% endfor %}{% endmacro %}{{ f(messages[0].content) }}",
+            "{{ messages[0].content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join(' ') }}",
+            "{{ messages[0]['content'][0]['text'] }}",
+            "{% for p in (messages[0].content if messages else []) | list %}<{{ p.text }}>{% endfor %}",
+        ],
+    )
+    def test_a_template_that_walks_through_parts_gets_them_as_in_transformers(
+        self, transformers_tokenizer: PreTrainedTokenizerFast, source: str
+    ) -> None:
+        chat = [{"role": "user", "content": self.PARTS}]
+        expected = transformers_tokenizer.apply_chat_template(chat, chat_template=source, tokenize=False)
+        assert render(source, chat, add_generation_prompt=False) == expected
+        assert "one" in expected or "two" in expected
+        assert "{" not in expected
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "{{ messages[0].content }}",
+            "{% for m in messages %}{% set text = m['content'] | trim %}{{ text }}{% endfor %}",
+            "{% for call in messages[0].tool_calls or [] %}{{ call }}{% endfor %}{{ messages[0].get('content') }}",
+            "{% for line in messages[0].content.split('\\n') %}{{ line }}\n{% endfor %}",
+        ],
+    )
+    def test_a_template_that_prints_a_content_gets_text_parts_joined_by_line_feeds(self, source: str) -> None:
+        assert render(source, [{"role": "user", "content": self.PARTS}]).strip() == "one\ntwo"
+
+    def test_a_template_that_does_nothing_but_walk_gets_a_string_as_one_part(self) -> None:
+        walk = "{% for p in messages[0].content %}{% if p.type == 'text' %}<{{ p.text }}>{% endif %}{% endfor %}"
+        assert render(walk, [{"role": "user", "content": "words"}]) == "<words>"
+        either = "{% if messages[0].content is string %}{{ messages[0].content }}{% else %}" + walk + "{% endif %}"
+        assert render(either, [{"role": "user", "content": "words"}]) == "words"
+
+    @pytest.mark.parametrize("given", ["reasoning", "reasoning_content", "thinking"])
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "{{ messages[0].reasoning_content }}",
+            "{{ messages[0]['reasoning'] }}",
+            "{% if 'thinking' in messages[0] %}{{ messages[0].get('thinking') }}{% endif %}",
+            "{{ messages[0].reasoning_content or messages[0].thinking }}",
+        ],
+    )
+    def test_the_thoughts_of_an_assistant_have_the_name_that_the_template_reads(self, given: str, source: str) -> None:
+        assert render(source, [{"role": "assistant", "content": "5", given: "2 + 3"}]) == "2 + 3"
+
+    def test_an_assistant_that_only_thinks_needs_no_content(self) -> None:
+        message = {"role": "assistant", "content": None, "thinking": "hm"}
+        assert render("{{ messages[0].reasoning }}{{ messages[0].content }}", [message]) == "hm"
+
+    def test_two_different_thoughts_of_one_message_are_refused_by_field(self) -> None:
+        message = {"role": "assistant", "content": "5", "reasoning_content": "a", "thinking": "b"}
+        with pytest.raises(
+            InvalidValueError,
+            match=re.escape("messages[0].thinking must be the same as reasoning_content beside it; got 'b'"),
+        ):
+            render("{{ messages[0].reasoning }}", [message])
+        assert render("{{ messages[0].reasoning }}", [message | {"thinking": "a"}]) == "a"
+
+
+class TestContinuedMessage:
+    @pytest.mark.parametrize("source", [LLAMA2, LLAMA3, CHATML, ZEPHYR], ids=["llama 2", "llama 3", "chatml", "zephyr"])
+    @pytest.mark.parametrize("words", ["The answer is", "The answer is ", "The answer is:\n"])
+    def test_the_prompt_ends_where_the_words_end_as_in_transformers(
+        self, transformers_tokenizer: PreTrainedTokenizerFast, source: str, words: str
+    ) -> None:
+        chat = [USER, {"role": "assistant", "content": words}]
+        expected = transformers_tokenizer.apply_chat_template(
+            chat, chat_template=source, continue_final_message=True, tokenize=False
+        )
+        assert render(source, chat, add_generation_prompt=False, continue_final_message=True) == expected
+        assert expected.rstrip().endswith(words.rstrip())
+
+    def test_of_text_parts_the_last_is_continued(self) -> None:
+        source = "{% for p in messages[0].content %}<{{ p.text }}>{% endfor %}"
+        parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+        chat = [{"role": "assistant", "content": parts}]
+        assert render(source, chat, add_generation_prompt=False, continue_final_message=True) == "<one><two"
+        assert parts[-1]["text"] == "two"
+
+    @pytest.mark.parametrize(
+        ("chat", "add_generation_prompt"),
+        [([ASSISTANT], True), ([], False), ([{"role": "assistant", "tool_calls": [{}]}], False)],
+        ids=["with a generation prompt", "no message", "no content"],
+    )
+    def test_what_cannot_be_continued_is_refused(self, chat: list[dict[str, Any]], add_generation_prompt: bool) -> None:
+        with pytest.raises(InvalidValueError, match="continue_final_message must be false"):
+            render(ZEPHYR, chat, add_generation_prompt=add_generation_prompt, continue_final_message=True)
+
+    def test_a_template_that_drops_the_words_is_refused(self) -> None:
+        with pytest.raises(ChatTemplateError, match="cannot be continued"):
+            render("{{ messages[0].role }}", [ASSISTANT], add_generation_prompt=False, continue_final_message=True)
 
 
 class TestMalformedMessages:
@@ -176,6 +297,7 @@ class TestMalformedMessages:
             ([{"role": "user", "content": [{"type": "image"}]}], "messages[0].content[0]"),
             ([{"role": "user", "content": "x", "extra": object()}], "messages[0].extra"),
             ([{"role": "user", "content": "x", 3: "y"}], "messages[0]"),
+            ([{"role": "user", "content": "x", "n": 10**5000}], "messages[0].n"),
         ],
     )
     def test_the_error_names_the_field(self, messages: Any, field: str) -> None:
@@ -205,25 +327,33 @@ class TestFailingTemplates:
             "{{ 1 / 0 }}",
             "{{ messages[0].content + 1 }}",
             "{{ nothing.at.all }}",
-            "{{ messages.__class__.__mro__ }}",
-            "{{ ''.format.__globals__ }}",
-            "{{ cycler.__init__.__globals__ }}",
-            "{{ self._TemplateReference__context.environment }}",
             "{% include 'other' %}",
             "{% import 'os' as os %}",
             "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-            "{{ '%10d' % 3 }}",
-            "{{ 'x'.center(10) }}",
-            "{{ '{}'.format(1) }}",
-            "{{ 'x' | attr('upper') }}",
-            "{{ (1).to_bytes(10) }}",
-            "{{ [[1]] | sum(start=[]) }}",
         ],
     )
     def test_a_failure_inside_a_template_is_an_error_of_ours(self, source: str) -> None:
-        with pytest.raises((ChatTemplateError, ModelFormatError)) as caught:
+        with pytest.raises(ChatTemplateError, match="that the chat template can render, but it fails: "):
             render(source)
-        assert caught.value.__suppress_context__
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "{{ messages.__class__.__mro__ }}",
+            "{{ ''.format.__globals__.values() }}",
+            "{{ cycler.__init__.__globals__ }}",
+            "{{ dict.__subclasses__() }}",
+            "{{ ('{0.__class__.__mro__}'.format)(messages) }}",
+            "{{ (namespace | attr('__init__') | attr('__globals__')).values() }}",
+            "{{ self._TemplateReference__context.environment }}",
+            "{{ namespace(__class__=1) }}",
+            "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+            "{{ namespace({'_Namespace__attrs': 1}) }}",
+        ],
+    )
+    def test_a_template_reaches_nothing_of_python(self, source: str) -> None:
+        with pytest.raises(ChatTemplateError, match=r"unsafe|underscore|no attribute|undefined"):
+            render(source)
 
     @pytest.mark.parametrize(
         "source", ["{% if %}", "{{ 'x' | no_such_filter }}", "{% for x in y %}", "{{" + "(" * 3000]
@@ -231,95 +361,6 @@ class TestFailingTemplates:
     def test_a_template_that_does_not_compile_is_a_broken_model(self, source: str) -> None:
         with pytest.raises(ModelFormatError, match="chat template"):
             ChatTemplate(source)
-
-
-class TestHostileTemplates:
-    @pytest.mark.parametrize(
-        "source",
-        [
-            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-            "{% for i in range(99999) if i < 0 %}{% endfor %}",
-            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
-            "{% for x in [1] recursive %}{{ loop([1]) }}{{ loop([1]) }}{% endfor %}",
-            "{% block b %}{% if caller %}{% endif %}{% for i in range(9) %}{{ self.b() }}{% endfor %}{% endblock %}",
-        ],
-    )
-    def test_work_without_output_ends_at_the_step_limit_or_the_recursion_limit(self, source: str) -> None:
-        with pytest.raises(ChatTemplateError, match=r"2000 steps|recursion"):
-            render(source, limits=RenderLimits(steps=2000))
-
-    def test_time_ends_a_template(self) -> None:
-        with pytest.raises(ChatTemplateError, match="0 seconds"):
-            render("{{ 'a' | upper }}", limits=RenderLimits(seconds=0))
-
-    @pytest.mark.parametrize(
-        "source",
-        [
-            "{% for i in range(9999) %}0123456789012{% endfor %}",
-            "{{ 'a' * 10 ** 12 }}",
-            "{{ [1] * 10 ** 12 }}",
-            "{{ 10 ** 12 * 'a' }}",
-            "{{ 'x' | replace('', 'y' * 99999) }}",
-            "{{ ('x' * 9999).replace('x', 'y' * 9999) }}",
-            "{{ ('y' * 9999).join(range(9999)) }}",
-            "{{ ('y' * 9999).join('x' * 9999) }}",
-            "{{ range(9999) | join('y' * 9999) }}",
-            "{{ (['x' * 999] * 999) | join }}",
-            "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-            "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
-            "{% set ns = namespace(x=[]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}",
-            "{% set ns = namespace(x={}) %}{% for i in range(60) %}{% set ns.x = {1: ns.x, 2: ns.x} %}{% endfor %}",
-            "{% set ns = namespace(x=9) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
-            "{% macro f() %}{% for i in range(9999) %}0123456789012{% endfor %}{% endmacro %}{{ f() }}",
-            "{% set x %}{% for i in range(9999) %}{{ 'y' * 9999 }}{% endfor %}{% endset %}",
-            "{% set x %}{% for i in range(9999) %}{% filter replace('x', 'y' * 999) %}x{% endfilter %}"
-            "{% endfor %}{% endset %}",
-        ],
-    )
-    def test_what_grows_without_bound_ends_at_the_character_limit(self, source: str) -> None:
-        with pytest.raises(ChatTemplateError, match="100000 characters"):
-            render(source)
-
-    @pytest.mark.parametrize(
-        "source",
-        [
-            "{% macro f(n) %}{{ f(n - 1, varargs, varargs) if n else varargs | length }}{% endmacro %}{{ f(60, 1) }}",
-            "{% macro f(n) %}{{ f(n - 1, a=kwargs, b=kwargs) if n else kwargs | count }}{% endmacro %}{{ f(60, a=1) }}",
-            "{% set ns = namespace(x=[]) %}{% for i in range(60) %}"
-            "{% set ns.x = cycler(ns.x, ns.x).items %}{% endfor %}{{ ns.x | length }}",
-        ],
-        ids=["positional", "named", "cycler"],
-    )
-    def test_values_that_nest_only_through_the_arguments_of_calls_are_measured_as_they_are_passed(
-        self, source: str
-    ) -> None:
-        # 2 ** 60 items, of which only the outer two are ever written: no result that the guard sees is large, but
-        # one `tojson` or comparison, a single step, would take all time and memory.
-        with pytest.raises(ChatTemplateError, match="100000 characters"):
-            render(source)
-
-    @pytest.mark.parametrize(
-        "source", ["{{ 10 ** (10 ** 10) }}", "{{ 2 ** 99999 }}", "{{ 2 ** -1 }}", "{{ 2.0 ** 9 }}"]
-    )
-    def test_a_power_beyond_any_use_is_refused(self, source: str) -> None:
-        with pytest.raises(ChatTemplateError, match="powers of 4096 bits"):
-            render(source)
-
-    @pytest.mark.parametrize(
-        "source",
-        ["{{ [1] | tojson(indent=10 ** 9) }}", "{{ 'a\nb' | indent(10 ** 9) }}", "{{ 'a\nb' | indent(' ' * 99) }}"],
-    )
-    def test_an_indentation_beyond_any_use_is_refused(self, source: str) -> None:
-        with pytest.raises(ChatTemplateError, match="width of 32"):
-            render(source)
-
-    def test_a_namespace_is_never_written_with_its_content(self) -> None:
-        source = "{% set a = namespace(x='secret') %}{% set b = namespace(l=a, r=a) %}{{ b }}{{ b | string }}"
-        assert render(source) == "<namespace><namespace>"
-
-    def test_a_source_beyond_the_limit_is_not_compiled(self) -> None:
-        with pytest.raises(ModelFormatError, match="11 characters, more than 10"):
-            ChatTemplate("x" * 11, limits=RenderLimits(characters=10))
 
 
 class TestLoading:

@@ -163,13 +163,9 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
         template = load_chat_template(self.engine.directory)
         require(template is not None, "apply_chat_template", True, "False for a model without a chat template")
         assert template is not None
-        text = template.render(chat_history, add_generation_prompt=add_generation_prompt)
-        if add_generation_prompt:
-            return text
-        last = chat_history[-1]["content"].strip()
-        require(last in text, "messages", chat_history[-1], "a message whose content the chat template keeps as it is")
-        begin, with_space = text.rindex(last), chat_history[-1]["content"].lstrip()
-        return text[:begin] + (with_space if text.startswith(with_space, begin) else last)
+        return template.render(
+            chat_history, add_generation_prompt=add_generation_prompt, continue_final_message=not add_generation_prompt
+        )
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The template's source, by which the harness tells its caches apart; None when none is to be applied."""
