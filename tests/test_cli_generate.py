@@ -223,6 +223,10 @@ def test_the_demo_answers_a_held_out_problem_twice_and_checks_it() -> None:
     assert "Full depth: every token runs all 16 layers." in result.stdout
     assert "16.00 of 16 layers a token" in result.stdout
     assert "fewer layers a token" in result.stdout
+    told = " ".join(result.stdout.split())
+    assert re.search(
+        r"at its end, and was (as fast|[\d.]+x (faster|slower)) \((median of \d turns|one turn each)\)\.", told
+    )
 
 
 def test_the_demo_in_json_says_whether_the_answers_are_right() -> None:

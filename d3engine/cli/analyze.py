@@ -17,7 +17,7 @@ import typer
 
 from d3engine.cli import new_app
 from d3engine.cli.depth_options import AUTO, Depth, takes_depth
-from d3engine.cli.engine_options import Options, model_directory, takes_engine
+from d3engine.cli.engine_options import Options, engine_arguments, model_directory, takes_engine
 from d3engine.depth import D3, DepthPolicy, FullDepth, Schedule
 from d3engine.depth.statistics import ModelShape, flops_ratio, mean_depth
 from d3engine.errors import InvalidValueError, require, require_integer
@@ -396,11 +396,7 @@ def _observe(
 
         check_picture("--png", png)
     texts = default_prompts(options.get("seed", 0), limit) if prompts is None else read_prompts(prompts, limit)
-    if "admission" in options:
-        from d3engine.admission import Waves
-
-        options = {**options, "admission": Waves(require_integer("--admission-waves", options["admission"], 1))}
-    engine, observer = open_model(model, options)
+    engine, observer = open_model(model, engine_arguments(model, options))
     return engine, observer, answer(engine, texts, max_tokens, progress=sys.stderr.isatty())
 
 

@@ -48,8 +48,9 @@ ENGINE: OptionTable = {
     ),
     "admission": ("--admission-waves", int, "Admit waiting requests only every so many steps (each step)."),
     "seed": ("--seed", int, "From which every sequence gets the seed of its sampling (0)."),
+    "threads": ("--threads", str, "CPU threads: a number, or auto, which gives a small model one (auto)."),
 }
-"""Argument of `Engine` -> flag, type, help."""
+"""Argument of `Engine`, or of `engine_arguments`, -> flag, type, help."""
 
 SAMPLING: OptionTable = {
     "max_tokens": ("--max-tokens", int, f"Tokens to generate at most ({DEFAULT_MAX_TOKENS})."),
@@ -126,14 +127,24 @@ def model_directory(model: str) -> Path:
 
 def open_engine(model: str, options: Options, depth: Depth = "auto") -> Engine:
     """The engine of a command; raises `InvalidValueError` for options that are not allowed."""
-    model_directory(model)
-    from d3engine.admission import Waves
+    arguments = engine_arguments(model, options)
     from d3engine.engine import Engine
+
+    return Engine(model, depth=depth, **arguments)
+
+
+def engine_arguments(model: str, options: Options) -> Options:
+    """The arguments of `Engine` that the options stand for; from here on PyTorch takes the threads asked for."""
+    directory = model_directory(model)
+    from d3engine.admission import Waves
+    from d3engine.cli.threads import AUTO, use_threads
+    from d3engine.model.config import ModelConfig
 
     arguments = dict(options)
     if "admission" in arguments:
         arguments["admission"] = Waves(require_integer("--admission-waves", arguments["admission"], 1))
-    return Engine(model, depth=depth, **arguments)
+    use_threads(arguments.pop("threads", AUTO), ModelConfig.from_directory(directory))
+    return arguments
 
 
 def sampling_params(engine: Engine, given: Options) -> SamplingParams:

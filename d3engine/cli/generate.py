@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,6 +28,8 @@ from d3engine.cli.engine_options import (
     takes_engine,
     takes_samples,
 )
+from d3engine.cli.invocation import as_typed
+from d3engine.cli.turns import Speedup, speedup
 from d3engine.depth import D3, DepthPolicy, FullDepth
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer
 from d3engine.files import UnreadableFileError, read_text
@@ -268,10 +271,11 @@ class _Demo:
             return
         self.text.end_line()
         if len(runs) > 1:
-            self.text.write_words(self._comparison(*runs))
-        self.text.write_words(f"Another problem:        d3engine generate --problem-seed {seed + 1}")
-        flags = _flags(policies[-1])
-        self.text.write_words(f"How often it is right:  d3engine eval demo{flags}")
+            turns = speedup(*(partial(self._seconds_per_token, policy) for policy in policies))
+            self.text.write_words(self._comparison(*runs, turns))
+        another = as_typed("generate", "--problem-seed", str(seed + 1))
+        self.text.write_words(f"Another problem:        {another}")
+        self.text.write_words(f"How often it is right:  {as_typed('eval', 'demo', *_flags(policies[-1]))}")
 
     def _show_answer(self, policy: DepthPolicy) -> Run:
         from d3engine.cli.answers import show_tokens
@@ -333,12 +337,17 @@ class _Demo:
             return f"RIGHT, it is {right}."
         return f"WRONG, it is {right}" + ("; no answer was given." if given is None else f", not {given}.")
 
-    def _comparison(self, full: Run, run: Run) -> str:
+    def _seconds_per_token(self, policy: DepthPolicy) -> float:
+        run = self._answer(policy, self._silently)
+        if run.interrupted:
+            raise typer.Exit(INTERRUPTED)
+        return run.seconds / len(run.depths)
+
+    def _comparison(self, full: Run, run: Run, turns: Speedup) -> str:
         fewer = 1 - run.mean_layers / full.mean_layers
-        time = run.seconds / len(run.depths) / (full.seconds / len(full.depths))
         return (
             f"The second answer ran {fewer:.0%} fewer layers a token, held {self._kv_fraction(run):.0%} less KV cache "
-            f"at its end, and took {time:.2f} times as long a token."
+            f"at its end, and was {turns}."
         )
 
     def _kv_fraction(self, run: Run) -> float:
@@ -365,11 +374,11 @@ class _Demo:
             typer.echo(json.dumps(report))
 
 
-def _flags(policy: DepthPolicy) -> str:
+def _flags(policy: DepthPolicy) -> list[str]:
     """The flags that measure a policy of the demo."""
     if isinstance(policy, D3):
-        return f" --compare-full --depth d3 --alpha {policy.alpha} --start {policy.start}"
-    return ""
+        return ["--compare-full", "--depth", "d3", "--alpha", str(policy.alpha), "--start", str(policy.start)]
+    return []
 
 
 def _in_short(depths: Sequence[int]) -> str:

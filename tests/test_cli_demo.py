@@ -1,0 +1,160 @@
+"""What the demo says and how it runs: commands as they can be typed, speed by turns, threads by the model's size."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from d3engine.cli.engine_options import engine_arguments, open_engine
+from d3engine.cli.invocation import as_typed
+from d3engine.cli.threads import read_threads, threads_for
+from d3engine.cli.turns import Speedup, speedup
+from d3engine.errors import InvalidValueError
+from d3engine.loading import model_directory
+from d3engine.model.config import ModelConfig
+
+DEMO = ModelConfig.from_directory(model_directory("demo"))
+LARGE = replace(DEMO, hidden_size=1024, intermediate_size=2816, num_heads=16, num_kv_heads=8, head_dim=64)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Gives the process its threads back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+# -- commands as they can be typed -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The script `d3engine`, in a folder where the shell does not look, and called by its path."""
+    script = tmp_path / ".venv" / "bin" / "d3engine"
+    script.parent.mkdir(parents=True)
+    script.write_text("#!/bin/sh\necho called with $@\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "argv", [str(script), "generate"])
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    return script
+
+
+def test_a_command_off_the_path_is_spelled_with_its_path_and_works_in_the_shell(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = as_typed("generate", "--problem-seed", "1")
+    assert elsewhere == shlex.join([str(script), "generate", "--problem-seed", "1"])
+    monkeypatch.chdir(script.parents[2])
+    typed = as_typed("eval", "a b")
+    assert typed == ".venv/bin/d3engine eval 'a b'"
+    done = subprocess.run(typed, shell=True, capture_output=True, text=True, check=True)
+    assert done.stdout == "called with eval a b\n"
+
+
+def test_a_command_on_the_path_is_spelled_by_its_name(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}/usr/bin")
+    assert as_typed("eval", "demo") == "d3engine eval demo"
+
+
+def test_another_command_of_that_name_on_the_path_is_not_taken_for_ours(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(script, tmp_path / "d3engine")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert as_typed("eval").endswith("/.venv/bin/d3engine eval")
+
+
+def test_the_module_is_spelled_with_the_python_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/d3engine/__main__.py"])
+    done = subprocess.run(as_typed("--version"), shell=True, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("d3engine ")
+
+
+def test_the_demo_recommends_commands_that_can_be_typed() -> None:
+    command = [sys.executable, "-m", "d3engine", "generate", "demo", "--max-tokens", "4", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"PATH": "/usr/bin"})
+    another = re.search(r"^Another problem: +(.*)$", done.stdout, re.M)
+    often = re.search(r"^How often it is right: +(.*)$", done.stdout, re.M)
+    assert another is not None
+    assert often is not None
+    for typed in (another[1], often[1]):
+        assert Path(shlex.split(typed)[0]).is_file()
+        assert shlex.split(typed)[1:3] == ["-m", "d3engine"]
+
+
+# -- speed by turns --------------------------------------------------------------------------------------------------
+
+
+def test_turns_alternate_and_their_median_shrugs_off_what_disturbs_a_few() -> None:
+    slow, fast = iter([3.0, 3.0, 90.0, 3.0, 3.0]), iter([2.0, 2.0, 2.0, 200.0, 2.0])
+    order: list[str] = []
+
+    def one() -> float:
+        order.append("slow")
+        return next(slow)
+
+    def other() -> float:
+        order.append("fast")
+        return next(fast)
+
+    found = speedup(one, other, most_rounds=5, enough_seconds=1e9)
+    assert found == Speedup(1.5, 5)
+    assert order == ["slow", "fast", "fast", "slow", "slow", "fast", "fast", "slow", "slow", "fast"]
+
+
+def test_a_large_model_takes_one_turn() -> None:
+    assert speedup(lambda: 4.0, lambda: 2.0, enough_seconds=0.0) == Speedup(2.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (Speedup(1.72, 9), "1.7x faster (median of 9 turns)"),
+        (Speedup(0.5, 3), "2.0x slower (median of 3 turns)"),
+        (Speedup(1.04, 9), "as fast (median of 9 turns)"),
+        (Speedup(0.97, 9), "as fast (median of 9 turns)"),
+        (Speedup(2.0, 1), "2.0x faster (one turn each)"),
+    ],
+)
+def test_a_speedup_is_told_in_words(found: Speedup, words: str) -> None:
+    assert str(found) == words
+
+
+# -- threads by the model's size -------------------------------------------------------------------------------------
+
+
+def test_a_small_model_gets_one_thread_and_a_large_one_all_that_there_are() -> None:
+    assert [threads_for(DEMO, most) for most in (1, 2, 64)] == [1, 1, 1]
+    assert [threads_for(LARGE, most) for most in (1, 2, 64)] == [1, 2, LARGE.layer_parameters // 2**20]
+    assert LARGE.layer_parameters > 8 * 2**20
+
+
+def test_threads_given_are_taken_and_auto_never_takes_more_than_pytorch_would(threads: None) -> None:
+    assert engine_arguments("demo", {"threads": "3", "seed": 1}) == {"seed": 1}
+    assert torch.get_num_threads() == 3
+    engine_arguments("demo", {"threads": "auto"})
+    assert torch.get_num_threads() == 1
+    engine_arguments("demo", {})
+    assert torch.get_num_threads() == 1
+
+
+def test_the_flag_reaches_pytorch(threads: None) -> None:
+    with open_engine("demo", {"threads": "2", "device": "cpu", "kv_cache_memory_bytes": 2**22, "max_num_seqs": 1}):
+        assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "1025", "two", "1.5", "", "²"])
+def test_other_threads_are_refused(given: str) -> None:
+    with pytest.raises(InvalidValueError, match="--threads must be"):
+        read_threads(given)
