@@ -20,6 +20,7 @@ _PUBLIC = {
     "Engine": "d3engine.engine",
     "SamplingParams": "d3engine.request",
     "RequestOutput": "d3engine.request",
+    "RequestOutputKind": "d3engine.request",
     "CompletionOutput": "d3engine.request",
     "FullDepth": "d3engine.depth",
     "D3": "d3engine.depth",
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from d3engine.errors import ModelFormatError as ModelFormatError
     from d3engine.request import CompletionOutput as CompletionOutput
     from d3engine.request import RequestOutput as RequestOutput
+    from d3engine.request import RequestOutputKind as RequestOutputKind
     from d3engine.request import SamplingParams as SamplingParams
 
 

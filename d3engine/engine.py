@@ -34,7 +34,7 @@ from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, load_weights
 from d3engine.output import OutputProcessor
 from d3engine.prompts import Prompt, PromptReader, as_list
-from d3engine.request import RequestOutput, SamplingParams
+from d3engine.request import RequestOutput, RequestOutputKind, SamplingParams
 from d3engine.scheduler import Scheduler, SchedulerConfig
 from d3engine.sequence import Sequence
 from d3engine.stats import EngineStats, NominalDepth, engine_stats
@@ -217,7 +217,7 @@ class Engine:
         ids = [self._new_id() for _ in prompts]
         requests = [self._new_request(*given) for given in zip(ids, prompts, params, strict=True)]
         for sequences, text in requests:
-            self._add(sequences, text, final_only=True)
+            self._add(sequences, text, RequestOutputKind.FINAL_ONLY)
         done: dict[str, RequestOutput] = {}
         try:
             with tqdm(total=len(ids), desc="generate", unit="request", disable=not use_tqdm) as bar:
@@ -229,13 +229,17 @@ class Engine:
         return [done[i] for i in ids]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Yield the growing output of one prompt after every step; leaving the loop aborts the request."""
+        """Yield the output of one prompt as it grows, after every step; leaving the loop aborts the request.
+
+        Each output holds all there is so far. With `output_kind=RequestOutputKind.DELTA` it holds what is new alone,
+        which for long answers is much less work; with FINAL_ONLY there is one output, at the end.
+        """
         request_id = self._new_id()
         request = self._new_request(request_id, prompt, self.default_sampling_params if params is None else params)
         return self._stream(request_id, *request)
 
     def _stream(self, request_id: str, sequences: list[Sequence], text: str | None) -> Iterator[RequestOutput]:
-        self._add(sequences, text, final_only=False)
+        self._add(sequences, text, sequences[0].params.output_kind)
         try:
             yield from self._steps_for({request_id})
         finally:
@@ -272,7 +276,7 @@ class Engine:
         params: SamplingParams | None = None,
         priority: int = 0,
     ) -> None:
-        """Queue a request; `step()` will return its outputs. Lower `priority` runs first.
+        """Queue a request; `step()` will return its outputs, as its `output_kind` says. Lower `priority` runs first.
 
         Raises `InvalidValueError` for a prompt or parameters that can never run; the engine is as before.
         """
@@ -280,7 +284,7 @@ class Engine:
         require(request_id not in self._outputs, "request_id", request_id, "an id of no unfinished request")
         given = self.default_sampling_params if params is None else params
         sequences, text = self._new_request(request_id, prompt, given, priority)
-        self._add(sequences, text, final_only=False)
+        self._add(sequences, text, given.output_kind)
 
     def step(self) -> list[RequestOutput]:
         """Run one step for the whole batch; returns the requests that have grown or finished."""
@@ -416,12 +420,12 @@ class Engine:
             self.scheduler.check_fits(sequences[-1])
         return sequences, text
 
-    def _add(self, sequences: list[Sequence], text: str | None, *, final_only: bool) -> None:
+    def _add(self, sequences: list[Sequence], text: str | None, kind: RequestOutputKind) -> None:
         for sequence in sequences:
-            sequence.streams = not final_only
+            sequence.streams = kind is not RequestOutputKind.FINAL_ONLY
             self.scheduler.add(sequence)
             self._nominal.count(sequence)
-        self._outputs.add(sequences, text, final_only=final_only)
+        self._outputs.add(sequences, text, kind)
 
     def _schedule(self, policy: DepthPolicy) -> tuple[Schedule, DraftRule | None]:
         """The schedule of a policy for this model, and how it drafts."""

@@ -19,6 +19,7 @@ from d3engine.request import (
     Logprob,
     RequestMetrics,
     RequestOutput,
+    RequestOutputKind,
     SamplingParams,
 )
 from d3engine.scheduler import TokenOutput
@@ -31,7 +32,10 @@ Finish = Callable[[Sequence, FinishReason, "str | int | None"], None]
 
 @dataclass(slots=True)
 class _Answer:
-    """One sequence of a request, and the text it has become."""
+    """One sequence of a request, and the text it has become.
+
+    `num_given` tokens and the finish reason, once `end_given`, were in a delta before; `new_text` was in none yet.
+    """
 
     sequence: Sequence
     detokenizer: Detokenizer | None
@@ -39,19 +43,40 @@ class _Answer:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     closed: bool = False
+    new_text: list[str] = field(default_factory=list)
+    num_given: int = 0
+    end_given: bool = False
 
     def output(self) -> CompletionOutput:
+        """All there is so far."""
+        return self._output(self.detokenizer.text if self.detokenizer else "", since=0)
+
+    def delta(self) -> CompletionOutput:
+        """What is new since the last delta, and nothing else copied."""
+        output = self._output("".join(self.new_text), since=self.num_given)
+        self.new_text.clear()
+        self.num_given = len(self.sequence.token_ids)
+        self.end_given = self.sequence.finish_reason is not None
+        return output
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the next delta would hold anything."""
+        grown = len(self.sequence.token_ids) > self.num_given
+        return grown or (self.sequence.finish_reason is not None and not self.end_given)
+
+    def _output(self, text: str, since: int) -> CompletionOutput:
         sequence = self.sequence
         wants_logprobs = sequence.params.logprobs is not None
         return CompletionOutput(
             index=sequence.index,
-            text=self.detokenizer.text if self.detokenizer else "",
-            token_ids=list(sequence.token_ids),
+            text=text,
+            token_ids=sequence.token_ids[since:],
             cumulative_logprob=self.cumulative_logprob if wants_logprobs else None,
-            logprobs=list(self.logprobs) if wants_logprobs else None,
+            logprobs=self.logprobs[since:] if wants_logprobs else None,
             finish_reason=sequence.finish_reason.value if sequence.finish_reason else None,
             stop_reason=sequence.stop_reason,
-            depths=list(self.depths),
+            depths=self.depths[since:],
         )
 
 
@@ -61,24 +86,38 @@ class _Request:
     prompt: str | None
     prompt_token_ids: list[int]
     answers: list[_Answer]
-    final_only: bool
+    kind: RequestOutputKind
     arrival_time: float
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     first_token_time: float | None = None
+    prompt_given: list[int] | None = None
+    num_prompt_logprobs_given: int = 0
 
     @property
     def finished(self) -> bool:
         return all(answer.sequence.status is Status.FINISHED for answer in self.answers)
 
     def output(self) -> RequestOutput:
+        """What the kind of output asks for, as it stands now."""
+        if self.kind is not RequestOutputKind.DELTA:
+            prompt = list(self.prompt_token_ids)  # a reader may do with them what he likes
+            return self._output(prompt, [answer.output() for answer in self.answers], since=0)
+        if self.prompt_given is None:
+            self.prompt_given = list(self.prompt_token_ids)
+        changed = [answer.delta() for answer in self.answers if answer.has_news]
+        output = self._output(self.prompt_given, changed, since=self.num_prompt_logprobs_given)
+        self.num_prompt_logprobs_given = len(self.prompt_logprobs or ())
+        return output
+
+    def _output(self, prompt_token_ids: list[int], answers: list[CompletionOutput], since: int) -> RequestOutput:
         sequences = [answer.sequence for answer in self.answers]
         drafts = [sequence.draft for sequence in sequences if sequence.draft is not None]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=list(self.prompt_token_ids),  # a reader may do with them what he likes
-            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
-            outputs=[answer.output() for answer in self.answers],
+            prompt_token_ids=prompt_token_ids,
+            prompt_logprobs=None if self.prompt_logprobs is None else self.prompt_logprobs[since:],
+            outputs=answers,
             finished=self.finished,
             metrics=RequestMetrics(
                 arrival_time=self.arrival_time,
@@ -102,6 +141,7 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._finish = finish
         self._requests: dict[str, _Request] = {}
+        self._texts: dict[int, str] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -109,15 +149,15 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def add(self, sequences: list[Sequence], prompt: str | None, *, final_only: bool) -> None:
-        """Begin a request of these sequences; `final_only` yields its output when it has finished, not before."""
+    def add(self, sequences: list[Sequence], prompt: str | None, kind: RequestOutputKind) -> None:
+        """Begin a request of these sequences, whose outputs are of this kind."""
         first = sequences[0]
         request = _Request(
             request_id=first.request_id,
             prompt=prompt,
             prompt_token_ids=first.prompt_token_ids,
             answers=[_Answer(sequence, self._detokenizer(sequence.params)) for sequence in sequences],
-            final_only=final_only,
+            kind=kind,
             arrival_time=time.monotonic(),
         )
         if first.params.prompt_logprobs is not None:
@@ -125,7 +165,7 @@ class OutputProcessor:
         self._requests[first.request_id] = request
 
     def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
-        if self._tokenizer is None:
+        if self._tokenizer is None or not params.detokenize:
             return None
         return Detokenizer(
             self._tokenizer,
@@ -165,7 +205,7 @@ class OutputProcessor:
         for request in requests:
             if request.finished:
                 del self._requests[request.request_id]
-            if request.finished or not request.final_only:
+            if request.finished or request.kind is not RequestOutputKind.FINAL_ONLY:
                 outputs.append(request.output())
         return outputs
 
@@ -193,12 +233,13 @@ class OutputProcessor:
             return
         answer.depths.append(token.depth)
         if token.logprobs is not None:
-            answer.logprobs.append({i: self._with_text(i, logprob) for i, logprob in token.logprobs.items()})
+            answer.logprobs.append(self._with_texts(token.logprobs, sequence.params))
             answer.cumulative_logprob += token.logprobs[token.token_id].logprob
         if answer.detokenizer is None:
             return
-        if sequence.finish_reason is not FinishReason.STOP:  # the token that stops a sequence is not shown
-            answer.detokenizer.append(token.token_id)
+        is_shown = sequence.finish_reason is not FinishReason.STOP or sequence.params.include_stop_str_in_output
+        if is_shown:  # and otherwise it is the token that stops the sequence
+            answer.new_text.append(answer.detokenizer.append(token.token_id))
             if answer.detokenizer.stop_reason is not None:
                 self._stop(answer)
         if sequence.status is Status.FINISHED:
@@ -214,16 +255,23 @@ class OutputProcessor:
     def _close(self, answer: _Answer) -> None:
         if answer.detokenizer is not None and not answer.closed:
             answer.closed = True
-            answer.detokenizer.finish()
+            answer.new_text.append(answer.detokenizer.finish())
 
-    def _with_text(self, token_id: int, logprob: Logprob) -> Logprob:
-        if self._tokenizer is None:
-            return logprob
-        return replace(logprob, decoded_token=self._tokenizer.decode([token_id], skip_special_tokens=False))
+    def _with_texts(self, logprobs: dict[int, Logprob], params: SamplingParams) -> dict[int, Logprob]:
+        if self._tokenizer is None or not params.detokenize:
+            return logprobs
+        return {i: replace(logprob, decoded_token=self._text_of(i)) for i, logprob in logprobs.items()}
+
+    def _text_of(self, token_id: int) -> str:
+        """What a token reads as alone; kept, since those who ask for the whole vocabulary ask at every token."""
+        assert self._tokenizer is not None
+        if token_id not in self._texts:
+            self._texts[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return self._texts[token_id]
 
     def _take_prompt_logprobs(self, request: _Request, rows: PromptRows, found: list[dict[int, Logprob]]) -> None:
         known = request.prompt_logprobs
         assert known is not None
         # A preempted prompt comes again from its beginning; what is known already stays.
         fresh = found[max(0, len(known) - 1 - rows.position) :]
-        known.extend([{i: self._with_text(i, p) for i, p in row.items()} for row in fresh])
+        known.extend([self._with_texts(row, rows.sequence.params) for row in fresh])

@@ -50,7 +50,7 @@ from d3engine.executor.cuda_graph import GraphExecutor, batch_sizes
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import random_weights
 from d3engine.plan import Plan
-from d3engine.request import RequestOutput
+from d3engine.request import RequestOutput, RequestOutputKind
 from d3engine.run_ahead import run_ahead
 from d3engine.running import RunningTable
 from d3engine.sampling import FAULT
@@ -85,6 +85,11 @@ def ahead(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -
 
 def greedy(policy: DepthPolicy, max_tokens: int = 20, **changes: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, depth=policy, **changes)
+
+
+def unread(params: SamplingParams) -> SamplingParams:
+    """The same for a request that nobody reads along, as in generate()."""
+    return replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
@@ -160,9 +165,7 @@ def test_requests_of_every_kind_answer_as_alone(
         requests.append(replace(request, params=replace(request.params, depth=NESTED[nth % 5], **plain)))
     engine = ahead(max_num_seqs=7, **changes)
     for nth, request in enumerate(requests):
-        # As generate() adds them: nobody reads along.
-        sequences, text = engine._new_request(str(nth), list(request.prompt), request.params, request.priority)
-        engine._add(sequences, text, final_only=True)
+        engine.add_request(str(nth), list(request.prompt), unread(request.params), request.priority)
     done: dict[int, RequestOutput] = {}
     while engine.has_unfinished_requests():
         done |= {int(output.request_id): output for output in engine.step()}
@@ -237,7 +240,7 @@ def test_preemption_and_short_memory_change_nothing(ahead: Callable[..., Engine]
     engine = ahead(kv_cache_memory_bytes=blocks * block_bytes(), max_num_batched_tokens=24)
     ids = [str(n) for n in range(len(requests))]
     for request_id, request in zip(ids, requests, strict=True):
-        engine._add(*engine._new_request(request_id, list(request.prompt), request.params), final_only=True)
+        engine.add_request(request_id, list(request.prompt), unread(request.params))
     done: dict[int, RequestOutput] = {}
     while engine.has_unfinished_requests():
         for sequence in engine.scheduler.running:
@@ -267,7 +270,7 @@ def test_who_waits_while_there_is_a_place_is_not_kept_waiting_by_a_run(ahead: Ca
     engine = ahead(admission=Waves(12), num_scheduler_steps=16)
 
     def add(name: str) -> None:
-        engine._add(*engine._new_request(name, [1, 2, 3], greedy(FullDepth(), 40)), final_only=True)
+        engine.add_request(name, [1, 2, 3], unread(greedy(FullDepth(), 40)))
 
     add("first")
     engine.step()
