@@ -162,8 +162,8 @@ def default_sampling_params(directory: Path) -> SamplingParams:
 def resolve_max_model_len(max_model_len: int | None, config: ModelConfig) -> int:
     """The most tokens of prompt and answer; beyond the positions that the model was made for only with dynamic rope."""
     if max_model_len is None:
-        return config.max_position_embeddings
-    limit = None if config.rope.rope_type == "dynamic" else config.max_position_embeddings
+        return config.max_length
+    limit = None if config.rope.rope_type == "dynamic" else config.max_length
     return require_integer("max_model_len", max_model_len, 2, limit)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from d3engine.errors import ModelFormatError
+from d3engine.errors import InvalidValueError, ModelFormatError
+from d3engine.loading import resolve_max_model_len
 from d3engine.model.config import ModelConfig, load_generation_config
 from d3engine.model.rope_config import RopeConfig
 
@@ -98,6 +99,26 @@ def test_a_config_saved_by_transformers_reads_back_as_transformers_means_it(tmp_
     assert read.eos_token_ids == (5, 6)
     assert read.tie_word_embeddings
     assert read.rms_norm_eps == saved.rms_norm_eps
+
+
+@pytest.mark.parametrize(
+    ("rope", "length"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, 16_384),
+        ({"rope_type": "dynamic", "factor": 1.5}, 6144),
+        (YARN, 4096),
+        (LLAMA3_ROPE, 4096),
+        (None, 4096),
+    ],
+    ids=lambda value: str((value or {}).get("rope_type")) if not isinstance(value, int) else "",
+)
+def test_linear_and_dynamic_rope_stretch_the_positions_of_the_config(rope: dict[str, Any] | None, length: int) -> None:
+    read = config(rope_scaling=rope, max_position_embeddings=4096)
+    assert resolve_max_model_len(None, read) == length
+    assert resolve_max_model_len(length, read) == length
+    if read.rope.rope_type != "dynamic":
+        with pytest.raises(InvalidValueError, match=f"max_model_len must be .*{length}"):
+            resolve_max_model_len(length + 1, read)
 
 
 def test_absent_fields_take_the_defaults_of_transformers() -> None:

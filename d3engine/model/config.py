@@ -98,6 +98,15 @@ class ModelConfig:
         )
 
     @property
+    def max_length(self) -> int:
+        """The positions that the model reaches: linear and dynamic rope stretch those it was pretrained with.
+
+        For every other rope type max_position_embeddings says it already. As in vLLM.
+        """
+        stretch = self.rope.factor if self.rope.rope_type in ("linear", "dynamic") else None
+        return int(self.max_position_embeddings * (stretch or 1))
+
+    @property
     def q_size(self) -> int:
         """Rows of the query projection: heads times head_dim (not always hidden_size)."""
         return self.num_heads * self.head_dim
