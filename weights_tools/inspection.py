@@ -55,6 +55,7 @@ def verify_model(directory: Path, *, show_progress: bool = True) -> None:
             for entry in entries:
                 tensor = checkpoint.read(entry.name)
                 check_values(entry, tensor, tensor.to(held_dtype(entry, dtype or tensor.dtype)))
+                checkpoint.give_back(entry.name)
                 progress.update(entry.nbytes)
 
 

@@ -24,6 +24,7 @@ from d3engine.model.expected_tensors import (
     quantized_tensors,
 )
 from d3engine.model.fields import read_json_object
+from d3engine.model.mapped_file import dtype_of
 from d3engine.model.quantization import quantize_matrix
 from d3engine.weights_tools.writing import (
     DEFAULT_SHARD_BYTES,
@@ -33,8 +34,6 @@ from d3engine.weights_tools.writing import (
     write_json,
     write_weights,
 )
-
-_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def quantize_model(
@@ -82,7 +81,7 @@ def _pending_tensors(checkpoint: Checkpoint, config: ModelConfig, scheme: str) -
     for name in expected_tensors(config):
         entry = checkpoint.entries[name]
         if not is_quantized(name):
-            dtype = _FLOATS[entry.dtype]
+            dtype = dtype_of(entry.dtype)
             pending[name] = PendingTensor(entry.file, entry.shape, dtype, partial(_read, checkpoint, entry, dtype))
             continue
         matrix = _Matrix(checkpoint, entry, scheme)
@@ -103,6 +102,7 @@ class _Matrix:
     def values(self) -> Tensor:
         matrix = _read(self._checkpoint, self._entry, torch.float32)
         values, self._scales = quantize_matrix(matrix, self._scheme).tensors
+        self._checkpoint.give_back(self._entry.name)
         return values
 
     def scales(self) -> Tensor:

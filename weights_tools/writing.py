@@ -245,12 +245,15 @@ def _check(tensors: Mapping[str, PendingTensor], config: ModelConfig) -> None:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Stands for an open safetensors file where the loader's checks look into a tensor."""
+    """Stands for a mapped safetensors file where the loader's checks look into a tensor."""
 
     tensors: Mapping[str, PendingTensor]
 
-    def get_tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
         return self.tensors[name].read()
+
+    def give_back(self, name: str) -> None:
+        """Nothing: what a converter reads is its own."""
 
 
 def _nbytes(tensor: PendingTensor) -> int:

@@ -9,10 +9,10 @@ names the file and the tensor.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +21,7 @@ from torch import Tensor
 from d3engine.errors import ModelFormatError
 from d3engine.files import is_there
 from d3engine.model.fields import read_json_object
+from d3engine.model.mapped_file import MappedFile
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -57,30 +58,38 @@ class TensorEntry:
         return self.num_values * self.bytes_per_value
 
 
+class TensorFile(Protocol):
+    """Where tensors are read from: a mapped file, or what a converter reads instead of one."""
+
+    def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor of that name, on the CPU."""
+
+    def give_back(self, name: str) -> None:
+        """Let go of what reading that tensor has brought into memory."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """The tensors of an open model directory, by name; readable until the `open_checkpoint` block ends."""
 
     entries: dict[str, TensorEntry]
-    _handles: dict[Path, Any]
+    _sources: dict[Path, TensorFile]
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor on the CPU, in the dtype of the file."""
+        """Return one tensor on the CPU, in the dtype of the file and lying in it: `MappedFile.tensor` says how.
+
+        It may be used after the `open_checkpoint` block.
+        """
         entry = self.entries[name]
-        try:
-            tensor: Tensor = self._handles[entry.file].get_tensor(name)
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise ModelFormatError(f"{entry.file}: tensor {name!r} cannot be read: {error}") from None
-        return tensor
+        return self._sources[entry.file].tensor(name, entry.dtype, entry.shape)
+
+    def give_back(self, name: str) -> None:
+        """Let go of the memory that a tensor takes; for those that were copied, or only looked at."""
+        self._sources[self.entries[name].file].give_back(name)
 
     def read_row(self, name: str, row: int) -> bytes:
         """Return the bytes of `tensor[row]` as they are in the file; nothing else of the tensor is read."""
-        entry = self.entries[name]
-        try:
-            values: Tensor = self._handles[entry.file].get_slice(name)[row : row + 1]
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise ModelFormatError(f"{entry.file}: tensor {name!r} cannot be read: {error}") from None
-        return values.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return self.read(name)[row : row + 1].flatten().view(torch.uint8).numpy().tobytes()
 
 
 @contextmanager
@@ -93,18 +102,20 @@ def open_checkpoint(directory: str | Path) -> Iterator[Checkpoint]:
     F32, F16, BF16, I8 and U8. Which tensor may have which dtype is `check_tensors`' business.
     """
     index = _read_index(Path(directory))
-    with ExitStack() as stack:
-        entries: dict[str, TensorEntry] = {}
-        handles: dict[Path, Any] = {}
-        for file in _files(Path(directory), index):
-            handles[file] = stack.enter_context(_open(file))
-            for entry in _header(file, handles[file]):
-                if entry.name in entries:
-                    raise ModelFormatError(f"tensor {entry.name!r} is in both {entries[entry.name].file} and {file}")
-                entries[entry.name] = entry
-        if index is not None:
-            _check_index(Path(directory) / INDEX_FILE, index, entries)
-        yield Checkpoint(entries, handles)
+    entries: dict[str, TensorEntry] = {}
+    sources: dict[Path, TensorFile] = {}
+    for file in _files(Path(directory), index):
+        for entry in _checked_header(file):
+            if entry.name in entries:
+                raise ModelFormatError(f"tensor {entry.name!r} is in both {entries[entry.name].file} and {file}")
+            entries[entry.name] = entry
+        sources[file] = _map(file)
+    if index is not None:
+        _check_index(Path(directory) / INDEX_FILE, index, entries)
+    try:
+        yield Checkpoint(entries, sources)
+    finally:
+        sources.clear()  # a mapping ends with the last tensor that lies in it
 
 
 def _read_index(directory: Path) -> dict[str, str] | None:
@@ -151,14 +162,22 @@ def _no_weights(directory: Path) -> ModelFormatError:
     return ModelFormatError(found)
 
 
-def _open(file: Path) -> Any:
-    """Open one file; safetensors itself checks the header's size and that offsets cover the file exactly."""
+def _checked_header(file: Path) -> list[TensorEntry]:
+    """The tensors of one file; safetensors itself checks the header's size and that offsets cover the file exactly."""
     if not file.is_file():
         raise ModelFormatError(f"{file} is missing or not a regular file")
     try:
-        return safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError, ValueError) as error:
+        with safe_open(file, framework="pt", device="cpu") as handle:
+            return list(_header(file, handle))
+    except (SafetensorError, OSError) as error:
         raise ModelFormatError(f"{file} is not a valid safetensors file: {error}") from None
+
+
+def _map(file: Path) -> MappedFile:
+    try:
+        return MappedFile(file)
+    except (OSError, ValueError, KeyError) as error:  # its header has just been valid: somebody writes to it
+        raise ModelFormatError(f"{file} cannot be read: {error}") from None
 
 
 def _header(file: Path, handle: Any) -> Iterator[TensorEntry]:

@@ -163,7 +163,10 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _check_stray_lm_head(checkpoint: Checkpoint) -> None:
-    if not torch.equal(checkpoint.read(LM_HEAD), checkpoint.read(EMBEDDING)):
+    is_equal = torch.equal(checkpoint.read(LM_HEAD), checkpoint.read(EMBEDDING))
+    for name in (LM_HEAD, EMBEDDING):
+        checkpoint.give_back(name)
+    if not is_equal:
         raise ModelFormatError(
             f"{checkpoint.entries[LM_HEAD].file}: tensor {LM_HEAD!r} differs from {EMBEDDING!r}, but "
             f"{CONFIG_FILE} sets tie_word_embeddings; set that to false to use it, or delete the tensor"

@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from d3engine.kernels.quantized import Int4Weight, Int8Weight, Weight
-from d3engine.model.checkpoint import Checkpoint, open_checkpoint
+from d3engine.model.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import (
     EMBEDDING,
@@ -30,6 +30,7 @@ from d3engine.model.expected_tensors import (
     expected_tensors,
     held_dtype,
 )
+from d3engine.model.mapped_file import dtype_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,10 +96,12 @@ def load_weights(
     """Load a model directory's safetensors on `device`; a progress bar only on a terminal.
 
     Floats are converted to `dtype`; the matrices of a directory that `d3engine weights quantize` wrote stay quantized.
-    Files are memory-mapped, and each tensor is copied straight to its place: the peak is the model and one
-    tensor. All names, shapes and dtypes are checked against `config` before anything is allocated. Raises
-    `ModelFormatError` naming tensor and file for what is missing, unexpected, doubled, wrongly shaped, of
-    another dtype than allowed, not finite or too large for `dtype`; see `check_tensors` for a tied lm_head.
+    Files are memory-mapped. On a CPU a tensor that is held as it is in the file stays there, so the file must not be
+    written to while the weights are in use (a new file may take its place). Every other tensor is copied straight to
+    its place, and the pages that it came from are given back: the peak is the model and one tensor. All names, shapes
+    and dtypes are checked against `config` before anything is allocated. Raises `ModelFormatError` naming tensor and
+    file for what is missing, unexpected, doubled, wrongly shaped, of another dtype than allowed, not finite or too
+    large for `dtype`; see `check_tensors` for a tied lm_head.
     """
     with open_checkpoint(directory) as checkpoint:
         check_tensors(checkpoint, config)
@@ -225,6 +228,8 @@ class _Loader:
     def _stack(self, names: list[str], heads: list[int | None] | None = None) -> Tensor:
         """Return the named tensors on top of each other; `heads` says whose rows become adjacent pairs."""
         entries = [self.checkpoint.entries[name] for name in names]
+        if len(names) == 1 and heads is None and self._is_held_as_it_is(entries[0]):
+            return self._mapped(entries[0])
         rows = [entry.shape[0] for entry in entries]
         shape, dtype = (sum(rows), *entries[0].shape[1:]), held_dtype(entries[0], self.dtype)
         stacked = torch.empty(shape, dtype=dtype, device=self.device)
@@ -232,6 +237,15 @@ class _Loader:
         for name, part, num_heads in zip(names, parts, heads or [None] * len(names), strict=True):
             self._copy(name, part, num_heads)
         return stacked
+
+    def _is_held_as_it_is(self, entry: TensorEntry) -> bool:
+        return self.device.type == "cpu" and dtype_of(entry.dtype) == held_dtype(entry, self.dtype)
+
+    def _mapped(self, entry: TensorEntry) -> Tensor:
+        source = self.checkpoint.read(entry.name)
+        check_values(entry, source, source)
+        self.progress.update(entry.nbytes)
+        return source
 
     def _copy(self, name: str, target: Tensor, num_heads: int | None) -> None:
         source = self.checkpoint.read(name)
@@ -241,4 +255,5 @@ class _Loader:
             pairs = target.view(num_heads, -1, 2, *target.shape[1:])
             pairs.transpose(1, 2).copy_(source.view(num_heads, 2, -1, *source.shape[1:]))
         check_values(self.checkpoint.entries[name], source, target)
+        self.checkpoint.give_back(name)
         self.progress.update(source.nbytes)

@@ -1,0 +1,211 @@
+"""Weights that are used as they are in their file stay in it, and no more than one tensor is ever in memory twice."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from d3engine import Engine, SamplingParams
+from d3engine.errors import ModelFormatError
+from d3engine.model.checkpoint import open_checkpoint
+from d3engine.model.config import ModelConfig
+from d3engine.model.expected_tensors import expected_tensors
+from d3engine.model.mapped_file import MappedFile
+from d3engine.model.weights import LlamaWeights, load_weights, to_half_split
+
+SIZES: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write_model(directory: Path, **changes: Any) -> dict[str, Tensor]:
+    """A model with random bfloat16 weights; returns them by name."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(SIZES | changes))
+    generator = torch.Generator().manual_seed(0)
+    shapes = expected_tensors(ModelConfig.from_directory(directory))
+    tensors = {
+        name: torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.3, generator=generator)
+        for name, shape in shapes.items()
+    }
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
+def load(directory: Path, dtype: torch.dtype = torch.bfloat16) -> LlamaWeights:
+    config = ModelConfig.from_directory(directory)
+    return load_weights(directory, config, dtype=dtype, device="cpu", show_progress=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_of_a_bfloat16_file_are_those_of_transformers_to_the_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    write_model(tmp_path)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).state_dict()
+    weights = load(tmp_path, dtype)
+    assert torch.equal(weights.embedding, expected["model.embed_tokens.weight"])
+    assert torch.equal(weights.lm_head, expected["lm_head.weight"])
+    assert torch.equal(weights.final_norm, expected["model.norm.weight"])
+    for index, layer in enumerate(weights.layers):
+        of = {name.removeprefix(f"model.layers.{index}."): tensor for name, tensor in expected.items()}
+        query, key, value = layer.qkv.split([32, 16, 16])
+        assert torch.equal(to_half_split(query, 4), of["self_attn.q_proj.weight"])
+        assert torch.equal(to_half_split(key, 2), of["self_attn.k_proj.weight"])
+        assert torch.equal(value, of["self_attn.v_proj.weight"])
+        assert torch.equal(layer.gate_up, torch.cat([of["mlp.gate_proj.weight"], of["mlp.up_proj.weight"]]))
+        assert torch.equal(layer.output, of["self_attn.o_proj.weight"])
+        assert torch.equal(layer.down, of["mlp.down_proj.weight"])
+        assert torch.equal(layer.attention_norm, of["input_layernorm.weight"])
+        assert torch.equal(layer.mlp_norm, of["post_attention_layernorm.weight"])
+
+
+def test_what_needs_no_change_lies_in_the_file_and_outlives_its_name(tmp_path: Path) -> None:
+    tensors = write_model(tmp_path)
+    weights = load(tmp_path)
+    assert len({id_of_storage(layer.down) for layer in weights.layers}) == 2
+    file = tmp_path / "model.safetensors"
+    before = file.read_bytes()
+    weights.layers[0].down.zero_()  # a page of one's own, which the file never sees
+    assert file.read_bytes() == before
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, tmp_path / "new")
+    (tmp_path / "new").replace(file)
+    assert torch.equal(weights.layers[1].down, tensors["model.layers.1.mlp.down_proj.weight"])
+    assert torch.equal(weights.embedding, tensors["model.embed_tokens.weight"])
+
+
+def id_of_storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def test_a_tensor_is_held_where_it_is_only_in_the_dtype_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path, tie_word_embeddings=False)
+    allocated: list[tuple[int, ...]] = []
+    empty = torch.empty
+
+    def counted(shape: tuple[int, ...], **options: Any) -> Tensor:
+        allocated.append(tuple(shape))
+        return empty(shape, **options)
+
+    monkeypatch.setattr(torch, "empty", counted)
+    load(tmp_path)
+    assert set(allocated) == {(64, 32), (96, 32)}  # query, key and value; gate and up
+    allocated.clear()
+    load(tmp_path, torch.float32)
+    assert {(40, 32), (32, 48), (32, 32), (32,)} <= set(allocated)
+
+
+def test_pages_given_back_are_read_again_from_the_file(tmp_path: Path) -> None:
+    tensors = write_model(tmp_path, hidden_size=128, num_attention_heads=8, intermediate_size=256)
+    with open_checkpoint(tmp_path) as checkpoint:
+        for name, expected in tensors.items():
+            assert torch.equal(checkpoint.read(name), expected)
+            checkpoint.give_back(name)
+        for name, expected in tensors.items():
+            assert torch.equal(checkpoint.read(name), expected)
+
+
+def test_a_header_of_odd_length_shifts_no_value(tmp_path: Path) -> None:
+    tensors = write_model(tmp_path)
+    file = tmp_path / "model.safetensors"
+    raw = file.read_bytes()
+    (length,) = struct.unpack_from("<Q", raw)
+    header = raw[8 : 8 + length] + b" " * (7 if length % 2 == 0 else 6)
+    file.write_bytes(struct.pack("<Q", len(header)) + header + raw[8 + length :])
+    weights = load(tmp_path)
+    for tensor in (weights.embedding, weights.final_norm, *weights.layers[0].tensors()):
+        assert tensor.data_ptr() % tensor.itemsize == 0
+    assert torch.equal(weights.embedding, tensors["model.embed_tokens.weight"])
+    assert torch.equal(weights.layers[1].down, tensors["model.layers.1.mlp.down_proj.weight"])
+    assert all(torch.equal(load_file(file)[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_file_that_becomes_shorter_before_it_is_mapped_is_named(tmp_path: Path) -> None:
+    tensors = write_model(tmp_path)
+    file = tmp_path / "model.safetensors"
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size - 2)
+    mapped = MappedFile(file)
+    last = max(tensors, key=lambda name: mapped._ranges[name])
+    with pytest.raises(ModelFormatError, match=r"model\.safetensors: .* the file has become shorter"):
+        mapped.tensor(last, "BF16", tensors[last].shape)
+
+
+def test_an_engine_answers_alike_on_mapped_and_on_copied_weights(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    mapped = load(tmp_path)
+    config = ModelConfig.from_directory(tmp_path)
+    answers = []
+    for weights in (mapped, copied(mapped)):
+        engine = Engine(tmp_path, weights=weights, dtype="bfloat16", device="cpu", skip_tokenizer_init=True)
+        params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=0)
+        answers.append(engine.generate([[3, 1, 4, 1, 5]], params, use_tqdm=False)[0].outputs[0])
+    assert answers[0] == answers[1]
+    assert len(answers[0].token_ids) == 20
+    assert config.num_layers == 2
+
+
+def copied(weights: LlamaWeights) -> LlamaWeights:
+    from dataclasses import fields, replace
+
+    def clone(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) else value
+
+    layers = tuple(
+        replace(layer, **{field.name: clone(getattr(layer, field.name)) for field in fields(layer)})
+        for layer in weights.layers
+    )
+    return LlamaWeights(clone(weights.embedding), layers, clone(weights.final_norm), clone(weights.lm_head))
+
+
+MEASURE = """
+import sys, torch
+from pathlib import Path
+from d3engine.model.config import ModelConfig
+from d3engine.model.weights import load_weights
+
+def peak():  # not getrusage, whose peak a process inherits from the one that started it
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
+
+torch.set_num_threads(1)
+config = ModelConfig.from_directory(sys.argv[1])
+before = peak()
+for dtype in (torch.bfloat16, torch.float32):
+    weights = load_weights(sys.argv[1], config, dtype=dtype, device="cpu", show_progress=False)
+    print(peak() - before, weights.nbytes)
+    del weights
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process's own peak")
+def test_loading_takes_the_weights_and_one_tensor(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 5, "num_attention_heads": 8}
+    tensors = write_model(tmp_path, **sizes, vocab_size=4096)
+    in_file = sum(tensor.nbytes for tensor in tensors.values())
+    largest = max(tensor.nbytes for tensor in tensors.values())
+    noise = 20 * 2**20  # of the allocator and of torch's first operations
+    assert in_file > 3 * (largest + noise)  # so that a second copy of the file would show
+    done = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=True)
+    narrow, wide = (tuple(map(int, line.split())) for line in done.stdout.splitlines())
+    assert (narrow[1], wide[1]) == (in_file, 2 * in_file)
+    for peak, held in (narrow, wide):
+        assert peak < held + largest + noise
