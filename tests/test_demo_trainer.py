@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from argparse import ArgumentTypeError
 from dataclasses import replace
@@ -13,15 +14,15 @@ import pytest
 import torch
 
 from d3engine.evaluation.procedural import NAMES, all_problems
+from d3engine.loading import model_directory
+from d3engine.weights_tools.demo_data import make_batch, mixed_problems
+from d3engine.weights_tools.demo_losses import batch_loss, draw_tail, exits_loss
 from d3engine.weights_tools.demo_trainer import DemoConfig, DemoModel, export, load
 from d3engine.weights_tools.train_demo import (
-    batch_loss,
-    draw_tail,
+    DemoRun,
     earlier_model,
     exit_depths,
-    exits_loss,
-    make_batch,
-    mixed_problems,
+    parse,
     share,
     task_names,
 )
@@ -118,6 +119,19 @@ def test_a_share_is_from_0_to_1(text: str) -> None:
     assert share("0.25") == 0.25
     with pytest.raises(ArgumentTypeError, match="must be a number from 0 to 1"):
         share(text)
+
+
+def test_a_record_holds_the_whole_recipe_also_where_training_went_on(tmp_path: Path) -> None:
+    shipped = model_directory("demo")
+    words = ["--out", str(tmp_path), "--start-from", str(shipped), "--exits", "9,11", "--tail-share", "0.6"]
+    record = json.loads(json.dumps(DemoRun(parse([*words, "--rate", "0.5", "--threads", "1"])).record()))
+    assert record["started_from"] == "demo_model"
+    assert record["earlier"] == json.loads((shipped / "training.json").read_text())
+    expected = {"exits": [9, 11], "prompt_tail_share": 0.6, "muon_rate": 0.01, "finished_early_at_step": None}
+    assert expected.items() <= record["recipe"].items()
+    assert (
+        "earlier" not in DemoRun(parse(["--out", str(tmp_path), "--threads", "1", "--tasks", "word-sorting"])).record()
+    )
 
 
 def test_training_goes_on_from_what_was_exported(model: DemoModel, tmp_path: Path) -> None:

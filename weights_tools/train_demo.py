@@ -7,7 +7,6 @@ decay of the learning rate early; its text may say over how many steps.
 """
 
 import argparse
-import io
 import itertools
 import json
 import math
@@ -15,189 +14,43 @@ import random
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import sentencepiece
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from d3engine.evaluation.procedural import MAX_TOKENS, NAMES, WORD_PROBLEMS, SolvedQuestion, all_problems
-from d3engine.evaluation.word_problems import MAX_NUMBER, Split
+from d3engine.evaluation.procedural import MAX_TOKENS, NAMES, WORD_PROBLEMS, SolvedQuestion
+from d3engine.weights_tools.demo_data import (
+    PROMPT_LOSS_WEIGHT,
+    TOKENS_PER_BATCH,
+    Batch,
+    batches,
+    encode,
+    mixed_problems,
+    train_tokenizer,
+)
+from d3engine.weights_tools.demo_losses import (
+    ALPHA_WEIGHTS,
+    ALPHAS,
+    START_WEIGHTS,
+    STARTS,
+    batch_loss,
+    draw_cutoff,
+    draw_tail,
+    exits_loss,
+)
+from d3engine.weights_tools.demo_trainer import EOS, DemoConfig, DemoModel, Muon, cutoffs, export, hf_config, load
 
-try:
-    from d3engine.weights_tools.demo_trainer import (
-        BOS,
-        EOS,
-        DemoConfig,
-        DemoModel,
-        Muon,
-        cutoffs,
-        export,
-        hf_config,
-        load,
-    )
-except ModuleNotFoundError:  # run as a plain script, from a checkout that is not installed
-    from demo_trainer import (  # type: ignore[import-not-found, no-redef]
-        BOS,
-        EOS,
-        DemoConfig,
-        DemoModel,
-        Muon,
-        cutoffs,
-        export,
-        hf_config,
-        load,
-    )
-
-Example = tuple[list[int], list[int]]  # prompt ids with bos, answer ids with eos
 DEFAULT_STEPS, DEFAULT_DECAY_STEPS, DEFAULT_REFINE_STEPS = 4404, 2000, 450  # the bundled model's run
-TOKENS_PER_BATCH = 3072
-PROMPT_LOSS_WEIGHT = 0.1  # a prompt's content is random: only its form can be learnt
 FULL_DEPTH_SHARE = 0.4
 # After the main run full depth is solved and skipping not quite: a second, lower hump of the rate tries to help
 # it. It changed no score by more than the noise of 500 problems, but the bundled model went through it.
 REFINE_FULL_DEPTH_SHARE, REFINE_RATE = 0.1, 0.25
-STARTS, START_WEIGHTS = (0.5, 0.6, 0.7, 0.8), (1, 6, 1, 1)
-ALPHAS = (0.8, 0.9, 0.95, 0.99, 0.995, 0.999)
-ALPHA_WEIGHTS = (2, 4, 2, 2, 1, 1)
 MUON_RATE, ADAM_RATE = 0.02, 4e-3
 WARMUP_STEPS = 60
-# Of the batches whose border is moved into the prompt, most stop just before the answer, as a question without
-# "\nAnswer:" does; the others may stop anywhere.
-SHORT_TAIL, LONG_TAIL_SHARE = 8, 0.3
 CHECKPOINT_SECONDS = 600
 TARGET_POLICY = (0.9, 0.6)  # alpha, start: what the demo is meant to run
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Token ids and their loss weights, both (rows, time); the first ``prompt`` columns are the prompts."""
-
-    tokens: Tensor
-    weights: Tensor
-    prompt: int
-
-
-def mixed_problems(tasks: list[str], split: Split, seed: int) -> Iterator[SolvedQuestion]:
-    """Yields problems of the tasks for ever, each as often as the others."""
-    streams, rng = [all_problems(task, split, seed) for task in tasks], random.Random(f"mix-{split}-{seed}")
-    while True:
-        yield next(rng.choice(streams))
-
-
-def train_tokenizer(tasks: list[str], vocab_size: int) -> bytes:
-    """Returns a serialized sentencepiece BPE model in which every number with its space is one piece."""
-    sample = itertools.islice(mixed_problems(tasks, "train", seed=0), 20000)
-    texts = (problem.solved for problem in sample)
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(line for text in texts for line in text.split("\n")),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=vocab_size,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        character_coverage=1.0,
-        # A copied number must always look the same: split digits never learnt to copy in the same time.
-        user_defined_symbols=[f"▁{number}" for number in range(MAX_NUMBER + 1)],
-        minloglevel=2,
-        num_threads=1,
-    )
-    return model.getvalue()
-
-
-def encode(tokenizer: sentencepiece.SentencePieceProcessor, problem: SolvedQuestion) -> Example:
-    """Returns a problem as token ids."""
-    prompt = [BOS, *tokenizer.encode(problem.prompt)]
-    return prompt, [*tokenizer.encode(problem.solution), EOS]
-
-
-def make_batch(rows: list[Example], prompt_weight: float = PROMPT_LOSS_WEIGHT) -> Batch:
-    """Returns rows of one prompt length as a batch; answers are padded on the right with eos of weight 0."""
-    prompt = len(rows[0][0])
-    longest = max(len(answer) for _, answer in rows)
-    tokens = torch.full((len(rows), prompt + longest), EOS)
-    weights = torch.zeros(len(rows), prompt + longest)
-    weights[:, 1:prompt] = prompt_weight
-    for index, (prompt_ids, answer_ids) in enumerate(rows):
-        end = prompt + len(answer_ids)
-        tokens[index, :end] = torch.tensor(prompt_ids + answer_ids)
-        weights[index, prompt:end] = 1.0
-    return Batch(tokens, weights, prompt)
-
-
-def batches(
-    tokenizer: sentencepiece.SentencePieceProcessor, tasks: list[str], seed: int, prompt_weight: float
-) -> Iterator[Batch]:
-    """Yields batches of about TOKENS_PER_BATCH tokens for ever: equal prompt, similar answer lengths."""
-    stream, rng = mixed_problems(tasks, "train", seed), random.Random(seed)
-    kept: dict[int, list[Example]] = defaultdict(list)
-    while True:
-        for problem in itertools.islice(stream, 6000):
-            prompt, answer = encode(tokenizer, problem)
-            kept[len(prompt)].append((prompt, answer))
-        ready = []
-        for length, rows in kept.items():
-            if not rows:
-                continue
-            rows.sort(key=lambda row: len(row[1]))
-            size = max(8, round(TOKENS_PER_BATCH / (length + sum(len(a) for _, a in rows) / len(rows))))
-            while len(rows) >= size:
-                # A remainder too small for a batch waits for the next pool, so no length is ever starved.
-                at = rng.randrange(len(rows) - size + 1) if len(rows) % size else 0
-                ready.append(rows[at : at + size])
-                del rows[at : at + size]
-        rng.shuffle(ready)
-        yield from (make_batch(rows, prompt_weight) for rows in ready)
-
-
-def draw_cutoff(rng: random.Random, config: DemoConfig, full_depth_share: float) -> list[int] | None:
-    """Returns the depth policy of one batch, as cutoffs; None is full depth."""
-    if rng.random() < full_depth_share:
-        return None
-    (alpha,), (start,) = rng.choices(ALPHAS, ALPHA_WEIGHTS), rng.choices(STARTS, START_WEIGHTS)
-    return cutoffs(config.layers, alpha, start)
-
-
-def draw_tail(rng: random.Random, prompt: int, share: float) -> int:
-    """Returns how many of a prompt's last tokens count as generated: in most batches none, seldom nearly all.
-
-    A prompt that stops early, say before "Answer:", leaves these tokens to be generated, at their steps' depths.
-    """
-    if rng.random() >= share:
-        return 0
-    return rng.randint(1, prompt - 1) if rng.random() < LONG_TAIL_SHARE else rng.randint(1, min(SHORT_TAIL, prompt - 1))
-
-
-def batch_loss(model: DemoModel, batch: Batch, cutoff: list[int] | None, tail: int = 0) -> tuple[Tensor, Tensor]:
-    """Returns (loss to minimise, mean loss over answer tokens alone) under a depth policy."""
-    return token_loss(model, batch, model(batch.tokens[:, :-1], batch.prompt - tail, cutoff))
-
-
-def exits_loss(model: DemoModel, batch: Batch, exits: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the sum of the losses at full depth and at each exit, and each over answer tokens alone, by name.
-
-    Once D3's window has grown to its end, a token runs the layers below it alone: that is an exit, and one pass at
-    full depth trains all of them.
-    """
-    depths = {"full": model.config.layers} | {f"exit {depth}": depth for depth in exits}
-    passes = model.leave_at(batch.tokens[:, :-1], list(depths.values()))
-    losses, answer_losses = zip(*(token_loss(model, batch, hidden) for hidden in passes), strict=True)
-    return torch.stack(losses).sum(), dict(zip(depths, answer_losses, strict=True))
-
-
-def token_loss(model: DemoModel, batch: Batch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (weighted mean loss, mean loss over answer tokens) of hidden states (rows, time - 1, width)."""
-    keep = batch.weights[:, 1:].flatten() > 0
-    weights = batch.weights[:, 1:].flatten()[keep]
-    logits = F.linear(hidden.flatten(0, 1)[keep], model.lm_head)
-    losses = F.cross_entropy(logits, batch.tokens[:, 1:].flatten()[keep], reduction="none")
-    answers = weights == 1
-    return (losses * weights).sum() / weights.sum(), losses.detach()[answers].mean()
 
 
 class Schedule:
@@ -206,6 +59,7 @@ class Schedule:
     def __init__(self, main_steps: int, decay_steps: int, refine_steps: int) -> None:
         self.main_steps, self.steps = main_steps, main_steps + refine_steps
         self.decay_from = max(0, main_steps - decay_steps)
+        self.cut_at: int | None = None  # the step at which the end was moved, for the record
 
     def refining(self, step: int) -> bool:
         return step >= self.main_steps
@@ -222,6 +76,7 @@ class Schedule:
 
     def finish(self, step: int, over: int) -> None:
         """Ends the phase that ``step`` is in after ``over`` more steps, decaying from here."""
+        self.cut_at = step
         if self.refining(step):
             self.steps = step + over
         else:
@@ -364,6 +219,7 @@ class DemoRun:
             "decay_from_step": self.schedule.decay_from,
             "refine_steps": self.schedule.steps - self.schedule.main_steps,
             "refine_rate_factor": REFINE_RATE,
+            "finished_early_at_step": self.schedule.cut_at,
             "warmup_steps": WARMUP_STEPS,
             "tokens_per_batch": TOKENS_PER_BATCH,
             "prompt_loss_weight": self.args.prompt_loss_weight,
@@ -395,6 +251,7 @@ class DemoRun:
                 "sentencepiece": sentencepiece.__version__,
             },
             "curve": progress.curve,
+            **earlier_training(self.args.start_from),
         }
 
     def save(self) -> None:
@@ -460,6 +317,16 @@ def earlier_model(text: str) -> Path:
     return directory
 
 
+def earlier_training(directory: Path | None) -> dict[str, object]:
+    """Returns the record of the model that a run started from, under "earlier"; nothing if there is none.
+
+    So a record is the whole recipe, however often training went on.
+    """
+    if directory is None or not (directory / "training.json").is_file():
+        return {}
+    return {"earlier": json.loads((directory / "training.json").read_text())}
+
+
 def exit_depths(text: str) -> list[int]:
     """Returns the depths of a comma-separated list, each below the model's own."""
     layers = DemoConfig().layers
@@ -480,7 +347,8 @@ def share(text: str) -> float:
     return number
 
 
-def main() -> None:
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Returns the arguments of the command line, or of a list of words."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
@@ -514,7 +382,11 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the output directory's checkpoint")
     parser.add_argument("--log-every", type=int, default=20)
     parser.add_argument("--evaluate-every", type=int, default=500)
-    DemoRun(parser.parse_args()).train()
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    DemoRun(parse()).train()
 
 
 if __name__ == "__main__":
