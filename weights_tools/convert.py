@@ -8,10 +8,10 @@ always in transformers' half-split order.
 from __future__ import annotations
 
 import struct
+import zipfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from d3engine.errors import ModelFormatError
+from d3engine.files import is_there
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import EMBEDDING, FINAL_NORM, LM_HEAD
 from d3engine.model.fields import read_json_object
@@ -218,7 +219,7 @@ def _from_array(array: Any, num_heads: int | None) -> Tensor:
 def _bin_files(source: Path) -> list[Path]:
     """The pytorch_model*.bin files of a directory; with an index, exactly those that it names."""
     index = source / "pytorch_model.bin.index.json"
-    if not index.exists():
+    if not is_there(index):
         files = sorted(source.glob("pytorch_model*.bin"))
         if not files:
             raise ModelFormatError(f"{source} has no pytorch_model*.bin")
@@ -233,22 +234,51 @@ def _bin_files(source: Path) -> list[Path]:
 
 
 def load_pickled(file: Path) -> dict[str, Tensor]:
-    """Memory-map the tensors of a .bin or .pth file; `ModelFormatError` if it holds anything else."""
+    """Memory-map the tensors of a .bin or .pth file.
+
+    A pickle may describe far more than its file holds: one value that counts as a matrix of millions, one storage under
+    a thousand names, packed data. Raises `ModelFormatError` for that, for anything but dense tensors, and for a file
+    that cannot be read.
+    """
     if not file.is_file():
         raise ModelFormatError(f"{file} is missing or not a regular file")
     options: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
     try:
+        _refuse_packed(file)
         try:
             state = torch.load(file, mmap=True, **options)
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise
             state = torch.load(file, **options)  # written before torch 1.6: cannot be mapped
-    except (RuntimeError, UnpicklingError, EOFError, ValueError, KeyError, OSError) as error:
+    except ModelFormatError:
+        raise
+    except Exception as error:  # in a damaged file the unpickler runs into whatever Python can raise
         raise ModelFormatError(f"{file} cannot be read as a torch checkpoint: {first_line(error)}") from None
     if not isinstance(state, dict):
         raise ModelFormatError(f"{file} must hold a dict of tensors, not a {type(state).__name__}")
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise ModelFormatError(f"{file}: {name!r} is a {type(tensor).__name__}, not a tensor")
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+            raise ModelFormatError(f"{file}: tensor {name!r} is no dense tensor with values of its own")
+    _refuse_more_than_is_there(file, state)
     return state
+
+
+def _refuse_packed(file: Path) -> None:
+    """Raise for a zip file with packed entries: torch never packs, and unpacked they may be any size."""
+    with file.open("rb") as opened:
+        if opened.read(4) != b"PK\x03\x04":
+            return
+    with zipfile.ZipFile(file) as archive:
+        for entry in archive.infolist():
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise ModelFormatError(f"{file}: {entry.filename!r} is packed, which torch.save never does")
+
+
+def _refuse_more_than_is_there(file: Path, state: dict[str, Tensor]) -> None:
+    """Twice its size is what a file can honestly hold, where two names share each storage."""
+    described, there = sum(tensor.nbytes for tensor in state.values()), file.stat().st_size
+    if described > 2 * there:
+        raise ModelFormatError(f"{file} has {there:,} bytes and describes tensors of {described:,}: they repeat values")

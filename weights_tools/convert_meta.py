@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError
+from d3engine.files import is_there
 from d3engine.model.expected_tensors import EMBEDDING, FINAL_NORM, LM_HEAD
 from d3engine.model.fields import read_json_object
 from d3engine.model.weights import to_half_split
@@ -86,7 +87,7 @@ def convert_meta(
     notes: list[str] = []
     with output_directory(destination, overwrite=overwrite) as folder:
         config = write_configs(folder, raw)
-        if (source / "tokenizer.model").is_file():
+        if is_there(source / "tokenizer.model"):
             try:
                 add_tokenizer(source / "tokenizer.model", folder, config.vocab_size)
             except InvalidValueError as error:  # Llama 3's tokenizer.model is not sentencepiece

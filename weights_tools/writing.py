@@ -8,10 +8,11 @@ in memory at a time.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from d3engine.errors import InvalidValueError, ModelFormatError
+from d3engine.files import DATA_BYTES, is_there, read_bytes
 from d3engine.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, TensorEntry
 from d3engine.model.config import CONFIG_FILE, GENERATION_CONFIG_FILE, ModelConfig
 from d3engine.model.expected_tensors import check_tensors, expected_tensors
+from d3engine.tokenizer_faults import guarded
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 
@@ -64,30 +67,66 @@ class PendingTensor:
 
 @contextmanager
 def output_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a new folder beside `destination`; when the block ends without an error its files move there.
+    """Yield a new folder; when the block ends without an error, its files are those of `destination`.
 
-    A destination with files in it is refused unless `overwrite`; then its old weight files go, and files of
-    the same name as a new one are replaced. Raises `InvalidValueError`.
+    A destination that is not there yet appears with all its files at once. One with files in it is refused unless
+    `overwrite`; then its old weight files go, and files of the same name as a new one are replaced. An error or an
+    interrupt puts all of them back. Should the process be killed in that moment, the destination has no config.json,
+    so that nobody loads a half of each model, and the old files lie in "old" in a hidden folder there. Raises
+    `InvalidValueError`.
     """
     if destination.exists() and not destination.is_dir():
         raise InvalidValueError("DST", str(destination), "a directory, or a path where none exists yet")
     if destination.is_dir() and any(destination.iterdir()) and not overwrite:
         raise InvalidValueError("DST", str(destination), "a new or empty directory (or give --overwrite)")
+    is_new = not destination.exists()
     destination.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}.") as folder:
-        yield Path(folder)
-        destination.mkdir(exist_ok=True)
-        for stale in [*destination.glob("model*.safetensors"), destination / INDEX_FILE]:
-            stale.unlink(missing_ok=True)
-        for file in Path(folder).iterdir():
-            shutil.move(file, destination / file.name)
+    # Files can be moved only within one file system, and an existing directory may be where another one begins.
+    work = Path(tempfile.mkdtemp(dir=destination.parent if is_new else destination, prefix=f".{destination.name}."))
+    folder, old = work / "new", work / "old"
+    try:
+        folder.mkdir()
+        old.mkdir()
+        yield folder
+        if is_new:
+            os.rename(folder, destination)
+        else:
+            _replace_files(folder, destination, old)
+        shutil.rmtree(old)  # only now: until here it could be put back
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        for empty in (old, work):
+            with suppress(OSError):
+                empty.rmdir()
+
+
+def _replace_files(folder: Path, destination: Path, old: Path) -> None:
+    """Move the files of `folder` into `destination`, and what they replace into `old`; undo that on any error.
+
+    config.json, without which nothing can be loaded, goes first and comes last.
+    """
+    arriving = sorted((file.name for file in folder.iterdir()), key=lambda name: name == CONFIG_FILE)
+    stale = {file.name for file in destination.glob("model*.safetensors")} | {INDEX_FILE, *arriving}
+    leaving = sorted((name for name in stale if is_there(destination / name)), key=lambda name: name != CONFIG_FILE)
+    moves = [(destination / name, old / name) for name in leaving]
+    moves += [(folder / name, destination / name) for name in arriving]
+    done: list[tuple[Path, Path]] = []
+    try:
+        for move in moves:
+            done.append(move)
+            os.rename(*move)
+    except BaseException:
+        for before, after in reversed(done):
+            if is_there(after) and not is_there(before):
+                os.rename(after, before)
+        raise
 
 
 def copy_companions(source: Path, folder: Path, *, leave: Container[str] = ()) -> None:
     """Copy what a model directory holds beside its weights: configs, tokenizer and the like; but not `leave`."""
     for name in _COMPANIONS:
-        if name not in leave and (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+        if name not in leave and is_there(source / name):
+            (folder / name).write_bytes(read_bytes(source / name, DATA_BYTES))
 
 
 def write_json(path: Path, contents: Mapping[str, Any]) -> None:
@@ -146,11 +185,12 @@ def hf_config(
 
 def add_tokenizer(tokenizer: Path, folder: Path, vocab_size: int) -> None:
     """Copy a tokenizer.json or sentencepiece model into `folder` if its ids fit the model's embedding."""
-    size = _tokenizer_size(tokenizer)
+    content = _tokenizer_bytes(tokenizer)
+    size = _tokenizer_size(tokenizer, content)
     if size > vocab_size:
         allowed = f"one with at most the model's {vocab_size} tokens (it has {size})"
         raise InvalidValueError("tokenizer", str(tokenizer), allowed)
-    shutil.copyfile(tokenizer, folder / f"tokenizer{tokenizer.suffix}")
+    (folder / f"tokenizer{tokenizer.suffix}").write_bytes(content)
     if tokenizer.suffix == ".model":
         write_json(
             folder / "tokenizer_config.json",
@@ -165,28 +205,31 @@ def add_tokenizer(tokenizer: Path, folder: Path, vocab_size: int) -> None:
         )
 
 
-def _tokenizer_size(tokenizer: Path) -> int:
-    """The number of tokens in a tokenizer file; `InvalidValueError` if the engine cannot read it."""
-    readers: dict[str, Callable[[str], int]] = {".model": _sentencepiece_size, ".json": _tokenizer_json_size}
-    if not tokenizer.is_file() or tokenizer.suffix not in readers:
+def _tokenizer_bytes(tokenizer: Path) -> bytes:
+    if not tokenizer.is_file() or tokenizer.suffix not in (".model", ".json"):
         raise InvalidValueError("tokenizer", str(tokenizer), "a tokenizer.json or a sentencepiece .model file")
+    return read_bytes(tokenizer, DATA_BYTES)
+
+
+def _tokenizer_size(tokenizer: Path, content: bytes) -> int:
+    """The number of tokens in a tokenizer file; `InvalidValueError` if the engine cannot read it."""
     try:
-        return readers[tokenizer.suffix](str(tokenizer))
+        return _sentencepiece_size(content) if tokenizer.suffix == ".model" else _tokenizer_json_size(content)
     except Exception as error:  # both libraries raise bare Exception and RuntimeError for a bad file
         allowed = f"a readable tokenizer.json or sentencepiece .model file ({first_line(error)})"
         raise InvalidValueError("tokenizer", str(tokenizer), allowed) from None
 
 
-def _sentencepiece_size(path: str) -> int:
+def _sentencepiece_size(content: bytes) -> int:
     from sentencepiece import SentencePieceProcessor
 
-    return int(SentencePieceProcessor(model_file=path).get_piece_size())
+    return int(SentencePieceProcessor(model_proto=content).get_piece_size())
 
 
-def _tokenizer_json_size(path: str) -> int:
+def _tokenizer_json_size(content: bytes) -> int:
     from tokenizers import Tokenizer
 
-    return int(Tokenizer.from_file(path).get_vocab_size())
+    return int(guarded(Tokenizer.from_buffer, content).get_vocab_size())
 
 
 def first_line(error: Exception) -> str:
