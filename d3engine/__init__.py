@@ -37,6 +37,7 @@ _PUBLIC = {
     "D3EngineError": "d3engine.errors",
     "InvalidValueError": "d3engine.errors",
     "ModelFormatError": "d3engine.errors",
+    "EngineBusyError": "d3engine.errors",
     "EngineDeadError": "d3engine.errors",
 }
 
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from d3engine.depth import UnifiedSkip as UnifiedSkip
     from d3engine.engine import Engine as Engine
     from d3engine.errors import D3EngineError as D3EngineError
+    from d3engine.errors import EngineBusyError as EngineBusyError
     from d3engine.errors import EngineDeadError as EngineDeadError
     from d3engine.errors import InvalidValueError as InvalidValueError
     from d3engine.errors import ModelFormatError as ModelFormatError

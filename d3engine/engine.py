@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as AnySequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -20,6 +20,7 @@ from tqdm import tqdm
 from d3engine import loading
 from d3engine.admission import Admission, Immediate
 from d3engine.chat_template import load_chat_template
+from d3engine.delivery import Delivery
 from d3engine.depth import NEVER, DepthPolicy, Schedule
 from d3engine.depth.draft_rule import DraftRule
 from d3engine.draft import Draft
@@ -29,9 +30,11 @@ from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.memory import Executor, workspace_bytes
 from d3engine.executor.paired import PairedExecutor
+from d3engine.interrupts import Interrupt
 from d3engine.kv_cache import KVCache
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, load_weights
+from d3engine.one_caller import OneCaller
 from d3engine.output import OutputProcessor
 from d3engine.prompts import Prompt, PromptReader, as_list
 from d3engine.request import RequestOutput, RequestOutputKind, SamplingParams
@@ -44,6 +47,11 @@ from d3engine.verification import VerifyingSampler
 
 class Engine:
     """A Llama model ready to generate.
+
+    It takes one call at a time: threads may share it if they take turns, and a call made while another is running
+    raises `EngineBusyError`. Many prompts run together in one `generate`, or by `add_request` and `step`. Only
+    `has_unfinished_requests` and `get_num_unfinished_requests` may be called at any time. Ctrl-C while it works is
+    heard between two steps: the call ends with `KeyboardInterrupt`, its own requests end, and the engine goes on.
 
     Args:
         model: a model directory, or "demo" for the model that comes with the package.
@@ -190,7 +198,8 @@ class Engine:
         self.sampler = VerifyingSampler()
         self._outputs = OutputProcessor(self.tokenizer, self.scheduler.finish)
         self._prompts = PromptReader(self.config, self.tokenizer, self.max_model_len)
-        self._undelivered: list[RequestOutput] = []
+        self._delivery = Delivery()
+        self._caller = OneCaller()
         self._num_requests = 0
         self._num_sequences = 0
         self._nominal = NominalDepth()
@@ -212,38 +221,59 @@ class Engine:
         `{"prompt_token_ids": ids}`; one prompt may stand alone. One `SamplingParams` serves all prompts, or one stands
         for each; without, generation_config.json decides. Every prompt is checked before the first one runs.
         """
-        prompts = as_list(prompts)
-        params = self._params_for(prompts, sampling_params)
-        ids = [self._new_id() for _ in prompts]
-        requests = [self._new_request(*given) for given in zip(ids, prompts, params, strict=True)]
-        for sequences, text in requests:
-            self._add(sequences, text, RequestOutputKind.FINAL_ONLY)
-        done: dict[str, RequestOutput] = {}
-        try:
-            with tqdm(total=len(ids), desc="generate", unit="request", disable=not use_tqdm) as bar:
-                for output in self._steps_for(set(ids)):
-                    done[output.request_id] = output
-                    bar.update()
-        finally:
-            self._drop(ids)
-        return [done[i] for i in ids]
+        with self._call() as interrupt:
+            self._check_alive()
+            prompts = as_list(prompts)
+            params = self._params_for(prompts, sampling_params)
+            ids = [self._new_id() for _ in prompts]
+            requests = []
+            for given in zip(ids, prompts, params, strict=True):
+                requests.append(self._new_request(*given))
+                interrupt.deliver()
+            done: dict[str, RequestOutput] = {}
+            try:
+                answers = self._delivery.claim(ids)
+                for sequences, text in requests:
+                    self._add(sequences, text, RequestOutputKind.FINAL_ONLY)
+                with tqdm(total=len(ids), desc="generate", unit="request", disable=not use_tqdm) as bar:
+                    while len(done) < len(ids):
+                        interrupt.deliver()
+                        self._advance()
+                        done |= {output.request_id: output for output in answers}
+                        bar.update(len(answers))
+                        answers.clear()
+            finally:
+                self._drop(ids)
+            return [done[i] for i in ids]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Yield the output of one prompt as it grows, after every step; leaving the loop aborts the request.
 
         Each output holds all there is so far. With `output_kind=RequestOutputKind.DELTA` it holds what is new alone,
-        which for long answers is much less work; with FINAL_ONLY there is one output, at the end.
+        which for long answers is much less work; with FINAL_ONLY there is one output, at the end. The reader may use
+        the engine between two outputs: none of the stream's is lost by it.
         """
-        request_id = self._new_id()
-        request = self._new_request(request_id, prompt, self.default_sampling_params if params is None else params)
-        return self._stream(request_id, *request)
+        with self._call():
+            request_id = self._new_id()
+            given = self.default_sampling_params if params is None else params
+            return self._stream(request_id, *self._new_request(request_id, prompt, given))
 
     def _stream(self, request_id: str, sequences: list[Sequence], text: str | None) -> Iterator[RequestOutput]:
-        self._add(sequences, text, sequences[0].params.output_kind)
         try:
-            yield from self._steps_for({request_id})
+            with self._call():
+                self._check_alive()
+                outputs = self._delivery.claim([request_id])
+                self._add(sequences, text, sequences[0].params.output_kind)
+            while True:
+                with self._call():
+                    while not outputs:
+                        self._advance()
+                output = outputs.pop(0)
+                yield output
+                if output.finished:
+                    return
         finally:
-            self._drop([request_id])
+            self._caller.leave(request_id, self._drop)
 
     def chat(
         self,
@@ -281,22 +311,27 @@ class Engine:
         Raises `InvalidValueError` for a prompt or parameters that can never run; the engine is as before.
         """
         require(isinstance(request_id, str) and request_id != "", "request_id", request_id, "a non-empty string")
-        require(request_id not in self._outputs, "request_id", request_id, "an id of no unfinished request")
-        given = self.default_sampling_params if params is None else params
-        sequences, text = self._new_request(request_id, prompt, given, priority)
-        self._add(sequences, text, given.output_kind)
+        with self._call():
+            is_free = request_id not in self._outputs and request_id not in self._delivery
+            allowed = "an id of no unfinished request, nor of one whose last output step() has yet to return"
+            require(is_free, "request_id", request_id, allowed)
+            given = self.default_sampling_params if params is None else params
+            sequences, text = self._new_request(request_id, prompt, given, priority)
+            self._add(sequences, text, given.output_kind)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step for the whole batch; returns the requests that have grown or finished."""
-        undelivered, self._undelivered = self._undelivered, []
-        with self._fault_ends_engine():
-            plan = self.scheduler.schedule()
-            if plan is None:
-                return undelivered
-            computed = self.executor.run(plan)
-            tokens = self.sampler(computed.logits, plan)
-            outputs = self.scheduler.update(plan, tokens, computed.depths)
-            return undelivered + self._outputs.process(plan, tokens, outputs)
+        """Run one step for the whole batch; returns the requests that have grown or finished.
+
+        Outputs that waited are returned even if this step fails: then the next call raises `EngineDeadError`.
+        """
+        with self._call() as interrupt:
+            try:
+                self._advance()
+            except EngineDeadError:
+                if not len(self._delivery):
+                    raise
+            interrupt.deliver()
+            return self._delivery.take()
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests now; their last output, with finish_reason "abort", comes with the next `step()`.
@@ -304,26 +339,32 @@ class Engine:
         Ids of requests that have finished or never were are passed over: they may finish while the caller aborts.
         """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        self.scheduler.abort(ids)
-        self._undelivered += self._outputs.end(ids)
+        with self._call():
+            self._check_alive()
+            self.scheduler.abort(ids)
+            self._delivery.put(self._outputs.end(ids))
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step()` has anything left to return."""
-        return bool(len(self._outputs) or self._undelivered)
+        """Whether `step()` has anything left to do or to return."""
+        return bool(len(self._outputs) or len(self._delivery))
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._outputs)
 
     def reset_prefix_cache(self) -> None:
         """Forget all shared prompt blocks; running requests keep theirs."""
-        self.scheduler.prefix_cache.clear()
+        with self._call():
+            self._check_alive()
+            self.scheduler.prefix_cache.clear()
 
     def stats(self) -> EngineStats:
         """What the engine holds now, and what it has done since it began."""
-        block_bytes = loading.block_bytes(self.config, self.scheduler.cache.block_size, self.dtype)
-        executor = self.executor.first if isinstance(self.executor, PairedExecutor) else self.executor
-        graphs = executor.graph_stats if isinstance(executor, GraphExecutor) else None
-        return engine_stats(self.scheduler, block_bytes, self._nominal.mean(), graphs)
+        with self._call():
+            self._check_open()
+            block_bytes = loading.block_bytes(self.config, self.scheduler.cache.block_size, self.dtype)
+            executor = self.executor.first if isinstance(self.executor, PairedExecutor) else self.executor
+            graphs = executor.graph_stats if isinstance(executor, GraphExecutor) else None
+            return engine_stats(self.scheduler, block_bytes, self._nominal.mean(), graphs)
 
     @property
     def directory(self) -> Path:
@@ -331,10 +372,14 @@ class Engine:
         return self._directory
 
     def close(self) -> None:
-        """Drop weights and cache; calling it again does nothing."""
-        if not self._closed:
-            self._closed = True
-            del self.executor
+        """Drop weights, cache and requests; calling it again does nothing."""
+        with self._call():
+            if not self._closed:
+                self._closed = True
+                del self.executor
+                self._draft_model = self._fault = None  # a fault's traceback holds on to what it passed through
+                self._outputs = OutputProcessor(self.tokenizer, self.scheduler.finish)
+                self._delivery = Delivery()
 
     def __enter__(self) -> Self:
         return self
@@ -344,31 +389,33 @@ class Engine:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _steps_for(self, ids: set[str]) -> Iterator[RequestOutput]:
-        """Step until these requests have finished, yielding their outputs; those of others wait for `step()`."""
-        waiting = set(ids)
-        while waiting:
-            outputs = self.step()
-            # Put back before the first yield: whoever reads our outputs may stop reading, or step the engine itself.
-            self._undelivered += [output for output in outputs if output.request_id not in ids]
-            for output in outputs:
-                if output.request_id in ids:
-                    if output.finished:
-                        waiting.discard(output.request_id)
-                    yield output
+    def _call(self) -> AbstractContextManager[Interrupt]:
+        """What every public method does is done in here; none calls another from inside."""
+        return self._caller.call(self._drop)
+
+    def _advance(self) -> None:
+        """Run one step, and lay out what came of it for whom it is for."""
+        with self._fault_ends_engine():
+            plan = self.scheduler.schedule()
+            if plan is not None:
+                computed = self.executor.run(plan)
+                tokens = self.sampler(computed.logits, plan)
+                outputs = self.scheduler.update(plan, tokens, computed.depths)
+                self._delivery.put(self._outputs.process(plan, tokens, outputs))
 
     def _drop(self, ids: list[str]) -> None:
         """End requests of our own whose outputs nobody will ask for; nothing happens to finished ones."""
-        self.scheduler.abort(ids)
-        self._outputs.end(ids)
-        self._undelivered = [output for output in self._undelivered if output.request_id not in ids]
+        if self._fault is None:  # after a fault the scheduler may be in any state
+            self.scheduler.abort(ids)
+        self._outputs.drop(ids)
+        self._delivery.drop(ids)
 
     def _new_id(self) -> str:
         """An id that no unfinished request of the step API has taken."""
         while True:
             self._num_requests += 1
             request_id = f"request-{self._num_requests}"
-            if request_id not in self._outputs:
+            if request_id not in self._outputs and request_id not in self._delivery:
                 return request_id
 
     def _params_for(
@@ -421,11 +468,16 @@ class Engine:
         return sequences, text
 
     def _add(self, sequences: list[Sequence], text: str | None, kind: RequestOutputKind) -> None:
-        for sequence in sequences:
-            sequence.streams = kind is not RequestOutputKind.FINAL_ONLY
-            self.scheduler.add(sequence)
-            self._nominal.count(sequence)
-        self._outputs.add(sequences, text, kind)
+        """Queue a request, whole or not at all."""
+        try:
+            self._outputs.add(sequences, text, kind)
+            for sequence in sequences:
+                sequence.streams = kind is not RequestOutputKind.FINAL_ONLY
+                self.scheduler.add(sequence)
+                self._nominal.count(sequence)
+        except BaseException:
+            self._drop([sequences[0].request_id])
+            raise
 
     def _schedule(self, policy: DepthPolicy) -> tuple[Schedule, DraftRule | None]:
         """The schedule of a policy for this model, and how it drafts."""
@@ -457,9 +509,12 @@ class Engine:
             device=self.device,
         )
 
-    def _check_alive(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise D3EngineError("the engine is closed")
+
+    def _check_alive(self) -> None:
+        self._check_open()
         if self._fault is not None:
             raise EngineDeadError(f"the engine has ended: {self._fault!r}") from self._fault
 

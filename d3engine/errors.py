@@ -47,6 +47,10 @@ class EngineDeadError(D3EngineError, RuntimeError):
     """The engine met a fault of its own and has ended; every later call raises this, with the fault as its cause."""
 
 
+class EngineBusyError(D3EngineError, RuntimeError):
+    """A call came while another was running; nothing was done, and the running one goes on."""
+
+
 class MissingExtraError(D3EngineError, ImportError):
     """An optional package is not installed; the message names the extra that brings it."""
 

@@ -200,6 +200,11 @@ class OutputProcessor:
                     self._close(answer)
         return self._outputs(ended)
 
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Forget requests whose outputs nobody will ask for."""
+        for request_id in request_ids:
+            self._requests.pop(request_id, None)
+
     def _outputs(self, requests: Iterable[_Request]) -> list[RequestOutput]:
         outputs = []
         for request in requests:

@@ -144,22 +144,29 @@ class Scheduler:
     def abort(self, request_ids: Iterable[str]) -> list[Sequence]:
         """End all sequences of these requests; returns those that were still going."""
         ids = set(request_ids)
-        found = [s for _, s in self._waiting if s.request_id in ids]
-        found += [s for s in self._running if s.request_id in ids]
+        waiting = [s for _, s in self._waiting if s.request_id in ids]
+        if waiting:
+            self._waiting = [item for item in self._waiting if item[1].request_id not in ids]
+            heapq.heapify(self._waiting)
+        found = waiting + [s for s in self._running if s.request_id in ids]
         for sequence in found:
-            self.finish(sequence, FinishReason.ABORT)
+            self._end(sequence, FinishReason.ABORT)
         return found
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """End a sequence and give back all it holds; does nothing to one that has ended."""
         if sequence.status is Status.FINISHED:
             return
+        if sequence.status is not Status.RUNNING:
+            self._waiting = [item for item in self._waiting if item[1] is not sequence]
+            heapq.heapify(self._waiting)
+        self._end(sequence, reason, stop_reason)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        """End a sequence that does not wait, or no longer does."""
         if sequence.status is Status.RUNNING:
             self.counters.blocks_saved += self._allocator.saved(sequence.slot)
             self._leave(sequence)
-        else:
-            self._waiting = [item for item in self._waiting if item[1] is not sequence]
-            heapq.heapify(self._waiting)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason

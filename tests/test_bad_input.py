@@ -720,6 +720,7 @@ def test_an_engine_fault_ends_the_engine_for_every_caller_with_its_cause(engine:
     next(stream)
     fault = ZeroDivisionError("in the middle of a layer")
     executor_of(engine).fault = fault
+    assert [output.request_id for output in engine.step()] == ["waits"]  # its output of the step before
     with pytest.raises(EngineDeadError, match="in the middle of a layer") as caught:
         engine.step()
     assert caught.value.__cause__ is fault

@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 
 from d3engine.cli import app
 from d3engine.cli.answers import Answer, readable_bytes, run_answers
-from d3engine.cli.engine_options import interruptible
 from d3engine.cli.terminal import DepthColours, Writer, safe_text
 from d3engine.depth import D3, EarlyExit, FullDepth
 from d3engine.depth.words import policy_in_words
 from d3engine.engine import Engine
 from d3engine.errors import D3EngineError
 from d3engine.evaluation.word_problems import extract_answer, problems
+from d3engine.interrupts import held_back
 from d3engine.request import CompletionOutput, SamplingParams
 
 PROMPT = "Question: Tom has 5 pens. Tom finds 3. How many pens does Tom have now?\nAnswer:"
@@ -314,7 +314,7 @@ def test_ctrl_c_ends_the_command_with_130(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_second_ctrl_c_does_not_wait() -> None:
-    with interruptible() as interrupt:
+    with held_back() as interrupt:
         signal.raise_signal(signal.SIGINT)
         assert interrupt.seen
         with pytest.raises(KeyboardInterrupt):

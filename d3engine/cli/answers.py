@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from d3engine.cli.engine_options import Interrupt, interruptible
 from d3engine.cli.terminal import DepthColours, Writer
 from d3engine.detokenizer import Detokenizer
 from d3engine.errors import D3EngineError
+from d3engine.interrupts import Interrupt, held_back
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
@@ -146,7 +146,7 @@ def run_answers(
     run = Run(answers, engine.config.num_layers)
     saved_before = engine.stats().kv_bytes_saved_at_end
     began = time.perf_counter()
-    with interruptible() as interrupt:
+    with held_back() as interrupt:
         try:
             for request_id, prompt in zip(ids, prompts, strict=True):
                 engine.add_request(request_id, prompt, params)

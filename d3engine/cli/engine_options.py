@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -157,30 +154,3 @@ def check_sampling(given: Options) -> None:
     from d3engine.request import SamplingParams
 
     SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **given})
-
-
-class Interrupt:
-    """Whether Ctrl-C was pressed."""
-
-    def __init__(self) -> None:
-        self.seen = False
-
-
-@contextmanager
-def interruptible() -> Iterator[Interrupt]:
-    """Ctrl-C only sets `seen`, so that a step of the engine is finished; pressed again it interrupts."""
-    interrupt = Interrupt()
-
-    def on_signal(number: int, frame: Any) -> None:
-        if interrupt.seen:
-            raise KeyboardInterrupt
-        interrupt.seen = True
-
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupt
-        return
-    before = signal.signal(signal.SIGINT, on_signal)
-    try:
-        yield interrupt
-    finally:
-        signal.signal(signal.SIGINT, before)
