@@ -1,4 +1,4 @@
-"""What one sequence has drafted and not yet verified, and the sequence as it would be with some of it accepted.
+"""What one sequence has drafted and not yet verified.
 
 A draft depends on the sequence alone: it begins where the last verification ended, and its length follows from the
 rule, from the sequence's own past and from what it drafts. Preemption drops it, and it comes again as it was. So
@@ -8,21 +8,10 @@ neither batch mates nor memory change what a sequence draws.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from d3engine.depth.draft_rule import DraftRule
 from d3engine.depth.schedule import BoolArray
-from d3engine.request import MAX_N
-
-if TYPE_CHECKING:
-    from d3engine.sequence import Sequence
-
-ACCEPTANCE, DRAFTING = 1, 2
-"""Streams of random numbers beside that of the tokens, 0, in the counter's word above the index, which is below MAX_N.
-
-A draft that begins at step b draws from DRAFTING + b: its tokens are fresh even where an earlier draft, since rejected,
-has looked at the same step.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,30 +60,27 @@ class Draft:
             return 0
         return int(self.layers.argmin())
 
-    def begin(self, sequence: Sequence) -> None:
-        """Begin a draft; it is at once `ended`, and empty, where none is worth while."""
-        self.begins_at = sequence.step
-        left = sequence.max_length - sequence.num_tokens
+    def begin(self, step: int, room: int) -> None:
+        """Begin a draft at `step` of a sequence that may have `room` tokens more.
+
+        It is at once `ended`, and empty, where none is worth while.
+        """
+        self.begins_at = step
         # Verification adds a token of its own, which must have room too.
-        self.most = min(self.length, left - 1) if self.rule.skips(sequence.step) else 0
-        self.layers = self.rule.layers(sequence.step)
+        self.most = min(self.length, room - 1) if self.rule.skips(step) else 0
+        self.layers = self.rule.layers(step)
         self.ended = self.most == 0
 
-    def grow(self, proposal: Proposal, sequence: Sequence) -> None:
-        """Take in the next drafted token, and end the draft where that says so."""
+    def grow(self, proposal: Proposal, *, ends_answer: bool) -> None:
+        """Take in the next drafted token, and end the draft where that says so, or where the token ends the answer."""
         if proposal.token_id is None:
             self.ended = True
             return
         self.token_ids.append(proposal.token_id)
-        if not sequence.params.greedy:
+        if proposal.distribution is not None:
             self.distributions.append(proposal.distribution)
         unsure = proposal.top_probability is not None and proposal.top_probability < self.rule.stop_probability
-        self.ended = unsure or len(self.token_ids) >= self.most or self._ends_answer(proposal.token_id, sequence)
-
-    def _ends_answer(self, token: int, sequence: Sequence) -> bool:
-        params = sequence.params
-        may_stop = sequence.step + len(self.token_ids) >= params.min_tokens
-        return may_stop and (token in sequence.eos_token_ids or token in (params.stop_token_ids or ()))
+        self.ended = unsure or len(self.token_ids) >= self.most or ends_answer
 
     def verified(self, num_accepted: int) -> None:
         """Count a verification, and adapt the length of the next draft to it."""
@@ -119,17 +105,3 @@ class Draft:
         self.ended = False
         self.layers = None
         self.work = 0
-
-
-class Ahead:
-    """A sequence as sampling would see it after `drafted` tokens more, with random numbers of the given stream."""
-
-    def __init__(self, sequence: Sequence, drafted: list[int], stream: int = 0) -> None:
-        self.params = sequence.params
-        self.prompt_token_ids = sequence.prompt_token_ids
-        self.token_ids = sequence.token_ids + drafted
-        self.eos_token_ids = sequence.eos_token_ids
-        self.bad_word_ids = sequence.bad_word_ids
-        self.seed = sequence.seed
-        self.index = sequence.index + MAX_N * stream
-        self.step = len(self.token_ids)

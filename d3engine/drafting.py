@@ -37,7 +37,7 @@ class Drafting:
             assert sequence.draft is not None
             if sequence.draft.ended:
                 continue  # without a single token of use: full depth takes this one
-            sequence.draft.begin(sequence)
+            sequence.draft.begin(sequence.step, sequence.room)
             table.drafting[slot] = not sequence.draft.ended
             if sequence.draft.layers is not None:
                 table.draft_layers[slot] = sequence.draft.layers
@@ -57,7 +57,7 @@ class Drafting:
         table, slot, draft = self._table, sequence.slot, sequence.draft
         assert draft is not None
         draft.work += depth
-        draft.grow(proposal, sequence)
+        draft.grow(proposal, ends_answer=sequence.would_end(proposal.token_id, after=len(draft.token_ids) + 1))
         known = sequence.num_tokens + len(draft.token_ids)
         if proposal.token_id is not None:
             table.tokens[slot, known - 1] = proposal.token_id

@@ -98,6 +98,11 @@ class Sequence:
         return self.max_length - len(self.prompt_token_ids) if asked is None else asked
 
     @property
+    def room(self) -> int:
+        """How many tokens more it may have."""
+        return self.max_length - self.num_tokens
+
+    @property
     def step(self) -> int:
         """The index of the generated token that comes next."""
         return len(self.token_ids)
@@ -112,6 +117,11 @@ class Sequence:
             return self.schedule.same_layers_until(step)
         again = takewhile(lambda depth: depth == self.depths[step], self.depths[step:])
         return step + max(1, sum(1 for _ in again))
+
+    def would_end(self, token: int | None, *, after: int) -> bool:
+        """Whether `token`, as the `after`-th from now, ends the answer: by itself, not by a stop string."""
+        may_stop = self.step + after >= self.params.min_tokens
+        return may_stop and (token in self.eos_token_ids or token in (self.params.stop_token_ids or ()))
 
     def all_token_ids(self) -> IntArray:
         return np.array(self.prompt_token_ids + self.token_ids, dtype=np.int32)

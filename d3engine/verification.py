@@ -18,7 +18,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from d3engine.draft import ACCEPTANCE, DRAFTING, Ahead, Proposal
+from d3engine.ahead import ACCEPTANCE, DRAFTING, Ahead
+from d3engine.draft import Proposal
 from d3engine.kernels.random import gumbel
 from d3engine.plan import Chosen, DraftWork, Plan, Sampled
 from d3engine.request import MAX_N, Logprob

@@ -221,18 +221,19 @@ def mixed_requests(seed: int) -> list[SamplingParams]:
     policies += [EarlyExit(0.06), EarlyExit(0.85, "cosine", on_skip="copy"), LayerTable(WAKING, on_skip="project")]
     policies += all_policies(5, adaptive=True, stop_probability=0.2)[::3]
     numbers.shuffle(policies)
+    temperatures = [numbers.choice([0.0, 0.7, 1.5]) for _ in policies]
     return [
         SamplingParams(
-            temperature=numbers.choice([0.0, 0.7, 1.5]),
+            temperature=temperature,
             top_p=numbers.choice([1.0, 0.9]),
             seed=numbers.randrange(2**63),
-            n=numbers.choice([1, 1, 1, 2]),
+            n=numbers.choice([1, 1, 1, 2]) if temperature else 1,
             max_tokens=numbers.randint(2, 20),
             logprobs=numbers.choice([None, 1]),
             ignore_eos=True,
             depth=policy,
         )
-        for policy in policies
+        for policy, temperature in zip(policies, temperatures, strict=True)
     ]
 
 

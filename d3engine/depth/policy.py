@@ -14,16 +14,14 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from fractions import Fraction
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
+from d3engine.depth.draft_rule import DraftRule
 from d3engine.depth.exit_rule import ExitRule
 from d3engine.depth.installed import PolicyLoadError, installed_names, load_installed, package_of
 from d3engine.depth.schedule import Schedule
 from d3engine.errors import InvalidValueError, ModelFormatError, require
 from d3engine.files import UnreadableFileError, is_there, read_json
-
-if TYPE_CHECKING:
-    from d3engine.depth.draft_rule import DraftRule
 
 POLICY_FILE = "d3.json"
 """Beside a model's weights: the policy that calibration found for it."""

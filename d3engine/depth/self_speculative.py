@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from d3engine.depth.draft_rule import DraftRule, check_draft, check_options
+from d3engine.depth.draft_options import check_draft, check_options
+from d3engine.depth.draft_rule import DraftRule
 from d3engine.depth.full_depth import FullDepth
 from d3engine.depth.policy import DepthPolicy, policy_from_dict
 from d3engine.depth.schedule import Schedule

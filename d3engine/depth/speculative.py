@@ -10,7 +10,8 @@ import os
 from dataclasses import dataclass
 from typing import ClassVar
 
-from d3engine.depth.draft_rule import DraftRule, check_options
+from d3engine.depth.draft_options import check_options
+from d3engine.depth.draft_rule import DraftRule
 from d3engine.depth.full_depth import FullDepth
 from d3engine.depth.policy import DepthPolicy
 from d3engine.depth.schedule import Schedule
