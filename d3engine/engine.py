@@ -121,6 +121,15 @@ class Engine:
         self.dtype = loading.resolve_dtype(dtype, self.config, self.device)
         self.depth = loading.resolve_depth(depth, self._directory)
         self.max_model_len = loading.resolve_max_model_len(max_model_len, self.config)
+        loading.check_memory(
+            self.config,
+            block_size=block_size,
+            dtype=self.dtype,
+            device=self.device,
+            max_num_seqs=max_num_seqs,
+            max_model_len=self.max_model_len,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+        )
         self.default_sampling_params = loading.default_sampling_params(self._directory)
         self.tokenizer = None if skip_tokenizer_init else load_tokenizer(Path(tokenizer or self._directory))
         self._schedules: dict[DepthPolicy, tuple[Schedule, DraftRule | None]] = {}

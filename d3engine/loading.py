@@ -14,6 +14,7 @@ from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import POLICY_FILE, calibrated_for, policy_from_directory
 from d3engine.environment import KERNELS
 from d3engine.errors import InvalidValueError, ModelFormatError, require, require_integer, require_number
+from d3engine.host_memory import check_length, machine_bytes
 from d3engine.kernels import for_device
 from d3engine.model.config import GENERATION_CONFIG_FILE, ModelConfig, load_generation_config
 from d3engine.model.fingerprint import fingerprint
@@ -167,6 +168,35 @@ def resolve_max_model_len(max_model_len: int | None, config: ModelConfig) -> int
     return require_integer("max_model_len", max_model_len, 2, limit)
 
 
+def check_memory(
+    config: ModelConfig,
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_num_seqs: int,
+    max_model_len: int,
+    kv_cache_memory_bytes: int | None,
+) -> None:
+    """Refuse, before anything is allocated, a KV cache or a length that the machine has no memory for."""
+    is_cpu = device.type == "cpu"
+    if kv_cache_memory_bytes is not None:
+        least = block_bytes(config, block_size, dtype) * config.num_layers
+        require_integer("kv_cache_memory_bytes", kv_cache_memory_bytes, least)
+        there = machine_bytes() if is_cpu else torch.cuda.mem_get_info(device)[1]
+        allowed = f"at most the memory that is there, {there} bytes"
+        fits = there is None or kv_cache_memory_bytes <= there
+        require(fits, "kv_cache_memory_bytes", kv_cache_memory_bytes, allowed)
+    blocks = config.num_layers * -(-max_model_len // block_size) if is_cpu and kv_cache_memory_bytes is None else 0
+    check_length(
+        config,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        block_size=block_size,
+        sequence_bytes=blocks * block_bytes(config, block_size, dtype),
+    )
+
+
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block: keys and values of `block_size` positions of one layer."""
     return 2 * block_size * config.kv_size * dtype.itemsize
@@ -194,8 +224,7 @@ def num_blocks(
     one = block_bytes(config, block_size, dtype)
     sequence = config.num_layers * -(-max_model_len // block_size)
     if kv_cache_memory_bytes is not None:
-        least = one * config.num_layers
-        return require_integer("kv_cache_memory_bytes", kv_cache_memory_bytes, least) // one
+        return kv_cache_memory_bytes // one
     most = max_num_seqs * sequence
     if device.type == "cpu":
         return min(most, max(sequence, CPU_CACHE_BYTES // one))

@@ -1,0 +1,51 @@
+"""What an engine of these sizes would take of the host's memory, refused by name before anything is allocated.
+
+A config.json may claim any number of positions. What grows with them are tables (rope, the tokens and blocks of every
+slot) and, on a CPU, the KV cache, which always has room for one sequence of full length.
+"""
+
+from __future__ import annotations
+
+import os
+
+from d3engine.errors import InvalidValueError
+from d3engine.model.config import ModelConfig
+
+GIB = 2**30
+
+
+def machine_bytes() -> int | None:
+    """The memory that a process may have here at most; None where the system does not say."""
+    limits = []
+    try:
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        import resource
+
+        limits.append(resource.getrlimit(resource.RLIMIT_AS)[0])
+    except (AttributeError, ImportError, OSError, ValueError):
+        pass  # not a Unix
+    return min((limit for limit in limits if limit > 0), default=None)
+
+
+def table_bytes(config: ModelConfig, *, max_model_len: int, max_num_seqs: int, block_size: int) -> int:
+    """Bytes of all tables that have an entry for each position."""
+    rope = 8 * (config.head_dim // 2) * max_model_len
+    tokens = 4 * max_num_seqs * max_model_len
+    blocks = 4 * max_num_seqs * config.num_layers * -(-max_model_len // block_size)
+    return rope + tokens + blocks
+
+
+def check_length(
+    config: ModelConfig, *, max_model_len: int, max_num_seqs: int, block_size: int, sequence_bytes: int
+) -> None:
+    """Raise `InvalidValueError` for a length that this machine has no memory for.
+
+    `sequence_bytes`: what the host keeps of the KV cache for one sequence of this length.
+    """
+    there = machine_bytes()
+    tables = table_bytes(config, max_model_len=max_model_len, max_num_seqs=max_num_seqs, block_size=block_size)
+    if there is None or tables + sequence_bytes <= there:
+        return
+    allowed = f"a length that this machine has memory for, {there / GIB:.1f} GiB: tables for {max_num_seqs} sequences"
+    allowed += f" take {tables / GIB:.1f} GiB and the KV cache of one takes {sequence_bytes / GIB:.1f} GiB"
+    raise InvalidValueError("max_model_len", max_model_len, f"{allowed} (None is the length that config.json claims)")
