@@ -15,6 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from d3engine.files import write_whole
+
 PACKAGES = ("d3engine", "torch", "transformers", "numpy")
 
 
@@ -37,8 +39,8 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
 
 
 def write_json(report: dict[str, Any], path: str | Path) -> None:
-    """Write a report with its fields in the order they were put in."""
-    Path(path).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    """Write a report, whole or not at all, with its fields in the order they were put in."""
+    write_whole(path, json.dumps(report, indent=2) + "\n")
 
 
 def _without_folder(argument: str) -> str:

@@ -6,7 +6,7 @@ there are.
 
 from __future__ import annotations
 
-import os
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 from d3engine.colours import BLUE, INK, ORANGE, line_ramp
 from d3engine.depth import Schedule
 from d3engine.errors import InvalidValueError, MissingExtraError, require, require_integer
+from d3engine.files import is_writable, write_whole
 
 RUNS, SKIPPED = BLUE, ORANGE  # told apart in grey too
 
@@ -132,8 +133,7 @@ def check_picture(option: str, path: Path) -> None:
     suffix = path.suffix.lower().removeprefix(".")
     require(suffix in kinds, option, str(path), f"a file name that ends in one of {', '.join(sorted(kinds))}")
     require(path.parent.is_dir(), option, str(path), "a file in a directory that exists")
-    writable = not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
-    require(writable, option, str(path), "a file that can be written")
+    require(is_writable(path), option, str(path), "a file that can be written")
 
 
 def save_figure(figure: Any, path: Path) -> None:
@@ -143,7 +143,9 @@ def save_figure(figure: Any, path: Path) -> None:
     """
     _ink(figure)
     try:
-        figure.savefig(path)
+        picture = io.BytesIO()
+        figure.savefig(picture, format=path.suffix.removeprefix(".") or "png")
+        write_whole(path if path.suffix else path.with_name(f"{path.name}.png"), picture.getvalue())
     except (OSError, ValueError) as error:  # no such folder; a suffix that matplotlib cannot write
         raise InvalidValueError("plot", str(path), f"a file to write a picture to ({error})") from error
 

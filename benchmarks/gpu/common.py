@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from d3engine.files import write_whole
+
 Call = Callable[[], object]
 MODES = ("graphs", "eager", "reference")
 """How an engine is run: as by default, without CUDA graphs, and with kernels of plain torch instead of Triton's."""
@@ -61,9 +63,7 @@ class Round:
     def keep(self, found: dict[str, Any]) -> None:
         """Write down what a part has found so far, for the case that its process dies; never half of it."""
         if self.file is not None:
-            draft = self.file.with_suffix(".draft")
-            draft.write_text(json.dumps(found), encoding="utf-8")
-            draft.replace(self.file)
+            write_whole(self.file, json.dumps(found))
 
     def share(self, num_bytes: float, seconds: float | None) -> float | None:
         """What moving `num_bytes` in `seconds` is of the measured copy rate; None where one is not known."""

@@ -7,8 +7,6 @@ rule, and of which weights that is true.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from d3engine.calibration.scoring import Answers
 from d3engine.calibration.search import PASS_LEVEL, Calibration, Check, Trial
 from d3engine.errors import InvalidValueError
 from d3engine.evaluation.accuracy import paired_difference_interval, wilson_interval
+from d3engine.files import write_whole
 
 
 def as_dict(result: Calibration, about: dict[str, Any]) -> dict[str, Any]:
@@ -121,14 +120,6 @@ def _rounded(value: Any) -> Any:
 def write_policy_file(content: dict[str, Any], path: Path) -> None:
     """Write `d3.json` whole or not at all; raises `InvalidValueError` where that cannot be done."""
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(json.dumps(content, indent=2) + "\n")
-            os.chmod(temporary, 0o644)  # mkstemp's own is for its maker alone
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        write_whole(path, json.dumps(content, indent=2) + "\n")
     except OSError as error:
         raise InvalidValueError("--out", str(path), f"a file that can be written ({error})") from error

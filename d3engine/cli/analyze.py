@@ -18,9 +18,10 @@ import typer
 from d3engine.cli import new_app
 from d3engine.cli.depth_options import AUTO, Depth, takes_depth
 from d3engine.cli.engine_options import Options, engine_arguments, model_directory, takes_engine
+from d3engine.cli.output_files import check_output, printing_last, write_output
 from d3engine.depth import D3, DepthPolicy, FullDepth, Schedule
 from d3engine.depth.statistics import ModelShape, flops_ratio, mean_depth
-from d3engine.errors import InvalidValueError, require, require_integer
+from d3engine.errors import require, require_integer
 
 if TYPE_CHECKING:
     from d3engine.analysis.answers import Answered
@@ -68,11 +69,11 @@ def saturation(
 
     _, observer, answered = _observe(model, engine_options, prompts, limit, max_tokens, png)
     result = measure_saturation(observer, _with_bar(answered, "saturation"))
-    if png:
-        from d3engine.analysis.pictures import plot_saturation
+    with printing_last(partial(_show, result, as_json)):
+        if png:
+            from d3engine.analysis.pictures import plot_saturation
 
-        plot_saturation(result, png, _title(model, result.table()))
-    _show(result, as_json)
+            plot_saturation(result, png, _title(model, result.table()))
 
 
 @app.command()
@@ -91,11 +92,11 @@ def perplexity(
 
     _, _, answered = _observe(model, engine_options, prompts, limit, max_tokens, png)
     result = measure_perplexity(answered)
-    if png:
-        from d3engine.analysis.pictures import plot_perplexity
+    with printing_last(partial(_show, result, as_json)):
+        if png:
+            from d3engine.analysis.pictures import plot_perplexity
 
-        plot_perplexity(result, png, _title(model, result.table()))
-    _show(result, as_json)
+            plot_perplexity(result, png, _title(model, result.table()))
 
 
 @app.command()
@@ -114,11 +115,11 @@ def flow(
 
     _, observer, answered = _observe(model, engine_options, prompts, limit, max_tokens, png)
     result = measure_flow(observer, _with_bar(answered, "flow"))
-    if png:
-        from d3engine.analysis.pictures import plot_flow
+    with printing_last(partial(_show, result, as_json)):
+        if png:
+            from d3engine.analysis.pictures import plot_flow
 
-        plot_flow(result, png, f"{Path(model).name}: what each part of a layer changes in the residual stream")
-    _show(result, as_json)
+            plot_flow(result, png, f"{Path(model).name}: what each part of a layer changes in the residual stream")
 
 
 @app.command()
@@ -164,11 +165,11 @@ def copy(
         result = measure_copying(
             outcome, measure, max_tokens, lengths, counts, from_steps, lambda: bar.update() and None
         )
-    if png:
-        from d3engine.analysis.pictures import plot_copying
+    with printing_last(partial(_show, result, as_json)):
+        if png:
+            from d3engine.analysis.pictures import plot_copying
 
-        plot_copying(result, png, f"{Path(model).name}: last layers copied, {counted(len(answered), 'answer')}")
-    _show(result, as_json)
+            plot_copying(result, png, f"{Path(model).name}: last layers copied, {counted(len(answered), 'answer')}")
 
 
 def _outcome(
@@ -243,14 +244,14 @@ def show_schedule(
         for label, one in summaries.items()
     ]
     title = f"D3, start {start}" + (f", tail {tail}" if tail else "") + f", {config.num_layers} layers, {steps} tokens"
-    if png:
-        plot_decay(found, steps, png, title)
     header = ("decay", "mean layers", "FLOPs ratio", "layers at the end", "since step (from 0)")
     if as_json:
         report = {"num_layers": config.num_layers, "start": start, "tail": tail, "steps": steps}
         typer.echo(json.dumps({**report, "schedules": summaries}, indent=2))
     else:
         _print(Table(title, header, rows))
+    if png:
+        plot_decay(found, steps, png, title)
 
 
 def _number(text: str) -> Any:
@@ -303,7 +304,7 @@ def sample(
     from d3engine.analysis.sample import Sample, guess_layers, take_sample
 
     require_integer("--guess-layers", guesses, 1)
-    _check_directory("--html", html)
+    check_output("--html", html)
     engine, observer, answered = _observe(model, engine_options, prompts, limit, answer_tokens, png)
     require(engine.tokenizer is not None, "model", model, "a model with a tokenizer")
     assert engine.tokenizer is not None
@@ -316,16 +317,15 @@ def sample(
             answers.append(take_sample(observer, engine.tokenizer, found, one, layers))
     result = Sample(engine.config.num_layers, answers)
     title = f"{Path(model).name}: {counted(len(answered), 'prompt')}, by layers run"
-    if png:
-        from d3engine.analysis.pictures import plot_sample
+    with printing_last(partial(_print_sample, result, as_json)):
+        if png:
+            from d3engine.analysis.pictures import plot_sample
 
-        plot_sample(result, png, title, [_heading(one, result.num_layers) for one in answers])
-    if html:
-        _write_page(result, html, title)
-    if as_json:
-        typer.echo(json.dumps(result.as_dict(), indent=2))
-    else:
-        _show_sample(result)
+            plot_sample(result, png, title, [_heading(one, result.num_layers) for one in answers])
+        if html:
+            from d3engine.cli.sample_page import sample_page
+
+            write_output("--html", html, sample_page(result, title))
 
 
 def _sample_policy(model: str, depth: Depth) -> DepthPolicy:
@@ -343,13 +343,11 @@ def _heading(one: SampleAnswer, num_layers: int) -> str:
     return f"{policy_in_words(one.policy)}: {one.mean_layers:.2f} of {num_layers} layers a token"
 
 
-def _write_page(result: Sample, path: Path, title: str) -> None:
-    from d3engine.cli.sample_page import sample_page
-
-    try:
-        path.write_text(sample_page(result, title), encoding="utf-8")
-    except OSError as error:
-        raise InvalidValueError("--html", str(path), f"a file that can be written ({error})") from error
+def _print_sample(result: Sample, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(result.as_dict(), indent=2))
+    else:
+        _show_sample(result)
 
 
 def _show_sample(result: Sample) -> None:
@@ -398,10 +396,6 @@ def _observe(
     texts = default_prompts(options.get("seed", 0), limit) if prompts is None else read_prompts(prompts, limit)
     engine, observer = open_model(model, engine_arguments(model, options))
     return engine, observer, answer(engine, texts, max_tokens, progress=sys.stderr.isatty())
-
-
-def _check_directory(flag: str, path: Path | None) -> None:
-    require(path is None or path.parent.is_dir(), flag, str(path), "a file in a directory that exists")
 
 
 def _with_bar(answered: Sequence[Answered], name: str) -> Any:

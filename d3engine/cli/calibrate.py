@@ -32,7 +32,7 @@ from d3engine.cli import new_app
 from d3engine.cli.engine_options import Options, model_directory, open_engine, sampling_params, takes_engine
 from d3engine.depth import D3, FullDepth
 from d3engine.depth.policy import POLICY_FILE
-from d3engine.errors import NOTHING, require, require_integer, require_number
+from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
 from d3engine.evaluation.accuracy import wilson_interval
 from d3engine.model.config import ModelConfig
 
@@ -131,7 +131,11 @@ def calibrate_command(
     if result.chosen is not None:  # first of all, so that nothing after it can lose the work
         from d3engine.calibration.report import policy_file, write_policy_file
 
-        write_policy_file(policy_file(result, about, name), target)
+        try:
+            write_policy_file(policy_file(result, about, name), target)
+        except InvalidValueError:
+            typer.echo(json.dumps({**report, "written": None}, indent=2))  # all that is left of the work
+            raise
     if as_json:
         typer.echo(json.dumps({**report, "written": str(target) if result.chosen else None}, indent=2))
     else:

@@ -7,7 +7,6 @@ question by question. The questions are generated, read from files, or lm-evalua
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -26,6 +25,7 @@ from d3engine.cli.engine_options import (
     takes_engine,
     takes_sampling,
 )
+from d3engine.cli.output_files import check_output, printing_last, write_output
 from d3engine.depth import D3, DepthPolicy, FullDepth
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer
 from d3engine.evaluation import catalogue
@@ -115,9 +115,7 @@ def evaluate(
     require(len(names) > 0 and len(set(names)) == len(names), "--tasks", tasks, "different names, separated by commas")
     if limit is not None:
         require_integer("--limit", limit, 1)
-    require(
-        html is None or _is_writable(html), "--html", str(html), "a file that can be written, in an existing folder"
-    )
+    check_output("--html", html)
     is_harness = data is None and not catalogue.are_generated(names)
     require(is_harness or include_path is None, "--include-path", str(include_path), "given only with harness tasks")
     seed = engine_options.get("seed", 0)
@@ -140,11 +138,6 @@ def evaluate(
     benchmarks = catalogue.from_files(names, data, **given) if data else catalogue.generated(names, **given)
     engine = open_engine(model, engine_options)
     run.with_benchmarks(engine, benchmarks, wanted, sampling, compare_full, baselines)
-
-
-def _is_writable(path: Path) -> bool:
-    """Whether a file can be written there, or written over."""
-    return not path.is_dir() and path.parent.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
 
 
 def resolve_policies(
@@ -249,11 +242,14 @@ class Run:
 
     def _write(self, found: Sequence[Table], described: dict[str, Any], charts: Sequence[Chart]) -> None:
         """What holds the whole run: the page, and JSON."""
-        if self._html is not None:
-            from d3engine.evaluation.html_page import page
+        with printing_last(lambda: self._print_json(described)):
+            if self._html is not None:
+                from d3engine.evaluation.html_page import page
 
-            facts = {name: _readable(value) for name, value in self._facts.items() if value is not None}
-            self._html.write_text(page("d3engine eval", facts, charts, found), encoding="utf-8")
+                facts = {name: _readable(value) for name, value in self._facts.items() if value is not None}
+                write_output("--html", self._html, page("d3engine eval", facts, charts, found))
+
+    def _print_json(self, described: dict[str, Any]) -> None:
         if self._as_json:
             typer.echo(json.dumps({**self._facts, **described}, indent=2))
 

@@ -1,0 +1,86 @@
+"""A page or a picture that cannot be written costs nothing else: what was measured is printed all the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from d3engine.calibration import report as calibration_report
+from d3engine.cli import app
+from d3engine.errors import InvalidValueError
+
+SMALL = ("--max-tokens", "16", "--device", "cpu", "--kv-cache-memory-bytes", str(2**25))
+
+
+def run(*arguments: str) -> Any:
+    try:
+        runner = CliRunner(mix_stderr=False)  # type: ignore[call-arg]  # before click 8.2
+    except TypeError:
+        runner = CliRunner()
+    return runner.invoke(app, [*arguments, *SMALL])
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Path:
+    """A link to a device that takes no byte; it can be opened for writing like any file."""
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    (tmp_path / "full.png").symlink_to("/dev/full")
+    return tmp_path / "full.png"
+
+
+@pytest.mark.parametrize(
+    ("option", "arguments"),
+    [
+        ("--html", ("eval", "demo", "--limit", "1")),
+        ("--html", ("analyze", "sample", "demo", "--limit", "1", "--guess-layers", "2")),
+        ("--png", ("analyze", "perplexity", "demo", "--limit", "2")),
+        ("--png", ("analyze", "saturation", "demo", "--limit", "1")),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_named_and_the_json_is_printed(
+    option: str, arguments: tuple[str, ...], full_disk: Path
+) -> None:
+    result = run(*arguments, option, str(full_disk), "--json")
+    assert result.exit_code == 2
+    assert "No space left" in result.stderr
+    assert "full.png" in result.stderr
+    assert json.loads(result.stdout)
+    assert full_disk.is_symlink()
+
+
+def test_a_page_takes_the_place_of_the_old_one_and_leaves_nothing_beside(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("old")
+    page.chmod(0o640)
+    assert run("eval", "demo", "--limit", "1", "--html", str(page)).exit_code == 0
+    assert page.read_text().lower().startswith("<!doctype html>")
+    assert page.stat().st_mode & 0o777 == 0o640
+    assert list(tmp_path.iterdir()) == [page]
+
+
+@pytest.mark.parametrize("path", ["nowhere/page.html", "."])
+def test_a_page_that_could_not_be_written_is_refused_before_the_work(tmp_path: Path, path: str) -> None:
+    for arguments in (("eval", "no/such/model"), ("analyze", "sample", "no/such/model")):
+        result = run(*arguments, "--html", str(tmp_path / path))
+        assert result.exit_code == 2
+        assert "--html must be a file that can be written, in an existing folder" in result.stderr
+
+
+def test_a_policy_file_that_cannot_be_written_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "d3.json").write_text("old")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(InvalidValueError, match="No space left"):
+        calibration_report.write_policy_file({"depth": {"policy": "full"}}, tmp_path / "d3.json")
+    assert (tmp_path / "d3.json").read_text() == "old"
+    assert list(tmp_path.iterdir()) == [tmp_path / "d3.json"]
