@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
+from itertools import islice, takewhile
 from typing import Protocol
 
 from d3engine.errors import require
@@ -18,18 +19,22 @@ from d3engine.tokenizer import SPACE_MARK, DecoderKind, Tokenizer, byte_of_token
 
 
 class Detokenizer:
-    """The text side of one sequence. Feed it every generated id, in order; it never looks at the prompt.
+    """The text side of one sequence. Feed it every generated id, in order.
+
+    The text goes on where that of `prompt_token_ids` ends: a space in front of it stays, and a character of which the
+    prompt has the first bytes only belongs to the answer. Without a prompt it is what `decode` makes of the ids alone.
 
     With `stop` strings the text ends before the first of them (behind it with `include_stop_str_in_output`).
-    A stop string counts at the token whose text completes it, if that is token number `min_tokens` or later;
-    one completed earlier is ordinary text. Of several completed by one token the one that begins first wins,
-    then the shorter.
+    A stop string counts at the token whose text completes it, if that comes after the first `min_tokens` tokens;
+    one completed earlier is ordinary text. Of several completed by one token the one completed first wins, and of
+    those that end at the same place the one listed first.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         *,
+        prompt_token_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
@@ -38,6 +43,8 @@ class Detokenizer:
         require(not isinstance(stop, str) and all(stop), "stop", stop, "a list of non-empty strings")
         self._hidden_ids = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._stream = _open_stream(tokenizer)
+        self._stream.follow([i for i in prompt_token_ids if i not in self._hidden_ids])
+        self._has_answer = False
         self._stops = [_StopString(text) for text in stop]
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
@@ -69,6 +76,7 @@ class Detokenizer:
         self.num_tokens += 1
         if token_id in self._hidden_ids:
             return ""
+        self._has_answer = True
         return self._take(self._stream.push(token_id))
 
     def extend(self, token_ids: Iterable[int]) -> str:
@@ -80,7 +88,8 @@ class Detokenizer:
         if self._finished or self.stop_reason is not None:
             return ""
         self._finished = True
-        return self._emit(self._held + self._stream.flush())
+        # What the prompt left unfinished is no answer.
+        return self._emit(self._held + (self._stream.flush() if self._has_answer else ""))
 
     def _take(self, settled: str) -> str:
         if not self._stops:
@@ -97,7 +106,7 @@ class Detokenizer:
         return self._emit(text[:safe])
 
     def _look(self, settled: str) -> tuple[int, str] | None:
-        """Return where in held + settled + tentative text the first new stop string starts, and it."""
+        """Return where in held + settled + tentative text the stop string starts that ends first, and it."""
         skip = self._forget_looked(settled)
         looked = self._num_looked
         fresh = self._stream.tentative(looked)
@@ -106,12 +115,13 @@ class Detokenizer:
         for stop in self._stops:
             ends = [offset + end for end in stop.settle(settled) if end > skip]
             ends += [offset + len(settled) + looked + end for end in stop.try_on(fresh, looked > 0)]
-            found += [(end - len(stop.text), stop.text) for end in ends]
+            found += [(end, stop.text) for end in ends]
         self._looked.append(fresh)
         self._num_looked += len(fresh)
-        if self.num_tokens < self._min_tokens:
+        if self.num_tokens <= self._min_tokens or not found:
             return None
-        return min(found, key=lambda match: (match[0], len(match[1])), default=None)
+        end, text = min(found, key=lambda match: match[0])  # of equal ones the first
+        return end - len(text), text
 
     def _forget_looked(self, settled: str) -> int:
         """Return how many settled characters were looked at while tentative, and start anew."""
@@ -185,6 +195,9 @@ class _Stream(Protocol):
     def has_tentative(self) -> bool:
         """Whether `tentative()` would return any text."""
 
+    def follow(self, earlier: Sequence[int]) -> None:
+        """Go on behind these ids, before the first push: their text is known, but for an unfinished character."""
+
     def push(self, token_id: int) -> str:
         """Take an id; return the text that no later id can change."""
 
@@ -221,6 +234,10 @@ class _ByteLevelStream:
         self._table = _byte_of_character()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
+    def follow(self, earlier: Sequence[int]) -> None:
+        pieces = (self._tokenizer.convert_id_to_token(token_id) or "" for token_id in reversed(earlier))
+        self._decoder.decode(_last_bytes(map(self._bytes, pieces)))
+
     def push(self, token_id: int) -> str:
         return self._decoder.decode(self._bytes(self._tokenizer.convert_id_to_token(token_id) or ""))
 
@@ -236,6 +253,23 @@ class _ByteLevelStream:
         if all(char in self._table for char in piece):
             return bytes(self._table[char] for char in piece)
         return piece.encode("utf-8")
+
+
+def _last_bytes(backwards: Iterable[bytes]) -> bytes:
+    """Return the end of a text whose parts come from its end: at least the bytes that tell what is unfinished there."""
+    end = b""
+    for part in backwards:
+        end = part + end
+        if len(end) >= 3:  # of a character of four bytes
+            break
+    return end
+
+
+def _unfinished(end: bytes) -> bytes:
+    """Return the bytes at the end of a text that begin a character and do not complete it."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder.decode(end)
+    return decoder.getstate()[0]
 
 
 def _strict_decoder() -> codecs.IncrementalDecoder:
@@ -256,6 +290,18 @@ class _ByteFallbackStream:
     @property
     def has_tentative(self) -> bool:
         return len(self._characters) > self._stripped()
+
+    def follow(self, earlier: Sequence[int]) -> None:
+        pieces = (self._tokenizer.convert_id_to_token(token_id) for token_id in reversed(earlier))
+        run = (byte_of_token(piece) for piece in pieces if piece is not None)
+        end = _last_bytes(bytes([byte]) for byte in takewhile(lambda byte: byte is not None, run) if byte is not None)
+        rest = _unfinished(end)
+        texts = filter(None, (self._tokenizer.convert_id_to_token(token_id) for token_id in earlier))
+        has_text = next(islice(texts, len(rest), None), None) is not None
+        self._strip = self._strip and not has_text
+        for byte in rest:
+            self._run.append(byte)
+            self._read(byte)
 
     def push(self, token_id: int) -> str:
         piece = self._tokenizer.convert_id_to_token(token_id)
@@ -313,6 +359,15 @@ class _WindowStream:
         self._tokenizer = tokenizer
         self._context: list[int] = []
         self._pending: list[int] = []
+
+    def follow(self, earlier: Sequence[int]) -> None:
+        known = [i for i in earlier[-self._CONTEXT - self._PATIENCE :] if self._tokenizer.convert_id_to_token(i)]
+        for split in range(len(known), max(len(known) - self._PATIENCE, 0), -1):
+            context = known[max(split - self._CONTEXT, 0) : split]
+            if not self._tokenizer.decode(context, skip_special_tokens=False).endswith("\ufffd"):
+                self._context, self._pending = context, known[split:]
+                return
+        self._context = known[-self._CONTEXT :]
 
     def push(self, token_id: int) -> str:
         if self._tokenizer.convert_id_to_token(token_id) is None:

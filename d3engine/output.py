@@ -156,7 +156,7 @@ class OutputProcessor:
             request_id=first.request_id,
             prompt=prompt,
             prompt_token_ids=first.prompt_token_ids,
-            answers=[_Answer(sequence, self._detokenizer(sequence.params)) for sequence in sequences],
+            answers=[_Answer(sequence, self._detokenizer(sequence)) for sequence in sequences],
             kind=kind,
             arrival_time=time.monotonic(),
         )
@@ -164,11 +164,13 @@ class OutputProcessor:
             request.prompt_logprobs = [None]
         self._requests[first.request_id] = request
 
-    def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
+    def _detokenizer(self, sequence: Sequence) -> Detokenizer | None:
+        params = sequence.params
         if self._tokenizer is None or not params.detokenize:
             return None
         return Detokenizer(
             self._tokenizer,
+            prompt_token_ids=sequence.prompt_token_ids,
             skip_special_tokens=params.skip_special_tokens,
             stop=params.stop_strings,
             include_stop_str_in_output=params.include_stop_str_in_output,

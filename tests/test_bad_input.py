@@ -438,7 +438,7 @@ def answer(make_engine: Callable[..., Engine], text: str, params: SamplingParams
 
 def test_eos_ends_an_answer_and_is_not_shown(make_engine: Callable[..., Engine]) -> None:
     output = answer(make_engine, "one and two", greedy(40))
-    assert (output.text, output.finish_reason, output.stop_reason) == ("one and two", "stop", None)
+    assert (output.text, output.finish_reason, output.stop_reason) == (" one and two", "stop", None)
     assert output.token_ids[-1] == EOS
     assert len(output.depths) == len(output.token_ids)
     assert set(output.depths) == {LAYERS}
@@ -449,7 +449,7 @@ def test_ignore_eos_goes_on_to_the_length(make_engine: Callable[..., Engine]) ->
     output = answer(make_engine, "one and two", greedy(length + 3, ignore_eos=True))
     assert output.finish_reason == "length"
     assert output.token_ids[length:] == [EOS] * 3
-    assert output.text == "one and two"
+    assert output.text == " one and two"
 
 
 def test_max_tokens_ends_an_answer_with_all_its_text(make_engine: Callable[..., Engine]) -> None:
@@ -458,7 +458,7 @@ def test_max_tokens_ends_an_answer_with_all_its_text(make_engine: Callable[..., 
     assert (output.token_ids, output.finish_reason) == (tokens[:4], "length")
     engine = make_engine()
     assert engine.tokenizer is not None
-    assert output.text == engine.tokenizer.decode(tokens[:4])
+    assert output.text == " " + engine.tokenizer.decode(tokens[:4])  # it stands behind a prompt
 
 
 @pytest.mark.parametrize("include", [False, True])
@@ -466,8 +466,8 @@ def test_max_tokens_ends_an_answer_with_all_its_text(make_engine: Callable[..., 
 def test_a_stop_string_ends_the_text_before_or_behind_it_and_never_leaks(
     make_engine: Callable[..., Engine], stop: Any, include: bool
 ) -> None:
-    text = "one and two and three"
-    output = answer(make_engine, text, greedy(40, stop=stop, include_stop_str_in_output=include))
+    text = " one and two and three"
+    output = answer(make_engine, text.lstrip(), greedy(40, stop=stop, include_stop_str_in_output=include))
     stops = [stop] if isinstance(stop, str) else stop
     end, found = min((text.index(s), s) for s in stops if s in text and text.index(s) >= 0)
     wanted = {found, *(s for s in stops if s in text)}
@@ -482,7 +482,7 @@ def test_a_stop_string_ends_the_text_before_or_behind_it_and_never_leaks(
 def test_a_stop_string_at_the_last_token_allowed_is_a_stop_and_no_length(make_engine: Callable[..., Engine]) -> None:
     tokens = ids(make_engine(), "one and two")
     output = answer(make_engine, "one and two", greedy(len(tokens), stop="two"))
-    assert (output.text, output.finish_reason, output.stop_reason) == ("one and ", "stop", "two")
+    assert (output.text, output.finish_reason, output.stop_reason) == (" one and ", "stop", "two")
 
 
 def test_a_stop_token_id_ends_an_answer_is_named_and_not_shown(make_engine: Callable[..., Engine]) -> None:
@@ -493,7 +493,7 @@ def test_a_stop_token_id_ends_an_answer_is_named_and_not_shown(make_engine: Call
     assert output.token_ids == tokens[: first + 1]
     engine = make_engine()
     assert engine.tokenizer is not None
-    assert output.text == engine.tokenizer.decode(tokens[:first])
+    assert output.text == " " + engine.tokenizer.decode(tokens[:first])
 
 
 @pytest.mark.parametrize("what", ["eos", "stop id", "stop string"])

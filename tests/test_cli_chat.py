@@ -67,7 +67,7 @@ def test_a_turn_sees_the_conversation_until_reset(model: Path, monkeypatch: pyte
         ["system", "user"],
     ]
     assert seen[1][1] == ("user", "one")
-    assert seen[1][2][1] == result.stdout.splitlines()[0]
+    assert seen[1][2][1] == result.stdout.splitlines()[0].lstrip(" ")
     assert seen[2][1] == ("user", "three")
 
 

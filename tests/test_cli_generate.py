@@ -325,7 +325,7 @@ def test_a_fault_of_an_answer_is_told(engine: Engine) -> None:
     from d3engine.cli.answers import _raise_fault
 
     answer = Answer("prompt-0", 0, engine.tokenizer, True)
-    answer.update(CompletionOutput(0, "", [], None, None, "abort", "ValueError: bad", []))
+    answer.update(CompletionOutput(0, "", [], None, None, "abort", "ValueError: bad", []), [])
     with pytest.raises(D3EngineError, match="bad"):
         _raise_fault(answer)
 

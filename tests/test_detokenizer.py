@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import tokenizers
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from d3engine.detokenizer import Detokenizer
 from d3engine.errors import InvalidValueError
-from d3engine.tokenizer import DecoderKind, Tokenizer, load_tokenizer
+from d3engine.tokenizer import DecoderKind, FastTokenizer, Tokenizer, load_tokenizer
 
 LLAMA2 = Path(__file__).resolve().parents[2] / "shared" / "data" / "llama2"
 CORPUS = [
@@ -142,6 +142,14 @@ def stream(detokenizer: Detokenizer, ids: Iterable[int]) -> str:
     return shown + detokenizer.finish()
 
 
+def complete_text(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
+    """Return the text of a prompt up to a character that it begins and does not complete."""
+    if tokenizer.kind is DecoderKind.BYTE_LEVEL:  # a token may complete one character and begin another
+        return tokenizer.decode(ids, skip_special_tokens=skip).rstrip("\ufffd")
+    texts = (tokenizer.decode(ids[:end], skip_special_tokens=skip) for end in range(len(ids), -1, -1))
+    return next(text for text in texts if not text.endswith("\ufffd"))
+
+
 def occurrences(text: str, stops: Iterable[str]) -> set[tuple[int, str]]:
     return {(i, stop) for stop in stops for i in range(len(text)) if text.startswith(stop, i)}
 
@@ -154,10 +162,10 @@ def expect(
     for length in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[:length], skip_special_tokens=skip)
         found = occurrences(text, stops) - passed
-        if length < min_tokens:
+        if length <= min_tokens:
             passed |= found
         elif found:
-            start, stop = min(found, key=lambda match: (match[0], len(match[1])))
+            start, stop = min(found, key=lambda match: (match[0] + len(match[1]), stops.index(match[1])))
             return text[:start], stop, length
     return tokenizer.decode(ids, skip_special_tokens=skip), None, len(ids)
 
@@ -315,16 +323,35 @@ class TestStopStrings:
         assert detokenizer.extend(ids) == "x"
         assert detokenizer.num_tokens == len(ids)
 
-    def test_a_stop_string_completed_before_min_tokens_is_ordinary_text(self, byte_level: Tokenizer) -> None:
+    def test_a_stop_string_completed_in_the_first_min_tokens_is_ordinary_text(self, byte_level: Tokenizer) -> None:
         letters = [byte_level.encode(letter)[0] for letter in "a.b.c"]
         detokenizer = Detokenizer(byte_level, stop=["."], min_tokens=3)
         assert detokenizer.extend(letters) == "a.b"
         assert detokenizer.num_tokens == 4
 
-    def test_a_stop_string_may_complete_at_token_min_tokens_itself(self, byte_level: Tokenizer) -> None:
+    def test_a_stop_string_counts_from_the_token_after_the_first_min_tokens(self, byte_level: Tokenizer) -> None:
         letters = [byte_level.encode(letter)[0] for letter in "ab."]
-        assert Detokenizer(byte_level, stop=["."], min_tokens=3).extend(letters) == "ab"
-        assert Detokenizer(byte_level, stop=["."], min_tokens=4).extend(letters) == "ab."
+        assert Detokenizer(byte_level, stop=["."], min_tokens=2).extend(letters) == "ab"
+        assert Detokenizer(byte_level, stop=["."], min_tokens=3).extend(letters) == "ab."
+
+    def test_a_stop_string_that_only_ends_after_the_first_min_tokens_counts(self, byte_level: Tokenizer) -> None:
+        letters = [byte_level.encode(letter)[0] for letter in "ab#Q:c"]
+        assert Detokenizer(byte_level, stop=["#Q:"], min_tokens=4).extend(letters) == "ab"
+
+    @pytest.mark.parametrize(
+        ("stops", "text", "reason"),
+        [
+            (["the cat", "he"], "t", "he"),  # it begins later, and is completed first
+            (["e", "he", "the"], "th", "e"),  # completed at the same place: the one listed first
+            (["the", "he", "e"], "", "the"),
+        ],
+    )
+    def test_of_several_stop_strings_of_one_token_the_one_completed_first_wins(
+        self, byte_level: Tokenizer, stops: list[str], text: str, reason: str
+    ) -> None:
+        (the,) = byte_level.encode("the")
+        detokenizer = Detokenizer(byte_level, stop=stops)
+        assert (detokenizer.append(the), detokenizer.stop_reason) == (text, reason)
 
     def test_held_text_is_flushed_when_no_stop_string_came(self, byte_level: Tokenizer) -> None:
         detokenizer = Detokenizer(byte_level, stop=["end!"])
@@ -335,3 +362,50 @@ class TestStopStrings:
     def test_an_empty_or_bare_stop_string_is_refused_by_name(self, byte_level: Tokenizer, stop: list[str]) -> None:
         with pytest.raises(InvalidValueError, match=r"stop must be "):
             Detokenizer(byte_level, stop=stop)
+
+
+class TestTextAfterAPrompt:
+    @MANY
+    @given(data=st.data(), skip=st.booleans())
+    def test_prompt_and_answer_together_read_as_the_whole(
+        self, tokenizer: Tokenizer, data: st.DataObject, skip: bool
+    ) -> None:
+        words = st.text("ab é日🙂 \n", max_size=8).map(tokenizer.encode)
+        ids = data.draw(st.lists(words, max_size=3).map(lambda parts: list(chain(*parts))))
+        cut = data.draw(st.integers(0, len(ids)))
+        assume(cut < len(ids))
+        answer = stream(Detokenizer(tokenizer, prompt_token_ids=ids[:cut], skip_special_tokens=skip), ids[cut:])
+        assert complete_text(tokenizer, ids[:cut], skip) + answer == tokenizer.decode(ids, skip_special_tokens=skip)
+
+    @MANY
+    @given(data=st.data())
+    def test_the_text_is_what_a_decode_stream_of_tokenizers_makes_of_it(
+        self, byte_level: Tokenizer, byte_fallback: Tokenizer, data: st.DataObject
+    ) -> None:
+        """vLLM reads answers by this stream, begun with the prompt's ids."""
+        tokenizer = data.draw(st.sampled_from([byte_level, byte_fallback]))
+        assert isinstance(tokenizer, FastTokenizer)
+        ids = tokenizer.encode(data.draw(st.text("ab é日🙂 \n", max_size=12)))
+        cut = data.draw(st.integers(0, len(ids)))
+        # Begun inside a character it says the text before once more, which prompt and answer together would not be.
+        assume(not tokenizer.decode(ids[:cut]).endswith("\ufffd"))
+        oracle = decoders.DecodeStream(ids=ids[:cut], skip_special_tokens=True)
+        expected = "".join(oracle.step(tokenizer._tokenizer, token_id) or "" for token_id in ids[cut:])
+        assert stream(Detokenizer(tokenizer, prompt_token_ids=ids[:cut]), ids[cut:]) == expected
+
+    def test_the_first_space_of_an_answer_is_kept(self, byte_fallback: Tokenizer) -> None:
+        begin, word = byte_fallback.encode("<s>")[0], byte_fallback.vocab_size - 3  # "▁a"
+        assert Detokenizer(byte_fallback, prompt_token_ids=[begin, word]).append(word) == " a"
+        assert Detokenizer(byte_fallback, prompt_token_ids=[begin]).append(word) == "a"
+        assert Detokenizer(byte_fallback, prompt_token_ids=[begin], skip_special_tokens=False).append(word) == " a"
+
+    def test_a_character_that_the_prompt_begins_is_completed(self, tokenizer: Tokenizer) -> None:
+        ids = tokenizer.encode("a🙂b", add_special_tokens=False)
+        for cut in range(1, len(ids)):
+            text = stream(Detokenizer(tokenizer, prompt_token_ids=ids[:cut]), ids[cut:])
+            assert complete_text(tokenizer, ids[:cut], skip=True) + text == tokenizer.decode(ids)
+            assert "\ufffd" not in text
+
+    def test_what_a_prompt_leaves_unfinished_is_no_answer_by_itself(self, byte_level: Tokenizer) -> None:
+        ids = byte_level.encode("🙂")[:-1]
+        assert Detokenizer(byte_level, prompt_token_ids=ids).finish() == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,3 +86,44 @@ def test_stop_strings_need_text() -> None:
     with pytest.raises(InvalidValueError, match="detokenize") as caught:
         SamplingParams(stop="a", detokenize=False)
     assert caught.value.field == "stop"
+
+
+def test_include_stop_str_in_output_shows_a_stop_token_too() -> None:
+    with Engine("demo", device="cpu", kv_cache_memory_bytes=2**24) as engine:
+        prompt, params = "Question: Tom has", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        whole = engine.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+        place = next(n for n in range(2, 12) if whole.token_ids[n] not in whole.token_ids[:n])
+        stopping = replace(params, stop_token_ids=[whole.token_ids[place]])
+        hidden, shown, by_text = (
+            engine.generate(prompt, each, use_tqdm=False)[0].outputs[0]
+            for each in (
+                stopping,
+                replace(stopping, include_stop_str_in_output=True),
+                replace(stopping, include_stop_str_in_output=True, stop=whole.text),
+            )
+        )
+        up_to = engine.generate(prompt, replace(params, max_tokens=place + 1), use_tqdm=False)[0].outputs[0]
+    assert hidden.token_ids == shown.token_ids == up_to.token_ids
+    assert (shown.text, shown.finish_reason, shown.stop_reason) == (up_to.text, "stop", whole.token_ids[place])
+    assert hidden.text == shown.text.removesuffix(shown.text[len(hidden.text) :])
+    assert len(hidden.text) < len(shown.text)
+    assert by_text.stop_reason == whole.token_ids[place]
+
+
+def test_an_end_of_sequence_is_special_and_stays_hidden_unless_special_tokens_are_shown() -> None:
+    with Engine("demo", device="cpu", kv_cache_memory_bytes=2**24) as engine:
+        assert engine.tokenizer is not None
+        eos = engine.tokenizer.eos_token_id
+        assert eos is not None
+        params = SamplingParams(temperature=0, allowed_token_ids=[eos], include_stop_str_in_output=True)
+        kinds = [params, replace(params, skip_special_tokens=False)]
+        texts = [output.outputs[0].text for output in engine.generate(["a", "a"], kinds, use_tqdm=False)]
+        assert texts == ["", engine.tokenizer.special_tokens["eos_token"]]
+
+
+def test_prompt_and_answer_are_the_whole_text() -> None:
+    with Engine("demo", device="cpu", kv_cache_memory_bytes=2**24) as engine:
+        assert engine.tokenizer is not None
+        output = engine.generate("Question: Tom has", SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)[0]
+        ids = output.prompt_token_ids + output.outputs[0].token_ids
+        assert "Question: Tom has" + output.outputs[0].text == engine.tokenizer.decode(ids)

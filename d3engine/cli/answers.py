@@ -37,7 +37,9 @@ class Answer:
         self.request_id = request_id
         self.index = index
         self.output: CompletionOutput | None = None
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens) if tokenizer else None
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._detokenizer: Detokenizer | None = None
         self._tokens: list[Token] = []
         self._closed = False
         self.is_new = True
@@ -50,11 +52,15 @@ class Answer:
         """Whether no token will follow."""
         return self.output is not None and self.output.finish_reason is not None
 
-    def update(self, output: CompletionOutput) -> None:
+    def update(self, output: CompletionOutput, prompt_token_ids: Sequence[int]) -> None:
         """Take in what the engine returned."""
         self.output = output
-        if self._detokenizer is None:
+        if self._tokenizer is None:
             return
+        if self._detokenizer is None:
+            self._detokenizer = Detokenizer(
+                self._tokenizer, prompt_token_ids=prompt_token_ids, skip_special_tokens=self._skip_special_tokens
+            )
         known = len(self._tokens)
         for token_id, depth in zip(output.token_ids[known:], output.depths[known:], strict=False):
             self._tokens.append(Token(token_id, self._detokenizer.append(token_id), depth))
@@ -167,7 +173,8 @@ def _step_until_done(engine: Engine, run: Run, show: Callable[[Answer], None], i
         for output in engine.step():
             run.prompt_tokens[output.request_id] = len(output.prompt_token_ids)
             for completion in output.outputs:
-                by_request[output.request_id, completion.index].update(completion)
+                answer = by_request[output.request_id, completion.index]
+                answer.update(completion, output.prompt_token_ids)
         while turn < len(run.answers) and run.answers[turn].output is not None:
             answer = run.answers[turn]
             show(answer)

@@ -174,7 +174,7 @@ class Conversation:
         self._writer.end_line()
         output = run.answers[0].output
         if output is not None:
-            self._messages = [*messages, {"role": "assistant", "content": output.text}]
+            self._messages = [*messages, {"role": "assistant", "content": output.text.lstrip(" ")}]
         if self._is_interactive:
             colours.legend(run.num_layers)
             self._say(f"[{run.summary()}]")
