@@ -18,7 +18,9 @@ demo: $(VENV)/.installed
 	$(BIN)/d3engine generate demo
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 2
+	@echo "All tests: about four minutes on two free cores, longer on busy ones; none is judged by its time. Where there is"
+	@echo "no GPU, Triton's kernels are interpreted. What is skipped is named with its reason at the end."
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -1,30 +1,71 @@
 """What all tests share: tiny models made once for all tests, prompts, and optional data from beside the checkout.
 
 Fixtures return functions where a test needs arguments; the functions themselves live in `tests/support`, which pytest
-puts on the import path.
+puts on the import path. What takes seconds to import is imported in the fixtures: the process that only hands out the
+tests to others needs none of it, and Triton's interpreter must be chosen before.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from batches import BLOCK, CONFIG, Request, moved, wide
-from tiny_models import TinyLlama, random_prompts, save_tiny_llama
 
-from d3engine import Engine, FullDepth
-from d3engine.model.config import ModelConfig
-from d3engine.model.weights import random_weights
-from d3engine.request import RequestOutput
+if TYPE_CHECKING:
+    from batches import Request
+    from tiny_models import TinyLlama
+
+    from d3engine import Engine
+    from d3engine.request import RequestOutput
+
+
+def pytest_collectstart() -> None:
+    """Before a test file is imported: where there is no GPU, Triton is to interpret its kernels in this process."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first, so that no worker is left with it at the end."""
+    items.sort(key=lambda item: not item.path.match("test_gpu_round.py") and not item.path.match("kernels/*.py"))
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> None:
+    """Triton's interpreter, if kernels run in it here, without half of its work.
+
+    For each call of each function it looks through all of Triton's language for what to replace in it, and puts it back
+    after a launch. Nothing in this process needs the language as it was, so once for each function is enough.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
+        return
+    from triton.runtime import interpreter as triton_interpreter
+
+    if not hasattr(triton_interpreter, "_LangPatchScope"):
+        return  # another version of Triton: it takes longer
+    replace = triton_interpreter._patch_lang
+
+    @cache
+    def replace_once(function: Any) -> Any:
+        replace(function)
+        return triton_interpreter._LangPatchScope()  # with nothing to put back
+
+    triton_interpreter._patch_lang = replace_once
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     """Tiny products are slower on many threads, and workers of pytest-xdist would fight for the cores."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -38,6 +79,8 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyLl
     Keywords are LlamaConfig's, and `seed` and `max_shard_size`; see `tiny_models.TINY` for what they change. Treat both
     as read-only: other tests use them too.
     """
+    from tiny_models import save_tiny_llama
+
     made: dict[str, TinyLlama] = {}
 
     def make(**config: Any) -> TinyLlama:
@@ -52,6 +95,8 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyLl
 @pytest.fixture(scope="session")
 def make_prompts() -> Callable[..., list[list[int]]]:
     """`make_prompts([3, 17], seed=0, vocab_size=300)`: a prompt of random token ids for each length."""
+    from tiny_models import random_prompts
+
     return random_prompts
 
 
@@ -67,6 +112,13 @@ def shared_data() -> Path:
 @pytest.fixture(scope="session")
 def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engine]:
     """`make_engine(**arguments)`: an engine on a tiny random model, on the CPU and with small blocks; see `batches`."""
+    import torch
+    from batches import BLOCK, CONFIG, moved, wide
+
+    from d3engine import Engine, FullDepth
+    from d3engine.model.config import ModelConfig
+    from d3engine.model.weights import random_weights
+
     directory = tmp_path_factory.mktemp("model")
     (directory / "config.json").write_text(json.dumps(CONFIG))
     config = ModelConfig.from_directory(directory)

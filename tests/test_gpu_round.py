@@ -1,15 +1,21 @@
-"""The rehearsal of the GPU round runs to its end on a CPU, and its file has every figure; no time is judged here."""
+"""The rehearsal of the GPU round runs to its end on a CPU, and its file has every figure; no time is judged here.
+
+Nor is any taken: the clock of these tests moves with the work, so that they pass on a machine of any speed and load.
+"""
 
 from __future__ import annotations
 
 import ast
 import json
+import multiprocessing
 import os
+import pickle
+import signal
 import subprocess
 import sys
-import time
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +26,8 @@ import torch
 from rich.console import Console
 
 from benchmarks import gpu_round
-from benchmarks.gpu import arrivals, end_to_end, kernels, models
+from benchmarks.gpu import arrivals, common, end_to_end, kernels, models, peers
+from benchmarks.gpu import tests as tests_of_the_round
 from benchmarks.gpu.cases import EPS, TINY, Case, Draw, cases, quantized_cases
 from benchmarks.gpu.common import Round, time_limit
 from benchmarks.gpu.plain_llama import PlainLlama, compiled
@@ -30,19 +37,54 @@ from d3engine.kernels import reference
 from d3engine.model.config import QUANTIZATION_SCHEMES
 
 ROOT = Path(__file__).parents[1]
-pytestmark = pytest.mark.timeout(900)
-HERE = Round(torch.device("cpu"), True, 1000.0)
+HERE = Round(torch.device("cpu"), True, 1e6)  # this clock starts now, so its end must be out of reach
+
+
+@dataclass
+class Clock:
+    """Stands while nothing is done: moves with each look, with each step of an engine, and where somebody sleeps."""
+
+    now: float = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 1e-3
+        return self.now
+
+    perf_counter = monotonic
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def set_clock(patch: pytest.MonkeyPatch) -> Clock:
+    """Whoever asks for the time in a round, or in the engine, asks the clock that is returned."""
+    clock = Clock()
+    step = models.Engine.step
+
+    def timed_step(engine: models.Engine) -> Any:
+        clock.now += 1e-2
+        return step(engine)
+
+    for module in ("arrivals", "common", "peers"):
+        patch.setattr(f"benchmarks.gpu.{module}.time", clock)
+    patch.setattr("benchmarks.gpu_round.time", clock)
+    patch.setattr("d3engine.output.time", clock)
+    patch.setattr(models.Engine, "step", timed_step)
+    return clock
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one rehearsal has written."""
+def file(tmp_path_factory: pytest.TempPathFactory, interpreter: None) -> Path:
+    """What one rehearsal has written: all parts in this process, whose interpreter of Triton is there already."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton compiles in this process: a rehearsal is for machines without a GPU, or without Triton")
     file = tmp_path_factory.mktemp("round") / "round.json"
-    command = [sys.executable, "-m", "benchmarks.gpu_round", "--smoke", f"--out={file}"]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=840)
-    assert done.returncode == 0, done.stdout + done.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        set_clock(patch)
+        patch.setattr(gpu_round, "run_apart", gpu_round.run_here)
+        patch.setattr(peers, "COMPILE_LIMIT_S", 1e6)
+        patch.setattr(tests_of_the_round, "TIMEOUT_S", 1e6)
+        assert gpu_round.main(["--smoke", "--budget=1e6", f"--out={file}"]) == 0
     return file
 
 
@@ -50,6 +92,17 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def report(file: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(file.read_text())
     return found
+
+
+def test_the_command_runs_a_part_in_a_process_of_its_own_and_writes_what_it_found(tmp_path: Path) -> None:
+    file = tmp_path / "round.json"
+    command = [sys.executable, "-m", "benchmarks.gpu_round", "--smoke", "--parts=device", f"--out={file}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*command, "--budget=1e6"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (part,) = json.loads(file.read_text())["parts"].values()
+    assert part["status"] == "done"
+    assert list(part["ceilings"]) == ["copy", "read", "matmul"]
 
 
 def test_every_part_ends(report: dict[str, Any]) -> None:
@@ -256,6 +309,7 @@ def test_every_strategy_meets_the_same_arrivals(report: dict[str, Any]) -> None:
 
 def test_arrivals_are_timed_from_their_planned_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrivals, "UNCOUNTED", 0.0)
+    set_clock(monkeypatch)
     traffic = arrivals.Traffic((4, 6), (3, 5), slots=2)
     with models.random_model("llama2-7b", HERE) as model:
         engine = models.new_engine(model, HERE, max_num_seqs=2, max_model_len=32, kv_tokens=64)
@@ -320,12 +374,20 @@ def test_a_part_that_fails_leaves_its_traceback_and_the_next_one_runs(monkeypatc
 
 
 def test_parts_share_the_time_and_leave_on_what_they_do_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        gpu_round, "PARTS", {name: gpu_round.Part(works, share) for name, share in (("a", 1), ("b", 3))}
-    )
-    found = run(["a", "b"], Round(torch.device("cpu"), True, 400.0))
-    assert found["a"]["left"] == pytest.approx(100, abs=5)
-    assert found["b"]["left"] == pytest.approx(400, abs=5)
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    now = [7.0]
+
+    def takes_20_s(found: dict[str, Any], current: Round) -> None:
+        works(found, current)
+        now[0] += 20
+
+    for module in (gpu_round, common):
+        monkeypatch.setattr(module, "time", clock)
+    parts = {name: gpu_round.Part(takes_20_s, share) for name, share in (("a", 1), ("b", 3), ("c", 1))}
+    monkeypatch.setattr(gpu_round, "PARTS", parts)
+    found = run(["a", "b", "c"], Round(torch.device("cpu"), True, 400.0, started=7.0))
+    assert [part["left"] for part in found.values()] == [80, 380 * 3 / 4, 360]
+    assert [part["part_seconds"] for part in found.values()] == [20] * 3
 
 
 @pytest.mark.parametrize(("works_in", "tried"), [("eager", ["graphs"]), ("reference", ["graphs", "eager"])])
@@ -354,12 +416,42 @@ def test_figures_are_kept_although_the_part_fails_after_them(monkeypatch: pytest
     assert (found["status"], found["models"][0]["mode"]) == ("failed", "graphs")
 
 
-def test_a_part_whose_process_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_round, "LEAST_S", 0.01)
-    monkeypatch.setattr(gpu_round, "GRACE_S", 0.0)
-    found = gpu_round.run_apart("arrivals", Round(torch.device("cpu"), True, 0.0))
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """`apart(function)`: what `run_apart` hands back of a part whose process runs `function(name, round)`.
+
+    The process is forked, so that it need not import everything anew, and knows `function`.
+    """
+
+    def call(function: Callable[[str, Round], object], limit: float = 1e6) -> dict[str, Any]:
+        monkeypatch.setattr(gpu_round, "get_context", lambda _: multiprocessing.get_context("fork"))
+        monkeypatch.setattr(gpu_round, "_run_and_leave", function)
+        monkeypatch.setattr(gpu_round, "LEAST_S", limit)
+        monkeypatch.setattr(gpu_round, "GRACE_S", 0.0)
+        return gpu_round.run_apart("arrivals", Round(torch.device("cpu"), True, 0.0))
+
+    return call
+
+
+def test_a_part_whose_process_hangs_is_ended(apart: Callable[..., dict[str, Any]]) -> None:
+    found = apart(lambda name, current: signal.pause(), limit=0.01)
     assert found["status"] == "failed"
-    assert "was stopped" in found["traceback"]
+    assert "was stopped after 0 s" in found["traceback"]
+
+
+def test_what_a_part_had_found_is_kept_although_its_process_dies(apart: Callable[..., dict[str, Any]]) -> None:
+    def dies(name: str, current: Round) -> None:
+        current.keep({"so_far": 1})
+        os._exit(3)
+
+    found = apart(dies)
+    assert (found["status"], found["so_far"]) == ("failed", 1)
+    assert "died with exit code 3" in found["traceback"]
+
+
+def test_a_part_can_be_sent_to_a_process_that_is_not_forked() -> None:
+    function, current = pickle.loads(pickle.dumps((gpu_round._run_and_leave, HERE)))
+    assert (function, current) == (gpu_round._run_and_leave, HERE)
 
 
 def test_a_spent_budget_skips_parts() -> None:
@@ -367,11 +459,18 @@ def test_a_spent_budget_skips_parts() -> None:
 
 
 def test_a_call_beyond_its_limit_raises() -> None:
-    with pytest.raises(TimeoutError, match="longer than 0 s"), time_limit(0.05):
-        time.sleep(5)
-    with time_limit(0.05):
+    def call() -> None:
+        seconds, _ = signal.getitimer(signal.ITIMER_REAL)
+        assert 0 < seconds <= 1000
+        os.kill(os.getpid(), signal.SIGALRM)  # as when they are over
+
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(TimeoutError, match="longer than 1000 s"), time_limit(1000):
+        call()
+    with time_limit(1000):
         pass
-    time.sleep(0.1)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    assert signal.getsignal(signal.SIGALRM) == before
 
 
 def test_files_of_several_calls_are_joined(file: Path, report: dict[str, Any], tmp_path: Path) -> None:

@@ -679,7 +679,6 @@ def schedules(draw: st.DrawFn, num_layers: int) -> Schedule:
 
 
 TestAnyOrderOfEventsLeavesEveryEntryWhereItsReaderLooks = SchedulerMachine.TestCase
-TestAnyOrderOfEventsLeavesEveryEntryWhereItsReaderLooks.pytestmark = [pytest.mark.timeout(900)]  # shrinking is slow
 TestAnyOrderOfEventsLeavesEveryEntryWhereItsReaderLooks.settings = settings(
     max_examples=200,
     stateful_step_count=40,

@@ -36,7 +36,7 @@ class Round:
     device: torch.device
     smoke: bool
     budget: float  # seconds
-    started: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=lambda: time.monotonic())
     mode: str = MODES[0]  # how the engines of this part are run
     file: Path | None = None  # where a part keeps what it has found so far
     ceilings: dict[str, float] = field(default_factory=dict)  # bytes or operations a second, as measured here

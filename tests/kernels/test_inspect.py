@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -34,31 +35,13 @@ USAGE = Usage(
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-def run_python(*arguments: str) -> str:
-    """What a process without the interpreter's flag prints: this one may have loaded Triton with it."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-@needs_triton
-def test_kernels_of_a_tiny_model_compile_without_spills() -> None:
-    options = ["--shapes", "tiny", "--weights", "bf16,int4", "--operations", "rms_norm,linear_residual", "--json"]
-    usages = json.loads(run_python("-m", "d3engine.kernels.inspect", *options))
-    kinds = {(usage["operation"], usage["weights"]) for usage in usages}
-    assert kinds == {("rms_norm", ""), ("linear_residual", "bf16"), ("linear_residual", "int4")}
-    assert all(usage["registers"] > 0 and not usage["spills"] and usage["fits"] for usage in usages)
-    down = {usage["weights"]: usage for usage in usages if usage["label"] == "down rows=16"}
-    assert down["bf16"]["widest_load"] == 16
-    assert down["bf16"]["wide_loads"] > 0.8
-    assert all(u["wide_loads"] > 0.8 for u in usages if u["label"] == "down rows=1" and u["weights"] == "bf16")
-
-
-PROGRAMMATIC = """
+COMPILING = """
 import torch
-from d3engine.kernels.inspect import compile_launch
+from d3engine.kernels.inspect import compile_launch, main
 from d3engine.kernels.triton import launches
+
+assert main(["--shapes=tiny", "--weights=bf16,int4", "--operations=rms_norm,linear_residual", "--json"]) == 0
+print("\\nPDL")
 
 for switch, arch in ((True, 90), (True, 80), (False, 90)):
     launches.PROGRAMMATIC = switch
@@ -71,10 +54,36 @@ for switch, arch in ((True, 90), (True, 80), (False, 90)):
 """
 
 
+@pytest.fixture(scope="module")
+def compiled() -> tuple[list[dict[str, Any]], list[str]]:
+    """What a process without the interpreter's flag prints of both: this one may have loaded Triton with it."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILING]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    usages, waits = result.stdout.split("\nPDL\n")
+    return json.loads(usages), waits.split("\n")[:-1]
+
+
 @needs_triton
-def test_with_the_switch_on_kernels_wait_for_the_one_before_after_their_first_weights() -> None:
-    lines = run_python("-c", PROGRAMMATIC).split("\n")[:-1]
-    assert lines == [
+def test_kernels_of_a_tiny_model_compile_without_spills(
+    compiled: tuple[list[dict[str, Any]], list[str]],
+) -> None:
+    usages = compiled[0]
+    kinds = {(usage["operation"], usage["weights"]) for usage in usages}
+    assert kinds == {("rms_norm", ""), ("linear_residual", "bf16"), ("linear_residual", "int4")}
+    assert all(usage["registers"] > 0 and not usage["spills"] and usage["fits"] for usage in usages)
+    down = {usage["weights"]: usage for usage in usages if usage["label"] == "down rows=16"}
+    assert down["bf16"]["widest_load"] == 16
+    assert down["bf16"]["wide_loads"] > 0.8
+    assert all(u["wide_loads"] > 0.8 for u in usages if u["label"] == "down rows=1" and u["weights"] == "bf16")
+
+
+@needs_triton
+def test_with_the_switch_on_kernels_wait_for_the_one_before_after_their_first_weights(
+    compiled: tuple[list[dict[str, Any]], list[str]],
+) -> None:
+    assert compiled[1] == [
         "rms_norm True 90 True True False",
         "linear_residual True 90 True True True",
         "rms_norm True 80 False False False",

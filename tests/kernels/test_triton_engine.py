@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,8 +30,14 @@ REQUESTS = [
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles as for a device of two processors: the same paths, less waiting."""
+    """Tiles as for a device of two processors, and wide ones for a single row: the same paths, less waiting."""
+    narrow = products._single_row_tile
+
+    def wide(*arguments: Any) -> products.Tile:
+        return replace(narrow(*arguments), outputs=64)
+
     monkeypatch.setattr(products, "MIN_PROGRAMS", 2)
+    monkeypatch.setattr(products, "_single_row_tile", wide)
 
 
 @pytest.fixture

@@ -160,7 +160,7 @@ def test_of_equal_candidates_the_lowest_token_wins_also_when_tiles_are_more_than
 def test_tokens_are_those_of_the_reference(
     vocab: int, cut: bool, penalised: bool, device: torch.device, generator: torch.Generator
 ) -> None:
-    count = 12 if vocab < 1000 else 6
+    count = 12 if vocab < 100 else 6
     logits = (torch.randn(count, vocab + 3, generator=generator) * 3).to(device)[:, :vocab]
     rows, steps = rows_like([0.0, 0.4, 1.0, 3.0, 1e-3, 1.0] * (count // 6), device)
     if cut:
@@ -174,10 +174,9 @@ def test_tokens_are_those_of_the_reference(
     greedy = rows.temperature == 0
     assert torch.equal(scores[greedy], expected[1][greedy])  # penalties are the same floats
     assert torch.equal(logits, before)
-    for row in (1, 3):  # and alone, without neighbours, in another place
-        alone = kernels.sample(logits[row : row + 1], one_row(rows, row), steps[row : row + 1])
-        assert torch.equal(alone[0], tokens[row : row + 1])
-        assert torch.equal(alone[1], scores[row : row + 1])
+    alone = kernels.sample(logits[3:4], one_row(rows, 3), steps[3:4])  # without neighbours, in another place
+    assert torch.equal(alone[0], tokens[3:4])
+    assert torch.equal(alone[1], scores[3:4])
 
 
 def kept_by_kernels(scores: Tensor, wanted: Cuts) -> Tensor:
@@ -199,7 +198,7 @@ def kept_by_kernels(scores: Tensor, wanted: Cuts) -> Tensor:
 def test_cuts_keep_the_tokens_that_sorting_keeps(
     kind: str, vocab: int, device: torch.device, generator: torch.Generator
 ) -> None:
-    count = 12 if vocab < 1000 else 6
+    count = 12 if vocab < 100 else 6
     scores = torch.randn(count, vocab, generator=generator) * 3
     if kind == "ties":
         scores = scores.round()
@@ -319,7 +318,7 @@ def test_a_transposed_operand_is_refused_by_name(device: torch.device) -> None:
 
 
 def head(
-    rows: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator, vocab: int = 141
+    rows: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator, vocab: int = 77
 ) -> tuple[Tensor, Tensor, float, Tensor]:
     """Hidden rows, norm weight, epsilon and matrix."""
     hidden = torch.randn(rows, 123, generator=generator).to(device, dtype)

@@ -46,6 +46,17 @@ def greedy(model: LlamaForCausalLM, prompt: list[int], num_tokens: int) -> Answe
 
 
 @torch.inference_mode()
+def greedy_after(model: LlamaForCausalLM, prompt: list[int], token_ids: list[int]) -> Answer:
+    """What transformers would take in place of each token, after the prompt and the tokens before it.
+
+    All in one pass. If each is the token that stands there, the tokens are transformers' own greedy answer.
+    """
+    _forget_lengths(model)
+    logits = model(torch.tensor([prompt + token_ids[:-1]])).logits[0, len(prompt) - 1 :]
+    return Answer.of_logits(logits.float())
+
+
+@torch.inference_mode()
 def prompt_logprobs(model: LlamaForCausalLM, prompt: list[int]) -> Tensor:
     """Float32 [tokens, V]: transformers' log-probabilities of what follows each token of the prompt."""
     _forget_lengths(model)
