@@ -13,8 +13,8 @@ from typing import Any
 from d3engine.chat_messages import MessageForm, check_messages, plain
 from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, require
 from d3engine.files import CONFIG_BYTES, UnreadableFileError, is_there, read_text
+from d3engine.special_tokens import named_special_tokens, read_tokenizer_config
 from d3engine.template_process import LimitError, RenderLimits, TemplateProcessError, ask
-from d3engine.tokenizer import named_special_tokens, read_tokenizer_config
 
 __all__ = ["ChatTemplate", "ChatTemplateError", "RenderLimits", "TemplateProcessError", "load_chat_template"]
 

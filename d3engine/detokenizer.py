@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice, takewhile
 from typing import Protocol
 
+from d3engine.byte_level import byte_of_character
 from d3engine.errors import require
 from d3engine.tokenizer import SPACE_MARK, DecoderKind, Tokenizer, byte_of_token, text_of_byte_run
 
@@ -216,14 +217,6 @@ def _open_stream(tokenizer: Tokenizer) -> _Stream:
     return _WindowStream(tokenizer)
 
 
-def _byte_of_character() -> dict[str, int]:
-    """Return GPT-2's table: printable Latin-1 characters are themselves, other bytes follow from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    return table | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
 class _ByteLevelStream:
     """Bytes of each piece through an incremental UTF-8 decoder, which holds back incomplete characters."""
 
@@ -231,7 +224,7 @@ class _ByteLevelStream:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._table = _byte_of_character()
+        self._table = byte_of_character()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def follow(self, earlier: Sequence[int]) -> None:

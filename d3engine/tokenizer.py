@@ -22,12 +22,12 @@ import tokenizers
 
 from d3engine.errors import ModelFormatError, require
 from d3engine.files import DATA_BYTES, UnreadableFileError, is_there, read_bytes, read_text
-from d3engine.model.fields import read_json_object
+from d3engine.special_tokens import added_tokens, named_special_tokens, read_tokenizer_config, special_tokens
+from d3engine.tiktoken_file import is_tiktoken, read_tiktoken
 from d3engine.tokenizer_faults import guarded
 
 SPACE_MARK = "\u2581"  # what sentencepiece writes for a space
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 # A second normalizer_spec (field 3) holding add_dummy_prefix = false (field 3). Protocol buffers merge a
 # message field that occurs twice, so these four bytes behind a model are the same model without the space
 # before the text.
@@ -85,7 +85,7 @@ class Tokenizer(ABC):
 
 
 def load_tokenizer(directory: Path | str) -> Tokenizer:
-    """Return the tokenizer of a model directory: `tokenizer.json` if there, else `tokenizer.model`.
+    """Return the tokenizer of a model directory: `tokenizer.json` if there, else `tokenizer.model`, of either kind.
 
     Raises `ModelFormatError` naming the file, when neither is there, one is broken, or
     `tokenizer_config.json` asks for something that is not supported.
@@ -93,54 +93,31 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     directory = Path(directory)
     config = read_tokenizer_config(directory)
     if is_there(directory / "tokenizer.json"):
-        return FastTokenizer(directory / "tokenizer.json", config)
+        path = directory / "tokenizer.json"
+        backend, decoder = _read_tokenizer_json(path)
+        return FastTokenizer(path, backend, decoder, config)
     if is_there(directory / "tokenizer.model"):
-        return SentencePieceTokenizer(directory / "tokenizer.model", config)
+        path = directory / "tokenizer.model"
+        try:
+            content = read_bytes(path, DATA_BYTES)
+        except UnreadableFileError as error:
+            raise ModelFormatError(str(error)) from None
+        if not is_tiktoken(content):
+            return SentencePieceTokenizer(path, content, config)
+        backend, names = read_tiktoken(path, content, config)
+        return FastTokenizer(path, backend, {"type": "ByteLevel"}, {**config, **names})
     raise ModelFormatError(f"{directory}: has neither tokenizer.json nor tokenizer.model")
 
 
-def read_tokenizer_config(directory: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json over special_tokens_map.json; missing files count as empty.
-
-    Raises `ModelFormatError` when one is no JSON object.
-    """
-    config: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if is_there(directory / name):
-            config.update(read_json_object(directory / name))
-    return config
-
-
-def named_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return `{"bos_token": "<s>", ...}` for the tokens a config names (a string or an AddedToken)."""
-    named = {}
-    for field in _NAMED_TOKENS:
-        value = config.get(field)
-        content = value.get("content") if isinstance(value, dict) else value
-        if content is None:
-            continue
-        if not isinstance(content, str):
-            raise ModelFormatError(f"tokenizer_config.json: {field} must be a string, not {content!r}")
-        named[field] = content
-    return named
-
-
 class FastTokenizer(Tokenizer):
-    """A `tokenizer.json`, run by the `tokenizers` package.
+    """A `tokenizer.json`, or what was read into the same form, run by the `tokenizers` package.
 
     Its post-processor alone decides on BOS and EOS, as in transformers 5: `add_bos_token` and `add_eos_token`
     of tokenizer_config.json are for tokenizer.model, which has none.
     """
 
-    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
-        try:
-            source = read_text(path, DATA_BYTES)
-            self._tokenizer = guarded(tokenizers.Tokenizer.from_str, source)
-            pipeline = json.loads(source)
-        except UnreadableFileError as error:
-            raise ModelFormatError(str(error)) from None
-        except Exception as error:
-            raise ModelFormatError(f"{path}: is no valid tokenizer.json: {error}") from error
+    def __init__(self, path: Path, backend: tokenizers.Tokenizer, decoder: object, config: Mapping[str, Any]) -> None:
+        self._tokenizer = backend
         # The file may carry the padding and truncation of a training run; a prompt must be neither padded nor
         # cut.
         self._tokenizer.no_padding()
@@ -148,11 +125,12 @@ class FastTokenizer(Tokenizer):
         self.special_tokens = named_special_tokens(config)
         self.bos_token_id = self._named_id(path, "bos_token")
         self.eos_token_id = self._named_id(path, "eos_token")
+        _add_special_tokens(backend, config)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.kind, self.strips_first_space = _classify_decoder(pipeline.get("decoder"))
-        self._has_byte_fallback = "ByteFallback" in json.dumps(pipeline.get("decoder"))
+        self.kind, self.strips_first_space = _classify_decoder(decoder)
+        self._has_byte_fallback = "ByteFallback" in json.dumps(decoder)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         require(_is_unicode(text), "prompt", text, "text without lone surrogates")
@@ -193,11 +171,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     kind = DecoderKind.BYTE_FALLBACK
 
-    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
-        try:
-            model = read_bytes(path, DATA_BYTES)
-        except UnreadableFileError as error:
-            raise ModelFormatError(str(error)) from None
+    def __init__(self, path: Path, model: bytes, config: Mapping[str, Any]) -> None:
         self._prefixing = _load_sentencepiece(path, model)
         self._plain = _load_sentencepiece(path, model + _NO_DUMMY_PREFIX)
         if config.get("add_prefix_space") is False:
@@ -286,6 +260,34 @@ def join_byte_fallback_pieces(pieces: Iterable[str]) -> str:
     return "".join(parts)
 
 
+def _read_tokenizer_json(path: Path) -> tuple[tokenizers.Tokenizer, object]:
+    """Return the pipeline of a tokenizer.json, and its decoder section. Raises `ModelFormatError`."""
+    try:
+        source = read_text(path, DATA_BYTES)
+        pipeline = json.loads(source)
+        torn = [
+            token for token in pipeline.get("added_tokens") or () if token.get("special") and token.get("normalized")
+        ]
+        for token in torn:
+            # Llama 2's first tokenizer.json has it so: its normalizer puts a space mark before each of them too, and
+            # then none is found behind another one ("</s><s>").
+            token["normalized"] = False
+        backend = guarded(tokenizers.Tokenizer.from_str, json.dumps(pipeline) if torn else source)
+    except UnreadableFileError as error:
+        raise ModelFormatError(str(error)) from None
+    except Exception as error:
+        raise ModelFormatError(f"{path}: is no valid tokenizer.json: {error}") from error
+    return backend, pipeline.get("decoder")
+
+
+def _add_special_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Make every special token that the config names one that is never split, as transformers does."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for content, flags in special_tokens(config).items():
+        if content not in known:
+            backend.add_tokens([tokenizers.AddedToken(content, special=True, normalized=False, **flags)])
+
+
 def _classify_decoder(decoder: Any) -> tuple[DecoderKind, bool]:
     """Return the kind of a tokenizer.json's decoder section, and whether it strips one space at the start."""
     if not isinstance(decoder, dict):
@@ -313,25 +315,26 @@ def _load_sentencepiece(path: Path, model: bytes) -> Any:
 
 
 def _added_tokens(path: Path, config: Mapping[str, Any], pieces: Mapping[int, str]) -> dict[int, dict[str, Any]]:
-    """Return `added_tokens_decoder` by id, checked against the model's own pieces."""
-    entries = config.get("added_tokens_decoder") or {}
-    where = f"{path.parent / 'tokenizer_config.json'}: added_tokens_decoder"
-    added = {}
-    if not isinstance(entries, dict):
-        raise ModelFormatError(f"{where}: must be an object")
-    for key, token in entries.items():
-        content = token.get("content") if isinstance(token, dict) else None
-        if not (isinstance(content, str) and content and str(key).isdecimal()):
-            raise ModelFormatError(f"{where}: must map ids to objects with a non-empty content")
+    """Return the tokens beside the model's own by id, those that are named only included; none contradicts the model.
+
+    One that is named and has no id gets the next one, as in transformers; BOS and EOS must have one.
+    """
+    added = added_tokens(path.parent, config)
+    ids = {piece: i for i, piece in pieces.items()} | {token["content"]: i for i, token in added.items()}
+    ends = [config.get(field) for field in ("bos_token", "eos_token")]
+    for content, flags in special_tokens(config).items():
+        is_end = any(content == (end.get("content") if isinstance(end, dict) else end) for end in ends)
+        if content not in ids and not is_end:
+            ids[content] = max(ids.values()) + 1
+        if content in ids:
+            added.setdefault(ids[content], {"content": content, **flags})
+    for token_id, token in added.items():
+        where = f"{path.parent / 'tokenizer_config.json'}: added token {token_id}"
         for flag in ("lstrip", "rstrip", "single_word"):
             if token.get(flag):
-                raise ModelFormatError(f"{where}[{key}]: {flag} is not supported with tokenizer.model")
-        if pieces.get(int(key), content) != content:
-            raise ModelFormatError(f"{where}[{key}] is {content!r}, tokenizer.model has {pieces[int(key)]!r}")
-        added[int(key)] = token
-    extra = path.parent / "added_tokens.json"
-    if is_there(extra) and not added:
-        raise ModelFormatError(f"{extra}: is not supported; name its tokens in {where}")
+                raise ModelFormatError(f"{where}: {flag} is not supported with tokenizer.model")
+        if pieces.get(token_id, token["content"]) != token["content"]:
+            raise ModelFormatError(f"{where} is {token['content']!r}, tokenizer.model has {pieces[token_id]!r}")
     return added
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import struct
 import subprocess
@@ -15,12 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from d3engine.errors import InvalidValueError, ModelFormatError
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import load_weights, to_adjacent_pairs
+from d3engine.tokenizer import load_tokenizer
 from d3engine.weights_tools.cli import app
 from d3engine.weights_tools.convert import convert_bin, convert_llama2c
 from d3engine.weights_tools.convert_meta import convert_meta
@@ -181,7 +183,7 @@ def test_a_tokenizer_must_be_readable_and_fit_the_embedding(tmp_path: Path) -> N
     large.write_text(json.dumps(small))
     for tokenizer, message in (
         (large, r"must be one with at most the model's 40 tokens \(it has 41\); got .*large.json'"),
-        (source, "must be a tokenizer.json or a sentencepiece .model file; got .*model.bin'"),
+        (source, "must be a tokenizer.json or a .model file; got .*model.bin'"),
         (tmp_path / "absent.json", "must be a tokenizer.json or .*; got .*absent.json'"),
     ):
         with pytest.raises(InvalidValueError, match=message):
@@ -422,6 +424,23 @@ def test_metas_llama_3_has_a_context_of_8192(tmp_path: Path) -> None:
     save_meta(tmp_path / "meta", make_model(rope_parameters=rope), rope_theta=500_000.0)
     convert_meta(tmp_path / "meta", tmp_path / "out", show_progress=False)
     assert ModelConfig.from_directory(tmp_path / "out").max_position_embeddings == 8192
+
+
+def test_metas_tokenizer_of_llama_3_becomes_a_tokenizer_json_that_transformers_reads(tmp_path: Path) -> None:
+    ranks = b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256)) + b"aGE= 256\n"
+    source = tmp_path / "meta"
+    save_meta(source, make_model(vocab_size=513))
+    (source / "tokenizer.model").write_bytes(ranks)
+    notes = convert_meta(source, tmp_path / "out", max_position_embeddings=64, show_progress=False)
+    assert notes == []
+    assert not (tmp_path / "out" / "tokenizer.model").exists()
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "tokenizer.model").write_bytes(ranks)
+    original, ours = load_tokenizer(tmp_path / "plain"), load_tokenizer(tmp_path / "out")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in ("haha<|eot_id|>é", ""):
+        assert original.encode(text) == ours.encode(text) == theirs.encode(text)
+    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id) == (257, 258)
 
 
 def test_a_tokenizer_of_another_kind_is_left_out_with_a_note(tmp_path: Path) -> None:

@@ -40,7 +40,10 @@ def llama2c_command(
     source: Source,
     destination: Destination,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="A tokenizer.json or sentencepiece .model to put beside the weights.")
+        Path | None,
+        typer.Option(
+            help="A tokenizer.json or a .model file (sentencepiece or Meta's of Llama 3) to put beside the weights."
+        ),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:

@@ -47,7 +47,7 @@ def convert_llama2c(
 ) -> None:
     """Convert a llama2.c file (version 0: seven int32, then float32 tensors) to a model directory.
 
-    `tokenizer` is a tokenizer.json or a sentencepiece .model to put beside the weights. Raises
+    `tokenizer` is a tokenizer.json or a .model file to put beside the weights. Raises
     `ModelFormatError` for a file that is not such a checkpoint or has not exactly the size its header asks
     for, and `InvalidValueError` for a destination in use or a tokenizer that does not fit.
     """

@@ -90,7 +90,7 @@ def convert_meta(
         if is_there(source / "tokenizer.model"):
             try:
                 add_tokenizer(source / "tokenizer.model", folder, config.vocab_size)
-            except InvalidValueError as error:  # Llama 3's tokenizer.model is not sentencepiece
+            except InvalidValueError as error:
                 notes.append(f"left out: {error}; put the model's tokenizer.json into {destination}")
         else:
             notes.append(f"{source} has no tokenizer.model; put a tokenizer into {destination}")

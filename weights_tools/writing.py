@@ -27,6 +27,7 @@ from d3engine.files import DATA_BYTES, is_there, read_bytes
 from d3engine.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, TensorEntry
 from d3engine.model.config import CONFIG_FILE, GENERATION_CONFIG_FILE, ModelConfig
 from d3engine.model.expected_tensors import check_tensors, expected_tensors
+from d3engine.tiktoken_file import is_tiktoken, read_tiktoken
 from d3engine.tokenizer_faults import guarded
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -40,6 +41,14 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
 }
 
+_SENTENCEPIECE_CONFIG = {
+    "tokenizer_class": "LlamaTokenizer",
+    "add_bos_token": True,
+    "add_eos_token": False,
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+}
 # What a model directory may hold beside its weights.
 _COMPANIONS = (
     CONFIG_FILE,
@@ -184,39 +193,43 @@ def hf_config(
 
 
 def add_tokenizer(tokenizer: Path, folder: Path, vocab_size: int) -> None:
-    """Copy a tokenizer.json or sentencepiece model into `folder` if its ids fit the model's embedding."""
-    content = _tokenizer_bytes(tokenizer)
-    size = _tokenizer_size(tokenizer, content)
+    """Put a tokenizer.json, a sentencepiece model or Meta's file of Llama 3 into `folder`, if its ids fit the model.
+
+    Meta's file becomes a tokenizer.json, which others read too.
+    """
+    content, name, config = _tokenizer_bytes(tokenizer), f"tokenizer{tokenizer.suffix}", _SENTENCEPIECE_CONFIG
+    if is_tiktoken(content):
+        content, names = _json_of_ranks(tokenizer, content)
+        name, config = "tokenizer.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    size = _tokenizer_size(tokenizer, name, content)
     if size > vocab_size:
         allowed = f"one with at most the model's {vocab_size} tokens (it has {size})"
         raise InvalidValueError("tokenizer", str(tokenizer), allowed)
-    (folder / f"tokenizer{tokenizer.suffix}").write_bytes(content)
+    (folder / name).write_bytes(content)
     if tokenizer.suffix == ".model":
-        write_json(
-            folder / "tokenizer_config.json",
-            {
-                "tokenizer_class": "LlamaTokenizer",
-                "add_bos_token": True,
-                "add_eos_token": False,
-                "bos_token": "<s>",
-                "eos_token": "</s>",
-                "unk_token": "<unk>",
-            },
-        )
+        write_json(folder / "tokenizer_config.json", config)
 
 
 def _tokenizer_bytes(tokenizer: Path) -> bytes:
     if not tokenizer.is_file() or tokenizer.suffix not in (".model", ".json"):
-        raise InvalidValueError("tokenizer", str(tokenizer), "a tokenizer.json or a sentencepiece .model file")
+        raise InvalidValueError("tokenizer", str(tokenizer), "a tokenizer.json or a .model file")
     return read_bytes(tokenizer, DATA_BYTES)
 
 
-def _tokenizer_size(tokenizer: Path, content: bytes) -> int:
+def _json_of_ranks(tokenizer: Path, content: bytes) -> tuple[bytes, dict[str, str]]:
+    try:
+        backend, names = read_tiktoken(tokenizer, content, {})
+    except ModelFormatError as error:
+        raise InvalidValueError("tokenizer", str(tokenizer), f"a readable .model file ({error})") from None
+    return backend.to_str().encode(), names
+
+
+def _tokenizer_size(tokenizer: Path, name: str, content: bytes) -> int:
     """The number of tokens in a tokenizer file; `InvalidValueError` if the engine cannot read it."""
     try:
-        return _sentencepiece_size(content) if tokenizer.suffix == ".model" else _tokenizer_json_size(content)
+        return _sentencepiece_size(content) if name.endswith(".model") else _tokenizer_json_size(content)
     except Exception as error:  # both libraries raise bare Exception and RuntimeError for a bad file
-        allowed = f"a readable tokenizer.json or sentencepiece .model file ({first_line(error)})"
+        allowed = f"a readable tokenizer.json or .model file ({first_line(error)})"
         raise InvalidValueError("tokenizer", str(tokenizer), allowed) from None
 
 
