@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as AnySequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,10 +20,8 @@ from d3engine import loading
 from d3engine.admission import Admission, Immediate
 from d3engine.chat_template import load_chat_template
 from d3engine.delivery import Delivery
-from d3engine.depth import NEVER, DepthPolicy, Schedule
-from d3engine.depth.draft_rule import DraftRule
-from d3engine.draft import Draft
-from d3engine.draft_model import DraftWeights, draft_model_of, load_draft_weights, with_cache
+from d3engine.depth import DepthPolicy
+from d3engine.draft_model import draft_model_of, load_draft_weights, with_cache
 from d3engine.errors import D3EngineError, EngineDeadError, InvalidValueError, require, require_integer
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.eager import EagerExecutor
@@ -34,9 +31,10 @@ from d3engine.interrupts import Interrupt
 from d3engine.kv_cache import KVCache
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, load_weights
+from d3engine.new_requests import NewRequests, params_of_each
 from d3engine.one_caller import OneCaller
 from d3engine.output import OutputProcessor
-from d3engine.prompts import Prompt, PromptReader, as_list
+from d3engine.prompts import Prompt, as_list
 from d3engine.request import RequestOutput, RequestOutputKind, SamplingParams
 from d3engine.scheduler import Scheduler, SchedulerConfig
 from d3engine.sequence import Sequence
@@ -107,7 +105,7 @@ class Engine:
         require_integer("max_num_seqs", max_num_seqs, 1, 4096)
         require_integer("max_num_batched_tokens", max_num_batched_tokens, 1)
         require_integer("block_size", block_size, 1, 1024)
-        self._seed = require_integer("seed", seed, 0, 2**63 - 1)
+        require_integer("seed", seed, 0, 2**63 - 1)
         loading.check_switches(
             enable_prefix_caching=enable_prefix_caching,
             enforce_eager=enforce_eager,
@@ -132,8 +130,9 @@ class Engine:
         )
         self.default_sampling_params = loading.default_sampling_params(self._directory)
         self.tokenizer = None if skip_tokenizer_init else load_tokenizer(Path(tokenizer or self._directory))
-        self._schedules: dict[DepthPolicy, tuple[Schedule, DraftRule | None]] = {}
-        self._schedule(self.depth)  # a policy that does not fit the model is refused before the weights are loaded
+        self._requests = NewRequests(  # a policy that does not fit the model is refused before the weights are loaded
+            self.config, self.tokenizer, depth=self.depth, max_model_len=self.max_model_len, seed=seed
+        )
         self.uses_graphs = loading.uses_graphs(self.device, enforce_eager)
         max_steps = loading.num_scheduler_steps(num_scheduler_steps, self.uses_graphs)
         scheduler_config = SchedulerConfig(
@@ -147,7 +146,17 @@ class Engine:
         if weights is None:
             weights = load_weights(self._directory, self.config, dtype=self.dtype, device=self.device)
         loading.check_weights(weights, self.dtype, self.device)
-        draft = self._load_draft_weights()
+        draft_directory = draft_model_of(self.depth, self.config.num_layers)
+        draft = None
+        if draft_directory is not None:
+            draft = load_draft_weights(
+                draft_directory,
+                self.config,
+                tokenizer=self.tokenizer,
+                max_model_len=self.max_model_len,
+                dtype=self.dtype,
+                device=self.device,
+            )
         kernels = loading.kernels_for(self.device)
 
         def build_executor(num_blocks: int) -> Executor:
@@ -206,11 +215,9 @@ class Engine:
             self.executor = PairedExecutor(executor, self._draft_model.executor)
         self.sampler = VerifyingSampler()
         self._outputs = OutputProcessor(self.tokenizer, self.scheduler.finish)
-        self._prompts = PromptReader(self.config, self.tokenizer, self.max_model_len)
         self._delivery = Delivery()
         self._caller = OneCaller()
         self._num_requests = 0
-        self._num_sequences = 0
         self._nominal = NominalDepth()
         self._fault: BaseException | None = None
         self._closed = False
@@ -233,11 +240,12 @@ class Engine:
         with self._call() as interrupt:
             self._check_alive()
             prompts = as_list(prompts)
-            params = self._params_for(prompts, sampling_params)
+            given = self.default_sampling_params if sampling_params is None else sampling_params
+            params = params_of_each(len(prompts), given)
             ids = [self._new_id() for _ in prompts]
             requests = []
-            for given in zip(ids, prompts, params, strict=True):
-                requests.append(self._new_request(*given))
+            for asked in zip(ids, prompts, params, strict=True):
+                requests.append(self._new_request(*asked))
                 interrupt.deliver()
             done: dict[str, RequestOutput] = {}
             try:
@@ -264,8 +272,7 @@ class Engine:
         """
         with self._call():
             request_id = self._new_id()
-            given = self.default_sampling_params if params is None else params
-            return self._stream(request_id, *self._new_request(request_id, prompt, given))
+            return self._stream(request_id, *self._new_request(request_id, prompt, params))
 
     def _stream(self, request_id: str, sequences: list[Sequence], text: str | None) -> Iterator[RequestOutput]:
         try:
@@ -324,9 +331,8 @@ class Engine:
             is_free = request_id not in self._outputs and request_id not in self._delivery
             allowed = "an id of no unfinished request, nor of one whose last output step() has yet to return"
             require(is_free, "request_id", request_id, allowed)
-            given = self.default_sampling_params if params is None else params
-            sequences, text = self._new_request(request_id, prompt, given, priority)
-            self._add(sequences, text, given.output_kind)
+            sequences, text = self._new_request(request_id, prompt, params, priority)
+            self._add(sequences, text, sequences[0].params.output_kind)
 
     def step(self) -> list[RequestOutput]:
         """Run one step for the whole batch; returns the requests that have grown or finished.
@@ -427,53 +433,14 @@ class Engine:
             if request_id not in self._outputs and request_id not in self._delivery:
                 return request_id
 
-    def _params_for(
-        self, prompts: list[Prompt], given: SamplingParams | AnySequence[SamplingParams] | None
-    ) -> list[SamplingParams]:
-        if given is None:
-            given = self.default_sampling_params
-        if isinstance(given, SamplingParams):
-            return [given] * len(prompts)
-        require(isinstance(given, AnySequence), "sampling_params", given, "SamplingParams, or a list of them")
-        require(len(given) == len(prompts), "sampling_params", f"{len(given)} of them", f"one, or {len(prompts)}")
-        return list(given)
-
     def _new_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None, priority: int = 0
     ) -> tuple[list[Sequence], str | None]:
         """The sequences of a request and its prompt's text; nothing is queued yet."""
         self._check_alive()
-        require(isinstance(params, SamplingParams), "sampling_params", params, "SamplingParams")
-        require_integer("priority", priority, -(2**31), 2**31 - 1)
-        text, token_ids = self._prompts.read(prompt)
-        self._prompts.check_params(params)
-        policy = params.depth or self.depth
-        schedule, draft_rule = self._schedule(policy)
-        bad_word_ids = self._prompts.bad_word_ids(params)
-        seed = params.seed if params.seed is not None else self._seed + self._num_sequences
-        sequences = []
-        for index in range(params.n):
-            own = params if index == 0 else replace(params, prompt_logprobs=None)
-            sequences.append(
-                Sequence(
-                    request_id=request_id,
-                    index=index,
-                    prompt_token_ids=token_ids,
-                    params=own,
-                    schedule=schedule,
-                    eos_token_ids=frozenset() if params.ignore_eos else self._prompts.eos_token_ids,
-                    bad_word_ids=bad_word_ids,
-                    seed=seed & (2**63 - 1),
-                    priority=priority,
-                    arrival=self._num_sequences,
-                    max_length=min(len(token_ids) + (params.max_tokens or self.max_model_len), self.max_model_len),
-                    shares_prompt=own.prompt_logprobs is None and self._prompts.may_share(token_ids),
-                    exit_rule=policy.exit_rule(self.config.num_layers),
-                    draft=None if draft_rule is None else Draft(draft_rule),
-                )
-            )
-            self._num_sequences += 1
-            self.scheduler.check_fits(sequences[-1])
+        given = self.default_sampling_params if params is None else params
+        sequences, text = self._requests.read(request_id, prompt, given, priority)
+        self.scheduler.check_fits(sequences[0])
         return sequences, text
 
     def _add(self, sequences: list[Sequence], text: str | None, kind: RequestOutputKind) -> None:
@@ -487,36 +454,6 @@ class Engine:
         except BaseException:
             self._drop([sequences[0].request_id])
             raise
-
-    def _schedule(self, policy: DepthPolicy) -> tuple[Schedule, DraftRule | None]:
-        """The schedule of a policy for this model, and how it drafts."""
-        if policy not in self._schedules:
-            schedule = policy.schedule(self.config.num_layers)
-            layers = f"a schedule of the model's {self.config.num_layers} layers"
-            require(schedule.num_layers == self.config.num_layers, "depth", policy, layers)
-            if policy.exit_rule(self.config.num_layers) is not None:
-                fits = schedule.first_skipping_step == NEVER and schedule.on_skip != "none"
-                require(fits, "depth", policy, "of full depth beside its exit rule, with on_skip 'copy' or 'project'")
-            rule = policy.draft_rule(self.config.num_layers)
-            own = draft_model_of(self.depth, self.config.num_layers)
-            loaded = f"the engine's own draft model, {own!r} (Engine(depth=Speculative(draft_model)) loads it)"
-            require(rule is None or rule.model in (None, own), "draft_model", rule and rule.model, loaded)
-            self._schedules[policy] = schedule, rule
-        return self._schedules[policy]
-
-    def _load_draft_weights(self) -> DraftWeights | None:
-        """The second model of the engine's policy, if it drafts with one."""
-        directory = draft_model_of(self.depth, self.config.num_layers)
-        if directory is None:
-            return None
-        return load_draft_weights(
-            directory,
-            self.config,
-            tokenizer=self.tokenizer,
-            max_model_len=self.max_model_len,
-            dtype=self.dtype,
-            device=self.device,
-        )
 
     def _check_open(self) -> None:
         if self._closed:
