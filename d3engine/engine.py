@@ -54,7 +54,8 @@ class Engine:
     Args:
         model: a model directory, or "demo" for the model that comes with the package.
         depth: which layers each generated token runs: a policy such as `D3(alpha=0.9, start=0.6)`, or "auto": what
-            `d3.json` beside the weights says, full depth without one. A request may bring its own.
+            `d3.json` beside the weights says, full depth without one. That file's setting was found for one task, which
+            it names, and runs every request all the same. A request may bring its own.
         device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
         dtype: of activations, cache and float weights: "auto" (float32 on a CPU, the file's on a GPU), "float32",
             "bfloat16"; "float16" on a GPU. Quantized matrices stay as their directory has them.

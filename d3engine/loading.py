@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,15 +12,19 @@ from typing import Any
 import torch
 
 from d3engine.depth import DepthPolicy
-from d3engine.depth.policy import POLICY_FILE, calibrated_for, policy_from_directory
+from d3engine.depth.policy import POLICY_FILE, calibrated_for, calibrated_task, policy_from_directory
+from d3engine.depth.words import policy_in_words
 from d3engine.environment import KERNELS
 from d3engine.errors import InvalidValueError, ModelFormatError, require, require_integer, require_number
+from d3engine.files import is_there
 from d3engine.host_memory import check_length, machine_bytes
 from d3engine.kernels import for_device
 from d3engine.model.config import GENERATION_CONFIG_FILE, ModelConfig, load_generation_config
 from d3engine.model.fingerprint import fingerprint
 from d3engine.model.weights import LlamaWeights
 from d3engine.request import SamplingParams
+
+_log = logging.getLogger(__name__)
 
 DEMO = "demo"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -98,7 +103,8 @@ def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.d
 
 
 def resolve_depth(depth: str | DepthPolicy, directory: Path) -> DepthPolicy:
-    """The engine's depth policy; "auto" is what calibration has written beside the weights, full depth without.
+    """The engine's depth policy; "auto" is what calibration has written beside the weights, full depth without, and
+    the log says for which task that was found.
 
     Raises `ModelFormatError` where `d3.json` names the fingerprint of other weights: what is safe for those says
     nothing of these, and a quiet fall to full depth would hide that the file is stale.
@@ -113,7 +119,18 @@ def resolve_depth(depth: str | DepthPolicy, directory: Path) -> DepthPolicy:
             f"{directory / POLICY_FILE} was calibrated on other weights than those beside it; run d3engine calibrate "
             "on these, delete the file, or name a depth"
         )
+    if (found := own_setting(policy, directory)) is not None:
+        _log.info(found)
     return policy
+
+
+def own_setting(policy: DepthPolicy, directory: Path) -> str | None:
+    """A sentence on the setting that "auto" has found in `d3.json`: for which task it is; None without that file."""
+    if not is_there(directory / POLICY_FILE):
+        return None
+    task = calibrated_task(directory)
+    shown = f"found safe for {task}, for no other task" if task else "the file does not say for which task"
+    return f"depth from {POLICY_FILE}: {policy_in_words(policy)} ({shown})"
 
 
 def kernels_for(device: torch.device) -> ModuleType:

@@ -16,8 +16,11 @@ from d3engine.analysis.flow import Flow
 from d3engine.analysis.perplexity import Perplexity
 from d3engine.analysis.sample import Sample, SampleAnswer, SampleToken
 from d3engine.calibration import picture
+from d3engine.calibration.budget import Budget
+from d3engine.calibration.candidates import make_candidates
+from d3engine.calibration.noninferiority import Tolerance
 from d3engine.calibration.scoring import Answers
-from d3engine.calibration.search import Budget, Calibration, Check, Fate, Trial, make_candidates
+from d3engine.calibration.search import Calibration, Check, Fate, Trial
 from d3engine.errors import InvalidValueError
 from d3engine.plots import check_picture, plot_schedule
 
@@ -156,7 +159,7 @@ def calibration() -> Calibration:
     others[1].screened, others[1].rounds, others[1].fate = answers(0.995, 200, 15), 2, Fate.BEATEN
     full = answers(0.99, 400, 16)
     check = Check(alike.policy, full, full, 0.0)
-    return Calibration(16, 0.02, Budget(100, 400, 4000), full, trials, [check], check)
+    return Calibration(16, Tolerance(0.02), Budget(100, 400, 4000), full, 0.0, True, full, trials, certificates=[check])
 
 
 def test_only_the_setting_that_was_tried_is_marked(calibration: Calibration, figures: list[Any]) -> None:
@@ -196,7 +199,8 @@ def test_no_marker_is_filled_over_a_bar_or_a_neighbour(calibration: Calibration,
 def test_a_calibration_of_many_tails_is_as_wide_as_one_of_one(tails: tuple[int, ...], figures: list[Any]) -> None:
     candidates = make_candidates(16, 64, starts=(0.6, 0.8), alphas=(0.8, 0.9), tails=tails)
     trials = [Trial(one, answers(0.9, 100, 9), 1, Fate.REFUTED) for one in candidates]
-    result = Calibration(16, 0.02, Budget(100, 400, 4000), answers(1, 100, 16), trials)
+    full = answers(1, 100, 16)
+    result = Calibration(16, Tolerance(0.02), Budget(100, 400, 4000), full, 0.0, True, full, trials)
     picture.plot_calibration(result, "", "a.png")
     assert figures[0].get_size_inches()[0] == 11
     assert sum(bool(axes.get_images()) for axes in figures[0].axes) == len(tails)

@@ -10,10 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from d3engine.calibration.outcome import outcome
 from d3engine.calibration.scoring import Answers
 from d3engine.calibration.search import Calibration, Fate, Trial, best_at_each_speed
 from d3engine.colours import BLUE, GREY, INK, ORANGE, VERMILION, letters_on
 from d3engine.depth import D3
+from d3engine.errors import require
 from d3engine.evaluation.accuracy import wilson_interval
 from d3engine.plots import new_figure, save_figure
 
@@ -30,14 +32,19 @@ NEAR = 3
 
 
 def plot_calibration(result: Calibration, title: str, path: str | Path) -> None:
-    """Draw one grid for each tail, and below them the speed-quality curve, to a file (PNG by its suffix)."""
+    """Draw one grid for each tail, and below them the speed-quality curve, to a file (PNG by its suffix).
+
+    Raises `InvalidValueError` for a calibration that tried nothing.
+    """
+    require(result.full is not None, "calibration", outcome(result).value, "one that has tried settings")
+    assert result.full is not None
     tails = sorted({policy.tail for trial in result.trials for policy in trial.candidate.alike})
     columns = min(len(tails), GRIDS_IN_A_ROW)
     rows = -(-len(tails) // columns)
     figure = new_figure(width=11, height=0.6 + 3.2 * rows + 4)
     upper, lower = figure.subfigures(2, 1, height_ratios=[3.2 * rows + 0.3, 4])
     _draw_grids(upper, result, tails, rows, columns)
-    _draw_curves(lower, result)
+    _draw_curves(lower, result, result.full)
     figure.suptitle(title, fontsize="medium")
     save_figure(figure, Path(path))
 
@@ -85,36 +92,36 @@ def _write_cell(axes: Any, image: Any, policy: D3, trial: Trial, x: int, y: int)
     axes.text(x, y, text, ha="center", va="center", fontsize="small", color=colour)
 
 
-def _draw_curves(figure: Any, result: Calibration) -> None:
+def _draw_curves(figure: Any, result: Calibration, full: Answers) -> None:
     whole, near = figure.subplots(1, 2)
     for axes in (whole, near):
-        _draw_curve(axes, result)
+        _draw_curve(axes, result, full)
         axes.set_xlabel(f"layers run for a token, of {result.num_layers}")
         axes.set_ylabel("exact match in screening, %")
         axes.grid(alpha=0.3)
     whole.set_ylim(-3, 103)
     whole.set_title("quality against speed, faster to the right; bars: 95 % intervals", fontsize="small")
-    _look_near_full_depth(near, result)
+    _look_near_full_depth(near, result, full)
     for axes in (whole, near):
         axes.invert_xaxis()
     handles, labels = whole.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize="small", frameon=False)
 
 
-def _look_near_full_depth(axes: Any, result: Calibration) -> None:
-    full, points = 100 * result.full.exact_match, 100 * result.tolerance
+def _look_near_full_depth(axes: Any, result: Calibration, answered: Answers) -> None:
+    full, points = 100 * answered.exact_match, 100 * result.tolerance.of(answered.exact_match)
     bottom = max(full - NEAR * points, -3)
     inside = [trial.screened for trial in result.trials if 100 * trial.screened.exact_match >= bottom]
     best = max([full, *(100 * answers.exact_match for answers in inside)])
     axes.set_ylim(bottom, min(best + points, 100 + 0.3 * points))
-    speeds = [result.full.mean_layers, *(answers.mean_layers for answers in inside)]
+    speeds = [answered.mean_layers, *(answers.mean_layers for answers in inside)]
     margin = 0.05 * (max(speeds) - min(speeds)) + 0.1
     axes.set_xlim(min(speeds) - margin, max(speeds) + margin)
     below = len(result.trials) - len(inside)
     axes.set_title(f"the same near full depth; {below} of {len(result.trials)} settings are below", fontsize="small")
 
 
-def _draw_curve(axes: Any, result: Calibration) -> None:
+def _draw_curve(axes: Any, result: Calibration, answered: Answers) -> None:
     seen = set()
     for trial in sorted(result.trials, key=lambda trial: trial.fate in MARKS):  # the marked ones last, on top
         marker, colour, size, label = MARKS.get(trial.fate, OTHERS)
@@ -125,8 +132,8 @@ def _draw_curve(axes: Any, result: Calibration) -> None:
     best = [trial.screened for trial in best_at_each_speed([trial for trial in result.trials if trial.rounds == last])]
     line = {"color": GREY, "linewidth": 1, "label": "best at each speed, last round", "zorder": 1}
     axes.plot([answers.mean_layers for answers in best], [100 * answers.exact_match for answers in best], **line)
-    _draw_answers(axes, result.full, "s", INK, 6, "full depth")
-    full, points = 100 * result.full.exact_match, 100 * result.tolerance
+    _draw_answers(axes, answered, "s", INK, 6, "full depth")
+    full, points = 100 * answered.exact_match, 100 * result.tolerance.of(answered.exact_match)
     axes.axhline(full - points, color=INK, linestyle="--", linewidth=1, label=f"full depth - {points:g} points")
 
 

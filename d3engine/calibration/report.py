@@ -12,8 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from d3engine import __version__
+from d3engine.calibration.exact import PASS_LEVEL, power
+from d3engine.calibration.floor import FLOOR, needed
+from d3engine.calibration.noninferiority import Pairs, Tolerance
+from d3engine.calibration.outcome import DIFFERING, outcome, reason
 from d3engine.calibration.scoring import Answers
-from d3engine.calibration.search import PASS_LEVEL, Calibration, Check, Trial
+from d3engine.calibration.search import Calibration, Check, Trial
 from d3engine.errors import InvalidValueError
 from d3engine.evaluation.accuracy import paired_difference_interval, wilson_interval
 from d3engine.files import write_whole
@@ -25,17 +29,33 @@ def as_dict(result: Calibration, about: dict[str, Any]) -> dict[str, Any]:
     return {
         **about,
         "num_layers": result.num_layers,
-        "tolerance": result.tolerance,
+        **_tolerance(result.tolerance),
         "least_saving": result.least_saving,
         "budget": asdict(result.budget),
+        "power": power_table(result.budget.certification, result.tolerance),
         "safe": chosen is not None,
-        "reason": result.reason,
+        "outcome": outcome(result).value,
+        "reason": reason(result),
         "depth": None if chosen is None else chosen.describe(),
-        "full_depth": _answers(result.full),
+        "full_depth_in_the_certificate": {
+            **_answers(result.baseline),
+            "best_constant_answer": result.guess,
+            "lower_bound_needed": needed(result.baseline.exact_match, result.tolerance, result.guess),
+        },
+        "full_depth": None if result.full is None else _answers(result.full),
         "settings": [_trial(trial) for trial in result.trials],
         "certificates": [check_as_dict(check) for check in result.certificates],
-        "test": None if result.test is None else check_as_dict(result.test),
     }
+
+
+def _tolerance(tolerance: Tolerance) -> dict[str, Any]:
+    return {"tolerance": tolerance.loss, "tolerance_is_relative": tolerance.relative}
+
+
+def power_table(problems: int, tolerance: Tolerance) -> list[dict[str, float]]:
+    """With what chance a certificate on so many problems shows that a setting without any loss is safe, if so many
+    problems are answered differently; of a relative tolerance, where full depth is right on all."""
+    return [{"differing": share, "certified": round(power(problems, tolerance, share), 4)} for share in DIFFERING]
 
 
 def _trial(trial: Trial) -> dict[str, Any]:
@@ -61,18 +81,16 @@ def _answers(answers: Answers) -> dict[str, Any]:
 
 def check_as_dict(check: Check) -> dict[str, Any]:
     """A setting against full depth on the same problems."""
-    pairs = list(zip(check.full.right, check.answers.right, strict=True))
-    both, only_full = pairs.count((True, True)), pairs.count((True, False))
-    only_setting, neither = pairs.count((False, True)), pairs.count((False, False))
-    interval = paired_difference_interval(both, only_setting, only_full, neither)
+    pairs = Pairs.of(check.full.right, check.answers.right)
+    interval = paired_difference_interval(pairs.both, pairs.only_setting, pairs.only_full, pairs.neither)
     return {
         "depth": check.policy.describe(),
-        "problems": len(pairs),
+        "problems": pairs.problems,
         "exact_match_full_depth": check.full.exact_match,
         "exact_match": check.answers.exact_match,
-        "right_at_full_depth_only": only_full,
-        "right_under_the_setting_only": only_setting,
-        "difference": (only_setting - only_full) / len(pairs),
+        "right_at_full_depth_only": pairs.only_full,
+        "right_under_the_setting_only": pairs.only_setting,
+        "difference": (pairs.only_setting - pairs.only_full) / pairs.problems,
         "difference_interval_95": asdict(interval),
         "p_value_of_losing_the_tolerance": check.p_value,
         "passed": check.passed,
@@ -85,22 +103,23 @@ def check_as_dict(check: Check) -> dict[str, Any]:
 def policy_file(result: Calibration, about: dict[str, Any], fingerprint: str) -> dict[str, Any]:
     """What `d3.json` holds for a calibration that chose a setting."""
     assert result.chosen is not None
-    assert result.test is not None
-    certificate = next(check for check in result.certificates if check.policy == result.chosen)
+    assert result.certificate is not None
     return {
         "depth": result.chosen.describe(),
+        "task": about["task"],
         "fingerprint": fingerprint,
         "evidence": {
             **about,
             "written_by": f"d3engine {__version__}",
-            "rule": "the fastest setting whose loss of exact match is below the tolerance by a paired test (one-sided, "
-            f"level {PASS_LEVEL}) in a fixed sequence on validation problems, checked once on the test split",
-            "tolerance": result.tolerance,
+            "rule": "the fastest setting whose loss of exact match is below the tolerance by an exact paired test "
+            f"(one-sided, level {PASS_LEVEL}) in a fixed sequence of settings on problems of the test split, found on "
+            f"the validation split; full depth's lower bound is above {FLOOR} times the tolerance",
+            **_tolerance(result.tolerance),
             "least_saving": result.least_saving,
             "num_layers": result.num_layers,
             "settings_tried": len(result.trials),
-            "validation": _evidence(certificate),
-            "test": _evidence(result.test),
+            "best_constant_answer": result.guess,
+            "test": _evidence(result.certificate),
         },
     }
 

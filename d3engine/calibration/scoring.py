@@ -6,13 +6,15 @@ tested on scorers whose truth is known.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 from d3engine.depth import DepthPolicy
-from d3engine.evaluation.accuracy import measure
+from d3engine.evaluation.accuracy import measure, wilson_interval
+from d3engine.evaluation.benchmark import Asked
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
@@ -21,11 +23,10 @@ if TYPE_CHECKING:
 
 
 class Part(StrEnum):
-    """Three lists of problems without a question in common; each step of the search has its own."""
+    """Two lists of problems without a question in common: choosing and proving have their own."""
 
     SCREENING = "screening"
     CERTIFICATION = "certification"
-    TEST = "test"
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,10 @@ class Scorer(Protocol):
     def max_tokens(self) -> int:
         """Tokens of an answer at most: settings that differ only later are one setting."""
 
+    @property
+    def guess(self) -> float:
+        """The share that one and the same answer surely gets right of such problems; 0 where that is unknown."""
+
     def score(self, policy: DepthPolicy, part: Part, first: int, count: int) -> Answers:
         """Answer problems [first, first + count) of a part; the same problems for every policy."""
 
@@ -87,8 +92,25 @@ class EngineScorer:
     def max_tokens(self) -> int:
         return self._params.max_tokens
 
+    @property
+    def guess(self) -> float:
+        return best_constant(self._problems[Part.CERTIFICATION])
+
     def score(self, policy: DepthPolicy, part: Part, first: int, count: int) -> Answers:
         """One batch through the engine."""
         score = measure(self._engine, self._problems[part][first : first + count], policy, self._params)
         layers = round(score.realised_mean_layers * score.tokens)
         return Answers(score.right, score.tokens, layers, score.seconds)
+
+
+def best_constant(questions: Sequence[Question]) -> float:
+    """What the commonest answer gets right of such questions: the lower end of its 95 % interval, as of few questions
+    two are alike by chance. Those that do not tell their answer count as different."""
+    told = Counter(answer for answer in map(_told_answer, questions) if answer is not None)
+    return wilson_interval(max(told.values(), default=0), len(questions)).low
+
+
+def _told_answer(question: Question) -> object:
+    """What `Question` does not ask for, but those of d3engine's tasks have, under one of two names."""
+    inner = question.question if isinstance(question, Asked) else question
+    return getattr(inner, "target", getattr(inner, "answer", None))

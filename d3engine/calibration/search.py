@@ -1,28 +1,31 @@
-"""The search for the fastest setting that is safe: candidates, successive halving, a certificate, one check.
+"""The search for the fastest setting that is safe: candidates, successive halving, one certificate.
 
 The one idea: choosing and proving use different problems. Screening may look at everything, as often as it likes,
 because nothing is concluded from it but an order; the certificate is then a fixed sequence of tests on problems that
-the order does not depend on, so that it holds although many settings were tried.
+nothing was chosen on, so that it holds although many settings were tried.
 
-The rule, in full, with `tolerance` the loss of exact match that is accepted:
+The rule, in full, with the tolerance the loss of exact match that is accepted:
 
-1. Candidates are all start x alpha x tail; those that skip nothing within `max_tokens` are left out, and those that
+1. Full depth answers the certificate's problems, all of the test split. Unless the lower bound of its exact match is
+   above five tolerances and what one constant answer gets right (`floor.py`), the search ends: where full depth knows
+   next to nothing, no setting can lose anything.
+2. Candidates are all start x alpha x tail; those that skip nothing within `max_tokens` are left out, and those that
    run the same layers at every step of an answer are one.
-2. Screening, three rounds on n, 2 n and 4 n problems of the validation split. After each round a candidate leaves if
+3. Screening, three rounds on n, 2 n and 4 n problems of the validation split. After each round a candidate leaves if
    the paired test (`noninferiority.py`) says at 5 % that its loss is above the tolerance, and after the first if it
    ran more layers than `least_saving` allows. After the first two rounds at most half of all, then a quarter, but
    never fewer than four, stay: first those whose observed loss is within the tolerance (of too many the fastest, and
    some of all other speeds to fall back on), then those that were right most often.
-3. Those whose observed loss is within the tolerance after screening, and that are not beaten by one that ran no more
+4. Those whose observed loss is within the tolerance after screening, and that are not beaten by one that ran no more
    layers and was right more often, go on: four at most, in order from the slowest to the fastest. Of more, the two
    fastest, the fourth fastest and the slowest: if the boldest fail, the next to be believed is not far.
-4. Certificate: in that order each answers other problems of the validation split, and passes if the paired test says
-   at a one-sided 2.5 % that its loss is below the tolerance. The first that fails ends the sequence. Because the
-   order was fixed before, at most about 2.5 % of calibrations certify a setting that truly loses the tolerance or
-   more, however many were tried (fixed-sequence testing: Maurer, Hothorn and Lehmacher 1995; for the calibration of
-   predictors: Angelopoulos and others, "Learn then test", 2021), and no level has to be divided.
-5. The last one that passed, which is the fastest, is checked once on the test split, by the same test at the same
-   level. If it fails there, no setting is safe: a second try on the same test problems would not be a check.
+5. Certificate: in that order each answers the certificate's problems, and passes if the paired test says at a
+   one-sided 2.5 %, exactly (`exact.py`), that its loss is below the tolerance. The first that fails ends the sequence,
+   and the last that passed, which is the fastest, is chosen. Because the order was fixed before, at most 2.5 % of
+   calibrations certify a setting that truly loses the tolerance or more, however many were tried (fixed-sequence
+   testing: Maurer, Hothorn and Lehmacher 1995; for the calibration of predictors: Angelopoulos and others, "Learn
+   then test", 2021), and no level has to be divided. There is no second look: it would only refuse more settings
+   that are safe.
 
 *Fastest* is fewest layers truly run for a token, which does not depend on the machine.
 """
@@ -32,35 +35,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from math import ceil
-from statistics import NormalDist
 
-import numpy as np
-
-from d3engine.calibration.noninferiority import noninferiority_p
+from d3engine.calibration import floor
+from d3engine.calibration.budget import FINALISTS, ROUNDS, Budget, most_kept
+from d3engine.calibration.candidates import Candidate
+from d3engine.calibration.exact import PASS_LEVEL, exact_p
+from d3engine.calibration.noninferiority import Pairs, Tolerance, noninferiority_p
 from d3engine.calibration.scoring import Answers, Part, Scorer
-from d3engine.depth import D3, FullDepth, Schedule
-from d3engine.errors import require, require_integer, require_number
+from d3engine.depth import D3, FullDepth
+from d3engine.errors import require, require_number
 
-STARTS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
-ALPHAS = (0.8, 0.9, 0.99, 0.999, 0.9999)
-"""The search space of the D3 paper (Table 5 and Table 9)."""
-
-ROUNDS = 3
-PER_FIRST_ROUND = 1 << (ROUNDS - 1)  # problems of all rounds, for each of the first: every round doubles them
-FINALISTS = 4
 LEAVE_LEVEL = 0.05
-PASS_LEVEL = 0.025
-FEWEST_PROBLEMS = 8
-"""Of the first round: with fewer it would sort by chance."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One setting; `alike` are those of the grid, itself included, that run the same layers."""
-
-    policy: D3
-    alike: tuple[D3, ...]
+FIRST_OF = 10
+"""Full depth answers one problem of so many first: where it knows nothing, that shows at once."""
 
 
 class Fate(StrEnum):
@@ -104,117 +91,40 @@ class Check:
         return self.p_value <= PASS_LEVEL
 
 
-@dataclass(frozen=True)
-class Budget:
-    """How many problems each step takes; made by `plan_budget`."""
-
-    first_round: int
-    certification: int
-    answers: int
-
-    @property
-    def screening(self) -> int:
-        """Problems of all rounds together."""
-        return self.first_round * PER_FIRST_ROUND
-
-
 @dataclass
 class Calibration:
-    """What was tried and what came out. `chosen` is None where no setting is safe."""
+    """What was tried and what came out. `chosen` is None where no setting could be shown to be safe.
+
+    `baseline` is full depth on the certificate's problems, `guess` what one constant answer gets right of them, and
+    `full` full depth on those of screening; it is None, and nothing was tried, where full depth knows too little.
+    """
 
     num_layers: int
-    tolerance: float
+    tolerance: Tolerance
     budget: Budget
-    full: Answers
-    trials: list[Trial]
+    baseline: Answers
+    guess: float
+    knows_enough: bool
+    full: Answers | None = None
+    trials: list[Trial] = field(default_factory=list)
     least_saving: float = 0.0
     certificates: list[Check] = field(default_factory=list)
-    test: Check | None = None
+
+    @property
+    def certificate(self) -> Check | None:
+        """That of the setting that is chosen."""
+        return next((check for check in reversed(self.certificates) if check.passed), None)
 
     @property
     def chosen(self) -> D3 | None:
-        return self.test.policy if self.test is not None and self.test.passed else None
-
-    @property
-    def reason(self) -> str:
-        """The outcome in a sentence."""
-        if self.chosen is not None:
-            return "The fastest setting that was certified has passed its check on the test split."
-        if self.test is not None:
-            return "No setting is safe: the one that was certified has failed its only check on the test split."
-        if self.certificates:
-            return "No setting is safe: the most careful one that was left could not be certified."
-        saving = f" and {100 * self.least_saving:g} % of the layers saved" if self.least_saving else ""
-        return f"No setting is safe: none got through screening with a loss within the tolerance{saving}."
-
-
-def make_candidates(
-    num_layers: int,
-    max_tokens: int,
-    starts: Sequence[float] = STARTS,
-    alphas: Sequence[float] = ALPHAS,
-    tails: Sequence[int] = (0,),
-) -> list[Candidate]:
-    """The different settings of a grid, for a model of so many layers and answers of so many tokens at most."""
-    require_integer("num_layers", num_layers, 1)
-    require_integer("max_tokens", max_tokens, 1)
-    by_effect: dict[bytes, list[D3]] = {}
-    for tail in tails:
-        for alpha in alphas:
-            for start in starts:
-                policy = D3(alpha=alpha, start=start, tail=tail)
-                if policy.first_layer(num_layers) + tail > num_layers:
-                    continue  # the window would end below its first layer
-                effect = _effect(policy.schedule(num_layers), max_tokens)
-                if (effect < max_tokens).any():
-                    by_effect.setdefault(effect.tobytes(), []).append(policy)
-    return [Candidate(alike[0], tuple(alike)) for alike in by_effect.values()]
-
-
-def _effect(schedule: Schedule, max_tokens: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
-    """Int32 [L]: the cutoffs as far as an answer can see them."""
-    return np.minimum(schedule.cutoffs, np.int32(max_tokens))
-
-
-def plan_budget(num_candidates: int, answers: int, certification: int, tolerance: float) -> Budget:
-    """Share `answers` (problems x settings, full depth included) among the steps.
-
-    Certification and test take `certification` problems each, of up to `FINALISTS` settings and of one; what is left
-    goes to screening. Raises `InvalidValueError` for a budget that leaves less than `FEWEST_PROBLEMS` for the first
-    round, and for so few problems that not even a setting without any loss could be certified.
-    """
-    require_integer("candidates", num_candidates, 1)
-    require_integer("--limit", certification, fewest_to_certify(tolerance))
-    proving = (FINALISTS + 1) * certification + 2 * certification
-    per_problem = _most_screened(num_candidates)
-    least = proving + FEWEST_PROBLEMS * per_problem
-    require_integer("--budget", answers, least)
-    return Budget((answers - proving) // per_problem, certification, answers)
-
-
-def fewest_to_certify(tolerance: float) -> int:
-    """The problems that a setting needs to be certified at this tolerance if it loses none."""
-    require_number("tolerance", tolerance, 0, 1, open_low=True, open_high=True)
-    quantile = NormalDist().inv_cdf(1 - PASS_LEVEL)
-    return ceil(quantile**2 * (1 - tolerance) / tolerance)  # where the test statistic reaches the quantile
-
-
-def _most_screened(num_candidates: int) -> int:
-    """Answers of screening for each problem of its first round."""
-    fresh = (1, *(1 << number for number in range(ROUNDS - 1)))
-    return PER_FIRST_ROUND + sum(_most_kept(num_candidates, number) * fresh[number] for number in range(ROUNDS))
-
-
-def _most_kept(num_candidates: int, halvings: int) -> int:
-    """Candidates that stay after so many halvings, at most."""
-    return max(-(-num_candidates // (1 << halvings)), min(num_candidates, FINALISTS))
+        return self.certificate.policy if self.certificate is not None else None
 
 
 def calibrate(
     scorer: Scorer,
     candidates: Sequence[Candidate],
     budget: Budget,
-    tolerance: float,
+    tolerance: Tolerance,
     progress: Callable[[str, int], None] = lambda step, answers: None,
     *,
     least_saving: float = 0.0,
@@ -224,15 +134,14 @@ def calibrate(
     `least_saving` is the share of the layers that a setting must truly leave out to be worth a loss.
     """
     require(len(candidates) > 0, "candidates", len(candidates), "at least one setting that skips something")
-    require_number("tolerance", tolerance, 0, 1, open_low=True, open_high=True)
+    require(isinstance(tolerance, Tolerance), "tolerance", tolerance, "a Tolerance such as Tolerance(0.02)")
+    floor.check_tolerance(tolerance)
     require_number("least_saving", least_saving, 0, 1, open_high=True)
     run = _Search(scorer, budget, tolerance, least_saving, progress)
-    full, trials = run.screen(candidates)
-    result = Calibration(scorer.num_layers, tolerance, budget, full, trials, least_saving)
-    finalists = run.finalists(full, trials)
-    run.certify(finalists, result)
-    if result.certificates and result.certificates[0].passed:
-        run.check_once(result)
+    result = run.ask_full_depth()
+    if result.knows_enough:
+        result.full, result.trials = run.screen(candidates)
+        run.certify(run.finalists(result.full, result.trials), result)
     return result
 
 
@@ -251,7 +160,7 @@ def best_at_each_speed(trials: Sequence[Trial]) -> list[Trial]:
 class _Search:
     scorer: Scorer
     budget: Budget
-    tolerance: float
+    tolerance: Tolerance
     least_saving: float
     progress: Callable[[str, int], None]
 
@@ -260,6 +169,30 @@ class _Search:
         self.progress(part.value, count)
         return answers
 
+    def ask_full_depth(self) -> Calibration:
+        """Full depth on the certificate's problems, on a few of them first: whether a search means anything."""
+        guess, most = self.scorer.guess, self.budget.certification
+        baseline = self.score(FullDepth(), Part.CERTIFICATION, 0, -(-most // FIRST_OF))
+        knows_enough = not floor.is_out_of_reach(baseline.correct, len(baseline.right), self.tolerance, guess)
+        if knows_enough and len(baseline.right) < most:
+            first = len(baseline.right)
+            baseline += self.score(FullDepth(), Part.CERTIFICATION, first, most - first)
+        if knows_enough:
+            knows_enough = floor.is_above(baseline.correct, most, self.tolerance, guess) and self._can_show(baseline)
+        return Calibration(
+            self.scorer.num_layers,
+            self.tolerance,
+            self.budget,
+            baseline,
+            guess,
+            knows_enough,
+            least_saving=self.least_saving,
+        )
+
+    def _can_show(self, baseline: Answers) -> bool:
+        """Whether a setting that answers as full depth does would pass."""
+        return exact_p(Pairs.of(baseline.right, baseline.right), self.tolerance) <= PASS_LEVEL
+
     def screen(self, candidates: Sequence[Candidate]) -> tuple[Answers, list[Trial]]:
         """Three rounds; those still in are `Fate.SCREENING`."""
         count = self.budget.first_round
@@ -267,7 +200,7 @@ class _Search:
         trials = [Trial(one, self.score(one.policy, Part.SCREENING, 0, count)) for one in candidates]
         left = self._drop_slow(self._drop_refuted(full, trials))
         for number in range(2, ROUNDS + 1):
-            left = self._halve(full, left, most=_most_kept(len(candidates), number - 1))
+            left = self._halve(full, left, most=most_kept(len(candidates), number - 1))
             first, count = len(full.right), len(full.right)
             full += self.score(FullDepth(), Part.SCREENING, first, count)
             for trial in left:
@@ -279,7 +212,8 @@ class _Search:
     def _drop_refuted(self, full: Answers, trials: Sequence[Trial]) -> list[Trial]:
         left = []
         for trial in trials:
-            if 1 - self.p_value(full, trial.screened) <= LEAVE_LEVEL:
+            pairs = Pairs.of(full.right, trial.screened.right)
+            if 1 - noninferiority_p(pairs, self.tolerance) <= LEAVE_LEVEL:
                 trial.fate = Fate.REFUTED
             else:
                 left.append(trial)
@@ -307,7 +241,7 @@ class _Search:
 
     def _within(self, full: Answers, trials: Sequence[Trial]) -> list[Trial]:
         """Those whose observed loss is within the tolerance."""
-        allowed = full.exact_match - self.tolerance
+        allowed = full.exact_match - self.tolerance.of(full.exact_match)
         # A hair of room: 0.96 - 0.02 and 0.94 are the same number to people.
         return [trial for trial in trials if trial.screened.exact_match >= allowed - 1e-9]
 
@@ -321,31 +255,18 @@ class _Search:
 
     def certify(self, finalists: Sequence[Trial], result: Calibration) -> None:
         """The fixed sequence of tests, until one fails."""
-        if not finalists:
-            return
         count = self.budget.certification
-        full = self.score(FullDepth(), Part.CERTIFICATION, 0, count)
         for trial in finalists:
             answers = self.score(trial.policy, Part.CERTIFICATION, 0, count)
-            check = Check(trial.policy, full, answers, self.p_value(full, answers))
+            p_value = exact_p(Pairs.of(result.baseline.right, answers.right), self.tolerance)
+            check = Check(trial.policy, result.baseline, answers, p_value)
             result.certificates.append(check)
             trial.fate = Fate.CERTIFIED if check.passed else Fate.FAILED
             if not check.passed:
                 break
-
-    def check_once(self, result: Calibration) -> None:
-        """The last that was certified, on the test split."""
-        policy = [check.policy for check in result.certificates if check.passed][-1]
-        count = self.budget.certification
-        full = self.score(FullDepth(), Part.TEST, 0, count)
-        answers = self.score(policy, Part.TEST, 0, count)
-        result.test = Check(policy, full, answers, self.p_value(full, answers))
-        if result.test.passed:
-            next(trial for trial in result.trials if trial.policy == policy).fate = Fate.CHOSEN
-
-    def p_value(self, full: Answers, answers: Answers) -> float:
-        pairs = list(zip(full.right, answers.right, strict=True))
-        return noninferiority_p(pairs.count((True, False)), pairs.count((False, True)), len(pairs), self.tolerance)
+        for trial in finalists:
+            if trial.policy == result.chosen:
+                trial.fate = Fate.CHOSEN
 
 
 def _spread(chain: Sequence[Trial]) -> list[Trial]:

@@ -1,10 +1,9 @@
-"""The questions that a calibration asks: three parts of a task, without a question in common.
+"""The questions that a calibration asks: two parts of a task, without a question in common.
 
-The one idea: search and proof need different questions, and the last check needs questions that nothing was chosen on.
-A task with a validation split gives screening and certificate from it and the check from its test split. BBH has one
-split only: the order of the questions' hashes, the same for every seed, says which half they belong to. Files hold so
-many questions and no more, so whoever calibrates twice on them checks on the same ones twice; generated tasks have
-new ones for each seed.
+The one idea: search and proof need different questions. A task with a validation split gives screening from it and the
+certificate from its test split. BBH has one split only: the order of the questions' hashes, the same for every seed,
+says which half they belong to. Files hold so many questions and no more, so whoever calibrates twice on them certifies
+on the same ones twice; generated tasks have new ones for each seed.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from d3engine.calibration.budget import Has
 from d3engine.calibration.scoring import Part
 from d3engine.errors import require
 from d3engine.evaluation import catalogue, procedural
@@ -24,32 +24,26 @@ from d3engine.evaluation.word_problems import Split
 
 @dataclass(frozen=True)
 class CalibrationTask:
-    """A task to calibrate on. `max_tokens` and `stop` are its own; `load(split, count)` gives `count` questions."""
+    """A task to calibrate on. `max_tokens` and `stop` are its own; `load(split, count)` gives `count` questions.
+
+    `has` is what there is of them, None where a program writes as many as are asked for.
+    """
 
     name: str
     max_tokens: int
     stop: tuple[str, ...]
     load: Callable[[Split, int], Sequence[Question]]
+    has: Has | None = None
 
     def parts(self, screening: int, certification: int) -> dict[Part, list[Question]]:
-        """So many questions for each part, the test's as many as the certificate's.
-
-        Raises `InvalidValueError` where the task has fewer different ones.
-        """
-        validation = _different(self.load("validation", screening + certification))
+        """So many questions for each part. Raises `InvalidValueError` where the task has fewer different ones."""
+        validation = _different(self.load("validation", screening))
         test = _different(self.load("test", certification))
-        has = (
-            f"within what {self.name} has questions for ({len(validation)} to search and certify, {len(test)} for the"
-            " test; a wider --tolerance can be certified with fewer, by a smaller --limit)"
-        )
         wanted = f"{screening} to search, {certification} to certify"
-        enough = len(validation) >= screening + certification and len(test) >= certification
+        has = f"within what {self.name} has questions for ({len(validation)} to search, {len(test)} to certify)"
+        enough = len(validation) >= screening and len(test) >= certification
         require(enough, "--budget, --limit", wanted, has)
-        return {
-            Part.SCREENING: validation[:screening],
-            Part.CERTIFICATION: validation[screening : screening + certification],
-            Part.TEST: test[:certification],
-        }
+        return {Part.SCREENING: validation[:screening], Part.CERTIFICATION: test[:certification]}
 
 
 def calibration_task(name: str, folder: Path | None, *, seed: int, shots: int | None) -> CalibrationTask:
@@ -72,10 +66,11 @@ def calibration_task(name: str, folder: Path | None, *, seed: int, shots: int | 
     test = read("test")
     questions: dict[Split, list[Question]]
     if name == "gsm8k":
-        questions = {"validation": read("validation").questions, "test": test.questions}
+        questions = {"validation": _different(read("validation").questions), "test": _different(test.questions)}
     else:
         questions = _halves(test.questions, seed)
-    return CalibrationTask(name, test.max_tokens, test.stop, lambda split, count: questions[split])
+    has = Has(len(questions["validation"]), len(questions["test"]))
+    return CalibrationTask(name, test.max_tokens, test.stop, lambda split, count: questions[split], has)
 
 
 def _one(benchmarks: Sequence[Benchmark]) -> Benchmark:

@@ -1,7 +1,8 @@
 """`d3engine calibrate`: the fastest depth setting that is safe for a model and a task, or that there is none.
 
-The one idea: the search's own rule decides (`d3engine/calibration/search.py` states it), and "no setting is safe" is
-an answer like any other, with an exit code of its own (3) and no d3.json.
+The one idea: the search's own rule decides (`d3engine/calibration/search.py` states it), and "none could be shown to be
+safe" is an answer like any other, with an exit code of its own (3) and no d3.json; so is "full depth knows too little
+of this task to lose anything" (4).
 """
 
 from __future__ import annotations
@@ -15,19 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from d3engine.calibration.search import (
-    ALPHAS,
-    STARTS,
-    Calibration,
-    Candidate,
-    Check,
-    Fate,
-    Trial,
-    best_at_each_speed,
-    calibrate,
-    make_candidates,
-    plan_budget,
-)
+from d3engine.calibration.budget import USUAL_CERTIFICATION, plan_budget
+from d3engine.calibration.candidates import ALPHAS, STARTS, Candidate, make_candidates
+from d3engine.calibration.floor import FLOOR
+from d3engine.calibration.noninferiority import Tolerance
+from d3engine.calibration.outcome import Outcome, outcome, reason
+from d3engine.calibration.search import Calibration, Check, Fate, Trial, best_at_each_speed, calibrate
 from d3engine.cli import new_app
 from d3engine.cli.engine_options import Options, model_directory, open_engine, sampling_params, takes_engine
 from d3engine.depth import D3, FullDepth
@@ -37,12 +31,13 @@ from d3engine.evaluation.accuracy import wilson_interval
 from d3engine.model.config import ModelConfig
 
 if TYPE_CHECKING:
-    from d3engine.calibration.search import Budget
+    from d3engine.calibration.budget import Budget
+    from d3engine.calibration.scoring import Answers
 
 app = new_app()
 
-NO_SAFE_SETTING = 3
-"""Exit code where no setting is safe. 0: one was chosen and written; 2: wrong input."""
+EXIT_CODES = {Outcome.CHOSEN: 0, Outcome.NOT_SHOWN: 3, Outcome.TOO_LITTLE_KNOWN: 4}
+"""2: wrong input."""
 
 
 @app.command("calibrate")
@@ -66,14 +61,23 @@ def calibrate_command(
         int | None, typer.Option("--num-fewshot", help="Solved examples before a question (3; none if generated).")
     ] = None,
     tolerance: Annotated[
-        float, typer.Option("--tolerance", help="Loss of exact match that is accepted, in points of 100.")
-    ] = 2.0,
+        str,
+        typer.Option(
+            "--tolerance",
+            help="Loss of exact match that is accepted: points of 100, or with a % sign a part of full depth's; "
+            "at most a fifth of what full depth surely knows.",
+        ),
+    ] = "2",
     least_saving: Annotated[
         float, typer.Option("--least-saving", help="Layers that a setting must leave out to be worth a loss, in %.")
     ] = 0.0,
     limit: Annotated[
-        int, typer.Option("--limit", help="Problems of the certificate, and of the check on the test split.")
-    ] = 500,
+        int | None,
+        typer.Option(
+            "--limit",
+            help=f"Problems of the certificate ({USUAL_CERTIFICATION}, or all of a file); 2 points take 190 at least.",
+        ),
+    ] = None,
     budget: Annotated[
         int, typer.Option("--budget", help="Answers at most (problems x settings, full depth included).")
     ] = 7000,
@@ -96,11 +100,11 @@ def calibrate_command(
 ) -> None:
     """Find the fastest depth setting that is safe, by a paired test against full depth, and write it to d3.json.
 
-    Settings are sorted out on a part of the validation split, certified on another, and the one that is chosen is
-    checked once on the test split. Exit code 3 says that no setting is safe; nothing is written then. Greedy; --seed
-    also picks the problems.
+    Settings are sorted out on the validation split and certified on the test split. Exit code 3 says that none could
+    be shown to be safe with so many problems, 4 that full depth knows too little of the task for a loss to mean
+    anything; nothing is written then. Greedy; --seed also picks the problems.
     """
-    require_number("--tolerance", tolerance, 0, 100, open_low=True, open_high=True)
+    accepted = read_tolerance(tolerance)
     require_number("--least-saving", least_saving, 0, 100, open_high=True)
     directory = model_directory(model)
     target = _target(model, directory, out)
@@ -118,13 +122,14 @@ def calibrate_command(
     require(
         len(candidates) > 0, "--start, --alpha, --tail", (starts, alphas, tails), "such that a setting skips something"
     )
-    plan = plan_budget(len(candidates), budget, limit, tolerance / 100)
+    plan = plan_budget(len(candidates), budget, limit, accepted, asked.has)
     parts = asked.parts(plan.screening, plan.certification)
+    _tell_plan(plan, accepted, len(candidates))
     engine = open_engine(model, engine_options, FullDepth())
     params = sampling_params(engine, {"max_tokens": most, "temperature": 0.0, "stop": list(asked.stop) or None})
     name = fingerprint(directory)
     scorer = EngineScorer(engine, params, parts)
-    result = _search(scorer, candidates, plan, tolerance / 100, least_saving / 100)
+    result = _search(scorer, candidates, plan, accepted, least_saving / 100)
     about: Options = {"task": task, "seed": seed, "max_tokens": most, "dtype": str(engine.dtype).removeprefix("torch.")}
     about |= {"device": engine.device.type} | ({} if num_fewshot is None else {"shots": num_fewshot})
     report = _report(result, {"model": model, "fingerprint": name, **about})
@@ -139,13 +144,43 @@ def calibrate_command(
     if as_json:
         typer.echo(json.dumps({**report, "written": str(target) if result.chosen else None}, indent=2))
     else:
-        _show(result, report, target)
-    if plot:
+        _show(result, task, target)
+    if plot and result.full is not None:
         from d3engine.calibration.picture import plot_calibration
 
         plot_calibration(result, _title(model, task, result), plot)
-    if result.chosen is None:
-        raise typer.Exit(NO_SAFE_SETTING)
+    raise typer.Exit(EXIT_CODES[outcome(result)])
+
+
+def read_tolerance(words: str) -> Tolerance:
+    """ "2": two points of 100; "5%": five percent of full depth's exact match."""
+    number, relative = words.strip().removesuffix("%").rstrip(), words.strip().endswith("%")
+    allowed = f"above 0 and below {100 / FLOOR:g}, in points of 100 or, with a % sign, as a part of full depth's"
+    try:
+        value = float(number)
+    except ValueError:
+        raise InvalidValueError("--tolerance", words, allowed) from None
+    require(0 < value < 100 / FLOOR, "--tolerance", words, allowed)
+    return Tolerance(value / 100, relative)
+
+
+def _tell_plan(plan: Budget, tolerance: Tolerance, settings: int) -> None:
+    """What will be done, and what it can show, before it is done."""
+    from d3engine.calibration.report import power_table
+
+    chances = [
+        f"{row['certified']:.0%} if {100 * row['differing']:g} % do"
+        for row in power_table(plan.certification, tolerance)
+        if row["differing"]
+    ]
+    where = " and full depth that is right on all of them" if tolerance.relative else ""
+    typer.echo(
+        f"{settings} settings, at most {plan.answers} answers: {plan.screening} problems to search and "
+        f"{plan.certification} others to certify.\n"
+        f"With these{where}, the chance that a setting without any loss is certified at a tolerance of {tolerance} "
+        f"depends on how many answers differ from full depth's, better as often as worse: {', '.join(chances)}.",
+        err=True,
+    )
 
 
 def _target(model: str, directory: Path, out: Path | None) -> Path:
@@ -169,7 +204,7 @@ def _check_plot(plot: Path | None) -> None:
 
 
 def _search(
-    scorer: Any, candidates: Sequence[Candidate], plan: Budget, tolerance: float, least_saving: float
+    scorer: Any, candidates: Sequence[Candidate], plan: Budget, tolerance: Tolerance, least_saving: float
 ) -> Calibration:
     from tqdm import tqdm
 
@@ -189,8 +224,8 @@ def _report(result: Calibration, about: dict[str, Any]) -> dict[str, Any]:
 
 
 def _title(model: str, task: str, result: Calibration) -> str:
-    chosen = "no safe setting" if result.chosen is None else setting(result.chosen)
-    return f"{Path(model).name}, {task}, tolerance {100 * result.tolerance:g} points: {chosen}"
+    chosen = outcome(result).value if result.chosen is None else setting(result.chosen)
+    return f"{Path(model).name}, {task}, tolerance {result.tolerance}: {chosen}"
 
 
 def setting(policy: D3) -> str:
@@ -217,7 +252,20 @@ def _cell(trial: Trial | None, place: tuple[float, float, int]) -> str:
     return f"{100 * trial.screened.exact_match:.1f} / {trial.screened.mean_layers:.1f}{mark}"
 
 
-def _show(result: Calibration, report: dict[str, Any], target: Path) -> None:
+def _show(result: Calibration, task: str, target: Path) -> None:
+    if result.full is not None:
+        _show_tables(result, result.full)
+    typer.echo(reason(result))
+    if result.chosen is None:
+        full_depth = " Full depth is the setting for this model and task." if result.knows_enough else ""
+        typer.echo(f"Nothing was written.{full_depth}")
+        if target.exists():
+            typer.echo(f"There is an older {target}, which this calibration does not support.", err=True)
+    else:
+        typer.echo(f"{setting(result.chosen)}: written to {target}, found for {task} and shown for nothing else.")
+
+
+def _show_tables(result: Calibration, full: Answers) -> None:
     from d3engine.cli.terminal import print_table
 
     rounds = [len(trial.screened.right) for trial in result.trials]
@@ -225,9 +273,10 @@ def _show(result: Calibration, report: dict[str, Any], target: Path) -> None:
         title = "Screening: exact match, % / layers run for a token"
         print_table(title + (f", tail {tail}" if tail else ""), *grid(result, tail))
         sys.stdout.flush()
+    answered = f"{min(rounds)} to {max(rounds)} problems, more the further it came"
     typer.echo(
-        f"Full depth: {100 * result.full.exact_match:.1f} / {result.num_layers}. "
-        f"A setting answered {min(rounds)} to {max(rounds)} problems, more the further it came.\n"
+        f"Full depth: {100 * full.exact_match:.1f} / {result.num_layers}. "
+        f"A setting answered {answered if min(rounds) < max(rounds) else f'{max(rounds)} problems'}.\n"
         "* chosen, + certified, x not certified, = the same layers as another; all others were out before.\n"
     )
     chain = [_speed_row(trial) for trial in best_at_each_speed(result.trials)]
@@ -235,20 +284,10 @@ def _show(result: Calibration, report: dict[str, Any], target: Path) -> None:
     print_table("The best in screening at each speed", columns, chain)
     if result.certificates:
         header = ("setting", "layers", "exact match", "full depth", "difference, 95 % interval", "p", "")
-        rows = [_check_row("validation", check) for check in result.certificates]
-        if result.test is not None:
-            rows.append(_check_row("test", result.test))
-        title = f"Certificates on {result.budget.certification} other problems, the slowest setting first"
-        print_table(title, header, rows)
-    points = f"{100 * result.tolerance:g} points"
-    typer.echo(f"p: of the hypothesis that {points} of exact match or more are lost.\n" if result.certificates else "")
-    typer.echo(result.reason)
-    if result.chosen is None:
-        typer.echo("Nothing was written. Full depth is the setting for this model and task.")
-        if target.exists():
-            typer.echo(f"There is an older {target}, which this calibration does not support.", err=True)
-    else:
-        typer.echo(f"{setting(result.chosen)}: written to {target}.")
+        rows = [_check_row(check) for check in result.certificates]
+        problems = result.budget.certification
+        print_table(f"Certificates on {problems} problems of the test split, the slowest setting first", header, rows)
+        typer.echo(f"p: of the hypothesis that {result.tolerance} or more are lost.\n")
 
 
 def _speed_row(trial: Trial) -> tuple[str, ...]:
@@ -263,14 +302,14 @@ def _speed_row(trial: Trial) -> tuple[str, ...]:
     )
 
 
-def _check_row(split: str, check: Check) -> tuple[str, ...]:
+def _check_row(check: Check) -> tuple[str, ...]:
     from d3engine.calibration.report import check_as_dict
 
     found = check_as_dict(check)
     interval = found["difference_interval_95"]
     low, high = 100 * interval["low"], 100 * interval["high"]
     return (
-        f"{setting(check.policy)}, {split}",
+        setting(check.policy),
         f"{check.answers.mean_layers:.2f}",
         f"{check.answers.exact_match:.1%}",
         f"{check.full.exact_match:.1%}",

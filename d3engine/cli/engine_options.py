@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from d3engine.cli.depth_options import AUTO as AUTO_DEPTH
 from d3engine.cli.depth_options import Depth
 from d3engine.errors import InvalidValueError, require_integer
 
@@ -122,12 +123,26 @@ def model_directory(model: str) -> Path:
     return directory_of(model)
 
 
-def open_engine(model: str, options: Options, depth: Depth = "auto") -> Engine:
-    """The engine of a command; raises `InvalidValueError` for options that are not allowed."""
+def open_engine(model: str, options: Options, depth: Depth | None = None) -> Engine:
+    """The engine of a command; raises `InvalidValueError` for options that are not allowed.
+
+    Without `depth` every request brings its own. "auto" is told on stderr, with the task that it was found for.
+    """
     arguments = engine_arguments(model, options)
     from d3engine.engine import Engine
 
-    return Engine(model, depth=depth, **arguments)
+    engine = Engine(model, depth=depth or AUTO_DEPTH, **arguments)
+    if depth == AUTO_DEPTH:
+        tell_own_setting(engine, model)
+    return engine
+
+
+def tell_own_setting(engine: Engine, model: str) -> None:
+    """Say on stderr which setting the model's d3.json holds, and for which task; nothing without that file."""
+    from d3engine.loading import own_setting
+
+    if (found := own_setting(engine.depth, model_directory(model))) is not None:
+        typer.echo(found, err=True)
 
 
 def engine_arguments(model: str, options: Options) -> Options:

@@ -128,7 +128,7 @@ def evaluate(
             raise InvalidValueError("--" + name.replace("_", "-"), value, "left to the tasks of the harness")
         require(split is SplitName.test, "--split", split.value, "'test', since harness tasks split for themselves")
         require_harness()
-        engine = open_engine(model, engine_options)
+        engine = open_engine(model, engine_options, AUTO if AUTO in wanted else None)
         max_tokens = sampling.get("max_tokens", HARNESS_MAX_TOKENS)
         policies = resolve_policies(engine, wanted, compare_full, baselines, max_tokens)
         run.with_harness(engine, policies, max_tokens, include_path)
@@ -136,7 +136,7 @@ def evaluate(
     check_sampling(sampling)
     given = {"split": split.value, "seed": seed, "limit": limit, "shots": num_fewshot}
     benchmarks = catalogue.from_files(names, data, **given) if data else catalogue.generated(names, **given)
-    engine = open_engine(model, engine_options)
+    engine = open_engine(model, engine_options, AUTO if AUTO in wanted else None)
     run.with_benchmarks(engine, benchmarks, wanted, sampling, compare_full, baselines)
 
 

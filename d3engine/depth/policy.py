@@ -160,10 +160,27 @@ def calibrated_for(directory: str | Path) -> str | None:
     if not is_there(path):
         return None
     with _reading(path, 'has no text under "fingerprint"'):
-        found = read_json(path).get("fingerprint")
-        if found is not None and not isinstance(found, str):
-            raise TypeError(f"it is {found!r}")
-        return found
+        return _text(read_json(path).get("fingerprint"))
+
+
+def calibrated_task(directory: str | Path) -> str | None:
+    """The task that the setting in `d3.json` was found for; None without that file, or where it names none.
+
+    What is safe for one task says nothing of another, so whoever applies the setting to every request says which task
+    it was. Older files name theirs among the evidence alone. Raises `ModelFormatError` as `calibrated_for` does.
+    """
+    path = Path(directory) / POLICY_FILE
+    if not is_there(path):
+        return None
+    with _reading(path, 'has no text under "task"'):
+        content = read_json(path)
+        return _text(content.get("task", content.get("evidence", {}).get("task")))
+
+
+def _text(found: object) -> str | None:
+    if found is not None and not isinstance(found, str):
+        raise TypeError(f"it is {found!r}")
+    return found
 
 
 @contextmanager

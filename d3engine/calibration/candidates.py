@@ -1,0 +1,51 @@
+"""The settings that a calibration tries: a grid of start, alpha and tail, without those that change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from d3engine.depth import D3, Schedule
+from d3engine.errors import require_integer
+
+STARTS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+ALPHAS = (0.8, 0.9, 0.99, 0.999, 0.9999)
+"""The search space of the D3 paper (Table 5 and Table 9)."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One setting; `alike` are those of the grid, itself included, that run the same layers."""
+
+    policy: D3
+    alike: tuple[D3, ...]
+
+
+def make_candidates(
+    num_layers: int,
+    max_tokens: int,
+    starts: Sequence[float] = STARTS,
+    alphas: Sequence[float] = ALPHAS,
+    tails: Sequence[int] = (0,),
+) -> list[Candidate]:
+    """The different settings of a grid, for a model of so many layers and answers of so many tokens at most."""
+    require_integer("num_layers", num_layers, 1)
+    require_integer("max_tokens", max_tokens, 1)
+    by_effect: dict[bytes, list[D3]] = {}
+    for tail in tails:
+        for alpha in alphas:
+            for start in starts:
+                policy = D3(alpha=alpha, start=start, tail=tail)
+                if policy.first_layer(num_layers) + tail > num_layers:
+                    continue  # the window would end below its first layer
+                effect = _effect(policy.schedule(num_layers), max_tokens)
+                if (effect < max_tokens).any():
+                    by_effect.setdefault(effect.tobytes(), []).append(policy)
+    return [Candidate(alike[0], tuple(alike)) for alike in by_effect.values()]
+
+
+def _effect(schedule: Schedule, max_tokens: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+    """Int32 [L]: the cutoffs as far as an answer can see them."""
+    return np.minimum(schedule.cutoffs, np.int32(max_tokens))
