@@ -36,6 +36,8 @@ _ROPE_KEYS: dict[str, frozenset[str]] = {
 }
 
 _DEFAULT_THETA = 10_000.0
+_MAX_FACTOR = 1_000_000
+"""Far above any real model, low enough that the length it stretches to is a number."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +166,8 @@ def _original_max_positions(outer: Fields, rope: Fields, max_positions: int) -> 
 
 
 def _check_rope_ranges(rope: Fields, config: RopeConfig) -> None:
-    if config.factor is not None and config.factor < 1:
-        rope.refuse("factor", "a finite number of at least 1")
+    if config.factor is not None and not 1 <= config.factor <= _MAX_FACTOR:
+        rope.refuse("factor", f"a number from 1 to {_MAX_FACTOR:,}")
     if (config.high_freq_factor or math.inf) <= (config.low_freq_factor or 0):
         rope.refuse("high_freq_factor", f"a number above low_freq_factor={config.low_freq_factor}")
     if config.beta_fast < config.beta_slow:
