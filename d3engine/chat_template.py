@@ -33,8 +33,8 @@ def load_chat_template(directory: Path | str) -> ChatTemplate | None:
     """Return the chat template of a model directory, None if it has none.
 
     `chat_template.jinja` wins over the field of tokenizer_config.json, which is a template or a list of named
-    ones; of a list the one named "default" is taken. Raises `ModelFormatError` for a template that does not
-    compile.
+    ones; of a list the one named "default" is taken, and "tool_use" where tools are given. Raises
+    `ModelFormatError` for a template that does not compile.
     """
     directory = Path(directory)
     config = read_tokenizer_config(directory)
@@ -45,18 +45,22 @@ def load_chat_template(directory: Path | str) -> ChatTemplate | None:
             return ChatTemplate(read_text(path, CONFIG_BYTES), special_tokens=special_tokens)
         except UnreadableFileError as error:
             raise ModelFormatError(str(error)) from None
-    source = _template_of_config(config.get("chat_template"))
-    return None if source is None else ChatTemplate(source, special_tokens=special_tokens)
+    sources = _templates_of_config(config.get("chat_template"))
+    if not sources:
+        return None
+    for_tools = ChatTemplate(sources["tool_use"], special_tokens=special_tokens) if "tool_use" in sources else None
+    return ChatTemplate(sources["default"], special_tokens=special_tokens, for_tools=for_tools)
 
 
-def _template_of_config(value: object) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        for entry in value:
-            named_default = isinstance(entry, dict) and entry.get("name") == "default"
-            if named_default and isinstance(entry.get("template"), str):
-                return str(entry["template"])
+def _templates_of_config(value: object) -> dict[str, str]:
+    """The templates of tokenizer_config.json by name; a single one is named "default"."""
+    if value is None:
+        return {}
+    named = [{"name": "default", "template": value}] if isinstance(value, str) else value
+    if isinstance(named, list) and all(isinstance(entry, dict) for entry in named):
+        sources = {entry.get("name"): entry.get("template") for entry in named}
+        if "default" in sources and all(isinstance(text, str) for pair in sources.items() for text in pair):
+            return sources
     raise ModelFormatError(
         "tokenizer_config.json: chat_template must be a string, or a list of {name, template} with 'default'"
     )
@@ -71,14 +75,18 @@ class ChatTemplate:
         *,
         special_tokens: Mapping[str, str] | None = None,
         limits: RenderLimits | None = None,
+        for_tools: ChatTemplate | None = None,
     ) -> None:
         """Check that `source` compiles; `special_tokens` are its variables `bos_token` etc.
+
+        `for_tools` renders in place of it where tools are given.
 
         Raises `ModelFormatError`, and `TemplateProcessError` where no process for templates can be started.
         """
         self.source = source
         self._special_tokens = dict(special_tokens or {})
         self._limits = limits or RenderLimits()
+        self._for_tools = for_tools
         if len(source) > self._limits.characters:
             raise ModelFormatError(f"chat template: {len(source)} characters, more than {self._limits.characters}")
         try:
@@ -109,6 +117,10 @@ class ChatTemplate:
         is None are left out. Raises `InvalidValueError` naming the field that is malformed, `ChatTemplateError` when
         the template itself refuses, fails or goes beyond its limits, and `TemplateProcessError`.
         """
+        if tools is not None and self._for_tools is not None:
+            return self._for_tools.render(
+                messages, add_generation_prompt, continue_final_message, tools=tools, documents=documents, **variables
+            )
         checked = check_messages(messages, self._form)
         if continue_final_message:
             _require_continuable(checked, add_generation_prompt)

@@ -380,12 +380,13 @@ class TestLoading:
         assert from_file is not None
         assert from_file.render([USER]) == "from the file <s>"
 
-    def test_of_several_templates_the_default_one_is_taken(self, tmp_path: Path) -> None:
+    def test_of_several_templates_the_default_one_is_taken_or_the_one_for_tools(self, tmp_path: Path) -> None:
         named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}), encoding="utf-8")
         template = load_chat_template(tmp_path)
         assert template is not None
         assert template.render([USER]) == "plain"
+        assert template.render([USER], tools=TOOLS) == "tools"
 
     @pytest.mark.parametrize("value", [3, [], [{"name": "tool_use", "template": "x"}], [{"name": "default"}], {}])
     def test_a_malformed_template_field_is_refused_by_name(self, tmp_path: Path, value: object) -> None:
