@@ -134,6 +134,25 @@ def test_a_record_holds_the_whole_recipe_also_where_training_went_on(tmp_path: P
     )
 
 
+def test_a_share_of_the_start_is_kept_in_the_mean(tmp_path: Path) -> None:
+    words = ["--out", str(tmp_path), "--threads", "1", "--start-from", str(model_directory("demo"))]
+    for kept, expected in (("0", 1.0), ("0.25", 0.75), ("1", 0.0)):
+        run = DemoRun(parse([*words, "--keep-of-start", kept]))
+        before = {name: parameter.clone() for name, parameter in run.model.named_parameters()}
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter += 1  # all that this training has taught
+        run.keep_a_share_of_the_start()
+        for name, parameter in run.model.named_parameters():
+            torch.testing.assert_close(parameter - before[name], torch.full_like(parameter, expected))
+
+
+def test_only_a_run_that_has_a_start_can_keep_a_share_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--out", str(tmp_path), "--keep-of-start", "0.5"])
+    assert "--keep-of-start is of use with --start-from alone" in capsys.readouterr().err
+
+
 def test_training_goes_on_from_what_was_exported(model: DemoModel, tmp_path: Path) -> None:
     export(model, b"a tokenizer", {}, tmp_path)
     found = DemoModel(model.config)

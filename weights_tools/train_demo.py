@@ -19,6 +19,7 @@ from pathlib import Path
 
 import sentencepiece
 import torch
+from torch import Tensor
 
 from d3engine.evaluation.procedural import MAX_TOKENS, NAMES, WORD_PROBLEMS, SolvedQuestion
 from d3engine.weights_tools.demo_data import (
@@ -143,8 +144,10 @@ class DemoRun:
         self.args, self.out = args, args.out
         self.config = DemoConfig()
         self.model = DemoModel(self.config)
+        self.started_from: dict[str, Tensor] = {}
         if args.start_from:
             self.tokenizer_model = load(self.model, args.start_from)
+            self.started_from = {name: weights.clone() for name, weights in self.model.state_dict().items()}
         else:
             self.tokenizer_model = train_tokenizer(args.tasks, self.config.vocab_size)
         self.tokenizer = sentencepiece.SentencePieceProcessor(model_proto=self.tokenizer_model)
@@ -181,6 +184,7 @@ class DemoRun:
                 last_saved = time.perf_counter()
                 self.save()
         self.save()
+        self.keep_a_share_of_the_start()
         self.measure_and_export()
 
     def update(self, batch: Batch, cutoff: list[int] | None, tail: int) -> dict[str, float]:
@@ -235,6 +239,7 @@ class DemoRun:
             recipe["alpha_weights"] = dict(zip(map(str, ALPHAS), ALPHA_WEIGHTS, strict=True))
             recipe["prompt_tail_share"] = self.args.tail_share
         recipe["exits"] = self.args.exits
+        recipe["share_kept_of_start"] = self.args.keep_of_start
         progress = self.progress
         return {
             "tasks": self.args.tasks,
@@ -277,6 +282,17 @@ class DemoRun:
         self.progress.curve = state["curve"]
         self.progress.began = time.perf_counter() - state["seconds"]
         return int(state["step"])
+
+    def keep_a_share_of_the_start(self) -> None:
+        """Moves the weights back towards those of the start: what a short run has taught stays, what it cost less so.
+
+        The mean of a model and its own fine-tune, as in Wortsman and others, "Robust fine-tuning of zero-shot models"
+        (CVPR 2022).
+        """
+        with torch.no_grad():
+            weights = self.model.state_dict()
+            for name, before in self.started_from.items():
+                weights[name].lerp_(before, self.args.keep_of_start)
 
     def measure_and_export(self) -> None:
         """Measures 500 test problems with the weights rounded to bfloat16, as they are exported."""
@@ -377,12 +393,18 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         "--prompt-loss-weight", type=share, default=PROMPT_LOSS_WEIGHT, help="of a prompt's token; an answer's is 1"
     )
     parser.add_argument("--rate", type=share, default=1.0, help="factor of the learning rates, at most 1")
+    parser.add_argument(
+        "--keep-of-start", type=share, default=0.0, help="share of the starting weights in the mean that is the result"
+    )
     parser.add_argument("--plain", action="store_true", help="train the twin without depth trained in")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--resume", action="store_true", help="go on from the output directory's checkpoint")
     parser.add_argument("--log-every", type=int, default=20)
     parser.add_argument("--evaluate-every", type=int, default=500)
-    return parser.parse_args(words)
+    args = parser.parse_args(words)
+    if args.keep_of_start and not args.start_from:
+        parser.error("--keep-of-start is of use with --start-from alone")
+    return args
 
 
 def main() -> None:
