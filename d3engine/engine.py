@@ -222,6 +222,7 @@ class Engine:
         self._nominal = NominalDepth()
         self._fault: BaseException | None = None
         self._closed = False
+        loading.log_ready(self._directory, self.config, self.dtype, self.device, num_blocks, block_size, self.depth)
 
     # -- whole answers -----------------------------------------------------------------------------------------
 

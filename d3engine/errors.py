@@ -5,8 +5,10 @@ A message names the field, the value that was given and what is allowed, so that
 
 from __future__ import annotations
 
+import shlex
 import sys
 from numbers import Integral
+from pathlib import Path
 from typing import Any, Final
 
 NOTHING: Final = object()
@@ -51,11 +53,22 @@ class EngineBusyError(D3EngineError, RuntimeError):
     """A call came while another was running; nothing was done, and the running one goes on."""
 
 
+class FailedError(D3EngineError, RuntimeError):
+    """Something that was allowed and failed on the way: a request's fault, a disk that is full."""
+
+
 class MissingExtraError(D3EngineError, ImportError):
     """An optional package is not installed; the message names the extra that brings it."""
 
-    def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"this needs the package {package!r}: pip install 'd3engine[{extra}]'")
+    def __init__(self, package: str, extra: str, what: str = "this") -> None:
+        super().__init__(f"{what} needs the package {package!r}: {install_command(extra)}")
+
+
+def install_command(extra: str) -> str:
+    """What to type for an extra: from the checkout that this package runs from, or by its name."""
+    checkout = Path(__file__).resolve().parents[1]
+    name = f"-e '{checkout}[{extra}]'" if (checkout / "pyproject.toml").is_file() else f"'d3engine[{extra}]'"
+    return f"{shlex.quote(sys.executable)} -m pip install {name}"
 
 
 def require(condition: bool, field: str, value: object, allowed: str) -> None:

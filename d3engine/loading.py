@@ -158,6 +158,22 @@ def num_scheduler_steps(given: int | None, uses_graphs: bool) -> int:
     return GRAPH_STEPS if given is None else given
 
 
+def log_ready(
+    directory: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_blocks: int,
+    block_size: int,
+    depth: DepthPolicy,
+) -> None:
+    """Tell a reader of the log what an engine has been made of."""
+    name = str(dtype).removeprefix("torch.")
+    size = num_blocks * block_bytes(config, block_size, dtype)
+    _log.info("%s: %d layers, %s on %s, depth %s", directory, config.num_layers, name, device, depth.describe())
+    _log.info("KV cache: %d blocks of %d entries of one layer, %.1f MiB", num_blocks, block_size, size / 2**20)
+
+
 def default_sampling_params(directory: Path) -> SamplingParams:
     """What generation_config.json asks for, as vLLM reads it: greedy when it says `do_sample: false`.
 

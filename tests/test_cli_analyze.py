@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from d3engine.cli import app
+from d3engine.errors import install_command
 
 SMALL = ("--limit", "2", "--max-tokens", "8", "--device", "cpu", "--kv-cache-memory-bytes", str(2**24))
 
@@ -170,4 +171,4 @@ def test_a_picture_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatc
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = run("flow", "demo", *SMALL, "--png", str(tmp_path / "a.png"))
     assert result.exit_code == 2
-    assert "pip install 'd3engine[plots]'" in result.stderr
+    assert install_command("plots") in result.stderr

@@ -14,7 +14,7 @@ from d3engine.cli import app
 from d3engine.cli.depth_options import policy_from_words
 from d3engine.depth import D3, EarlyExit, Lossless
 from d3engine.depth.words import policy_in_words
-from d3engine.errors import D3EngineError
+from d3engine.errors import D3EngineError, install_command
 from d3engine.evaluation.accuracy import wilson_interval
 
 D3_FLAGS = ("--depth", "d3", "--alpha", "0.9", "--start", "0.6")
@@ -166,7 +166,8 @@ def test_without_the_harness_its_tasks_name_the_extra(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     result = evaluate("--tasks", "arc_easy")
     assert result.exit_code == 2
-    assert "d3engine[eval]" in result.stderr
+    assert install_command("eval") in result.stderr
+    assert "--tasks arc_easy, which is not one of word-problems, " in result.stderr
 
 
 def test_policies_whose_tokens_decide_have_no_nominal_figures_and_true_flops_ratios() -> None:

@@ -64,7 +64,7 @@ def test_stdout_gets_the_text_alone_and_stderr_the_summary(engine: Engine) -> No
     result = generate("demo", PROMPT, "--max-tokens", "12", *D3_FLAGS)
     assert result.stdout == expected.text + "\n"
     mean = sum(expected.depths) / 12
-    assert re.search(rf"^12 tokens, {mean:.2f} of 16 layers a token, [\d.]+ tokens/s", result.stderr, re.M)
+    assert re.search(rf"^12 tokens, {mean:.2f} of 16 layers per token, [\d.]+ tokens/s", result.stderr, re.M)
     assert "KV cache saved: 0 bytes" not in result.stderr
 
 
@@ -221,7 +221,7 @@ def test_the_demo_answers_a_held_out_problem_twice_and_checks_it() -> None:
     verdicts = re.findall(rf"(RIGHT|WRONG), it is {problem.answer}", result.stdout)
     assert len(verdicts) == 2
     assert "Full depth: every token runs all 16 layers." in result.stdout
-    assert "16.00 of 16 layers a token" in result.stdout
+    assert "16.00 of 16 layers per token" in result.stdout
     assert "fewer layers a token" in result.stdout
     told = " ".join(result.stdout.split())
     assert re.search(
@@ -241,7 +241,7 @@ def test_the_demo_in_json_says_whether_the_answers_are_right() -> None:
 
 def test_the_demo_at_full_depth_alone_answers_once() -> None:
     text = generate("demo", "--depth", "full", "--max-tokens", "4").stdout
-    assert text.count("layers a token") == 1
+    assert text.count("layers per token") == 1
     assert "no answer was given" in text
 
 

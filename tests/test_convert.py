@@ -560,9 +560,8 @@ def test_the_command_line_converts_meta_and_passes_notes_on(tmp_path: Path) -> N
     assert "has no tokenizer.model" in done.stderr
 
 
-def test_errors_are_one_line_and_exit_code_1(tmp_path: Path) -> None:
+def test_errors_are_one_line_and_the_exit_code_of_wrong_input(tmp_path: Path) -> None:
     for arguments in (
-        ("verify", tmp_path),
         ("inspect", tmp_path),
         ("convert", "llama2c", tmp_path / "absent", tmp_path / "out"),
         ("convert", "bin", tmp_path / "absent", tmp_path / "out"),
@@ -570,7 +569,7 @@ def test_errors_are_one_line_and_exit_code_1(tmp_path: Path) -> None:
         ("convert", "meta", tmp_path / "absent", tmp_path / "out"),
     ):
         result = run(*arguments)
-        assert result.exit_code == 1
+        assert result.exit_code == 2, arguments
         assert result.stdout == ""
         assert result.stderr.startswith("error: ")
         assert result.stderr.count("\n") == 1

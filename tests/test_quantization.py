@@ -359,7 +359,7 @@ def test_the_tool_refuses_what_it_cannot_do(
     assert run("quantize", "--scheme", "int3", source, new).exit_code == 2
     assert run("quantize", source, new).exit_code == 2
     failed = run("quantize", "--scheme", "int8", target, new)
-    assert (failed.exit_code, failed.stdout, failed.stderr.count("\n")) == (1, "", 1)
+    assert (failed.exit_code, failed.stdout, failed.stderr.count("\n")) == (2, "", 1)
     assert not new.exists()
 
     bad = tmp_path / "bad"

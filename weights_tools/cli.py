@@ -1,36 +1,32 @@
 """The command line of the weight tools: convert, quantize, inspect, verify. Mounted by `d3engine weights`, and runs by
 itself.
 
-The one idea: commands only parse and print. Every error meant for a user is one line on stderr and exit code
-1.
+The one idea: commands only parse and print; what does the work is imported when it is asked for, since it needs torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from safetensors import SafetensorError
 
+from d3engine.cli.commands import Group, new_app
+from d3engine.cli.ending import ExitCode, say_error
+from d3engine.cli.engine_options import model_directory
+from d3engine.cli.verbosity import note
 from d3engine.depth.policy import POLICY_FILE
-from d3engine.errors import D3EngineError, InvalidValueError
-from d3engine.weights_tools.convert import convert_bin, convert_llama2c
-from d3engine.weights_tools.convert_meta import convert_meta
-from d3engine.weights_tools.inspection import inspect_model, verify_model
-from d3engine.weights_tools.quantize import quantize_model
+from d3engine.errors import ModelFormatError, require
 
-app = typer.Typer(help="Convert, quantize, inspect and verify model directories.", no_args_is_help=True)
-convert_app = typer.Typer(help="Convert other formats to a safetensors directory.", no_args_is_help=True)
+app = new_app(cls=Group, help="Convert, quantize, inspect and verify model directories.", no_args_is_help=True)
+convert_app = new_app(help="Convert other formats to a safetensors directory.", no_args_is_help=True)
 app.add_typer(convert_app, name="convert")
 
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="What to convert.")]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="The model directory to write.")]
-ModelDirectory = Annotated[Path, typer.Argument(metavar="DIR", help="A model directory.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help='Model directory, or "demo" for the bundled model.')]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write into a DST that has files in it.")]
 ShardSize = Annotated[float, typer.Option("--shard-size", help="Largest file to write, in GB.")]
 
@@ -48,9 +44,10 @@ def llama2c_command(
     overwrite: Overwrite = False,
 ) -> None:
     """Convert a llama2.c file (version 0)."""
-    with _readable_errors():
-        convert_llama2c(source, destination, tokenizer=tokenizer, overwrite=overwrite)
-        typer.echo(f"wrote {destination}")
+    from d3engine.weights_tools.convert import convert_llama2c
+
+    convert_llama2c(source, destination, tokenizer=tokenizer, overwrite=overwrite)
+    typer.echo(f"wrote {destination}")
 
 
 @convert_app.command("bin")
@@ -58,9 +55,10 @@ def bin_command(
     source: Source, destination: Destination, shard_size: ShardSize = 5.0, overwrite: Overwrite = False
 ) -> None:
     """Convert a transformers directory with pytorch_model*.bin files."""
-    with _readable_errors():
-        convert_bin(source, destination, shard_bytes=_shard_bytes(shard_size), overwrite=overwrite)
-        typer.echo(f"wrote {destination}")
+    from d3engine.weights_tools.convert import convert_bin
+
+    convert_bin(source, destination, shard_bytes=_shard_bytes(shard_size), overwrite=overwrite)
+    typer.echo(f"wrote {destination}")
 
 
 @convert_app.command("meta")
@@ -75,18 +73,19 @@ def meta_command(
     overwrite: Overwrite = False,
 ) -> None:
     """Convert a directory of Meta's: consolidated.*.pth, params.json, tokenizer.model."""
-    with _readable_errors():
-        notes = convert_meta(
-            source,
-            destination,
-            max_position_embeddings=max_position_embeddings,
-            rope_factor=rope_factor,
-            shard_bytes=_shard_bytes(shard_size),
-            overwrite=overwrite,
-        )
-        for note in notes:
-            typer.echo(f"note: {note}", err=True)
-        typer.echo(f"wrote {destination}")
+    from d3engine.weights_tools.convert_meta import convert_meta
+
+    notes = convert_meta(
+        source,
+        destination,
+        max_position_embeddings=max_position_embeddings,
+        rope_factor=rope_factor,
+        shard_bytes=_shard_bytes(shard_size),
+        overwrite=overwrite,
+    )
+    for text in notes:
+        note(f"note: {text}")
+    typer.echo(f"wrote {destination}")
 
 
 class Scheme(StrEnum):
@@ -108,41 +107,42 @@ def quantize_command(
     overwrite: Overwrite = False,
 ) -> None:
     """Quantize a model's matrices; norms, biases and embedding stay float."""
-    with _readable_errors():
-        quantize_model(source, destination, scheme.value, shard_bytes=_shard_bytes(shard_size), overwrite=overwrite)
-        typer.echo(f"wrote {destination}")
-        if (source / POLICY_FILE).exists():
-            left = (
-                f"{POLICY_FILE} stays behind, it was calibrated on the float weights: d3engine calibrate {destination}"
-            )
-            typer.echo(left, err=True)
+    from d3engine.weights_tools.quantize import quantize_model
+
+    quantize_model(source, destination, scheme.value, shard_bytes=_shard_bytes(shard_size), overwrite=overwrite)
+    typer.echo(f"wrote {destination}")
+    if (source / POLICY_FILE).exists():
+        left = f"{POLICY_FILE} stays behind, since it was calibrated on the float weights"
+        note(f"note: {left}: d3engine calibrate {destination}")
 
 
 @app.command("inspect")
-def inspect_command(directory: ModelDirectory) -> None:
-    """Show a model's configuration, tensors, bytes and KV bytes a token."""
-    with _readable_errors():
-        Console().print(inspect_model(directory))
+def inspect_command(model: Model, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show a model's configuration, tensors, bytes and KV bytes per token."""
+    from rich.console import Console
+
+    from d3engine.weights_tools.inspection import inspect_model
+
+    found = inspect_model(model_directory(model))
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=2))
+    else:
+        Console().print(found.tables())
 
 
 @app.command("verify")
-def verify_command(directory: ModelDirectory) -> None:
+def verify_command(model: Model) -> None:
     """Run every check of the loader; print OK, or the error and exit with 1."""
-    with _readable_errors():
-        verify_model(directory)
-        typer.echo("OK")
+    from d3engine.weights_tools.inspection import verify_model
+
+    try:
+        verify_model(model_directory(model))
+    except ModelFormatError as error:  # the answer that was asked for
+        say_error(str(error))
+        raise typer.Exit(ExitCode.FAILED) from None
+    typer.echo("OK")
 
 
 def _shard_bytes(gigabytes: float) -> int:
-    if not 0 < gigabytes <= 1e6:
-        raise InvalidValueError("shard_size", gigabytes, "a number of gigabytes above 0")
+    require(0 < gigabytes <= 1e6, "--shard-size", gigabytes, "a number of gigabytes above 0")
     return max(1, int(gigabytes * 1e9))
-
-
-@contextmanager
-def _readable_errors() -> Iterator[None]:
-    try:
-        yield
-    except (D3EngineError, SafetensorError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None

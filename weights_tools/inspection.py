@@ -9,9 +9,11 @@ with it first on the path, where that name would hide the standard library's.)
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Group
@@ -22,19 +24,53 @@ from tqdm import tqdm
 from d3engine.model.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from d3engine.model.config import ModelConfig, load_generation_config
 from d3engine.model.expected_tensors import SCALES, check_tensors, check_values, expected_tensors, held_dtype
+from d3engine.progress import hides_bars
 
 _LAYER = re.compile(r"\blayers\.\d+\.")
 
 
-def inspect_model(directory: Path) -> Group:
-    """Return a table of the configuration and one of the tensors, layers summed up, for rich to print.
+@dataclass
+class TensorGroup:
+    """Tensors of one name, shape and dtype over all layers: how many, their values and bytes together."""
 
-    Reads headers only. Raises `ModelFormatError` for a directory whose files cannot be read; tensors that do
-    not fit the configuration are shown as they are (`verify_model` checks them).
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    count: int = 0
+    values: int = 0
+    nbytes: int = 0
+
+    def add(self, entry: TensorEntry) -> None:
+        self.count += 1
+        self.values += entry.num_values
+        self.nbytes += entry.nbytes
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a model directory holds."""
+
+    facts: dict[str, Any]
+    groups: list[TensorGroup]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**self.facts, "tensors": [asdict(group) for group in self.groups]}
+
+    def tables(self) -> Group:
+        """A table of the configuration and one of the tensors, layers summed up, for rich to print."""
+        return Group(_config_table(self.facts), _tensor_table(self.groups))
+
+
+def inspect_model(directory: Path) -> Inspection:
+    """What a model directory holds, from headers alone.
+
+    Raises `ModelFormatError` for a directory whose files cannot be read; tensors that do not fit the configuration
+    are shown as they are (`verify_model` checks them).
     """
     config = ModelConfig.from_directory(directory)
     with open_checkpoint(directory) as checkpoint:
-        return Group(_config_table(config, checkpoint), _tensor_table(checkpoint))
+        return Inspection(_facts(config, checkpoint), _tensor_groups(checkpoint))
 
 
 def verify_model(directory: Path, *, show_progress: bool = True) -> None:
@@ -50,7 +86,7 @@ def verify_model(directory: Path, *, show_progress: bool = True) -> None:
         check_tensors(checkpoint, config)
         entries = [checkpoint.entries[name] for name in expected_tensors(config)]
         total = sum(entry.nbytes for entry in entries)
-        disable = None if show_progress else True
+        disable = hides_bars() if show_progress else True
         with tqdm(total=total, desc="verifying", unit="B", unit_scale=True, disable=disable) as progress:
             for entry in entries:
                 tensor = checkpoint.read(entry.name)
@@ -64,30 +100,32 @@ def kv_bytes_per_token(config: ModelConfig, bytes_per_value: int) -> int:
     return 2 * config.num_layers * config.kv_size * bytes_per_value
 
 
-def _config_table(config: ModelConfig, checkpoint: Checkpoint) -> Table:
-    table = Table(show_header=False, title="configuration", title_justify="left")
+def _facts(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     entries = checkpoint.entries.values()
     in_files = max((entry.bytes_per_value for entry in entries if not entry.name.endswith(SCALES)), default=2)
     itemsize = getattr(torch, config.dtype).itemsize if config.dtype else in_files
-    rope = config.rope
-    factor = "" if rope.factor is None else f" x{rope.factor:g}"
-    rows = {
-        "layers": f"{config.num_layers}",
-        "hidden / intermediate": f"{config.hidden_size:,} / {config.intermediate_size:,}",
-        "heads / kv heads x size": f"{config.num_heads} / {config.num_kv_heads} x {config.head_dim}",
-        "vocabulary": f"{config.vocab_size:,}" + (" (tied)" if config.tie_word_embeddings else ""),
-        "positions": f"{config.max_position_embeddings:,}",
-        "rope": f"{rope.rope_type}{factor}, theta {rope.theta:g}",
-        "dtype": config.dtype or "not given",
-        "bos / eos": f"{config.bos_token_id} / {', '.join(map(str, config.eos_token_ids)) or None}",
-        "quantization": config.quantization or "none",
-        "parameters": f"{_num_parameters(config, checkpoint):,}",
-        "file bytes": f"{sum(entry.nbytes for entry in entries):,}",
-        "KV bytes a token": f"{kv_bytes_per_token(config, itemsize):,} ({8 * itemsize}-bit)",
+    return {
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_type": config.rope.rope_type,
+        "rope_factor": config.rope.factor,
+        "rope_theta": config.rope.theta,
+        "dtype": config.dtype,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_ids": list(config.eos_token_ids),
+        "quantization": config.quantization,
+        "num_parameters": _num_parameters(config, checkpoint),
+        "file_bytes": sum(entry.nbytes for entry in entries),
+        "kv_bytes_per_token": kv_bytes_per_token(config, itemsize),
+        "bytes_per_kv_value": itemsize,
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
 
 
 def _num_parameters(config: ModelConfig, checkpoint: Checkpoint) -> int:
@@ -98,37 +136,48 @@ def _num_parameters(config: ModelConfig, checkpoint: Checkpoint) -> int:
     return sum(prod(shape) for shape in shapes)
 
 
-@dataclass
-class _TensorGroup:
-    """Tensors of one name, shape and dtype over all layers."""
-
-    first: TensorEntry
-    count: int = 0
-    nbytes: int = 0
-    values: int = 0
-
-    def add(self, entry: TensorEntry) -> None:
-        self.count += 1
-        self.nbytes += entry.nbytes
-        self.values += entry.num_values
-
-
-def _tensor_table(checkpoint: Checkpoint) -> Table:
-    groups: dict[tuple[str, tuple[int, ...], str], _TensorGroup] = {}
+def _tensor_groups(checkpoint: Checkpoint) -> list[TensorGroup]:
+    groups: dict[tuple[str, tuple[int, ...], str], TensorGroup] = {}
     for entry in checkpoint.entries.values():
         name = _LAYER.sub("layers.*.", entry.name)
-        groups.setdefault((name, entry.shape, entry.dtype), _TensorGroup(entry)).add(entry)
+        groups.setdefault((name, entry.shape, entry.dtype), TensorGroup(name, entry.shape, entry.dtype)).add(entry)
+    return [groups[key] for key in sorted(groups)]
+
+
+def _config_table(facts: Mapping[str, Any]) -> Table:
+    table = Table(show_header=False, title="configuration", title_justify="left")
+    factor = "" if facts["rope_factor"] is None else f" x{facts['rope_factor']:g}"
+    rows = {
+        "layers": f"{facts['num_layers']}",
+        "hidden / intermediate": f"{facts['hidden_size']:,} / {facts['intermediate_size']:,}",
+        "heads / kv heads x size": f"{facts['num_heads']} / {facts['num_kv_heads']} x {facts['head_dim']}",
+        "vocabulary": f"{facts['vocab_size']:,}" + (" (tied)" if facts["tie_word_embeddings"] else ""),
+        "positions": f"{facts['max_position_embeddings']:,}",
+        "rope": f"{facts['rope_type']}{factor}, theta {facts['rope_theta']:g}",
+        "dtype": facts["dtype"] or "not given",
+        "bos / eos": f"{facts['bos_token_id']} / {', '.join(map(str, facts['eos_token_ids'])) or None}",
+        "quantization": facts["quantization"] or "none",
+        "parameters": f"{facts['num_parameters']:,}",
+        "file bytes": f"{facts['file_bytes']:,}",
+        "KV bytes per token": f"{facts['kv_bytes_per_token']:,} ({8 * facts['bytes_per_kv_value']}-bit)",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _tensor_table(groups: Sequence[TensorGroup]) -> Table:
     table = Table(title="tensors", title_justify="left")
     table.add_column("name", overflow="fold")
     for column in ("count", "shape", "dtype", "values", "bytes"):
         table.add_column(column, justify="right")
-    for (name, shape, dtype), group in sorted(groups.items()):
+    for group in groups:
         # Text, not markup: a name comes from the file and may hold brackets or control characters.
         table.add_row(
-            Text(name),
+            Text(group.name),
             f"{group.count}",
-            " x ".join(map(str, shape)),
-            dtype,
+            " x ".join(map(str, group.shape)),
+            group.dtype,
             f"{group.values:,}",
             f"{group.nbytes:,}",
         )

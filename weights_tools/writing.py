@@ -18,15 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from d3engine.errors import InvalidValueError, ModelFormatError
+from d3engine.errors import FailedError, InvalidValueError, ModelFormatError
 from d3engine.files import DATA_BYTES, is_there, read_bytes
 from d3engine.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, TensorEntry
 from d3engine.model.config import CONFIG_FILE, GENERATION_CONFIG_FILE, ModelConfig
 from d3engine.model.expected_tensors import check_tensors, expected_tensors
+from d3engine.progress import hides_bars
 from d3engine.tiktoken_file import is_tiktoken, read_tiktoken
 from d3engine.tokenizer_faults import guarded
 
@@ -271,7 +273,7 @@ def write_weights(
     shards = _plan_shards(wanted, shard_bytes)
     names = _shard_names(len(shards))
     total = sum(_nbytes(tensor) for tensor in wanted.values())
-    disable = None if show_progress else True
+    disable = hides_bars() if show_progress else True
     with tqdm(total=total, desc=description, unit="B", unit_scale=True, disable=disable) as progress:
         for name, shard in zip(names, shards, strict=True):
             contents = {}
@@ -280,7 +282,10 @@ def write_weights(
                 # storage.
                 contents[key] = wanted[key].read().clone(memory_format=torch.contiguous_format)
                 progress.update(contents[key].nbytes)
-            save_file(contents, folder / name, metadata={"format": "pt"})
+            try:
+                save_file(contents, folder / name, metadata={"format": "pt"})
+            except SafetensorError as error:
+                raise FailedError(f"{folder / name} cannot be written: {error}") from error
             shutil.copymode(folder / CONFIG_FILE, folder / name)  # safetensors writes for its owner alone
     if len(shards) > 1:
         weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}

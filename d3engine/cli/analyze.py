@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from d3engine.cli import new_app
-from d3engine.cli.depth_options import AUTO, Depth, takes_depth
+from d3engine.cli.depth_options import AUTO, Depth, number, takes_depth
 from d3engine.cli.engine_options import Options, engine_arguments, model_directory, takes_engine
 from d3engine.cli.output_files import check_output, printing_last, write_output
 from d3engine.depth import D3, DepthPolicy, FullDepth, Schedule
 from d3engine.depth.statistics import ModelShape, flops_ratio, mean_depth
 from d3engine.errors import require, require_integer
+from d3engine.progress import hides_bars
 
 if TYPE_CHECKING:
     from d3engine.analysis.answers import Answered
@@ -161,7 +162,9 @@ def copy(
     engine, _, answered = _observe(model, engine_options, prompts, limit, max_tokens, png)
     outcome, measure = _outcome(engine, prompts, engine_options, answered, max_tokens)
     lengths = [len(one.token_ids) for one in answered]
-    with tqdm(total=1 + len(counts) * len(from_steps), desc="copy", unit="setting", disable=None, leave=False) as bar:
+    with tqdm(
+        total=1 + len(counts) * len(from_steps), desc="copy", unit="setting", disable=hides_bars(), leave=False
+    ) as bar:
         result = measure_copying(
             outcome, measure, max_tokens, lengths, counts, from_steps, lambda: bar.update() and None
         )
@@ -209,7 +212,9 @@ def show_schedule(
         list[float] | None,
         typer.Option("--alpha", help="A decay to draw; may be repeated (0.8, 0.9, 0.99, 0.999 and 0.9999)."),
     ] = None,
-    start: Annotated[str, typer.Option("--start", help="The fraction of the layers below the window.")] = "0.6",
+    start: Annotated[
+        str, typer.Option("--start", parser=number, metavar="NUMBER", help="Fraction of the layers below the window.")
+    ] = "0.6",
     tail: Annotated[int, typer.Option("--tail", help="This many last layers are never skipped.")] = 0,
     steps: Annotated[int, typer.Option("--steps", help="Generated tokens to look at.")] = 200,
     png: Png = None,
@@ -230,7 +235,7 @@ def show_schedule(
     config = ModelConfig.from_directory(model_directory(model))
     fields = ("hidden_size", "intermediate_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim")
     shape = ModelShape(config.num_layers, **{field: getattr(config, field) for field in fields})
-    policies = [D3(alpha=alpha, start=_number(start), tail=tail) for alpha in alphas or DEFAULT_DECAYS]
+    policies = [D3(alpha=alpha, start=start, tail=tail) for alpha in alphas or DEFAULT_DECAYS]
     found = {f"alpha {policy.alpha:g}": policy.schedule(config.num_layers) for policy in policies}
     summaries = {label: _decay(schedule, steps, shape) for label, schedule in found.items()}
     rows = [
@@ -252,14 +257,6 @@ def show_schedule(
         _print(Table(title, header, rows))
     if png:
         plot_decay(found, steps, png, title)
-
-
-def _number(text: str) -> Any:
-    """A start as D3 takes it: "0.6" as the float, "1/3" as it is."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _decay(schedule: Schedule, steps: int, shape: ModelShape) -> dict[str, Any]:
@@ -340,7 +337,7 @@ def _sample_policy(model: str, depth: Depth) -> DepthPolicy:
 def _heading(one: SampleAnswer, num_layers: int) -> str:
     from d3engine.depth.words import policy_in_words
 
-    return f"{policy_in_words(one.policy)}: {one.mean_layers:.2f} of {num_layers} layers a token"
+    return f"{policy_in_words(one.policy)}: {one.mean_layers:.2f} of {num_layers} layers per token"
 
 
 def _print_sample(result: Sample, as_json: bool) -> None:
@@ -367,8 +364,8 @@ def _show_sample(result: Sample) -> None:
             writer.write_words(prompt)
         text.end_line()
         text.write_words(_heading(one, result.num_layers))
-        for number, token in enumerate(one.tokens):
-            writer.write(token.text if number else token.text.lstrip(" "), colours.style(token.depth))
+        for place, token in enumerate(one.tokens):
+            writer.write(token.text if place else token.text.lstrip(" "), colours.style(token.depth))
         writer.end_line()
         if not colours.enabled:
             runs = [(depth, len(list(group))) for depth, group in groupby(token.depth for token in one.tokens)]
@@ -395,13 +392,13 @@ def _observe(
         check_picture("--png", png)
     texts = default_prompts(options.get("seed", 0), limit) if prompts is None else read_prompts(prompts, limit)
     engine, observer = open_model(model, engine_arguments(model, options))
-    return engine, observer, answer(engine, texts, max_tokens, progress=sys.stderr.isatty())
+    return engine, observer, answer(engine, texts, max_tokens, progress=sys.stderr.isatty() and not hides_bars())
 
 
 def _with_bar(answered: Sequence[Answered], name: str) -> Any:
     from tqdm import tqdm
 
-    return tqdm(answered, desc=name, unit="answer", disable=None, leave=False)
+    return tqdm(answered, desc=name, unit="answer", disable=hides_bars(), leave=False)
 
 
 def _title(model: str, table: Table) -> str:

@@ -5,6 +5,7 @@ The one idea: answers come from the step API in one batch, and are shown one aft
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from d3engine.cli.terminal import DepthColours, Writer
 from d3engine.detokenizer import Detokenizer
-from d3engine.errors import D3EngineError
+from d3engine.errors import FailedError
 from d3engine.interrupts import Interrupt, held_back
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from d3engine.prompts import Prompt
     from d3engine.request import CompletionOutput, SamplingParams
     from d3engine.tokenizer import Tokenizer
+
+
+_log = logging.getLogger(__name__)
 
 
 class Token(NamedTuple):
@@ -104,6 +108,9 @@ class Run:
     kv_bytes_saved: int = 0
     interrupted: bool = False
     prompt_tokens: dict[str, int] = field(default_factory=dict)
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    verifications: int = 0
 
     @property
     def depths(self) -> list[int]:
@@ -120,11 +127,29 @@ class Run:
         tokens = len(self.depths)
         words = [
             f"{tokens} tokens",
-            f"{self.mean_layers:.2f} of {self.num_layers} layers a token",
-            f"{tokens / max(self.seconds, 1e-9):.1f} tokens/s ({self.seconds:.2f} s)",
+            *self._drafting_or_layers(),
+            f"{_pace(tokens, self.seconds)} ({self.seconds:.2f} s)",
             f"KV cache saved: {readable_bytes(self.kv_bytes_saved)}",
         ]
         return ", ".join((["interrupted"] if self.interrupted else []) + words)
+
+    def _drafting_or_layers(self) -> list[str]:
+        """Of drafts, whose layers come on top of a token's own, their yield; else the layers of a token."""
+        if not self.verifications:
+            return [f"{self.mean_layers:.2f} of {self.num_layers} layers per token"]
+        produced = 1 + self.accepted_tokens / self.verifications
+        return [
+            f"{self.accepted_tokens} of {self.drafted_tokens} drafted tokens accepted",
+            f"{produced:.2f} tokens per verification",
+            f"{self.mean_layers:.2f} layers run per token, drafts included (full depth: {self.num_layers})",
+        ]
+
+
+def _pace(tokens: int, seconds: float) -> str:
+    """Tokens per second, or seconds per token where that is the larger number."""
+    if 0 < tokens < seconds:
+        return f"{seconds / tokens:.1f} s per token"
+    return f"{tokens / max(seconds, 1e-9):.1f} tokens/s"
 
 
 def readable_bytes(number: float) -> str:
@@ -144,13 +169,13 @@ def run_answers(
 ) -> Run:
     """Answer `prompts` in one batch; `show` is called in the order of the answers, until each has finished.
 
-    Ctrl-C ends the requests after the step that runs. Raises `D3EngineError` for an answer that a fault ended.
+    Ctrl-C ends the requests after the step that runs. Raises `FailedError` for an answer that a fault ended.
     """
     ids = [f"prompt-{number}" for number in range(len(prompts))]
     hides = params.skip_special_tokens
     answers = [Answer(i, index, engine.tokenizer, hides) for i in ids for index in range(params.n)]
     run = Run(answers, engine.config.num_layers)
-    saved_before = engine.stats().kv_bytes_saved_at_end
+    before = engine.stats()
     began = time.perf_counter()
     with held_back() as interrupt:
         try:
@@ -162,7 +187,10 @@ def run_answers(
     run.seconds = time.perf_counter() - began
     if run.interrupted:
         engine.step()  # takes the last outputs of the aborted requests, so that none is left for a later run
-    run.kv_bytes_saved = engine.stats().kv_bytes_saved_at_end - saved_before
+    after = engine.stats()
+    run.kv_bytes_saved = after.kv_bytes_saved_at_end - before.kv_bytes_saved_at_end
+    for name in ("drafted_tokens", "accepted_tokens", "verifications"):
+        setattr(run, name, getattr(after, name) - getattr(before, name))
     return run
 
 
@@ -172,6 +200,8 @@ def _step_until_done(engine: Engine, run: Run, show: Callable[[Answer], None], i
     while engine.has_unfinished_requests() and not interrupt.seen:
         for output in engine.step():
             run.prompt_tokens[output.request_id] = len(output.prompt_token_ids)
+            if output.finished:
+                _log.debug("%s: %s", output.request_id, output.metrics)
             for completion in output.outputs:
                 answer = by_request[output.request_id, completion.index]
                 answer.update(completion, output.prompt_token_ids)
@@ -188,7 +218,7 @@ def _step_until_done(engine: Engine, run: Run, show: Callable[[Answer], None], i
 def _raise_fault(answer: Answer) -> None:
     assert answer.output is not None
     if answer.output.finish_reason == "abort":
-        raise D3EngineError(f"{answer.request_id} ended with a fault: {answer.output.stop_reason}")
+        raise FailedError(f"{answer.request_id} ended with a fault: {answer.output.stop_reason}")
 
 
 def show_tokens(answer: Answer, writer: Writer, colours: DepthColours, *, suffix: bool = False) -> None:

@@ -23,12 +23,15 @@ from d3engine.calibration.noninferiority import Tolerance
 from d3engine.calibration.outcome import Outcome, outcome, reason
 from d3engine.calibration.search import Calibration, Check, Fate, Trial, best_at_each_speed, calibrate
 from d3engine.cli import new_app
+from d3engine.cli.ending import ExitCode
 from d3engine.cli.engine_options import Options, model_directory, open_engine, sampling_params, takes_engine
+from d3engine.cli.verbosity import note
 from d3engine.depth import D3, FullDepth
 from d3engine.depth.policy import POLICY_FILE
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
 from d3engine.evaluation.accuracy import wilson_interval
 from d3engine.model.config import ModelConfig
+from d3engine.progress import hides_bars
 
 if TYPE_CHECKING:
     from d3engine.calibration.budget import Budget
@@ -36,8 +39,11 @@ if TYPE_CHECKING:
 
 app = new_app()
 
-EXIT_CODES = {Outcome.CHOSEN: 0, Outcome.NOT_SHOWN: 3, Outcome.TOO_LITTLE_KNOWN: 4}
-"""2: wrong input."""
+EXIT_CODES = {
+    Outcome.CHOSEN: ExitCode.DONE,
+    Outcome.NOT_SHOWN: ExitCode.NO_SAFE_SETTING,
+    Outcome.TOO_LITTLE_KNOWN: ExitCode.TOO_LITTLE_KNOWN,
+}
 
 
 @app.command("calibrate")
@@ -174,12 +180,11 @@ def _tell_plan(plan: Budget, tolerance: Tolerance, settings: int) -> None:
         if row["differing"]
     ]
     where = " and full depth that is right on all of them" if tolerance.relative else ""
-    typer.echo(
+    note(
         f"{settings} settings, at most {plan.answers} answers: {plan.screening} problems to search and "
         f"{plan.certification} others to certify.\n"
         f"With these{where}, the chance that a setting without any loss is certified at a tolerance of {tolerance} "
-        f"depends on how many answers differ from full depth's, better as often as worse: {', '.join(chances)}.",
-        err=True,
+        f"depends on how many answers differ from full depth's, better as often as worse: {', '.join(chances)}."
     )
 
 
@@ -208,7 +213,7 @@ def _search(
 ) -> Calibration:
     from tqdm import tqdm
 
-    with tqdm(total=plan.answers, unit="answer", disable=None, leave=False, smoothing=0.1) as bar:
+    with tqdm(total=plan.answers, unit="answer", disable=hides_bars(), leave=False, smoothing=0.1) as bar:
 
         def progress(step: str, answers: int) -> None:
             bar.set_description(step)

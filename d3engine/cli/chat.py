@@ -24,6 +24,8 @@ from d3engine.cli.engine_options import (
     takes_engine,
     takes_sampling,
 )
+from d3engine.cli.streams import given_text
+from d3engine.cli.verbosity import note
 from d3engine.errors import InvalidValueError, require
 
 if TYPE_CHECKING:
@@ -90,7 +92,7 @@ class Conversation:
         self._color_depth = color_depth
         self._console = new_console()
         self._writer = Writer(self._console)
-        self._messages = [] if system is None else [{"role": "system", "content": system}]
+        self._messages = [] if system is None else [{"role": "system", "content": given_text(system)}]
         self._kept_messages = len(self._messages)
         self._is_interactive = sys.stdin.isatty()
 
@@ -177,7 +179,7 @@ class Conversation:
             self._messages = [*messages, {"role": "assistant", "content": output.text.lstrip(" ")}]
         if self._is_interactive:
             colours.legend(run.num_layers)
-            self._say(f"[{run.summary()}]")
+            note(f"[{run.summary()}]")
 
 
 def _use_line_editing() -> None:

@@ -60,16 +60,29 @@ PANEL = "Depth"
 OTHER_OPTIONS = "depth_option"
 """The parameter for options that have no flag of their own: those of policies that other packages bring."""
 
-OPTIONS: dict[str, tuple[str, type, str]] = {
+
+METAVARS = {str: "TEXT", list[str]: "TEXT", int: "INTEGER", list[int]: "INTEGER", float: "NUMBER"}
+"""What help calls the value of an option, whatever the version of typer."""
+
+
+def number(text: str) -> float | str:
+    """A number of the command line; a fraction ("1/3"), and what is no number, stay text for the policy to judge."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+OPTIONS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "alpha": ("--alpha", float, "d3: the decay, in (0, 1]."),
-    "start": ("--start", str, "d3: the fraction of the layers below the skipped window, in (0, 1)."),
+    "start": ("--start", number, "d3: the fraction of the layers below the skipped window, in (0, 1)."),
     "tail": ("--tail", int, "d3: this many last layers are never skipped."),
     "max_tokens": ("--decay-steps", int, "skipdecode: the steps the depth falls over; tail-skip: of the mean."),
     "min_layers": ("--min-layers", int, "skipdecode: the depth after the last of these steps."),
     "max_layers": ("--max-layers", int, "skipdecode: the depth the line starts from (all layers)."),
     "warmup": ("--warmup", int, "skipdecode: this many lowest layers always run (1)."),
-    "speedup": ("--speedup", str, "unified: layers of the model over layers kept."),
-    "mean_layers": ("--mean-layers", str, "tail-skip: the mean depth over --decay-steps tokens."),
+    "speedup": ("--speedup", number, "unified: layers of the model over layers kept."),
+    "mean_layers": ("--mean-layers", number, "tail-skip: the mean depth over --decay-steps tokens."),
     "threshold": ("--threshold", float, "early-exit: the confidence that lets a token leave, 0 to 2."),
     "confidence": ("--confidence", ConfidenceName, "early-exit: what is compared with it (softmax_max)."),
     "decay": ("--threshold-decay", float, "early-exit: how fast the threshold falls; 0 keeps it (4)."),
@@ -181,7 +194,7 @@ def policy_from_words(words: list[str], field: str = "--policy") -> Depth:
         try:
             options[option] = {"true": True, "false": False}[value] if kind is bool else kind(value)
         except (ValueError, KeyError):
-            wanted = "true or false" if kind is bool else f"a value of type {kind.__name__}"
+            wanted = "true or false" if kind is bool else f"a value of type {getattr(kind, '__name__', kind)}"
             raise InvalidValueError(f"{field} {' '.join(words)!r}: {key}", value, wanted) from None
     try:
         return depth_from_options(name, options, others)
@@ -219,8 +232,12 @@ def _depth_parameters() -> list[inspect.Parameter]:
     name = typer.Option("--depth", metavar="NAME", help=text, rich_help_panel=PANEL)
     parameters = [_keyword("depth", Annotated[str, name], AUTO)]
     for field, (flag, kind, text) in OPTIONS.items():
-        option = typer.Option(flag, help=text, show_default=False, rich_help_panel=PANEL)
-        parameters.append(_keyword(field, Annotated[kind | None, option], None))
+        named = {"help": text, "show_default": False, "rich_help_panel": PANEL}
+        if kind is number:
+            option, annotation = typer.Option(flag, parser=number, metavar="NUMBER", **named), str | None
+        else:
+            option, annotation = typer.Option(flag, metavar=METAVARS.get(kind), **named), kind | None
+        parameters.append(_keyword(field, Annotated[annotation, option], None))
     text = "OPTION=VALUE of a policy that an installed package brings; may stand several times."
     other = typer.Option("--depth-option", help=text, show_default=False, rich_help_panel=PANEL)
     parameters.append(_keyword(OTHER_OPTIONS, Annotated[list[str] | None, other], None))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from d3engine.cli.depth_options import AUTO as AUTO_DEPTH
-from d3engine.cli.depth_options import Depth
+from d3engine.cli.depth_options import METAVARS, Depth
 from d3engine.errors import InvalidValueError, require_integer
 
 if TYPE_CHECKING:
@@ -37,7 +37,11 @@ ENGINE: OptionTable = {
     "max_num_seqs": ("--max-num-seqs", int, "Sequences that run at once at most (64)."),
     "max_num_batched_tokens": ("--max-num-batched-tokens", int, "Tokens computed in one step at most (2048)."),
     "block_size": ("--block-size", int, "KV entries of a block (16)."),
-    "kv_cache_memory_bytes": ("--kv-cache-memory-bytes", int, "Size of the KV cache (1 GiB on a CPU)."),
+    "kv_cache_memory_bytes": (
+        "--kv-cache-memory-bytes",
+        int,
+        "Size of the KV cache (on a CPU 1 GiB at most).",
+    ),
     "gpu_memory_utilization": ("--gpu-memory-utilization", float, "Share of a GPU's memory to use (0.9)."),
     "enable_prefix_caching": (
         "--enable-prefix-caching/--no-enable-prefix-caching",
@@ -53,13 +57,17 @@ ENGINE: OptionTable = {
 SAMPLING: OptionTable = {
     "max_tokens": ("--max-tokens", int, f"Tokens to generate at most ({DEFAULT_MAX_TOKENS})."),
     "min_tokens": ("--min-tokens", int, "Tokens to generate before anything can end the answer (0)."),
-    "temperature": ("--temperature", float, "0 is greedy."),
-    "top_p": ("--top-p", float, "Keep the likeliest tokens up to this probability."),
-    "top_k": ("--top-k", int, "Keep so many likeliest tokens; 0 and -1 keep all."),
-    "min_p": ("--min-p", float, "Drop tokens less likely than this times the likeliest."),
-    "presence_penalty": ("--presence-penalty", float, "Against tokens that were generated already."),
-    "frequency_penalty": ("--frequency-penalty", float, "The same, once for each time."),
-    "repetition_penalty": ("--repetition-penalty", float, "Against tokens of the prompt and the answer."),
+    "temperature": ("--temperature", float, "0 is greedy (the model's generation_config.json, or 1)."),
+    "top_p": ("--top-p", float, "Keep the likeliest tokens up to this probability (as temperature, or 1)."),
+    "top_k": ("--top-k", int, "Keep so many likeliest tokens; 0 and -1 keep all (as temperature, or 0)."),
+    "min_p": ("--min-p", float, "Drop tokens less likely than this times the likeliest (as temperature, or 0)."),
+    "presence_penalty": ("--presence-penalty", float, "Against tokens that were generated already (0)."),
+    "frequency_penalty": ("--frequency-penalty", float, "The same, once for each time (0)."),
+    "repetition_penalty": (
+        "--repetition-penalty",
+        float,
+        "Against tokens of prompt and answer (as temperature, or 1).",
+    ),
     "stop": ("--stop", list[str], "A text that ends the answer; may be repeated."),
     "stop_token_ids": ("--stop-token-ids", list[int], "A token id that ends the answer; may be repeated."),
     "bad_words": ("--bad-words", list[str], "A word never to write; may be repeated."),
@@ -68,6 +76,13 @@ SAMPLING: OptionTable = {
     "skip_special_tokens": ("--skip-special-tokens/--no-skip-special-tokens", bool, "Hide special tokens (yes)."),
 }
 """Argument of `SamplingParams` -> flag, type, help. What is not given follows generation_config.json."""
+
+TASK_SAMPLING: OptionTable = {
+    **SAMPLING,
+    "max_tokens": ("--max-tokens", int, "Tokens to generate at most (the task's own limit)."),
+    "temperature": ("--temperature", float, "0 is greedy (0)."),
+}
+"""Where a task asks the questions."""
 
 SAMPLES: OptionTable = {"n": ("--n", int, "Answers to each prompt (1)."), **SAMPLING}
 """With several answers to one prompt."""
@@ -81,6 +96,11 @@ def takes_engine(command: Callable[..., Any]) -> Callable[..., Any]:
 def takes_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
     """Replace the parameter `sampling` of a typer command by the options of sampling, for one answer a prompt."""
     return _takes(command, "sampling", SAMPLING, "Sampling")
+
+
+def takes_task_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
+    """As `takes_sampling`, with the defaults of a task."""
+    return _takes(command, "sampling", TASK_SAMPLING, "Sampling")
 
 
 def takes_samples(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,7 +119,8 @@ def _takes(command: Callable[..., Any], name: str, table: OptionTable, panel: st
     signature = inspect.signature(command, eval_str=True)
     parameters = [parameter for parameter in signature.parameters.values() if parameter.name != name]
     for field, (flag, kind, text) in table.items():
-        option = typer.Option(flag, help=text, show_default=False, rich_help_panel=panel)
+        metavar = METAVARS.get(kind)
+        option = typer.Option(flag, help=text, metavar=metavar, show_default=False, rich_help_panel=panel)
         annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
         parameters.append(_keyword(f"{name}_{field}", annotation))  # depth has a max_tokens too
     # Typer reads one or the other, by version.
@@ -112,14 +133,13 @@ def _keyword(name: str, annotation: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def model_directory(model: str) -> Path:
-    """The model's directory; a prompt in the model's place is explained."""
+def model_directory(model: str, advice: str = "") -> Path:
+    """The model's directory; `advice` follows what it must be where it is none."""
     from d3engine.loading import DEMO
     from d3engine.loading import model_directory as directory_of
 
     if model != DEMO and not Path(model).is_dir():
-        allowed = f"a directory with a Llama model, or {DEMO!r} (the prompt comes after it)"
-        raise InvalidValueError("model", model, allowed)
+        raise InvalidValueError("model", model, f"a directory with a Llama model, or {DEMO!r}{advice}")
     return directory_of(model)
 
 

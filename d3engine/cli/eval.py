@@ -23,7 +23,7 @@ from d3engine.cli.engine_options import (
     open_engine,
     sampling_params,
     takes_engine,
-    takes_sampling,
+    takes_task_sampling,
 )
 from d3engine.cli.output_files import check_output, printing_last, write_output
 from d3engine.depth import D3, DepthPolicy, FullDepth
@@ -32,7 +32,7 @@ from d3engine.evaluation import catalogue
 from d3engine.evaluation.accuracy import measure
 from d3engine.evaluation.baselines import at_equal_depth
 from d3engine.evaluation.benchmark import Benchmark, check_prompts
-from d3engine.evaluation.harness import harness_charts, harness_dict, harness_tables, require_harness, run_tasks
+from d3engine.evaluation.harness import find_tasks, harness_charts, harness_dict, harness_tables, run_tasks
 from d3engine.evaluation.report import (
     Chart,
     Result,
@@ -43,6 +43,7 @@ from d3engine.evaluation.report import (
     side_by_side,
     tables,
 )
+from d3engine.progress import hides_bars
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
@@ -64,7 +65,7 @@ class SplitName(StrEnum):
 
 @app.command("eval")
 @takes_depth
-@takes_sampling
+@takes_task_sampling
 @takes_engine
 def evaluate(
     engine_options: Options,
@@ -127,11 +128,11 @@ def evaluate(
         for name, value in only.items():
             raise InvalidValueError("--" + name.replace("_", "-"), value, "left to the tasks of the harness")
         require(split is SplitName.test, "--split", split.value, "'test', since harness tasks split for themselves")
-        require_harness()
+        found = find_tasks(names, str(include_path) if include_path else None)
         engine = open_engine(model, engine_options, AUTO if AUTO in wanted else None)
         max_tokens = sampling.get("max_tokens", HARNESS_MAX_TOKENS)
         policies = resolve_policies(engine, wanted, compare_full, baselines, max_tokens)
-        run.with_harness(engine, policies, max_tokens, include_path)
+        run.with_harness(engine, found, policies, max_tokens)
         return
     check_sampling(sampling)
     given = {"split": split.value, "seed": seed, "limit": limit, "shots": num_fewshot}
@@ -206,9 +207,7 @@ class Run:
             self._print([side_by_side(results)])
         self._write(tables(results), described, [chart(result) for result in results])
 
-    def with_harness(
-        self, engine: Engine, policies: Sequence[DepthPolicy], max_tokens: int, include_path: Path | None
-    ) -> None:
+    def with_harness(self, engine: Engine, found: Any, policies: Sequence[DepthPolicy], max_tokens: int) -> None:
         """Let lm-evaluation-harness run its tasks under every policy, and show the results."""
         from d3engine.depth.words import policy_in_words
 
@@ -220,7 +219,7 @@ class Run:
             limit=self._facts["limit"],
             seed=self._facts["seed"],
             max_gen_toks=max_tokens,
-            include_path=str(include_path) if include_path else None,
+            manager=found,
         )
         self._facts |= _machine(engine)
         described = {"harness": [harness_dict(run, runs[0]) for run in runs]}
@@ -274,7 +273,7 @@ def _measure(engine: Engine, benchmark: Benchmark, policies: Sequence[DepthPolic
 
     questions = benchmark.questions
     measure(engine, questions[:1], policies[0], params)  # whatever is slow the first time is not measured
-    progress = sys.stderr.isatty()
+    progress = sys.stderr.isatty() and not hides_bars()
     scores = [measure(engine, questions, policy, params, progress=progress) for policy in policies]
     return Result(benchmark, tuple(policy_in_words(policy) for policy in policies), tuple(scores))
 

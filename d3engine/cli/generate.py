@@ -19,6 +19,7 @@ import typer
 
 from d3engine.cli import new_app
 from d3engine.cli.depth_options import AUTO, Depth, takes_depth
+from d3engine.cli.ending import ExitCode
 from d3engine.cli.engine_options import (
     Options,
     check_sampling,
@@ -29,7 +30,9 @@ from d3engine.cli.engine_options import (
     takes_samples,
 )
 from d3engine.cli.invocation import as_typed
+from d3engine.cli.streams import given_text, is_unicode
 from d3engine.cli.turns import Speedup, speedup
+from d3engine.cli.verbosity import note
 from d3engine.depth import D3, DepthPolicy, FullDepth
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer
 from d3engine.files import UnreadableFileError, read_text
@@ -44,8 +47,6 @@ app = new_app()
 
 DEMO_DEPTH = D3(alpha=0.9, start=0.6)
 """What the demo compares with full depth where neither --depth nor d3.json names a policy."""
-
-INTERRUPTED = 130
 
 
 @app.command()
@@ -90,7 +91,7 @@ def generate(
     texts = _read_prompts(prompts or [], prompt_file)
     require(not (depth_suffix and color_depth), "--depth-suffix", NOTHING, "given without --color-depth")
     check_sampling(sampling)
-    model_directory(model)
+    model_directory(model, " (the prompt comes after it)")
     if not texts:
         is_problem = model == "demo" or problem_seed is not None
         require(is_problem, "PROMPT", NOTHING, 'given: a text, "-" for stdin, or --prompt-file FILE')
@@ -107,7 +108,9 @@ def generate(
 def _read_prompts(prompts: Sequence[str], prompt_file: Path | None) -> list[str]:
     """The prompts of the command line; "-" is all of stdin, less its last line feed."""
     require(prompts.count("-") <= 1, "PROMPT", NOTHING, 'given as "-" once at most, since stdin can be read only once')
-    texts = [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in prompts]
+    texts = [sys.stdin.read().removesuffix("\n") if prompt == "-" else given_text(prompt) for prompt in prompts]
+    for text in texts:
+        require(is_unicode(text), "PROMPT", text, "UTF-8 text")
     if prompt_file is not None:
         try:
             texts.append(read_text(prompt_file).removesuffix("\n"))
@@ -127,7 +130,7 @@ def _in_form_of(directory: Path, texts: list[str]) -> list[str]:
     found = [form.complete(text) for text in texts]
     if found != texts:
         shown = json.dumps(str(form), ensure_ascii=False)
-        typer.echo(f"note: asked in the form that the model was trained on, {shown}; --raw-prompt asks as is", err=True)
+        note(f"note: asked in the form that the model was trained on, {shown}; --raw-prompt asks as is")
     return found
 
 
@@ -162,9 +165,9 @@ def _show_prompts(
     run = run_answers(engine, texts, params, show)
     if run.interrupted and not as_json:
         writer.end_line()
-    typer.echo(run.summary(), err=True)
+    note(run.summary())
     if run.interrupted:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(ExitCode.INTERRUPTED)
 
 
 def _depths(engine: Engine, params: SamplingParams) -> list[int]:
@@ -296,7 +299,7 @@ class _Demo:
         self.writer.end_line()
         if run.interrupted:
             typer.echo(run.summary(), err=True)
-            raise typer.Exit(INTERRUPTED)
+            raise typer.Exit(ExitCode.INTERRUPTED)
         self.writer.write_words(self._verdict(run))
         self.writer.write_words(f"{run.summary()}.")
         if colours.enabled:
@@ -340,7 +343,7 @@ class _Demo:
     def _seconds_per_token(self, policy: DepthPolicy) -> float:
         run = self._answer(policy, self._silently)
         if run.interrupted:
-            raise typer.Exit(INTERRUPTED)
+            raise typer.Exit(ExitCode.INTERRUPTED)
         return run.seconds / len(run.depths)
 
     def _comparison(self, full: Run, run: Run, turns: Speedup) -> str:

@@ -16,6 +16,9 @@ from d3engine.evaluation.benchmark import Benchmark
 from d3engine.evaluation.gsm8k import load_gsm8k
 from d3engine.evaluation.word_problems import Split
 
+NAMES_WITHOUT_HARNESS = f"one of {', '.join(procedural.NAMES)}, or with --data one of gsm8k, bbh and bbh/<task>"
+"""What `--tasks` takes besides the tasks of lm-evaluation-harness, for errors."""
+
 DEFAULT_PROBLEMS = 500
 """Of a generated task; of files, all there are."""
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
 from math import isclose, sqrt
 from statistics import NormalDist, fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from d3engine.depth import DepthPolicy
-from d3engine.errors import D3EngineError, MissingExtraError
+from d3engine.errors import D3EngineError, InvalidValueError, MissingExtraError
 from d3engine.evaluation.accuracy import Comparison, Interval, paired, shape_of, wilson_interval
+from d3engine.evaluation.catalogue import NAMES_WITHOUT_HARNESS
 from d3engine.evaluation.report import Chart, Table, against, cost_table, percent_interval
 from d3engine.evaluation.work import Cost
 
@@ -60,12 +62,29 @@ class HarnessRun:
     cost: Cost
 
 
-def require_harness() -> None:
-    """Raise `MissingExtraError` where lm-eval is not installed."""
+def find_tasks(names: Sequence[str], include_path: str | None) -> Any:
+    """The harness's index of tasks that has these; its own, which takes long to read, only if the folder lacks one.
+
+    Raises `InvalidValueError` for a name that the harness does not know, `MissingExtraError` where it is not installed.
+    """
     try:
-        import lm_eval  # noqa: F401
+        from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise MissingExtraError("lm-eval", "eval") from error
+        raise MissingExtraError(
+            "lm-eval", "eval", f"--tasks {','.join(names)}, which is not {NAMES_WITHOUT_HARNESS},"
+        ) from error
+
+    if include_path is not None:
+        manager = TaskManager(include_path=include_path, include_defaults=False)
+        if all(manager.match_tasks([name]) for name in names):
+            return manager
+    manager = TaskManager(include_path=include_path)
+    for name in names:
+        if not manager.match_tasks([name]):
+            alike = get_close_matches(name, manager.all_tasks, 5)
+            allowed = f"{NAMES_WITHOUT_HARNESS}, or a task of lm-evaluation-harness"
+            raise InvalidValueError("--tasks", name, allowed + (f" (such as {', '.join(alike)})" if alike else ""))
+    return manager
 
 
 def run_tasks(
@@ -77,15 +96,13 @@ def run_tasks(
     limit: int | None,
     seed: int,
     max_gen_toks: int,
-    include_path: str | None,
+    manager: Any,
 ) -> list[HarnessRun]:
     """Evaluate the tasks under each (title, policy) in turn; raises `D3EngineError` for a task that there is not."""
-    require_harness()
     from lm_eval import simple_evaluate
 
     from d3engine.integrations.lm_eval import D3EngineLM
 
-    manager = _task_manager(names, include_path)
     runs = []
     for title, policy in policies:
         model = D3EngineLM(engine, depth=policy, max_gen_toks=max_gen_toks)
@@ -116,21 +133,6 @@ def _without_data(names: Sequence[str], error: OSError) -> str:
         f"the data of {', '.join(names)} cannot be loaded ({type(error).__name__}: {error}); without network, "
         "--data DIR reads gsm8k and bbh from files, and --include-path DIR takes tasks with data of your own"
     )
-
-
-def _task_manager(names: Sequence[str], include_path: str | None) -> Any:
-    """The harness's index of tasks that has these; its own, which takes long to read, only if the folder lacks one."""
-    from lm_eval.tasks import TaskManager
-
-    if include_path is not None:
-        manager = TaskManager(include_path=include_path, include_defaults=False)
-        if all(manager.match_tasks([name]) for name in names):
-            return manager
-    manager = TaskManager(include_path=include_path)
-    unknown = [name for name in names if not manager.match_tasks([name])]
-    if unknown:
-        raise D3EngineError(f"lm-evaluation-harness has no task {', '.join(unknown)}; --data DIR reads files instead")
-    return manager
 
 
 def _metrics(found: dict[str, Any]) -> tuple[Metric, ...]:

@@ -31,6 +31,7 @@ from d3engine.model.expected_tensors import (
     held_dtype,
 )
 from d3engine.model.mapped_file import dtype_of
+from d3engine.progress import hides_bars
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +112,7 @@ def load_weights(
             desc="loading weights",
             unit="B",
             unit_scale=True,
-            disable=None if show_progress else True,
+            disable=hides_bars() if show_progress else True,
             leave=False,
         ) as progress:
             weights = _Loader(checkpoint, config, dtype, torch.device(device), progress).load()

@@ -1,0 +1,79 @@
+"""`-v` and `-q` of every command: how much is told on stderr beside the result.
+
+The one idea: the level of the logger "d3engine" is the only switch. Messages, notes and progress bars all ask it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from d3engine.errors import NOTHING, require
+
+LOGGER = logging.getLogger("d3engine")
+
+Verbose = Annotated[
+    int,
+    typer.Option(
+        "-v",
+        "--verbose",
+        count=True,
+        metavar="",
+        show_default=False,
+        help="Tell what is done, on stderr; -vv in detail.",
+    ),
+]
+Quiet = Annotated[
+    bool, typer.Option("-q", "--quiet", show_default=False, help="Nothing on stderr but errors; no progress bar.")
+]
+
+
+def takes_verbosity(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a typer command `-v` and `-q`."""
+
+    @functools.wraps(command)
+    def with_verbosity(**arguments: Any) -> Any:
+        set_verbosity(arguments.pop("verbose"), arguments.pop("quiet"))
+        return command(**arguments)
+
+    signature = inspect.signature(command, eval_str=True)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        *signature.parameters.values(),
+        inspect.Parameter("verbose", keyword, default=0, annotation=Verbose),
+        inspect.Parameter("quiet", keyword, default=False, annotation=Quiet),
+    ]
+    # Typer reads one or the other, by version.
+    with_verbosity.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    with_verbosity.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_verbosity
+
+
+def set_verbosity(verbose: int, quiet: bool) -> None:
+    """Warnings by default; `-v` adds what is done, `-vv` its details, `-q` leaves errors alone."""
+    require(not (verbose and quiet), "--quiet", NOTHING, "given without --verbose")
+    level = logging.ERROR if quiet else (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
+    for handler in [one for one in LOGGER.handlers if isinstance(one, _ToStderr)]:
+        LOGGER.removeHandler(handler)
+    LOGGER.addHandler(_ToStderr())
+    LOGGER.setLevel(level)
+
+
+def note(text: str) -> None:
+    """What a reader of the result may want to know, on stderr; not under `-q`."""
+    if LOGGER.isEnabledFor(logging.WARNING):
+        typer.echo(text, err=True)
+
+
+class _ToStderr(logging.Handler):
+    """Writes to the stderr of the moment; a level above info is named."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = f"{record.levelname.lower()}: " if record.levelno != logging.INFO else ""
+        print(f"{level}{record.getMessage()}", file=sys.stderr)

@@ -1,0 +1,14 @@
+"""Progress bars, shown and hidden in one way.
+
+The one idea: a bar is for somebody who watches a terminal, and is told to be quiet as messages are: by the level of
+the logger "d3engine".
+"""
+
+from __future__ import annotations
+
+import logging
+
+
+def hides_bars() -> bool | None:
+    """`disable` of a tqdm bar: None hides it where stderr is no terminal, True everywhere (the logger is quiet)."""
+    return None if logging.getLogger("d3engine").isEnabledFor(logging.WARNING) else True
