@@ -161,7 +161,7 @@ def test_a_lone_answer_saves_what_its_schedule_saves() -> None:
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = tmp_path_factory.mktemp("policies") / "policies.json"
-    sizes = {"problems": 3, "timed": 2, "calibration": 2, "repeats": 2, "batch": 3, "max-tokens": 24, "threads": 1}
+    sizes = {"problems": 3, "timed": 2, "calibration": 2, "repeats": 1, "batch": 3, "max-tokens": 24, "threads": 1}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policies, "BISECTIONS", 2)
         assert policies.main([*(f"--{name}={size}" for name, size in sizes.items()), f"--json={file}"]) == 0

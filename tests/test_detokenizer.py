@@ -23,7 +23,7 @@ CORPUS = [
     "Größe, naïve café, 東京 日本語 🙂",
     "a b c\n\nd e f\n",
 ] * 4
-MANY = settings(max_examples=150, deadline=None)
+MANY = settings(max_examples=80, deadline=None)
 
 
 def save_byte_level(directory: Path) -> None:
@@ -257,7 +257,7 @@ class TestStreamedText:
 
 
 class TestStopStrings:
-    @settings(max_examples=250, deadline=None)
+    @settings(max_examples=120, deadline=None)
     @given(data=st.data(), skip=st.booleans(), include=st.booleans(), min_tokens=st.sampled_from([0, 0, 1, 3, 6]))
     def test_text_ends_where_decoding_everything_anew_finds_the_stop_string(
         self, tokenizer: Tokenizer, data: st.DataObject, skip: bool, include: bool, min_tokens: int

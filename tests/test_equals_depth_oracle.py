@@ -34,6 +34,7 @@ MakeModel = Callable[..., TinyLlama]
 MakePrompts = Callable[..., list[list[int]]]
 
 NUM_TOKENS = 64
+NESTED_TOKENS = 40
 LAYERS = 10
 LENGTHS = [1, 30]  # with the answer, each crosses several borders of blocks of 4 and of 16 entries
 
@@ -68,13 +69,13 @@ NESTED: dict[str, tuple[DepthPolicy, ActiveLayers]] = {
             (0.999, 0.6, 0),
         ]
     },
-    "SkipDecode to 4": (SkipDecode(NUM_TOKENS, 4), skip_decode(LAYERS, NUM_TOKENS, 4)),
+    "SkipDecode to 4": (SkipDecode(NESTED_TOKENS, 4), skip_decode(LAYERS, NESTED_TOKENS, 4)),
     "SkipDecode from 8 to 2 in 30": (
         SkipDecode(30, 2, max_layers=8, warmup=2),
         skip_decode(LAYERS, 30, 2, max_layers=8, warmup=2),
     ),
-    "SkipDecode to 1 without warmup": (SkipDecode(40, 1, warmup=0), skip_decode(LAYERS, 40, 1, warmup=0)),
-    "TailSkip of 6.4": (TailSkip(6.4, NUM_TOKENS), tail_skip(LAYERS, NUM_TOKENS, 6.4)),
+    "SkipDecode to 1 without warmup": (SkipDecode(32, 1, warmup=0), skip_decode(LAYERS, 32, 1, warmup=0)),
+    "TailSkip of 6.4": (TailSkip(6.4, NESTED_TOKENS), tail_skip(LAYERS, NESTED_TOKENS, 6.4)),
     "TailSkip of 3": (TailSkip(3, 20), tail_skip(LAYERS, 20, 3)),
     "UnifiedSkip 2": (UnifiedSkip(2), unified_skip(LAYERS, 2)),
     "UnifiedSkip 1.4": (UnifiedSkip(1.4), unified_skip(LAYERS, 1.4)),
@@ -161,10 +162,11 @@ def test_nested_schedules_equal_the_oracle_whatever_sleeping_layers_hold(
     tiny = tiny_llama(**DEEP)
     policy, active = NESTED[name]
     prompts = make_prompts(LENGTHS)
-    expected = [greedy_at_depth(tiny.model, prompt, NUM_TOKENS, active) for prompt in prompts]
+    expected = [greedy_at_depth(tiny.model, prompt, NESTED_TOKENS, active) for prompt in prompts]
     rules = [("none", 4), ("project", 16)] + [("copy", 4)] * (0 in active(10**9))  # "copy" needs a layer below
     for rule, block_size in rules:
-        outputs = run(tiny, replace(policy, on_skip=rule), prompts, block_size=block_size)  # type: ignore[type-var]
+        skipping = replace(policy, on_skip=rule)  # type: ignore[type-var]
+        outputs = run(tiny, skipping, prompts, params(max_tokens=NESTED_TOKENS), block_size=block_size)
         for output, answer in zip(outputs, expected, strict=True):
             assert_equals(output, answer)
 

@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 
 from d3engine import template_process
@@ -39,6 +41,15 @@ def process_of(children: _Children) -> int:
     """The pid of the one process that has been started and idles."""
     (child,) = children._idle
     return child._process.pid
+
+
+def kill_at_work(pid: int) -> None:
+    """Wait until the process does something, and kill it."""
+    process = psutil.Process(pid)
+    before = process.cpu_times().user
+    while process.cpu_times().user < before + 0.05:
+        time.sleep(0.01)
+    process.kill()
 
 
 class TestLimits:
@@ -145,8 +156,7 @@ class TestProcess:
 
     def test_one_that_dies_at_work_is_an_error_that_says_so(self, children: _Children) -> None:
         template = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
-        pid = process_of(children)
-        threading.Timer(0.1, os.kill, (pid, signal.SIGKILL)).start()
+        threading.Thread(target=kill_at_work, args=(process_of(children),)).start()
         with pytest.raises(TemplateProcessError, match="ended with status -9"):
             template.render([USER])
         assert render("{{ messages[0].content }}") == "Hi"
