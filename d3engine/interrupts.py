@@ -44,5 +44,6 @@ def held_back() -> Iterator[Interrupt]:
     try:
         yield interrupt
     finally:
-        if signal.getsignal(signal.SIGINT) is on_signal:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        now = signal.signal(signal.SIGINT, signal.default_int_handler)
+        if now is not on_signal:  # somebody has installed his own meanwhile
+            signal.signal(signal.SIGINT, now)

@@ -39,9 +39,11 @@ class OneCaller:
                 )
             try:
                 self._drop_left(drop)
-                yield interrupt
+                try:
+                    yield interrupt
+                finally:
+                    self._drop_left(drop)
             finally:
-                self._drop_left(drop)
                 self._lock.release()
                 interrupt.deliver()
 

@@ -331,6 +331,17 @@ def test_whoever_handles_signals_himself_goes_on_doing_so(make_engine: Callable[
         signal.signal(signal.SIGINT, before)
 
 
+def test_a_handler_installed_in_the_middle_of_a_call_stays(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        in_step(engine, 2, lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+        engine.generate(PROMPT, greedy(), use_tqdm=False)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_another_thread_touches_no_signals(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
     seen: list[object] = []
