@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-import psutil
 import pytest
 
 from d3engine import template_process
@@ -21,7 +21,7 @@ from d3engine.template_process import _Children
 from d3engine.template_worker import read_frame, write_frame
 
 USER = {"role": "user", "content": "Hi"}
-TIGHT = RenderLimits(seconds=0.3, memory_bytes=100 * 1024**2, characters=100_000)
+TIGHT = RenderLimits(seconds=0.2, memory_bytes=100 * 1024**2, characters=100_000)
 
 
 def render(source: str, limits: RenderLimits | None = None) -> str:
@@ -43,15 +43,6 @@ def process_of(children: _Children) -> int:
     return child._process.pid
 
 
-def kill_at_work(pid: int) -> None:
-    """Wait until the process does something, and kill it."""
-    process = psutil.Process(pid)
-    before = process.cpu_times().user
-    while process.cpu_times().user < before + 0.05:
-        time.sleep(0.01)
-    process.kill()
-
-
 class TestLimits:
     @pytest.mark.parametrize(
         "source",
@@ -65,7 +56,7 @@ class TestLimits:
         ids=["loops", "items inside a filter", "comparisons", "macros", "one operation"],
     )
     def test_endless_work_ends_after_its_processor_time(self, source: str) -> None:
-        with pytest.raises(ChatTemplateError, match=r"more than 0\.3 seconds of processor time"):
+        with pytest.raises(ChatTemplateError, match=r"more than 0\.2 seconds of processor time"):
             render(source, TIGHT)
 
     @pytest.mark.parametrize(
@@ -74,7 +65,7 @@ class TestLimits:
             "{{ 'a' * 10 ** 12 }}",
             "{{ '%999999999999d' % 3 }}",
             "{{ '{:999999999}'.format(3) }}",
-            "{{ (['a'] * 100000) | map('replace', 'a', 'x' * 1900000) | list | length }}",
+            "{{ (['a'] * 100000) | map('replace', 'a', 'x' * 190000) | list | length }}",
             "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
         ],
         ids=["product", "%", "format", "filter", "doubling"],
@@ -114,6 +105,7 @@ class TestLimits:
         with pytest.raises(InvalidValueError, match=f"{field} must be "):
             RenderLimits(**{field: -1})
 
+    @pytest.mark.skipif(shutil.which("ps") is None, reason="there is no ps, which every macOS has")
     def test_memory_is_watched_from_outside_where_the_kernel_does_not_limit_it(
         self, monkeypatch: pytest.MonkeyPatch, children: _Children
     ) -> None:
@@ -154,11 +146,20 @@ class TestProcess:
         children._idle[0]._process.wait()
         assert template.render([USER]) == "Hi"
 
-    def test_one_that_dies_at_work_is_an_error_that_says_so(self, children: _Children) -> None:
+    def test_one_that_dies_at_work_is_an_error_that_says_so(
+        self, children: _Children, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         template = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
-        threading.Thread(target=kill_at_work, args=(process_of(children),)).start()
-        with pytest.raises(TemplateProcessError, match="ended with status -9"):
-            template.render([USER])
+        pid = process_of(children)
+
+        def write_and_kill(descriptor: int, message: dict[str, Any]) -> None:
+            write_frame(descriptor, message)
+            os.kill(pid, signal.SIGKILL)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(template_process, "write_frame", write_and_kill)
+            with pytest.raises(TemplateProcessError, match="ended with status -9"):
+                template.render([USER])
         assert render("{{ messages[0].content }}") == "Hi"
 
     def test_time_without_a_processor_does_not_count(self, children: _Children) -> None:
