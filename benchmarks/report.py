@@ -77,11 +77,11 @@ def _cpu() -> str:
 
 
 def keep(report: dict[str, Any], options: argparse.Namespace, plot: Callable[[dict[str, Any], str], None]) -> None:
-    """Draw to the file of --plot and write to that of --json, where they were given."""
-    if options.plot:
-        plot(report, options.plot)
+    """Write to the file of --json and draw to that of --plot, where they were given; the numbers first."""
     if options.json:
         write_json(report, options.json)
+    if options.plot:
+        plot(report, options.plot)
 
 
 def positive(text: str) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from d3engine.errors import ModelFormatError
+from d3engine.files import is_there
 from d3engine.model.fields import read_json_object
 
 PROMPT_FORM_FILE = "prompt_form.json"
@@ -44,7 +45,7 @@ def load_prompt_form(directory: str | Path) -> PromptForm | None:
     Raises `ModelFormatError` for a file that is no such form.
     """
     path = Path(directory) / PROMPT_FORM_FILE
-    if not path.exists():
+    if not is_there(path):
         return None
     found = read_json_object(path)
     is_form = set(found) == {"before", "after"} and all(_is_short_text(value) for value in found.values())

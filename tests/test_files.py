@@ -25,6 +25,7 @@ from d3engine.files import CONFIG_BYTES, UnreadableFileError, read_bytes, read_j
 from d3engine.loading import default_sampling_params
 from d3engine.model.checkpoint import open_checkpoint
 from d3engine.model.config import ModelConfig
+from d3engine.prompt_form import PROMPT_FORM_FILE, load_prompt_form
 from d3engine.tokenizer import load_tokenizer
 
 DEMO = Path(files.__file__).parent / "demo_model"
@@ -65,6 +66,7 @@ READERS: list[tuple[str, Callable[[Path], Any]]] = [
     ("tokenizer_config.json", load_tokenizer),
     ("special_tokens_map.json", load_tokenizer),
     ("chat_template.jinja", load_chat_template),
+    (PROMPT_FORM_FILE, load_prompt_form),
     ("model.safetensors", open_weights),
     ("model.safetensors.index.json", open_weights),
     ("gsm8k/train.jsonl", read_gsm8k),

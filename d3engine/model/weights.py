@@ -113,6 +113,7 @@ def load_weights(
             unit="B",
             unit_scale=True,
             disable=hides_bars() if show_progress else True,
+            delay=0.5,
             leave=False,
         ) as progress:
             weights = _Loader(checkpoint, config, dtype, torch.device(device), progress).load()
