@@ -175,16 +175,15 @@ def _tell_plan(plan: Budget, tolerance: Tolerance, settings: int) -> None:
     from d3engine.calibration.report import power_table
 
     chances = [
-        f"{row['certified']:.0%} if {100 * row['differing']:g} % do"
-        for row in power_table(plan.certification, tolerance)
-        if row["differing"]
+        f"{row['certified']:.0%} if {100 * row['differing']:g} %{' are' * (number == 0)}"
+        for number, row in enumerate(row for row in power_table(plan.certification, tolerance) if row["differing"])
     ]
-    where = " and full depth that is right on all of them" if tolerance.relative else ""
+    where = ", with full depth right on all of the problems," if tolerance.relative else ""
     note(
-        f"{settings} settings, at most {plan.answers} answers: {plan.screening} problems to search and "
-        f"{plan.certification} others to certify.\n"
-        f"With these{where}, the chance that a setting without any loss is certified at a tolerance of {tolerance} "
-        f"depends on how many answers differ from full depth's, better as often as worse: {', '.join(chances)}."
+        f"{settings} setting{'s' * (settings > 1)}, at most {plan.answers} answers: {plan.screening} problems to "
+        f"search, {plan.certification} others to certify.\n"
+        f"How likely a setting without any loss is certified at a tolerance of {tolerance}{where} depends on how many "
+        f"of its answers are right where full depth's are wrong, or the reverse: {', '.join(chances)}.",
     )
 
 

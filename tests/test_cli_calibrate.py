@@ -1,0 +1,119 @@
+"""`d3engine calibrate`: exit codes, what it writes and what it says, and what other commands say of its setting."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from d3engine.cli import app
+from d3engine.depth import D3
+from d3engine.loading import model_directory
+from d3engine.model.fingerprint import fingerprint
+
+# Few problems prove little, so the tolerance is wide: 16 points.
+SMALL = ("--tolerance", "16", "--limit", "23", "--budget", "165", "--max-tokens", "64", "--device", "cpu")
+
+
+def run(*arguments: str) -> Any:
+    return invoke("calibrate", *arguments)
+
+
+def invoke(*arguments: str) -> Any:
+    try:
+        runner = CliRunner(mix_stderr=False)  # type: ignore[call-arg]  # before click 8.2
+    except TypeError:
+        runner = CliRunner()
+    return runner.invoke(app, [*arguments])
+
+
+def test_the_command_writes_what_it_chose_on_the_bundled_model(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out, plot = tmp_path / "d3.json", tmp_path / "grid.png"
+    settings = ("--alpha", "0.9", "--start", "0.2", "--start", "0.7")
+    result = run("demo", *SMALL, *settings, "--out", str(out), "--plot", str(plot))
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert written["depth"] == D3(alpha=0.9, start=0.7).describe()
+    assert written["task"] == "word-problems"
+    assert written["fingerprint"] == fingerprint(model_directory("demo"))
+    assert 11 < written["evidence"]["test"]["realised_mean_layers"] < 12
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert ["alpha", "\\", "start", "0.2", "0.7"] in rows
+    assert any(
+        line.startswith("alpha 0.9, start 0.7") and line.endswith("passed") for line in result.stdout.splitlines()
+    )
+    assert f"written to {out}" in result.stdout
+    assert result.stdout.isascii()
+
+
+def test_the_command_refuses_with_its_own_exit_code_and_writes_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "d3.json"
+    result = run("demo", *SMALL, "--alpha", "0.9", "--start", "0.2", "--out", str(out), "--json")
+    assert result.exit_code == 3, result.output
+    report = json.loads(result.stdout)
+    assert (report["safe"], report["depth"], report["written"]) == (False, None, None)
+    assert "None could be shown to be safe" in report["reason"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_tells_a_task_that_the_model_cannot_do_by_its_exit_code_after_a_few_answers(tmp_path: Path) -> None:
+    """It passed there with any setting: who gets nothing right can lose nothing."""
+    any_setting = ("--alpha", "0.8", "--start", "0.2")
+    result = run("demo", *SMALL, *any_setting, "--task", "word-sorting", "--out", str(tmp_path / "d3.json"))
+    assert result.exit_code == 4, result.output
+    assert "Full depth itself knows too little of this task" in result.stdout
+    assert "right on 0 of 3 problems" in result.stdout
+    plan, chance = result.stderr.splitlines()[:2]
+    assert plan == "1 setting, at most 165 answers: 56 problems to search, 23 others to certify."
+    assert chance.startswith("How likely a setting without any loss is certified at a tolerance of 16 points")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo"], "--out"),
+        (["demo", "--out", "no-such-directory/d3.json"], "--out"),
+        (["demo", "--out", "d3.json", "--tolerance", "0"], "--tolerance"),
+        (["demo", "--out", "d3.json", "--limit", "100"], "--limit"),
+        (["demo", "--out", "d3.json", "--least-saving", "100"], "--least-saving"),
+        (["demo", "--out", "d3.json", "--budget", "3000"], "--budget"),
+        (["demo", "--out", "d3.json", "--alpha", "1.5"], "alpha"),
+        (["demo", "--out", "d3.json", "--alpha", "1"], "skips something"),
+        (["demo", "--out", "d3.json", "--plot", "no-such-directory/a.png"], "--plot"),
+        (["demo", "--out", "d3.json", "--plot", "a.foo"], "--plot"),
+        (["no-such-model"], "model"),
+        (["demo", "--out", "d3.json", "--task", "gsm8k"], "got 'gsm8k'"),
+        (["demo", "--out", "d3.json", "--task", "gsm8k", "--data", "nowhere"], "--data"),
+        (["demo", "--out", "d3.json", "--num-fewshot", "-1"], "--num-fewshot"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_it_begins(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["generate", "demo", "Question: 1 + 1?\nAnswer:"], True),
+        (["generate", "demo", "Question: 1 + 1?\nAnswer:", "--depth", "full"], False),
+        (["eval", "demo", "--limit", "1"], True),
+        (["eval", "demo", "--limit", "1", "--policy", "full"], False),
+    ],
+)
+def test_the_commands_say_on_stderr_for_which_task_auto_was_found(arguments: list[str], told: bool) -> None:
+    result = invoke(*arguments, "--max-tokens", "2", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert ("(found safe for word-problems, for no other task)" in result.stderr) == told
+    assert "found safe" not in result.stdout
