@@ -19,7 +19,7 @@ from d3engine.kernels.triton.candidates import best_launch, best_of, candidate, 
 from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
 from d3engine.kernels.triton.noise import gumbel, token_words
 from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, product
-from d3engine.kernels.triton.products import Tile, matmul, need_unit_stride, product_tile, weight_arguments
+from d3engine.kernels.triton.products import Tile, matmul, need_unit_stride, product_launch, product_tile
 from d3engine.kernels.triton.rms_norm import rms_norm
 from d3engine.kernels.triton.sample import need_unit_strides, sample
 
@@ -100,8 +100,8 @@ def logits_launch(
     num_rows: Tensor | None,
 ) -> Launch:
     """Norm, product and store in one kernel."""
-    arguments = _arguments(tile, hidden, norm_weight, eps, weight, num_rows) | {"logits_ptr": logits}
-    return Launch(_logits_kernel, _grid(tile, hidden, weight), arguments, tile.warps, tile.stages)
+    target = {"logits_ptr": logits, "V": weight.shape[0]}
+    return product_launch(_logits_kernel, tile, hidden, weight, num_rows, norm=(norm_weight, eps), **target)
 
 
 def choice_launch(
@@ -123,9 +123,9 @@ def choice_launch(
         "steps_ptr": steps,
         "candidates_ptr": candidates,
         "TILES": candidates.shape[1],
+        "V": weight.shape[0],
     }
-    arguments = _arguments(tile, hidden, norm_weight, eps, weight, num_rows) | choice
-    return Launch(_choice_kernel, _grid(tile, hidden, weight), arguments, tile.warps, tile.stages)
+    return product_launch(_choice_kernel, tile, hidden, weight, num_rows, norm=(norm_weight, eps), **choice)
 
 
 def launches(shape: ModelShape, dtype: torch.dtype, weights: str) -> Iterator[tuple[str, Launch]]:
@@ -148,34 +148,27 @@ def launches(shape: ModelShape, dtype: torch.dtype, weights: str) -> Iterator[tu
     yield "best", best_launch(candidates, integers, floats, num_rows)
 
 
-def _arguments(
-    tile: Tile, hidden: Tensor, norm_weight: Tensor, eps: float, weight: Weight, num_rows: Tensor | None
-) -> dict[str, object]:
-    return {
-        "hidden_ptr": hidden,
-        "hidden_stride": hidden.stride(0),
-        "norm_ptr": norm_weight,
-        "eps": eps,
-        **weight_arguments(weight),
-        "num_rows_ptr": num_rows,
-        "total_rows": hidden.shape[0],
-        "K": weight.shape[1],
-        "V": weight.shape[0],
-        "BLOCK_T": tile.rows,
-        "BLOCK_N": tile.outputs,
-        "BLOCK_K": tile.columns,
-        "WEIGHTS_FIRST": tile.weights_first,
-    }
-
-
-def _grid(tile: Tile, hidden: Tensor, weight: Weight) -> tuple[int, int]:
-    return (triton.cdiv(hidden.shape[0], tile.rows), triton.cdiv(weight.shape[0], tile.outputs))
+@triton.jit
+def _logits(
+    x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, scales_stride,
+    K: tl.constexpr, V: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """The program's rows [BLOCK_T] and tokens [BLOCK_N], which may lie beyond `count` and V, and their logits."""
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    tokens = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    sums = product(
+        x_ptr, x_stride, tl.minimum(rows, count - 1), norm_ptr, eps,
+        weight_ptr, weight_stride, scales_ptr, scales_stride, tl.minimum(tokens, V - 1),
+        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST,
+    )  # fmt: skip
+    return rows, tokens, sums
 
 
 @triton.jit(**NOT_SPECIALIZED)
 def _logits_kernel(
-    hidden_ptr,
-    hidden_stride,
+    x_ptr,
+    x_stride,
     norm_ptr,
     eps,
     weight_ptr,
@@ -195,33 +188,18 @@ def _logits_kernel(
     count = live_rows(num_rows_ptr, total_rows)
     if tl.program_id(0) * BLOCK_T >= count:
         return
-    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    tokens = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    sums = product(
-        hidden_ptr,
-        hidden_stride,
-        tl.minimum(rows, count - 1),
-        norm_ptr,
-        eps,
-        weight_ptr,
-        weight_stride,
-        scales_ptr,
-        scales_stride,
-        tl.minimum(tokens, V - 1),
-        K,
-        BLOCK_T,
-        BLOCK_N,
-        BLOCK_K,
-        WEIGHTS_FIRST,
-    )
+    rows, tokens, sums = _logits(
+        x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, scales_stride,
+        K, V, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST,
+    )  # fmt: skip
     pointers = logits_ptr + rows.to(tl.int64)[:, None] * V + tokens[None, :]
     tl.store(pointers, sums, mask=(rows < count)[:, None] & (tokens < V)[None, :])
 
 
 @triton.jit(**NOT_SPECIALIZED)
 def _choice_kernel(
-    hidden_ptr,
-    hidden_stride,
+    x_ptr,
+    x_stride,
     norm_ptr,
     eps,
     weight_ptr,
@@ -246,25 +224,10 @@ def _choice_kernel(
     count = live_rows(num_rows_ptr, total_rows)
     if tl.program_id(0) * BLOCK_T >= count:
         return
-    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    tokens = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    sums = product(
-        hidden_ptr,
-        hidden_stride,
-        tl.minimum(rows, count - 1),
-        norm_ptr,
-        eps,
-        weight_ptr,
-        weight_stride,
-        scales_ptr,
-        scales_stride,
-        tl.minimum(tokens, V - 1),
-        K,
-        BLOCK_T,
-        BLOCK_N,
-        BLOCK_K,
-        WEIGHTS_FIRST,
-    )
+    rows, tokens, sums = _logits(
+        x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, scales_stride,
+        K, V, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST,
+    )  # fmt: skip
     # Clamped outputs beyond V repeat the last logit, so they are given its token too.
     tokens = tl.minimum(tokens, V - 1)
     if temperature_ptr is not None:
