@@ -129,7 +129,7 @@ def inspect(
             names = [name for name in wanted or launches.MODULES if form == forms[0] or name in launches.PROJECTIONS]
             for operation, label, launch in launches.registered(launches.SHAPES[shape], dtype, form, names):
                 kind = form if operation in launches.PROJECTIONS else ""
-                words = {"shape": shape, "weights": kind, "operation": operation, "label": label}
+                words: dict[str, Any] = {"shape": shape, "weights": kind, "operation": operation, "label": label}
                 found.append((words, launch))
     works: dict[str, tuple[Launch, int]] = {}
     keys = []

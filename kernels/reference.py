@@ -71,7 +71,11 @@ def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     scales = weight.scales if isinstance(weight, Int8Weight) and x.dtype != torch.float16 else None
     for start in range(0, num_rows, step):
         piece = weight.rows(start, start + step)
-        matrix = piece.dequantize(x.dtype) if scales is None else piece.values.to(x.dtype)
+        matrix = (
+            piece.values.to(x.dtype)
+            if isinstance(piece, Int8Weight) and scales is not None
+            else piece.dequantize(x.dtype)
+        )
         out[:, start : start + step] = F.linear(x, matrix)
     if scales is not None:
         out.mul_(scales)
@@ -323,7 +327,7 @@ def lm_head(
 
 
 def lm_head_argmax(
-    hidden: Tensor, norm_weight: Weight, eps: float, weight: Weight, *, num_rows: Tensor | None = None
+    hidden: Tensor, norm_weight: Tensor, eps: float, weight: Weight, *, num_rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The token of the largest logit of each row, int64 [T], and that logit, float32 [T]: `lm_head` and an argmax.
 
@@ -335,7 +339,7 @@ def lm_head_argmax(
 
 def lm_head_sample(
     hidden: Tensor,
-    norm_weight: Weight,
+    norm_weight: Tensor,
     eps: float,
     weight: Weight,
     temperature: Tensor,

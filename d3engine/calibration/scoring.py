@@ -90,6 +90,7 @@ class EngineScorer:
 
     @property
     def max_tokens(self) -> int:
+        assert self._params.max_tokens is not None  # `measure` asks for it
         return self._params.max_tokens
 
     @property

@@ -168,7 +168,8 @@ class Conversation:
 
         messages = [*self._messages, {"role": "user", "content": text}]
         prompt = self._engine.chat_prompt(messages)
-        depths = possible_depths(self._policy, self._engine.config.num_layers, self._params.max_tokens)
+        steps = self._params.max_tokens or self._engine.max_model_len
+        depths = possible_depths(self._policy, self._engine.config.num_layers, steps)
         colours = DepthColours(depths, self._console, wanted=self._color_depth)
         run = run_answers(
             self._engine, [prompt], self._params, lambda answer: show_tokens(answer, self._writer, colours)

@@ -265,6 +265,7 @@ def _plan(
     stop = [*sampling.get("stop", ()), *benchmark.stop]
     options = {"max_tokens": benchmark.max_tokens, "temperature": 0.0, **sampling, "stop": stop or None}
     params = sampling_params(engine, options)
+    assert params.max_tokens is not None  # every benchmark has a number, and so has --max-tokens
     return resolve_policies(engine, wanted, compare_full, baselines, params.max_tokens), params
 
 

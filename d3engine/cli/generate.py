@@ -174,7 +174,7 @@ def _depths(engine: Engine, params: SamplingParams) -> list[int]:
     """All depths that an answer can have."""
     from d3engine.cli.terminal import possible_depths
 
-    steps = min(params.max_tokens, engine.max_model_len)
+    steps = min(params.max_tokens or engine.max_model_len, engine.max_model_len)
     return possible_depths(params.depth or engine.depth, engine.config.num_layers, steps)
 
 
@@ -275,7 +275,7 @@ class _Demo:
         self.text.end_line()
         if len(runs) > 1:
             turns = speedup(*(partial(self._seconds_per_token, policy) for policy in policies))
-            self.text.write_words(self._comparison(*runs, turns))
+            self.text.write_words(self._comparison(runs[0], runs[1], turns))
         another = as_typed("generate", "--problem-seed", str(seed + 1))
         self.text.write_words(f"Another problem:        {another}")
         self.text.write_words(f"How often it is right:  {as_typed('eval', 'demo', *_flags(policies[-1]))}")

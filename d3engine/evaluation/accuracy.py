@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from d3engine.depth import DepthPolicy
 from d3engine.depth.statistics import ModelShape, mean_depth
-from d3engine.errors import require, require_integer, require_number
+from d3engine.errors import InvalidValueError, require, require_integer, require_number
 from d3engine.evaluation.benchmark import Question
 from d3engine.evaluation.word_problems import Problem, Split, problems
 from d3engine.evaluation.work import Cost, Work, is_known_beforehand, work_of
@@ -88,7 +88,9 @@ def measure(
     """
     require(len(given) > 0, "problems", given, "at least one problem")
     require(params.n == 1, "n", params.n, "1, since each problem has one answer")
-    require(params.max_tokens is not None, "max_tokens", None, "a number, since the promised depth is a mean over them")
+    max_tokens = params.max_tokens
+    if max_tokens is None:
+        raise InvalidValueError("max_tokens", None, "a number, since the promised depth is a mean over them")
     params = replace(params, depth=policy)
     num_layers = engine.config.num_layers
     engine.reset_prefix_cache()
@@ -102,7 +104,7 @@ def measure(
         shape=shape_of(engine.config),
         work=sum((work_of(output, policy, num_layers) for output in outputs), Work()),
         unfinished=sum(answer.finish_reason == "length" for answer in answers),
-        nominal_mean_layers=mean_depth(policy.schedule(num_layers), params.max_tokens) if is_known else None,
+        nominal_mean_layers=mean_depth(policy.schedule(num_layers), max_tokens) if is_known else None,
         seconds=seconds,
         right=tuple(question.is_right(answer.text) for answer, question in zip(answers, given, strict=True)),
     )

@@ -185,6 +185,7 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
         for request in requests:
             context, gen_kwargs = request.args
             options = self._sampling_params(gen_kwargs)
+            assert options.max_tokens is not None  # the harness has a default
             room = self.max_length - options.max_tokens
             require(room > 0, "max_gen_toks", options.max_tokens, f"less than max_length={self.max_length}")
             prompts.append(self.tok_encode(context)[-room:])
@@ -195,7 +196,7 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
             texts[place] = answer.text
             usage = self.usage.setdefault(str(getattr(request, "task_name", None) or ""), Usage())
             work = work_of(output, self.policy, self.engine.config.num_layers)
-            usage.add(work, answer.finish_reason, self._nominal_depths(params[place].max_tokens))
+            usage.add(work, answer.finish_reason, self._nominal_depths(params[place].max_tokens or 0))
             self.cache_hook.add_partial("generate_until", request.args, answer.text)
         return texts
 

@@ -6,17 +6,17 @@ does, may come before or after.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from torch import Tensor
 
-from d3engine.errors import require
+from d3engine.errors import InvalidValueError, require
 from d3engine.kernels.quantized import Int4Weight, Int8Weight, Weight, quantize_int4, quantize_int8
 from d3engine.model.config import QUANTIZATION_SCHEMES
 from d3engine.model.weights import LayerWeights, LlamaWeights
 
-_QUANTIZE = {"int8": quantize_int8, "int4": quantize_int4}
+_QUANTIZE: Mapping[str, Callable[[Tensor], Int8Weight | Int4Weight]] = {"int8": quantize_int8, "int4": quantize_int4}
 
 
 def quantize_matrix(matrix: Weight, scheme: str) -> Int8Weight | Int4Weight:
@@ -26,9 +26,9 @@ def quantize_matrix(matrix: Weight, scheme: str) -> Int8Weight | Int4Weight:
     infinity in it.
     """
     require(scheme in QUANTIZATION_SCHEMES, "scheme", scheme, f"one of {', '.join(QUANTIZATION_SCHEMES)}")
-    require(isinstance(matrix, Tensor), "weights", type(matrix).__name__, "float matrices")
-    quantized: Int8Weight | Int4Weight = _QUANTIZE[scheme](matrix)
-    return quantized
+    if not isinstance(matrix, Tensor):
+        raise InvalidValueError("weights", type(matrix).__name__, "float matrices")
+    return _QUANTIZE[scheme](matrix)
 
 
 def quantize_weights(weights: LlamaWeights, scheme: str) -> LlamaWeights:

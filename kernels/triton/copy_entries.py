@@ -27,7 +27,7 @@ def copy_entries(pool: Tensor, source: Tensor, target: Tensor, *, num_rows: Tens
 
 def tuning(channels: int) -> int:
     """Channels a program copies at once."""
-    return min(1024, triton.next_power_of_2(channels))
+    return int(min(1024, triton.next_power_of_2(channels)))
 
 
 def copy_launch(pool: Tensor, source: Tensor, target: Tensor, num_rows: Tensor | None) -> Launch:

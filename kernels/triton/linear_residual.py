@@ -8,6 +8,7 @@ other projections have outputs enough, and their norm would need the whole row i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -53,10 +54,15 @@ def residual_launches(
     """Product and sum in one kernel, or in two if the tile has parts."""
     outputs, columns = weight.shape
     if tile.parts == 1:
-        target = {"bias_ptr": bias, "residual_ptr": residual, "residual_stride": residual.stride(0), "N": outputs}
+        target: dict[str, Any] = {
+            "bias_ptr": bias,
+            "residual_ptr": residual,
+            "residual_stride": residual.stride(0),
+            "N": outputs,
+        }
         return [product_launch(_product_kernel, tile, x, weight, num_rows, **target)]
     sums = torch.empty(tile.parts, x.shape[0], outputs, dtype=torch.float32, device=x.device)
-    part = {"sums_ptr": sums, "N": outputs, "PART_K": tile.part_columns(columns)}
+    part: dict[str, Any] = {"sums_ptr": sums, "N": outputs, "PART_K": tile.part_columns(columns)}
     return [
         product_launch(_partial_kernel, tile, x, weight, num_rows, **part),
         add_launch(sums, bias, residual, num_rows),

@@ -41,7 +41,7 @@ class Tile:
 
     def part_columns(self, columns: int) -> int:
         """Columns of each part, in whole steps; the last may have fewer."""
-        return triton.cdiv(triton.cdiv(columns, self.columns), self.parts) * self.columns
+        return int(triton.cdiv(triton.cdiv(columns, self.columns), self.parts)) * self.columns
 
 
 def product_tile(rows: int, weight: Weight, dtype: torch.dtype, *, may_split: bool = False) -> Tile | None:

@@ -73,7 +73,7 @@ def need_unit_strides(rows: SamplingRows) -> None:
 
 def tuning(vocab: int) -> int:
     """Tokens a program; a multiple of 4, as random numbers come by fours."""
-    return min(TILE, triton.next_power_of_2(max(vocab, 32)))
+    return int(min(TILE, triton.next_power_of_2(max(vocab, 32))))
 
 
 def draw_launch(
@@ -85,7 +85,7 @@ def draw_launch(
     num_rows: Tensor | None,
 ) -> Launch:
     """`candidates` int64 [T, tiles] is written: the best of each tile, of what `borders` int64 [T] keeps."""
-    draw = {
+    draw: dict[str, object] = {
         "seeds_ptr": rows.seeds,
         "indices_ptr": rows.indices,
         "steps_ptr": steps,
@@ -98,7 +98,7 @@ def draw_launch(
 def keys_launch(logits: Tensor, rows: SamplingRows, keys: Tensor, num_rows: Tensor | None) -> Launch:
     """`keys` int32 [T, V], contiguous, is written: those of the scores after penalties and temperature."""
     assert rows.cuts is not None
-    cuts = {"min_p_ptr": rows.cuts.min_p, "top_k_ptr": rows.cuts.top_k, "top_p_ptr": rows.cuts.top_p}
+    cuts: dict[str, object] = {"min_p_ptr": rows.cuts.min_p, "top_k_ptr": rows.cuts.top_k, "top_p_ptr": rows.cuts.top_p}
     return _tiled(_keys_kernel, logits, rows, num_rows, cuts | {"keys_ptr": keys})
 
 
