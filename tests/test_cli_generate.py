@@ -277,10 +277,31 @@ def test_tokens_joined_are_the_text_however_it_is_cut(engine: Engine) -> None:
         params = SamplingParams(temperature=0, max_tokens=20, stop=stop)
         shown: list[str] = []
         run_ = run_answers(engine, [PROMPT], params, lambda answer, to=shown: to.extend(t.text for t in answer.take()))
-        output = run_.answers[0].output
-        assert output is not None
-        assert "".join(shown) == output.text == "".join(token.text for token in run_.answers[0].tokens())
-        assert [token.depth for token in run_.answers[0].tokens()] == output.depths
+        answer = run_.answers[0]
+        assert "".join(shown) == answer.text == "".join(token.text for token in answer.tokens())
+        assert answer.text == answer_of(engine, PROMPT, temperature=0, max_tokens=20, stop=stop).text
+        assert [token.depth for token in answer.tokens()] == answer.depths
+
+
+def test_a_step_hands_over_what_is_new_and_what_was_there_is_left_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[int] = []
+    step = engine.step
+
+    def spy() -> Any:
+        outputs = step()
+        held.extend(len(completion.token_ids) for output in outputs for completion in output.outputs)
+        return outputs
+
+    monkeypatch.setattr(engine, "step", spy)
+    monkeypatch.setattr(Answer, "tokens", None)  # goes through all there is
+    shown: list[str] = []
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    run_ = run_answers(engine, [PROMPT], params, lambda answer: shown.extend(t.text for t in answer.take()))
+    assert len(run_.depths) == 30
+    assert held == [1] * 30
+    assert "".join(shown) == run_.answers[0].text
 
 
 def test_ctrl_c_ends_an_answer_after_its_step_and_the_engine_lives_on(engine: Engine) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from d3engine.cli.terminal import DepthColours, Writer
 from d3engine.detokenizer import Detokenizer
 from d3engine.errors import FailedError
 from d3engine.interrupts import Interrupt, held_back
+from d3engine.request import RequestOutputKind
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
@@ -35,47 +36,59 @@ class Token(NamedTuple):
 
 
 class Answer:
-    """One sequence of a request: its output so far, and its text by tokens."""
+    """One sequence of a request as it grows: what is new is added and shown, and what was there is left alone."""
 
     def __init__(self, request_id: str, index: int, tokenizer: Tokenizer | None, skip_special_tokens: bool) -> None:
         self.request_id = request_id
         self.index = index
-        self.output: CompletionOutput | None = None
+        self.depths: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.has_begun = False
+        """Whether the engine has returned anything of it."""
+        self.is_new = True
+        """Whether nothing of it has been taken to be shown."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._detokenizer: Detokenizer | None = None
         self._tokens: list[Token] = []
-        self._closed = False
-        self.is_new = True
-        """Whether nothing of it has been taken to be shown."""
-        self._shown_tokens = 0
-        self._shown_characters = 0  # of the token that comes next
+        self._texts: list[str] = []
+        self._room = 0  # characters that may be shown and have not been
+        self._place, self._shown = 0, 0  # the token that comes next, and how much of its text has been shown
 
     @property
     def finished(self) -> bool:
         """Whether no token will follow."""
-        return self.output is not None and self.output.finish_reason is not None
+        return self.finish_reason is not None
 
-    def update(self, output: CompletionOutput, prompt_token_ids: Sequence[int]) -> None:
-        """Take in what the engine returned."""
-        self.output = output
+    @property
+    def text(self) -> str:
+        """All the text so far."""
+        self._texts = ["".join(self._texts)]
+        return self._texts[0]
+
+    def update(self, delta: CompletionOutput, prompt_token_ids: Sequence[int]) -> None:
+        """Take in what is new, as the engine returned it."""
+        self.has_begun = True
+        self.depths += delta.depths
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        self._texts.append(delta.text)
+        self._room += len(delta.text)
         if self._tokenizer is None:
             return
         if self._detokenizer is None:
             self._detokenizer = Detokenizer(
                 self._tokenizer, prompt_token_ids=prompt_token_ids, skip_special_tokens=self._skip_special_tokens
             )
-        known = len(self._tokens)
-        for token_id, depth in zip(output.token_ids[known:], output.depths[known:], strict=False):
+        for token_id, depth in zip(delta.token_ids, delta.depths, strict=False):
             self._tokens.append(Token(token_id, self._detokenizer.append(token_id), depth))
-        if output.finish_reason is not None and not self._closed and self._tokens:
-            self._closed = True
+        if self.finished and self._tokens:
             last = self._tokens[-1]
             self._tokens[-1] = last._replace(text=last.text + self._detokenizer.finish())
 
     def tokens(self) -> list[Token]:
-        """All tokens; the text of those behind a stop is cut off, for `output.text` says what is shown."""
-        room = len(self.output.text) if self.output else 0
+        """All tokens; the text of those behind a stop is cut off, for `text` says what is shown."""
+        room = len(self.text)
         cut = []
         for token in self._tokens:
             cut.append(token._replace(text=token.text[:room]))
@@ -86,15 +99,17 @@ class Answer:
         """The text that has become safe to show since the last call, by tokens."""
         self.is_new = False
         fresh = []
-        for place, token in enumerate(self.tokens()[self._shown_tokens :], start=self._shown_tokens):
-            shown = self._shown_characters if place == self._shown_tokens else 0
-            if len(token.text) > shown:
-                fresh.append(token._replace(text=token.text[shown:]))
-            if token.text == self._tokens[place].text:
-                self._shown_tokens, self._shown_characters = place + 1, 0
-            else:
-                self._shown_tokens, self._shown_characters = place, len(token.text)
+        while self._place < len(self._tokens):
+            token = self._tokens[self._place]
+            text = token.text[self._shown : self._shown + self._room]
+            if text:
+                fresh.append(token._replace(text=text))
+            self._room -= len(text)
+            self._shown += len(text)
+            is_last = self._place == len(self._tokens) - 1  # whose text may still grow by what was held back
+            if self._shown < len(token.text) or is_last:
                 break
+            self._place, self._shown = self._place + 1, 0
         return fresh
 
 
@@ -115,7 +130,7 @@ class Run:
     @property
     def depths(self) -> list[int]:
         """Layers run, over all tokens of all answers."""
-        return [depth for answer in self.answers if answer.output for depth in answer.output.depths]
+        return [depth for answer in self.answers for depth in answer.depths]
 
     @property
     def mean_layers(self) -> float:
@@ -172,6 +187,7 @@ def run_answers(
     Ctrl-C ends the requests after the step that runs. Raises `FailedError` for an answer that a fault ended.
     """
     ids = [f"prompt-{number}" for number in range(len(prompts))]
+    params = replace(params, output_kind=RequestOutputKind.DELTA)
     hides = params.skip_special_tokens
     answers = [Answer(i, index, engine.tokenizer, hides) for i in ids for index in range(params.n)]
     run = Run(answers, engine.config.num_layers)
@@ -205,7 +221,7 @@ def _step_until_done(engine: Engine, run: Run, show: Callable[[Answer], None], i
             for completion in output.outputs:
                 answer = by_request[output.request_id, completion.index]
                 answer.update(completion, output.prompt_token_ids)
-        while turn < len(run.answers) and run.answers[turn].output is not None:
+        while turn < len(run.answers) and run.answers[turn].has_begun:
             answer = run.answers[turn]
             show(answer)
             if not answer.finished:
@@ -216,9 +232,8 @@ def _step_until_done(engine: Engine, run: Run, show: Callable[[Answer], None], i
 
 
 def _raise_fault(answer: Answer) -> None:
-    assert answer.output is not None
-    if answer.output.finish_reason == "abort":
-        raise FailedError(f"{answer.request_id} ended with a fault: {answer.output.stop_reason}")
+    if answer.finish_reason == "abort":
+        raise FailedError(f"{answer.request_id} ended with a fault: {answer.stop_reason}")
 
 
 def show_tokens(answer: Answer, writer: Writer, colours: DepthColours, *, suffix: bool = False) -> None:

@@ -175,9 +175,9 @@ class Conversation:
             self._engine, [prompt], self._params, lambda answer: show_tokens(answer, self._writer, colours)
         )
         self._writer.end_line()
-        output = run.answers[0].output
-        if output is not None:
-            self._messages = [*messages, {"role": "assistant", "content": output.text.lstrip(" ")}]
+        answer = run.answers[0]
+        if answer.has_begun:
+            self._messages = [*messages, {"role": "assistant", "content": answer.text.lstrip(" ")}]
         if self._is_interactive:
             colours.legend(run.num_layers)
             note(f"[{run.summary()}]")

@@ -150,7 +150,6 @@ def _show_prompts(
     several = len(texts) * params.n > 1
 
     def show(answer: Answer) -> None:
-        assert answer.output is not None
         if as_json:
             if answer.finished:
                 typer.echo(json.dumps(_as_dict(answer, engine.config.num_layers, texts[_number(answer)])))
@@ -189,16 +188,14 @@ def _header(answer: Answer, texts: list[str], n: int) -> str:
 
 
 def _as_dict(answer: Answer, num_layers: int, prompt: str) -> dict[str, Any]:
-    output = answer.output
-    assert output is not None
     return {
         "prompt": prompt,
-        "index": output.index,
-        "text": output.text,
-        "finish_reason": output.finish_reason,
-        "stop_reason": output.stop_reason,
+        "index": answer.index,
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
         "num_layers": num_layers,
-        "mean_layers": sum(output.depths) / max(len(output.depths), 1),
+        "mean_layers": sum(answer.depths) / max(len(answer.depths), 1),
         "tokens": [token._asdict() for token in answer.tokens()],
     }
 
@@ -331,8 +328,7 @@ class _Demo:
     def _given(self, run: Run) -> int | None:
         from d3engine.evaluation.word_problems import extract_answer
 
-        output = run.answers[0].output
-        return extract_answer(output.text) if output else None
+        return extract_answer(run.answers[0].text)
 
     def _verdict(self, run: Run) -> str:
         given, right = self._given(run), self.problem.answer
