@@ -53,7 +53,8 @@ def test_the_command_writes_what_it_chose_on_the_bundled_model(tmp_path: Path) -
 
 def test_the_command_refuses_with_its_own_exit_code_and_writes_nothing(tmp_path: Path) -> None:
     out = tmp_path / "d3.json"
-    result = run("demo", *SMALL, "--alpha", "0.9", "--start", "0.2", "--out", str(out), "--json")
+    least = ("--budget", "110")
+    result = run("demo", *SMALL, *least, "--alpha", "0.9", "--start", "0.2", "--out", str(out), "--json")
     assert result.exit_code == 3, result.output
     report = json.loads(result.stdout)
     assert (report["safe"], report["depth"], report["written"]) == (False, None, None)

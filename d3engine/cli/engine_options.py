@@ -17,6 +17,7 @@ import typer
 
 from d3engine.cli.depth_options import AUTO as AUTO_DEPTH
 from d3engine.cli.depth_options import METAVARS, Depth
+from d3engine.cli.verbosity import note
 from d3engine.errors import InvalidValueError, require_integer
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def tell_own_setting(engine: Engine, model: str) -> None:
     from d3engine.loading import own_setting
 
     if (found := own_setting(engine.depth, model_directory(model))) is not None:
-        typer.echo(found, err=True)
+        note(found)
 
 
 def engine_arguments(model: str, options: Options) -> Options:
