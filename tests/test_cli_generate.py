@@ -214,6 +214,15 @@ def test_wrapped_text_keeps_to_the_width_and_loses_no_word() -> None:
     assert " ".join(terminal.getvalue().split()) == "one two three four five six seven eight nine ten"
 
 
+def test_a_wrapped_answer_stands_at_the_indent_whether_or_not_it_begins_with_a_space() -> None:
+    for answer in (" one two", "one two"):
+        written = io.StringIO()
+        writer = Writer(Console(file=written), wrap=True, indent="  ")
+        writer.write(answer[:4])
+        writer.write(answer[4:])
+        assert written.getvalue() == "  one two"
+
+
 def test_the_demo_answers_a_held_out_problem_twice_and_checks_it() -> None:
     result = generate("--problem-seed", "1", env={"NO_COLOR": "1"})
     problem = next(problems("test", 1))
@@ -222,7 +231,7 @@ def test_the_demo_answers_a_held_out_problem_twice_and_checks_it() -> None:
     assert len(verdicts) == 2
     assert "Full depth: every token runs all 16 layers." in result.stdout
     assert "16.00 of 16 layers per token" in result.stdout
-    assert "fewer layers a token" in result.stdout
+    assert "fewer layers per token" in result.stdout
     told = " ".join(result.stdout.split())
     assert re.search(
         r"at its end, and was (as fast|[\d.]+x (faster|slower)) \((median of \d turns|one turn each)\)\.", told

@@ -345,8 +345,8 @@ class _Demo:
     def _comparison(self, full: Run, run: Run, turns: Speedup) -> str:
         fewer = 1 - run.mean_layers / full.mean_layers
         return (
-            f"The second answer ran {fewer:.0%} fewer layers a token, held {self._kv_fraction(run):.0%} less KV cache "
-            f"at its end, and was {turns}."
+            f"The second answer ran {fewer:.0%} fewer layers per token, held {self._kv_fraction(run):.0%} less KV "
+            f"cache at its end, and was {turns}."
         )
 
     def _kv_fraction(self, run: Run) -> float:

@@ -119,6 +119,7 @@ class Writer:
                 self.end_line()
                 text = text[1:]
             if not self._column:
+                text = text.removeprefix(" ")  # with which most answers begin: the indent stands in its place
                 self._console.out(self._indent, end="", highlight=False)
                 self._column = len(self._indent)
         self._column += cell_len(text)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 MOST_ROUNDS = 9
-ENOUGH_SECONDS = 3.0
+ENOUGH_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
