@@ -49,7 +49,7 @@ def process(*arguments: str, shell: str = '"$@"', env: dict[str, str] | None = N
     """A command as a process of its own, started by a shell that may redirect its streams."""
     command = ["bash", "-c", shell, "bash", sys.executable, "-m", "d3engine", *arguments]
     environment = {**os.environ, **(env or {})}
-    return subprocess.run(command, capture_output=True, timeout=300, env=environment, check=False, **settings)
+    return subprocess.run(command, capture_output=True, env=environment, check=False, **settings)
 
 
 # -- streams ---------------------------------------------------------------------------------------------------------
