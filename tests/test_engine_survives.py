@@ -17,6 +17,7 @@ import torch
 
 import d3engine
 from d3engine import Engine, FullDepth, InvalidValueError, RequestOutput, SamplingParams
+from d3engine.errors import TokenizerError
 
 DEMO = Path(d3engine.__file__).parent / "demo_model"
 PROMPT = [11, 12, 13]
@@ -161,20 +162,26 @@ def panicking(demo_copy: Callable[..., Path]) -> Engine:
     return Engine(directory, depth=FullDepth())
 
 
-@pytest.mark.parametrize("asks", [{}, {"logprobs": 0}, {"prompt_logprobs": 0}])
+@pytest.mark.parametrize("asks", [{}, {"logprobs": 0}])
 def test_a_token_that_makes_the_tokenizer_panic_ends_its_own_request_alone(
     panicking: Engine, asks: dict[str, Any]
 ) -> None:
     neighbour = [[5, 6], greedy(12)]
     want = panicking.generate(*neighbour, use_tqdm=False)[0].outputs
-    prompt = [5, TWO_SPACES, 5] if "prompt_logprobs" in asks else [5]
     spoiled = greedy(4, logit_bias={TWO_SPACES: 100.0}, **asks)
     panicking.add_request("neighbour", *neighbour)
-    panicking.add_request("spoiled", prompt, spoiled)
+    panicking.add_request("spoiled", [5], spoiled)
     last = finish(panicking)
     assert last["neighbour"].outputs == want
     assert last["spoiled"].outputs[0].finish_reason == "abort"
     assert "TokenizerError: the tokenizer failed: " in str(last["spoiled"].outputs[0].stop_reason)
+
+
+def test_token_ids_before_the_answer_that_make_the_tokenizer_panic_queue_nothing(panicking: Engine) -> None:
+    panicking.add_request("neighbour", "w5", greedy(3))
+    with pytest.raises(TokenizerError, match="the tokenizer failed: "):
+        panicking.generate([[6], [5, TWO_SPACES, 5]], greedy(), use_tqdm=False)
+    assert finish(panicking).keys() == {"neighbour"}
 
 
 @pytest.mark.parametrize("field", ["prompt", "bad_words"])
