@@ -170,7 +170,7 @@ def log_ready(
     """Tell a reader of the log what an engine has been made of."""
     name = str(dtype).removeprefix("torch.")
     size = num_blocks * block_bytes(config, block_size, dtype)
-    _log.info("%s: %d layers, %s on %s, depth %s", directory, config.num_layers, name, device, depth.describe())
+    _log.info("%s: %d layers, %s on %s; %s", directory, config.num_layers, name, device, policy_in_words(depth))
     _log.info("KV cache: %d blocks of %d entries of one layer, %.1f MiB", num_blocks, block_size, size / 2**20)
 
 

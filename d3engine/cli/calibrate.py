@@ -264,7 +264,7 @@ def _show(result: Calibration, task: str, target: Path) -> None:
         full_depth = " Full depth is the setting for this model and task." if result.knows_enough else ""
         typer.echo(f"Nothing was written.{full_depth}")
         if target.exists():
-            typer.echo(f"There is an older {target}, which this calibration does not support.", err=True)
+            note(f"There is an older {target}, which this calibration does not support.")
     else:
         typer.echo(f"{setting(result.chosen)}: written to {target}, found for {task} and shown for nothing else.")
 

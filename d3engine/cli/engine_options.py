@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import typer
 
 from d3engine.cli.depth_options import AUTO as AUTO_DEPTH
 from d3engine.cli.depth_options import METAVARS, Depth
-from d3engine.cli.verbosity import note
+from d3engine.cli.verbosity import LOGGER, note
 from d3engine.errors import InvalidValueError, require_integer
 
 if TYPE_CHECKING:
@@ -162,7 +163,8 @@ def tell_own_setting(engine: Engine, model: str) -> None:
     """Say on stderr which setting the model's d3.json holds, and for which task; nothing without that file."""
     from d3engine.loading import own_setting
 
-    if (found := own_setting(engine.depth, model_directory(model))) is not None:
+    found = own_setting(engine.depth, model_directory(model))
+    if found is not None and not LOGGER.isEnabledFor(logging.INFO):  # whose reader the engine has told
         note(found)
 
 

@@ -295,7 +295,7 @@ class _Demo:
         run = self._answer(policy, show)
         self.writer.end_line()
         if run.interrupted:
-            typer.echo(run.summary(), err=True)
+            note(run.summary())
             raise typer.Exit(ExitCode.INTERRUPTED)
         self.writer.write_words(self._verdict(run))
         self.writer.write_words(f"{run.summary()}.")
