@@ -18,6 +18,7 @@ if not (_PACKAGE / "kernels").is_dir() and (_PACKAGE.parent / "kernels").is_dir(
 
 _PUBLIC = {
     "Engine": "d3engine.engine",
+    "LLM": "d3engine.integrations.llm",
     "SamplingParams": "d3engine.request",
     "RequestOutput": "d3engine.request",
     "RequestOutputKind": "d3engine.request",
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from d3engine.errors import EngineDeadError as EngineDeadError
     from d3engine.errors import InvalidValueError as InvalidValueError
     from d3engine.errors import ModelFormatError as ModelFormatError
+    from d3engine.integrations.llm import LLM as LLM
     from d3engine.request import CompletionOutput as CompletionOutput
     from d3engine.request import RequestOutput as RequestOutput
     from d3engine.request import RequestOutputKind as RequestOutputKind

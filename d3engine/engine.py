@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from d3engine import loading
 from d3engine.admission import Admission, Immediate
-from d3engine.chat_template import load_chat_template
+from d3engine.chat_prompts import ChatPrompts, Messages
 from d3engine.delivery import Delivery
 from d3engine.depth import DepthPolicy
 from d3engine.draft_model import draft_model_of, load_draft_weights, with_cache
@@ -39,7 +39,7 @@ from d3engine.request import RequestOutput, RequestOutputKind, SamplingParams
 from d3engine.scheduler import Scheduler, SchedulerConfig
 from d3engine.sequence import Sequence
 from d3engine.stats import EngineStats, NominalDepth, engine_stats
-from d3engine.tokenizer import load_tokenizer
+from d3engine.tokenizer import Tokenizer, load_tokenizer
 from d3engine.verification import VerifyingSampler
 
 
@@ -216,6 +216,7 @@ class Engine:
             self.executor = PairedExecutor(executor, self._draft_model.executor)
         self.sampler = VerifyingSampler()
         self._outputs = OutputProcessor(self.tokenizer, self.scheduler.finish)
+        self._chat_prompts = ChatPrompts(self._directory, self.tokenizer)
         self._delivery = Delivery()
         self._caller = OneCaller()
         self._num_requests = 0
@@ -295,25 +296,63 @@ class Engine:
 
     def chat(
         self,
-        messages: AnySequence[Mapping[str, Any]] | AnySequence[AnySequence[Mapping[str, Any]]],
+        messages: Messages | AnySequence[Messages],
         sampling_params: SamplingParams | AnySequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: AnySequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of {"role", "content"}), or a list of them, by the model's chat template."""
+        """Answer one conversation (a list of {"role", "content"}), or a list of them, by the model's chat template.
+
+        Args:
+            messages: the conversation, or several.
+            sampling_params: as for `generate`.
+            use_tqdm: show a progress bar.
+            chat_template: the text of another Jinja template; it runs within the same limits as the model's own.
+            add_generation_prompt: let the template begin the answer.
+            continue_final_message: let the answer go on where the last message ends; not with `add_generation_prompt`.
+            tools: JSON objects that describe what the model may call, for the template.
+            chat_template_kwargs: further variables of the template.
+        """
         require(len(messages) > 0, "messages", messages, "at least one message")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
-        prompts = [self.chat_prompt(conversation) for conversation in conversations]  # type: ignore[arg-type]
+        prompts = [
+            self.chat_prompt(
+                conversation,  # type: ignore[arg-type]
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def chat_prompt(self, messages: AnySequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-        """The prompt of a conversation as token ids; the template writes BOS itself, so none is added."""
-        template = load_chat_template(self._directory)
-        if template is None or self.tokenizer is None:
-            lacking = "chat template" if template is None else "tokenizer"
-            raise InvalidValueError("model", str(self._directory), f"a model with a {lacking}, for chat()")
-        text = template.render(messages)
-        return {"prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+    def chat_prompt(
+        self,
+        messages: Messages,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: AnySequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, list[int]]:
+        """The prompt of a conversation as token ids, for `generate`; the arguments are those of `chat`."""
+        ids = self._chat_prompts.token_ids(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return {"prompt_token_ids": ids}
 
     # -- the step API ------------------------------------------------------------------------------------------
 
@@ -382,6 +421,16 @@ class Engine:
             executor = self.executor.first if isinstance(self.executor, PairedExecutor) else self.executor
             graphs = executor.graph_stats if isinstance(executor, GraphExecutor) else None
             return engine_stats(self.scheduler, block_bytes, self._nominal.mean(), graphs)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer, with `encode` and `decode`; raises `InvalidValueError` for an engine without one."""
+        if self.tokenizer is None:
+            raise InvalidValueError("skip_tokenizer_init", True, "False for get_tokenizer()")
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without parameters get: generation_config.json's."""
+        return self.default_sampling_params
 
     @property
     def directory(self) -> Path:

@@ -1,0 +1,85 @@
+"""`LLM`: the engine under the name that vLLM's users know, with vLLM's arguments where they mean the same here.
+
+An argument of vLLM's that we have nothing for is taken where its value asks for what happens anyway, and refused by
+its name otherwise; nothing is taken and ignored.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from d3engine.engine import Engine
+from d3engine.errors import InvalidValueError
+
+ONE_DEVICE = "1, since the engine runs on one device"
+LOCAL = "None, since models are read from a directory and never fetched"
+BY_DIRECTORY = "None, since the model's directory says how its weights are stored"
+POLICY = "None: name a policy that drafts instead, such as depth=SelfSpeculative(D3(0.9, 0.6))"
+
+SAME: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "tensor_parallel_size": ((1,), ONE_DEVICE),
+    "pipeline_parallel_size": ((1,), ONE_DEVICE),
+    "data_parallel_size": ((1,), ONE_DEVICE),
+    "trust_remote_code": ((False,), "False, since no code of a model's directory is ever run"),
+    "tokenizer_mode": (("auto",), "'auto', since the tokenizer's own files decide"),
+    "load_format": (("auto", "safetensors"), "'auto' or 'safetensors', since nothing else is read"),
+    "quantization": ((None,), BY_DIRECTORY),
+    "revision": ((None,), LOCAL),
+    "tokenizer_revision": ((None,), LOCAL),
+    "download_dir": ((None,), LOCAL),
+    "hf_token": ((None,), LOCAL),
+    "hf_overrides": ((None, {}), "None, since config.json is taken as it is"),
+    "generation_config": (("auto",), "'auto', since the model's directory has it"),
+    "kv_cache_dtype": (("auto",), "'auto', since the cache has the dtype of the activations"),
+    "cpu_offload_gb": ((0,), "0, since weights stay where they are computed with"),
+    "swap_space": ((0,), "0, since preempted requests are computed again"),
+    "enable_chunked_prefill": ((None, True), "True, since long prompts are always computed in pieces"),
+    "enable_lora": ((False,), "False, since there are no adapters"),
+    "speculative_config": ((None,), POLICY),
+    "scheduling_policy": (("fcfs", "priority"), "'fcfs' or 'priority', which are one here"),
+    "logprobs_mode": (("raw_logprobs",), "'raw_logprobs', since log-probabilities are of the raw distribution"),
+    "disable_log_stats": ((True,), "True, since stats() tells instead"),
+    "runner": (("auto", "generate"), "'auto' or 'generate'"),
+    "task": (("auto", "generate"), "'auto' or 'generate'"),
+}
+"""Arguments of vLLM's that we have no use for: the values that ask for what happens anyway, and what is allowed."""
+
+DTYPES = {"half": "float16", "float": "float32"}
+"""vLLM's other names of dtypes."""
+
+
+class LLM(Engine):
+    """`Engine` for code written for vLLM: the same methods, and vLLM's names of arguments.
+
+    Args:
+        model: a model directory, or "demo" for the model that comes with the package.
+        arguments: `Engine`'s, and of vLLM's others those in `SAME`, with the values listed there.
+
+    Raises:
+        InvalidValueError: for an argument that is not allowed, and for one of vLLM's that has no counterpart, by name.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], **arguments: Any) -> None:
+        super().__init__(model, **_engine_arguments(arguments))
+
+
+def _engine_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    own = inspect.signature(Engine).parameters
+    taken = {}
+    for name, value in arguments.items():
+        if name in SAME:
+            values, allowed = SAME[name]
+            if not any(type(value) is type(same) and value == same for same in values):
+                raise InvalidValueError(name, value, allowed)
+        elif name not in own:
+            raise InvalidValueError(name, value, "left out, since LLM has no such argument")
+        else:
+            taken[name] = value
+    if taken.get("seed", 0) is None:  # vLLM's default, by which it takes 0
+        taken["seed"] = 0
+    if isinstance(taken.get("dtype"), str):
+        taken["dtype"] = DTYPES.get(taken["dtype"], taken["dtype"])
+    return taken

@@ -1,0 +1,140 @@
+"""`LLM` and `chat` take vLLM's arguments, and refuse by name what has no counterpart."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from d3engine import LLM, Engine, InvalidValueError, SamplingParams
+from d3engine.loading import model_directory
+
+TEMPLATE = (
+    "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{{ greeting | default('') }}"
+    "{% for message in messages %}[{{ message.role }}]{{ message.content | trim }}[end]{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "add"}}
+SMALL: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**24, "max_num_seqs": 4}
+ASKED = [{"role": "user", "content": "Hi"}]
+BEGUN = [*ASKED, {"role": "assistant", "content": "I am"}]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    directory = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(model_directory("demo"), directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    with LLM(model=str(directory), **SMALL) as llm:
+        yield llm
+
+
+def written(llm: LLM, messages: Any = ASKED, **arguments: Any) -> str:
+    """The prompt that a conversation becomes, as text without BOS."""
+    return llm.get_tokenizer().decode(llm.chat_prompt(messages, **arguments)["prompt_token_ids"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "prompt"),
+    [
+        ({}, "[user]Hi[end][assistant]"),
+        ({"add_generation_prompt": False}, "[user]Hi[end]"),
+        ({"tools": [TOOL]}, '[{"type": "function", "function": {"name": "add"}}][user]Hi[end][assistant]'),
+        ({"chat_template_kwargs": {"greeting": "Hello."}}, "Hello.[user]Hi[end][assistant]"),
+        ({"chat_template": "{{ bos_token }}Q: {{ messages[0].content }}"}, "Q: Hi"),
+        ({"messages": BEGUN, "add_generation_prompt": False}, "[user]Hi[end][assistant]I am[end]"),
+        (
+            {"messages": BEGUN, "add_generation_prompt": False, "continue_final_message": True},
+            "[user]Hi[end][assistant]I am",
+        ),
+    ],
+)
+def test_each_argument_of_chat_reaches_the_template(llm: LLM, arguments: dict[str, Any], prompt: str) -> None:
+    assert written(llm, **arguments) == prompt
+
+
+def test_chat_answers_the_prompt_that_its_arguments_make(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4)
+    arguments: dict[str, Any] = {"tools": [TOOL], "chat_template_kwargs": {"greeting": "Hello."}}
+    outputs = llm.chat([ASKED, BEGUN], params, use_tqdm=False, **arguments)
+    prompts = [llm.chat_prompt(messages, **arguments) for messages in (ASKED, BEGUN)]
+    assert [output.prompt_token_ids for output in outputs] == [prompt["prompt_token_ids"] for prompt in prompts]
+    assert [o.outputs for o in outputs] == [o.outputs for o in llm.generate(prompts, params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"chat_template": 5}, "chat_template"),
+        ({"chat_template": "{% if %}"}, "chat_template"),
+        ({"chat_template": "{{ messages.__class__.__mro__ }}"}, "messages"),
+        ({"add_generation_prompt": 1}, "add_generation_prompt"),
+        ({"continue_final_message": "yes"}, "continue_final_message"),
+        ({"continue_final_message": True}, "continue_final_message"),  # together with a generation prompt
+        ({"tools": "add"}, "tools"),
+        ({"tools": [print]}, r"tools\[0\]"),
+        ({"chat_template_kwargs": ["x"]}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"greeting": print}}, "greeting"),
+    ],
+)
+def test_what_chat_cannot_use_is_refused_by_name(llm: LLM, arguments: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidValueError, match=f"^{field}"):
+        llm.chat(ASKED, use_tqdm=False, **arguments)
+
+
+def test_a_template_of_the_caller_has_the_limits_of_the_models_own(llm: LLM) -> None:
+    endless = "{% for i in range(100000) %}{% for j in range(100000) %}{{ 'x' * 9999 }}{% endfor %}{% endfor %}"
+    with pytest.raises(InvalidValueError, match=r"^messages"):
+        llm.chat(ASKED, chat_template=endless, use_tqdm=False)
+
+
+def test_a_model_without_a_template_or_a_tokenizer_says_what_is_missing() -> None:
+    with Engine("demo", **SMALL) as engine, pytest.raises(InvalidValueError, match=r"^chat_template"):
+        engine.chat(ASKED, use_tqdm=False)
+    with Engine("demo", skip_tokenizer_init=True, **SMALL) as engine:
+        for call in (engine.get_tokenizer, lambda: engine.chat(ASKED)):
+            with pytest.raises(InvalidValueError, match=r"^skip_tokenizer_init"):
+                call()
+
+
+def test_an_llm_is_an_engine_with_vllms_arguments() -> None:
+    same: dict[str, Any] = {
+        "tensor_parallel_size": 1,
+        "trust_remote_code": False,
+        "tokenizer_mode": "auto",
+        "quantization": None,
+        "enable_chunked_prefill": True,
+        "seed": None,
+        "dtype": "float",
+        "max_model_len": 64,
+    }
+    with LLM("demo", **same, **SMALL) as llm, Engine("demo", dtype="float32", max_model_len=64, **SMALL) as engine:
+        assert isinstance(llm, Engine)
+        assert (llm.dtype, llm.max_model_len, llm.depth) == (engine.dtype, engine.max_model_len, engine.depth)
+        assert llm.get_default_sampling_params() == engine.default_sampling_params
+        prompts = ["Tom has 5 pens.", "Tom"]
+        answers = [each.generate(prompts, SamplingParams(max_tokens=5), use_tqdm=False) for each in (llm, engine)]
+        assert [o.outputs for o in answers[0]] == [o.outputs for o in answers[1]]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("tensor_parallel_size", 2),
+        ("tensor_parallel_size", True),
+        ("trust_remote_code", True),
+        ("quantization", "awq"),
+        ("speculative_config", {"model": "x"}),
+        ("enable_lora", True),
+        ("swap_space", 4),
+        ("limit_mm_per_prompt", {"image": 1}),
+        ("max_seq_len", 3),
+    ],
+)
+def test_an_argument_without_a_counterpart_is_refused_by_its_name(argument: str, value: Any) -> None:
+    with pytest.raises(InvalidValueError) as caught:
+        LLM("demo", **{argument: value})
+    assert caught.value.field == argument
