@@ -35,6 +35,7 @@ from benchmarks.gpu.tests import counts
 from d3engine.depth import D3, FullDepth
 from d3engine.kernels import reference
 from d3engine.model.config import QUANTIZATION_SCHEMES
+from d3engine.scheduler import Scheduler
 
 ROOT = Path(__file__).parents[1]
 HERE = Round(torch.device("cpu"), True, 1e6)  # this clock starts now, so its end must be out of reach
@@ -59,17 +60,17 @@ class Clock:
 def set_clock(patch: pytest.MonkeyPatch) -> Clock:
     """Whoever asks for the time in a round, or in the engine, asks the clock that is returned."""
     clock = Clock()
-    step = models.Engine.step
+    schedule = Scheduler.schedule
 
-    def timed_step(engine: models.Engine) -> Any:
+    def timed_schedule(scheduler: Scheduler) -> Any:
         clock.now += 1e-2
-        return step(engine)
+        return schedule(scheduler)
 
     for module in ("arrivals", "common", "peers"):
         patch.setattr(f"benchmarks.gpu.{module}.time", clock)
     patch.setattr("benchmarks.gpu_round.time", clock)
     patch.setattr("d3engine.output.time", clock)
-    patch.setattr(models.Engine, "step", timed_step)
+    patch.setattr(Scheduler, "schedule", timed_schedule)
     return clock
 
 
