@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 
 from d3engine.chat_template import ChatTemplate, load_chat_template
 from d3engine.errors import InvalidValueError, ModelFormatError, require
-from d3engine.tokenizer import Tokenizer, named_special_tokens, read_tokenizer_config
+from d3engine.special_tokens import named_special_tokens, read_tokenizer_config
+from d3engine.tokenizer import Tokenizer
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A conversation: `{"role": ..., "content": ...}` each."""
