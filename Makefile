@@ -22,10 +22,25 @@ test: $(VENV)/.installed-test
 	@echo "no GPU, Triton's kernels are interpreted. What is skipped is named with its reason at the end."
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
+# Formatting, names, types and layers; `make types` and `make layers` are parts of it.
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict d3engine/depth d3engine/kv_cache.py d3engine/scheduler.py d3engine/plan.py d3engine/request.py
+	$(MAKE) types layers
+
+# Both look at the package as it is shipped: `kernels` and `weights_tools` in their places inside it.
+SHIPPED := build/shipped
+types: $(VENV)/.installed-dev shipped
+	cd $(SHIPPED) && $(CURDIR)/$(BIN)/mypy --strict --config-file $(CURDIR)/pyproject.toml -p d3engine
+
+layers: $(VENV)/.installed-dev shipped
+	cd $(SHIPPED) && PYTHONPATH=. $(CURDIR)/$(BIN)/lint-imports --config $(CURDIR)/pyproject.toml --no-cache
+
+shipped:
+	rm -rf $(SHIPPED)
+	mkdir -p $(SHIPPED)
+	cp -r d3engine $(SHIPPED)/d3engine
+	cp -r kernels weights_tools $(SHIPPED)/d3engine/
 
 # The pages of docs/ with the reference, as a site in build/site; fails for a link or a name that leads nowhere.
 docs: $(VENV)/.installed-dev

@@ -21,17 +21,17 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.report import environment, keep
-from d3engine.admission import Admission, Immediate, Waves
-from d3engine.colours import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILION
+from d3engine.cache.kv_cache import KVCache
 from d3engine.depth import D3, Schedule
 from d3engine.depth.statistics import layer_bound
 from d3engine.depth.words import policy_in_words
-from d3engine.kv_cache import KVCache
+from d3engine.pictures.colours import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILION
+from d3engine.pictures.plots import new_figure, save_figure
 from d3engine.plan import Plan, Sampled
-from d3engine.plots import new_figure, save_figure
-from d3engine.request import SamplingParams
-from d3engine.scheduler import Scheduler, SchedulerConfig
-from d3engine.sequence import Sequence as TokenSequence
+from d3engine.request.params import SamplingParams
+from d3engine.request.sequence import Sequence as TokenSequence
+from d3engine.scheduling.admission import Admission, Immediate, Waves
+from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = BLOCK_SIZE

@@ -26,12 +26,13 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.report import environment, keep, summary
-from d3engine.colours import BLUE, INK, ORANGE
 from d3engine.depth import D3, DepthPolicy, FullDepth, Lossless
 from d3engine.engine import Engine
 from d3engine.evaluation.word_problems import format_prompt, problems
-from d3engine.plots import new_figure, save_figure
-from d3engine.request import RequestOutput, SamplingParams
+from d3engine.pictures.colours import BLUE, INK, ORANGE
+from d3engine.pictures.plots import new_figure, save_figure
+from d3engine.request.outputs import RequestOutput
+from d3engine.request.params import SamplingParams
 
 
 @dataclass(frozen=True)

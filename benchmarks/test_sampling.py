@@ -11,12 +11,12 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from d3engine.depth import FullDepth
-from d3engine.detokenizer import Detokenizer
-from d3engine.loading import model_directory
-from d3engine.request import SamplingParams
-from d3engine.sampling import Sampler
-from d3engine.sequence import Sequence
-from d3engine.tokenizer import load_tokenizer
+from d3engine.loading.model_directory import model_directory
+from d3engine.request.params import SamplingParams
+from d3engine.request.sequence import Sequence
+from d3engine.sampling.sampler import Sampler
+from d3engine.text.detokenizer import Detokenizer
+from d3engine.text.tokenizer import load_tokenizer
 
 VOCABULARY = 32000
 SAMPLED = {

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from d3engine.version import __version__
 
 _PACKAGE = Path(__file__).parent
 if not (_PACKAGE / "kernels").is_dir() and (_PACKAGE.parent / "kernels").is_dir():
@@ -19,10 +19,10 @@ if not (_PACKAGE / "kernels").is_dir() and (_PACKAGE.parent / "kernels").is_dir(
 _PUBLIC = {
     "Engine": "d3engine.engine",
     "LLM": "d3engine.integrations.llm",
-    "SamplingParams": "d3engine.request",
-    "RequestOutput": "d3engine.request",
-    "RequestOutputKind": "d3engine.request",
-    "CompletionOutput": "d3engine.request",
+    "SamplingParams": "d3engine.request.params",
+    "RequestOutput": "d3engine.request.outputs",
+    "RequestOutputKind": "d3engine.request.params",
+    "CompletionOutput": "d3engine.request.outputs",
     "FullDepth": "d3engine.depth",
     "D3": "d3engine.depth",
     "SkipDecode": "d3engine.depth",
@@ -33,8 +33,8 @@ _PUBLIC = {
     "SelfSpeculative": "d3engine.depth",
     "Lossless": "d3engine.depth",
     "Speculative": "d3engine.depth",
-    "Immediate": "d3engine.admission",
-    "Waves": "d3engine.admission",
+    "Immediate": "d3engine.scheduling.admission",
+    "Waves": "d3engine.scheduling.admission",
     "D3EngineError": "d3engine.errors",
     "InvalidValueError": "d3engine.errors",
     "ModelFormatError": "d3engine.errors",
@@ -45,8 +45,6 @@ _PUBLIC = {
 __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
-    from d3engine.admission import Immediate as Immediate
-    from d3engine.admission import Waves as Waves
     from d3engine.depth import D3 as D3
     from d3engine.depth import EarlyExit as EarlyExit
     from d3engine.depth import FullDepth as FullDepth
@@ -64,10 +62,12 @@ if TYPE_CHECKING:
     from d3engine.errors import InvalidValueError as InvalidValueError
     from d3engine.errors import ModelFormatError as ModelFormatError
     from d3engine.integrations.llm import LLM as LLM
-    from d3engine.request import CompletionOutput as CompletionOutput
-    from d3engine.request import RequestOutput as RequestOutput
-    from d3engine.request import RequestOutputKind as RequestOutputKind
-    from d3engine.request import SamplingParams as SamplingParams
+    from d3engine.request.outputs import CompletionOutput as CompletionOutput
+    from d3engine.request.outputs import RequestOutput as RequestOutput
+    from d3engine.request.params import RequestOutputKind as RequestOutputKind
+    from d3engine.request.params import SamplingParams as SamplingParams
+    from d3engine.scheduling.admission import Immediate as Immediate
+    from d3engine.scheduling.admission import Waves as Waves
 
 
 def __getattr__(name: str) -> Any:

@@ -16,31 +16,29 @@ from typing import Any, Self
 import torch
 from tqdm import tqdm
 
-from d3engine import loading
-from d3engine.admission import Admission, Immediate
-from d3engine.chat_prompts import ChatPrompts, Messages
-from d3engine.delivery import Delivery
+from d3engine.calls.delivery import Delivery
+from d3engine.calls.interrupts import Interrupt
+from d3engine.calls.new_requests import NewRequests, params_of_each
+from d3engine.calls.one_caller import OneCaller
 from d3engine.depth import DepthPolicy
-from d3engine.draft_model import draft_model_of, load_draft_weights, with_cache
 from d3engine.errors import D3EngineError, EngineDeadError, InvalidValueError, require, require_integer
 from d3engine.executor.cuda_graph import GraphExecutor
-from d3engine.executor.eager import EagerExecutor
-from d3engine.executor.memory import Executor, workspace_bytes
 from d3engine.executor.paired import PairedExecutor
-from d3engine.interrupts import Interrupt
-from d3engine.kv_cache import KVCache
+from d3engine.loading.assembly import assemble
+from d3engine.loading.defaults import default_sampling_params
+from d3engine.loading.settings import check_switches, check_tokenizer, resolve_settings
 from d3engine.model.config import ModelConfig
-from d3engine.model.weights import LlamaWeights, load_weights
-from d3engine.new_requests import NewRequests, params_of_each
-from d3engine.one_caller import OneCaller
-from d3engine.output import OutputProcessor
-from d3engine.prompts import Prompt, as_list
-from d3engine.request import RequestOutput, RequestOutputKind, SamplingParams
-from d3engine.scheduler import Scheduler, SchedulerConfig
-from d3engine.sequence import Sequence
+from d3engine.model.weights import LlamaWeights
+from d3engine.request.outputs import RequestOutput
+from d3engine.request.params import RequestOutputKind, SamplingParams
+from d3engine.request.sequence import Sequence
+from d3engine.sampling.verification import VerifyingSampler
+from d3engine.scheduling.admission import Admission
 from d3engine.stats import EngineStats, NominalDepth, engine_stats
-from d3engine.tokenizer import Tokenizer, load_tokenizer
-from d3engine.verification import VerifyingSampler
+from d3engine.text.chat_prompts import ChatPrompts, Messages
+from d3engine.text.output import OutputProcessor
+from d3engine.text.prompts import Prompt, as_list
+from d3engine.text.tokenizer import Tokenizer, load_tokenizer
 
 
 class Engine:
@@ -103,127 +101,72 @@ class Engine:
         skip_tokenizer_init: bool = False,
         weights: LlamaWeights | None = None,
     ) -> None:
-        require_integer("max_num_seqs", max_num_seqs, 1, 4096)
-        require_integer("max_num_batched_tokens", max_num_batched_tokens, 1)
-        require_integer("block_size", block_size, 1, 1024)
         require_integer("seed", seed, 0, 2**63 - 1)
-        loading.check_switches(
-            enable_prefix_caching=enable_prefix_caching,
-            enforce_eager=enforce_eager,
-            skip_tokenizer_init=skip_tokenizer_init,
-        )
-        loading.check_admission(admission)
-        loading.check_tokenizer(tokenizer, skip_tokenizer_init)
-        self._directory = loading.model_directory(model)
-        self.config = ModelConfig.from_directory(self._directory)
-        self.device = loading.resolve_device(device)
-        self.dtype = loading.resolve_dtype(dtype, self.config, self.device)
-        self.depth = loading.resolve_depth(depth, self._directory)
-        self.max_model_len = loading.resolve_max_model_len(max_model_len, self.config)
-        loading.check_memory(
-            self.config,
-            block_size=block_size,
-            dtype=self.dtype,
-            device=self.device,
-            max_num_seqs=max_num_seqs,
-            max_model_len=self.max_model_len,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-        )
-        self.default_sampling_params = loading.default_sampling_params(self._directory)
-        self.tokenizer = None if skip_tokenizer_init else load_tokenizer(Path(tokenizer or self._directory))
-        self._requests = NewRequests(  # a policy that does not fit the model is refused before the weights are loaded
-            self.config, self.tokenizer, depth=self.depth, max_model_len=self.max_model_len, seed=seed
-        )
-        self.uses_graphs = loading.uses_graphs(self.device, enforce_eager)
-        max_steps = loading.num_scheduler_steps(num_scheduler_steps, self.uses_graphs)
-        scheduler_config = SchedulerConfig(
+        check_switches(skip_tokenizer_init=skip_tokenizer_init)
+        check_tokenizer(tokenizer, skip_tokenizer_init)
+        settings = resolve_settings(
+            model,
+            depth=depth,
+            device=device,
+            dtype=dtype,
+            max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            admission=admission or Immediate(),
-            enable_prefix_caching=enable_prefix_caching,
-            num_scheduler_steps=max_steps,
-        )
-        if weights is None:
-            weights = load_weights(self._directory, self.config, dtype=self.dtype, device=self.device)
-        loading.check_weights(weights, self.dtype, self.device)
-        draft_directory = draft_model_of(self.depth, self.config.num_layers)
-        draft = None
-        if draft_directory is not None:
-            draft = load_draft_weights(
-                draft_directory,
-                self.config,
-                tokenizer=self.tokenizer,
-                max_model_len=self.max_model_len,
-                dtype=self.dtype,
-                device=self.device,
-            )
-        kernels = loading.kernels_for(self.device)
-
-        def build_executor(num_blocks: int) -> Executor:
-            eager = EagerExecutor(
-                self.config,
-                weights,
-                num_blocks=num_blocks,
-                block_size=block_size,
-                max_model_len=self.max_model_len,
-                dtype=self.dtype,
-                device=self.device,
-                kernels=kernels,
-            )
-            if not self.uses_graphs:
-                return eager
-            return GraphExecutor(
-                eager, max_num_seqs=max_num_seqs, max_model_len=self.max_model_len, max_steps=max_steps
-            )
-
-        num_blocks = loading.num_blocks(
-            self.config,
             block_size=block_size,
-            dtype=self.dtype,
-            device=self.device,
-            max_num_seqs=max_num_seqs,
-            max_model_len=self.max_model_len,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             gpu_memory_utilization=gpu_memory_utilization,
-            workspace_bytes=lambda: workspace_bytes(
-                build_executor,
-                scheduler_config,
-                num_layers=self.config.num_layers,
-                block_size=block_size,
-                free_bytes=lambda: torch.cuda.mem_get_info(self.device)[0],
-            ),
-            draft=None if draft is None else draft.config,
+            enable_prefix_caching=enable_prefix_caching,
+            admission=admission,
+            enforce_eager=enforce_eager,
+            num_scheduler_steps=num_scheduler_steps,
         )
-        cache = KVCache(
-            num_layers=self.config.num_layers,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_sequences=max_num_seqs,
-            max_length=self.max_model_len,
+        self.settings = settings
+        self.default_sampling_params = default_sampling_params(settings.directory)
+        self.tokenizer = None if skip_tokenizer_init else load_tokenizer(Path(tokenizer or settings.directory))
+        self._requests = NewRequests(  # a policy that does not fit the model is refused before the weights are loaded
+            settings.config, self.tokenizer, depth=settings.depth, max_model_len=settings.max_model_len, seed=seed
         )
-        self._draft_model = (
-            None
-            if draft is None
-            else with_cache(draft, cache, max_model_len=self.max_model_len, dtype=self.dtype, device=self.device)
-        )
-        self.scheduler = Scheduler(
-            scheduler_config, cache, None if self._draft_model is None else self._draft_model.cache
-        )
-        executor = build_executor(num_blocks)
-        self.executor: Executor | PairedExecutor = executor
-        if self._draft_model is not None:
-            self.executor = PairedExecutor(executor, self._draft_model.executor)
+        core = assemble(settings, self.tokenizer, weights)
+        self.scheduler, self.executor = core.scheduler, core.executor
         self.sampler = VerifyingSampler()
         self._outputs = OutputProcessor(self.tokenizer, self.scheduler.finish)
-        self._chat_prompts = ChatPrompts(self._directory, self.tokenizer)
+        self._chat_prompts = ChatPrompts(self.directory, self.tokenizer)
         self._delivery = Delivery()
         self._caller = OneCaller()
         self._num_requests = 0
         self._nominal = NominalDepth()
         self._fault: BaseException | None = None
         self._closed = False
-        loading.log_ready(self._directory, self.config, self.dtype, self.device, num_blocks, block_size, self.depth)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's sizes and constants."""
+        return self.settings.config
+
+    @property
+    def depth(self) -> DepthPolicy:
+        """The policy of requests that bring none of their own."""
+        return self.settings.depth
+
+    @property
+    def device(self) -> torch.device:
+        """What it runs on."""
+        return self.settings.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations, cache and float weights."""
+        return self.settings.dtype
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer at most."""
+        return self.settings.max_model_len
+
+    @property
+    def directory(self) -> Path:
+        """Where the model's files are."""
+        return self.settings.directory
 
     # -- whole answers -----------------------------------------------------------------------------------------
 
@@ -417,10 +360,9 @@ class Engine:
         """What the engine holds now, and what it has done since it began."""
         with self._call():
             self._check_open()
-            block_bytes = loading.block_bytes(self.config, self.scheduler.cache.block_size, self.dtype)
             executor = self.executor.first if isinstance(self.executor, PairedExecutor) else self.executor
             graphs = executor.graph_stats if isinstance(executor, GraphExecutor) else None
-            return engine_stats(self.scheduler, block_bytes, self._nominal.mean(), graphs)
+            return engine_stats(self.scheduler, self.settings.block_bytes, self._nominal.mean(), graphs)
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer, with `encode` and `decode`; raises `InvalidValueError` for an engine without one."""
@@ -432,18 +374,13 @@ class Engine:
         """What requests without parameters get: generation_config.json's."""
         return self.default_sampling_params
 
-    @property
-    def directory(self) -> Path:
-        """Where the model's files are."""
-        return self._directory
-
     def close(self) -> None:
         """Drop weights, cache and requests; calling it again does nothing."""
         with self._call():
             if not self._closed:
                 self._closed = True
                 del self.executor
-                self._draft_model = self._fault = None  # a fault's traceback holds on to what it passed through
+                self._fault = None  # a fault's traceback holds on to what it passed through
                 self._outputs = OutputProcessor(self.tokenizer, self.scheduler.finish)
                 self._delivery = Delivery()
 

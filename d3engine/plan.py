@@ -14,12 +14,12 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from d3engine.choice import Choice
+from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import ExitRule
-from d3engine.draft import Proposal
-from d3engine.kv_cache import IntArray
-from d3engine.request import Logprob
-from d3engine.sequence import Sequence
+from d3engine.request.choice import Choice
+from d3engine.request.draft import Proposal
+from d3engine.request.outputs import Logprob
+from d3engine.request.sequence import Sequence
 
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]

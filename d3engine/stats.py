@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 
 from d3engine.depth import Schedule
 from d3engine.executor.cuda_graph import GraphStats
-from d3engine.scheduler import Scheduler
-from d3engine.sequence import Sequence
+from d3engine.request.sequence import Sequence
+from d3engine.scheduling.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tiny_models import TinyLlama
 
     from d3engine import Engine
-    from d3engine.request import RequestOutput
+    from d3engine.request.outputs import RequestOutput
 
 
 def pytest_collectstart() -> None:

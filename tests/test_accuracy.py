@@ -127,7 +127,7 @@ def test_problems_are_different_of_one_split_and_the_same_every_time() -> None:
 
 def test_a_measurement_says_what_the_engine_did() -> None:
     from d3engine.engine import Engine
-    from d3engine.request import SamplingParams
+    from d3engine.request.params import SamplingParams
 
     problems = take_problems("test", seed=0, limit=3)
     with Engine("demo", max_num_seqs=4, kv_cache_memory_bytes=2**24) as engine:
@@ -143,7 +143,7 @@ def test_a_measurement_says_what_the_engine_did() -> None:
 
 
 def test_several_answers_to_a_problem_are_refused() -> None:
-    from d3engine.request import SamplingParams
+    from d3engine.request.params import SamplingParams
 
     with pytest.raises(InvalidValueError, match=r"n must be .*; got 2"):
         measure(None, take_problems("test", 0, 1), FullDepth(), SamplingParams(n=2))  # type: ignore[arg-type]

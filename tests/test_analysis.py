@@ -24,13 +24,13 @@ from d3engine.analysis.report import step_groups, steps_in_words
 from d3engine.analysis.sample import Guess, Sample, SampleAnswer, SampleToken, guess_layers, take_sample
 from d3engine.analysis.saturation import measure_saturation, saturation
 from d3engine.cli.sample_page import sample_page
-from d3engine.colours import depth_colours
 from d3engine.depth import NEVER, LayerTable
 from d3engine.errors import InvalidValueError
-from d3engine.loading import model_directory
+from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import load_weights
-from d3engine.tokenizer import load_tokenizer
+from d3engine.pictures.colours import depth_colours
+from d3engine.text.tokenizer import load_tokenizer
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "grouped heads": {"num_hidden_layers": 6},

@@ -12,8 +12,8 @@ import tokenizers
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
-from d3engine.chat_template import ChatTemplate, ChatTemplateError, load_chat_template
 from d3engine.errors import InvalidValueError, ModelFormatError
+from d3engine.text.chat_template import ChatTemplate, ChatTemplateError, load_chat_template
 
 LLAMA2 = """\
 {%- if messages[0]['role'] == 'system' %}

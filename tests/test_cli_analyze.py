@@ -97,7 +97,7 @@ def test_copy_says_where_nothing_was_copied_and_nothing_was_finished() -> None:
 
 
 def test_schedules_need_the_config_alone(png: Path, tmp_path: Path) -> None:
-    from d3engine.loading import model_directory
+    from d3engine.loading.model_directory import model_directory
 
     (tmp_path / "config.json").write_bytes((model_directory("demo") / "config.json").read_bytes())
     arguments = ("schedule", str(tmp_path), "--alpha", "0.9", "--alpha", "0.9999", "--steps", "40")

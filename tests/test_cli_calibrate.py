@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from d3engine.cli import app
 from d3engine.depth import D3
-from d3engine.loading import model_directory
+from d3engine.loading.model_directory import model_directory
 from d3engine.model.fingerprint import fingerprint
 
 # Few problems prove little, so the tolerance is wide: 16 points.

@@ -13,7 +13,7 @@ from d3engine.cli import app
 from d3engine.cli.depth_options import policy_from_words
 from d3engine.depth import D3, EarlyExit, FullDepth, SkipDecode
 from d3engine.errors import InvalidValueError
-from d3engine.loading import model_directory
+from d3engine.loading.model_directory import model_directory
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}{{ message.content }}\n"

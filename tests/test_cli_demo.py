@@ -20,7 +20,7 @@ from d3engine.cli.invocation import as_typed
 from d3engine.cli.threads import read_threads, threads_for
 from d3engine.cli.turns import Speedup, speedup
 from d3engine.errors import InvalidValueError
-from d3engine.loading import model_directory
+from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import ModelConfig
 
 DEMO = ModelConfig.from_directory(model_directory("demo"))

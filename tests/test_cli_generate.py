@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from d3engine.calls.interrupts import held_back
 from d3engine.cli import app
 from d3engine.cli.answers import Answer, readable_bytes, run_answers
 from d3engine.cli.terminal import DepthColours, Writer, safe_text
@@ -21,8 +22,8 @@ from d3engine.depth.words import policy_in_words
 from d3engine.engine import Engine
 from d3engine.errors import D3EngineError
 from d3engine.evaluation.word_problems import extract_answer, problems
-from d3engine.interrupts import held_back
-from d3engine.request import CompletionOutput, SamplingParams
+from d3engine.request.outputs import CompletionOutput
+from d3engine.request.params import SamplingParams
 
 PROMPT = "Question: Tom has 5 pens. Tom finds 3. How many pens does Tom have now?\nAnswer:"
 D3_FLAGS = ["--depth", "d3", "--alpha", "0.9", "--start", "0.6"]

@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
+from d3engine.cli.weights import app
 from d3engine.errors import InvalidValueError, ModelFormatError
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import load_weights, to_adjacent_pairs
-from d3engine.tokenizer import load_tokenizer
-from d3engine.weights_tools.cli import app
+from d3engine.text.tokenizer import load_tokenizer
 from d3engine.weights_tools.convert import convert_bin, convert_llama2c
 from d3engine.weights_tools.convert_meta import convert_meta
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from d3engine.evaluation.procedural import NAMES, all_problems
-from d3engine.loading import model_directory
+from d3engine.loading.model_directory import model_directory
 from d3engine.weights_tools.demo_data import make_batch, mixed_problems
 from d3engine.weights_tools.demo_losses import batch_loss, draw_tail, exits_loss
 from d3engine.weights_tools.demo_trainer import DemoConfig, DemoModel, export, load

@@ -13,9 +13,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from d3engine.detokenizer import Detokenizer
 from d3engine.errors import InvalidValueError
-from d3engine.tokenizer import DecoderKind, FastTokenizer, Tokenizer, load_tokenizer
+from d3engine.text.detokenizer import Detokenizer
+from d3engine.text.tokenizer import DecoderKind, FastTokenizer, Tokenizer, load_tokenizer
 
 LLAMA2 = Path(__file__).resolve().parents[2] / "shared" / "data" / "llama2"
 CORPUS = [

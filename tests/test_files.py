@@ -15,18 +15,18 @@ from typer.testing import CliRunner
 
 from d3engine import files
 from d3engine.analysis.answers import read_prompts
-from d3engine.chat_template import load_chat_template
 from d3engine.cli import app
 from d3engine.depth.policy import calibrated_for, policy_from_directory
 from d3engine.errors import D3EngineError, ModelFormatError
 from d3engine.evaluation.bbh import load_bbh
 from d3engine.evaluation.gsm8k import load_gsm8k
 from d3engine.files import CONFIG_BYTES, UnreadableFileError, read_bytes, read_json, read_text, write_whole
-from d3engine.loading import default_sampling_params
+from d3engine.loading.defaults import default_sampling_params
 from d3engine.model.checkpoint import open_checkpoint
 from d3engine.model.config import ModelConfig
-from d3engine.prompt_form import PROMPT_FORM_FILE, load_prompt_form
-from d3engine.tokenizer import load_tokenizer
+from d3engine.text.chat_template import load_chat_template
+from d3engine.text.prompt_form import PROMPT_FORM_FILE, load_prompt_form
+from d3engine.text.tokenizer import load_tokenizer
 
 DEMO = Path(files.__file__).parent / "demo_model"
 needs_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")

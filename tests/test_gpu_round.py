@@ -35,7 +35,7 @@ from benchmarks.gpu.tests import counts
 from d3engine.depth import D3, FullDepth
 from d3engine.kernels import reference
 from d3engine.model.config import QUANTIZATION_SCHEMES
-from d3engine.scheduler import Scheduler
+from d3engine.scheduling.scheduler import Scheduler
 
 ROOT = Path(__file__).parents[1]
 HERE = Round(torch.device("cpu"), True, 1e6)  # this clock starts now, so its end must be out of reach
@@ -69,7 +69,7 @@ def set_clock(patch: pytest.MonkeyPatch) -> Clock:
     for module in ("arrivals", "common", "peers"):
         patch.setattr(f"benchmarks.gpu.{module}.time", clock)
     patch.setattr("benchmarks.gpu_round.time", clock)
-    patch.setattr("d3engine.output.time", clock)
+    patch.setattr("d3engine.text.output.time", clock)
     patch.setattr(Scheduler, "schedule", timed_schedule)
     return clock
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from d3engine import Engine, FullDepth, InvalidValueError, SamplingParams, host_memory
+from d3engine import Engine, FullDepth, InvalidValueError, SamplingParams
+from d3engine.loading import host_memory
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import random_weights
 
@@ -29,7 +30,7 @@ GIB = 2**30
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """`load({config fields}, **engine arguments)`: an engine on a machine of 8 GiB."""
-    monkeypatch.setattr("d3engine.loading.machine_bytes", lambda: 8 * GIB)
+    monkeypatch.setattr("d3engine.loading.cache_size.machine_bytes", lambda: 8 * GIB)
     monkeypatch.setattr(host_memory, "machine_bytes", lambda: 8 * GIB)
 
     def make(fields: dict[str, Any], **arguments: Any) -> Engine:

@@ -20,11 +20,11 @@ from d3engine import (
     TailSkip,
     UnifiedSkip,
 )
+from d3engine.cache.kv_cache import KVCache
 from d3engine.depth import NEVER, DepthPolicy
-from d3engine.kv_cache import KVCache
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import random_weights
-from d3engine.scheduler import peak_blocks
+from d3engine.scheduling.scheduler import peak_blocks
 
 LAYERS, MAX_LENGTH = 8, 96
 KV_CHANNELS = 2 * 8  # kv heads x channels

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from d3engine import LLM, Engine, InvalidValueError, SamplingParams
-from d3engine.loading import model_directory
+from d3engine.loading.model_directory import model_directory
 
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{{ greeting | default('') }}"

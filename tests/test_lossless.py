@@ -18,7 +18,7 @@ from d3engine.depth import DepthPolicy, Lossless, SelfSpeculative, policy_from_d
 from d3engine.depth.draft_rule import MAX_DRAFT_LENGTH
 from d3engine.errors import InvalidValueError
 from d3engine.plan import Plan
-from d3engine.request import CompletionOutput, RequestOutput
+from d3engine.request.outputs import CompletionOutput, RequestOutput
 
 LAYERS = 6
 EVERY = list(range(LAYERS))

@@ -10,10 +10,12 @@ import pytest
 import torch
 from batches import BLOCK, LAYERS, VOCABULARY, block_bytes
 
-from d3engine import Engine, InvalidValueError, loading
+from d3engine import Engine, InvalidValueError
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.memory import largest_plan, workspace_bytes
-from d3engine.scheduler import SchedulerConfig
+from d3engine.loading import settings
+from d3engine.loading.cache_size import num_blocks
+from d3engine.scheduling.scheduler import SchedulerConfig
 
 GPU = torch.device("cuda")
 
@@ -38,7 +40,7 @@ def test_the_largest_step_fills_the_token_budget_and_wants_every_row_s_logits(
 def test_the_workspace_is_what_the_device_has_less_beside_the_pool(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:
-    monkeypatch.setattr(loading, "uses_graphs", lambda device, enforce_eager: graphs)
+    monkeypatch.setattr(settings, "runs_in_graphs", lambda device, enforce_eager: graphs)
     ran: list[torch.Size] = []
     built: list[Any] = []
 
@@ -77,7 +79,7 @@ def blocks(make_engine: Callable[..., Engine], share: float, workspace: int, **c
         "max_model_len": 64,
         "kv_cache_memory_bytes": None,
     }
-    return loading.num_blocks(
+    return num_blocks(
         make_engine().config, gpu_memory_utilization=share, workspace_bytes=lambda: workspace, **(given | changes)
     )
 

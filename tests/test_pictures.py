@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from d3engine import D3, FullDepth, plots
+from d3engine import D3, FullDepth
 from d3engine.analysis import pictures
 from d3engine.analysis.copying import Copying, Outcome
 from d3engine.analysis.flow import Flow
@@ -22,7 +22,8 @@ from d3engine.calibration.noninferiority import Tolerance
 from d3engine.calibration.scoring import Answers
 from d3engine.calibration.search import Calibration, Check, Fate, Trial
 from d3engine.errors import InvalidValueError
-from d3engine.plots import check_picture, plot_schedule
+from d3engine.pictures import plots
+from d3engine.pictures.plots import check_picture, plot_schedule
 
 pytest.importorskip("matplotlib")
 

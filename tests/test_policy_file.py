@@ -14,7 +14,8 @@ from d3engine.calibration.exact import PASS_LEVEL
 from d3engine.depth import D3, FullDepth
 from d3engine.depth.policy import POLICY_FILE, calibrated_for, calibrated_task
 from d3engine.errors import ModelFormatError
-from d3engine.loading import model_directory, resolve_depth
+from d3engine.loading.depth import resolve_depth
+from d3engine.loading.model_directory import model_directory
 from d3engine.model.fingerprint import fingerprint
 
 

@@ -21,17 +21,17 @@ from typer.testing import CliRunner, Result
 
 from benchmarks import quantization as benchmark
 from d3engine import D3, Engine, FullDepth, SamplingParams
+from d3engine.cli.weights import app
 from d3engine.errors import InvalidValueError, ModelFormatError
 from d3engine.evaluation.accuracy import take_problems
 from d3engine.evaluation.word_problems import format_prompt
 from d3engine.kernels import quantized, reference
 from d3engine.kernels.quantized import INT4_DIVISORS, Int4Weight, Int8Weight, quantize_int4, quantize_int8
-from d3engine.loading import model_directory
+from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import ModelConfig
 from d3engine.model.quantization import quantize_matrix, quantize_weights, with_matrices
 from d3engine.model.weights import LlamaWeights, load_weights
 from d3engine.weights_tools import quantize
-from d3engine.weights_tools.cli import app
 from d3engine.weights_tools.quantize import quantize_model
 
 SCHEMES = ("int8", "int4")

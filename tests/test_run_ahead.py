@@ -41,19 +41,20 @@ from d3engine import (
     SelfSpeculative,
     UnifiedSkip,
     Waves,
-    loading,
 )
-from d3engine.choice import Choice
-from d3engine.chunks import Chunks
 from d3engine.depth import DepthPolicy
 from d3engine.executor.cuda_graph import GraphExecutor, batch_sizes
+from d3engine.loading import settings
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import random_weights
 from d3engine.plan import Plan
-from d3engine.request import RequestOutput, RequestOutputKind
-from d3engine.run_ahead import run_ahead
-from d3engine.running import RunningTable
-from d3engine.sampling import FAULT
+from d3engine.request.choice import Choice
+from d3engine.request.outputs import RequestOutput
+from d3engine.request.params import RequestOutputKind
+from d3engine.sampling.sampler import FAULT
+from d3engine.scheduling.chunks import Chunks
+from d3engine.scheduling.run_ahead import run_ahead
+from d3engine.scheduling.running import RunningTable
 
 # Their rows can share a run as soon as none has a layer awake above one that sleeps for a deeper row.
 NESTED: list[DepthPolicy] = [FullDepth(), D3(0.9, 0.5), D3(0.8, 0.3), D3(0.7, 0.2), D3(0.9, 0.2)]
@@ -73,7 +74,7 @@ Solo = Callable[[Request], RequestOutput]
 @pytest.fixture
 def ahead(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """`make_engine`, with the executor that decodes by itself."""
-    monkeypatch.setattr(loading, "uses_graphs", lambda device, enforce_eager: not enforce_eager)
+    monkeypatch.setattr(settings, "runs_in_graphs", lambda device, enforce_eager: not enforce_eager)
 
     def make(**changes: Any) -> Engine:
         engine = make_engine(**changes)
@@ -304,7 +305,7 @@ def test_rope_that_grows_with_the_sequence_is_known_on_the_device(
     prompts = [list(range(50 + length, 50 + 2 * length)) for length in (3, 9, 15, 16, 17, 30)]
     wanted = [make(**grown).generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
     fixed = [make().generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts[:2]]
-    monkeypatch.setattr(loading, "uses_graphs", lambda device, enforce_eager: True)
+    monkeypatch.setattr(settings, "runs_in_graphs", lambda device, enforce_eager: True)
     engine = make(**grown)
     for found, other in zip(engine.generate(prompts, params, use_tqdm=False), wanted, strict=True):
         assert_same(found, other)
@@ -335,7 +336,7 @@ def test_an_answer_ends_at_its_stop_string_in_the_middle_of_a_run(monkeypatch: p
     params = SamplingParams(temperature=0, max_tokens=40, stop=["23 - 11"])
     plain = Engine("demo", device="cpu").generate(prompt, params, use_tqdm=False)[0].outputs[0]
     assert (plain.finish_reason, plain.stop_reason) == ("stop", "23 - 11")
-    monkeypatch.setattr(loading, "uses_graphs", lambda device, enforce_eager: True)
+    monkeypatch.setattr(settings, "runs_in_graphs", lambda device, enforce_eager: True)
     engine = Engine("demo", device="cpu")
     found = engine.generate(prompt, params, use_tqdm=False)[0].outputs[0]
     assert (found.text, found.token_ids, found.depths) == (plain.text, plain.token_ids, plain.depths)

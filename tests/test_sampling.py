@@ -20,8 +20,8 @@ from d3engine.kernels.random import gumbel, philox
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, random_weights
 from d3engine.plan import Plan, PromptRows, Sampled
-from d3engine.sampling import FAULT, Sampler
-from d3engine.sequence import Sequence
+from d3engine.request.sequence import Sequence
+from d3engine.sampling.sampler import FAULT, Sampler
 
 MASK = 0xFFFFFFFF
 EOS = 9

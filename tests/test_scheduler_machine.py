@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from d3engine.admission import Immediate, Waves
+from d3engine.cache.kv_cache import IntArray, KVCache
 from d3engine.depth import (
     D3,
     DepthPolicy,
@@ -35,13 +35,14 @@ from d3engine.depth import (
     UnifiedSkip,
 )
 from d3engine.depth.draft_rule import DraftRule
-from d3engine.draft import Draft, Proposal
 from d3engine.errors import InvalidValueError
-from d3engine.kv_cache import IntArray, KVCache
 from d3engine.plan import Plan, Sampled, spans_of
-from d3engine.request import FinishReason, SamplingParams
-from d3engine.scheduler import Scheduler, SchedulerConfig
-from d3engine.sequence import Sequence, Status
+from d3engine.request.draft import Draft, Proposal
+from d3engine.request.outputs import FinishReason
+from d3engine.request.params import SamplingParams
+from d3engine.request.sequence import Sequence, Status
+from d3engine.scheduling.admission import Immediate, Waves
+from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
 
 MAX_LENGTH = 36
 UNWRITTEN = 0

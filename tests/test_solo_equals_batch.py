@@ -25,7 +25,7 @@ from batches import (
 
 from d3engine import D3, EarlyExit, Engine, FullDepth, Immediate, LayerTable, SamplingParams, Waves
 from d3engine.depth import DepthPolicy
-from d3engine.request import CompletionOutput, RequestOutput
+from d3engine.request.outputs import CompletionOutput, RequestOutput
 
 
 def test_every_policy_answers_otherwise_than_full_depth_so_equal_answers_mean_something(

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 from d3engine.errors import ModelFormatError
-from d3engine.tokenizer import load_tokenizer
+from d3engine.text.tokenizer import load_tokenizer
 
 SPACE = "\u2581"
 

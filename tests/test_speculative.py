@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from tiny_models import TinyLlama, random_prompts, save_without_layer
 
-from d3engine import D3, Engine, FullDepth, Lossless, SamplingParams, Speculative, UnifiedSkip, loading
+from d3engine import D3, Engine, FullDepth, Lossless, SamplingParams, Speculative, UnifiedSkip
 from d3engine.cli.depth_options import OPTIONS, depth_from_options
 from d3engine.depth import policy_from_dict
 from d3engine.errors import InvalidValueError
-from d3engine.loading import model_directory
-from d3engine.request import RequestOutput
+from d3engine.loading import settings
+from d3engine.loading.model_directory import model_directory
+from d3engine.request.outputs import RequestOutput
 
 TARGET: dict[str, Any] = {"vocab_size": 40, "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48}
 
@@ -129,7 +130,7 @@ def test_beside_an_executor_that_decodes_by_itself_a_second_model_drafts_step_by
     target: TinyLlama, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that could run ahead wait for the draft model's; alone they do run ahead."""
-    monkeypatch.setattr(loading, "uses_graphs", lambda device, enforce_eager: not enforce_eager)
+    monkeypatch.setattr(settings, "runs_in_graphs", lambda device, enforce_eager: not enforce_eager)
     prompts = random_prompts([7, 12, 3], vocab_size=40)
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     engine = new_engine(target, Speculative(draft, 3))

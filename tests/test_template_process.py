@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from d3engine import template_process
-from d3engine.chat_template import ChatTemplate, ChatTemplateError, RenderLimits, TemplateProcessError
 from d3engine.errors import InvalidValueError, ModelFormatError
-from d3engine.template_process import _Children
-from d3engine.template_worker import read_frame, write_frame
+from d3engine.text import template_process
+from d3engine.text.chat_template import ChatTemplate, ChatTemplateError, RenderLimits, TemplateProcessError
+from d3engine.text.template_process import _Children
+from d3engine.text.template_worker import read_frame, write_frame
 
 USER = {"role": "user", "content": "Hi"}
 TIGHT = RenderLimits(seconds=0.2, memory_bytes=100 * 1024**2, characters=100_000)
@@ -202,7 +202,7 @@ class TestProcess:
 
     def test_it_never_imports_torch_and_has_no_way_to_the_terminal(self, children: _Children) -> None:
         # Asked in a child of the same kind: what is imported there before the first request.
-        code = "import sys; import d3engine.template_sandbox, d3engine.template_worker; print('torch' in sys.modules)"
+        code = "import sys; from d3engine.text import template_sandbox, template_worker; print('torch' in sys.modules)"
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert run.stdout == "False\n"
 
@@ -210,7 +210,7 @@ class TestProcess:
         code = """
 import os
 from d3engine import template_process as process
-from d3engine.chat_template import ChatTemplate
+from d3engine.text.chat_template import ChatTemplate
 
 template = ChatTemplate("{{ messages[0].content }}")
 say = lambda: template.render([{"role": "user", "content": str(os.getpid())}])

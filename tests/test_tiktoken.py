@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from d3engine.errors import ModelFormatError
-from d3engine.tokenizer import DecoderKind, load_tokenizer
+from d3engine.text.tokenizer import DecoderKind, load_tokenizer
 
 WORDS = ["th", "the", " t", " the", " th", "in", "ing", " in", "12", "123", "日本", "\n\n", "  ", "   ", "an", "nan"]
 TEXTS = [

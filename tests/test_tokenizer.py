@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 from d3engine.errors import InvalidValueError, ModelFormatError
-from d3engine.tokenizer import DecoderKind, Tokenizer, load_tokenizer
+from d3engine.text.tokenizer import DecoderKind, Tokenizer, load_tokenizer
 
 LLAMA2 = Path(__file__).resolve().parents[2] / "shared" / "data" / "llama2" / "tokenizer.model"
 CORPUS = [

@@ -28,7 +28,7 @@ from d3engine import (
 )
 from d3engine.depth import DepthPolicy
 from d3engine.executor.computed import Computed
-from d3engine.request import MAX_N
+from d3engine.request.params import MAX_N
 
 VOCABULARY, LAYERS = 5, 4
 PROMPT = [1, 4, 2, 0, 3]

@@ -15,7 +15,7 @@ from d3engine.depth import D3, DepthPolicy, EarlyExit, FullDepth, LayerTable, Lo
 from d3engine.depth.statistics import LLAMA2_7B, flops_ratio
 from d3engine.engine import Engine
 from d3engine.evaluation.work import Cost, Work, is_known_beforehand, work_of
-from d3engine.request import SamplingParams
+from d3engine.request.params import SamplingParams
 
 LAYERS = 5
 

@@ -78,6 +78,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class DemoModel(nn.Module):
     """Weights stacked over layers (Muon likes them so), q/k/v and gate/up fused."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, config: DemoConfig) -> None:
         super().__init__()
         self.config = config
@@ -102,8 +105,8 @@ class DemoModel(nn.Module):
         c = self.config
         batch, time, _ = x.shape
         fused = F.linear(rms_norm(x, norm, c.norm_eps), qkv).view(batch, time, -1, c.head_dim)
-        qk, v = fused.split([c.heads + c.kv_heads, c.kv_heads], dim=2)
-        q, k = rotate(qk, cos, sin).split([c.heads, c.kv_heads], dim=2)
+        qk, v = torch.split(fused, [c.heads + c.kv_heads, c.kv_heads], dim=2)
+        q, k = torch.split(rotate(qk, cos, sin), [c.heads, c.kv_heads], dim=2)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _finish(self, x: Tensor, attended: Tensor, out: Tensor, gate_up: Tensor, down: Tensor, norm: Tensor) -> Tensor:
@@ -195,7 +198,7 @@ def orthogonalise(matrices: Tensor, iterations: int = 5) -> Tensor:
     By Newton-Schulz with Keller Jordan's quintic, https://kellerjordan.github.io/posts/muon/.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    x: Tensor = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(iterations):
         gram = x.mT @ x
         x = torch.baddbmm(x, x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), beta=a)
@@ -277,14 +280,14 @@ def hf_weights(model: DemoModel) -> dict[str, Tensor]:
     """Returns the weights under their HF names, fused matrices taken apart: views of the model's own."""
     c = model.config
     query, key = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    weights = {
+    weights: dict[str, Tensor] = {
         "model.embed_tokens.weight": model.embedding,
         "model.norm.weight": model.final_norm,
         "lm_head.weight": model.lm_head,
     }
     for layer in range(c.layers):
         at = f"model.layers.{layer}."
-        q, k, v = model.qkv[layer].split([query, key, key])
+        q, k, v = torch.split(model.qkv[layer], [query, key, key])
         gate, up = model.gate_up[layer].chunk(2)
         weights |= {
             at + "self_attn.q_proj.weight": q,

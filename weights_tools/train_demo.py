@@ -194,7 +194,7 @@ class DemoRun:
         else:
             loss, answer_loss = batch_loss(self.model, batch, cutoff, tail)
             by_kind = {"depth": answer_loss}
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.vectors, 1.0)
         factor = self.args.rate * self.schedule.factor(self.progress.step - 1)
         self.muon.step(MUON_RATE * factor)

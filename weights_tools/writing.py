@@ -29,8 +29,8 @@ from d3engine.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, Tenso
 from d3engine.model.config import CONFIG_FILE, GENERATION_CONFIG_FILE, ModelConfig
 from d3engine.model.expected_tensors import check_tensors, expected_tensors
 from d3engine.progress import hides_bars
-from d3engine.tiktoken_file import is_tiktoken, read_tiktoken
-from d3engine.tokenizer_faults import guarded
+from d3engine.text.tiktoken_file import is_tiktoken, read_tiktoken
+from d3engine.text.tokenizer_faults import guarded
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 

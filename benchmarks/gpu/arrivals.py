@@ -18,10 +18,10 @@ import numpy as np
 from benchmarks.gpu.common import Round
 from benchmarks.gpu.end_to_end import BBH
 from benchmarks.gpu.models import graph_figures, new_engine, params_for, random_model
-from d3engine.admission import Admission, Immediate, Waves
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.engine import Engine
-from d3engine.request import RequestOutput
+from d3engine.request.outputs import RequestOutput
+from d3engine.scheduling.admission import Admission, Immediate, Waves
 
 LOADS = (0.7, 0.9, 0.4)
 """Arrival rates as parts of what the engine generates at full depth while it never idles."""

@@ -20,11 +20,11 @@ import torch
 from benchmarks.gpu.common import Round
 from d3engine.depth import DepthPolicy
 from d3engine.engine import Engine
-from d3engine.loading import block_bytes
+from d3engine.loading.cache_size import block_bytes
 from d3engine.model.config import CONFIG_FILE, ModelConfig
 from d3engine.model.quantization import quantize_weights
 from d3engine.model.weights import LlamaWeights, random_weights
-from d3engine.request import SamplingParams
+from d3engine.request.params import SamplingParams
 
 LLAMA2_7B = {
     "num_hidden_layers": 32,

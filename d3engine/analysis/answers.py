@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from d3engine import loading
 from d3engine.analysis.observer import Observer
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.engine import Engine
@@ -20,9 +19,11 @@ from d3engine.errors import InvalidValueError, require
 from d3engine.evaluation.accuracy import take_problems
 from d3engine.evaluation.word_problems import format_prompt
 from d3engine.files import read_text
+from d3engine.loading.device import resolve_device, resolve_dtype
+from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import load_weights
-from d3engine.request import SamplingParams
+from d3engine.request.params import SamplingParams
 
 MAX_PROMPTS = 10_000
 
@@ -55,10 +56,10 @@ class Answered:
 
 def open_model(model: str, options: dict[str, Any]) -> tuple[Engine, Observer]:
     """An engine and an observer of the same weights; `options` are `Engine`'s. Full depth unless a request says so."""
-    directory = loading.model_directory(model)
+    directory = model_directory(model)
     config = ModelConfig.from_directory(directory)
-    device = loading.resolve_device(options.get("device", "auto"))
-    dtype = loading.resolve_dtype(options.get("dtype", "auto"), config, device)
+    device = resolve_device(options.get("device", "auto"))
+    dtype = resolve_dtype(options.get("dtype", "auto"), config, device)
     weights = load_weights(directory, config, dtype=dtype, device=device)
     return Engine(model, depth=FullDepth(), weights=weights, **options), Observer(config, weights)
 

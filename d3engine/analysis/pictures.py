@@ -17,8 +17,8 @@ from d3engine.analysis.perplexity import Perplexity
 from d3engine.analysis.report import step_groups, steps_in_words
 from d3engine.analysis.sample import Sample, SampleAnswer
 from d3engine.analysis.saturation import Saturation
-from d3engine.colours import BLUE, GREY, INK, ORANGE, VERMILION, depth_colours, line_ramp
-from d3engine.plots import MARKERS, STEPS, new_figure, save_figure
+from d3engine.pictures.colours import BLUE, GREY, INK, ORANGE, VERMILION, depth_colours, line_ramp
+from d3engine.pictures.plots import MARKERS, STEPS, new_figure, save_figure
 
 PART_STYLES = {"block": (INK, "o"), "attention": (BLUE, "s"), "mlp": (VERMILION, "^")}
 ABOVE = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3, "frameon": False, "fontsize": "small"}

@@ -15,9 +15,9 @@ from d3engine.analysis.answers import Answered
 from d3engine.analysis.observer import Observer
 from d3engine.analysis.report import Table
 from d3engine.depth import DepthPolicy
-from d3engine.detokenizer import Detokenizer
 from d3engine.errors import require_integer
-from d3engine.tokenizer import Tokenizer
+from d3engine.text.detokenizer import Detokenizer
+from d3engine.text.tokenizer import Tokenizer
 
 TOP = 3
 """Predictions shown for a layer."""

@@ -13,11 +13,11 @@ from typing import Any
 from d3engine.calibration.outcome import outcome
 from d3engine.calibration.scoring import Answers
 from d3engine.calibration.search import Calibration, Fate, Trial, best_at_each_speed
-from d3engine.colours import BLUE, GREY, INK, ORANGE, VERMILION, letters_on
 from d3engine.depth import D3
 from d3engine.errors import require
 from d3engine.evaluation.accuracy import wilson_interval
-from d3engine.plots import new_figure, save_figure
+from d3engine.pictures.colours import BLUE, GREY, INK, ORANGE, VERMILION, letters_on
+from d3engine.pictures.plots import new_figure, save_figure
 
 CELL = {Fate.FAILED: "x", Fate.CERTIFIED: "✓", Fate.CHOSEN: "★"}
 MARKS = {

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from d3engine import __version__
 from d3engine.calibration.exact import PASS_LEVEL, power
 from d3engine.calibration.floor import FLOOR, needed
 from d3engine.calibration.noninferiority import Pairs, Tolerance
@@ -21,6 +20,7 @@ from d3engine.calibration.search import Calibration, Check, Trial
 from d3engine.errors import InvalidValueError
 from d3engine.evaluation.accuracy import paired_difference_interval, wilson_interval
 from d3engine.files import write_whole
+from d3engine.version import __version__
 
 
 def as_dict(result: Calibration, about: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from d3engine.evaluation.benchmark import Asked
 if TYPE_CHECKING:
     from d3engine.engine import Engine
     from d3engine.evaluation.benchmark import Question
-    from d3engine.request import SamplingParams
+    from d3engine.request.params import SamplingParams
 
 
 class Part(StrEnum):

@@ -1,7 +1,6 @@
 """The command line, `d3engine COMMAND`: its entry point.
 
-The one idea: nothing slow is imported before somebody is there to take a Ctrl-C, so `app` and `new_app` come on first
-use.
+The one idea: nothing slow is imported before somebody is there to take a Ctrl-C, so `app` comes on first use.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from d3engine.cli.commands import app as app
-    from d3engine.cli.commands import new_app as new_app
 
 
 def main() -> None:
@@ -29,6 +27,6 @@ def main() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("app", "new_app"):
+    if name != "app":
         raise AttributeError(f"module 'd3engine.cli' has no attribute {name!r}")
     return getattr(import_module("d3engine.cli.commands"), name)

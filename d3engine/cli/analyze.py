@@ -11,11 +11,11 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 
 import typer
 
-from d3engine.cli import new_app
+from d3engine.cli.app import new_app
 from d3engine.cli.depth_options import AUTO, Depth, number, takes_depth
 from d3engine.cli.engine_options import Options, engine_arguments, model_directory, takes_engine
 from d3engine.cli.output_files import check_output, printing_last, write_output
@@ -184,7 +184,7 @@ def _outcome(
     if prompts is not None:
         return partial(_agreement, engine, answered, max_tokens), "answers equal to full depth's"
     from d3engine.evaluation.accuracy import measure, take_problems
-    from d3engine.request import SamplingParams
+    from d3engine.request.params import SamplingParams
 
     problems = take_problems("test", options.get("seed", 0), len(answered))
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
@@ -229,13 +229,13 @@ def show_schedule(
 
     require_integer("--steps", steps, 1, 10_000_000)
     if png:
-        from d3engine.plots import check_picture, plot_decay
+        from d3engine.pictures.plots import check_picture, plot_decay
 
         check_picture("--png", png)
     config = ModelConfig.from_directory(model_directory(model))
     fields = ("hidden_size", "intermediate_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim")
     shape = ModelShape(config.num_layers, **{field: getattr(config, field) for field in fields})
-    policies = [D3(alpha=alpha, start=start, tail=tail) for alpha in alphas or DEFAULT_DECAYS]
+    policies = [D3(alpha=alpha, start=cast(Any, start), tail=tail) for alpha in alphas or DEFAULT_DECAYS]
     found = {f"alpha {policy.alpha:g}": policy.schedule(config.num_layers) for policy in policies}
     summaries = {label: _decay(schedule, steps, shape) for label, schedule in found.items()}
     rows = [
@@ -326,7 +326,7 @@ def sample(
 
 
 def _sample_policy(model: str, depth: Depth) -> DepthPolicy:
-    from d3engine.loading import resolve_depth
+    from d3engine.loading.depth import resolve_depth
 
     if depth != AUTO:
         return depth
@@ -387,7 +387,7 @@ def _observe(
     require_integer("--limit", limit, 1, MAX_PROMPTS)
     model_directory(model)
     if png is not None:
-        from d3engine.plots import check_picture
+        from d3engine.pictures.plots import check_picture
 
         check_picture("--png", png)
     texts = default_prompts(options.get("seed", 0), limit) if prompts is None else read_prompts(prompts, limit)

@@ -11,17 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from d3engine.calls.interrupts import Interrupt, held_back
 from d3engine.cli.terminal import DepthColours, Writer
-from d3engine.detokenizer import Detokenizer
 from d3engine.errors import FailedError
-from d3engine.interrupts import Interrupt, held_back
-from d3engine.request import RequestOutputKind
+from d3engine.request.params import RequestOutputKind
+from d3engine.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
-    from d3engine.prompts import Prompt
-    from d3engine.request import CompletionOutput, SamplingParams
-    from d3engine.tokenizer import Tokenizer
+    from d3engine.request.outputs import CompletionOutput
+    from d3engine.request.params import SamplingParams
+    from d3engine.text.prompts import Prompt
+    from d3engine.text.tokenizer import Tokenizer
 
 
 _log = logging.getLogger(__name__)

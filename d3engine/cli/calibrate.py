@@ -22,7 +22,7 @@ from d3engine.calibration.floor import FLOOR
 from d3engine.calibration.noninferiority import Tolerance
 from d3engine.calibration.outcome import Outcome, outcome, reason
 from d3engine.calibration.search import Calibration, Check, Fate, Trial, best_at_each_speed, calibrate
-from d3engine.cli import new_app
+from d3engine.cli.app import new_app
 from d3engine.cli.ending import ExitCode
 from d3engine.cli.engine_options import Options, model_directory, open_engine, sampling_params, takes_engine
 from d3engine.cli.verbosity import note
@@ -189,7 +189,7 @@ def _tell_plan(plan: Budget, tolerance: Tolerance, settings: int) -> None:
 
 def _target(model: str, directory: Path, out: Path | None) -> Path:
     """Where the setting will be written; that it can be is found out before the hours of work."""
-    from d3engine.loading import DEMO
+    from d3engine.loading.model_directory import DEMO
 
     bundled = "given as a file to write, since the bundled model's directory belongs to the package"
     require(out is not None or model != DEMO, "--out", NOTHING, bundled)
@@ -202,7 +202,7 @@ def _target(model: str, directory: Path, out: Path | None) -> Path:
 
 def _check_plot(plot: Path | None) -> None:
     if plot is not None:
-        from d3engine.plots import check_picture
+        from d3engine.pictures.plots import check_picture
 
         check_picture("--plot", plot)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from d3engine.cli import new_app
+from d3engine.cli.app import new_app
 from d3engine.cli.depth_options import AUTO, Depth, policy_from_words, takes_depth
 from d3engine.cli.engine_options import (
     Options,
@@ -31,7 +31,7 @@ from d3engine.errors import InvalidValueError, require
 if TYPE_CHECKING:
     from d3engine.depth import DepthPolicy
     from d3engine.engine import Engine
-    from d3engine.request import SamplingParams
+    from d3engine.request.params import SamplingParams
 
 app = new_app()
 
@@ -74,7 +74,7 @@ def chat(
 def _require_template(model: str) -> None:
     """Refuse a model that cannot chat before its weights are loaded."""
     directory = model_directory(model)
-    from d3engine.chat_template import load_chat_template
+    from d3engine.text.chat_template import load_chat_template
 
     if load_chat_template(directory) is None:
         allowed = "a model with a chat template (`d3engine generate` takes plain prompts for this one)"

@@ -1,4 +1,4 @@
-"""The commands of the command line, and the app that they are mounted in.
+"""The commands of the command line, mounted in one app.
 
 The one idea: a command's module is imported when that command runs or is listed with its help, and none of them
 imports torch before it has work to do.
@@ -6,16 +6,13 @@ imports torch before it has work to do.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-from d3engine import __version__
-from d3engine.cli.ending import ending
-from d3engine.cli.verbosity import takes_verbosity
+from d3engine.cli.app import Group, new_app
+from d3engine.version import __version__
 
 COMMANDS = {
     "generate": "d3engine.cli.generate",
@@ -25,23 +22,9 @@ COMMANDS = {
     "calibrate": "d3engine.cli.calibrate",
     "analyze": "d3engine.cli.analyze",
     "paper": "d3engine.cli.paper",
-    "weights": "d3engine.weights_tools.cli",
+    "weights": "d3engine.cli.weights",
 }
 """Command -> module; the module's `app`, made by `new_app`, holds the command or its subcommands."""
-
-
-class Group(TyperGroup):
-    """A group of commands that all end in one way."""
-
-    def make_context(self, *arguments: Any, **named: Any) -> Any:
-        """Read the command line; prints --help and --version."""
-        with ending():
-            return super().make_context(*arguments, **named)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
-        with ending():
-            return super().invoke(ctx)
 
 
 class Commands(Group):
@@ -58,21 +41,6 @@ class Commands(Group):
             command.name = cmd_name
             self.commands[cmd_name] = command
         return self.commands.get(cmd_name)
-
-
-class App(typer.Typer):
-    """An app whose commands take `-v` and `-q`."""
-
-    def command(self, *arguments: Any, **named: Any) -> Any:
-        """As typer's."""
-        register = super().command(*arguments, **named)
-        return lambda function: register(takes_verbosity(function))
-
-
-def new_app(**settings: Any) -> App:
-    """A typer app with the settings all commands share: no boxes in a pipe, plain tracebacks."""
-    markup: Any = "rich" if sys.stdout.isatty() else None
-    return App(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=markup, **settings)
 
 
 app = new_app(cls=Commands, no_args_is_help=True)

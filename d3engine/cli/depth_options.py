@@ -61,7 +61,7 @@ OTHER_OPTIONS = "depth_option"
 """The parameter for options that have no flag of their own: those of policies that other packages bring."""
 
 
-METAVARS = {str: "TEXT", list[str]: "TEXT", int: "INTEGER", list[int]: "INTEGER", float: "NUMBER"}
+METAVARS: dict[Any, str] = {str: "TEXT", list[str]: "TEXT", int: "INTEGER", list[int]: "INTEGER", float: "NUMBER"}
 """What help calls the value of an option, whatever the version of typer."""
 
 
@@ -73,7 +73,7 @@ def number(text: str) -> float | str:
         return text
 
 
-OPTIONS: dict[str, tuple[str, Callable[[str], Any], str]] = {
+OPTIONS: dict[str, tuple[str, Any, str]] = {
     "alpha": ("--alpha", float, "d3: the decay, in (0, 1]."),
     "start": ("--start", number, "d3: the fraction of the layers below the skipped window, in (0, 1)."),
     "tail": ("--tail", int, "d3: this many last layers are never skipped."),
@@ -232,7 +232,7 @@ def _depth_parameters() -> list[inspect.Parameter]:
     name = typer.Option("--depth", metavar="NAME", help=text, rich_help_panel=PANEL)
     parameters = [_keyword("depth", Annotated[str, name], AUTO)]
     for field, (flag, kind, text) in OPTIONS.items():
-        named = {"help": text, "show_default": False, "rich_help_panel": PANEL}
+        named: dict[str, Any] = {"help": text, "show_default": False, "rich_help_panel": PANEL}
         if kind is number:
             option, annotation = typer.Option(flag, parser=number, metavar="NUMBER", **named), str | None
         else:

@@ -23,7 +23,7 @@ from d3engine.errors import InvalidValueError, require_integer
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
-    from d3engine.request import SamplingParams
+    from d3engine.request.params import SamplingParams
 
 Options: TypeAlias = dict[str, Any]
 """The options given, by the name of the argument they stand for."""
@@ -137,8 +137,8 @@ def _keyword(name: str, annotation: Any) -> inspect.Parameter:
 
 def model_directory(model: str, advice: str = "") -> Path:
     """The model's directory; `advice` follows what it must be where it is none."""
-    from d3engine.loading import DEMO
-    from d3engine.loading import model_directory as directory_of
+    from d3engine.loading.model_directory import DEMO
+    from d3engine.loading.model_directory import model_directory as directory_of
 
     if model != DEMO and not Path(model).is_dir():
         raise InvalidValueError("model", model, f"a directory with a Llama model, or {DEMO!r}{advice}")
@@ -161,7 +161,7 @@ def open_engine(model: str, options: Options, depth: Depth | None = None) -> Eng
 
 def tell_own_setting(engine: Engine, model: str) -> None:
     """Say on stderr which setting the model's d3.json holds, and for which task; nothing without that file."""
-    from d3engine.loading import own_setting
+    from d3engine.loading.depth import own_setting
 
     found = own_setting(engine.depth, model_directory(model))
     if found is not None and not LOGGER.isEnabledFor(logging.INFO):  # whose reader the engine has told
@@ -171,9 +171,9 @@ def tell_own_setting(engine: Engine, model: str) -> None:
 def engine_arguments(model: str, options: Options) -> Options:
     """The arguments of `Engine` that the options stand for; from here on PyTorch takes the threads asked for."""
     directory = model_directory(model)
-    from d3engine.admission import Waves
     from d3engine.cli.threads import AUTO, use_threads
     from d3engine.model.config import ModelConfig
+    from d3engine.scheduling.admission import Waves
 
     arguments = dict(options)
     if "admission" in arguments:
@@ -189,6 +189,6 @@ def sampling_params(engine: Engine, given: Options) -> SamplingParams:
 
 def check_sampling(given: Options) -> None:
     """Refuse sampling options that no model can honour, before one is loaded."""
-    from d3engine.request import SamplingParams
+    from d3engine.request.params import SamplingParams
 
     SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **given})

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from d3engine.cli import new_app
+from d3engine.cli.app import new_app
 from d3engine.cli.depth_options import AUTO, Depth, policy_from_words, takes_depth
 from d3engine.cli.engine_options import (
     Options,
@@ -32,7 +32,6 @@ from d3engine.evaluation import catalogue
 from d3engine.evaluation.accuracy import measure
 from d3engine.evaluation.baselines import at_equal_depth
 from d3engine.evaluation.benchmark import Benchmark, check_prompts
-from d3engine.evaluation.harness import find_tasks, harness_charts, harness_dict, harness_tables, run_tasks
 from d3engine.evaluation.report import (
     Chart,
     Result,
@@ -43,11 +42,12 @@ from d3engine.evaluation.report import (
     side_by_side,
     tables,
 )
+from d3engine.integrations.lm_eval_harness import find_tasks, harness_charts, harness_dict, harness_tables, run_tasks
 from d3engine.progress import hides_bars
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
-    from d3engine.request import SamplingParams
+    from d3engine.request.params import SamplingParams
 
 app = new_app()
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from d3engine.cli import new_app
+from d3engine.cli.app import new_app
 from d3engine.cli.depth_options import AUTO, Depth, takes_depth
 from d3engine.cli.ending import ExitCode
 from d3engine.cli.engine_options import (
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from d3engine.cli.answers import Answer, Run
     from d3engine.engine import Engine
     from d3engine.evaluation.word_problems import Problem
-    from d3engine.request import SamplingParams
+    from d3engine.request.params import SamplingParams
 
 app = new_app()
 
@@ -122,7 +122,7 @@ def _read_prompts(prompts: Sequence[str], prompt_file: Path | None) -> list[str]
 
 def _in_form_of(directory: Path, texts: list[str]) -> list[str]:
     """The prompts in the form that the model answers in, if its directory names one; stderr says so."""
-    from d3engine.prompt_form import load_prompt_form
+    from d3engine.text.prompt_form import load_prompt_form
 
     form = load_prompt_form(directory)
     if form is None:

@@ -10,8 +10,8 @@ from html import escape
 
 from d3engine.analysis.sample import Guess, Sample, SampleAnswer, SampleToken
 from d3engine.cli.terminal import safe_text
-from d3engine.colours import depth_colours
 from d3engine.depth.words import policy_in_words
+from d3engine.pictures.colours import depth_colours
 
 STYLE = """
 :root { color-scheme: light dark; }

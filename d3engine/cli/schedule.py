@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from d3engine.cli import new_app
+from d3engine.cli.app import new_app
 from d3engine.cli.depth_options import AUTO, Depth, takes_depth
 from d3engine.depth import NEVER, DepthPolicy, Schedule
 from d3engine.depth.policy import policy_from_directory
@@ -134,7 +134,7 @@ def schedule(
     kv_dtype = dtype or Dtype(model_dtype or "bfloat16")
     report = Report(policy, policy.schedule(num_layers), steps, prompt_tokens, kv_dtype, shape)
     if plot:
-        from d3engine.plots import plot_schedule
+        from d3engine.pictures.plots import plot_schedule
 
         plot_schedule(report.schedule, steps, plot, title=_title(report))
     if as_json:

@@ -153,7 +153,7 @@ def calibrated_for(directory: str | Path) -> str | None:
     """The fingerprint of the weights that `d3.json` was calibrated on; None without that file, or where a file that
     was written by hand names none.
 
-    Whoever loads weights compares it with theirs (`d3engine.loading`): a setting that is safe for one model says
+    Whoever loads weights compares it with theirs (`d3engine.loading.depth`): a setting that is safe for one model says
     nothing of another. Raises `ModelFormatError`, naming the file, for one that cannot be read.
     """
     path = Path(directory) / POLICY_FILE

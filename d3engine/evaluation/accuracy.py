@@ -24,7 +24,7 @@ from d3engine.evaluation.work import Cost, Work, is_known_beforehand, work_of
 if TYPE_CHECKING:
     from d3engine.engine import Engine
     from d3engine.model.config import ModelConfig
-    from d3engine.request import SamplingParams
+    from d3engine.request.params import SamplingParams
 
 MAX_PROBLEMS = 100_000
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from d3engine.depth import DepthPolicy
 from d3engine.depth.exit_rule import ExitRule
 from d3engine.depth.statistics import ModelShape, flops_ratio
-from d3engine.request import RequestOutput
+from d3engine.request.outputs import RequestOutput
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from d3engine.kv_cache import IntArray
+from d3engine.cache.kv_cache import IntArray
 from d3engine.plan import Plan
 
 

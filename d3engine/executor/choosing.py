@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from d3engine.choice import Choice
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.sampling import Cuts, Penalties, SamplingRows
 from d3engine.model.llama import Llama
-from d3engine.sequence import Sequence
+from d3engine.request.choice import Choice
+from d3engine.request.sequence import Sequence
 
 
 class DeviceChoice:

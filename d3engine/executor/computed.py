@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from d3engine.kv_cache import IntArray
+from d3engine.cache.kv_cache import IntArray
 from d3engine.plan import Chosen
 
 

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from d3engine.choice import Choice
 from d3engine.executor.block_tables import DeviceBlockTables
 from d3engine.executor.choosing import DeviceChoice
 from d3engine.executor.computed import Computed
 from d3engine.executor.eager import EagerExecutor
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.plan import Chosen, Plan, RunAhead
+from d3engine.request.choice import Choice
 
 Step = Callable[[], None]
 """Carries out one decode step on the rows that stand in device memory."""

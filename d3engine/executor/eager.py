@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from d3engine.cache.kv_cache import IntArray
 from d3engine.executor.computed import Computed
 from d3engine.executor.early_exit import EarlyExits
 from d3engine.executor.kept_states import KeptStates
-from d3engine.kv_cache import IntArray
 from d3engine.model.config import ModelConfig
 from d3engine.model.llama import Llama
 from d3engine.model.rope import Rope

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from d3engine.kv_cache import IntArray
+from d3engine.cache.kv_cache import IntArray
 from d3engine.plan import DraftWork, HiddenRows
 
 

@@ -12,15 +12,15 @@ from dataclasses import replace
 
 import torch
 
-from d3engine.admission import Immediate
+from d3engine.cache.kv_cache import KVCache
 from d3engine.depth import FullDepth
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.eager import EagerExecutor
-from d3engine.kv_cache import KVCache
 from d3engine.plan import Plan
-from d3engine.request import SamplingParams
-from d3engine.scheduler import Scheduler, SchedulerConfig
-from d3engine.sequence import Sequence
+from d3engine.request.params import SamplingParams
+from d3engine.request.sequence import Sequence
+from d3engine.scheduling.admission import Immediate
+from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
 
 Executor = EagerExecutor | GraphExecutor
 

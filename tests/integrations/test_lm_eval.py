@@ -27,8 +27,8 @@ from d3engine.depth import D3, FullDepth
 from d3engine.errors import D3EngineError, InvalidValueError
 from d3engine.evaluation.accuracy import paired, wilson_interval
 from d3engine.evaluation.procedural import all_problems
-from d3engine.request import SamplingParams
-from d3engine.sampling import Sampler
+from d3engine.request.params import SamplingParams
+from d3engine.sampling.sampler import Sampler
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'd3engine[eval]'")
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'd3engine[test]'")

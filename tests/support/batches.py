@@ -13,7 +13,7 @@ import torch
 from d3engine import D3, EarlyExit, Engine, FullDepth, LayerTable, SamplingParams, SkipDecode, TailSkip, UnifiedSkip
 from d3engine.depth import DepthPolicy
 from d3engine.model.weights import LayerWeights, LlamaWeights
-from d3engine.request import RequestOutput
+from d3engine.request.outputs import RequestOutput
 
 LAYERS, VOCABULARY, MAX_LENGTH, BLOCK = 6, 300, 64, 4
 CONFIG = {

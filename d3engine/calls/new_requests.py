@@ -1,0 +1,103 @@
+"""From what a user asks for to sequences that can run: everything is checked here, before anything is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as AnySequence
+from dataclasses import replace
+
+from d3engine.depth import NEVER, DepthPolicy, Schedule
+from d3engine.depth.draft_rule import DraftRule
+from d3engine.errors import require, require_integer
+from d3engine.model.config import ModelConfig
+from d3engine.request.draft import Draft
+from d3engine.request.params import SamplingParams
+from d3engine.request.sequence import Sequence
+from d3engine.text.prompts import Prompt, PromptReader
+from d3engine.text.tokenizer import Tokenizer
+
+
+class NewRequests:
+    """Makes the sequences of requests, and knows how many there were.
+
+    `depth` is the policy of requests that bring none; one that does not fit the model is refused at once. Requests
+    without a seed get `seed` and their place in the order of arrival.
+    """
+
+    def __init__(
+        self, config: ModelConfig, tokenizer: Tokenizer | None, *, depth: DepthPolicy, max_model_len: int, seed: int
+    ) -> None:
+        self._num_layers = config.num_layers
+        self._prompts = PromptReader(config, tokenizer, max_model_len)
+        self._depth = depth
+        self._max_model_len = max_model_len
+        self._seed = seed
+        self._num_sequences = 0
+        self._schedules: dict[DepthPolicy, tuple[Schedule, DraftRule | None]] = {}
+        self._schedule(depth)
+
+    def read(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
+    ) -> tuple[list[Sequence], str | None]:
+        """The sequences of a request, and its prompt where that came as a text.
+
+        Raises `InvalidValueError` for what can never run.
+        """
+        require(isinstance(params, SamplingParams), "sampling_params", params, "SamplingParams")
+        require_integer("priority", priority, -(2**31), 2**31 - 1)
+        text, token_ids = self._prompts.read(prompt)
+        self._prompts.check_params(params)
+        policy = params.depth or self._depth
+        schedule, draft_rule = self._schedule(policy)
+        bad_word_ids = self._prompts.bad_word_ids(params)
+        seed = params.seed if params.seed is not None else self._seed + self._num_sequences
+        sequences = []
+        for index in range(params.n):
+            own = params if index == 0 else replace(params, prompt_logprobs=None)
+            sequences.append(
+                Sequence(
+                    request_id=request_id,
+                    index=index,
+                    prompt_token_ids=token_ids,
+                    params=own,
+                    schedule=schedule,
+                    eos_token_ids=frozenset() if params.ignore_eos else self._prompts.eos_token_ids,
+                    bad_word_ids=bad_word_ids,
+                    seed=seed & (2**63 - 1),
+                    priority=priority,
+                    arrival=self._num_sequences,
+                    max_length=min(len(token_ids) + (params.max_tokens or self._max_model_len), self._max_model_len),
+                    shares_prompt=own.prompt_logprobs is None and self._prompts.may_share(token_ids),
+                    exit_rule=policy.exit_rule(self._num_layers),
+                    draft=None if draft_rule is None else Draft(draft_rule),
+                )
+            )
+            self._num_sequences += 1
+        return sequences, text
+
+    def _schedule(self, policy: DepthPolicy) -> tuple[Schedule, DraftRule | None]:
+        """The schedule of a policy for this model, and how it drafts."""
+        if policy not in self._schedules:
+            schedule = policy.schedule(self._num_layers)
+            layers = f"a schedule of the model's {self._num_layers} layers"
+            require(schedule.num_layers == self._num_layers, "depth", policy, layers)
+            if policy.exit_rule(self._num_layers) is not None:
+                fits = schedule.first_skipping_step == NEVER and schedule.on_skip != "none"
+                require(fits, "depth", policy, "of full depth beside its exit rule, with on_skip 'copy' or 'project'")
+            rule = policy.draft_rule(self._num_layers)
+            own_rule = self._depth.draft_rule(self._num_layers)
+            own = None if own_rule is None else own_rule.model
+            loaded = f"the engine's own draft model, {own!r} (Engine(depth=Speculative(draft_model)) loads it)"
+            require(rule is None or rule.model in (None, own), "draft_model", rule and rule.model, loaded)
+            self._schedules[policy] = schedule, rule
+        return self._schedules[policy]
+
+
+def params_of_each(count: int, given: SamplingParams | AnySequence[SamplingParams]) -> list[SamplingParams]:
+    """The parameters of each of `count` prompts: one for all, or one each."""
+    if isinstance(given, SamplingParams):
+        return [given] * count
+    require(isinstance(given, AnySequence), "sampling_params", given, "SamplingParams, or a list of them")
+    require(len(given) == count, "sampling_params", f"{len(given)} of them", f"one, or {count}")
+    for params in given:
+        require(isinstance(params, SamplingParams), "sampling_params", params, "SamplingParams")
+    return list(given)

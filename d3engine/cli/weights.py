@@ -1,0 +1,148 @@
+"""The command line of the weight tools: convert, quantize, inspect, verify. Mounted by `d3engine weights`, and runs by
+itself.
+
+The one idea: commands only parse and print; what does the work is imported when it is asked for, since it needs torch.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from d3engine.cli.app import Group, new_app
+from d3engine.cli.ending import ExitCode, say_error
+from d3engine.cli.engine_options import model_directory
+from d3engine.cli.verbosity import note
+from d3engine.depth.policy import POLICY_FILE
+from d3engine.errors import ModelFormatError, require
+
+app = new_app(cls=Group, help="Convert, quantize, inspect and verify model directories.", no_args_is_help=True)
+convert_app = new_app(help="Convert other formats to a safetensors directory.", no_args_is_help=True)
+app.add_typer(convert_app, name="convert")
+
+Source = Annotated[Path, typer.Argument(metavar="SRC", help="What to convert.")]
+Destination = Annotated[Path, typer.Argument(metavar="DST", help="The model directory to write.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help='Model directory, or "demo" for the bundled model.')]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write into a DST that has files in it.")]
+ShardSize = Annotated[float, typer.Option("--shard-size", help="Largest file to write, in GB.")]
+
+
+@convert_app.command("llama2c")
+def llama2c_command(
+    source: Source,
+    destination: Destination,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            help="A tokenizer.json or a .model file (sentencepiece or Meta's of Llama 3) to put beside the weights."
+        ),
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Convert a llama2.c file (version 0)."""
+    from d3engine.weights_tools.convert import convert_llama2c
+
+    convert_llama2c(source, destination, tokenizer=tokenizer, overwrite=overwrite)
+    typer.echo(f"wrote {destination}")
+
+
+@convert_app.command("bin")
+def bin_command(
+    source: Source, destination: Destination, shard_size: ShardSize = 5.0, overwrite: Overwrite = False
+) -> None:
+    """Convert a transformers directory with pytorch_model*.bin files."""
+    from d3engine.weights_tools.convert import convert_bin
+
+    convert_bin(source, destination, shard_bytes=_shard_bytes(shard_size), overwrite=overwrite)
+    typer.echo(f"wrote {destination}")
+
+
+@convert_app.command("meta")
+def meta_command(
+    source: Source,
+    destination: Destination,
+    max_position_embeddings: Annotated[
+        int | None, typer.Option(min=1, help="Trained context: 2048 for Llama 1, 4096 for Llama 2.")
+    ] = None,
+    rope_factor: Annotated[float | None, typer.Option(help="Scaled rope: 8 for Llama 3.1, 32 for Llama 3.2.")] = None,
+    shard_size: ShardSize = 5.0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Convert a directory of Meta's: consolidated.*.pth, params.json, tokenizer.model."""
+    from d3engine.weights_tools.convert_meta import convert_meta
+
+    notes = convert_meta(
+        source,
+        destination,
+        max_position_embeddings=max_position_embeddings,
+        rope_factor=rope_factor,
+        shard_bytes=_shard_bytes(shard_size),
+        overwrite=overwrite,
+    )
+    for text in notes:
+        note(f"note: {text}")
+    typer.echo(f"wrote {destination}")
+
+
+class Scheme(StrEnum):
+    """How matrices are quantized; `QUANTIZATION_SCHEMES` as an option."""
+
+    int8 = "int8"
+    int4 = "int4"
+
+
+@app.command("quantize")
+def quantize_command(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A model directory with float weights.")],
+    destination: Destination,
+    scheme: Annotated[
+        Scheme,
+        typer.Option(help="int8: a scale an output channel; int4: a scale for 128 input channels of each."),
+    ],
+    shard_size: ShardSize = 5.0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Quantize a model's matrices; norms, biases and embedding stay float."""
+    from d3engine.weights_tools.quantize import quantize_model
+
+    quantize_model(source, destination, scheme.value, shard_bytes=_shard_bytes(shard_size), overwrite=overwrite)
+    typer.echo(f"wrote {destination}")
+    if (source / POLICY_FILE).exists():
+        left = f"{POLICY_FILE} stays behind, since it was calibrated on the float weights"
+        note(f"note: {left}: d3engine calibrate {destination}")
+
+
+@app.command("inspect")
+def inspect_command(model: Model, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show a model's configuration, tensors, bytes and KV bytes per token."""
+    from rich.console import Console
+
+    from d3engine.weights_tools.inspection import inspect_model
+
+    found = inspect_model(model_directory(model))
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=2))
+    else:
+        Console().print(found.tables())
+
+
+@app.command("verify")
+def verify_command(model: Model) -> None:
+    """Run every check of the loader; print OK, or the error and exit with 1."""
+    from d3engine.weights_tools.inspection import verify_model
+
+    try:
+        verify_model(model_directory(model))
+    except ModelFormatError as error:  # the answer that was asked for
+        say_error(str(error))
+        raise typer.Exit(ExitCode.FAILED) from None
+    typer.echo("OK")
+
+
+def _shard_bytes(gigabytes: float) -> int:
+    require(0 < gigabytes <= 1e6, "--shard-size", gigabytes, "a number of gigabytes above 0")
+    return max(1, int(gigabytes * 1e9))

@@ -1,0 +1,149 @@
+"""Assembling an engine's core: weights, cache, scheduler, and the one place where an executor is chosen.
+
+The one idea: on a GPU the size of the cache depends on what the executor itself takes, so the executor is a function of
+the number of blocks until that is known.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from d3engine.cache.kv_cache import KVCache
+from d3engine.depth.words import policy_in_words
+from d3engine.errors import require
+from d3engine.executor.cuda_graph import GraphExecutor
+from d3engine.executor.eager import EagerExecutor
+from d3engine.executor.memory import Executor, workspace_bytes
+from d3engine.executor.paired import PairedExecutor
+from d3engine.loading.cache_size import num_blocks
+from d3engine.loading.device import kernels_for
+from d3engine.loading.draft_model import load_draft_weights, with_cache
+from d3engine.loading.settings import EngineSettings
+from d3engine.model.config import ModelConfig
+from d3engine.model.weights import LlamaWeights, load_weights
+from d3engine.scheduling.scheduler import Scheduler
+from d3engine.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Core:
+    """What plans and what computes; `executor` runs the plans of `scheduler`, whose cache tables name its blocks."""
+
+    scheduler: Scheduler
+    executor: Executor | PairedExecutor
+
+
+def assemble(settings: EngineSettings, tokenizer: Tokenizer | None, weights: LlamaWeights | None = None) -> Core:
+    """Load the weights that are not given, and put the core together.
+
+    A second model is loaded where the policy of the settings drafts with one; its tokenizer must be `tokenizer`'s like.
+    Raises `ModelFormatError` for files that cannot be loaded, `InvalidValueError` for what does not fit together.
+    """
+    config = settings.config
+    if weights is None:
+        weights = load_weights(settings.directory, config, dtype=settings.dtype, device=settings.device)
+    _check_weights(weights, settings.dtype, settings.device)
+    rule = settings.depth.draft_rule(config.num_layers)
+    draft = None
+    if rule is not None and rule.model is not None:
+        draft = load_draft_weights(
+            rule.model,
+            config,
+            tokenizer=tokenizer,
+            max_model_len=settings.max_model_len,
+            dtype=settings.dtype,
+            device=settings.device,
+        )
+    build = _executor_builder(settings, weights)
+    blocks = _num_blocks(settings, build, None if draft is None else draft.config)
+    _log_ready(settings, blocks)
+    cache = KVCache(
+        num_layers=config.num_layers,
+        num_blocks=blocks,
+        block_size=settings.block_size,
+        max_sequences=settings.max_num_seqs,
+        max_length=settings.max_model_len,
+    )
+    if draft is None:
+        return Core(Scheduler(settings.scheduler_config, cache), build(blocks))
+    second = with_cache(
+        draft, cache, max_model_len=settings.max_model_len, dtype=settings.dtype, device=settings.device
+    )
+    scheduler = Scheduler(settings.scheduler_config, cache, second.cache)
+    return Core(scheduler, PairedExecutor(build(blocks), second.executor))
+
+
+def _executor_builder(settings: EngineSettings, weights: LlamaWeights) -> Callable[[int], Executor]:
+    """The executor of these settings, as a function of the number of blocks in its pool."""
+    kernels = kernels_for(settings.device)
+
+    def build(num_blocks: int) -> Executor:
+        eager = EagerExecutor(
+            settings.config,
+            weights,
+            num_blocks=num_blocks,
+            block_size=settings.block_size,
+            max_model_len=settings.max_model_len,
+            dtype=settings.dtype,
+            device=settings.device,
+            kernels=kernels,
+        )
+        if not settings.uses_graphs:
+            return eager
+        return GraphExecutor(
+            eager,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len,
+            max_steps=settings.num_scheduler_steps,
+        )
+
+    return build
+
+
+def _num_blocks(settings: EngineSettings, build: Callable[[int], Executor], draft: ModelConfig | None) -> int:
+    config, device = settings.config, settings.device
+
+    def workspace() -> int:
+        return workspace_bytes(
+            build,
+            settings.scheduler_config,
+            num_layers=config.num_layers,
+            block_size=settings.block_size,
+            free_bytes=lambda: torch.cuda.mem_get_info(device)[0],
+        )
+
+    return num_blocks(
+        config,
+        block_size=settings.block_size,
+        dtype=settings.dtype,
+        device=device,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=settings.max_model_len,
+        kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        workspace_bytes=workspace,
+        draft=draft,
+    )
+
+
+def _check_weights(weights: LlamaWeights, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse ready weights that lie elsewhere, or are of another float type, than the engine computes with."""
+    given = weights.embedding
+    there = given.device.type == device.type and device.index in (None, given.device.index)
+    allowed = f"{dtype} on {device}"
+    require(there and given.dtype == dtype, "weights", f"{given.dtype} on {given.device}", allowed)
+
+
+def _log_ready(settings: EngineSettings, num_blocks: int) -> None:
+    """Tell a reader of the log what the engine has been made of."""
+    config, name = settings.config, str(settings.dtype).removeprefix("torch.")
+    where = f"{config.num_layers} layers, {name} on {settings.device}"
+    _log.info("%s: %s; %s", settings.directory, where, policy_in_words(settings.depth))
+    size = num_blocks * settings.block_bytes / 2**20
+    _log.info("KV cache: %d blocks of %d entries of one layer, %.1f MiB", num_blocks, settings.block_size, size)

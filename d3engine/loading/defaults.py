@@ -1,0 +1,37 @@
+"""What a model's own files say where the user says nothing: sampling defaults and the longest length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from d3engine.errors import InvalidValueError, ModelFormatError, require_integer
+from d3engine.model.config import GENERATION_CONFIG_FILE, ModelConfig, load_generation_config
+from d3engine.request.params import SamplingParams
+
+
+def default_sampling_params(directory: Path) -> SamplingParams:
+    """What generation_config.json asks for, as vLLM reads it: greedy when it says `do_sample: false`.
+
+    Raises `ModelFormatError`, naming the file, for a value that `SamplingParams` refuses.
+    """
+    defaults: dict[str, Any] = load_generation_config(directory)
+    defaults.pop("eos_token_ids", None)
+    if "max_new_tokens" in defaults:
+        defaults["max_tokens"] = defaults.pop("max_new_tokens")
+    if defaults.pop("do_sample", True) is False:
+        for name in ("top_p", "top_k", "min_p"):
+            defaults.pop(name, None)
+        defaults["temperature"] = 0.0
+    try:
+        return SamplingParams(**defaults)
+    except InvalidValueError as error:
+        raise ModelFormatError(f"{directory / GENERATION_CONFIG_FILE}: {error}") from None
+
+
+def resolve_max_model_len(max_model_len: int | None, config: ModelConfig) -> int:
+    """The most tokens of prompt and answer; beyond the positions that the model was made for only with dynamic rope."""
+    if max_model_len is None:
+        return config.max_length
+    limit = None if config.rope.rope_type == "dynamic" else config.max_length
+    return require_integer("max_model_len", max_model_len, 2, limit)

@@ -1,0 +1,46 @@
+"""The depth policy of an engine, and what calibration has left beside the weights."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from d3engine.depth import DepthPolicy
+from d3engine.depth.policy import POLICY_FILE, calibrated_for, calibrated_task, policy_from_directory
+from d3engine.depth.words import policy_in_words
+from d3engine.errors import ModelFormatError, require
+from d3engine.files import is_there
+from d3engine.model.fingerprint import fingerprint
+
+_log = logging.getLogger(__name__)
+
+
+def resolve_depth(depth: str | DepthPolicy, directory: Path) -> DepthPolicy:
+    """The engine's depth policy; "auto" is what calibration has written beside the weights, full depth without, and
+    the log says for which task that was found.
+
+    Raises `ModelFormatError` where `d3.json` names the fingerprint of other weights: what is safe for those says
+    nothing of these, and a quiet fall to full depth would hide that the file is stale.
+    """
+    if isinstance(depth, DepthPolicy):
+        return depth
+    require(depth == "auto", "depth", depth, 'a DepthPolicy such as D3(alpha=0.9, start=0.6), or "auto"')
+    policy = policy_from_directory(directory)
+    calibrated = calibrated_for(directory)
+    if calibrated is not None and calibrated != fingerprint(directory):
+        raise ModelFormatError(
+            f"{directory / POLICY_FILE} was calibrated on other weights than those beside it; run d3engine calibrate "
+            "on these, delete the file, or name a depth"
+        )
+    if (found := own_setting(policy, directory)) is not None:
+        _log.info(found)
+    return policy
+
+
+def own_setting(policy: DepthPolicy, directory: Path) -> str | None:
+    """A sentence on the setting that "auto" has found in `d3.json`: for which task it is; None without that file."""
+    if not is_there(directory / POLICY_FILE):
+        return None
+    task = calibrated_task(directory)
+    shown = f"found safe for {task}, for no other task" if task else "the file does not say for which task"
+    return f"depth from {POLICY_FILE}: {policy_in_words(policy)} ({shown})"

@@ -1,0 +1,74 @@
+"""What the engine runs on: the device, the dtype, the kernels, and whether decoding is captured in graphs."""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+
+import torch
+
+from d3engine.environment import KERNELS
+from d3engine.errors import InvalidValueError, require, require_integer
+from d3engine.kernels import for_device
+from d3engine.model.config import ModelConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+GRAPH_STEPS = 16
+"""Steps that CUDA graphs take before the host looks: at 3 ms a step, what the host does between is then 2 % of it."""
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """The device to run on; "auto" is CUDA where there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        raise InvalidValueError("device", device, '"auto", "cpu", "cuda" or "cuda:N"') from None
+    require(resolved.type in ("cpu", "cuda"), "device", device, '"auto", "cpu", "cuda" or "cuda:N"')
+    require(resolved.type != "cuda" or torch.cuda.is_available(), "device", device, "a device this machine has")
+    if resolved.index is not None and resolved.type == "cuda":
+        require(resolved.index < torch.cuda.device_count(), "device", device, "a device this machine has")
+    return resolved
+
+
+def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype of activations, cache and float weights.
+
+    "auto" is float32 on a CPU, where narrower ones are slower, and the file's on a GPU.
+    """
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else DTYPES[config.dtype or "bfloat16"]
+    resolved = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    allowed = ["auto", *DTYPES] if device.type != "cpu" else ["auto", "float32", "bfloat16"]
+    is_allowed = any(resolved is DTYPES.get(name) for name in allowed if name != "auto")
+    require(is_allowed, "dtype", dtype, f"one of {', '.join(allowed)} on {device.type}")
+    assert resolved is not None
+    return resolved
+
+
+def kernels_for(device: torch.device) -> ModuleType:
+    """The operations that run on `device`, as D3ENGINE_KERNELS says."""
+    chosen = KERNELS.read()
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    allowed = "auto or reference on a CPU, unless Triton interprets (TRITON_INTERPRET=1)"
+    require(not (chosen == "triton" and device.type == "cpu") or is_interpreted, KERNELS.name, chosen, allowed)
+    module: ModuleType = for_device(device, chosen)
+    return module
+
+
+def uses_graphs(device: torch.device, enforce_eager: bool) -> bool:
+    """Whether decoding runs in CUDA graphs."""
+    return device.type == "cuda" and not enforce_eager
+
+
+def num_scheduler_steps(given: int | None, uses_graphs: bool) -> int:
+    """How many steps the device may take by itself; 0 where the host launches every step."""
+    if given is not None:
+        require_integer("num_scheduler_steps", given, 1, 256)
+        require(uses_graphs or given == 1, "num_scheduler_steps", given, "1 without CUDA graphs")
+    if not uses_graphs:
+        return 0
+    return GRAPH_STEPS if given is None else given

@@ -1,0 +1,101 @@
+"""A second model that drafts: loaded from its directory, and checked against the model it drafts for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from d3engine.cache.kv_cache import KVCache
+from d3engine.errors import InvalidValueError, require
+from d3engine.executor.eager import EagerExecutor
+from d3engine.files import is_there
+from d3engine.loading.defaults import resolve_max_model_len
+from d3engine.loading.device import kernels_for
+from d3engine.loading.model_directory import model_directory
+from d3engine.model.config import ModelConfig
+from d3engine.model.weights import LlamaWeights, load_weights
+from d3engine.text.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A loaded draft model: what runs it, and the block tables of its cache."""
+
+    directory: str
+    executor: EagerExecutor
+    cache: KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class DraftWeights:
+    """A draft model that fits the model it drafts for, without a cache yet."""
+
+    directory: str
+    config: ModelConfig
+    weights: LlamaWeights
+
+
+def load_draft_weights(
+    given: str,
+    config: ModelConfig,
+    *,
+    tokenizer: Tokenizer | None,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> DraftWeights:
+    """The model in directory `given`, to draft for one of `config`.
+
+    Raises `InvalidValueError` naming `draft_model` where it does not fit the model that it is to draft for.
+    """
+    try:
+        directory = model_directory(given)
+        own = ModelConfig.from_directory(directory)
+        resolve_max_model_len(max_model_len, own)
+    except InvalidValueError as error:
+        raise InvalidValueError("draft_model", given, f"a model for {max_model_len} tokens ({error})") from None
+    same = f"a model with the vocabulary of its target, {config.vocab_size} tokens and not {own.vocab_size}"
+    require(own.vocab_size == config.vocab_size, "draft_model", given, same)
+    if tokenizer is not None and _has_tokenizer(directory):
+        other = load_tokenizer(directory)
+        differing = [token for token in range(own.vocab_size) if _piece(tokenizer, token) != _piece(other, token)]
+        allowed = f"a model whose tokenizer is its target's ({len(differing)} tokens differ)"
+        require(not differing, "draft_model", given, allowed)
+    return DraftWeights(given, own, load_weights(directory, own, dtype=dtype, device=device))
+
+
+def with_cache(
+    draft: DraftWeights, cache: KVCache, *, max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> DraftModel:
+    """The draft model with a cache for as many entries as `cache` holds at full depth of the first model."""
+    own = draft.config
+    slots, layers, max_blocks = cache.tables.shape
+    blocks = max(-(-cache.pool.num_blocks * own.num_layers // layers), own.num_layers)
+    own_cache = KVCache(
+        num_layers=own.num_layers,
+        num_blocks=blocks,
+        block_size=cache.block_size,
+        max_sequences=slots,
+        max_length=max_blocks * cache.block_size,
+    )
+    executor = EagerExecutor(
+        own,
+        draft.weights,
+        num_blocks=blocks,
+        block_size=cache.block_size,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        device=device,
+        kernels=kernels_for(device),
+    )
+    return DraftModel(draft.directory, executor, own_cache)
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    return any(is_there(directory / name) for name in ("tokenizer.json", "tokenizer.model"))
+
+
+def _piece(tokenizer: Tokenizer, token: int) -> str | None:
+    return tokenizer.convert_id_to_token(token)

@@ -1,0 +1,1 @@
+"""What all pictures share: figures, colours, and the pictures of schedules."""

@@ -1,0 +1,90 @@
+"""What comes back of a request: RequestOutput, its sequences, and what is measured of them.
+
+Names follow vLLM's, so that engines can be swapped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log-probability under the raw distribution, its rank (1 is the likeliest) and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One sequence of a request, as far as it has come.
+
+    `depths[i]` counts the layers that ran to compute token i. Where tokens are drafted and verified, it is the token's
+    share of the layers run for the draft and for the verification that yielded it, summed over all their rows: the
+    rejected ones' too, so it may exceed the layers of the model. `stop_reason` is the stop string or stop token id that
+    ended the sequence, or for finish_reason "abort" what went wrong; None otherwise.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+    depths: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times in seconds on the monotonic clock; None while the event has not come.
+
+    Under a policy that drafts, the counts are over all verifications of all sequences; otherwise they stay 0. Discarded
+    tokens are those that a verification yielded after the one that ended the answer; `num_discarded_layers` is their
+    share of the layers run, which no token's depth contains.
+    """
+
+    arrival_time: float
+    first_token_time: float | None
+    finished_time: float | None
+    num_preemptions: int
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_verifications: int = 0
+    num_discarded_tokens: int = 0
+    num_discarded_layers: int = 0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over drafted tokens; None where nothing was drafted."""
+        return self.num_accepted_tokens / self.num_drafted_tokens if self.num_drafted_tokens else None
+
+    @property
+    def tokens_per_verification(self) -> float | None:
+        """Tokens that a verification yields: the accepted ones and one of its own; None where there was none."""
+        return 1 + self.num_accepted_tokens / self.num_verifications if self.num_verifications else None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request as far as it has come; `outputs` holds its n sequences by index."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int = field(default=0)

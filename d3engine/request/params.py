@@ -1,0 +1,235 @@
+"""What a user asks for and what comes back: SamplingParams, RequestOutput, CompletionOutput.
+
+Names follow vLLM's, so that engines can be swapped. Everything a request can ask for is bounded and checked here, when
+it is written down, with an error that names the field, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from d3engine.depth import DepthPolicy
+from d3engine.errors import require, require_integer, require_number
+from d3engine.request.frozen_dict import FrozenDict
+
+MAX_N = 64
+
+
+MAX_LOGPROBS = 64
+
+
+MAX_STOP_STRINGS = 16
+
+
+MAX_STOP_LENGTH = 1024
+
+
+MAX_STOP_TOKEN_IDS = 256
+
+
+MAX_ALLOWED_TOKENS = 2**20
+
+
+MAX_BIASED_TOKENS = 1024
+
+
+MAX_BAD_WORDS = 256
+
+
+MAX_TOKENS = 2**24
+
+
+MAX_TOP_K = 2**31 - 1
+
+
+ALL_LOGPROBS = -1
+"""As many log-probabilities as the vocabulary has tokens."""
+
+
+GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy: dividing by it would only overflow."""
+
+
+class RequestOutputKind(Enum):
+    """How much of a request an output holds, and when it comes."""
+
+    CUMULATIVE = 0
+    """All that there is so far, whenever something is new."""
+    DELTA = 1
+    """What is new since the output before."""
+    FINAL_ONLY = 2
+    """All of it, once, when the request has finished."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when a sequence ends.
+
+    Lists are kept as tuples, and `logit_bias` as a mapping that cannot be changed: what was checked stays as it was.
+
+    Args:
+        n: sequences to generate for the prompt; each draws its own random numbers, so several need a temperature.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_p: keep the smallest set of likeliest tokens whose probability reaches this.
+        top_k: keep this many likeliest tokens; 0 and -1 keep all.
+        min_p: drop tokens less likely than this times the likeliest.
+        presence_penalty: subtracted from the logit of every token already generated.
+        frequency_penalty: subtracted once for each time the token was generated.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output.
+        seed: the random numbers of a sequence depend on (seed, step) alone. None and -1: the engine gives one.
+        stop: a string or several that end the text, which then stops before them.
+        stop_token_ids: token ids that end the sequence and are not shown.
+        ignore_eos: go on after an end-of-sequence token.
+        max_tokens: tokens to generate at most; None: as many as the model's length leaves room for.
+        min_tokens: so many tokens come in any case: neither end-of-sequence nor a stop token is among them, and a stop
+            string ends the sequence only where a later token completes it.
+        logprobs: log-probabilities of the chosen and of so many likeliest tokens, of the raw distribution
+            (before penalties, temperature and truncation); -1: of the whole vocabulary.
+        prompt_logprobs: the same for the tokens of the prompt.
+        logit_bias: added to the logits of these tokens; ids may be written as strings, as in JSON.
+        allowed_token_ids: only these can be chosen.
+        bad_words: words that are never completed.
+        skip_special_tokens: leave special tokens out of the text.
+        detokenize: make text of the tokens; otherwise it stays "", and stop strings cannot be used.
+        include_stop_str_in_output: the text ends after the stop string or stop token, not before it.
+        output_kind: what outputs hold, of `stream` and of requests added one by one: everything so far, only what is
+            new, or everything once at the end. `generate` and `chat` return whole answers in any case.
+        depth: the request's own depth policy; None is the engine's.
+
+    Raises:
+        InvalidValueError: for any value that is not allowed.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | Mapping[str, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    depth: DepthPolicy | None = None
+
+    def __post_init__(self) -> None:
+        require_integer("n", self.n, 1, MAX_N)
+        require_number("temperature", self.temperature, 0.0, 100.0)
+        require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        require_integer("top_k", self.top_k, -1, MAX_TOP_K)
+        require_number("min_p", self.min_p, 0.0, 1.0)
+        require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        require_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        if self.seed is not None:
+            require_integer("seed", self.seed, -1, 2**63 - 1)
+        require(self.n == 1 or not self.greedy, "n", self.n, "1 where temperature is 0, since all would be the same")
+        if self.max_tokens is not None:
+            require_integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        longest = MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        require_integer("min_tokens", self.min_tokens, 0)
+        require(self.min_tokens <= longest, "min_tokens", self.min_tokens, "at most max_tokens")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                require_integer(name, getattr(self, name), ALL_LOGPROBS, MAX_LOGPROBS)
+        for name in ("ignore_eos", "skip_special_tokens", "detokenize", "include_stop_str_in_output"):
+            require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        require(
+            self.depth is None or isinstance(self.depth, DepthPolicy),
+            "depth",
+            self.depth,
+            "a DepthPolicy or None",
+        )
+        kinds = "RequestOutputKind.CUMULATIVE, DELTA or FINAL_ONLY"
+        require(isinstance(self.output_kind, RequestOutputKind), "output_kind", self.output_kind, kinds)
+        self._check_strings()
+        self._check_token_ids()
+        self._unify()
+
+    def _unify(self) -> None:
+        """Bring what may be written in several ways into the one that the engine reads."""
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
+
+    def _check_strings(self) -> None:
+        if not isinstance(self.stop, str):
+            self._keep_tuple("stop", MAX_STOP_STRINGS)
+        self._keep_tuple("bad_words", MAX_BAD_WORDS)
+        for name, texts in (("stop", self.stop_strings), ("bad_words", self.bad_words or ())):
+            for text in texts:
+                fits = isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH
+                require(fits, name, text, f"strings of 1 to {MAX_STOP_LENGTH} characters")
+        has_text = self.detokenize or not self.stop
+        require(has_text, "stop", self.stop, "None where detokenize is False, since there is no text")
+
+    def _check_token_ids(self) -> None:
+        self._keep_tuple("stop_token_ids", MAX_STOP_TOKEN_IDS)
+        self._keep_tuple("allowed_token_ids", MAX_ALLOWED_TOKENS)
+        is_empty = self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0
+        allowed = "at least one token id, or None"
+        require(not is_empty, "allowed_token_ids", self.allowed_token_ids, allowed)
+        bias = self.logit_bias
+        if bias is not None:
+            require(isinstance(bias, Mapping), "logit_bias", bias, "a mapping of token id to bias")
+            require(len(bias) <= MAX_BIASED_TOKENS, "logit_bias", len(bias), f"of {MAX_BIASED_TOKENS} entries at most")
+            object.__setattr__(self, "logit_bias", FrozenDict(_bias_by_id(bias)))
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name) or ():
+                require_integer(name, token, 0)
+
+    def _keep_tuple(self, name: str, most: int) -> None:
+        """Refuse what is no list of at most `most` items; keep a copy of one that is."""
+        value = getattr(self, name)
+        if value is None:
+            return
+        require(isinstance(value, Sequence) and not isinstance(value, str | bytes), name, value, "a list or None")
+        require(len(value) <= most, name, f"{len(value)} items", f"at most {most} items")
+        object.__setattr__(self, name, tuple(value))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def clone(self) -> SamplingParams:
+        """A copy; `dataclasses.replace` makes one with other values."""
+        return replace(self)
+
+    def named_token_ids(self) -> dict[str, tuple[int, ...]]:
+        """The token ids that the request names, by field; the engine checks them against the model's vocabulary."""
+        return {
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "allowed_token_ids": tuple(self.allowed_token_ids or ()),
+            "logit_bias": tuple(self.logit_bias or ()),  # type: ignore[arg-type]  # ids by now
+        }
+
+
+def _bias_by_id(bias: Mapping[int, float] | Mapping[str, float]) -> dict[int, float]:
+    """A copy whose keys are ids: JSON, and so OpenAI's clients, can only write them as strings."""
+    found: dict[int, float] = {}
+    for key, value in bias.items():
+        is_number = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20
+        token = require_integer("logit_bias", int(key) if is_number else key, 0)
+        require(token not in found, "logit_bias", key, "a mapping that names each token id once")
+        found[token] = require_number("logit_bias", value, -100.0, 100.0)
+    return found

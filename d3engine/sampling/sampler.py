@@ -1,0 +1,193 @@
+"""From logits to tokens, one batched call a step.
+
+A batch in which everybody wants the likeliest token is one reduction. Otherwise each row's logits are adjusted (bias,
+allowed tokens, bad words, minimum length, penalties), divided by the temperature, cut (min-p, top-k, top-p), and the
+token is the argmax after Gumbel noise, which is a draw from the distribution. Every row is treated alone, with
+randomness that depends on its own seed and step, so no row depends on its neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from d3engine.kernels.random import gumbel
+from d3engine.kernels.sampling import cut_min_p_, cut_top
+from d3engine.plan import Chosen, Plan, Sampled
+from d3engine.request.ahead import Ahead
+from d3engine.request.outputs import Logprob
+from d3engine.request.params import ALL_LOGPROBS
+from d3engine.request.sequence import Sequence
+
+FAULT = "the model's logits were not finite, or every token was excluded"
+
+Rows: TypeAlias = list[Sequence | Ahead]
+"""What each row is for: a sequence as it stands, or as it would be with drafted tokens accepted."""
+
+
+class Sampler:
+    """Callable: `sampler(logits, plan)`, with float32 `logits` [plan.logit_rows, V], or what the device has chosen."""
+
+    def __call__(self, logits: Tensor | Chosen, plan: Plan) -> Sampled:
+        if isinstance(logits, Chosen):
+            return _until_faults(logits)
+        count = len(plan.sampled)
+        if plan.greedy:
+            return _chosen(logits)
+        sequences: Rows = [plan.sequences[chunk] for chunk in plan.sampled.tolist()]
+        raw, prompt = logits[:count], logits[count:]
+        sampled = _chosen(with_noise(scores_of(raw, sequences), sequences)) if count else Sampled([])
+        logprobs = _sampled_logprobs(raw, sequences, sampled.token_ids)
+        return Sampled(sampled.token_ids, logprobs, prompt_logprobs(prompt, plan), sampled.faults)
+
+
+def _chosen(scores: Tensor) -> Sampled:
+    """The best token of each row; a row whose best score is not finite is a fault of its own."""
+    if not len(scores):
+        return Sampled([])
+    tokens, sound = best_of(scores)
+    faults = {row: FAULT for row, is_sound in enumerate(sound) if not is_sound}
+    return Sampled([[] if row in faults else [token] for row, token in enumerate(tokens)], faults=faults)
+
+
+def best_of(scores: Tensor) -> tuple[list[int], list[bool]]:
+    """The best token of each row, and whether its score is finite: otherwise the row's logits were of no use."""
+    tokens = scores.argmax(dim=-1)
+    best = scores.gather(1, tokens.unsqueeze(1)).flatten().tolist()  # NaN wins an argmax, so it is seen here
+    return tokens.tolist(), [math.isfinite(score) for score in best]
+
+
+def _until_faults(chosen: Chosen) -> Sampled:
+    """The tokens of each row, up to the first one whose score was not finite: there the row ends by a fault."""
+    healthy = np.isfinite(chosen.scores)
+    if healthy.all():
+        return Sampled(chosen.token_ids.T.tolist())
+    counts = np.where(healthy.all(axis=0), len(healthy), healthy.argmin(axis=0)).tolist()
+    tokens = [row[:count] for row, count in zip(chosen.token_ids.T.tolist(), counts, strict=True)]
+    return Sampled(tokens, faults={row: FAULT for row, count in enumerate(counts) if count < len(healthy)})
+
+
+def scores_of(logits: Tensor, sequences: Rows) -> Tensor:
+    """What each row makes of its logits before any noise: a copy with all that it asks for applied.
+
+    In rows that sample, the softmax of the scores is the distribution that they draw from; greedy rows take the best.
+    """
+    return _scaled_(_adjusted(logits, sequences), sequences)
+
+
+def _adjusted(logits: Tensor, sequences: Rows) -> Tensor:
+    """Apply bias, exclusions and penalties: a copy."""
+    logits = logits.clone()
+    for row, sequence in zip(logits, sequences, strict=True):
+        _restrict_(row, sequence)
+        _penalise_(row, sequence)
+    return logits
+
+
+def _restrict_(row: Tensor, sequence: Sequence | Ahead) -> None:
+    """Bias, and exclude the tokens that may not come now, in place."""
+    params = sequence.params
+    if params.logit_bias:
+        tokens = torch.tensor(list(params.logit_bias), device=row.device)
+        row[tokens] += torch.tensor(list(params.logit_bias.values()), device=row.device, dtype=row.dtype)
+    if params.allowed_token_ids:
+        allowed = torch.tensor(list(params.allowed_token_ids), device=row.device)
+        kept = row[allowed]
+        row.fill_(-torch.inf)
+        row[allowed] = kept
+    banned = [word[-1] for word in sequence.bad_word_ids if _is_pending(word, sequence.token_ids)]
+    if sequence.step < params.min_tokens:
+        banned += [*sequence.eos_token_ids, *(params.stop_token_ids or ())]
+    if banned:
+        row[torch.tensor(banned, device=row.device)] = -torch.inf
+
+
+def _is_pending(word: tuple[int, ...], generated: list[int]) -> bool:
+    """Whether the next token could complete `word`."""
+    return len(word) == 1 or tuple(generated[-(len(word) - 1) :]) == word[:-1]
+
+
+def _penalise_(row: Tensor, sequence: Sequence | Ahead) -> None:
+    """Repetition (prompt and output), frequency and presence (output) penalties, in place."""
+    params = sequence.params
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*sequence.prompt_token_ids, *sequence.token_ids}), device=row.device)
+        scores = row[seen]
+        row[seen] = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
+    if sequence.token_ids and (params.frequency_penalty or params.presence_penalty):
+        generated = torch.tensor(sequence.token_ids, device=row.device)
+        counts = torch.bincount(generated, minlength=row.numel())
+        row -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+
+
+def _scaled_(logits: Tensor, sequences: Rows) -> Tensor:
+    """Divide by the temperature and cut (min-p, top-k, top-p) in rows that sample, in place."""
+    rows = [row for row, sequence in enumerate(sequences) if not sequence.params.greedy]
+    if not rows:
+        return logits
+    chosen = [sequences[row] for row in rows]
+
+    def each(values: list[float]) -> Tensor:
+        return torch.tensor(values, device=logits.device)
+
+    scores = logits[rows] / each([s.params.temperature for s in chosen]).unsqueeze(1)
+    if any(s.params.min_p for s in chosen):
+        cut_min_p_(scores, each([s.params.min_p for s in chosen]))
+    if any(s.params.top_k or s.params.top_p < 1 for s in chosen):
+        scores = cut_top(scores, each([s.params.top_k for s in chosen]), each([s.params.top_p for s in chosen]))
+    logits[rows] = scores
+    return logits
+
+
+def with_noise(scores: Tensor, sequences: Rows) -> Tensor:
+    """Scores whose argmax is a draw: with Gumbel noise in rows that sample, a copy; greedy rows as they are."""
+    rows = [row for row, sequence in enumerate(sequences) if not sequence.params.greedy]
+    if not rows:
+        return scores
+    integers = torch.tensor([(s.seed, s.index, s.step) for s in map(sequences.__getitem__, rows)], device=scores.device)
+    noisy = scores.clone()
+    noisy[rows] += gumbel(integers[:, 0], integers[:, 1], integers[:, 2], scores.shape[1])
+    return noisy
+
+
+def _sampled_logprobs(
+    logits: Tensor, sequences: Rows, token_ids: list[list[int]]
+) -> list[list[dict[int, Logprob]] | None] | None:
+    """The log-probabilities of the rows that asked for them."""
+    if all(sequence.params.logprobs is None for sequence in sequences):
+        return None
+    return [
+        None
+        if sequence.params.logprobs is None
+        else [token_logprobs(row, token, sequence.params.logprobs) for token in tokens]
+        for row, sequence, tokens in zip(logits, sequences, token_ids, strict=True)
+    ]
+
+
+def prompt_logprobs(logits: Tensor, plan: Plan) -> list[list[dict[int, Logprob]]]:
+    """The log-probabilities of each prompt token that the plan's prompt rows predict."""
+    found, first = [], 0
+    for prompt in plan.prompt_rows:
+        count = prompt.sequence.params.prompt_logprobs
+        assert count is not None
+        tokens = prompt.sequence.prompt_token_ids[prompt.position + 1 :]
+        rows = logits[first : first + len(prompt.rows)]
+        found.append([token_logprobs(row, token, count) for row, token in zip(rows, tokens, strict=False)])
+        first += len(prompt.rows)
+    return found
+
+
+def token_logprobs(logits: Tensor, token: int, count: int) -> dict[int, Logprob]:
+    """Log-probability and rank of `token` and of the `count` likeliest tokens (-1: all), from the raw `logits` [V]."""
+    logprobs = logits.log_softmax(dim=-1)
+    rank = int((logprobs > logprobs[token]).sum()) + 1
+    found = {token: Logprob(float(logprobs[token]), rank)}
+    if count:
+        values, tokens = logprobs.topk(logprobs.numel() if count == ALL_LOGPROBS else min(count, logprobs.numel()))
+        for place, (value, other) in enumerate(zip(values.tolist(), tokens.tolist(), strict=True)):
+            found.setdefault(other, Logprob(value, place + 1))
+    return found

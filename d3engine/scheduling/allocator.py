@@ -1,0 +1,91 @@
+"""Which blocks the chunks of a step need, and which ones the sequences no longer do.
+
+Under a schedule that leaves no entry in skipped layers, a layer's blocks come and go by arithmetic over all sequences
+at once. Schedules whose skipped layers get entries too (`on_skip` "copy" or "project") are filled one by one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from d3engine.cache.copy_on_skip import EntryCopies, fill, most_blocks_needed
+from d3engine.cache.kv_cache import NO_BLOCK, IntArray, KVCache
+from d3engine.depth import NEVER, Schedule
+from d3engine.scheduling.chunks import Chunks
+from d3engine.scheduling.running import RunningTable
+
+
+class Allocator:
+    """Blocks for the running sequences of one table in one cache."""
+
+    def __init__(self, cache: KVCache, table: RunningTable) -> None:
+        self._cache = cache
+        self._table = table
+
+    def missing(self, chunks: Chunks) -> tuple[IntArray, int]:
+        """Blocks [C, L] that the chunks' layers lack, and how many blocks to have free: these, and for copy-on-skip
+        an upper bound of what it may take."""
+        missing = self._cache.missing(chunks.slots, chunks.stops, chunks.active)
+        fills = self._table.fills[chunks.slots]
+        missing[fills] = 0  # filled apart
+        most_to_fill = sum(
+            most_blocks_needed(self._cache, int(chunks.slots[c]), int(chunks.starts[c]), int(chunks.stops[c]))
+            for c in fills.nonzero()[0]
+        )
+        return missing, int(missing.sum()) + most_to_fill
+
+    def allocate(self, chunks: Chunks, missing: IntArray) -> tuple[EntryCopies, EntryCopies]:
+        """Give every chunk its blocks; returns the entries to copy before and after the step."""
+        self._cache.grow(chunks.slots, missing)
+        before, after = EntryCopies(), EntryCopies()
+        for chunk in self._table.fills[chunks.slots].nonzero()[0]:
+            self._fill(chunks, int(chunk), before, after)
+        return before, after
+
+    def _fill(self, chunks: Chunks, chunk: int, before: EntryCopies, after: EntryCopies) -> None:
+        slot, active = int(chunks.slots[chunk]), chunks.active[chunk]
+        start, stop = int(chunks.starts[chunk]), int(chunks.stops[chunk])
+        if self._table.sequence(slot).schedule.on_skip == "copy":
+            fill(self._cache, slot, start, stop, active, before, after)
+        else:  # "project": skipped layers hold entries of their own
+            slots, everywhere = np.array([slot]), np.ones((1, active.size), dtype=bool)
+            self._cache.grow(slots, self._cache.missing(slots, np.array([stop]), everywhere))
+
+    def free_sleeping_layers(self, slots: IntArray) -> None:
+        """Give back the blocks of layers that no later step of their sequence will run."""
+        table = self._table
+        for slot in slots[table.num_computed[slots] >= table.frees_at[slots]].tolist():
+            if table.sequences[slot] is None:
+                continue  # it ended with this step, and has given back everything
+            step = int(table.num_computed[slot] - table.prompt_length[slot]) + 1
+            cutoffs = table.cutoffs[slot]
+            self._cache.free_layers(slot, (cutoffs <= step).nonzero()[0])
+            table.frees_at[slot] = table.computed_before(slot, int(cutoffs[cutoffs > step].min(initial=NEVER)))
+
+    def ahead(self, slot: int) -> int:
+        """Blocks that a slot still lacks, at most, to compute all tokens it knows; 0 once it only decodes."""
+        known, computed = int(self._table.num_tokens[slot]), int(self._table.num_computed[slot])
+        if computed + 1 >= known and computed >= self._table.prompt_length[slot]:
+            return 0
+        return int(np.maximum(self._cache.blocks_for(known) - self._cache.num_blocks[slot], 0).sum())
+
+    def saved(self, slot: int) -> int:
+        """Blocks that a slot would hold in addition if every layer had run for every token; a draft saves none."""
+        if self._table.drafts[slot]:
+            return 0
+        whole = self._cache.blocks_for(int(self._table.num_computed[slot])) * self._cache.num_layers
+        blocks = self._cache.tables[slot]
+        return whole - int(np.unique(blocks[blocks != NO_BLOCK]).size)
+
+
+def peak_blocks(schedule: Schedule, prompt_length: int, max_length: int, cache: KVCache) -> int:
+    """The most blocks that a sequence holds at once on its way from the prompt to `max_length` tokens.
+
+    The last token generated is never fed, so `max_length - 1` entries are the most. Under a schedule that leaves no
+    entry in skipped layers, the peak stands just before some layers give theirs back.
+    """
+    last_step = max_length - prompt_length - 1
+    if schedule.on_skip != "none":
+        return cache.num_layers * cache.blocks_for(max_length - 1)
+    ends = {0, max(last_step, 0)} | {int(c) - 1 for c in schedule.cutoffs if c - 1 <= last_step}
+    return max(schedule.depth_at(step) * cache.blocks_for(prompt_length + step) for step in ends)

@@ -1,0 +1,150 @@
+"""Draft and verify as scheduling: where each drafting sequence stands, and what that makes of its next chunk.
+
+There is no loop of its own. A step takes a drafting sequence one pass forward like any other: one row through the
+layers of its draft, whose token goes to the draft; or, once the draft has ended, one chunk of the last accepted token
+and the whole draft at full depth. The verified rows count as not computed, so verifying them is catching up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from d3engine.cache.kv_cache import IntArray
+from d3engine.depth.draft_rule import MAX_DRAFT_LENGTH
+from d3engine.plan import DraftWork, HiddenRows
+from d3engine.request.draft import Proposal
+from d3engine.request.sequence import Sequence
+from d3engine.scheduling.chunks import Chunks
+from d3engine.scheduling.running import RunningTable
+
+
+class Drafting:
+    """The drafts of the running sequences of one table."""
+
+    def __init__(self, table: RunningTable) -> None:
+        self._table = table
+
+    def begin(self, slots: IntArray) -> None:
+        """Begin the drafts of those sequences among `slots` that have come to decoding."""
+        table = self._table
+        slots = slots[table.drafts[slots] & ~table.drafting[slots]]
+        decodes = table.num_tokens[slots] == table.num_computed[slots] + 1
+        answers = table.num_computed[slots] >= table.prompt_length[slots]
+        for slot in slots[decodes & answers].tolist():
+            sequence = table.sequence(slot)
+            assert sequence.draft is not None
+            if sequence.draft.ended:
+                continue  # without a single token of use: full depth takes this one
+            sequence.draft.begin(sequence.step, sequence.room)
+            table.drafting[slot] = not sequence.draft.ended
+            if sequence.draft.layers is not None:
+                table.draft_layers[slot] = sequence.draft.layers
+
+    def run_length(self, sequence: Sequence) -> int:
+        """How many of the answer's tokens come next: all rows of a draft to verify, or what is to be replayed.
+
+        A replay leaves out the last token, which a draft will feed.
+        """
+        assert sequence.draft is not None
+        if sequence.draft.ended:
+            return len(sequence.draft.token_ids) + 1
+        return sequence.num_tokens - 1 - int(self._table.num_computed[sequence.slot])
+
+    def propose(self, sequence: Sequence, proposal: Proposal, depth: int) -> None:
+        """Take in a drafted token, for which `depth` layers have run."""
+        table, slot, draft = self._table, sequence.slot, sequence.draft
+        assert draft is not None
+        draft.work += depth
+        draft.grow(proposal, ends_answer=sequence.would_end(proposal.token_id, after=len(draft.token_ids) + 1))
+        known = sequence.num_tokens + len(draft.token_ids)
+        if proposal.token_id is not None:
+            table.tokens[slot, known - 1] = proposal.token_id
+        table.num_tokens[slot] = known
+        if draft.ended:
+            table.drafting[slot] = False
+            table.num_computed[slot] = sequence.num_tokens - 1
+
+    def settle(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """End the draft, of which verification made `num_tokens` tokens; returns each one's share of the layers run.
+
+        The shares are whole numbers whose sum is the layers run for the draft and for its verification, over all rows;
+        where they cannot be equal, the first ones are larger.
+        """
+        table, draft = self._table, sequence.draft
+        assert draft is not None
+        drafted, num_layers = len(draft.token_ids), table.cutoffs.shape[1]
+        work = draft.work + num_layers * (drafted + 1) - draft.resume_layer * drafted
+        draft.verified(max(num_tokens - 1, 0))
+        table.num_tokens[sequence.slot] = sequence.num_tokens
+        return [work // num_tokens + (place < work % num_tokens) for place in range(num_tokens)]
+
+
+def resumed(chunks: Chunks, table: RunningTable) -> Chunks:
+    """The chunks with those in two whose drafted rows need not run the lowest layers again.
+
+    The last row of such a verification was never fed, so it runs everything.
+    """
+    layers = np.array([_resume_layer(table, slot) for slot in chunks.slots.tolist()])
+    split = layers.nonzero()[0]
+    if not split.size:
+        return chunks
+    upper = chunks.take(split)
+    stops = chunks.stops.copy()
+    starts, steps = chunks.starts.copy(), chunks.steps.copy()
+    lengths = stops[split] - starts[split]
+    starts[split] += lengths - 1
+    steps[split] += lengths - 1
+    above = np.arange(upper.active.shape[1]) >= layers[split][:, None]
+    return Chunks(
+        np.concatenate((chunks.slots, upper.slots)),
+        np.concatenate((starts, upper.starts)),
+        np.concatenate((stops, upper.stops - 1)),
+        np.concatenate((steps, upper.steps)),
+        np.concatenate((chunks.active, above)),
+    )
+
+
+def _resume_layer(table: RunningTable, slot: int) -> int:
+    draft = table.sequence(slot).draft
+    return draft.resume_layer if draft is not None and draft.ended else 0
+
+
+def draft_work(chunks: Chunks, table: RunningTable, query_starts: IntArray, sampled: IntArray) -> DraftWork | None:
+    """What the step of these chunks does for sequences that draft; None if there are none."""
+    if not table.drafts[chunks.slots].any():
+        return None
+    work = DraftWork(frozenset(table.drafting[chunks.slots[sampled]].nonzero()[0].tolist()), {})
+    kept: dict[int, list[tuple[int, int]]] = {}
+    resumed: list[tuple[int, int]] = []
+    places = {int(chunks.slots[chunk]): place for place, chunk in enumerate(sampled.tolist())}
+    for chunk, slot in enumerate(chunks.slots.tolist()):
+        sequence = table.sequence(slot)
+        draft = sequence.draft
+        if draft is None or slot not in places:
+            continue
+        first = int(query_starts[chunk])
+        if places[slot] in work.proposing:
+            if draft.rule.resumes and draft.layers is not None and (layer := int(draft.layers.argmin())):
+                kept.setdefault(layer, []).append((first, _place(slot, len(draft.token_ids))))
+        elif draft.token_ids and int(chunks.starts[chunk]) == sequence.num_tokens - 1:
+            rows = np.arange(first, first + len(draft.token_ids))
+            work.judging[places[slot]] = rows
+            if draft.resume_layer:
+                resumed += [(row, _place(slot, nth)) for nth, row in enumerate(rows.tolist())]
+    return replace(
+        work,
+        kept=tuple(_hidden_rows(layer, rows) for layer, rows in sorted(kept.items())),
+        resumed=(_hidden_rows(0, resumed),) if resumed else (),
+    )
+
+
+def _place(slot: int, nth: int) -> int:
+    """Where the executor keeps the hidden state of a draft's nth fed row."""
+    return slot * MAX_DRAFT_LENGTH + nth
+
+
+def _hidden_rows(layer: int, rows: list[tuple[int, int]]) -> HiddenRows:
+    pairs = np.array(rows, dtype=np.int64)
+    return HiddenRows(layer, pairs[:, 0], pairs[:, 1])

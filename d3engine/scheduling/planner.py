@@ -1,0 +1,104 @@
+"""From the chunks of a step to its plan: rows in order of depth, and the arrays that executor and sampler read."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from d3engine.cache.copy_on_skip import EntryCopies
+from d3engine.cache.kv_cache import IntArray
+from d3engine.depth import ExitRule
+from d3engine.plan import BoolArray, ExitingChunks, Plan, PromptRows, RunAhead, spans_of
+from d3engine.request.choice import Choice
+from d3engine.request.sequence import Sequence
+from d3engine.scheduling.chunks import Chunks
+from d3engine.scheduling.draft_and_verify import draft_work, resumed
+from d3engine.scheduling.running import RunningTable
+
+
+def build_plan(
+    chunks: Chunks,
+    table: RunningTable,
+    block_tables: IntArray,
+    before: EntryCopies,
+    after: EntryCopies,
+    ahead: RunAhead | None = None,
+) -> Plan:
+    """The plan of `chunks`, deepest first, whose blocks stand in `block_tables` [slots, L, max_blocks]."""
+    if table.drafts[chunks.slots].any():
+        chunks = resumed(chunks, table).deepest_first()
+    slots = chunks.slots
+    query_starts, row_chunks, positions = _rows(chunks)
+    sampled = (chunks.stops == table.num_tokens[slots]).nonzero()[0]
+    sequences = [table.sequence(slot) for slot in slots.tolist()]
+    greedy = bool((table.choice[slots] == Choice.GREEDY).all())
+    return Plan(
+        sequences=sequences,
+        slots=slots,
+        starts=chunks.starts,
+        stops=chunks.stops,
+        steps=chunks.steps,
+        query_starts=query_starts,
+        token_ids=table.tokens[slots[row_chunks], positions],
+        positions=positions,
+        row_chunks=row_chunks,
+        prompt_lengths=table.prompt_length[slots],
+        depths=chunks.active.sum(axis=1),
+        tables=block_tables,
+        spans=spans_of(chunks.active, _projected(chunks, table), query_starts),
+        sampled=sampled,
+        sample_rows=query_starts[sampled + 1] - 1,
+        greedy=greedy,
+        prompt_rows=() if greedy else _prompt_rows(sequences, chunks, query_starts),
+        copies_before=before.arrays(),
+        copies_after=after.arrays(),
+        ahead=ahead,
+        exits=_exits(chunks, table),
+        drafts=draft_work(chunks, table, query_starts, sampled),
+    )
+
+
+def _rows(chunks: Chunks) -> tuple[IntArray, IntArray, IntArray]:
+    """Where each chunk's rows begin [C + 1], and the chunk and the position of each row [R]."""
+    count = chunks.slots.size
+    lengths = chunks.stops - chunks.starts
+    query_starts = np.arange(count + 1)
+    if lengths.max(initial=1) == 1:
+        return query_starts, query_starts[:-1], chunks.starts
+    np.cumsum(lengths, out=query_starts[1:])
+    row_chunks = np.arange(count).repeat(lengths)
+    positions = np.arange(row_chunks.size) + (chunks.starts - query_starts[:-1])[row_chunks]
+    return query_starts, row_chunks, positions
+
+
+def _projected(chunks: Chunks, table: RunningTable) -> BoolArray | None:
+    """Bool [C, L]: the layers that a chunk skips but leaves a projected entry in; None when there are none."""
+    if not table.fills[chunks.slots].any():
+        return None
+    projects = [table.sequence(slot).schedule.on_skip == "project" for slot in chunks.slots.tolist()]
+    projected: BoolArray = ~chunks.active & np.array(projects)[:, None]
+    return projected if projected.any() else None
+
+
+def _exits(chunks: Chunks, table: RunningTable) -> tuple[ExitingChunks, ...]:
+    """The chunks that may leave early, by their rules; thresholds follow from each sequence's own max_tokens."""
+    if not table.exits[chunks.slots].any():
+        return ()
+    found: dict[ExitRule, tuple[list[int], list[float]]] = {}
+    for chunk in table.may_exit(chunks.slots, chunks.steps).nonzero()[0].tolist():
+        sequence = table.sequence(int(chunks.slots[chunk]))
+        assert sequence.exit_rule is not None
+        members, thresholds = found.setdefault(sequence.exit_rule, ([], []))
+        members.append(chunk)
+        thresholds.append(sequence.exit_rule.threshold_at(int(chunks.steps[chunk]), sequence.max_tokens))
+    return tuple(ExitingChunks(rule, np.array(members), np.array(at)) for rule, (members, at) in found.items())
+
+
+def _prompt_rows(sequences: list[Sequence], chunks: Chunks, query_starts: IntArray) -> tuple[PromptRows, ...]:
+    """The rows that predict a token of the prompt, of the sequences that asked for prompt_logprobs."""
+    found = []
+    for chunk, sequence in enumerate(sequences):
+        start, first = int(chunks.starts[chunk]), int(query_starts[chunk])
+        stop = min(int(chunks.stops[chunk]), len(sequence.prompt_token_ids) - 1)
+        if sequence.params.prompt_logprobs is not None and start < stop and not sequence.token_ids:
+            found.append(PromptRows(sequence, start, range(first, first + stop - start)))
+    return tuple(found)

@@ -1,0 +1,48 @@
+"""How many steps a batch can take before the host must look: none of them needs anything that is not known now.
+
+A step's layers follow from positions alone, so a device that holds tokens, positions and block tables can decode on by
+itself. The host must look again when a sequence reaches its end, when someone reads along, or when the rows that run a
+layer would no longer come first in the batch.
+"""
+
+from __future__ import annotations
+
+from d3engine.cache.kv_cache import IntArray
+from d3engine.plan import RunAhead
+from d3engine.request.choice import Choice
+from d3engine.scheduling.chunks import Chunks
+from d3engine.scheduling.running import RunningTable
+
+
+def run_ahead(chunks: Chunks, table: RunningTable, limit: int) -> RunAhead | None:
+    """The steps, `limit` at most, that `chunks` (deepest first) can take on their own; None if not even one."""
+    slots = chunks.slots
+    decode = (chunks.steps >= 1) & (chunks.stops == table.num_tokens[slots]) & (chunks.stops - chunks.starts == 1)
+    # A schedule that is not nested fills the layers that it skips, so it is never simple.
+    simple = (table.choice[slots] != Choice.HOST) & ~table.fills[slots] & ~table.drafts[slots]
+    if limit == 0 or not (decode & simple).all():
+        return None
+    if table.streams[slots].any():
+        limit = 1
+    limit = min(limit, int((table.max_length[slots] - table.num_tokens[slots]).min()))
+    cutoffs = table.cutoffs[slots]
+    num_steps = _steps_in_order(chunks.steps, cutoffs, limit)
+    choice = Choice(int(table.choice[slots].max()))
+    return RunAhead(num_steps, chunks.steps, cutoffs, choice) if num_steps else None
+
+
+def _steps_in_order(steps: IntArray, cutoffs: IntArray, limit: int) -> int:
+    """For how many steps, `limit` at most, the rows that run a layer come before those that do not."""
+    if (cutoffs == cutoffs[0]).all() and (steps[1:] >= steps[:-1]).all():
+        return limit  # one schedule, youngest first: the order never changes
+    for taken in range(limit):
+        active = (steps[:, None] + taken) < cutoffs
+        if (active[1:] & ~active[:-1]).any():
+            return taken
+    return limit
+
+
+def reaching(chunks: Chunks, ahead: RunAhead) -> Chunks:
+    """The chunks as they will be at the last of these steps: what the cache must have room for."""
+    stops = chunks.stops + (ahead.num_steps - 1)
+    return Chunks(chunks.slots, chunks.starts, stops, chunks.steps, chunks.active)

@@ -1,0 +1,434 @@
+"""Continuous batching: who runs at this step, which rows, and which blocks they need.
+
+Every sequence has computed some of its tokens and knows more of them; a step lets the computed ones catch up. That is
+all there is: a prompt in pieces, one decoded token, and the replay of a preempted sequence are chunks alike. A chunk
+never straddles a cutoff, so a replayed token runs at the depth it had at first and gives the same entries again.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from d3engine.cache.kv_cache import IntArray, KVCache
+from d3engine.cache.prefix_cache import PrefixCache
+from d3engine.errors import require
+from d3engine.plan import DraftWork, Plan, RunAhead, Sampled
+from d3engine.request.outputs import FinishReason, Logprob
+from d3engine.request.sequence import NO_SLOT, Sequence, Status
+from d3engine.scheduling.admission import Admission, Immediate
+from d3engine.scheduling.allocator import Allocator, peak_blocks
+from d3engine.scheduling.chunks import Chunks
+from d3engine.scheduling.draft_and_verify import Drafting
+from d3engine.scheduling.planner import build_plan
+from d3engine.scheduling.run_ahead import reaching, run_ahead
+from d3engine.scheduling.running import RunningTable
+from d3engine.scheduling.second_model import SecondModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Bounds of a step: rows in all, sequences at once, and tokens a sequence may grow to.
+
+    `num_scheduler_steps`: how many steps a batch that only decodes may take before the host looks; 0 where the
+    executor is told of every step.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    admission: Admission = field(default_factory=Immediate)
+    enable_prefix_caching: bool = True
+    num_scheduler_steps: int = 0
+
+    def __post_init__(self) -> None:
+        require(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            "max_num_batched_tokens",
+            self.max_num_batched_tokens,
+            f"at least max_num_seqs={self.max_num_seqs}, so that every sequence can take its step",
+        )
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened since the engine began."""
+
+    steps: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    generated_layers: int = 0  # layers run, summed over generated tokens, and over the rows of drafts and verifications
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    verifications: int = 0
+    blocks_saved: int = 0  # at the end of each finished sequence, against full depth
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """One token that a step has yielded, the layers it took, and its log-probabilities if they were asked for.
+
+    A sequence that ends by a fault has a last one without a token.
+    """
+
+    sequence: Sequence
+    token_id: int | None
+    depth: int
+    logprobs: dict[int, Logprob] | None
+
+
+class Scheduler:
+    """The waiting queue and the running sequences over one cache, and over `second_cache` of a model that drafts."""
+
+    def __init__(self, config: SchedulerConfig, cache: KVCache, second_cache: KVCache | None = None) -> None:
+        self.config = config
+        self.cache = cache
+        self.prefix_cache = PrefixCache(cache)
+        self.counters = Counters()
+        self._table = RunningTable(config.max_num_seqs, cache.num_layers, config.max_model_len)
+        self._allocator = Allocator(cache, self._table)
+        self._drafting = Drafting(self._table)
+        self._second = None if second_cache is None else SecondModel(second_cache, self._table)
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+        self._running: list[Sequence] = []
+        self._slots = np.empty(0, dtype=np.int64)
+
+    # -- the queue ---------------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        return tuple(self._running)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def check_fits(self, sequence: Sequence) -> None:
+        """Refuse a sequence that could never fit the cache, by name of the limit."""
+        needed = peak_blocks(sequence.schedule, len(sequence.prompt_token_ids), sequence.max_length, self.cache)
+        available = self.cache.pool.num_blocks
+        require(
+            needed <= available,
+            "max_tokens",
+            sequence.max_tokens,
+            f"low enough for the KV cache (with its prompt of {len(sequence.prompt_token_ids)} tokens the sequence may"
+            f" need {needed} blocks of {self.cache.block_size} entries, kv_cache_memory_bytes allows {available})",
+        )
+        if sequence.draft is not None:
+            spare = self.config.max_num_batched_tokens - self.config.max_num_seqs
+            allowed = f"at most max_num_batched_tokens - max_num_seqs = {spare}, since a draft is verified in one piece"
+            require(sequence.draft.rule.length <= spare, "draft_length", sequence.draft.rule.length, allowed)
+            if self._second is not None and sequence.draft.rule.model is not None:
+                self._second.check_fits(sequence)
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its turn; raises `InvalidValueError` if it could never fit the cache."""
+        self.check_fits(sequence)
+        if self.config.enable_prefix_caching and sequence.shares_prompt:
+            prompt = np.array(sequence.prompt_token_ids, dtype=np.int32)
+            sequence.prefix_keys = self.prefix_cache.keys(prompt)
+        heapq.heappush(self._waiting, (sequence.order, sequence))
+
+    def abort(self, request_ids: Iterable[str]) -> list[Sequence]:
+        """End all sequences of these requests; returns those that were still going."""
+        ids = set(request_ids)
+        waiting = [s for _, s in self._waiting if s.request_id in ids]
+        if waiting:
+            self._waiting = [item for item in self._waiting if item[1].request_id not in ids]
+            heapq.heapify(self._waiting)
+        found = waiting + [s for s in self._running if s.request_id in ids]
+        for sequence in found:
+            self._end(sequence, FinishReason.ABORT)
+        return found
+
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        """End a sequence and give back all it holds; does nothing to one that has ended."""
+        if sequence.status is Status.FINISHED:
+            return
+        if sequence.status is not Status.RUNNING:
+            self._waiting = [item for item in self._waiting if item[1] is not sequence]
+            heapq.heapify(self._waiting)
+        self._end(sequence, reason, stop_reason)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        """End a sequence that does not wait, or no longer does."""
+        if sequence.status is Status.RUNNING:
+            self.counters.blocks_saved += self._allocator.saved(sequence.slot)
+            self._leave(sequence)
+        sequence.status = Status.FINISHED
+        sequence.finish_reason = reason
+        sequence.stop_reason = stop_reason
+
+    # -- one step ----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Plan | None:
+        """The plan of the next step, its blocks allocated; None when there is nothing to do."""
+        self._admit()
+        if not self._running:
+            return None
+        chunks, missing = self._make_room(self._choose().deepest_first())
+        ahead, missing = self._look_ahead(chunks, missing)
+        before, after = self._allocator.allocate(chunks, missing)
+        plan = build_plan(chunks, self._table, self.cache.tables, before, after, ahead)
+        if self._second is None or (nested := self._second.plan(self._second_chunks())) is None:
+            return plan
+        return replace(plan, drafts=replace(plan.drafts or DraftWork(frozenset(), {}), model=nested))
+
+    def _second_chunks(self) -> Chunks:
+        assert self._second is not None
+        return self._second.choose(self._slots, self.config.max_num_batched_tokens)
+
+    def update(self, plan: Plan, sampled: Sampled, depths: IntArray | None = None) -> Iterator[TokenOutput]:
+        """Take in what a step has computed: new tokens, ended sequences, prompt blocks to share, blocks to free.
+
+        The tokens come one by one, each when its sequence has grown by it: whoever reads them may end the sequence
+        there (a stop string was found), and the tokens beyond are dropped. They must be read to the end. `depths` [C]
+        are the layers that the chunks really ran, where some left early; None: those of the plan.
+        """
+        self._table.num_computed[plan.slots] = plan.stops
+        self.counters.steps += plan.num_steps
+        self._keep_prompts(plan)
+        return self._take(plan, sampled, plan.depths if depths is None else depths)
+
+    def _take(self, plan: Plan, sampled: Sampled, ran: IntArray) -> Iterator[TokenOutput]:
+        """Add the sampled tokens to their sequences, then give back the blocks of layers that have fallen asleep."""
+        depths = sampled.depths or [[depth] for depth in ran[plan.sampled].tolist()]
+        for row, chunk in enumerate(plan.sampled.tolist()):
+            sequence = plan.sequences[chunk]
+            if sequence.status is Status.FINISHED:
+                continue  # with another of its request, whose token had a fault
+            if row in sampled.proposals:
+                self._drafting.propose(sequence, sampled.proposals[row], int(plan.depths[chunk]))
+                continue
+            given = depths[row] if sequence.draft is None else self._settle(sequence, len(sampled.token_ids[row]))
+            logprobs = sampled.logprobs[row] if sampled.logprobs else None
+            for place, token in enumerate(sampled.token_ids[row]):
+                depth = given[place] if place < len(given) else sequence.schedule.depth_at(sequence.step)
+                self._append(sequence, token, depth)
+                yield TokenOutput(sequence, token, depth, logprobs[place] if logprobs else None)
+                if sequence.status is Status.FINISHED:
+                    self.counters.generated_layers += sum(given[place + 1 :])
+                    if sequence.draft is not None:
+                        sequence.draft.discard(given[place + 1 :])
+                    break
+            else:
+                if row in sampled.faults:
+                    self.finish(sequence, FinishReason.ABORT, sampled.faults[row])
+                    yield TokenOutput(sequence, None, 0, None)
+            if self._second is not None and sequence.status is Status.RUNNING:
+                self._second.forget(sequence.slot, sequence.num_tokens - 1)
+        if plan.drafts is not None and plan.drafts.model is not None:
+            self._take_from_second(plan.drafts.model, sampled, len(plan.sampled))
+        self._allocator.free_sleeping_layers(plan.slots)
+
+    def _take_from_second(self, plan: Plan, sampled: Sampled, first_place: int) -> None:
+        """Add what the second model has drafted to the drafts; its layers are not counted."""
+        assert self._second is not None
+        self._second.computed(plan)
+        for place, chunk in enumerate(plan.sampled.tolist(), start=first_place):
+            sequence = plan.sequences[chunk]
+            if sequence.status is Status.RUNNING:
+                self._drafting.propose(sequence, sampled.proposals[place], 0)
+
+    def _settle(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """End a sequence's draft, and count what came of it; returns the layers that each of its tokens took."""
+        draft, counters = sequence.draft, self.counters
+        assert draft is not None
+        drafted, accepted, passes = draft.num_drafted, draft.num_accepted, draft.num_verifications
+        depths = self._drafting.settle(sequence, num_tokens)
+        counters.drafted_tokens += draft.num_drafted - drafted
+        counters.accepted_tokens += draft.num_accepted - accepted
+        counters.verifications += draft.num_verifications - passes
+        return depths
+
+    # -- choosing ----------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Move waiting sequences into the batch while there are slots, and blocks for all that they know."""
+        if not self._waiting:
+            return
+        if self._running and not self.config.admission.admits(self.counters.steps):
+            return
+        promised = sum(self._allocator.ahead(s.slot) for s in self._running)
+        while self._waiting and self.cache.num_free_slots:
+            sequence = self._waiting[0][1]
+            self._enter(sequence)  # first, so that the prefix it shares cannot be dropped to make room for it
+            promised += self._allocator.ahead(sequence.slot)
+            if len(self._running) > 1 and not self.prefix_cache.reserve(promised):
+                self._leave(sequence)
+                return
+            heapq.heappop(self._waiting)
+            self._count_admitted(sequence)
+            sequence.status = Status.RUNNING
+
+    def _enter(self, sequence: Sequence) -> None:
+        sequence.slot = self.cache.open()
+        if self._second is not None:
+            self._second.open(sequence.slot)
+        prompt = np.array(sequence.prompt_token_ids, dtype=np.int32)
+        blocks = self.prefix_cache.match(prompt, sequence.prefix_keys)
+        self.cache.share(sequence.slot, blocks)
+        cached = blocks.shape[0] * self.cache.block_size
+        self._table.put(sequence, cached)
+        self._running.append(sequence)
+        self._slots = np.append(self._slots, sequence.slot)
+
+    def _count_admitted(self, sequence: Sequence) -> None:
+        if sequence.status is Status.WAITING:  # a preempted one was counted when it first came
+            sequence.num_cached_tokens = int(self._table.num_computed[sequence.slot])
+            self.counters.prompt_tokens += len(sequence.prompt_token_ids)
+            self.counters.cached_prompt_tokens += sequence.num_cached_tokens
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.cache.close(sequence.slot)
+        if self._second is not None:
+            self._second.close(sequence.slot)
+        self._table.sequences[sequence.slot] = None
+        sequence.slot = NO_SLOT
+        if sequence.draft is not None:
+            sequence.draft.drop()  # it comes again as it was
+        place = self._running.index(sequence)
+        del self._running[place]
+        self._slots = np.delete(self._slots, place)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Send a sequence back to wait; it will compute its entries again, each token at its own depth."""
+        self._leave(sequence)
+        sequence.status = Status.PREEMPTED
+        sequence.num_preemptions += 1
+        self.counters.preemptions += 1
+        heapq.heappush(self._waiting, (sequence.order, sequence))
+
+    def _choose(self) -> Chunks:
+        """One chunk for every running sequence that the token budget reaches; single tokens come first."""
+        table, slots = self._table, self._slots
+        if table.drafts[slots].any():
+            self._drafting.begin(slots)
+            slots = slots[~(table.drafting[slots] & table.by_second_model[slots])]
+        starts = table.num_computed[slots]
+        lengths = table.num_tokens[slots] - starts
+        longer = (lengths > 1).nonzero()[0]
+        if longer.size:
+            budget = self.config.max_num_batched_tokens - (slots.size - longer.size)
+            # In order of rank, so that whoever is never preempted has rows: a step without rows would be the end.
+            for place in sorted(longer.tolist(), key=lambda place: table.sequence(int(slots[place])).order):
+                lengths[place] = self._length_within(budget, table.sequence(int(slots[place])))
+                budget -= int(lengths[place])
+            chosen = lengths > 0
+            slots, starts, lengths = slots[chosen], starts[chosen], lengths[chosen]
+        steps = table.steps(slots, starts)
+        return Chunks(slots, starts, starts + lengths, steps, table.active(slots, steps))
+
+    def _length_within(self, budget: int, sequence: Sequence) -> int:
+        """How many tokens of a sequence that has to catch up come next; a draft is verified whole or later."""
+        length = self._run_length(sequence)
+        verifies = sequence.draft is not None and sequence.draft.ended
+        return min(length, budget) if not verifies or length <= budget else 0
+
+    def _run_length(self, sequence: Sequence) -> int:
+        """How many of the tokens to catch up with come next in the prompt, or run the same layers."""
+        computed = int(self._table.num_computed[sequence.slot])
+        prompt = len(sequence.prompt_token_ids)
+        if computed < prompt:
+            return prompt - computed
+        if sequence.draft is not None:
+            return self._drafting.run_length(sequence)
+        step = computed - prompt + 1
+        return min(sequence.num_tokens - computed, sequence.same_layers_until(step) - step)
+
+    def _make_room(self, chunks: Chunks) -> tuple[Chunks, IntArray]:
+        """Preempt the youngest sequences until the chunks of the others have room.
+
+        Returns these chunks, and the blocks [C, L] that their layers lack.
+        """
+        while True:
+            missing, needed = self._allocator.missing(chunks)
+            has_room = self._second is None or self._second.has_room(self._second_chunks())
+            if self.prefix_cache.reserve(needed) and has_room:
+                return chunks, missing
+            victim = max(self._running, key=lambda sequence: sequence.order)
+            assert len(self._running) > 1, "a single sequence outgrew the cache that add() had found large enough"
+            chunks = chunks.take(chunks.slots != victim.slot)
+            self._preempt(victim)
+
+    def _look_ahead(self, chunks: Chunks, missing: IntArray) -> tuple[RunAhead | None, IntArray]:
+        """The steps that the device may take by itself, and the blocks [C, L] that the chunks lack for all of them."""
+        if self._second is not None and self._second_chunks().slots.size:
+            return None, missing  # what the second model drafts, the host must see before the next step
+        may_join = bool(self._waiting) and self.cache.num_free_slots > 0
+        limit = self.config.num_scheduler_steps
+        ahead = run_ahead(chunks, self._table, min(limit, 1) if may_join else limit)
+        if ahead is not None and ahead.num_steps > 1:
+            further, needed = self._allocator.missing(reaching(chunks, ahead))
+            if self.prefix_cache.reserve(needed):
+                return ahead, further
+            ahead = replace(ahead, num_steps=1)  # nobody is sent away for the sake of running ahead
+        return ahead, missing
+
+    # -- after the step ----------------------------------------------------------------------------------------
+
+    def _append(self, sequence: Sequence, token: int, depth: int) -> None:
+        """Add a token to its sequence, and end the sequence where the token or its length says so."""
+        table, slot = self._table, sequence.slot
+        sequence.token_ids.append(token)
+        sequence.depths.append(depth)
+        count = table.num_tokens[slot]
+        if count < table.tokens.shape[1]:
+            table.tokens[slot, count] = token
+        table.num_tokens[slot] = count + 1
+        table.num_computed[slot] = count  # all but the new one: a step may have computed more, or less, than it planned
+        self.counters.generated_tokens += 1
+        self.counters.generated_layers += depth
+        params = sequence.params
+        may_stop = sequence.step >= params.min_tokens
+        if may_stop and token in sequence.eos_token_ids:
+            self.finish(sequence, FinishReason.STOP)
+        elif may_stop and params.stop_token_ids and token in params.stop_token_ids:
+            self.finish(sequence, FinishReason.STOP, token)
+        elif sequence.num_tokens >= sequence.max_length:
+            self.finish(sequence, FinishReason.LENGTH)
+
+    def _keep_prompts(self, plan: Plan) -> None:
+        """Offer the prompt blocks that this step has filled to later prompts."""
+        for chunk in (plan.starts < plan.prompt_lengths).nonzero()[0].tolist():
+            sequence = plan.sequences[chunk]
+            if sequence.prefix_keys:
+                size = self.cache.block_size
+                first, last = int(plan.starts[chunk]) // size, int(plan.stops[chunk]) // size
+                prompt = np.array(sequence.prompt_token_ids, dtype=np.int32)
+                self.prefix_cache.insert(prompt, sequence.prefix_keys, sequence.slot, first, last)
+
+    # -- what holds --------------------------------------------------------------------------------------------
+
+    def blocks_saved_now(self) -> int:
+        """Blocks that the running sequences do not hold although full depth would."""
+        return sum(self._allocator.saved(sequence.slot) for sequence in self._running)
+
+    def check_integrity(self) -> None:
+        """Assert all invariants of cache, prefix cache and queue; for tests, after every step."""
+        self.cache.check_integrity(self.prefix_cache.mentions())
+        if self._second is not None:
+            self._second.cache.check_integrity()
+        assert self._slots.tolist() == [sequence.slot for sequence in self._running]
+        assert len(self._running) + self.cache.num_free_slots == self.config.max_num_seqs
+        for sequence in self._running:
+            assert sequence.status is Status.RUNNING
+            assert self._table.sequences[sequence.slot] is sequence
+            drafted = 0 if sequence.draft is None else len(sequence.draft.token_ids)
+            assert self._table.num_tokens[sequence.slot] == sequence.num_tokens + drafted
+        for _, sequence in self._waiting:
+            assert sequence.status in (Status.WAITING, Status.PREEMPTED)
+            assert sequence.slot == NO_SLOT
+            assert sequence.draft is None or not sequence.draft.token_ids

@@ -1,0 +1,88 @@
+"""The scheduling of a second model that drafts: its own cache and its own progress beside the first one's.
+
+It follows the same sequences in the same slots. While the first model computes a prompt, this one catches up with it in
+pieces; when a sequence drafts, it runs what it has not seen of the accepted tokens and of the draft, and the last row
+yields the draft's next token. What it has computed of rejected tokens is forgotten, and overwritten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from d3engine.cache.copy_on_skip import EntryCopies
+from d3engine.cache.kv_cache import IntArray, KVCache
+from d3engine.errors import require
+from d3engine.plan import BoolArray, Plan
+from d3engine.request.sequence import Sequence
+from d3engine.scheduling.chunks import Chunks
+from d3engine.scheduling.planner import build_plan
+from d3engine.scheduling.running import RunningTable
+
+
+class SecondModel:
+    """Which rows the second model runs for the sequences of the `first` one's table, and their blocks in `cache`."""
+
+    def __init__(self, cache: KVCache, first: RunningTable) -> None:
+        self.cache = cache
+        self._first = first
+        self._table = first.of_second_model(cache.num_layers)
+
+    def check_fits(self, sequence: Sequence) -> None:
+        """Refuse a sequence that could never fit this model's cache, by name of the limit."""
+        needed = self.cache.num_layers * self.cache.blocks_for(sequence.max_length)
+        available = self.cache.pool.num_blocks
+        allowed = f"low enough for the draft model's KV cache (the sequence may need {needed} blocks of {available})"
+        require(needed <= available, "max_tokens", sequence.max_tokens, allowed)
+
+    def open(self, slot: int) -> None:
+        """A sequence enters; slots are opened and closed in the same order in both caches, so they are the same."""
+        opened = self.cache.open()
+        assert opened == slot
+        self._table.num_computed[slot] = 0
+
+    def close(self, slot: int) -> None:
+        self.cache.close(slot)
+
+    def choose(self, slots: IntArray, budget: int) -> Chunks:
+        """Rows of those among `slots` that it drafts for, first come first served, `budget` at most."""
+        first, table = self._first, self._table
+        slots = slots[first.by_second_model[slots]]
+        slots = np.array(sorted(slots.tolist(), key=lambda slot: first.sequence(slot).order), dtype=np.int64)
+        starts = table.num_computed[slots]
+        # A sequence that does not draft yet is followed up to its last token, which is the first to draft from.
+        stops = first.num_tokens[slots] - np.where(first.drafting[slots], 0, 1)
+        lengths = np.where(self._verifies(slots), 0, np.maximum(stops - starts, 0))
+        before = np.cumsum(lengths) - lengths
+        lengths = np.clip(budget - before, 0, lengths)
+        chosen = lengths > 0
+        slots, starts, lengths = slots[chosen], starts[chosen], lengths[chosen]
+        everything = np.ones((slots.size, self.cache.num_layers), dtype=bool)
+        return Chunks(slots, starts, starts + lengths, table.steps(slots, starts), everything)
+
+    def _verifies(self, slots: IntArray) -> BoolArray:
+        drafts = [self._first.sequence(slot).draft for slot in slots.tolist()]
+        return np.array([draft is not None and draft.ended for draft in drafts], dtype=bool)
+
+    def has_room(self, chunks: Chunks) -> bool:
+        return int(self._missing(chunks).sum()) <= self.cache.pool.num_free
+
+    def plan(self, chunks: Chunks) -> Plan | None:
+        """The plan of these chunks, their blocks allocated; None if there are none."""
+        if not chunks.slots.size:
+            return None
+        self.cache.grow(chunks.slots, self._missing(chunks))
+        plan = build_plan(chunks, self._table, self.cache.tables, EntryCopies(), EntryCopies())
+        return replace(plan, prompt_rows=())  # the first model's are asked for
+
+    def _missing(self, chunks: Chunks) -> IntArray:
+        return self.cache.missing(chunks.slots, chunks.stops, chunks.active)
+
+    def computed(self, plan: Plan) -> None:
+        """Take in that a plan has run."""
+        self._table.num_computed[plan.slots] = plan.stops
+
+    def forget(self, slot: int, length: int) -> None:
+        """Only the first `length` tokens of a slot are still what this model has computed."""
+        self._table.num_computed[slot] = min(int(self._table.num_computed[slot]), length)

@@ -1,0 +1,1 @@
+"""The edge where text exists: tokenizers, templates, prompts and outputs."""

@@ -1,0 +1,90 @@
+"""Conversations to the token ids of their prompts, by the model's chat template or one that the caller brings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from d3engine.errors import InvalidValueError, ModelFormatError, require
+from d3engine.text.chat_template import ChatTemplate, load_chat_template
+from d3engine.text.special_tokens import named_special_tokens, read_tokenizer_config
+from d3engine.text.tokenizer import Tokenizer
+
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+"""A conversation: `{"role": ..., "content": ...}` each."""
+
+_OWN_ARGUMENTS = {"messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"}
+
+
+class ChatPrompts:
+    """Writes the prompts of one model's conversations."""
+
+    def __init__(self, directory: Path, tokenizer: Tokenizer | None) -> None:
+        self._directory = directory
+        self._tokenizer = tokenizer
+        self._own: ChatTemplate | None = None
+        self._given: ChatTemplate | None = None
+
+    def token_ids(
+        self,
+        messages: Messages,
+        *,
+        chat_template: str | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> list[int]:
+        """The prompt of a conversation; the arguments are those of `Engine.chat`."""
+        for name, value in (
+            ("add_generation_prompt", add_generation_prompt),
+            ("continue_final_message", continue_final_message),
+        ):
+            require(isinstance(value, bool), name, value, "True or False")
+        is_list = isinstance(tools, Sequence) and not isinstance(tools, str)
+        require(tools is None or is_list, "tools", tools, "a list of JSON objects, or None")
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise InvalidValueError("skip_tokenizer_init", True, "False for chat(), which writes text")
+        text = self._template(chat_template).render(
+            messages,
+            add_generation_prompt,
+            continue_final_message,
+            tools=tools,
+            **_checked_variables(chat_template_kwargs),
+        )
+        return tokenizer.encode(text, add_special_tokens=False)  # the template writes BOS itself
+
+    def _template(self, source: str | None) -> ChatTemplate:
+        if source is None:
+            self._own = self._own or load_chat_template(self._directory)
+            if self._own is None:
+                raise InvalidValueError(
+                    "chat_template", None, f"given for chat(), since {self._directory} has no chat template"
+                )
+            return self._own
+        if self._given is None or self._given.source != source:
+            self._given = self._read(source)
+        return self._given
+
+    def _read(self, source: object) -> ChatTemplate:
+        if not isinstance(source, str):
+            raise InvalidValueError("chat_template", source, "the text of a Jinja template, or None")
+        special_tokens = named_special_tokens(read_tokenizer_config(self._directory))
+        try:
+            return ChatTemplate(source, special_tokens=special_tokens)
+        except ModelFormatError as error:
+            raise InvalidValueError("chat_template", source, f"a Jinja template that compiles ({error})") from None
+
+
+def _checked_variables(given: object) -> dict[str, Any]:
+    """The template's own variables; those that are arguments of chat() are not among them."""
+    if given is None:
+        return {}
+    is_mapping = isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
+    require(is_mapping, "chat_template_kwargs", given, "a mapping of names to JSON values, or None")
+    assert isinstance(given, Mapping)
+    for name in sorted(_OWN_ARGUMENTS.intersection(given)):
+        raise InvalidValueError("chat_template_kwargs", given, f"without {name!r}, which is an argument of its own")
+    return dict(given)

@@ -1,0 +1,177 @@
+"""Chat messages to prompt text, by the Jinja template of a model directory.
+
+The one idea: a template is a program from a stranger, so it is neither compiled nor run here but in a process that is
+limited and can be killed (`template_process`); what goes to it is plain JSON (`chat_messages`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, require
+from d3engine.files import CONFIG_BYTES, UnreadableFileError, is_there, read_text
+from d3engine.text.chat_messages import MessageForm, check_messages, plain
+from d3engine.text.special_tokens import named_special_tokens, read_tokenizer_config
+from d3engine.text.template_process import LimitError, RenderLimits, TemplateProcessError, ask
+
+__all__ = ["ChatTemplate", "ChatTemplateError", "RenderLimits", "TemplateProcessError", "load_chat_template"]
+
+# Stands behind the words of a message that is to be continued; letters alone, which no filter escapes.
+_END_MARK = "endOfTheMessageThatD3engineContinues"
+
+
+class ChatTemplateError(InvalidValueError):
+    """The template refuses these messages, fails on them, or goes beyond its limits; `said` tells what it does."""
+
+    def __init__(self, messages: object, said: str) -> None:
+        super().__init__("messages", messages, f"a conversation that the chat template can render, but it {said}")
+
+
+def load_chat_template(directory: Path | str) -> ChatTemplate | None:
+    """Return the chat template of a model directory, None if it has none.
+
+    `chat_template.jinja` wins over the field of tokenizer_config.json, which is a template or a list of named
+    ones; of a list the one named "default" is taken, and "tool_use" where tools are given. Raises
+    `ModelFormatError` for a template that does not compile.
+    """
+    directory = Path(directory)
+    config = read_tokenizer_config(directory)
+    special_tokens = named_special_tokens(config)
+    path = directory / "chat_template.jinja"
+    if is_there(path):
+        try:
+            return ChatTemplate(read_text(path, CONFIG_BYTES), special_tokens=special_tokens)
+        except UnreadableFileError as error:
+            raise ModelFormatError(str(error)) from None
+    sources = _templates_of_config(config.get("chat_template"))
+    if not sources:
+        return None
+    for_tools = ChatTemplate(sources["tool_use"], special_tokens=special_tokens) if "tool_use" in sources else None
+    return ChatTemplate(sources["default"], special_tokens=special_tokens, for_tools=for_tools)
+
+
+def _templates_of_config(value: object) -> dict[str, str]:
+    """The templates of tokenizer_config.json by name; a single one is named "default"."""
+    if value is None:
+        return {}
+    named = [{"name": "default", "template": value}] if isinstance(value, str) else value
+    if isinstance(named, list) and all(isinstance(entry, dict) for entry in named):
+        sources = {entry.get("name"): entry.get("template") for entry in named}
+        if "default" in sources and all(isinstance(text, str) for pair in sources.items() for text in pair):
+            return sources
+    raise ModelFormatError(
+        "tokenizer_config.json: chat_template must be a string, or a list of {name, template} with 'default'"
+    )
+
+
+class ChatTemplate:
+    """A chat template; threads may share it."""
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        limits: RenderLimits | None = None,
+        for_tools: ChatTemplate | None = None,
+    ) -> None:
+        """Check that `source` compiles; `special_tokens` are its variables `bos_token` etc.
+
+        `for_tools` renders in place of it where tools are given.
+
+        Raises `ModelFormatError`, and `TemplateProcessError` where no process for templates can be started.
+        """
+        self.source = source
+        self._special_tokens = dict(special_tokens or {})
+        self._limits = limits or RenderLimits()
+        self._for_tools = for_tools
+        if len(source) > self._limits.characters:
+            raise ModelFormatError(f"chat template: {len(source)} characters, more than {self._limits.characters}")
+        try:
+            reply = ask({"source": source, "variables": None}, self._limits)
+        except LimitError as error:
+            raise ModelFormatError(f"chat template: to compile it takes more than {error}") from None
+        if "failed" in reply:
+            raise ModelFormatError(f"chat template: {reply['failed']}")
+        form = reply["form"]
+        self._form = MessageForm(**form | {"reasoning_fields": tuple(form["reasoning_fields"])})
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """Return the prompt, to be encoded with `add_special_tokens=False`: the template writes BOS itself.
+
+        With `continue_final_message` (and without a generation prompt) it ends where the last message's content ends.
+        `variables` are handed to the template and win over the special tokens. A content given as text parts stays a
+        list for a template that walks through parts, and is joined by line feeds for every other. `reasoning_content`,
+        `reasoning` and `thinking` are one field of a message, under the name that the template reads. Keys whose value
+        is None are left out. Raises `InvalidValueError` naming the field that is malformed, `ChatTemplateError` when
+        the template itself refuses, fails or goes beyond its limits, and `TemplateProcessError`.
+        """
+        if tools is not None and self._for_tools is not None:
+            return self._for_tools.render(
+                messages, add_generation_prompt, continue_final_message, tools=tools, documents=documents, **variables
+            )
+        checked = check_messages(messages, self._form)
+        if continue_final_message:
+            _require_continuable(checked, add_generation_prompt)
+            _mark_end(checked[-1])
+        text = self._write(
+            {
+                **self._special_tokens,
+                **{name: plain(name, value) for name, value in variables.items()},
+                "messages": checked,
+                "tools": plain("tools", tools),
+                "documents": plain("documents", documents),
+                "add_generation_prompt": bool(add_generation_prompt),
+            },
+            messages,
+        )
+        return _before_end_mark(text, messages) if continue_final_message else text
+
+    def _write(self, variables: dict[str, Any], messages: object) -> str:
+        try:
+            reply = ask({"source": self.source, "variables": variables}, self._limits)
+        except LimitError as error:
+            raise ChatTemplateError(messages, f"takes more than {error}") from None
+        if "failed" in reply:
+            raise ChatTemplateError(messages, f"fails: {reply['failed']}")
+        if "too_long" in reply:
+            raise ChatTemplateError(messages, f"writes more than {self._limits.characters} characters")
+        return str(reply["text"])
+
+
+# A message to be continued
+
+
+def _require_continuable(messages: list[dict[str, Any]], add_generation_prompt: bool) -> None:
+    allowed = "false together with add_generation_prompt, which begins a message"
+    require(not add_generation_prompt, "continue_final_message", NOTHING, allowed)
+    has_words = bool(messages) and bool(messages[-1].get("content"))
+    require(has_words, "continue_final_message", NOTHING, "false unless the last message has a content")
+
+
+def _mark_end(message: dict[str, Any]) -> None:
+    """Put the mark and a space behind the message's last words; a template that trims it takes the space away."""
+    if isinstance(message["content"], str):
+        message["content"] += _END_MARK + " "
+    else:
+        parts = message["content"]
+        message["content"] = [*parts[:-1], parts[-1] | {"text": parts[-1]["text"] + _END_MARK + " "}]
+
+
+def _before_end_mark(text: str, messages: object) -> str:
+    """Return what stands before the mark; trimmed if the template trims a content, which it does at its end."""
+    before, mark, after = text.rpartition(_END_MARK)
+    if not mark:
+        raise ChatTemplateError(messages, "does not write the last one as it is, so that cannot be continued")
+    return before if after.startswith(" ") else before.rstrip()

@@ -1,0 +1,277 @@
+"""The text edge: from the tokens of a step to the RequestOutputs that users see.
+
+The core knows tokens of sequences; here they become text of requests. Whatever fails here (a tokenizer that cannot
+decode an id, say) ends that request alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from d3engine.plan import Plan, PromptRows, Sampled
+from d3engine.request.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from d3engine.request.params import RequestOutputKind, SamplingParams
+from d3engine.request.sequence import Sequence, Status
+from d3engine.scheduling.scheduler import TokenOutput
+from d3engine.text.detokenizer import Detokenizer
+from d3engine.text.tokenizer import Tokenizer
+
+Finish = Callable[[Sequence, FinishReason, "str | int | None"], None]
+"""`Scheduler.finish`: how the text edge ends a sequence (a stop string was found)."""
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One sequence of a request, and the text it has become.
+
+    `num_given` tokens and the finish reason, once `end_given`, were in a delta before; `new_text` was in none yet.
+    """
+
+    sequence: Sequence
+    detokenizer: Detokenizer | None
+    depths: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    closed: bool = False
+    new_text: list[str] = field(default_factory=list)
+    num_given: int = 0
+    end_given: bool = False
+
+    def output(self) -> CompletionOutput:
+        """All there is so far."""
+        return self._output(self.detokenizer.text if self.detokenizer else "", since=0)
+
+    def delta(self) -> CompletionOutput:
+        """What is new since the last delta, and nothing else copied."""
+        output = self._output("".join(self.new_text), since=self.num_given)
+        self.new_text.clear()
+        self.num_given = len(self.sequence.token_ids)
+        self.end_given = self.sequence.finish_reason is not None
+        return output
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the next delta would hold anything."""
+        grown = len(self.sequence.token_ids) > self.num_given
+        return grown or (self.sequence.finish_reason is not None and not self.end_given)
+
+    def _output(self, text: str, since: int) -> CompletionOutput:
+        sequence = self.sequence
+        wants_logprobs = sequence.params.logprobs is not None
+        return CompletionOutput(
+            index=sequence.index,
+            text=text,
+            token_ids=sequence.token_ids[since:],
+            cumulative_logprob=self.cumulative_logprob if wants_logprobs else None,
+            logprobs=self.logprobs[since:] if wants_logprobs else None,
+            finish_reason=sequence.finish_reason.value if sequence.finish_reason else None,
+            stop_reason=sequence.stop_reason,
+            depths=self.depths[since:],
+        )
+
+
+@dataclass(slots=True)
+class _Request:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    answers: list[_Answer]
+    kind: RequestOutputKind
+    arrival_time: float
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    first_token_time: float | None = None
+    prompt_given: list[int] | None = None
+    num_prompt_logprobs_given: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return all(answer.sequence.status is Status.FINISHED for answer in self.answers)
+
+    def output(self) -> RequestOutput:
+        """What the kind of output asks for, as it stands now."""
+        if self.kind is not RequestOutputKind.DELTA:
+            prompt = list(self.prompt_token_ids)  # a reader may do with them what he likes
+            return self._output(prompt, [answer.output() for answer in self.answers], since=0)
+        if self.prompt_given is None:
+            self.prompt_given = list(self.prompt_token_ids)
+        changed = [answer.delta() for answer in self.answers if answer.has_news]
+        output = self._output(self.prompt_given, changed, since=self.num_prompt_logprobs_given)
+        self.num_prompt_logprobs_given = len(self.prompt_logprobs or ())
+        return output
+
+    def _output(self, prompt_token_ids: list[int], answers: list[CompletionOutput], since: int) -> RequestOutput:
+        sequences = [answer.sequence for answer in self.answers]
+        drafts = [sequence.draft for sequence in sequences if sequence.draft is not None]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=prompt_token_ids,
+            prompt_logprobs=None if self.prompt_logprobs is None else self.prompt_logprobs[since:],
+            outputs=answers,
+            finished=self.finished,
+            metrics=RequestMetrics(
+                arrival_time=self.arrival_time,
+                first_token_time=self.first_token_time,
+                finished_time=time.monotonic() if self.finished else None,
+                num_preemptions=sum(sequence.num_preemptions for sequence in sequences),
+                num_drafted_tokens=sum(draft.num_drafted for draft in drafts),
+                num_accepted_tokens=sum(draft.num_accepted for draft in drafts),
+                num_discarded_tokens=sum(draft.num_discarded for draft in drafts),
+                num_discarded_layers=sum(draft.discarded_layers for draft in drafts),
+                num_verifications=sum(draft.num_verifications for draft in drafts),
+            ),
+            num_cached_tokens=max(sequence.num_cached_tokens for sequence in sequences),
+        )
+
+
+class OutputProcessor:
+    """All unfinished requests, as text."""
+
+    def __init__(self, tokenizer: Tokenizer | None, finish: Finish) -> None:
+        self._tokenizer = tokenizer
+        self._finish = finish
+        self._requests: dict[str, _Request] = {}
+        self._texts: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def add(self, sequences: list[Sequence], prompt: str | None, kind: RequestOutputKind) -> None:
+        """Begin a request of these sequences, whose outputs are of this kind."""
+        first = sequences[0]
+        request = _Request(
+            request_id=first.request_id,
+            prompt=prompt,
+            prompt_token_ids=first.prompt_token_ids,
+            answers=[_Answer(sequence, self._detokenizer(sequence)) for sequence in sequences],
+            kind=kind,
+            arrival_time=time.monotonic(),
+        )
+        if first.params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]
+        self._requests[first.request_id] = request
+
+    def _detokenizer(self, sequence: Sequence) -> Detokenizer | None:
+        params = sequence.params
+        if self._tokenizer is None or not params.detokenize:
+            return None
+        return Detokenizer(
+            self._tokenizer,
+            prompt_token_ids=sequence.prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=params.stop_strings,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+    def process(self, plan: Plan, sampled: Sampled, tokens: Iterable[TokenOutput]) -> list[RequestOutput]:
+        """Take in a step's tokens; returns the requests that have grown or finished, in the order of the batch."""
+        grown: dict[str, _Request] = {}
+        for rows, found in zip(plan.prompt_rows, sampled.prompt_logprobs, strict=True):
+            request = self._requests[rows.sequence.request_id]
+            try:
+                self._take_prompt_logprobs(request, rows, found)
+            except Exception as error:
+                self._end_faulty(request, error)
+                grown[request.request_id] = request
+        for token in tokens:
+            request = self._requests[token.sequence.request_id]
+            self._take(request, token)
+            grown[request.request_id] = request
+        return self._outputs(grown.values())
+
+    def end(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """The last output of requests whose sequences were ended from outside; they are forgotten."""
+        ended = [self._requests[i] for i in dict.fromkeys(request_ids) if i in self._requests]
+        for request in ended:
+            for answer in request.answers:
+                with suppress(Exception):  # it has ended already; what text could be decoded stands
+                    self._close(answer)
+        return self._outputs(ended)
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Forget requests whose outputs nobody will ask for."""
+        for request_id in request_ids:
+            self._requests.pop(request_id, None)
+
+    def _outputs(self, requests: Iterable[_Request]) -> list[RequestOutput]:
+        outputs = []
+        for request in requests:
+            if request.finished:
+                del self._requests[request.request_id]
+            if request.finished or request.kind is not RequestOutputKind.FINAL_ONLY:
+                outputs.append(request.output())
+        return outputs
+
+    def _take(self, request: _Request, token: TokenOutput) -> None:
+        """Add one token to its answer; a fault here ends the request and nobody else's."""
+        if request.first_token_time is None:
+            request.first_token_time = time.monotonic()
+        answer = request.answers[token.sequence.index]
+        try:
+            self._append(answer, token)
+        except Exception as error:
+            self._end_faulty(request, error)
+
+    def _end_faulty(self, request: _Request, error: Exception) -> None:
+        """End all sequences of a request that met a fault, those that had just ended otherwise included."""
+        for answer in request.answers:
+            sequence, reason = answer.sequence, f"{type(error).__name__}: {error}"
+            self._finish(sequence, FinishReason.ABORT, reason)
+            sequence.finish_reason, sequence.stop_reason = FinishReason.ABORT, reason
+            answer.closed = True
+
+    def _append(self, answer: _Answer, token: TokenOutput) -> None:
+        sequence = answer.sequence
+        if sequence.finish_reason is FinishReason.ABORT or token.token_id is None:
+            return
+        answer.depths.append(token.depth)
+        if token.logprobs is not None:
+            answer.logprobs.append(self._with_texts(token.logprobs, sequence.params))
+            answer.cumulative_logprob += token.logprobs[token.token_id].logprob
+        if answer.detokenizer is None:
+            return
+        is_shown = sequence.finish_reason is not FinishReason.STOP or sequence.params.include_stop_str_in_output
+        if is_shown:  # and otherwise it is the token that stops the sequence
+            answer.new_text.append(answer.detokenizer.append(token.token_id))
+            if answer.detokenizer.stop_reason is not None:
+                self._stop(answer)
+        if sequence.status is Status.FINISHED:
+            self._close(answer)
+
+    def _stop(self, answer: _Answer) -> None:
+        """End a sequence at its stop string, which takes precedence over the length that may have ended it."""
+        sequence = answer.sequence
+        reason = answer.detokenizer.stop_reason if answer.detokenizer else None
+        self._finish(sequence, FinishReason.STOP, reason)
+        sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, reason
+
+    def _close(self, answer: _Answer) -> None:
+        if answer.detokenizer is not None and not answer.closed:
+            answer.closed = True
+            answer.new_text.append(answer.detokenizer.finish())
+
+    def _with_texts(self, logprobs: dict[int, Logprob], params: SamplingParams) -> dict[int, Logprob]:
+        if self._tokenizer is None or not params.detokenize:
+            return logprobs
+        return {i: replace(logprob, decoded_token=self._text_of(i)) for i, logprob in logprobs.items()}
+
+    def _text_of(self, token_id: int) -> str:
+        """What a token reads as alone; kept, since those who ask for the whole vocabulary ask at every token."""
+        assert self._tokenizer is not None
+        if token_id not in self._texts:
+            self._texts[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return self._texts[token_id]
+
+    def _take_prompt_logprobs(self, request: _Request, rows: PromptRows, found: list[dict[int, Logprob]]) -> None:
+        known = request.prompt_logprobs
+        assert known is not None
+        # A preempted prompt comes again from its beginning; what is known already stays.
+        fresh = found[max(0, len(known) - 1 - rows.position) :]
+        known.extend([self._with_texts(row, rows.sequence.params) for row in fresh])

@@ -1,0 +1,138 @@
+"""What users send, checked against the model before anything is queued: prompts become token ids, words become ids."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from d3engine.errors import InvalidValueError, TokenizerError, require
+from d3engine.model.config import ModelConfig
+from d3engine.request.params import SamplingParams
+from d3engine.text.tokenizer import Tokenizer
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; ids also as an array of numpy or torch."""
+
+
+def as_list(prompts: Any) -> list[Prompt]:
+    """A lone prompt as a list of one; a list or a one-dimensional array of integers is one prompt of token ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if _is_array(prompts):
+        prompts = prompts.tolist()
+    is_list = isinstance(prompts, Sequence) and not isinstance(prompts, bytes | bytearray)
+    require(is_list, "prompts", prompts, "a prompt (a text, token ids or a mapping), or a list of prompts")
+    if len(prompts) > 0 and hasattr(prompts[0], "__index__") and getattr(prompts[0], "ndim", 0) == 0:
+        return [prompts]
+    return list(prompts)
+
+
+def _is_array(value: object) -> bool:
+    """Whether this is an array of numpy or torch; one without dimensions is no list of anything."""
+    return hasattr(value, "tolist") and getattr(value, "ndim", 0) > 0
+
+
+class PromptReader:
+    """Reads prompts and checks parameters for one model."""
+
+    def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        own_eos = tokenizer.eos_token_id if tokenizer else None
+        named = {*config.eos_token_ids, *(() if own_eos is None else (own_eos,))}
+        # An id without a row in the embedding can never be chosen, so it ends nothing; files do name such ids.
+        self.eos_token_ids = frozenset(token for token in named if self._has_row(token))
+
+    def read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The prompt's text, where it came as one, and its token ids."""
+        text, ids = self._text_and_ids(prompt)
+        require(len(ids) > 0, "prompt", prompt, "a prompt of at least one token")
+        require(
+            len(ids) < self._max_model_len,
+            "prompt",
+            f"{len(ids)} tokens",
+            f"shorter than max_model_len={self._max_model_len}, so that a token can follow",
+        )
+        return text, [self._checked_id("prompt_token_ids", token) for token in ids]
+
+    def _text_and_ids(self, prompt: Any) -> tuple[str | None, Sequence[int]]:
+        if isinstance(prompt, Mapping):
+            known = {"prompt", "prompt_token_ids"}
+            require(
+                len(prompt) == 1 and set(prompt) <= known,
+                "prompt",
+                prompt,
+                'a mapping with one of the keys "prompt" and "prompt_token_ids"',
+            )
+            (value,) = prompt.values()
+            is_text = "prompt" in prompt
+            is_list = _is_array(value) or (isinstance(value, Sequence) and not isinstance(value, str))
+            fits = isinstance(value, str) if is_text else is_list
+            require(fits, next(iter(prompt)), value, "a text" if is_text else "a list of token ids")
+            prompt = value
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise InvalidValueError(
+                    "prompt", prompt, "token ids, since the engine has no tokenizer (skip_tokenizer_init)"
+                )
+            return prompt, self._encode("prompt", prompt)
+        if _is_array(prompt):
+            allowed = "an array of one dimension: the token ids of one prompt"
+            require(prompt.ndim == 1, "prompt", f"an array of shape {tuple(prompt.shape)}", allowed)
+            return None, prompt.tolist()
+        is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray)
+        require(is_list, "prompt", prompt, "a text, a list of token ids, or a mapping of one")
+        return None, prompt
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Refuse parameters that this model or engine cannot honour, by name."""
+        for field, ids in params.named_token_ids().items():
+            for token in ids:
+                self._checked_id(field, token)
+        if self._tokenizer is None:
+            require(not params.stop_strings, "stop", params.stop, "None, since the engine has no tokenizer")
+            require(not params.bad_words, "bad_words", params.bad_words, "None, since the engine has no tokenizer")
+
+    def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The token sequences of the bad words, at the beginning of a text and after a space.
+
+        A spelling with an id beyond the embedding's rows can never be completed, so it is none to watch for.
+        """
+        if not params.bad_words or self._tokenizer is None:
+            return ()
+        spellings: set[tuple[int, ...]] = set()
+        for word in params.bad_words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                spellings.add(tuple(self._encode("bad_words", text, add_special_tokens=False)))
+        return tuple(sorted(word for word in spellings if word and all(map(self._has_row, word))))
+
+    def may_share(self, token_ids: list[int]) -> bool:
+        """Whether a prompt's entries depend on its tokens alone, so that the prefix cache may hold them.
+
+        With dynamic rope the angles of a long prompt depend on its length too.
+        """
+        return self._config.rope.rope_type != "dynamic" or len(token_ids) <= self._config.max_position_embeddings
+
+    def _encode(self, field: str, text: str, **options: bool) -> list[int]:
+        """The ids of a text; raises `InvalidValueError` naming `field` where the tokenizer has none."""
+        assert self._tokenizer is not None
+        try:
+            return self._tokenizer.encode(text, **options)
+        except InvalidValueError as error:
+            raise InvalidValueError(field, text, error.allowed) from None
+        except TokenizerError as error:
+            raise InvalidValueError(field, text, f"a text that the model's tokenizer can encode ({error})") from error
+
+    def _has_row(self, token: int) -> bool:
+        return 0 <= token < self._config.vocab_size
+
+    def _checked_id(self, field: str, token: Any) -> int:
+        try:
+            value = -1 if isinstance(token, bool) else operator.index(token)
+        except TypeError:
+            value = -1
+        size = self._config.vocab_size
+        require(self._has_row(value), field, token, f"ids from 0 to {size - 1}, the rows of the embedding")
+        return value

@@ -1,0 +1,245 @@
+"""Chat templates run in child processes that can be killed: this is the parent's side of it.
+
+The one idea: a child is started once and kept warm, and one that has gone beyond a limit, or does not answer as it
+should, is ended and never asked again. Where none can be started nothing is rendered.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from d3engine.errors import D3EngineError, require_integer, require_number
+from d3engine.text import template_worker
+from d3engine.text.template_worker import EXIT_OUT_OF_MEMORY, TIME_SIGNAL, read_frame, write_frame
+
+_MOST_CHILDREN = 4  # at one time; further threads wait for one
+_START_SECONDS = 120.0
+_LOOK_SECONDS = 0.1
+_KERNEL_LIMITS_MEMORY = sys.platform == "linux"
+"""Where the kernel does not hold a process to its address space (macOS), the parent looks at what it holds."""
+_CANNOT_START = "the process that renders chat templates cannot be started"
+
+
+@dataclass(frozen=True)
+class RenderLimits:
+    """What one compilation or rendering of a chat template may use."""
+
+    characters: int = 4_000_000
+    """Of the template, and of what it writes."""
+    seconds: float = 10.0
+    """Processor time, so a busy machine makes no rendering fail."""
+    memory_bytes: int = 512 * 1024**2
+    """Beyond what the process takes when it begins."""
+
+    def __post_init__(self) -> None:
+        require_integer("characters", self.characters, 0)
+        require_number("seconds", self.seconds, 0, 86_400, open_low=True)
+        require_integer("memory_bytes", self.memory_bytes, 1)
+
+    @property
+    def patience_seconds(self) -> float:
+        """Wall clock after which a process that takes no processor time is given up, as a guard against hanging."""
+        return 60.0 + 30.0 * self.seconds
+
+
+class LimitError(Exception):
+    """One of `RenderLimits` is used up; the text says which."""
+
+
+class TemplateProcessError(D3EngineError, RuntimeError):
+    """The process that chat templates are rendered in cannot be started, or has ended for no fault of the template."""
+
+
+def ask(request: dict[str, Any], limits: RenderLimits) -> dict[str, Any]:
+    """Return a child's answer (see `template_worker`); threads may call it at the same time.
+
+    Raises `LimitError` where the template goes beyond `limits`, and `TemplateProcessError`.
+    """
+    with _children.one() as child:
+        return child.ask(request, limits)
+
+
+class _Child:
+    """One process. One thread at a time uses it."""
+
+    def __init__(self) -> None:
+        boot = f"import sys; sys.path += sys.argv[1:]; from {template_worker.__name__} import main; main()"
+        # Without the site module: a quick start, and none of the environment's own start-up code (.pth files).
+        command = [sys.executable or "python3", "-P", "-S", "-c", boot, *_import_paths()]
+        pipe = subprocess.PIPE
+        try:
+            # In a session of its own: Ctrl-C in a terminal is for the parent alone.
+            self._process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True
+            )
+        except OSError as error:
+            raise TemplateProcessError(f"{_CANNOT_START}: {error}") from error
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._replies = self._process.stdin.fileno(), self._process.stdout.fileno()
+        self._killed_for = ""
+        try:
+            with self._watched(_START_SECONDS):
+                read_frame(self._replies, max_bytes=1000)
+        except EOFError:
+            said = self._last_words()
+            self.close()
+            raise TemplateProcessError(f"{_CANNOT_START}: {said}") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, request: dict[str, Any], limits: RenderLimits) -> dict[str, Any]:
+        """Return the answer; after any exception the process has ended."""
+        in_kernel = limits.memory_bytes if _KERNEL_LIMITS_MEMORY else None
+        frame = request | {"seconds": limits.seconds, "memory_bytes": in_kernel, "characters": limits.characters}
+        try:
+            with self._watched(limits.patience_seconds, None if _KERNEL_LIMITS_MEMORY else limits.memory_bytes):
+                write_frame(self._requests, frame)
+                # JSON in ASCII writes a character as up to six bytes, and twelve beyond Unicode's first plane.
+                return read_frame(self._replies, max_bytes=1_000_000 + 12 * limits.characters)
+        except (EOFError, OSError):
+            self.close()
+            raise self._why_it_ended(limits) from None
+        except BaseException:  # Ctrl-C too: what it would still answer would be taken for the next answer
+            self.close()
+            raise
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        self._process.kill()
+        self._process.wait()
+        self._close_pipes()
+
+    def forget(self) -> None:
+        """Leave the process to the parent of this fork."""
+        self._process.returncode = 0  # for Popen: nothing of ours still runs
+        self._close_pipes()
+
+    def _close_pipes(self) -> None:
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            assert stream is not None
+            stream.close()
+
+    @contextmanager
+    def _watched(self, seconds: float, memory_bytes: int | None = None) -> Iterator[None]:
+        """Kill the process when `seconds` of wall clock are over or it holds `memory_bytes` more than now."""
+        done = threading.Event()
+        most = None if memory_bytes is None else _resident_bytes(self._process.pid) + memory_bytes
+
+        def watch() -> None:
+            deadline = time.monotonic() + seconds
+            while not done.wait(seconds if most is None else _LOOK_SECONDS):
+                if most is not None and _resident_bytes(self._process.pid) > most:
+                    self._killed_for = "memory"
+                elif time.monotonic() >= deadline:
+                    self._killed_for = "silence"
+                if self._killed_for:
+                    self._process.kill()
+                    return
+
+        watcher = threading.Thread(target=watch, name="d3engine-template-watch", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            done.set()
+            watcher.join()
+
+    def _why_it_ended(self, limits: RenderLimits) -> Exception:
+        status = self._process.returncode
+        if self._killed_for == "memory" or status == EXIT_OUT_OF_MEMORY:
+            return LimitError(f"{limits.memory_bytes / 1024**2:g} MiB of memory")
+        if status == -TIME_SIGNAL:
+            return LimitError(f"{limits.seconds:g} seconds of processor time")
+        if self._killed_for:
+            return TemplateProcessError(f"the process that renders it is silent for {limits.patience_seconds:g} s")
+        return TemplateProcessError(f"the process that renders it has ended with status {status}")
+
+    def _last_words(self) -> str:
+        if self._killed_for:
+            return f"it is silent for {_START_SECONDS:g} s"
+        assert self._process.stderr is not None
+        lines = self._process.stderr.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"it ends with status {self._process.wait()}"
+
+
+def _import_paths() -> list[str]:
+    """Where the child finds what it imports: the packages that the parent would import."""
+    specs = {name: find_spec(name) for name in ("jinja2", "markupsafe", "d3engine")}
+    missing = [name for name, spec in specs.items() if spec is None or spec.origin is None]
+    if missing:
+        raise TemplateProcessError(f"{_CANNOT_START}: there is no package {missing[0]}")
+    origins = (spec.origin for spec in specs.values() if spec is not None and spec.origin is not None)
+    return list(dict.fromkeys(str(Path(origin).absolute().parent.parent) for origin in origins))
+
+
+def _resident_bytes(pid: int) -> int:
+    """The memory that a process holds, 0 where that cannot be told (it has just ended)."""
+    listed = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return int(listed.stdout.strip() or 0) * 1024
+
+
+class _Children:
+    """The processes of this process: those that idle, and leave to start further ones."""
+
+    def __init__(self) -> None:
+        self._leave = threading.BoundedSemaphore(_MOST_CHILDREN)
+        self._idle: list[_Child] = []
+
+    @contextmanager
+    def one(self) -> Iterator[_Child]:
+        """Lend a process that lives, to one thread."""
+        with self._leave:
+            child = self._take() or _Child()
+            try:
+                yield child
+            finally:
+                if child.is_alive():
+                    self._idle.append(child)
+
+    def _take(self) -> _Child | None:
+        while self._idle:
+            with suppress(IndexError):  # another thread was quicker
+                child = self._idle.pop()
+                if child.is_alive():
+                    return child
+                child.close()
+        return None
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    def forget(self) -> None:
+        """Leave the processes to the parent of this fork, which goes on to use them."""
+        for child in self._idle:
+            child.forget()
+
+
+_children = _Children()
+
+
+def _begin_anew() -> None:
+    global _children
+    _children.forget()
+    _children = _Children()
+
+
+atexit.register(lambda: _children.close())
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)

@@ -1,0 +1,358 @@
+"""Text to token ids and back, from a model directory's own tokenizer files.
+
+The one idea: the files decide. `tokenizer.json` is run as it is by `tokenizers`; `tokenizer.model` by
+`sentencepiece`, whose pieces we join ourselves so that both kinds decode by the same three rules
+(`DecoderKind`). What the engine adds is only what the files leave open: which tokens are special, and BOS
+exactly once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+import tokenizers
+
+from d3engine.errors import ModelFormatError, require
+from d3engine.files import DATA_BYTES, UnreadableFileError, is_there, read_bytes, read_text
+from d3engine.text.special_tokens import added_tokens, named_special_tokens, read_tokenizer_config, special_tokens
+from d3engine.text.tiktoken_file import is_tiktoken, read_tiktoken
+from d3engine.text.tokenizer_faults import guarded
+
+SPACE_MARK = "\u2581"  # what sentencepiece writes for a space
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# A second normalizer_spec (field 3) holding add_dummy_prefix = false (field 3). Protocol buffers merge a
+# message field that occurs twice, so these four bytes behind a model are the same model without the space
+# before the text.
+_NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
+
+
+class DecoderKind(Enum):
+    """How a tokenizer's pieces become text; streaming needs one rule for each."""
+
+    BYTE_LEVEL = "byte_level"
+    """Every character of a piece stands for one byte (GPT-2's table; Llama 3)."""
+    BYTE_FALLBACK = "byte_fallback"
+    """Pieces are text, U+2581 a space; `<0xNN>` pieces are bytes, a run of them one unit (Llama 2)."""
+    OTHER = "other"
+    """Anything else: only `decode` itself knows."""
+
+
+class Tokenizer(ABC):
+    """What the engine asks of a tokenizer. Immutable once loaded, so threads may share it."""
+
+    kind: DecoderKind
+    vocab_size: int
+    """The highest id + 1. The embedding may have more rows than this (padding)."""
+    special_ids: frozenset[int]
+    special_tokens: Mapping[str, str]
+    """`bos_token`, `eos_token`, `unk_token`, `pad_token` as text, where the directory names them."""
+    strips_first_space: bool
+    """Whether decoding drops one space at the very start (it was added by encoding)."""
+    bos_token_id: int | None
+    eos_token_id: int | None
+
+    @abstractmethod
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of `text`. Special tokens written out in it become their ids, as in transformers.
+
+        `add_special_tokens=False` is for text that carries its own BOS: the output of a chat template.
+        Raises `InvalidValueError` for text that is no valid Unicode (a lone surrogate), and `TokenizerError` where
+        the tokenizer's own library fails on it.
+        """
+
+    @abstractmethod
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Return the text; ids outside the vocabulary (padding rows of the embedding) give none.
+
+        Raises `TokenizerError` where the tokenizer's own library fails on them.
+        """
+
+    @abstractmethod
+    def convert_id_to_token(self, token_id: int) -> str | None:
+        """Return the piece as the vocabulary spells it, None outside the vocabulary."""
+
+    @abstractmethod
+    def is_byte_fallback(self, token_id: int) -> bool:
+        """Return whether the id is a `<0xNN>` piece that decodes to one byte."""
+
+
+def load_tokenizer(directory: Path | str) -> Tokenizer:
+    """Return the tokenizer of a model directory: `tokenizer.json` if there, else `tokenizer.model`, of either kind.
+
+    Raises `ModelFormatError` naming the file, when neither is there, one is broken, or
+    `tokenizer_config.json` asks for something that is not supported.
+    """
+    directory = Path(directory)
+    config = read_tokenizer_config(directory)
+    if is_there(directory / "tokenizer.json"):
+        path = directory / "tokenizer.json"
+        backend, decoder = _read_tokenizer_json(path)
+        return FastTokenizer(path, backend, decoder, config)
+    if is_there(directory / "tokenizer.model"):
+        path = directory / "tokenizer.model"
+        try:
+            content = read_bytes(path, DATA_BYTES)
+        except UnreadableFileError as error:
+            raise ModelFormatError(str(error)) from None
+        if not is_tiktoken(content):
+            return SentencePieceTokenizer(path, content, config)
+        backend, names = read_tiktoken(path, content, config)
+        return FastTokenizer(path, backend, {"type": "ByteLevel"}, {**config, **names})
+    raise ModelFormatError(f"{directory}: has neither tokenizer.json nor tokenizer.model")
+
+
+class FastTokenizer(Tokenizer):
+    """A `tokenizer.json`, or what was read into the same form, run by the `tokenizers` package.
+
+    Its post-processor alone decides on BOS and EOS, as in transformers 5: `add_bos_token` and `add_eos_token`
+    of tokenizer_config.json are for tokenizer.model, which has none.
+    """
+
+    def __init__(self, path: Path, backend: tokenizers.Tokenizer, decoder: object, config: Mapping[str, Any]) -> None:
+        self._tokenizer = backend
+        # The file may carry the padding and truncation of a training run; a prompt must be neither padded nor
+        # cut.
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.special_tokens = named_special_tokens(config)
+        self.bos_token_id = self._named_id(path, "bos_token")
+        self.eos_token_id = self._named_id(path, "eos_token")
+        _add_special_tokens(backend, config)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.kind, self.strips_first_space = _classify_decoder(decoder)
+        self._has_byte_fallback = "ByteFallback" in json.dumps(decoder)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        require(_is_unicode(text), "prompt", text, "text without lone surrogates")
+        ids: list[int] = guarded(self._tokenizer.encode, text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        known = [int(token_id) for token_id in token_ids if 0 <= token_id < self.vocab_size]
+        text: str = guarded(self._tokenizer.decode, known, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def convert_id_to_token(self, token_id: int) -> str | None:
+        if not 0 <= token_id < self.vocab_size:
+            return None
+        token: str | None = guarded(self._tokenizer.id_to_token, int(token_id))
+        return token
+
+    def is_byte_fallback(self, token_id: int) -> bool:
+        token = self.convert_id_to_token(token_id) if self._has_byte_fallback else None
+        return token is not None and byte_of_token(token) is not None
+
+    def _named_id(self, path: Path, field: str) -> int | None:
+        if field not in self.special_tokens:
+            return None
+        token_id: int | None = self._tokenizer.token_to_id(self.special_tokens[field])
+        return _require_in_vocabulary(path, field, self.special_tokens[field], token_id)
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A `tokenizer.model`, encoded by `sentencepiece` between the special tokens of the text.
+
+    The space that sentencepiece puts before a text goes before the first stretch of text only, or before
+    every stretch if tokenizer_config.json says `legacy: true`; `add_prefix_space: false` puts none.
+    sentencepiece itself is the reference: transformers 5 converts the model to BPE merges and then splits
+    runs of spaces otherwise than the model was trained with (it gives the two-space piece, which has the
+    lowest score, the highest rank).
+    """
+
+    kind = DecoderKind.BYTE_FALLBACK
+
+    def __init__(self, path: Path, model: bytes, config: Mapping[str, Any]) -> None:
+        self._prefixing = _load_sentencepiece(path, model)
+        self._plain = _load_sentencepiece(path, model + _NO_DUMMY_PREFIX)
+        if config.get("add_prefix_space") is False:
+            self._prefixing = self._plain
+        self._later = self._prefixing if config.get("legacy") else self._plain
+        self.strips_first_space = self._prefixing.normalize("a").startswith(SPACE_MARK)
+        pieces = {i: self._plain.id_to_piece(i) for i in range(self._plain.piece_size())}
+        special = {i for i in pieces if self._plain.is_control(i) or self._plain.is_unknown(i)}
+        added = _added_tokens(path, config, pieces)
+        self._pieces = pieces | {i: token["content"] for i, token in added.items()}
+        self.special_ids = frozenset(special | {i for i, token in added.items() if token.get("special", True)})
+        self.vocab_size = max(self._pieces) + 1
+        self._whole = {self._pieces[i]: i for i in special | added.keys()}
+        self._split = _splitter(self._whole)
+        self._name_special_tokens(path, config)
+        self._prefix = [self.bos_token_id] if config.get("add_bos_token") is not False else []
+        self._suffix = [self.eos_token_id] if config.get("add_eos_token") else []
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        require(_is_unicode(text), "prompt", text, "text without lone surrogates")
+        ids: list[int] = []
+        for index, stretch in enumerate(self._split.split(text)):
+            if stretch in self._whole:
+                ids.append(self._whole[stretch])
+            elif stretch:
+                ids.extend(guarded((self._later if index else self._prefixing).encode, stretch))
+        if not add_special_tokens:
+            return ids
+        return [i for i in (*self._prefix, *ids, *self._suffix) if i is not None]
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        shown = (i for i in token_ids if i in self._pieces)
+        pieces = (self._pieces[i] for i in shown if not (skip_special_tokens and i in self.special_ids))
+        text = join_byte_fallback_pieces(pieces)
+        return text.removeprefix(" ") if self.strips_first_space else text
+
+    def convert_id_to_token(self, token_id: int) -> str | None:
+        return self._pieces.get(token_id)
+
+    def is_byte_fallback(self, token_id: int) -> bool:
+        return token_id in self._pieces and byte_of_token(self._pieces[token_id]) is not None
+
+    def _name_special_tokens(self, path: Path, config: Mapping[str, Any]) -> None:
+        """Take BOS and EOS from tokenizer_config.json, else from the model itself."""
+        ids = {piece: i for i, piece in self._pieces.items()}
+        own = {
+            "bos_token": self._plain.bos_id(),
+            "eos_token": self._plain.eos_id(),
+            "unk_token": self._plain.unk_id(),
+        }
+        from_model = {field: self._pieces[i] for field, i in own.items() if i >= 0}
+        self.special_tokens = from_model | named_special_tokens(config)
+        found: dict[str, int | None] = dict.fromkeys(("bos_token", "eos_token"))
+        for field in found:
+            if field in self.special_tokens:
+                token = self.special_tokens[field]
+                found[field] = _require_in_vocabulary(path, field, token, ids.get(token))
+        self.bos_token_id, self.eos_token_id = found["bos_token"], found["eos_token"]
+
+
+def byte_of_token(token: str) -> int | None:
+    """Return the byte that a `<0xNN>` piece stands for, None for every other piece."""
+    match = _BYTE_TOKEN.fullmatch(token)
+    return int(match[1], 16) if match else None
+
+
+def text_of_byte_run(run: bytes) -> str:
+    """Return the text of a run of byte pieces: valid UTF-8 as it reads, otherwise one U+FFFD for each byte.
+
+    The rule is the ByteFallback decoder's of `tokenizers`; one bad byte spoils its whole run.
+    """
+    try:
+        return run.decode("utf-8")
+    except UnicodeDecodeError:
+        return "\ufffd" * len(run)
+
+
+def join_byte_fallback_pieces(pieces: Iterable[str]) -> str:
+    """Return the text of sentencepiece pieces: U+2581 is a space, runs of `<0xNN>` are bytes."""
+    parts = []
+    for is_run, group in groupby(((byte_of_token(piece), piece) for piece in pieces), lambda pair: pair[0] is not None):
+        if is_run:
+            parts.append(text_of_byte_run(bytes(byte for byte, _ in group if byte is not None)))
+        else:
+            parts.extend(piece.replace(SPACE_MARK, " ") for _, piece in group)
+    return "".join(parts)
+
+
+def _read_tokenizer_json(path: Path) -> tuple[tokenizers.Tokenizer, object]:
+    """Return the pipeline of a tokenizer.json, and its decoder section. Raises `ModelFormatError`."""
+    try:
+        source = read_text(path, DATA_BYTES)
+        pipeline = json.loads(source)
+        torn = [
+            token for token in pipeline.get("added_tokens") or () if token.get("special") and token.get("normalized")
+        ]
+        for token in torn:
+            # Llama 2's first tokenizer.json has it so: its normalizer puts a space mark before each of them too, and
+            # then none is found behind another one ("</s><s>").
+            token["normalized"] = False
+        backend = guarded(tokenizers.Tokenizer.from_str, json.dumps(pipeline) if torn else source)
+    except UnreadableFileError as error:
+        raise ModelFormatError(str(error)) from None
+    except Exception as error:
+        raise ModelFormatError(f"{path}: is no valid tokenizer.json: {error}") from error
+    return backend, pipeline.get("decoder")
+
+
+def _add_special_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Make every special token that the config names one that is never split, as transformers does."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for content, flags in special_tokens(config).items():
+        if content not in known:
+            backend.add_tokens([tokenizers.AddedToken(content, special=True, normalized=False, **flags)])
+
+
+def _classify_decoder(decoder: Any) -> tuple[DecoderKind, bool]:
+    """Return the kind of a tokenizer.json's decoder section, and whether it strips one space at the start."""
+    if not isinstance(decoder, dict):
+        return DecoderKind.OTHER, False
+    if decoder.get("type") == "ByteLevel":
+        return DecoderKind.BYTE_LEVEL, False
+    steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else []
+    replace = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    llama = [replace, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if steps in (llama, [*llama, strip]):
+        return DecoderKind.BYTE_FALLBACK, len(steps) > len(llama)
+    return DecoderKind.OTHER, False
+
+
+def _load_sentencepiece(path: Path, model: bytes) -> Any:
+    processor = sentencepiece.SentencePieceProcessor()
+    try:
+        processor.LoadFromSerializedProto(model)
+    except (RuntimeError, OSError) as error:
+        raise ModelFormatError(f"{path}: is no valid sentencepiece model: {error}") from error
+    if processor.piece_size() == 0:
+        raise ModelFormatError(f"{path}: is no valid sentencepiece model: it has no pieces")
+    return processor
+
+
+def _added_tokens(path: Path, config: Mapping[str, Any], pieces: Mapping[int, str]) -> dict[int, dict[str, Any]]:
+    """Return the tokens beside the model's own by id, those that are named only included; none contradicts the model.
+
+    One that is named and has no id gets the next one, as in transformers; BOS and EOS must have one.
+    """
+    added = added_tokens(path.parent, config)
+    ids = {piece: i for i, piece in pieces.items()} | {token["content"]: i for i, token in added.items()}
+    ends = [config.get(field) for field in ("bos_token", "eos_token")]
+    for content, flags in special_tokens(config).items():
+        is_end = any(content == (end.get("content") if isinstance(end, dict) else end) for end in ends)
+        if content not in ids and not is_end:
+            ids[content] = max(ids.values()) + 1
+        if content in ids:
+            added.setdefault(ids[content], {"content": content, **flags})
+    for token_id, token in added.items():
+        where = f"{path.parent / 'tokenizer_config.json'}: added token {token_id}"
+        for flag in ("lstrip", "rstrip", "single_word"):
+            if token.get(flag):
+                raise ModelFormatError(f"{where}: {flag} is not supported with tokenizer.model")
+        if pieces.get(token_id, token["content"]) != token["content"]:
+            raise ModelFormatError(f"{where} is {token['content']!r}, tokenizer.model has {pieces[token_id]!r}")
+    return added
+
+
+def _splitter(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern whose `split` keeps the tokens as items of their own, the longest first."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
+
+
+def _require_in_vocabulary(path: Path, field: str, token: str, token_id: int | None) -> int:
+    if token_id is None:
+        raise ModelFormatError(f"{path}: tokenizer_config.json names {field} {token!r}, which is not in the vocabulary")
+    return token_id
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
