@@ -27,7 +27,7 @@ from d3engine.text.tokenizer import load_tokenizer
 from d3engine.weights_tools.convert import convert_bin, convert_llama2c
 from d3engine.weights_tools.convert_meta import convert_meta
 
-SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 STORIES = SHARED_DATA / "stories260K"
 LLAMA2_TOKENIZER = SHARED_DATA / "llama2" / "tokenizer.model"
 

@@ -17,7 +17,7 @@ from d3engine.errors import InvalidValueError
 from d3engine.text.detokenizer import Detokenizer
 from d3engine.text.tokenizer import DecoderKind, FastTokenizer, Tokenizer, load_tokenizer
 
-LLAMA2 = Path(__file__).resolve().parents[2] / "shared" / "data" / "llama2"
+LLAMA2 = Path(__file__).resolve().parents[3] / "shared" / "data" / "llama2"
 CORPUS = [
     "the cat sat on the mat and the dog ate",
     "Größe, naïve café, 東京 日本語 🙂",

@@ -37,7 +37,7 @@ from d3engine.kernels import reference
 from d3engine.model.config import QUANTIZATION_SCHEMES
 from d3engine.scheduling.scheduler import Scheduler
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HERE = Round(torch.device("cpu"), True, 1e6)  # this clock starts now, so its end must be out of reach
 
 

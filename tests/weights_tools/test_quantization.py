@@ -561,7 +561,7 @@ def test_the_benchmark_reports_each_scheme_at_each_depth(reader: Path, tmp_path:
 
 
 def test_the_page_has_the_figures_of_the_result() -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     report = json.loads((root / "benchmarks" / "results" / "quantization-demo.json").read_text())
     page = (root / "docs" / "quantization.md").read_text()
 

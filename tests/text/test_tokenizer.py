@@ -16,7 +16,7 @@ from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 from d3engine.errors import InvalidValueError, ModelFormatError
 from d3engine.text.tokenizer import DecoderKind, Tokenizer, load_tokenizer
 
-LLAMA2 = Path(__file__).resolve().parents[2] / "shared" / "data" / "llama2" / "tokenizer.model"
+LLAMA2 = Path(__file__).resolve().parents[3] / "shared" / "data" / "llama2" / "tokenizer.model"
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs!",
     "def main(argument):\n    return argument + 1\n",
