@@ -12,7 +12,19 @@ NVIDIA_DRIVER ?= /proc/driver/nvidia/version
 PIP = $(BIN)/python -m pip install --no-input --disable-pip-version-check
 CAN_REACH = $(BIN)/python -c "import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)" "$(CPU_WHEELS)/torch/"
 
-.PHONY: demo test lint docs inspect bench clean
+.PHONY: help setup demo test lint types layers shipped docs inspect bench clean
+
+help:
+	@echo "make demo     install, and answer a problem at full depth and with D3"
+	@echo "make test     all tests"
+	@echo "make setup    everything a contributor needs, into .venv"
+	@echo "make lint     formatting, names, types, layers"
+	@echo "make docs     the pages as a site in build/site"
+	@echo "make inspect  compile every Triton kernel without a GPU"
+	@echo "make bench    time the parts"
+
+setup: $(VENV)/.installed-dev
+	@echo "Ready. The tools are in $(BIN); CONTRIBUTING.md says how to go on."
 
 demo: $(VENV)/.installed
 	$(BIN)/d3engine generate demo

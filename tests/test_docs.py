@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import shlex
+import tomllib
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -167,3 +168,17 @@ def test_the_reference_has_every_public_name() -> None:
     described = re.findall(r"^::: ([\w.]+)$", "\n".join(page.read_text() for page in REFERENCE), re.MULTILINE)
     public = {f"d3engine.{name}" for name in d3engine.__all__ if name != "__version__"}
     assert public - set(described) == set()
+
+
+def test_the_architecture_and_the_readme_have_the_layers_of_the_contract() -> None:
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    layers = [sorted(layer.split(" | ")) for layer in contract["layers"]]
+    page = (ROOT / "docs" / "architecture.md").read_text().split("| layer | what it knows |")[1].split("\n\n")[0]
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert [sorted(re.findall(r"`(\w+)`", cell)) for cell in cells] == layers
+    readme = (ROOT / "README.md").read_text().split("| where | what |")[1].split("\n## ")[0]
+    named = re.findall(r"`d3engine/(\w+)(?:/|\.py)`", readme) + re.findall(r"`(\w+)/` \|", readme)
+    order = [next(place for place, layer in enumerate(layers) if name in layer) for name in named if name != "examples"]
+    assert order[: len(order) - 2] == sorted(order[: len(order) - 2])
+    small = {"environment", "files", "progress", "version", "errors"}
+    assert {name for layer in layers for name in layer} - set(named) <= small

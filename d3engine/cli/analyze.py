@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 
 import typer
 
-from d3engine.cli.app import new_app
+from d3engine.cli.apps import new_app
 from d3engine.cli.depth_options import AUTO, Depth, number, takes_depth
 from d3engine.cli.engine_options import Options, engine_arguments, model_directory, takes_engine
 from d3engine.cli.output_files import check_output, printing_last, write_output

@@ -22,7 +22,7 @@ from d3engine.calibration.floor import FLOOR
 from d3engine.calibration.noninferiority import Tolerance
 from d3engine.calibration.outcome import Outcome, outcome, reason
 from d3engine.calibration.search import Calibration, Check, Fate, Trial, best_at_each_speed, calibrate
-from d3engine.cli.app import new_app
+from d3engine.cli.apps import new_app
 from d3engine.cli.ending import ExitCode
 from d3engine.cli.engine_options import Options, model_directory, open_engine, sampling_params, takes_engine
 from d3engine.cli.verbosity import note

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from d3engine.cli.app import Group, new_app
+from d3engine.cli.apps import Group, new_app
 from d3engine.version import __version__
 
 COMMANDS = {

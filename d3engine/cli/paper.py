@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from d3engine.cli.app import new_app
+from d3engine.cli.apps import new_app
 from d3engine.evaluation.paper import Compared, PaperReport, report
 from d3engine.evaluation.report import Table
 

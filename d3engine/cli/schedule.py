@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from d3engine.cli.app import new_app
+from d3engine.cli.apps import new_app
 from d3engine.cli.depth_options import AUTO, Depth, takes_depth
 from d3engine.depth import NEVER, DepthPolicy, Schedule
 from d3engine.depth.policy import policy_from_directory

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from d3engine.cli.app import Group, new_app
+from d3engine.cli.apps import Group, new_app
 from d3engine.cli.ending import ExitCode, say_error
 from d3engine.cli.engine_options import model_directory
 from d3engine.cli.verbosity import note

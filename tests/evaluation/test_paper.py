@@ -12,7 +12,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from d3engine.cli import COMMANDS, app
+from d3engine.cli import app
+from d3engine.cli.commands import COMMANDS
 from d3engine.evaluation import paper
 from d3engine.evaluation.paper_tables import ITEMS, SIZES, TABLE_6, TABLE_8
 

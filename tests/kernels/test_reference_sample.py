@@ -1,4 +1,4 @@
-"""The reference's choice of tokens equals the sampler's, which tests/sampling/test_sampling.py holds against plain Python."""
+"""The reference's choice of tokens equals the sampler's, which `tests/sampling` holds against plain Python."""
 
 from __future__ import annotations
 

@@ -23,12 +23,11 @@ from d3engine import (
     SelfSpeculative,
     Speculative,
     UnifiedSkip,
-    sampling,
-    verification,
 )
 from d3engine.depth import DepthPolicy
 from d3engine.executor.computed import Computed
 from d3engine.request.params import MAX_N
+from d3engine.sampling import sampler, verification
 
 VOCABULARY, LAYERS = 5, 4
 PROMPT = [1, 4, 2, 0, 3]
@@ -132,7 +131,7 @@ def test_drafting_accepting_and_replacing_use_numbers_of_their_own(
 
         monkeypatch.setattr(module, "gumbel", watched)
 
-    watch(sampling, "noise")
+    watch(sampler, "noise")
     watch(verification, "acceptance")
     engine = Engine(llama.directory, skip_tokenizer_init=True, device="cpu", depth=SelfSpeculative(UnifiedSkip(2), 3))
     engine.generate(PROMPT, SamplingParams(n=8, seed=1, max_tokens=24, ignore_eos=True), use_tqdm=False)

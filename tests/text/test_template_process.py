@@ -209,7 +209,7 @@ class TestProcess:
     def test_a_fork_starts_processes_of_its_own(self) -> None:
         code = """
 import os
-from d3engine import template_process as process
+from d3engine.text import template_process as process
 from d3engine.text.chat_template import ChatTemplate
 
 template = ChatTemplate("{{ messages[0].content }}")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -607,10 +605,3 @@ def test_verify_finds_what_the_loader_would(tmp_path: Path) -> None:
         "generation_config.json: top_p must be a finite number of at least 0; got 'x'"
         in run("verify", tmp_path / "out").stderr
     )
-
-
-def test_the_tools_run_as_a_module(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "d3engine.weights_tools", "verify", str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 1
-    assert result.stderr == f"error: {tmp_path / 'config.json'} is missing\n"
