@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import pickle
 import shutil
 from collections.abc import Callable
@@ -14,9 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_models import TinyLlama
 
 import d3engine
-from d3engine import Engine, FullDepth, InvalidValueError, RequestOutput, SamplingParams
+from d3engine import CompletionOutput, Engine, FullDepth, InvalidValueError, RequestOutput, SamplingParams
 from d3engine.errors import TokenizerError
 
 DEMO = Path(d3engine.__file__).parent / "demo_model"
@@ -243,3 +245,25 @@ def test_arrays_that_are_no_token_ids_are_refused_by_name(
     with pytest.raises(InvalidValueError, match="prompt_token_ids must be ids from 0 to 299"):
         engine.generate([[array(11), array(12.5)]], greedy(), use_tqdm=False)
     assert not engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("sizes", [{"intermediate_size": 172}, {"hidden_size": 200}, {"head_dim": 20}])
+def test_in_bfloat16_a_request_whose_states_are_not_numbers_ends_alone(
+    tiny_llama: Callable[..., TinyLlama], sizes: dict[str, int]
+) -> None:
+    poison = 299
+
+    def answers(spoil: bool) -> list[CompletionOutput]:
+        engine = Engine(
+            tiny_llama(**sizes).directory, dtype="bfloat16", device="cpu", depth=FullDepth(), skip_tokenizer_init=True
+        )
+        if spoil:
+            engine.executor.model.weights.embedding[poison] = math.nan  # type: ignore[attr-defined]
+        for name, token in enumerate([1, poison, 2, poison, 3]):
+            engine.add_request(str(name), [token] * 9, greedy(1))
+        last = finish(engine)
+        return [last[str(name)].outputs[0] for name in range(5)]
+
+    healthy, spoilt = answers(spoil=False), answers(spoil=True)
+    assert [answer.finish_reason for answer in spoilt] == ["length", "abort", "length", "abort", "length"]
+    assert spoilt[::2] == healthy[::2]

@@ -39,12 +39,12 @@ def device() -> torch.device:
     return torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's products on a CPU without oneDNN, so that what stands in a row stays there, as on a GPU.
+    """`torch.matmul` on a CPU without oneDNN, so that what stands in a row stays there, as on a GPU.
 
-    On CPUs with AMX oneDNN's product of bfloat16 reads beyond rows whose length is no multiple of 32, and multiplies
-    what it finds, the next row, by zero: NaN, where that row is undefined.
+    Beside the kernels in the interpreter it is called as on a GPU. On CPUs with AMX it would read beyond rows whose
+    length is no multiple of 32: `_rows_apart` of the reference says more.
     """
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
 

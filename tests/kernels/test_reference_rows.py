@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 
 from d3engine.kernels import reference
@@ -74,3 +77,20 @@ def test_attention_of_rows_beyond_the_count_is_undefined() -> None:
     out = reference.paged_attention(queries, pool, inputs, 0.5, num_rows=TWO)
     torch.testing.assert_close(out[:2], reference.paged_attention(queries, pool, inputs, 0.5)[:2])
     assert bool(out[2].isnan().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("channels", [5, 123, 172, 256])
+def test_a_row_that_is_not_a_number_stays_the_only_one(dtype: torch.dtype, channels: int) -> None:
+    torch.manual_seed(0)
+    hidden, norm = torch.randn(33, channels).to(dtype), torch.randn(channels).to(dtype)
+    weight, even = torch.randn(44, channels).to(dtype), torch.arange(33) % 2 == 0
+    hidden[~even] = math.nan
+    residual = torch.randn(33, 44).to(dtype)
+    reference.linear_residual(hidden, weight, None, residual)
+    for out in (
+        reference.gate_up(hidden, norm, EPS, weight, None),
+        reference.lm_head(hidden, norm, EPS, weight),
+        residual,
+    ):
+        assert torch.equal(out.isfinite().all(dim=1), even)

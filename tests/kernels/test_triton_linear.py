@@ -17,7 +17,7 @@ from d3engine.kernels import reference
 from d3engine.kernels.triton import products
 from d3engine.kernels.triton.launches import SHAPES, Launch, registered
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "rows_apart")
 
 EPS = 1e-5
 # About twice what was measured. Half precision: one rounding of the result, and one of the normed row where products

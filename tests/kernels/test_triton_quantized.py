@@ -15,7 +15,7 @@ import d3engine.kernels.triton as kernels
 from d3engine.kernels.quantized import GROUP, Int4Weight, Int8Weight
 from d3engine.kernels.triton import products
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "rows_apart")
 
 EPS = 1e-5
 # As in test_triton_linear.py: the stored values add no error of their own, they are whole numbers in every dtype.

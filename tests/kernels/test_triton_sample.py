@@ -21,7 +21,7 @@ from d3engine.kernels.sampling import Cuts, Penalties, SamplingRows, cut_min_p_,
 from d3engine.kernels.triton import candidates, cuts, noise, products
 from d3engine.kernels.triton.sample import keys_launch
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "rows_apart")
 
 EPS = 1e-5
 LOW = 0xFFFFFFFF
