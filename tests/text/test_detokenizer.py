@@ -4,80 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from pathlib import Path
 
 import pytest
-import sentencepiece
-import tokenizers
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from small_tokenizers import LLAMA2, save_byte_fallback_json, save_byte_level, save_sentencepiece, save_word_level
+from tokenizers import decoders
 
 from d3engine.errors import InvalidValueError
 from d3engine.text.detokenizer import Detokenizer
 from d3engine.text.tokenizer import DecoderKind, FastTokenizer, Tokenizer, load_tokenizer
 
-LLAMA2 = Path(__file__).resolve().parents[3] / "shared" / "data" / "llama2"
-CORPUS = [
-    "the cat sat on the mat and the dog ate",
-    "Größe, naïve café, 東京 日本語 🙂",
-    "a b c\n\nd e f\n",
-] * 4
 MANY = settings(max_examples=80, deadline=None)
-
-
-def save_byte_level(directory: Path) -> None:
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    # One added token in the byte table's alphabet, one outside of it, one that mixes both.
-    tokenizer.add_tokens(["<tool>", "日本 x", "é!"])
-    tokenizer.add_special_tokens(["<|begin_of_text|>", "<|eot_id|>"])
-    tokenizer.save(str(directory / "tokenizer.json"))
-
-
-def save_byte_fallback_json(directory: Path, strip: bool) -> None:
-    pieces = [
-        "<unk>",
-        "<s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "\u2581",
-        "\u2581\u2581",
-        "\u2581a",
-        "b",
-        "日",
-    ]
-    vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
-    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
-    tokenizer.add_special_tokens(["<unk>", "<s>"])
-    tokenizer.save(str(directory / "tokenizer.json"))
-
-
-def save_word_level(directory: Path) -> None:
-    """No decoder at all: `tokenizers` then puts a space between any two words."""
-    vocabulary = {word: i for i, word in enumerate(["<unk>", "the", "cat", "sat", "mat"])}
-    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.add_special_tokens(["<unk>"])
-    tokenizer.save(str(directory / "tokenizer.json"))
-
-
-def save_sentencepiece(directory: Path) -> None:
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS),
-        model_prefix=str(directory / "tokenizer"),
-        vocab_size=330,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        character_coverage=0.98,
-        minloglevel=2,
-    )
 
 
 @pytest.fixture(

@@ -1,0 +1,107 @@
+"""The benchmark of quantization measures the loss that the engine has, and reports each scheme at each depth."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from quantized_weights import SCHEMES, MakeTiny
+
+from benchmarks import quantization as benchmark
+from d3engine import D3, Engine, FullDepth, SamplingParams
+from d3engine.evaluation.accuracy import take_problems
+from d3engine.evaluation.word_problems import format_prompt
+from d3engine.loading.model_directory import model_directory
+
+
+@pytest.fixture(scope="module")
+def reader(tiny_llama: MakeTiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model that reads the word problems with the bundled model's tokenizer."""
+    directory = tmp_path_factory.mktemp("reader")
+    source = tiny_llama(vocab_size=768, hidden_size=128, num_hidden_layers=2, eos_token_id=2).directory
+    for file in source.iterdir():
+        shutil.copyfile(file, directory / file.name)
+    for name in ("tokenizer.model", "tokenizer_config.json"):
+        shutil.copyfile(model_directory("demo") / name, directory / name)
+    (directory / "d3.json").write_text('{"depth": {"policy": "d3", "alpha": 0.9, "start": 0.5}}')
+    return directory
+
+
+def test_the_benchmark_finds_the_loss_that_the_engine_gives_for_a_prompt(reader: Path) -> None:
+    """At full depth a solution costs the same whether it is generated step by step or read as part of a prompt."""
+    given = take_problems("validation", 0, 2)
+    with Engine(reader, device="cpu", dtype="float32") as engine:
+        found = benchmark.answer(engine, given, FullDepth(), 4)
+        shallow = benchmark.answer(engine, given, D3(0.5, 0.5), 4)
+        assert engine.tokenizer is not None
+        solutions = [benchmark.solution_tokens(engine, problem) for problem in given]
+        questions = [engine.tokenizer.encode(format_prompt(problem.question)) for problem in given]
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, depth=FullDepth())
+        prompts = [{"prompt_token_ids": [*a, *b]} for a, b in zip(questions, solutions, strict=True)]
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+    for place, (output, solution) in enumerate(zip(outputs, solutions, strict=True)):
+        assert output.prompt_logprobs is not None
+        read = zip(output.prompt_logprobs[-len(solution) :], solution, strict=True)
+        assert found.losses[place] == pytest.approx(-sum(at[token].logprob for at, token in read), rel=1e-4)
+        assert found.lengths[place] == len(solution)
+        assert solution[-1] == 2
+        assert abs(shallow.losses[place] - found.losses[place]) > 0.1
+    assert [len(tokens) for tokens in found.token_ids] == [4, 4]
+
+
+def test_the_benchmark_reports_each_scheme_at_each_depth(reader: Path, tmp_path: Path) -> None:
+    options = [f"--model={reader}", "--problems=3", "--max-tokens=4", f"--json={tmp_path / 'report.json'}"]
+    assert benchmark.main(options) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert str(reader.parent) not in (tmp_path / "report.json").read_text()
+    rows = {row["weights"]: row for row in report["rows"]}
+    assert list(rows) == ["float32", *SCHEMES]
+    assert rows["int4"]["weight_bytes"] < rows["int8"]["weight_bytes"] < rows["float32"]["weight_bytes"]
+    assert 0 == rows["float32"]["relative_error"] < rows["int8"]["relative_error"] < rows["int4"]["relative_error"]
+    for row in rows.values():
+        assert list(row["depths"]) == ["full depth", "d3"]
+        for figures in row["depths"].values():
+            assert all(f["low"] <= f["value"] <= f["high"] for f in figures.values())
+    for figures in rows["float32"]["depths"].values():
+        assert figures["perplexity_over_float"] == {"value": 1, "low": 1, "high": 1}
+        assert figures["identical_answers"]["value"] == 1
+    for depth in ("full depth", "d3"):
+        perplexities = [row["depths"][depth]["perplexity"]["value"] for row in rows.values()]
+        ratios = [row["depths"][depth]["perplexity_over_float"]["value"] for row in rows.values()]
+        assert ratios == pytest.approx([perplexity / perplexities[0] for perplexity in perplexities])
+        assert 0 < abs(ratios[1] - 1) < 0.1
+
+
+def test_the_page_has_the_figures_of_the_result() -> None:
+    root = Path(__file__).parents[2]
+    report = json.loads((root / "benchmarks" / "results" / "quantization-demo.json").read_text())
+    page = (root / "docs" / "quantization.md").read_text()
+
+    def shown(figure: dict[str, float], form: str) -> str:
+        value, low, high = (form.format(figure[name]) for name in ("value", "low", "high"))
+        return f"{value} ({low} to {high})"
+
+    for row in report["rows"]:
+        for name, depth in (("full", "full depth"), ("D3", "d3")):
+            cells = [row["weights"], f"{row['weight_bytes']:,}", name]
+            figures = row["depths"][depth]
+            cells += [shown(figures[key], "{:.5f}") for key in ("perplexity", "perplexity_over_float")]
+            cells += [shown(figures[key], "{:.1%}") for key in ("exact_match", "identical_answers")]
+            assert f"| {' | '.join(cells)} |" in page
+
+
+def test_the_ratio_of_perplexities_pairs_the_problems() -> None:
+    generator = torch.Generator().manual_seed(0)
+    losses = torch.rand(50, generator=generator, dtype=torch.float64).numpy()
+    found = benchmark.Answers([], [], losses, losses * 0 + 10)
+    worse = replace(found, losses=losses + 0.5)
+    ratio = benchmark.perplexity_ratio(worse, found)
+    assert list(ratio.values()) == pytest.approx([math.exp(0.05)] * 3)  # every problem by the same: no spread at all
+    alone = benchmark.perplexity(worse)
+    assert alone["value"] == pytest.approx(math.exp((losses.mean() + 0.5) / 10))
+    assert alone["high"] - alone["low"] > 0.001

@@ -1,0 +1,231 @@
+"""D3's schedule is what its formula says, in the paper's numbers, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedules import layers_run
+
+from d3engine.depth import D3, NEVER, FullDepth, UnifiedSkip, policy_from_dict
+from d3engine.depth.presets import PRESETS, preset
+from d3engine.depth.statistics import mean_depth
+from d3engine.errors import InvalidValueError
+
+
+def d3_keep(layers: int, alpha: float, first: int, tail: int, step: int) -> int:
+    """The formula of the D3 paper, one step at a time."""
+    return max(math.floor(layers * alpha**step), first + tail)
+
+
+def d3_layers(layers: int, alpha: float, first: int, tail: int, step: int) -> list[int]:
+    skipped = range(first, first + layers - d3_keep(layers, alpha, first, tail, step))
+    return [layer for layer in range(layers) if layer not in skipped]
+
+
+@pytest.mark.parametrize(("layers", "mean"), [(32, 29.904297), (40, 37.511719), (80, 75.534180)])
+def test_d3_means_on_gsm8k_are_those_of_table_6(layers: int, mean: float) -> None:
+    for start in (0.6, 0.7, 0.8):
+        schedule = D3(alpha=0.9999, start=start).schedule(layers)
+        assert mean_depth(schedule, 1024) == pytest.approx(mean, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layers", "start", "exact", "printed"),
+    [(32, 0.6, 19.165, 19.17), (40, 0.5, 20.335, 20.33), (80, 0.6, 48.43, 48.43)],
+)
+def test_d3_means_on_bbh_are_those_of_table_6(layers: int, start: float, exact: float, printed: float) -> None:
+    mean = mean_depth(D3(alpha=0.9, start=start).schedule(layers), 200)
+    assert mean == pytest.approx(exact, abs=1e-9)
+    # The paper rounded in float32, where 19.165 and 20.335 fall on the other side of the half.
+    assert mean == pytest.approx(printed, abs=5e-3 + 1e-9)
+
+
+def test_d3_depths_on_bbh_for_32_layers() -> None:
+    schedule = D3(alpha=0.9, start=0.6).schedule(32)
+    assert schedule.depths(10).tolist() == [32, 28, 25, 23, 20, 19, 19, 19, 19, 19]
+    assert layers_run(schedule, 1) == [*range(19), *range(23, 32)]
+    assert layers_run(schedule, 5) == layers_run(schedule, 10**9) == list(range(19))
+
+
+@pytest.mark.parametrize(
+    ("layers", "drops"),
+    [
+        (32, [1, 318, 646, 985]),
+        (40, [1, 254, 513, 780]),
+        (80, [1, 126, 254, 383, 513, 646, 780, 916]),
+    ],
+)
+def test_d3_drops_one_layer_at_these_steps_at_alpha_0_9999(layers: int, drops: list[int]) -> None:
+    schedule = D3(alpha=0.9999, start=0.6).schedule(layers)
+    assert sorted(schedule.cutoffs[schedule.cutoffs < 1024].tolist()) == drops
+    first = math.floor(layers * 6 / 10)
+    assert schedule.cutoffs[first : first + len(drops)].tolist() == drops
+
+
+policies = st.tuples(
+    st.integers(1, 90),
+    st.one_of(st.floats(0.05, 1.0), st.sampled_from([0.8, 0.9, 0.99, 0.999, 1.0, 1e-300])),
+    st.integers(1, 99),
+    st.integers(0, 5),
+)
+
+
+@settings(max_examples=60)
+@given(policies)
+def test_d3_cutoffs_are_the_brute_force_table_of_the_formula(case: tuple[int, float, int, int]) -> None:
+    layers, alpha, percent, tail = case
+    first = layers * percent // 100
+    policy = D3(alpha=alpha, start=percent / 100, tail=tail)
+    if first + tail > layers:
+        with pytest.raises(InvalidValueError, match="tail"):
+            policy.schedule(layers)
+        return
+    schedule = policy.schedule(layers)
+    steps = [*range(-1, 60), 200, 999, 5000]
+    assert all(layers_run(schedule, step) == d3_layers(layers, alpha, first, tail, max(step, 0)) for step in steps)
+
+
+@settings(max_examples=60)
+@given(policies)
+def test_d3_starts_full_never_grows_and_stays_within_its_bounds(case: tuple[int, float, int, int]) -> None:
+    layers, alpha, percent, tail = case
+    first = layers * percent // 100
+    if first + tail > layers:
+        return
+    schedule = D3(alpha=alpha, start=percent / 100, tail=tail).schedule(layers)
+    depths = schedule.depths(300)
+    assert depths[0] == layers
+    assert (np.diff(depths) <= 0).all()
+    assert depths.min() >= first + tail
+    assert (schedule.cutoffs >= 1).all()
+    kept_always = [*range(first), *range(layers - tail, layers)]
+    assert (schedule.cutoffs[kept_always] == NEVER).all()
+    window = schedule.cutoffs[first : layers - tail].astype(np.int64)
+    assert (np.diff(window) >= 0).all()
+
+
+def brute_force_cutoff(layers: int, alpha: float, left: int, limit: int) -> int:
+    return next((step for step in range(1, limit) if math.floor(layers * alpha**step) < left), NEVER)
+
+
+def test_d3_binary_search_finds_what_a_walk_over_all_steps_finds() -> None:
+    for layers, alpha in ((7, 0.99997), (32, 0.99995), (40, 0.9999)):
+        cutoffs = D3(alpha=alpha, start=0.5).schedule(layers).cutoffs
+        for offset in (0, 1, 3):
+            expected = brute_force_cutoff(layers, alpha, layers - offset, 100_000)
+            assert expected != NEVER
+            assert cutoffs[math.floor(layers / 2) + offset] == expected
+
+
+@pytest.mark.parametrize("alpha", [0.9999999, 0.999999999, 1 - 2**-40])
+def test_d3_cutoffs_near_alpha_1_are_the_first_step_below_the_line(alpha: float) -> None:
+    layers, first = 32, 16
+    cutoffs = D3(alpha=alpha, start=0.5).schedule(layers).cutoffs
+    for offset, cutoff in enumerate(cutoffs[first:].tolist()):
+        last_checked = min(cutoff, NEVER) - 1
+        assert math.floor(layers * alpha**last_checked) >= layers - offset
+        assert cutoff == NEVER or math.floor(layers * alpha**cutoff) < layers - offset
+    assert cutoffs[first] == 1
+
+
+def test_d3_cutoffs_beyond_an_int32_are_never() -> None:
+    cutoffs = D3(alpha=1 - 2**-40, start=0.5).schedule(32).cutoffs
+    assert cutoffs[16] == 1
+    assert (cutoffs[17:] == NEVER).all()  # one layer more would take about 3e10 steps
+
+
+def test_d3_at_alpha_1_never_skips() -> None:
+    assert D3(alpha=1, start=0.5).schedule(32) == FullDepth().schedule(32)
+
+
+@pytest.mark.parametrize(
+    ("start", "layers", "first"),
+    [(0.7, 10, 7), (0.58, 50, 29), (0.29, 100, 29), (0.57, 100, 57), (0.6, 32, 19), (0.07, 100, 7)],
+)
+def test_d3_start_is_the_number_as_written_not_its_binary_neighbour(start: float, layers: int, first: int) -> None:
+    policy = D3(alpha=0.5, start=start)
+    assert policy.first_layer(layers) == first
+    assert layers_run(policy.schedule(layers), 10_000) == list(range(first))
+
+
+@given(st.integers(1, 99), st.integers(1, 200))
+def test_d3_start_in_hundredths_is_exact_for_every_depth(percent: int, layers: int) -> None:
+    assert D3(alpha=0.9, start=percent / 100).first_layer(layers) == layers * percent // 100
+
+
+def test_d3_takes_start_as_any_exact_number() -> None:
+    written = [0.6, Fraction(3, 5), Decimal("0.6"), "0.6", "3/5", np.float64(0.6)]
+    assert {D3(alpha=0.9, start=start) for start in written} == {D3(alpha=0.9, start=0.6)}  # type: ignore[arg-type]
+    third = D3(alpha=0.9, start=Fraction(1, 3))
+    assert third.first_layer(30) == 10
+    assert policy_from_dict(json.loads(json.dumps(third.describe()))) == third
+
+
+@pytest.mark.parametrize("text", ["1e999999999", "-1e999999999", "1e-999999999", "9" * 5000, f"1{'0' * 400}/3"])
+def test_a_number_too_long_to_be_exact_is_refused_rather_than_computed(text: str) -> None:
+    with pytest.raises(InvalidValueError, match="speedup"):
+        UnifiedSkip(text)  # type: ignore[arg-type]
+
+
+def test_d3_tail_keeps_the_last_layers() -> None:
+    schedule = D3(alpha=0.9, start=0.6, tail=2).schedule(32)
+    assert schedule.depths(7).tolist() == [32, 28, 25, 23, 21, 21, 21]
+    assert layers_run(schedule, 100) == [*range(19), 30, 31]
+
+
+def test_d3_tail_that_does_not_fit_is_refused_with_its_bound() -> None:
+    D3(alpha=0.9, start=0.6, tail=13).schedule(32)
+    with pytest.raises(InvalidValueError, match=r"tail must be at most 13, since .* layer 19 of 32; got 14"):
+        D3(alpha=0.9, start=0.6, tail=14).schedule(32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"alpha": 0, "start": 0.5}, "alpha"),
+        ({"alpha": 1.01, "start": 0.5}, "alpha"),
+        ({"alpha": math.nan, "start": 0.5}, "alpha"),
+        ({"alpha": "0.9", "start": 0.5}, "alpha"),
+        ({"alpha": True, "start": 0.5}, "alpha"),
+        ({"alpha": 0.9, "start": 0}, "start"),
+        ({"alpha": 0.9, "start": 1}, "start"),
+        ({"alpha": 0.9, "start": math.inf}, "start"),
+        ({"alpha": 0.9, "start": math.nan}, "start"),
+        ({"alpha": 0.9, "start": "half"}, "start"),
+        ({"alpha": 0.9, "start": "1/0"}, "start"),
+        ({"alpha": 0.9, "start": None}, "start"),
+        ({"alpha": 0.9, "start": True}, "start"),
+        ({"alpha": 0.9, "start": 0.5, "tail": -1}, "tail"),
+        ({"alpha": 0.9, "start": 0.5, "tail": 1.0}, "tail"),
+        ({"alpha": 0.9, "start": 0.5, "on_skip": "zero"}, "on_skip"),
+    ],
+)
+def test_d3_refuses_wrong_arguments_at_construction_by_name(arguments: dict, field: str) -> None:
+    with pytest.raises(InvalidValueError) as raised:
+        D3(**arguments)
+    assert raised.value.field == field
+
+
+def test_d3_presets_are_the_settings_of_the_paper() -> None:
+    assert D3.preset("bbh", num_layers=32) == D3(alpha=0.9, start=0.6)
+    assert D3.preset("bbh", num_layers=40) == D3(alpha=0.9, start=0.5)
+    assert D3.preset("bbh", num_layers=80) == D3(alpha=0.9, start=0.6)
+    assert D3.preset("gsm8k", num_layers=32) == D3(alpha=0.9999, start=0.8)
+    assert D3.preset("gsm8k", num_layers=40) == D3(alpha=0.9999, start=0.7)
+    assert sum(map(len, PRESETS.values())) == 5
+
+
+@pytest.mark.parametrize(
+    ("task", "layers", "field"), [("mmlu", 32, "preset"), ("gsm8k", 80, "num_layers"), ([], 32, "preset")]
+)
+def test_presets_that_the_paper_does_not_give_are_refused_by_name(task: object, layers: int, field: str) -> None:
+    with pytest.raises(InvalidValueError) as raised:
+        preset(task, layers)
+    assert raised.value.field == field

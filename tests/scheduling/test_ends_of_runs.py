@@ -1,0 +1,245 @@
+"""A run of steps ends where it must: at a stop, a fault, the end of memory, and at whoever waits."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ahead import Solo, greedy, unread
+from batches import CONFIG, LAYERS, Request, assert_same, block_bytes, kv_is_back, wide
+
+from d3engine import D3, Engine, FullDepth, InvalidValueError, SamplingParams, UnifiedSkip, Waves
+from d3engine.executor.cuda_graph import GraphExecutor, batch_sizes
+from d3engine.loading import settings
+from d3engine.model.config import ModelConfig
+from d3engine.model.weights import random_weights
+from d3engine.plan import Plan
+from d3engine.request.choice import Choice
+from d3engine.sampling.sampler import FAULT
+from d3engine.scheduling.chunks import Chunks
+from d3engine.scheduling.run_ahead import run_ahead
+from d3engine.scheduling.running import RunningTable
+
+
+def test_a_run_that_the_memory_has_no_room_for_is_a_single_step(ahead: Callable[..., Engine], solo: Solo) -> None:
+    """Nobody waits here, and nobody is sent away before the next step itself lacks a block."""
+    requests = [Request(tuple(range(n, n + 4)), greedy(FullDepth(), 36)) for n in (20, 40)]
+    engine = ahead(kv_cache_memory_bytes=LAYERS * 12 * block_bytes(), enable_prefix_caching=False)
+    outputs = engine.generate([list(r.prompt) for r in requests], [r.params for r in requests], use_tqdm=False)
+    for output, request in zip(outputs, requests, strict=True):
+        assert_same(output, solo(request))
+    stats = engine.stats()
+    assert stats.num_preemptions == 1
+    assert stats.graph_steps > 40
+
+
+def test_who_waits_while_there_is_a_place_is_not_kept_waiting_by_a_run(ahead: Callable[..., Engine]) -> None:
+    engine = ahead(admission=Waves(12), num_scheduler_steps=16)
+
+    def add(name: str) -> None:
+        engine.add_request(name, [1, 2, 3], unread(greedy(FullDepth(), 40)))
+
+    add("first")
+    engine.step()
+    before = engine.stats().graph_steps
+    engine.step()
+    assert engine.stats().graph_steps == before + 16
+    add("second")
+    waited = 0
+    while engine.scheduler.num_waiting:
+        before = engine.stats().graph_steps
+        engine.step()
+        waited += engine.stats().graph_steps - before
+        assert engine.stats().graph_steps <= before + 1
+    assert 0 < waited < 12
+
+
+def test_rope_that_grows_with_the_sequence_is_known_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Answers that outgrow the trained length, beside some that have outgrown it with their prompts."""
+
+    def make(**config: Any) -> Engine:
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG | config))
+        shape = ModelConfig.from_directory(tmp_path)
+        weights = wide(random_weights(shape, dtype=torch.float32, device="cpu", seed=3))
+        return Engine(tmp_path, weights=weights, skip_tokenizer_init=True, device="cpu", max_model_len=64)
+
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    grown: dict[str, Any] = {"max_position_embeddings": 16, "rope_scaling": rope}
+    params = greedy(D3(0.8, 0.3), 24)
+    prompts = [list(range(50 + length, 50 + 2 * length)) for length in (3, 9, 15, 16, 17, 30)]
+    wanted = [make(**grown).generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
+    fixed = [make().generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts[:2]]
+    monkeypatch.setattr(settings, "runs_in_graphs", lambda device, enforce_eager: True)
+    engine = make(**grown)
+    for found, other in zip(engine.generate(prompts, params, use_tqdm=False), wanted, strict=True):
+        assert_same(found, other)
+    assert engine.stats().graph_steps > 20
+    for prompt, tokens, other in zip(prompts, fixed, wanted, strict=False):
+        same = 16 - len(prompt) + 1
+        assert tokens[:same] == other.outputs[0].token_ids[:same]
+        assert tokens != other.outputs[0].token_ids, "that the rope has grown is to be seen"
+
+
+def test_an_answer_ends_at_its_stop_token_in_the_middle_of_a_run(ahead: Callable[..., Engine], solo: Solo) -> None:
+    prompt = tuple(range(50, 60))
+    whole = solo(Request(prompt, greedy(D3(0.9, 0.5)))).outputs[0].token_ids
+    stop = next(token for place, token in enumerate(whole) if place > 4 and token not in whole[:place])
+    neighbour = Request(tuple(range(9)), greedy(FullDepth()))
+    params = greedy(D3(0.9, 0.5), stop_token_ids=[stop])
+    engine = ahead()
+    found, beside = engine.generate([list(prompt), list(neighbour.prompt)], [params, neighbour.params], use_tqdm=False)
+    assert found.outputs[0].token_ids == whole[: whole.index(stop) + 1]
+    assert (found.outputs[0].finish_reason, found.outputs[0].stop_reason) == ("stop", stop)
+    assert len(found.outputs[0].depths) == len(found.outputs[0].token_ids)
+    assert_same(beside, solo(neighbour))
+    assert engine.stats().generated_tokens == len(found.outputs[0].token_ids) + 20
+
+
+def test_an_answer_ends_at_its_stop_string_in_the_middle_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = "Question: Nina has 23 marbles. Nina loses 11 of them. How many marbles does Nina have now?\nAnswer:"
+    params = SamplingParams(temperature=0, max_tokens=40, stop=["23 - 11"])
+    plain = Engine("demo", device="cpu").generate(prompt, params, use_tqdm=False)[0].outputs[0]
+    assert (plain.finish_reason, plain.stop_reason) == ("stop", "23 - 11")
+    monkeypatch.setattr(settings, "runs_in_graphs", lambda device, enforce_eager: True)
+    engine = Engine("demo", device="cpu")
+    found = engine.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+    assert (found.text, found.token_ids, found.depths) == (plain.text, plain.token_ids, plain.depths)
+    assert (found.finish_reason, found.stop_reason) == ("stop", "23 - 11")
+    assert engine.stats().graph_steps > len(found.token_ids), "the run was to go on beyond the stop"
+    assert engine.stats().kv_blocks_in_use == 0
+
+
+def test_a_row_whose_logits_are_not_finite_ends_alone_with_the_tokens_it_had(
+    ahead: Callable[..., Engine], solo: Solo
+) -> None:
+    prompt, beside = tuple(range(50, 60)), Request(tuple(range(9)), greedy(D3(0.8, 0.3)))
+    whole = solo(Request(prompt, greedy(FullDepth()))).outputs[0].token_ids
+    others = {*prompt, *beside.prompt, *solo(beside).outputs[0].token_ids}
+    place = next(n for n, token in enumerate(whole) if n > 2 and token not in {*others, *whole[:n]})
+    engine = ahead()
+    embedding = engine.executor._model.weights.embedding
+    before = embedding[whole[place]].clone()
+    embedding[whole[place]] = math.nan
+    try:
+        found, healthy = engine.generate(
+            [list(prompt), list(beside.prompt)], [greedy(FullDepth()), beside.params], use_tqdm=False
+        )
+    finally:
+        embedding[whole[place]] = before
+    assert found.outputs[0].token_ids == whole[: place + 1]
+    assert (found.outputs[0].finish_reason, found.outputs[0].stop_reason) == ("abort", FAULT)
+    assert_same(healthy, solo(beside))
+    assert kv_is_back(engine)
+
+
+def test_what_the_host_writes_between_the_steps_of_a_run_is_not_read(ahead: Callable[..., Engine], solo: Solo) -> None:
+    """The proof that a step takes nothing from the host: all that the host knows is spoilt after the first."""
+    request = Request(tuple(range(50, 60)), greedy(D3(0.9, 0.5)))
+    engine = ahead()
+    executor = engine.executor
+    assert isinstance(executor, GraphExecutor)
+    original = executor._graph
+
+    def graph(shape: Any) -> Callable[[], None]:
+        step = original(shape)
+
+        def step_and_spoil() -> None:
+            step()
+            executor._from_host.fill_(-1)
+            executor._tables._tensor.fill_(-1)
+
+        return step_and_spoil
+
+    executor._graph = graph  # type: ignore[method-assign]
+    executor._tables._update = lambda plan, columns: _all_anew(executor, plan)  # type: ignore[method-assign]
+    assert_same(engine.generate(list(request.prompt), request.params, use_tqdm=False)[0], solo(request))
+    assert engine.stats().graph_steps == 19
+
+
+def _all_anew(executor: GraphExecutor, plan: Plan) -> bool:
+    executor._tables._tensor.copy_(torch.from_numpy(plan.tables))
+    return True
+
+
+def test_a_graph_is_captured_once_for_each_depth_and_size(ahead: Callable[..., Engine]) -> None:
+    engine = ahead(max_num_seqs=8)
+    params = greedy(D3(0.9, 0.5), 40)
+    depths = {int(depth) for depth in D3(0.9, 0.5).schedule(LAYERS).depths(40)[1:]}
+    for batch, sizes in ((1, 1), (1, 1), (3, 2), (4, 2), (5, 3)):
+        engine.generate([[n, n + 1] for n in range(batch)], params, use_tqdm=False)
+        assert engine.stats().graphs_captured == sizes * len(depths)
+    assert engine.stats().graph_capture_seconds > 0
+
+
+def test_batch_sizes_reach_what_is_asked_and_waste_little() -> None:
+    for most in (1, 2, 3, 5, 8, 64, 65, 300):
+        sizes = batch_sizes(most)
+        assert sizes == sorted(set(sizes))
+        assert most <= sizes[-1]
+        assert len(sizes) == 1 or sizes[-2] < most
+        for rows in range(1, most + 1):
+            assert next(size for size in sizes if size >= rows) <= max(2 * rows, rows + 31)
+
+
+def test_a_run_ends_where_the_rows_of_a_layer_would_no_longer_come_first() -> None:
+    """Rows of two schedules: the first is deeper at once and sleeps sooner."""
+    table = RunningTable(2, 3, 32)
+    cutoffs = np.array([[100, 100, 6], [100, 100, 9]])
+    table.cutoffs[:] = cutoffs
+    table.num_tokens[:], table.max_length[:] = [8, 3], 30
+    steps = np.array([3, 1])
+    starts = table.num_tokens - 1
+    chunks = Chunks(np.arange(2), starts, starts + 1, steps, steps[:, None] < cutoffs)
+    found = run_ahead(chunks, table, 16)
+    assert found is not None
+    assert found.num_steps == 3  # at steps 6 and 4 the second row alone runs layer 2
+    table.cutoffs[1] = cutoffs[0]
+    older_first = run_ahead(chunks, table, 16)
+    assert older_first is not None
+    assert older_first.num_steps == 3
+    chunks = chunks.deepest_first()
+    assert chunks.steps.tolist() == [1, 3], "both are at one depth, so the younger comes first"
+    alike = run_ahead(chunks, table, 16)
+    assert alike is not None
+    assert alike.num_steps == 16
+    table.max_length[1] = 7
+    short = run_ahead(chunks, table, 16)
+    assert short is not None
+    assert short.num_steps == 4
+    table.streams[0] = True
+    streamed = run_ahead(chunks, table, 16)
+    assert streamed is not None
+    assert streamed.num_steps == 1
+    table.choice[1] = Choice.PENALISE
+    penalised = run_ahead(chunks, table, 16)
+    assert penalised is not None
+    assert (streamed.choice, penalised.choice) == (Choice.GREEDY, Choice.PENALISE)
+    table.choice[1] = Choice.HOST
+    assert run_ahead(chunks, table, 16) is None
+    assert run_ahead(chunks, table, 0) is None
+
+
+def test_steps_of_the_scheduler_are_refused_without_graphs(make_engine: Callable[..., Engine]) -> None:
+    for steps in (0, 257, 2.5, True):
+        with pytest.raises(InvalidValueError, match="num_scheduler_steps"):
+            make_engine(num_scheduler_steps=steps)
+    with pytest.raises(InvalidValueError, match=r"num_scheduler_steps must be 1 without CUDA graphs.*; got 4"):
+        make_engine(num_scheduler_steps=4)
+    assert make_engine(num_scheduler_steps=1).stats().graph_steps == 0
+
+
+def test_an_engine_that_must_be_eager_captures_nothing(
+    ahead: Callable[..., Engine], make_engine: Callable[..., Engine]
+) -> None:
+    engine = make_engine(enforce_eager=True)
+    engine.generate([1, 2, 3], greedy(UnifiedSkip(2), 5), use_tqdm=False)
+    assert not isinstance(engine.executor, GraphExecutor)
+    assert (engine.stats().graphs_captured, engine.stats().graph_steps) == (0, 0)

@@ -1,0 +1,16 @@
+"""Observers of saved models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from d3engine.analysis.observer import Observer
+from d3engine.model.config import ModelConfig
+from d3engine.model.weights import load_weights
+
+
+def observer_of(directory: Any) -> Observer:
+    config = ModelConfig.from_directory(directory)
+    return Observer(config, load_weights(directory, config, dtype=torch.float32, device="cpu"))

@@ -1,0 +1,50 @@
+"""What the tests of quantized weights share: schemes, matrices and the layouts of the models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import TinyLlama
+from torch import Tensor
+from typer.testing import CliRunner, Result
+
+from d3engine.cli.weights import app
+from d3engine.model.config import ModelConfig
+from d3engine.model.weights import LlamaWeights, load_weights
+
+SCHEMES = ("int8", "int4")
+SHAPES = [(5, 123), (3, 128), (7, 352), (2, 1), (1, 129)]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "grouped heads": {},
+    "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
+    "tied": {"tie_word_embeddings": True, "num_key_value_heads": 1},
+    "more than one group": {"hidden_size": 144, "intermediate_size": 200},
+}
+QUERY = "model.layers.1.self_attn.q_proj"
+MakeTiny = Callable[..., TinyLlama]
+
+
+def random_matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(rows * columns)
+    return (torch.randn(rows, columns, generator=generator) * torch.rand(rows, 1, generator=generator)).to(dtype)
+
+
+def load(directory: Path) -> LlamaWeights:
+    config = ModelConfig.from_directory(directory)
+    return load_weights(directory, config, dtype=torch.float32, device="cpu", show_progress=False)
+
+
+def all_tensors(weights: LlamaWeights) -> list[Tensor]:
+    head = weights.lm_head
+    tensors = [weights.embedding, weights.final_norm, *((head,) if isinstance(head, Tensor) else head.tensors)]
+    return tensors + [tensor for layer in weights.layers for tensor in layer.tensors()]
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+
+
+QuantizedDirectory = Callable[[str, str], tuple[Path, Path]]

@@ -1,0 +1,11 @@
+"""Reading schedules layer by layer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from d3engine.depth import Schedule
+
+
+def layers_run(schedule: Schedule, step: int) -> list[int]:
+    return np.flatnonzero(schedule.active(step)).tolist()

@@ -1,0 +1,82 @@
+"""An engine whose model is scripted: an executor that makes each request say what the test wants.
+
+So text, stops and faults are exact. Scheduler, cache, sampler, tokenizer and the engine around them are the real ones.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import d3engine
+from d3engine import Engine, RequestOutput, SamplingParams
+from d3engine.executor.computed import Computed
+from d3engine.plan import Plan
+
+DEMO = Path(d3engine.__file__).parent / "demo_model"
+VOCABULARY, EOS, LAYERS = 800, 2, 4  # the embedding has more rows than the tokenizer has pieces
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "eos_token_id": EOS,
+}
+Scripts = dict[tuple[int, ...], list[int]]
+
+
+class Scripted:
+    """An executor that makes each sequence generate the script of its prompt, and EOS after it."""
+
+    def __init__(self, scripts: Scripts) -> None:
+        self.scripts = scripts
+        self.fault: BaseException | None = None
+        self.poisoned: set[str] = set()
+
+    def run(self, plan: Plan) -> Computed:
+        if self.fault is not None:
+            raise self.fault
+        logits = torch.zeros(len(plan.logit_rows), VOCABULARY)
+        for row, chunk in enumerate(plan.sampled.tolist()):
+            sequence = plan.sequences[chunk]
+            script = [*self.scripts.get(tuple(sequence.prompt_token_ids), range(100, 200)), EOS, EOS, EOS, EOS]
+            logits[row, script[sequence.step]] = 30.0
+            if sequence.request_id in self.poisoned:
+                logits[row, 5] = math.nan
+        return Computed(logits)
+
+
+def executor_of(engine: Engine) -> Scripted:
+    executor = engine.executor
+    assert isinstance(executor, Scripted)
+    return executor
+
+
+def greedy(max_tokens: int = 8, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **more)
+
+
+def likeliest(max_tokens: int, **more: Any) -> SamplingParams:
+    """As `greedy`, but drawn: so there may be several answers, all the same."""
+    return SamplingParams(top_k=1, max_tokens=max_tokens, **more)
+
+
+def ids(engine: Engine, text: str) -> list[int]:
+    assert engine.tokenizer is not None
+    return engine.tokenizer.encode(text, add_special_tokens=False)
+
+
+def finish(engine: Engine) -> dict[str, RequestOutput]:
+    """Step to the end; the last output of every request that was returned."""
+    last = {}
+    for _ in range(200):
+        if not engine.has_unfinished_requests():
+            return last
+        last |= {output.request_id: output for output in engine.step()}
+    raise AssertionError("the engine does not finish")

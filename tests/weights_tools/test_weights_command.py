@@ -1,0 +1,115 @@
+"""`d3engine weights` converts, inspects and verifies; a destination in use is kept, an error is one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conversion import make_model, run, save_bin, save_meta, write_llama2c
+from safetensors.torch import load_file, save_file
+
+from d3engine.errors import InvalidValueError
+from d3engine.weights_tools.convert import convert_llama2c
+
+
+def test_a_destination_in_use_is_kept_unless_overwrite_is_given(tmp_path: Path) -> None:
+    source, destination = tmp_path / "model.bin", tmp_path / "out"
+    write_llama2c(source, make_model(tie_word_embeddings=True))
+    destination.mkdir()
+    (destination / "notes.txt").write_text("mine")
+    (destination / "model-00001-of-00002.safetensors").write_text("stale")
+    (destination / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(InvalidValueError, match=r"DST must be a new or empty directory \(or give --overwrite\)"):
+        convert_llama2c(source, destination, show_progress=False)
+    assert len(list(destination.iterdir())) == 3
+    convert_llama2c(source, destination, overwrite=True, show_progress=False)
+    assert sorted(file.name for file in destination.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "notes.txt",
+    ]
+    assert (destination / "notes.txt").read_text() == "mine"
+    with pytest.raises(InvalidValueError, match=r"DST must be a directory, or a path where none exists.*; got .*"):
+        convert_llama2c(source, source, overwrite=True, show_progress=False)
+
+
+def test_written_weights_are_as_readable_as_the_files_beside_them(tmp_path: Path) -> None:
+    write_llama2c(tmp_path / "model.bin", make_model(tie_word_embeddings=True))
+    convert_llama2c(tmp_path / "model.bin", tmp_path / "out", show_progress=False)
+    modes = {(tmp_path / "out" / name).stat().st_mode for name in ("config.json", "model.safetensors")}
+    assert len(modes) == 1
+
+
+def test_the_command_line_converts_inspects_and_verifies(tmp_path: Path) -> None:
+    save_bin(tmp_path / "bin", make_model())
+    converted = run("convert", "bin", tmp_path / "bin", tmp_path / "out", "--shard-size", "0.00001")
+    assert converted.exit_code == 0, converted.output
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists()
+    verified = run("verify", tmp_path / "out")
+    assert (verified.exit_code, verified.stdout) == (0, "OK\n")
+    shown = run("inspect", tmp_path / "out")
+    assert shown.exit_code == 0
+    parameters = sum(parameter.numel() for parameter in make_model().parameters())
+    assert f"{parameters:,}" in shown.stdout
+    assert f"{parameters * 4:,}" in shown.stdout
+    assert "256 (32-bit)" in shown.stdout  # 2 (K and V) x 2 layers x 2 kv heads x 8 channels x 4 bytes
+
+
+def test_the_command_line_converts_meta_and_passes_notes_on(tmp_path: Path) -> None:
+    save_meta(tmp_path / "meta", make_model())
+    done = run("convert", "meta", tmp_path / "meta", tmp_path / "out", "--max-position-embeddings", "64")
+    assert done.exit_code == 0, done.output
+    assert "note: " in done.stderr
+    assert "has no tokenizer.model" in done.stderr
+
+
+def test_errors_are_one_line_and_the_exit_code_of_wrong_input(tmp_path: Path) -> None:
+    for arguments in (
+        ("inspect", tmp_path),
+        ("convert", "llama2c", tmp_path / "absent", tmp_path / "out"),
+        ("convert", "bin", tmp_path / "absent", tmp_path / "out"),
+        ("convert", "bin", tmp_path, tmp_path / "out", "--shard-size", "0"),
+        ("convert", "meta", tmp_path / "absent", tmp_path / "out"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2, arguments
+        assert result.stdout == ""
+        assert result.stderr.startswith("error: ")
+        assert result.stderr.count("\n") == 1
+
+
+def test_inspect_shows_even_what_verify_refuses(tmp_path: Path) -> None:
+    write_llama2c(tmp_path / "model.bin", make_model(tie_word_embeddings=True))
+    convert_llama2c(tmp_path / "model.bin", tmp_path / "out", show_progress=False)
+    save_file({"odd [red]name": torch.ones(0)}, tmp_path / "out" / "model.safetensors")
+    shown = run("inspect", tmp_path / "out")
+    assert shown.exit_code == 0
+    assert "odd [red]name" in shown.stdout
+    assert "is missing in" in run("verify", tmp_path / "out").stderr
+
+
+def test_verify_finds_what_the_loader_would(tmp_path: Path) -> None:
+    write_llama2c(tmp_path / "model.bin", make_model(tie_word_embeddings=True))
+    convert_llama2c(tmp_path / "model.bin", tmp_path / "out", show_progress=False)
+    file = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][5] = torch.nan
+    save_file(tensors, file)
+    result = run("verify", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "tensor 'model.norm.weight' holds NaN or infinity" in result.stderr
+
+    tensors["model.norm.weight"][5] = 1e6
+    save_file(tensors, file)
+    assert run("verify", tmp_path / "out").exit_code == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"torch_dtype": "float16"}))
+    assert "has values too large for torch.float16" in run("verify", tmp_path / "out").stderr
+    (tmp_path / "out" / "generation_config.json").write_text('{"top_p": "x"}')
+    assert (
+        "generation_config.json: top_p must be a finite number of at least 0; got 'x'"
+        in run("verify", tmp_path / "out").stderr
+    )
