@@ -9,21 +9,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as AnySequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from tqdm import tqdm
 
-from d3engine.calls.delivery import Delivery
+from d3engine.calls.in_flight import InFlight
 from d3engine.calls.interrupts import Interrupt
+from d3engine.calls.life import Life
 from d3engine.calls.new_requests import NewRequests, params_of_each
 from d3engine.calls.one_caller import OneCaller
 from d3engine.depth import DepthPolicy
-from d3engine.errors import D3EngineError, EngineDeadError, InvalidValueError, require, require_integer
-from d3engine.executor.cuda_graph import GraphExecutor
-from d3engine.executor.paired import PairedExecutor
+from d3engine.errors import EngineDeadError, InvalidValueError, require, require_integer
 from d3engine.loading.assembly import assemble
 from d3engine.loading.defaults import default_sampling_params
 from d3engine.loading.settings import check_switches, check_tokenizer, resolve_settings
@@ -34,9 +33,8 @@ from d3engine.request.params import RequestOutputKind, SamplingParams
 from d3engine.request.sequence import Sequence
 from d3engine.sampling.verification import VerifyingSampler
 from d3engine.scheduling.admission import Admission
-from d3engine.stats import EngineStats, NominalDepth, engine_stats
-from d3engine.text.chat_prompts import ChatPrompts, Messages
-from d3engine.text.output import OutputProcessor
+from d3engine.stats import EngineStats, engine_stats
+from d3engine.text.chat_prompts import ChatPrompts, Messages, as_conversations
 from d3engine.text.prompts import Prompt, as_list
 from d3engine.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -129,14 +127,10 @@ class Engine:
         core = assemble(settings, self.tokenizer, weights)
         self.scheduler, self.executor = core.scheduler, core.executor
         self.sampler = VerifyingSampler()
-        self._outputs = OutputProcessor(self.tokenizer, self.scheduler.finish)
         self._chat_prompts = ChatPrompts(self.directory, self.tokenizer)
-        self._delivery = Delivery()
+        self._life = Life()
+        self._in_flight = InFlight(self.scheduler, self.tokenizer, self._life)
         self._caller = OneCaller()
-        self._num_requests = 0
-        self._nominal = NominalDepth()
-        self._fault: BaseException | None = None
-        self._closed = False
 
     @property
     def config(self) -> ModelConfig:
@@ -184,20 +178,20 @@ class Engine:
         for each; without, generation_config.json decides. Every prompt is checked before the first one runs.
         """
         with self._call() as interrupt:
-            self._check_alive()
+            self._life.check()
             prompts = as_list(prompts)
             given = self.default_sampling_params if sampling_params is None else sampling_params
             params = params_of_each(len(prompts), given)
-            ids = [self._new_id() for _ in prompts]
+            ids = [self._in_flight.new_id() for _ in prompts]
             requests = []
             for asked in zip(ids, prompts, params, strict=True):
                 requests.append(self._new_request(*asked))
                 interrupt.deliver()
             done: dict[str, RequestOutput] = {}
             try:
-                answers = self._delivery.claim(ids)
+                answers = self._in_flight.claim(ids)
                 for sequences, text in requests:
-                    self._add(sequences, text, RequestOutputKind.FINAL_ONLY)
+                    self._in_flight.add(sequences, text, RequestOutputKind.FINAL_ONLY)
                 with tqdm(total=len(ids), desc="generate", unit="request", disable=not use_tqdm) as bar:
                     while len(done) < len(ids):
                         interrupt.deliver()
@@ -206,7 +200,7 @@ class Engine:
                         bar.update(len(answers))
                         answers.clear()
             finally:
-                self._drop(ids)
+                self._in_flight.drop(ids)
             return [done[i] for i in ids]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
@@ -217,15 +211,15 @@ class Engine:
         the engine between two outputs: none of the stream's is lost by it.
         """
         with self._call():
-            request_id = self._new_id()
+            request_id = self._in_flight.new_id()
             return self._stream(request_id, *self._new_request(request_id, prompt, params))
 
     def _stream(self, request_id: str, sequences: list[Sequence], text: str | None) -> Iterator[RequestOutput]:
         try:
             with self._call():
-                self._check_alive()
-                outputs = self._delivery.claim([request_id])
-                self._add(sequences, text, sequences[0].params.output_kind)
+                self._life.check()
+                outputs = self._in_flight.claim([request_id])
+                self._in_flight.add(sequences, text, sequences[0].params.output_kind)
             while True:
                 with self._call():
                     while not outputs:
@@ -235,7 +229,7 @@ class Engine:
                 if output.finished:
                     return
         finally:
-            self._caller.leave(request_id, self._drop)
+            self._caller.leave(request_id, self._in_flight.drop)
 
     def chat(
         self,
@@ -261,18 +255,16 @@ class Engine:
             tools: JSON objects that describe what the model may call, for the template.
             chat_template_kwargs: further variables of the template.
         """
-        require(len(messages) > 0, "messages", messages, "at least one message")
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
         prompts = [
             self.chat_prompt(
-                conversation,  # type: ignore[arg-type]
+                conversation,
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
             )
-            for conversation in conversations
+            for conversation in as_conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
@@ -300,11 +292,7 @@ class Engine:
     # -- the step API ------------------------------------------------------------------------------------------
 
     def add_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        priority: int = 0,
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
     ) -> None:
         """Queue a request; `step()` will return its outputs, as its `output_kind` says. Lower `priority` runs first.
 
@@ -312,11 +300,10 @@ class Engine:
         """
         require(isinstance(request_id, str) and request_id != "", "request_id", request_id, "a non-empty string")
         with self._call():
-            is_free = request_id not in self._outputs and request_id not in self._delivery
             allowed = "an id of no unfinished request, nor of one whose last output step() has yet to return"
-            require(is_free, "request_id", request_id, allowed)
+            require(request_id not in self._in_flight, "request_id", request_id, allowed)
             sequences, text = self._new_request(request_id, prompt, params, priority)
-            self._add(sequences, text, sequences[0].params.output_kind)
+            self._in_flight.add(sequences, text, sequences[0].params.output_kind)
 
     def step(self) -> list[RequestOutput]:
         """Run one step for the whole batch; returns the requests that have grown or finished.
@@ -327,10 +314,10 @@ class Engine:
             try:
                 self._advance()
             except EngineDeadError:
-                if not len(self._delivery):
+                if not len(self._in_flight.delivery):
                     raise
             interrupt.deliver()
-            return self._delivery.take()
+            return self._in_flight.delivery.take()
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests now; their last output, with finish_reason "abort", comes with the next `step()`.
@@ -339,30 +326,29 @@ class Engine:
         """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         with self._call():
-            self._check_alive()
-            self.scheduler.abort(ids)
-            self._delivery.put(self._outputs.end(ids))
+            self._life.check()
+            self._in_flight.abort(ids)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has anything left to do or to return."""
-        return bool(len(self._outputs) or len(self._delivery))
+        return bool(len(self._in_flight.outputs) or len(self._in_flight.delivery))
 
     def get_num_unfinished_requests(self) -> int:
-        return len(self._outputs)
+        return len(self._in_flight.outputs)
 
     def reset_prefix_cache(self) -> None:
         """Forget all shared prompt blocks; running requests keep theirs."""
         with self._call():
-            self._check_alive()
+            self._life.check()
             self.scheduler.prefix_cache.clear()
 
     def stats(self) -> EngineStats:
         """What the engine holds now, and what it has done since it began."""
         with self._call():
-            self._check_open()
-            executor = self.executor.first if isinstance(self.executor, PairedExecutor) else self.executor
-            graphs = executor.graph_stats if isinstance(executor, GraphExecutor) else None
-            return engine_stats(self.scheduler, self.settings.block_bytes, self._nominal.mean(), graphs)
+            self._life.check_open()
+            return engine_stats(
+                self.scheduler, self.executor, self.settings.block_bytes, self._in_flight.nominal.mean()
+            )
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer, with `encode` and `decode`; raises `InvalidValueError` for an engine without one."""
@@ -377,12 +363,9 @@ class Engine:
     def close(self) -> None:
         """Drop weights, cache and requests; calling it again does nothing."""
         with self._call():
-            if not self._closed:
-                self._closed = True
+            if self._life.close():
                 del self.executor
-                self._fault = None  # a fault's traceback holds on to what it passed through
-                self._outputs = OutputProcessor(self.tokenizer, self.scheduler.finish)
-                self._delivery = Delivery()
+                self._in_flight = InFlight(self.scheduler, self.tokenizer, self._life)
 
     def __enter__(self) -> Self:
         return self
@@ -394,72 +377,24 @@ class Engine:
 
     def _call(self) -> AbstractContextManager[Interrupt]:
         """What every public method does is done in here; none calls another from inside."""
-        return self._caller.call(self._drop)
+        return self._caller.call(self._in_flight.drop)
 
     def _advance(self) -> None:
         """Run one step, and lay out what came of it for whom it is for."""
-        with self._fault_ends_engine():
+        with self._life.ended_by_faults():
             plan = self.scheduler.schedule()
             if plan is not None:
                 computed = self.executor.run(plan)
                 tokens = self.sampler(computed.logits, plan)
                 outputs = self.scheduler.update(plan, tokens, computed.depths)
-                self._delivery.put(self._outputs.process(plan, tokens, outputs))
-
-    def _drop(self, ids: list[str]) -> None:
-        """End requests of our own whose outputs nobody will ask for; nothing happens to finished ones."""
-        if self._fault is None:  # after a fault the scheduler may be in any state
-            self.scheduler.abort(ids)
-        self._outputs.drop(ids)
-        self._delivery.drop(ids)
-
-    def _new_id(self) -> str:
-        """An id that no unfinished request of the step API has taken."""
-        while True:
-            self._num_requests += 1
-            request_id = f"request-{self._num_requests}"
-            if request_id not in self._outputs and request_id not in self._delivery:
-                return request_id
+                self._in_flight.deliver(plan, tokens, outputs)
 
     def _new_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None, priority: int = 0
     ) -> tuple[list[Sequence], str | None]:
         """The sequences of a request and its prompt's text; nothing is queued yet."""
-        self._check_alive()
+        self._life.check()
         given = self.default_sampling_params if params is None else params
         sequences, text = self._requests.read(request_id, prompt, given, priority)
         self.scheduler.check_fits(sequences[0])
         return sequences, text
-
-    def _add(self, sequences: list[Sequence], text: str | None, kind: RequestOutputKind) -> None:
-        """Queue a request, whole or not at all."""
-        try:
-            self._outputs.add(sequences, text, kind)
-            for sequence in sequences:
-                sequence.streams = kind is not RequestOutputKind.FINAL_ONLY
-                self.scheduler.add(sequence)
-                self._nominal.count(sequence)
-        except BaseException:
-            self._drop([sequences[0].request_id])
-            raise
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise D3EngineError("the engine is closed")
-
-    def _check_alive(self) -> None:
-        self._check_open()
-        if self._fault is not None:
-            raise EngineDeadError(f"the engine has ended: {self._fault!r}") from self._fault
-
-    @contextmanager
-    def _fault_ends_engine(self) -> Iterator[None]:
-        """A fault in the core may have left any state behind, so the engine ends, loudly and for every caller."""
-        self._check_alive()
-        try:
-            yield
-        except BaseException as fault:
-            self._fault = fault
-            if isinstance(fault, Exception):
-                raise EngineDeadError(f"the engine has ended: {fault!r}") from fault
-            raise  # an interrupt keeps its own name

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from d3engine.depth import Schedule
-from d3engine.executor.cuda_graph import GraphStats
-from d3engine.request.sequence import Sequence
+from d3engine.executor.cuda_graph import GraphExecutor, GraphStats
+from d3engine.executor.memory import Executor
+from d3engine.executor.paired import PairedExecutor
 from d3engine.scheduling.scheduler import Scheduler
 
 
@@ -53,13 +53,15 @@ class EngineStats:
 
 
 def engine_stats(
-    scheduler: Scheduler, block_bytes: int, nominal_mean_layers: float | None, graphs: GraphStats | None
+    scheduler: Scheduler, executor: Executor | PairedExecutor, block_bytes: int, nominal_mean_layers: float | None
 ) -> EngineStats:
-    """The stats of a scheduler whose blocks have `block_bytes` bytes."""
+    """The stats of a scheduler whose blocks have `block_bytes` bytes, and of the executor that runs its plans."""
     counters, pool = scheduler.counters, scheduler.cache.pool
     cached = scheduler.prefix_cache.num_idle_blocks()
     in_use = pool.num_held - cached
     generated = counters.generated_tokens
+    first = executor.first if isinstance(executor, PairedExecutor) else executor
+    graphs = first.graph_stats if isinstance(first, GraphExecutor) else GraphStats()
     return EngineStats(
         num_waiting=scheduler.num_waiting,
         num_running=scheduler.num_running,
@@ -76,7 +78,7 @@ def engine_stats(
         kv_bytes_in_use=in_use * block_bytes,
         kv_bytes_saved=scheduler.blocks_saved_now() * block_bytes,
         kv_bytes_saved_at_end=counters.blocks_saved * block_bytes,
-        **asdict(graphs or GraphStats()),
+        **asdict(graphs),
         drafted_tokens=counters.drafted_tokens,
         accepted_tokens=counters.accepted_tokens,
         verifications=counters.verifications,
@@ -85,23 +87,3 @@ def engine_stats(
             1 + counters.accepted_tokens / counters.verifications if counters.verifications else None
         ),
     )
-
-
-class NominalDepth:
-    """The mean depth that the schedules promise over the longest answers allowed, whatever is really generated."""
-
-    def __init__(self) -> None:
-        self._layers = 0
-        self._tokens = 0
-        self._known: dict[tuple[Schedule, int], int] = {}
-
-    def count(self, sequence: Sequence) -> None:
-        tokens = sequence.max_length - len(sequence.prompt_token_ids)
-        key = (sequence.schedule, tokens)
-        if key not in self._known:
-            self._known[key] = int(sequence.schedule.depths(tokens).sum())
-        self._layers += self._known[key]
-        self._tokens += tokens
-
-    def mean(self) -> float | None:
-        return self._layers / self._tokens if self._tokens else None

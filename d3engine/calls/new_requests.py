@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as AnySequence
 from dataclasses import replace
+from functools import lru_cache, partial
 
 from d3engine.depth import NEVER, DepthPolicy, Schedule
 from d3engine.depth.draft_rule import DraftRule
@@ -14,6 +15,9 @@ from d3engine.request.params import SamplingParams
 from d3engine.request.sequence import Sequence
 from d3engine.text.prompts import Prompt, PromptReader
 from d3engine.text.tokenizer import Tokenizer
+
+NUM_KEPT = 64
+"""Schedules to remember: most requests share a few policies, but each may bring its own."""
 
 
 class NewRequests:
@@ -32,8 +36,8 @@ class NewRequests:
         self._max_model_len = max_model_len
         self._seed = seed
         self._num_sequences = 0
-        self._schedules: dict[DepthPolicy, tuple[Schedule, DraftRule | None]] = {}
-        self._schedule(depth)
+        self._fit = lru_cache(NUM_KEPT)(partial(_fit, num_layers=config.num_layers, own=depth))
+        self._fit(depth)
 
     def read(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
@@ -47,7 +51,7 @@ class NewRequests:
         text, token_ids = self._prompts.read(prompt)
         self._prompts.check_params(params)
         policy = params.depth or self._depth
-        schedule, draft_rule = self._schedule(policy)
+        schedule, draft_rule = self._fit(policy)
         bad_word_ids = self._prompts.bad_word_ids(params)
         seed = params.seed if params.seed is not None else self._seed + self._num_sequences
         sequences = []
@@ -74,22 +78,22 @@ class NewRequests:
             self._num_sequences += 1
         return sequences, text
 
-    def _schedule(self, policy: DepthPolicy) -> tuple[Schedule, DraftRule | None]:
-        """The schedule of a policy for this model, and how it drafts."""
-        if policy not in self._schedules:
-            schedule = policy.schedule(self._num_layers)
-            layers = f"a schedule of the model's {self._num_layers} layers"
-            require(schedule.num_layers == self._num_layers, "depth", policy, layers)
-            if policy.exit_rule(self._num_layers) is not None:
-                fits = schedule.first_skipping_step == NEVER and schedule.on_skip != "none"
-                require(fits, "depth", policy, "of full depth beside its exit rule, with on_skip 'copy' or 'project'")
-            rule = policy.draft_rule(self._num_layers)
-            own_rule = self._depth.draft_rule(self._num_layers)
-            own = None if own_rule is None else own_rule.model
-            loaded = f"the engine's own draft model, {own!r} (Engine(depth=Speculative(draft_model)) loads it)"
-            require(rule is None or rule.model in (None, own), "draft_model", rule and rule.model, loaded)
-            self._schedules[policy] = schedule, rule
-        return self._schedules[policy]
+
+def _fit(policy: DepthPolicy, num_layers: int, own: DepthPolicy) -> tuple[Schedule, DraftRule | None]:
+    """The schedule of a policy for a model of `num_layers`, and how it drafts, where `own` is the engine's policy.
+
+    Raises `InvalidValueError` for a policy that does not fit the model, or drafts with a model that is not loaded.
+    """
+    schedule = policy.schedule(num_layers)
+    require(schedule.num_layers == num_layers, "depth", policy, f"a schedule of the model's {num_layers} layers")
+    if policy.exit_rule(num_layers) is not None:
+        fits = schedule.first_skipping_step == NEVER and schedule.on_skip != "none"
+        require(fits, "depth", policy, "of full depth beside its exit rule, with on_skip 'copy' or 'project'")
+    rule, own_rule = policy.draft_rule(num_layers), own.draft_rule(num_layers)
+    model = None if own_rule is None else own_rule.model
+    loaded = f"the engine's own draft model, {model!r} (Engine(depth=Speculative(draft_model)) loads it)"
+    require(rule is None or rule.model in (None, model), "draft_model", rule and rule.model, loaded)
+    return schedule, rule
 
 
 def params_of_each(count: int, given: SamplingParams | AnySequence[SamplingParams]) -> list[SamplingParams]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from d3engine.errors import InvalidValueError, ModelFormatError, require
 from d3engine.text.chat_template import ChatTemplate, load_chat_template
@@ -76,6 +76,12 @@ class ChatPrompts:
             return ChatTemplate(source, special_tokens=special_tokens)
         except ModelFormatError as error:
             raise InvalidValueError("chat_template", source, f"a Jinja template that compiles ({error})") from None
+
+
+def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
+    """The conversations of a list of them, or of one alone."""
+    require(len(messages) > 0, "messages", messages, "at least one message")
+    return cast(list[Messages], [messages] if isinstance(messages[0], Mapping) else list(messages))
 
 
 def _checked_variables(given: object) -> dict[str, Any]:

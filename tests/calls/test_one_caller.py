@@ -257,14 +257,14 @@ def test_ctrl_c_in_a_stream_ends_its_request_alone(make_engine: Callable[..., En
     assert finish(engine)["other"].outputs == want
 
 
-@pytest.mark.parametrize("where", ["engine._outputs.add", "engine.scheduler.add"])
+@pytest.mark.parametrize("where", ["outputs", "scheduler"])
 @pytest.mark.parametrize("how", ["Ctrl-C", "an exception out of nowhere"])
 def test_a_request_is_queued_whole_or_not_at_all(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, where: str, how: str
 ) -> None:
     engine = make_engine()
     want = engine.generate(PROMPT, greedy(), use_tqdm=False)[0].outputs
-    owner = {"engine._outputs.add": engine._outputs, "engine.scheduler.add": engine.scheduler}[where]
+    owner = {"outputs": engine._in_flight.outputs, "scheduler": engine.scheduler}[where]
     add = owner.add
 
     def interrupted(*arguments: Any, **named: Any) -> None:

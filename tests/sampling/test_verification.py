@@ -200,7 +200,7 @@ def test_a_fault_of_one_sequence_ends_its_request_and_no_draft_of_it_goes_on(lla
     params = SamplingParams(n=4, seed=3, max_tokens=12, ignore_eos=True)
     engine.add_request("faulty", PROMPT, params)
     engine.add_request("sound", PROMPT, SamplingParams(seed=5, max_tokens=12, ignore_eos=True))
-    fail = engine._outputs._append
+    fail = engine._in_flight.outputs._append
     calls: list[int] = []
 
     def failing(answer: Any, token: Any) -> None:
@@ -209,7 +209,7 @@ def test_a_fault_of_one_sequence_ends_its_request_and_no_draft_of_it_goes_on(lla
             raise ValueError("a token that no tokenizer knows")
         fail(answer, token)
 
-    engine._outputs._append = failing  # type: ignore[method-assign]
+    engine._in_flight.outputs._append = failing  # type: ignore[method-assign]
     done = {}
     while engine.has_unfinished_requests():
         done |= {output.request_id: output for output in engine.step() if output.finished}

@@ -54,7 +54,7 @@ class FailingTokenizer:
 
 
 def with_failing_tokenizer(engine: Engine, at: int) -> Engine:
-    engine._outputs._tokenizer = FailingTokenizer(engine.tokenizer, at)  # type: ignore[assignment]
+    engine._in_flight.outputs._tokenizer = FailingTokenizer(engine.tokenizer, at)  # type: ignore[assignment]
     return engine
 
 

@@ -1,0 +1,75 @@
+"""Requests in flight: from the queue, through the steps, until their callers have taken their last output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from d3engine.calls.delivery import Delivery
+from d3engine.calls.life import Life
+from d3engine.calls.nominal_depth import NominalDepth
+from d3engine.plan import Plan, Sampled
+from d3engine.request.outputs import RequestOutput
+from d3engine.request.params import RequestOutputKind
+from d3engine.request.sequence import Sequence
+from d3engine.scheduling.scheduler import Scheduler, TokenOutput
+from d3engine.text.output import OutputProcessor
+from d3engine.text.tokenizer import Tokenizer
+
+
+class InFlight:
+    """The requests of one engine: `outputs` has those that are unfinished, `delivery` what has yet to be taken.
+
+    A request stands in the scheduler, in `outputs` and perhaps in `delivery`; it enters and leaves them together.
+    """
+
+    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer | None, life: Life) -> None:
+        self.outputs = OutputProcessor(tokenizer, scheduler.finish)
+        self.delivery = Delivery()
+        self.nominal = NominalDepth()
+        self._scheduler = scheduler
+        self._life = life
+        self._num_own = 0
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether an id is taken: its request is unfinished, or the last output of it has not been handed out."""
+        return request_id in self.outputs or request_id in self.delivery
+
+    def new_id(self) -> str:
+        """An id for a request of the engine's own, which no request of the step API has taken."""
+        while True:
+            self._num_own += 1
+            request_id = f"request-{self._num_own}"
+            if request_id not in self:
+                return request_id
+
+    def add(self, sequences: list[Sequence], text: str | None, kind: RequestOutputKind) -> None:
+        """Queue a request, whole or not at all."""
+        try:
+            self.outputs.add(sequences, text, kind)
+            for sequence in sequences:
+                sequence.streams = kind is not RequestOutputKind.FINAL_ONLY
+                self._scheduler.add(sequence)
+                self.nominal.count(sequence)
+        except BaseException:
+            self.drop([sequences[0].request_id])
+            raise
+
+    def deliver(self, plan: Plan, sampled: Sampled, tokens: Iterable[TokenOutput]) -> None:
+        """Lay out what came of a step for whom it is for."""
+        self.delivery.put(self.outputs.process(plan, sampled, tokens))
+
+    def abort(self, ids: list[str]) -> None:
+        """End requests; their last outputs wait for `step()`."""
+        self._scheduler.abort(ids)
+        self.delivery.put(self.outputs.end(ids))
+
+    def claim(self, ids: list[str]) -> list[RequestOutput]:
+        """The list in which the outputs of these requests will wait for the caller, and not for `step()`."""
+        return self.delivery.claim(ids)
+
+    def drop(self, ids: list[str]) -> None:
+        """End requests whose outputs nobody will ask for; nothing happens to finished ones."""
+        if self._life.is_sound:  # after a fault the scheduler may be in any state
+            self._scheduler.abort(ids)
+        self.outputs.drop(ids)
+        self.delivery.drop(ids)

@@ -1,0 +1,41 @@
+"""What is remembered of requests that have come: never more, however many different policies they bring."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import d3engine
+from d3engine import D3, FullDepth, SamplingParams
+from d3engine.calls.new_requests import NUM_KEPT, NewRequests
+from d3engine.calls.nominal_depth import NominalDepth
+from d3engine.model.config import ModelConfig
+
+DEMO = ModelConfig.from_directory(Path(d3engine.__file__).parent / "demo_model")
+
+
+def test_requests_of_ever_new_policies_leave_a_bounded_number_of_schedules_behind() -> None:
+    requests = NewRequests(DEMO, None, depth=FullDepth(), max_model_len=64, seed=0)
+    nominal = NominalDepth()
+    schedules, of_each, promised = [], set(), 0
+    for number in range(3 * NUM_KEPT):
+        params = SamplingParams(max_tokens=10, depth=D3(alpha=1 - 0.3 / (number + 1), start=0.5))
+        sequences, _ = requests.read(f"request-{number}", [5, 6, 7], params)
+        nominal.count(sequences[0])
+        promised += int(sequences[0].schedule.depths(10).sum())
+        schedules.append(weakref.ref(sequences[0].schedule))
+        of_each.add(sequences[0].schedule.cutoffs.tobytes())
+    del sequences, params
+    gc.collect()
+    kept = [number for number, schedule in enumerate(schedules) if schedule() is not None]
+    assert len(of_each) == 3 * NUM_KEPT
+    assert kept == list(range(2 * NUM_KEPT, 3 * NUM_KEPT))
+    assert nominal.mean() == promised / (10 * 3 * NUM_KEPT)
+
+
+def test_a_policy_that_many_requests_share_is_worked_out_once() -> None:
+    requests = NewRequests(DEMO, None, depth=FullDepth(), max_model_len=64, seed=0)
+    params = SamplingParams(max_tokens=10, depth=D3(alpha=0.9, start=0.6))
+    first, second = (requests.read(name, [5, 6, 7], params)[0][0] for name in ("first", "second"))
+    assert first.schedule is second.schedule
