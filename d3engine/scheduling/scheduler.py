@@ -7,7 +7,6 @@ never straddles a cutoff, so a replayed token runs at the depth it had at first 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -21,12 +20,14 @@ from d3engine.request.outputs import FinishReason, Logprob
 from d3engine.request.sequence import NO_SLOT, Sequence, Status
 from d3engine.scheduling.admission import Admission, Immediate
 from d3engine.scheduling.allocator import Allocator, peak_blocks
+from d3engine.scheduling.catching_up import next_chunks
 from d3engine.scheduling.chunks import Chunks
 from d3engine.scheduling.draft_and_verify import Drafting
 from d3engine.scheduling.planner import build_plan
 from d3engine.scheduling.run_ahead import reaching, run_ahead
 from d3engine.scheduling.running import RunningTable
-from d3engine.scheduling.second_model import SecondModel
+from d3engine.scheduling.second_model_rows import SecondModelRows
+from d3engine.scheduling.waiting import WaitingQueue
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +94,8 @@ class Scheduler:
         self._table = RunningTable(config.max_num_seqs, cache.num_layers, config.max_model_len)
         self._allocator = Allocator(cache, self._table)
         self._drafting = Drafting(self._table)
-        self._second = None if second_cache is None else SecondModel(second_cache, self._table)
-        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+        self._second = None if second_cache is None else SecondModelRows(second_cache, self._table)
+        self._waiting = WaitingQueue()
         self._running: list[Sequence] = []
         self._slots = np.empty(0, dtype=np.int64)
 
@@ -139,16 +140,13 @@ class Scheduler:
         if self.config.enable_prefix_caching and sequence.shares_prompt:
             prompt = np.array(sequence.prompt_token_ids, dtype=np.int32)
             sequence.prefix_keys = self.prefix_cache.keys(prompt)
-        heapq.heappush(self._waiting, (sequence.order, sequence))
+        self._waiting.push(sequence)
 
     def abort(self, request_ids: Iterable[str]) -> list[Sequence]:
         """End all sequences of these requests; returns those that were still going."""
         ids = set(request_ids)
-        waiting = [s for _, s in self._waiting if s.request_id in ids]
-        if waiting:
-            self._waiting = [item for item in self._waiting if item[1].request_id not in ids]
-            heapq.heapify(self._waiting)
-        found = waiting + [s for s in self._running if s.request_id in ids]
+        found = self._waiting.remove(lambda sequence: sequence.request_id in ids)
+        found += [s for s in self._running if s.request_id in ids]
         for sequence in found:
             self._end(sequence, FinishReason.ABORT)
         return found
@@ -158,8 +156,7 @@ class Scheduler:
         if sequence.status is Status.FINISHED:
             return
         if sequence.status is not Status.RUNNING:
-            self._waiting = [item for item in self._waiting if item[1] is not sequence]
-            heapq.heapify(self._waiting)
+            self._waiting.remove(lambda waiting: waiting is sequence)
         self._end(sequence, reason, stop_reason)
 
     def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
@@ -178,7 +175,8 @@ class Scheduler:
         self._admit()
         if not self._running:
             return None
-        chunks, missing = self._make_room(self._choose().deepest_first())
+        chunks = next_chunks(self._table, self._slots, self._drafting, self.config.max_num_batched_tokens)
+        chunks, missing = self._make_room(chunks.deepest_first())
         ahead, missing = self._look_ahead(chunks, missing)
         before, after = self._allocator.allocate(chunks, missing)
         plan = build_plan(chunks, self._table, self.cache.tables, before, after, ahead)
@@ -253,7 +251,7 @@ class Scheduler:
         counters.verifications += draft.num_verifications - passes
         return depths
 
-    # -- choosing ----------------------------------------------------------------------------------------------
+    # -- who runs ----------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Move waiting sequences into the batch while there are slots, and blocks for all that they know."""
@@ -263,13 +261,13 @@ class Scheduler:
             return
         promised = sum(self._allocator.ahead(s.slot) for s in self._running)
         while self._waiting and self.cache.num_free_slots:
-            sequence = self._waiting[0][1]
+            sequence = self._waiting.first
             self._enter(sequence)  # first, so that the prefix it shares cannot be dropped to make room for it
             promised += self._allocator.ahead(sequence.slot)
             if len(self._running) > 1 and not self.prefix_cache.reserve(promised):
                 self._leave(sequence)
                 return
-            heapq.heappop(self._waiting)
+            self._waiting.pop()
             self._count_admitted(sequence)
             sequence.status = Status.RUNNING
 
@@ -309,44 +307,7 @@ class Scheduler:
         sequence.status = Status.PREEMPTED
         sequence.num_preemptions += 1
         self.counters.preemptions += 1
-        heapq.heappush(self._waiting, (sequence.order, sequence))
-
-    def _choose(self) -> Chunks:
-        """One chunk for every running sequence that the token budget reaches; single tokens come first."""
-        table, slots = self._table, self._slots
-        if table.drafts[slots].any():
-            self._drafting.begin(slots)
-            slots = slots[~(table.drafting[slots] & table.by_second_model[slots])]
-        starts = table.num_computed[slots]
-        lengths = table.num_tokens[slots] - starts
-        longer = (lengths > 1).nonzero()[0]
-        if longer.size:
-            budget = self.config.max_num_batched_tokens - (slots.size - longer.size)
-            # In order of rank, so that whoever is never preempted has rows: a step without rows would be the end.
-            for place in sorted(longer.tolist(), key=lambda place: table.sequence(int(slots[place])).order):
-                lengths[place] = self._length_within(budget, table.sequence(int(slots[place])))
-                budget -= int(lengths[place])
-            chosen = lengths > 0
-            slots, starts, lengths = slots[chosen], starts[chosen], lengths[chosen]
-        steps = table.steps(slots, starts)
-        return Chunks(slots, starts, starts + lengths, steps, table.active(slots, steps))
-
-    def _length_within(self, budget: int, sequence: Sequence) -> int:
-        """How many tokens of a sequence that has to catch up come next; a draft is verified whole or later."""
-        length = self._run_length(sequence)
-        verifies = sequence.draft is not None and sequence.draft.ended
-        return min(length, budget) if not verifies or length <= budget else 0
-
-    def _run_length(self, sequence: Sequence) -> int:
-        """How many of the tokens to catch up with come next in the prompt, or run the same layers."""
-        computed = int(self._table.num_computed[sequence.slot])
-        prompt = len(sequence.prompt_token_ids)
-        if computed < prompt:
-            return prompt - computed
-        if sequence.draft is not None:
-            return self._drafting.run_length(sequence)
-        step = computed - prompt + 1
-        return min(sequence.num_tokens - computed, sequence.same_layers_until(step) - step)
+        self._waiting.push(sequence)
 
     def _make_room(self, chunks: Chunks) -> tuple[Chunks, IntArray]:
         """Preempt the youngest sequences until the chunks of the others have room.
@@ -428,7 +389,7 @@ class Scheduler:
             assert self._table.sequences[sequence.slot] is sequence
             drafted = 0 if sequence.draft is None else len(sequence.draft.token_ids)
             assert self._table.num_tokens[sequence.slot] == sequence.num_tokens + drafted
-        for _, sequence in self._waiting:
+        for sequence in self._waiting:
             assert sequence.status in (Status.WAITING, Status.PREEMPTED)
             assert sequence.slot == NO_SLOT
             assert sequence.draft is None or not sequence.draft.token_ids

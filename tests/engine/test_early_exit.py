@@ -251,7 +251,7 @@ def test_a_replay_leaves_the_entries_that_were_there_although_it_would_now_leave
     with Engine(tiny.directory, depth=policy, skip_tokenizer_init=True, block_size=4) as engine:
         for nth, prompt in enumerate(make_prompts([5, 17])):
             engine.add_request(str(nth), prompt, params())
-        sequence = engine.scheduler._waiting[0][1]
+        sequence = engine.scheduler._waiting.first
         while sequence.step < 15:
             engine.step()
         before, depths = entries_of(engine, sequence), list(sequence.depths)

@@ -21,7 +21,7 @@ from d3engine.scheduling.planner import build_plan
 from d3engine.scheduling.running import RunningTable
 
 
-class SecondModel:
+class SecondModelRows:
     """Which rows the second model runs for the sequences of the `first` one's table, and their blocks in `cache`."""
 
     def __init__(self, cache: KVCache, first: RunningTable) -> None:
