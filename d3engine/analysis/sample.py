@@ -15,6 +15,7 @@ from d3engine.analysis.answers import Answered
 from d3engine.analysis.observer import Observer
 from d3engine.analysis.report import Table
 from d3engine.depth import DepthPolicy
+from d3engine.depth.words import policy_in_words
 from d3engine.errors import require_integer
 from d3engine.text.detokenizer import Detokenizer
 from d3engine.text.tokenizer import Tokenizer
@@ -52,6 +53,10 @@ class SampleAnswer:
     @property
     def mean_layers(self) -> float:
         return sum(token.depth for token in self.tokens) / len(self.tokens)
+
+    def heading(self, num_layers: int) -> str:
+        """The line above it: its policy in words, and the layers that its tokens took, of `num_layers`."""
+        return f"{policy_in_words(self.policy)}: {self.mean_layers:.2f} of {num_layers} layers per token"
 
 
 @dataclass(frozen=True)

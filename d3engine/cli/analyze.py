@@ -7,17 +7,28 @@ file of yours) and shows one result in the three ways.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from d3engine.cli.apps import new_app
 from d3engine.cli.depth_options import AUTO, Depth, number, takes_depth
-from d3engine.cli.engine_options import Options, engine_arguments, model_directory, takes_engine
+from d3engine.cli.engine_options import Options, model_directory, takes_engine
+from d3engine.cli.observing import (
+    AsJson,
+    Limit,
+    MaxTokens,
+    Model,
+    Png,
+    Prompts,
+    observe,
+    picture_title,
+    show_result,
+    with_bar,
+)
 from d3engine.cli.output_files import check_output, printing_last, write_output
 from d3engine.depth import D3, DepthPolicy, FullDepth, Schedule
 from d3engine.depth.statistics import ModelShape, flops_ratio, mean_depth
@@ -27,9 +38,7 @@ from d3engine.progress import hides_bars
 if TYPE_CHECKING:
     from d3engine.analysis.answers import Answered
     from d3engine.analysis.copying import Outcome, TailCopied
-    from d3engine.analysis.observer import Observer
-    from d3engine.analysis.report import Analysis, Table
-    from d3engine.analysis.sample import Sample, SampleAnswer
+    from d3engine.analysis.sample import Sample
     from d3engine.engine import Engine
 
 app = new_app(
@@ -40,18 +49,6 @@ app = new_app(
 DEFAULT_DECAYS = (0.8, 0.9, 0.99, 0.999, 0.9999)
 SAMPLE_DEPTH = D3(alpha=0.9, start=0.6)
 """What `sample` shows where neither --depth nor d3.json names a policy."""
-
-Model: TypeAlias = Annotated[str, typer.Argument(help='Model directory, or "demo" for the bundled model.')]
-Prompts: TypeAlias = Annotated[
-    Path | None,
-    typer.Option("--prompts", help="One prompt a line, or a .json list of texts (held-out word problems)."),
-]
-Limit: TypeAlias = Annotated[int, typer.Option("--limit", help="How many prompts.")]
-MaxTokens: TypeAlias = Annotated[int, typer.Option("--max-tokens", help="Tokens of an answer at most.")]
-Png: TypeAlias = Annotated[
-    Path | None, typer.Option("--png", help="Also draw it to this file (PNG, or what its suffix says).")
-]
-AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
@@ -68,13 +65,13 @@ def saturation(
     """After how many layers each token's prediction is settled, and how sure it is then (Table 2)."""
     from d3engine.analysis.saturation import measure_saturation
 
-    _, observer, answered = _observe(model, engine_options, prompts, limit, max_tokens, png)
-    result = measure_saturation(observer, _with_bar(answered, "saturation"))
-    with printing_last(partial(_show, result, as_json)):
+    _, observer, answered = observe(model, engine_options, prompts, limit, max_tokens, png)
+    result = measure_saturation(observer, with_bar(answered, "saturation"))
+    with printing_last(partial(show_result, result, as_json)):
         if png:
             from d3engine.analysis.pictures import plot_saturation
 
-            plot_saturation(result, png, _title(model, result.table()))
+            plot_saturation(result, png, picture_title(model, result.table()))
 
 
 @app.command()
@@ -91,13 +88,13 @@ def perplexity(
     """How sure the model is of its own answer, by generation step (Figure 2b)."""
     from d3engine.analysis.perplexity import measure_perplexity
 
-    _, _, answered = _observe(model, engine_options, prompts, limit, max_tokens, png)
+    _, _, answered = observe(model, engine_options, prompts, limit, max_tokens, png)
     result = measure_perplexity(answered)
-    with printing_last(partial(_show, result, as_json)):
+    with printing_last(partial(show_result, result, as_json)):
         if png:
             from d3engine.analysis.pictures import plot_perplexity
 
-            plot_perplexity(result, png, _title(model, result.table()))
+            plot_perplexity(result, png, picture_title(model, result.table()))
 
 
 @app.command()
@@ -114,9 +111,9 @@ def flow(
     """How much each layer, its attention and its MLP change what passes through (Figure 3)."""
     from d3engine.analysis.flow import measure_flow
 
-    _, observer, answered = _observe(model, engine_options, prompts, limit, max_tokens, png)
-    result = measure_flow(observer, _with_bar(answered, "flow"))
-    with printing_last(partial(_show, result, as_json)):
+    _, observer, answered = observe(model, engine_options, prompts, limit, max_tokens, png)
+    result = measure_flow(observer, with_bar(answered, "flow"))
+    with printing_last(partial(show_result, result, as_json)):
         if png:
             from d3engine.analysis.pictures import plot_flow
 
@@ -159,7 +156,7 @@ def copy(
         require_integer("--layers", count, 1, total)
     for step in from_steps:
         require_integer("--from-step", step, 1)
-    engine, _, answered = _observe(model, engine_options, prompts, limit, max_tokens, png)
+    engine, _, answered = observe(model, engine_options, prompts, limit, max_tokens, png)
     outcome, measure = _outcome(engine, prompts, engine_options, answered, max_tokens)
     lengths = [len(one.token_ids) for one in answered]
     with tqdm(
@@ -168,7 +165,7 @@ def copy(
         result = measure_copying(
             outcome, measure, max_tokens, lengths, counts, from_steps, lambda: bar.update() and None
         )
-    with printing_last(partial(_show, result, as_json)):
+    with printing_last(partial(show_result, result, as_json)):
         if png:
             from d3engine.analysis.pictures import plot_copying
 
@@ -224,7 +221,7 @@ def show_schedule(
 
     `d3engine schedule` shows a single policy layer by layer.
     """
-    from d3engine.analysis.report import Table
+    from d3engine.cli.terminal import print_table
     from d3engine.model.config import ModelConfig
 
     require_integer("--steps", steps, 1, 10_000_000)
@@ -254,7 +251,7 @@ def show_schedule(
         report = {"num_layers": config.num_layers, "start": start, "tail": tail, "steps": steps}
         typer.echo(json.dumps({**report, "schedules": summaries}, indent=2))
     else:
-        _print(Table(title, header, rows))
+        print_table(title, header, rows)
     if png:
         plot_decay(found, steps, png, title)
 
@@ -302,13 +299,13 @@ def sample(
 
     require_integer("--guess-layers", guesses, 1)
     check_output("--html", html)
-    engine, observer, answered = _observe(model, engine_options, prompts, limit, answer_tokens, png)
+    engine, observer, answered = observe(model, engine_options, prompts, limit, answer_tokens, png)
     require(engine.tokenizer is not None, "model", model, "a model with a tokenizer")
     assert engine.tokenizer is not None
     policy = _sample_policy(model, depth)
     layers = guess_layers(engine.config.num_layers, guesses)
     answers = []
-    for full in _with_bar(answered, "sample"):
+    for full in with_bar(answered, "sample"):
         for one in dict.fromkeys([FullDepth(), policy]):
             found = full if isinstance(one, FullDepth) else answer(engine, [full.prompt], answer_tokens, one)[0]
             answers.append(take_sample(observer, engine.tokenizer, found, one, layers))
@@ -318,7 +315,7 @@ def sample(
         if png:
             from d3engine.analysis.pictures import plot_sample
 
-            plot_sample(result, png, title, [_heading(one, result.num_layers) for one in answers])
+            plot_sample(result, png, title, [one.heading(result.num_layers) for one in answers])
         if html:
             from d3engine.cli.sample_page import sample_page
 
@@ -334,85 +331,10 @@ def _sample_policy(model: str, depth: Depth) -> DepthPolicy:
     return SAMPLE_DEPTH if isinstance(own, FullDepth) else own
 
 
-def _heading(one: SampleAnswer, num_layers: int) -> str:
-    from d3engine.depth.words import policy_in_words
-
-    return f"{policy_in_words(one.policy)}: {one.mean_layers:.2f} of {num_layers} layers per token"
-
-
 def _print_sample(result: Sample, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(result.as_dict(), indent=2))
     else:
-        _show_sample(result)
+        from d3engine.cli.sample_text import show_sample
 
-
-def _show_sample(result: Sample) -> None:
-    """Coloured on a terminal; elsewhere the text alone, and the layers of its tokens below."""
-    from itertools import groupby
-
-    from d3engine.cli.terminal import DepthColours, Writer, new_console
-
-    console = new_console()
-    writer, text = Writer(console, wrap=True, indent="  "), Writer(console, wrap=True)
-    colours = DepthColours(result.depths, console)
-    prompt = None
-    for one in result.answers:
-        if one.prompt != prompt:
-            prompt = one.prompt
-            text.write_words("Prompt:")
-            writer.write_words(prompt)
-        text.end_line()
-        text.write_words(_heading(one, result.num_layers))
-        for place, token in enumerate(one.tokens):
-            writer.write(token.text if place else token.text.lstrip(" "), colours.style(token.depth))
-        writer.end_line()
-        if not colours.enabled:
-            runs = [(depth, len(list(group))) for depth, group in groupby(token.depth for token in one.tokens)]
-            words = ", ".join(f"{depth} x {count}" if count > 1 else f"{depth}" for depth, count in runs)
-            writer.write_words(f"Layers run by each token: {words}.")
-        text.end_line()
-    colours.legend(result.num_layers)
-
-
-# -- shared ------------------------------------------------------------------------------------------------------------
-
-
-def _observe(
-    model: str, options: Options, prompts: Path | None, limit: int, max_tokens: int, png: Path | None
-) -> tuple[Engine, Observer, list[Answered]]:
-    """The model, and its answers at full depth. What can be refused is refused before the model is loaded."""
-    from d3engine.analysis.answers import MAX_PROMPTS, answer, default_prompts, open_model, read_prompts
-
-    require_integer("--limit", limit, 1, MAX_PROMPTS)
-    model_directory(model)
-    if png is not None:
-        from d3engine.pictures.plots import check_picture
-
-        check_picture("--png", png)
-    texts = default_prompts(options.get("seed", 0), limit) if prompts is None else read_prompts(prompts, limit)
-    engine, observer = open_model(model, engine_arguments(model, options))
-    return engine, observer, answer(engine, texts, max_tokens, progress=sys.stderr.isatty() and not hides_bars())
-
-
-def _with_bar(answered: Sequence[Answered], name: str) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(answered, desc=name, unit="answer", disable=hides_bars(), leave=False)
-
-
-def _title(model: str, table: Table) -> str:
-    return f"{Path(model).name}: {table.title[0].lower()}{table.title[1:]}"
-
-
-def _show(result: Analysis, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(result.as_dict(), indent=2))
-    else:
-        _print(result.table())
-
-
-def _print(table: Table) -> None:
-    from d3engine.cli.terminal import print_table
-
-    print_table(table.title, table.header, table.rows)
+        show_sample(result)

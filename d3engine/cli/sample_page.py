@@ -10,7 +10,6 @@ from html import escape
 
 from d3engine.analysis.sample import Guess, Sample, SampleAnswer, SampleToken
 from d3engine.cli.terminal import safe_text
-from d3engine.depth.words import policy_in_words
 from d3engine.pictures.colours import depth_colours
 
 STYLE = """
@@ -61,9 +60,8 @@ def sample_page(sample: Sample, title: str) -> str:
 
 
 def _answer(answer: SampleAnswer, num_layers: int, styles: dict[int, str]) -> str:
-    heading = f"{policy_in_words(answer.policy)}: {answer.mean_layers:.2f} of {num_layers} layers per token"
     tokens = "".join(_token(token, styles[token.depth], num_layers) for token in answer.tokens if token.text)
-    return f'<h2>{escape(heading)}</h2><div class="answer">{tokens}</div>'
+    return f'<h2>{escape(answer.heading(num_layers))}</h2><div class="answer">{tokens}</div>'
 
 
 def _token(token: SampleToken, style: str, num_layers: int) -> str:
