@@ -17,15 +17,9 @@ from d3engine.evaluation.procedural import NAMES, all_problems
 from d3engine.loading.model_directory import model_directory
 from d3engine.weights_tools.demo_data import make_batch, mixed_problems
 from d3engine.weights_tools.demo_losses import batch_loss, draw_tail, exits_loss
+from d3engine.weights_tools.demo_options import earlier_model, exit_depths, parse, share, task_names
 from d3engine.weights_tools.demo_trainer import DemoConfig, DemoModel, export, load
-from d3engine.weights_tools.train_demo import (
-    DemoRun,
-    earlier_model,
-    exit_depths,
-    parse,
-    share,
-    task_names,
-)
+from d3engine.weights_tools.train_demo import DemoRun
 
 
 @pytest.fixture(scope="module")
