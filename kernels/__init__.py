@@ -1,7 +1,8 @@
 """Every operation of the model, tensors in and tensors out; nothing here knows of the engine.
 
-One file an implementation or an operation. `reference.py` has every operation in plain torch: it is the specification,
-the CPU path and the oracle of the other implementations. `triton/` has them for a GPU. `for_device` picks between them.
+One file an implementation or an operation. `reference.py` has every operation in plain torch, attention in a file
+beside it: it is the specification, the CPU path and the oracle of the other implementations. `triton/` has them for a
+GPU. `for_device` picks between them.
 """
 
 from __future__ import annotations

@@ -17,10 +17,6 @@ graph serves any number of rows.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import TypeAlias
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,6 +24,10 @@ from torch import Tensor
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.quantized import Int8Weight, Weight
 from d3engine.kernels.random import gumbel
+from d3engine.kernels.reference_attention import attention_inputs as attention_inputs
+from d3engine.kernels.reference_attention import decode_attention_inputs as decode_attention_inputs
+from d3engine.kernels.reference_attention import paged_attention as paged_attention
+from d3engine.kernels.reference_rows import live_rows, undefined_beyond
 from d3engine.kernels.sampling import SamplingRows, cut_min_p_, cut_top, penalised
 
 _VALUES_AT_ONCE = 2**20
@@ -44,9 +44,9 @@ def rms_norm(
     `residual` [T, H] (written): `hidden` is added to it, and the sum is normed.
     """
     if num_rows is not None:
-        rows = _live_rows(num_rows)
+        rows = live_rows(num_rows)
         out = rms_norm(hidden[rows], weight, eps, residual=None if residual is None else residual[rows])
-        return _undefined_beyond(out, hidden)
+        return undefined_beyond(out, hidden)
     if residual is not None:
         hidden = residual.add_(hidden)
     wide = hidden.float()
@@ -132,8 +132,8 @@ def qkv(
     Returns the queries [T, N, D], which share memory with nothing that is kept.
     """
     if num_rows is not None:
-        rows = _live_rows(num_rows)
-        return _undefined_beyond(
+        rows = live_rows(num_rows)
+        return undefined_beyond(
             qkv(hidden[rows], norm_weight, eps, weight, bias, rotations[rows], pool, entries[rows], num_heads), hidden
         )
     kv_heads, channels = pool.shape[3], pool.shape[4]
@@ -145,167 +145,12 @@ def qkv(
     return projected[:, : num_heads * channels].view(-1, num_heads, channels)
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Chunks that one attention call serves: one chunk of many rows, or many chunks of one row each."""
-
-    chunks: slice
-    rows: slice
-    kv_length: int  # the longest of the group, in entries
-    mask: Tensor | None  # True where a query may look; None where it may look everywhere
-
-
-AttentionInputs: TypeAlias = list[tuple[_Group, Tensor]]
-"""What `paged_attention` reads for one layer: each group, and its half-blocks [2 C blocks], keys' before values'."""
-
-
-def attention_inputs(query_starts: list[int], kv_lengths: list[int], block_tables: Tensor) -> list[AttentionInputs]:
-    """Prepare attention of C chunks for n layers at once; item k is for the layer of `block_tables[k]`.
-
-    Chunk c has rows [query_starts[c], query_starts[c + 1]). `kv_lengths[c]` counts its entries, its own rows included:
-    its last row looks at all of them, the row before at one less, and so on. `block_tables` [n, C, >= longest /
-    block_size] int64 holds each chunk's blocks in the order of positions, padded with any valid block.
-    """
-    # A pool of blocks [2, block_size, ...] is a pool of half-blocks: keys in 2 b, values in 2 b + 1.
-    halves = block_tables.unsqueeze(1) * 2
-    halves = torch.cat((halves, halves + 1), dim=1)  # [n, 2, C, blocks]
-    groups = _groups(query_starts, kv_lengths, block_tables.device)
-    if len(groups) == 1:
-        (group,) = groups
-        return [[(group, layer)] for layer in halves.flatten(1).unbind()]
-    by_group = [halves[:, :, group.chunks].flatten(1).unbind() for group in groups]
-    return [list(zip(groups, layers, strict=True)) for layers in zip(*by_group, strict=True)]
-
-
-def _groups(query_starts: list[int], kv_lengths: list[int], device: torch.device) -> list[_Group]:
-    """Neighbouring chunks of a single row are served together, a longer chunk alone."""
-    groups = []
-    chunk, count = 0, len(kv_lengths)
-    while chunk < count:
-        last = chunk
-        if query_starts[chunk + 1] - query_starts[chunk] == 1:
-            while last + 1 < count and query_starts[last + 2] - query_starts[last + 1] == 1:
-                last += 1
-        lengths = kv_lengths[chunk : last + 1]
-        rows = slice(query_starts[chunk], query_starts[last + 1])
-        mask = _mask(lengths, rows.stop - rows.start, device)
-        groups.append(_Group(slice(chunk, last + 1), rows, max(lengths), mask))
-        chunk = last + 1
-    return groups
-
-
-def _mask(lengths: list[int], num_rows: int, device: torch.device) -> Tensor | None:
-    """[chunks, kv] for single rows of unequal lengths, [rows, kv] for one chunk of many rows, else None."""
-    longest = max(lengths)
-    if num_rows == len(lengths):
-        if min(lengths) == longest:
-            return None
-        ends = torch.tensor(lengths, device=device)
-    else:
-        ends = torch.arange(longest - num_rows + 1, longest + 1, device=device)
-    return torch.arange(longest, device=device) < ends.unsqueeze(1)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeAttention:
-    """What `paged_attention` reads for one layer of a decode step: single rows, their numbers on the device."""
-
-    kv_lengths: Tensor  # int32 [B]
-    block_tables: Tensor  # int32 [B, blocks]
-    num_rows: Tensor  # int32 [1]
-
-    def inputs(self, block_size: int) -> AttentionInputs:
-        """The rows that run the layer, as chunks of one row each."""
-        count = int(self.num_rows)
-        lengths = self.kv_lengths[:count].tolist()
-        tables = self.block_tables[None, :count, : -(-max(lengths) // block_size)].long()
-        return attention_inputs(list(range(count + 1)), lengths, tables)[0]
-
-
-def decode_attention_inputs(rows: DecodeRows, query_starts: Tensor, max_kv_length: int) -> list[DecodeAttention]:
-    """What `paged_attention` reads at each layer of a decode step; it may be captured where the device does that.
-
-    `query_starts` int32 [B + 1] counts 0, 1, 2 .. B; no row has more than `max_kv_length` entries.
-    """
-    return [
-        DecodeAttention(rows.kv_lengths, tables, rows.active_rows[layer : layer + 1])
-        for layer, tables in enumerate(rows.block_tables.unbind())
-    ]
-
-
-def paged_attention(
-    queries: Tensor,
-    pool: Tensor,
-    inputs: AttentionInputs | DecodeAttention,
-    scale: float,
-    *,
-    num_rows: Tensor | None = None,
-) -> Tensor:
-    """Causal attention of `queries` [T, N, D] over the entries of their chunks in `pool`; returns [T, N D].
-
-    Query head n reads key/value head n // (N / M).
-    """
-    if isinstance(inputs, DecodeAttention):
-        count = int(inputs.num_rows)
-        if count == 0:
-            return queries.new_full((queries.shape[0], queries[0].numel()), math.nan)
-        return _undefined_beyond(paged_attention(queries[:count], pool, inputs.inputs(pool.shape[2]), scale), queries)
-    if num_rows is not None:
-        out = paged_attention(queries, pool, inputs, scale)
-        return _undefined_beyond(out[_live_rows(num_rows)], queries)
-    outputs = []
-    for group, halves in inputs:
-        keys, values = _gather(pool, halves, group)
-        attend = (
-            _attend_chunk
-            if group.chunks.stop - group.chunks.start < group.rows.stop - group.rows.start
-            else _attend_single_rows
-        )
-        outputs.append(attend(queries[group.rows], keys, values, group.mask, scale))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def _gather(pool: Tensor, halves: Tensor, group: _Group) -> tuple[Tensor, Tensor]:
-    """Keys and values [C, M, kv_length, D] of a group's chunks, copied out of the pool's blocks."""
-    _, _, block_size, kv_heads, channels = pool.shape
-    chunks = group.chunks.stop - group.chunks.start
-    entries = pool.view(-1, block_size, kv_heads, channels).index_select(0, halves)
-    entries = entries.view(2, chunks, -1, kv_heads, channels)[:, :, : group.kv_length]
-    keys, values = entries.transpose(2, 3).unbind()
-    return keys, values
-
-
-def _attend_single_rows(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """One query row a chunk: the heads of a group are the rows of one small product, so no head is repeated."""
-    chunks, heads, channels = queries.shape
-    kv_heads = keys.shape[1]
-    packed = queries.reshape(chunks, kv_heads, heads // kv_heads, channels)
-    if mask is not None:
-        # Beyond a chunk's length stand another sequence's old entries. A weight of zero does not silence a NaN
-        # there, so they are cleared: no request can reach its neighbours.
-        hidden = ~mask[:, None, :, None]
-        keys = keys.masked_fill(hidden, 0.0)
-        values = values.masked_fill(hidden, 0.0)
-        mask = mask[:, None, None, :]
-    out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
-    return out.reshape(chunks, heads * channels)
-
-
-def _attend_chunk(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Many query rows of one chunk, each looking at what stands at or before its own position."""
-    rows, heads, channels = queries.shape
-    out = F.scaled_dot_product_attention(
-        queries.transpose(0, 1).unsqueeze(0), keys, values, attn_mask=mask, scale=scale, enable_gqa=True
-    )
-    return out[0].transpose(0, 1).reshape(rows, heads * channels)
-
-
 def linear_residual(
     x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, *, num_rows: Tensor | None = None
 ) -> None:
     """Add `x` [T, K] times `weight` [H, K] transposed (and `bias` [H]) to `residual` [T, H], in place."""
     if num_rows is not None:
-        x, residual = x[_live_rows(num_rows)], residual[_live_rows(num_rows)]
+        x, residual = x[live_rows(num_rows)], residual[live_rows(num_rows)]
     if not isinstance(weight, Tensor):
         residual.add_(_linear(x, weight, bias))
         return
@@ -328,7 +173,7 @@ def gate_up(
     `hidden` [T, H]; `weight` [2 I, H] and `bias` [2 I] hold the gate's rows first, then the up projection's.
     """
     if num_rows is not None:
-        return _undefined_beyond(gate_up(hidden[_live_rows(num_rows)], norm_weight, eps, weight, bias), hidden)
+        return undefined_beyond(gate_up(hidden[live_rows(num_rows)], norm_weight, eps, weight, bias), hidden)
     gate, up = _linear(rms_norm(hidden, norm_weight, eps), weight, bias).chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -338,7 +183,7 @@ def lm_head(
 ) -> Tensor:
     """Final norm and projection of `hidden` [T, H] by `weight` [V, H]: float32 logits [T, V]."""
     if num_rows is not None:
-        return _undefined_beyond(lm_head(hidden[_live_rows(num_rows)], norm_weight, eps, weight), hidden)
+        return undefined_beyond(lm_head(hidden[live_rows(num_rows)], norm_weight, eps, weight), hidden)
     return _linear(rms_norm(hidden, norm_weight, eps), weight, None).float()
 
 
@@ -397,15 +242,15 @@ def sample(
 def count_tokens(output_counts: Tensor, tokens: Tensor, *, num_rows: Tensor | None = None) -> None:
     """Add one to `output_counts` int32 [T, V] (written) at each row's token of `tokens` int64 [T], each in [0, V)."""
     if num_rows is not None:
-        output_counts, tokens = output_counts[_live_rows(num_rows)], tokens[_live_rows(num_rows)]
+        output_counts, tokens = output_counts[live_rows(num_rows)], tokens[live_rows(num_rows)]
     output_counts.scatter_add_(1, tokens.unsqueeze(1), output_counts.new_ones(tokens.shape[0], 1))
 
 
 def _best(scores: Tensor, num_rows: Tensor | None) -> tuple[Tensor, Tensor]:
     """The first of the largest of each row, NaN the largest of all, and its value."""
     if num_rows is not None:
-        tokens, best = _best(scores[_live_rows(num_rows)], None)
-        return _undefined_beyond(tokens, scores), _undefined_beyond(best, scores)
+        tokens, best = _best(scores[live_rows(num_rows)], None)
+        return undefined_beyond(tokens, scores), undefined_beyond(best, scores)
     tokens = scores.argmax(dim=-1)
     return tokens, scores.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
@@ -416,7 +261,7 @@ def copy_entries(pool: Tensor, source: Tensor, target: Tensor, *, num_rows: Tens
     One source may have many targets; no target may be the source of another copy.
     """
     if num_rows is not None:
-        source, target = source[_live_rows(num_rows)], target[_live_rows(num_rows)]
+        source, target = source[live_rows(num_rows)], target[live_rows(num_rows)]
     flat = pool.view(-1, pool.shape[3] * pool.shape[4])
     flat.index_copy_(0, target, flat.index_select(0, source))
 
@@ -427,7 +272,7 @@ def begin_step(rows: DecodeRows, rotation_table: Tensor, block_size: int) -> Non
     `rotation_table` complex64 [positions, D / 2] holds the rotation of every position. Entries of layers that a row
     does not run, and everything of rows that do not live, are left as they are.
     """
-    live = _live_rows(rows.num_rows)
+    live = live_rows(rows.num_rows)
     positions = rows.positions[live]
     rows.kv_lengths[live] = (positions + 1).int()
     rows.rotations[live] = rotation_table[positions]
@@ -441,22 +286,10 @@ def begin_step(rows: DecodeRows, rotation_table: Tensor, block_size: int) -> Non
 
 def end_step(rows: DecodeRows, tokens: Tensor, scores: Tensor) -> None:
     """Keep the chosen `tokens` int64 [B] and `scores` float32 [B] of the rows that live, and advance these by one."""
-    live, taken = _live_rows(rows.num_rows), int(rows.taken)
+    live, taken = live_rows(rows.num_rows), int(rows.taken)
     rows.chosen[taken, live] = tokens[live]
     rows.scores[taken, live] = scores[live]
     rows.tokens[live] = tokens[live]
     rows.positions[live] += 1
     rows.steps[live] += 1
     rows.taken.add_(1)
-
-
-def _live_rows(num_rows: Tensor) -> slice:
-    return slice(0, int(num_rows))
-
-
-def _undefined_beyond(out: Tensor, like: Tensor) -> Tensor:
-    """`out` with as many rows as `like` has: NaN, or -1 for integers, in those that were not computed."""
-    filler = math.nan if out.is_floating_point() else -1
-    padded = out.new_full((like.shape[0], *out.shape[1:]), filler)
-    padded[: out.shape[0]] = out
-    return padded

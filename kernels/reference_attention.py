@@ -1,0 +1,173 @@
+"""The attention of `reference.py`, where the letters of its shapes are explained.
+
+The one idea: torch's attention serves a group at a time, one chunk of many rows or many chunks of one row each, whose
+entries are gathered out of the pool's blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from d3engine.kernels.decode_rows import DecodeRows
+from d3engine.kernels.reference_rows import live_rows, undefined_beyond
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Chunks that one attention call serves: one chunk of many rows, or many chunks of one row each."""
+
+    chunks: slice
+    rows: slice
+    kv_length: int  # the longest of the group, in entries
+    mask: Tensor | None  # True where a query may look; None where it may look everywhere
+
+
+AttentionInputs: TypeAlias = list[tuple[_Group, Tensor]]
+"""What `paged_attention` reads for one layer: each group, and its half-blocks [2 C blocks], keys' before values'."""
+
+
+def attention_inputs(query_starts: list[int], kv_lengths: list[int], block_tables: Tensor) -> list[AttentionInputs]:
+    """Prepare attention of C chunks for n layers at once; item k is for the layer of `block_tables[k]`.
+
+    Chunk c has rows [query_starts[c], query_starts[c + 1]). `kv_lengths[c]` counts its entries, its own rows included:
+    its last row looks at all of them, the row before at one less, and so on. `block_tables` [n, C, >= longest /
+    block_size] int64 holds each chunk's blocks in the order of positions, padded with any valid block.
+    """
+    # A pool of blocks [2, block_size, ...] is a pool of half-blocks: keys in 2 b, values in 2 b + 1.
+    halves = block_tables.unsqueeze(1) * 2
+    halves = torch.cat((halves, halves + 1), dim=1)  # [n, 2, C, blocks]
+    groups = _groups(query_starts, kv_lengths, block_tables.device)
+    if len(groups) == 1:
+        (group,) = groups
+        return [[(group, layer)] for layer in halves.flatten(1).unbind()]
+    by_group = [halves[:, :, group.chunks].flatten(1).unbind() for group in groups]
+    return [list(zip(groups, layers, strict=True)) for layers in zip(*by_group, strict=True)]
+
+
+def _groups(query_starts: list[int], kv_lengths: list[int], device: torch.device) -> list[_Group]:
+    """Neighbouring chunks of a single row are served together, a longer chunk alone."""
+    groups = []
+    chunk, count = 0, len(kv_lengths)
+    while chunk < count:
+        last = chunk
+        if query_starts[chunk + 1] - query_starts[chunk] == 1:
+            while last + 1 < count and query_starts[last + 2] - query_starts[last + 1] == 1:
+                last += 1
+        lengths = kv_lengths[chunk : last + 1]
+        rows = slice(query_starts[chunk], query_starts[last + 1])
+        mask = _mask(lengths, rows.stop - rows.start, device)
+        groups.append(_Group(slice(chunk, last + 1), rows, max(lengths), mask))
+        chunk = last + 1
+    return groups
+
+
+def _mask(lengths: list[int], num_rows: int, device: torch.device) -> Tensor | None:
+    """[chunks, kv] for single rows of unequal lengths, [rows, kv] for one chunk of many rows, else None."""
+    longest = max(lengths)
+    if num_rows == len(lengths):
+        if min(lengths) == longest:
+            return None
+        ends = torch.tensor(lengths, device=device)
+    else:
+        ends = torch.arange(longest - num_rows + 1, longest + 1, device=device)
+    return torch.arange(longest, device=device) < ends.unsqueeze(1)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeAttention:
+    """What `paged_attention` reads for one layer of a decode step: single rows, their numbers on the device."""
+
+    kv_lengths: Tensor  # int32 [B]
+    block_tables: Tensor  # int32 [B, blocks]
+    num_rows: Tensor  # int32 [1]
+
+    def inputs(self, block_size: int) -> AttentionInputs:
+        """The rows that run the layer, as chunks of one row each."""
+        count = int(self.num_rows)
+        lengths = self.kv_lengths[:count].tolist()
+        tables = self.block_tables[None, :count, : -(-max(lengths) // block_size)].long()
+        return attention_inputs(list(range(count + 1)), lengths, tables)[0]
+
+
+def decode_attention_inputs(rows: DecodeRows, query_starts: Tensor, max_kv_length: int) -> list[DecodeAttention]:
+    """What `paged_attention` reads at each layer of a decode step; it may be captured where the device does that.
+
+    `query_starts` int32 [B + 1] counts 0, 1, 2 .. B; no row has more than `max_kv_length` entries.
+    """
+    return [
+        DecodeAttention(rows.kv_lengths, tables, rows.active_rows[layer : layer + 1])
+        for layer, tables in enumerate(rows.block_tables.unbind())
+    ]
+
+
+def paged_attention(
+    queries: Tensor,
+    pool: Tensor,
+    inputs: AttentionInputs | DecodeAttention,
+    scale: float,
+    *,
+    num_rows: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of `queries` [T, N, D] over the entries of their chunks in `pool`; returns [T, N D].
+
+    Query head n reads key/value head n // (N / M).
+    """
+    if isinstance(inputs, DecodeAttention):
+        count = int(inputs.num_rows)
+        if count == 0:
+            return queries.new_full((queries.shape[0], queries[0].numel()), math.nan)
+        return undefined_beyond(paged_attention(queries[:count], pool, inputs.inputs(pool.shape[2]), scale), queries)
+    if num_rows is not None:
+        out = paged_attention(queries, pool, inputs, scale)
+        return undefined_beyond(out[live_rows(num_rows)], queries)
+    outputs = []
+    for group, halves in inputs:
+        keys, values = _gather(pool, halves, group)
+        attend = (
+            _attend_chunk
+            if group.chunks.stop - group.chunks.start < group.rows.stop - group.rows.start
+            else _attend_single_rows
+        )
+        outputs.append(attend(queries[group.rows], keys, values, group.mask, scale))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _gather(pool: Tensor, halves: Tensor, group: _Group) -> tuple[Tensor, Tensor]:
+    """Keys and values [C, M, kv_length, D] of a group's chunks, copied out of the pool's blocks."""
+    _, _, block_size, kv_heads, channels = pool.shape
+    chunks = group.chunks.stop - group.chunks.start
+    entries = pool.view(-1, block_size, kv_heads, channels).index_select(0, halves)
+    entries = entries.view(2, chunks, -1, kv_heads, channels)[:, :, : group.kv_length]
+    keys, values = entries.transpose(2, 3).unbind()
+    return keys, values
+
+
+def _attend_single_rows(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """One query row a chunk: the heads of a group are the rows of one small product, so no head is repeated."""
+    chunks, heads, channels = queries.shape
+    kv_heads = keys.shape[1]
+    packed = queries.reshape(chunks, kv_heads, heads // kv_heads, channels)
+    if mask is not None:
+        # Beyond a chunk's length stand another sequence's old entries. A weight of zero does not silence a NaN
+        # there, so they are cleared: no request can reach its neighbours.
+        hidden = ~mask[:, None, :, None]
+        keys = keys.masked_fill(hidden, 0.0)
+        values = values.masked_fill(hidden, 0.0)
+        mask = mask[:, None, None, :]
+    out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
+    return out.reshape(chunks, heads * channels)
+
+
+def _attend_chunk(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Many query rows of one chunk, each looking at what stands at or before its own position."""
+    rows, heads, channels = queries.shape
+    out = F.scaled_dot_product_attention(
+        queries.transpose(0, 1).unsqueeze(0), keys, values, attn_mask=mask, scale=scale, enable_gqa=True
+    )
+    return out[0].transpose(0, 1).reshape(rows, heads * channels)
