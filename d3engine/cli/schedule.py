@@ -256,7 +256,7 @@ def _show(report: Report) -> None:
         (_range(first, end - 1), str(schedule.depth_at(first)), _ranges(_skipped(schedule, first)))
         for first, end in schedule.runs(report.steps)
     ]
-    _print(_title(report))
+    typer.echo(_title(report))
     _print_table("Depth at each step", ("steps", "layers run", "layers skipped"), depths)
     if schedule.is_nested:
         _print_table("Cutoff of each layer", ("layers", "first step that skips it"), _cutoff_rows(schedule))
@@ -294,22 +294,10 @@ def _worth_rows(report: Report) -> list[tuple[str, str]]:
     return rows
 
 
-def _print(line: str) -> None:
-    typer.echo(line)
-
-
 def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A rich table on a terminal; elsewhere columns that other programs can cut."""
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
+    """A table; an empty line above it sets it apart where it is plain text."""
+    from d3engine.cli.terminal import print_table
 
-        table = Table(*header, title=title, title_justify="left")
-        for row in rows:
-            table.add_row(*row)
-        Console().print(table)
-        return
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    _print(f"\n{title}")
-    for row in (header, *rows):
-        _print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    if not sys.stdout.isatty():
+        typer.echo()
+    print_table(title, header, rows)
