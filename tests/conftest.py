@@ -35,7 +35,7 @@ def pytest_collectstart() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest comes first, so that no worker is left with it at the end."""
-    items.sort(key=lambda item: not item.path.match("test_gpu_round.py") and not item.path.match("kernels/*.py"))
+    items.sort(key=lambda item: not item.path.match("test_gpu_*.py") and not item.path.match("kernels/*.py"))
 
 
 @pytest.fixture(scope="session")

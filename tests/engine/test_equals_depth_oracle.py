@@ -54,22 +54,18 @@ DEEP: dict[str, Any] = {
     },
 }
 
+# One of each shape: those of `MIXED` below stand for their policies as well.
 NESTED: dict[str, tuple[DepthPolicy, ActiveLayers]] = {
     **{
         f"D3 alpha={alpha} start={start} tail={tail}": (D3(alpha, start, tail), d3(LAYERS, alpha, start, tail))
         for alpha, start, tail in [
             (0.9, 0.6, 0),
-            (0.9, 0.6, 2),
             (0.99, 0.3, 0),
-            (0.98, 0.5, 1),
-            (0.8, 0.8, 0),
             (0.95, 0.29, 3),
             (0.5, 0.7, 3),  # first + tail is L: no layer may go
             (0.9, 0.05, 0),  # first is 0: in the end no layer runs at all
-            (0.999, 0.6, 0),
         ]
     },
-    "SkipDecode to 4": (SkipDecode(NESTED_TOKENS, 4), skip_decode(LAYERS, NESTED_TOKENS, 4)),
     "SkipDecode from 8 to 2 in 30": (
         SkipDecode(30, 2, max_layers=8, warmup=2),
         skip_decode(LAYERS, 30, 2, max_layers=8, warmup=2),
@@ -77,7 +73,6 @@ NESTED: dict[str, tuple[DepthPolicy, ActiveLayers]] = {
     "SkipDecode to 1 without warmup": (SkipDecode(32, 1, warmup=0), skip_decode(LAYERS, 32, 1, warmup=0)),
     "TailSkip of 6.4": (TailSkip(6.4, NESTED_TOKENS), tail_skip(LAYERS, NESTED_TOKENS, 6.4)),
     "TailSkip of 3": (TailSkip(3, 20), tail_skip(LAYERS, 20, 3)),
-    "UnifiedSkip 2": (UnifiedSkip(2), unified_skip(LAYERS, 2)),
     "UnifiedSkip 1.4": (UnifiedSkip(1.4), unified_skip(LAYERS, 1.4)),
 }
 
