@@ -2,7 +2,7 @@
 
 A layer is skipped by a whole step only while no row of the batch runs it, so one young row makes the whole step deep.
 Answers arrive at random (Poisson) and are all equally long. *Load* is the mean number of busy slots over the slots
-there are: with one token a sequence a step, an answer of N tokens is busy for N steps, so the arrival rate is
+there are: with one token per sequence and step, an answer of N tokens is busy for N steps, so the arrival rate is
 `load * batch / N` a step. Every strategy meets the same arrivals, and time passes whether or not anything runs.
 """
 
@@ -290,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--start", type=float, default=default.start, help="where D3's window begins")
     parser.add_argument("--waves", type=int, nargs="+", default=default.waves, help="steps between admissions")
     parser.add_argument("--batches", type=int, nargs="+", default=default.batches, help="slots")
-    parser.add_argument("--steps", type=int, default=default.steps, help="engine steps a cell, warm-up included")
+    parser.add_argument("--steps", type=int, default=default.steps, help="engine steps per cell, warm-up included")
     parser.add_argument("--warm-up", type=int, default=default.warm_up, help="steps not counted")
     parser.add_argument("--seed", type=int, default=default.seed, help="of the arrivals")
     parser.add_argument("--plot", metavar="FILE", help="also draw the table to this PNG file (needs matplotlib)")

@@ -179,7 +179,7 @@ def _head_bytes(weights: LlamaWeights) -> int:
 
 
 def describe(config: ModelConfig, weights: LlamaWeights) -> dict[str, Any]:
-    """The sizes that the figures depend on; the embedding is not read but for a row a token, so it is not moved."""
+    """The sizes that the figures depend on; the embedding is not read but for one row per token, so it is not moved."""
     return {
         "layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -204,7 +204,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print(
         f"{settings['model']}: {model['parameters'] / 1e6:.1f} M parameters, {model['layers']} layers of"
         f" {model['layer_bytes'] / 1e6:.2f} MB, head {model['head_bytes'] / 1e6:.2f} MB,"
-        f" KV {model['kv_bytes_per_token'] / 1024:.1f} KiB a token; float32, {settings['threads']} threads, batch"
+        f" KV {model['kv_bytes_per_token'] / 1024:.1f} KiB per token; float32, {settings['threads']} threads, batch"
         f" {settings['batch']}, {settings['prompt_tokens']} prompt + {settings['tokens']} new tokens,"
         f" {settings['repeats']} rounds"
     )
@@ -244,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="demo", help="demo: the bundled one; others are random")
-    parser.add_argument("--tokens", type=positive, default=128, help="new tokens a prompt")
+    parser.add_argument("--tokens", type=positive, default=128, help="new tokens per prompt")
     parser.add_argument("--batch", type=positive, default=1, help="prompts at once")
     parser.add_argument("--repeats", type=positive, default=5, help="rounds")
     parser.add_argument("--threads", type=positive, default=2, help="torch's threads")

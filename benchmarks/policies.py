@@ -44,7 +44,7 @@ from d3engine.request.params import SamplingParams
 from d3engine.stats import EngineStats
 
 CALIBRATED = D3(0.9, 0.7)
-"""The demo model's own setting; what it runs a token is the depth that all systems are brought to."""
+"""The demo model's own setting; what it runs per token is the depth that all systems are brought to."""
 
 BISECTIONS = 7
 DRAFT_LENGTH = 4
@@ -90,12 +90,12 @@ class Budget:
         return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
 
     def scheduled_mean(self, policy: DepthPolicy) -> float:
-        """Mean layers a token over answers as long as full depth's."""
+        """Mean layers per token over answers as long as full depth's."""
         schedule = policy.schedule(self.num_layers)
         return sum(int(schedule.depths(length).sum()) for length in self.lengths) / sum(self.lengths)
 
     def depth_of(self, policy: DepthPolicy) -> float:
-        """Mean layers a token of the answers that the policy really gives."""
+        """Mean layers per token of the answers that the policy really gives."""
         return measure(self.engine, self.given, policy, self.params).realised_mean_layers
 
     def nearest(self, candidates: Iterable[DepthPolicy]) -> DepthPolicy:
@@ -252,7 +252,7 @@ def _row(engine: Engine, score: Score, before: EngineStats, first: Score) -> dic
 
 COLUMNS = (
     "system",
-    "layers a token",
+    "layers per token",
     "exact match (95 %)",
     "tok/s",
     "layers, timed",
@@ -260,7 +260,7 @@ COLUMNS = (
     "FLOPs ratio",
     "KV saved, KiB",
     "accepted",
-    "tokens a verification",
+    "tokens per verification",
 )
 
 
@@ -296,7 +296,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     settings = report["settings"]
     console.print(
         f"demo, {report['model']['layers']} layers, float32, {settings['threads']} threads, {settings['batch']} answers"
-        f" at once; target {report['target_mean_layers']:.2f} layers a token; {settings['problems']} problems,"
+        f" at once; target {report['target_mean_layers']:.2f} layers per token; {settings['problems']} problems,"
         f" {settings['repeats']} rounds of {settings['timed']} for time"
     )
     table = Table()
@@ -309,7 +309,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         "Timed: whole calls, prompts included, as many tokens for all. KV saved: what an answer no longer holds."
     )
     console.print(
-        "FLOPs: full depth over this one with one LM head a token; a softmax confidence runs it at every look."
+        "FLOPs: full depth over this one with one LM head per token; a softmax confidence runs it at every look."
     )
     console.print(
         "Layers of a token that was drafted: its share of all rows of drafts and verifications; a second model's not."

@@ -138,7 +138,7 @@ def solution_tokens(engine: Engine, problem: Problem) -> list[int]:
 
 
 def perplexity(answers: Answers) -> dict[str, float]:
-    """e to the loss a token, and its 95 % interval over resampled problems."""
+    """e to the loss per token, and its 95 % interval over resampled problems."""
     samples = _resampled(answers.losses) / _resampled(answers.lengths)
     return _with_interval(answers.losses.sum() / answers.lengths.sum(), samples)
 

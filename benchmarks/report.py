@@ -34,7 +34,7 @@ def environment(module: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def summary(values: Sequence[float]) -> dict[str, Any]:
-    """Median, least and most of one value a round, and the values themselves."""
+    """Median, least and most of one value per round, and the values themselves."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "rounds": list(values)}
 
 

@@ -58,7 +58,7 @@ class Engine:
         max_model_len: tokens of prompt and answer at most; None: what the model was made for.
         max_num_seqs: sequences that run at once at most.
         max_num_batched_tokens: rows of one step at most; longer prompts are computed in pieces.
-        block_size: KV entries a block.
+        block_size: KV entries per block.
         kv_cache_memory_bytes: size of the KV cache; None: 1 GiB on a CPU (or one whole sequence if that is more), a
             share of the device's memory on a GPU.
         gpu_memory_utilization: that share, counting what weights, CUDA graphs and the largest step take.

@@ -62,7 +62,7 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True)
 class RunAhead:
-    """The next `num_steps` steps of a batch in which every row decodes one token a step.
+    """The next `num_steps` steps of a batch in which every row decodes one token per step.
 
     At each of them layer l runs for the rows with `steps + taken < cutoffs[:, l]`, and these rows come first.
     """

@@ -14,10 +14,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class DecodeRows:
-    """B rows, of which the first `num_rows` live; each is one sequence that decodes one token a step.
+    """B rows, of which the first `num_rows` live; each is one sequence that decodes one token per step.
 
-    Rows are ordered so that those which run a layer come first, at every step of the run. L layers, D channels a head,
-    S steps of a run at most. All tensors stay where they are: a captured graph knows their addresses.
+    Rows are ordered so that those which run a layer come first, at every step of the run. L layers, D channels per
+    head, S steps of a run at most. All tensors stay where they are: a captured graph knows their addresses.
     """
 
     num_rows: Tensor  # int32 [1]

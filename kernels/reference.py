@@ -1,8 +1,8 @@
 """Every operation of the model in plain torch: the specification, the CPU path and the oracle of the kernel tests.
 
 The operations are cut where a GPU would launch: a layer is `qkv`, `paged_attention`, `linear_residual`, `gate_up`,
-`linear_residual`. Shapes below use T rows (tokens), H hidden channels, D channels a head, N query heads and M key/value
-heads.
+`linear_residual`. Shapes below use T rows (tokens), H hidden channels, D channels per head, N query heads and M
+key/value heads.
 
 The KV pool is `[num_blocks, 2, block_size, M, D]`, keys at index 0 and values at 1. An *entry* is the flat index
 `block * 2 * block_size + half * block_size + offset` of one key or value `[M, D]`. Channels of query and key heads

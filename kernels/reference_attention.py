@@ -149,7 +149,7 @@ def _gather(pool: Tensor, halves: Tensor, group: _Group) -> tuple[Tensor, Tensor
 
 
 def _attend_single_rows(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """One query row a chunk: the heads of a group are the rows of one small product, so no head is repeated."""
+    """One query row per chunk: the heads of a group are the rows of one small product, so no head is repeated."""
     chunks, heads, channels = queries.shape
     kv_heads = keys.shape[1]
     packed = queries.reshape(chunks, kv_heads, heads // kv_heads, channels)

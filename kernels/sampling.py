@@ -1,6 +1,6 @@
 """What each row of a batch asks of `sample`, as tensors, and its rules in plain torch.
 
-Everything is a tensor [T] with one number a row and lies on the device of the logits, so a captured graph serves rows
+Everything is a tensor [T] with one number per row and lies on the device of the logits, so a captured graph serves rows
 that ask for other things every time. What nobody in the batch asks for is None: that, the launch knows.
 """
 

@@ -9,16 +9,13 @@ with it first on the path, where that name would hide the standard library's.)
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 from tqdm import tqdm
 
 from d3engine.model.checkpoint import Checkpoint, TensorEntry, open_checkpoint
@@ -26,6 +23,7 @@ from d3engine.model.config import ModelConfig, load_generation_config
 from d3engine.model.expected_tensors import SCALES, check_tensors, check_values, expected_tensors, held_dtype
 from d3engine.progress import hides_bars
 
+TENSOR_COLUMNS = ("name", "count", "shape", "dtype", "values", "bytes")
 _LAYER = re.compile(r"\blayers\.\d+\.")
 
 
@@ -45,6 +43,11 @@ class TensorGroup:
         self.values += entry.num_values
         self.nbytes += entry.nbytes
 
+    def row(self) -> tuple[str, ...]:
+        """For people."""
+        shape = " x ".join(map(str, self.shape))
+        return self.name, f"{self.count}", shape, self.dtype, f"{self.values:,}", f"{self.nbytes:,}"
+
 
 @dataclass(frozen=True)
 class Inspection:
@@ -57,9 +60,13 @@ class Inspection:
         """For JSON."""
         return {**self.facts, "tensors": [asdict(group) for group in self.groups]}
 
-    def tables(self) -> Group:
-        """A table of the configuration and one of the tensors, layers summed up, for rich to print."""
-        return Group(_config_table(self.facts), _tensor_table(self.groups))
+    def configuration(self) -> list[tuple[str, str]]:
+        """Rows of a table: what config.json says, and sizes."""
+        return _configuration(self.facts)
+
+    def tensors(self) -> list[tuple[str, ...]]:
+        """Rows of a table with the columns `TENSOR_COLUMNS`, layers summed up."""
+        return [group.row() for group in self.groups]
 
 
 def inspect_model(directory: Path) -> Inspection:
@@ -144,8 +151,7 @@ def _tensor_groups(checkpoint: Checkpoint) -> list[TensorGroup]:
     return [groups[key] for key in sorted(groups)]
 
 
-def _config_table(facts: Mapping[str, Any]) -> Table:
-    table = Table(show_header=False, title="configuration", title_justify="left")
+def _configuration(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     factor = "" if facts["rope_factor"] is None else f" x{facts['rope_factor']:g}"
     rows = {
         "layers": f"{facts['num_layers']}",
@@ -161,24 +167,4 @@ def _config_table(facts: Mapping[str, Any]) -> Table:
         "file bytes": f"{facts['file_bytes']:,}",
         "KV bytes per token": f"{facts['kv_bytes_per_token']:,} ({8 * facts['bytes_per_kv_value']}-bit)",
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
-
-
-def _tensor_table(groups: Sequence[TensorGroup]) -> Table:
-    table = Table(title="tensors", title_justify="left")
-    table.add_column("name", overflow="fold")
-    for column in ("count", "shape", "dtype", "values", "bytes"):
-        table.add_column(column, justify="right")
-    for group in groups:
-        # Text, not markup: a name comes from the file and may hold brackets or control characters.
-        table.add_row(
-            Text(group.name),
-            f"{group.count}",
-            " x ".join(map(str, group.shape)),
-            group.dtype,
-            f"{group.values:,}",
-            f"{group.nbytes:,}",
-        )
-    return table
+    return list(rows.items())

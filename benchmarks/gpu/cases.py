@@ -286,7 +286,7 @@ def _decode_rows(inputs: Any) -> DecodeRows:
 
 
 def _cache(shape: Shape, rows: int, context: int, draw: Draw) -> tuple[Tensor, Tensor]:
-    """A pool that holds `context` entries a row, and the table [1, rows, blocks] of its blocks in random order."""
+    """A pool that holds `context` entries per row, and the table [1, rows, blocks] of its blocks in random order."""
     blocks = -(-context // BLOCK_SIZE)
     pool = draw.normal(rows * blocks, 2, BLOCK_SIZE, shape.kv_heads, shape.channels)
     return pool, torch.randperm(rows * blocks, device=pool.device).view(1, rows, blocks)

@@ -39,7 +39,7 @@ class Round:
     started: float = field(default_factory=lambda: time.monotonic())
     mode: str = MODES[0]  # how the engines of this part are run
     file: Path | None = None  # where a part keeps what it has found so far
-    ceilings: dict[str, float] = field(default_factory=dict)  # bytes or operations a second, as measured here
+    ceilings: dict[str, float] = field(default_factory=dict)  # bytes or operations per second, as measured here
 
     @property
     def on_gpu(self) -> bool:

@@ -1,4 +1,4 @@
-"""Decoding from end to end on random weights: time a step over depth, and what D3 makes of its layer bound.
+"""Decoding from end to end on random weights: time per step over depth, and what D3 makes of its layer bound.
 
 The one idea: time is taken of whole `generate` calls, as a user makes them, and a step is what is left of it. A call
 for one token is the prompt pass; the call for N tokens less that, over N - 1, is a decode step, however the engine
@@ -265,7 +265,7 @@ def measure_mixture(
 def mixture(step_s: float, uniform_s: Sequence[float], half_s: Sequence[float]) -> dict[str, Any]:
     """What uniform batches of the same active rows promise a batch of two depths, and how far it lies above.
 
-    All are seconds a step: of the mixed batch; of all its rows at the deep and at the shallow depth; of its deep rows
+    All are seconds per step: of the mixed batch; of all its rows at the deep and at the shallow depth; of its deep rows
     alone at both. Layers that all rows run cost what they cost all rows, and the head with them: a step at the shallow
     depth. Those above cost what they add to a batch of the deep rows.
     """
@@ -309,7 +309,7 @@ def _calls(
 
     seconds = _seconds(call, current)
     if depths != expected:
-        raise RuntimeError(f"{policies} were to run {expected} layers a token and ran {depths}")
+        raise RuntimeError(f"{policies} were to run {expected} layers per token and ran {depths}")
     return seconds
 
 

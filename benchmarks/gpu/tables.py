@@ -97,7 +97,7 @@ def kernel_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def depth_table(name: str, models: Sequence[dict[str, Any]]) -> Table:
     """A decode step at each depth and under each schedule, and how it lies to its line."""
-    table = _table(name, "batch", "context", "layers", "ms a step", "tok/s", "of copy", "over the line", "realised")
+    table = _table(name, "batch", "context", "layers", "ms per step", "tok/s", "of copy", "over the line", "realised")
     for model in models:
         for setting in model["settings"]:
             over = iter(setting.get("fit", {}).get("over_the_line", []))
@@ -124,7 +124,7 @@ def verdict_table(name: str, models: Sequence[dict[str, Any]]) -> Table:
         name,
         "batch",
         "context",
-        "us a layer",
+        "us per layer",
         "fixed us",
         "noise",
         "line within 5 %",
@@ -158,7 +158,7 @@ def verdict_table(name: str, models: Sequence[dict[str, Any]]) -> Table:
 def peer_table(cases: Sequence[dict[str, Any]]) -> Table:
     """Every system at each batch size and context; whole calls, and a decode step."""
     table = _table(
-        "batch", "context", "system", "tok/s, whole call", "ms a step", "engine faster by", "equal rows", "warm-up s"
+        "batch", "context", "system", "tok/s, whole call", "ms per step", "engine faster by", "equal rows", "warm-up s"
     )
     for case in cases:
         for name, found in case["systems"].items():

@@ -65,7 +65,7 @@ def open_model(model: str, options: dict[str, Any]) -> tuple[Engine, Observer]:
 
 
 def read_prompts(path: Path, limit: int) -> list[str]:
-    """The first prompts of a file: one a line, or in a `.json` file a list of texts, which may have several lines."""
+    """The first prompts of a file: one per line, or in a `.json` file a list of texts, which may have several lines."""
     allowed = "a file of UTF-8 text with a prompt on each line, or a .json file with a list of texts"
     try:
         text = read_text(path)

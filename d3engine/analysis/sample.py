@@ -81,7 +81,7 @@ class Sample:
             )
             for answer in self.answers
         ]
-        return Table("Answers", ("policy", "tokens", "layers a token"), rows)
+        return Table("Answers", ("policy", "tokens", "layers per token"), rows)
 
     def as_dict(self) -> dict[str, Any]:
         """Every token with its depth and guesses."""

@@ -44,7 +44,7 @@ def nearest_below(active: npt.NDArray[np.bool_]) -> IntArray:
 
 
 def most_blocks_needed(cache: KVCache, slot: int, start: int, stop: int) -> int:
-    """An upper bound of the new blocks `fill` takes for positions [start, stop): one a layer for every block that
+    """An upper bound of the new blocks `fill` takes for positions [start, stop): one per layer for every block that
     starts, and one for each layer that shares the block begun before."""
     begun = cache.blocks_for(start)
     needed = (cache.blocks_for(stop) - begun) * cache.num_layers

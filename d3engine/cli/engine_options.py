@@ -96,7 +96,7 @@ def takes_engine(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def takes_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the parameter `sampling` of a typer command by the options of sampling, for one answer a prompt."""
+    """Replace the parameter `sampling` of a typer command by the options of sampling, for one answer per prompt."""
     return _takes(command, "sampling", SAMPLING, "Sampling")
 
 

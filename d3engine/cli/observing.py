@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Model: TypeAlias = Annotated[str, typer.Argument(help='Model directory, or "demo" for the bundled model.')]
 Prompts: TypeAlias = Annotated[
     Path | None,
-    typer.Option("--prompts", help="One prompt a line, or a .json list of texts (held-out word problems)."),
+    typer.Option("--prompts", help="One prompt per line, or a .json list of texts (held-out word problems)."),
 ]
 Limit: TypeAlias = Annotated[int, typer.Option("--limit", help="How many prompts.")]
 MaxTokens: TypeAlias = Annotated[int, typer.Option("--max-tokens", help="Tokens of an answer at most.")]

@@ -290,7 +290,7 @@ def _worth_rows(report: Report) -> list[tuple[str, str]]:
         mebibyte_per_entry = (report.kv_bytes_per_entry or 0) / 2**20
         full = kv.entries_full * mebibyte_per_entry
         saved = full - kv.entries_held * mebibyte_per_entry
-        rows.append((f"KV bytes saved a sequence, {report.dtype.value}", f"{saved:,.1f} of {full:,.1f} MiB"))
+        rows.append((f"KV bytes saved per sequence, {report.dtype.value}", f"{saved:,.1f} of {full:,.1f} MiB"))
     return rows
 
 

@@ -16,6 +16,7 @@ from rich.color import Color
 from rich.console import Console
 from rich.style import Style
 from rich.table import Table
+from rich.text import Text
 
 from d3engine.depth import DepthPolicy
 from d3engine.pictures.colours import depth_position, letters_on, ramp
@@ -79,7 +80,8 @@ def _spread(values: Sequence[int], most: int) -> list[int]:
 class Writer:
     """Text to stdout as it comes: safe on a terminal, as it is in a pipe.
 
-    With `wrap` lines are indented, and on a terminal broken at spaces; otherwise the terminal breaks them.
+    With `wrap` lines are indented, and on a terminal broken at spaces; otherwise the terminal breaks them. The space
+    with which most answers begin is not shown, but where a pipe gets the text as it is.
     """
 
     def __init__(self, console: Console, *, wrap: bool = False, indent: str = "") -> None:
@@ -88,6 +90,7 @@ class Writer:
         self._indent = indent
         self._width = console.width if console.is_terminal else sys.maxsize
         self._column = 0
+        self._is_new = True  # nothing stands here yet of the text that `end_line` will end
 
     def write(self, text: str, style: Style | None = None) -> None:
         """One piece of text, a token of an answer say, shown at once."""
@@ -97,7 +100,7 @@ class Writer:
             return
         for number, line in enumerate(safe_text(text).split("\n")):
             if number:
-                self.end_line()
+                self._break_line()
             self._write_in_line(line, style)
 
     def write_words(self, text: str) -> None:
@@ -107,19 +110,26 @@ class Writer:
         self.end_line()
 
     def end_line(self) -> None:
-        """Go to the next line."""
+        """End a text and its last line."""
+        self._break_line()
+        self._is_new = True
+
+    def _break_line(self) -> None:
+        self._is_new = False
         self._console.out("", highlight=False)
         self._column = 0
 
     def _write_in_line(self, text: str, style: Style | None) -> None:
         if not text:
             return
+        if self._is_new:
+            text = text.removeprefix(" ")
+            self._is_new = False
         if self._wrap:
-            if self._column and text[0] == " " and self._column + cell_len(text) > self._width:
-                self.end_line()
+            if self._column and text[:1] == " " and self._column + cell_len(text) > self._width:
+                self._break_line()
                 text = text[1:]
             if not self._column:
-                text = text.removeprefix(" ")  # with which most answers begin: the indent stands in its place
                 self._console.out(self._indent, end="", highlight=False)
                 self._column = len(self._indent)
         self._column += cell_len(text)
@@ -141,11 +151,12 @@ def possible_depths(policy: DepthPolicy, num_layers: int, num_steps: int) -> lis
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on a terminal; elsewhere columns that other programs can cut."""
+    """A table on a terminal; elsewhere columns that other programs can cut. Cells may hold any text."""
+    rows = [[safe_text(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
         table = Table(*header, title=title, title_justify="left")
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(Text, row))  # not markup: what looks like it came from a file
         Console().print(table)
         return
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]

@@ -101,7 +101,7 @@ def quantize_command(
     destination: Destination,
     scheme: Annotated[
         Scheme,
-        typer.Option(help="int8: a scale an output channel; int4: a scale for 128 input channels of each."),
+        typer.Option(help="int8: one scale per output channel; int4: one scale for 128 input channels of each."),
     ],
     shard_size: ShardSize = 5.0,
     overwrite: Overwrite = False,
@@ -119,15 +119,16 @@ def quantize_command(
 @app.command("inspect")
 def inspect_command(model: Model, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Show a model's configuration, tensors, bytes and KV bytes per token."""
-    from rich.console import Console
-
-    from d3engine.weights_tools.inspection import inspect_model
+    from d3engine.cli.terminal import print_table
+    from d3engine.weights_tools.inspection import TENSOR_COLUMNS, inspect_model
 
     found = inspect_model(model_directory(model))
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2))
     else:
-        Console().print(found.tables())
+        print_table("Configuration", ("what", "value"), found.configuration())
+        typer.echo()
+        print_table("Tensors", TENSOR_COLUMNS, found.tensors())
 
 
 @app.command("verify")

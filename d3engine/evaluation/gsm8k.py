@@ -1,4 +1,4 @@
-"""GSM8K from its own files: `gsm8k/train.jsonl` and `gsm8k/test.jsonl`, a question and a worked answer a line.
+"""GSM8K from its own files: `gsm8k/train.jsonl` and `gsm8k/test.jsonl`, one question and its worked answer per line.
 
 The one idea: prompt, stops and the rule for the answer are lm-evaluation-harness's (task `gsm8k`, strict match), so
 that scores can be compared. The validation split is every tenth line of train.jsonl, 748 of them, and examples are
@@ -79,5 +79,5 @@ def _read(path: Path) -> list[GSM8KQuestion]:
     except UnreadableFileError:
         raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        expected = "a JSON object with question and answer a line"
+        expected = "a JSON object with question and answer on each line"
         raise D3EngineError(f"{path} is no file of GSM8K ({expected}): {type(error).__name__}: {error}") from error

@@ -217,7 +217,7 @@ REPRODUCE = (
         "d3engine analyze sample LLAMA2_7B --prompts PROMPTS --depth d3 --alpha 0.9 --start 0.6 --html sample.html",
     ),
 )
-"""Directory, data sets and prompts (one a line) are the reader's. 13B takes start 0.5 on BBH, 0.7 on GSM8K."""
+"""Directory, data sets and prompts (one per line) are the reader's. 13B takes start 0.5 on BBH, 0.7 on GSM8K."""
 
 
 def report() -> PaperReport:

@@ -54,7 +54,7 @@ def chart(result: Result) -> Chart:
         for title, score in zip(result.titles, result.scores, strict=True)
     ]
     name = result.benchmark.name
-    return Chart(f"{name}: exact match with its 95 % interval, by depth (layers a token, realised)", points)
+    return Chart(f"{name}: exact match with its 95 % interval, by depth (layers per token, realised)", points)
 
 
 def tables(results: Sequence[Result]) -> list[Table]:

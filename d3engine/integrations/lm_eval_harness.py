@@ -196,7 +196,7 @@ def harness_charts(runs: Sequence[HarnessRun]) -> list[Chart]:
 
 
 def _with_layers(run: HarnessRun) -> str:
-    return f"{run.title} ({run.cost.realised_mean_layers:.1f} layers a token)" if run.cost.tokens else run.title
+    return f"{run.title} ({run.cost.realised_mean_layers:.1f} layers per token)" if run.cost.tokens else run.title
 
 
 def harness_dict(run: HarnessRun, first: HarnessRun) -> dict[str, Any]:

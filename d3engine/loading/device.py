@@ -16,7 +16,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 GRAPH_STEPS = 16
-"""Steps that CUDA graphs take before the host looks: at 3 ms a step, what the host does between is then 2 % of it."""
+"""Steps that CUDA graphs take before the host looks: at 3 ms per step, what the host does between is then 2 % of it."""
 
 
 def resolve_device(device: str | torch.device) -> torch.device:

@@ -20,7 +20,7 @@ _QUANTIZE: Mapping[str, Callable[[Tensor], Int8Weight | Int4Weight]] = {"int8": 
 
 
 def quantize_matrix(matrix: Weight, scheme: str) -> Int8Weight | Int4Weight:
-    """Return a float matrix [N, K] as "int8" (a scale a row) or "int4" (a scale for 128 columns of a row).
+    """Return a float matrix [N, K] as "int8" (one scale per row) or "int4" (a scale for 128 columns of a row).
 
     Raises `InvalidValueError` for another scheme and for a matrix that is quantized already, `ValueError` for NaN or
     infinity in it.

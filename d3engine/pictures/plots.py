@@ -1,6 +1,6 @@
 """Pictures of schedules. Matplotlib is imported where a picture is drawn, and no global figure is ever made.
 
-The one idea: a schedule has few runs of equal steps, so the picture has one column a run, however many steps
+The one idea: a schedule has few runs of equal steps, so the picture has one column per run, however many steps
 there are.
 """
 

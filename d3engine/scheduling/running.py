@@ -1,4 +1,4 @@
-"""The running sequences as arrays, one row a cache slot, so that planning a step needs no loop over sequences."""
+"""The running sequences as arrays, one row per cache slot, so that planning a step needs no loop over sequences."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Chunks of one row ("single rows": decoded tokens) are a matter of bandwidth, so their entries are dealt out to several
 programs (`single_rows_kernel`), whose partial results meet in `combine_kernel`; longer chunks go query tile by query
 tile (`long_chunks_kernel`). All compute softmax online in float32 and base 2, so `scale` comes multiplied by log2(e).
-Letters are the reference's: T rows, C chunks, N query heads, M key/value heads, D channels a head.
+Letters are the reference's: T rows, C chunks, N query heads, M key/value heads, D channels per head.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from d3engine.kernels.triton.candidates import EVERYTHING, candidate, ordered, u
 from d3engine.kernels.triton.launches import Launch
 from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows
 
-TILE = 4096  # keys a step: 2 loads of 16 bytes in flight for each of 512 threads; more would spill registers
+TILE = 4096  # keys per step: 2 loads of 16 bytes in flight for each of 512 threads; more would spill registers
 WARPS = 16
 
 _LOWEST: tl.constexpr = tl.constexpr(-(2**31))  # below the key of every score

@@ -1,6 +1,6 @@
 """The small kernels at both ends of a decode step: what the layers read is derived, and the rows are advanced.
 
-Two launches a step keep a run of steps on the device: no value comes from the host or goes there.
+Two launches per step keep a run of steps on the device: no value comes from the host or goes there.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ graph. `attention_inputs` and `paged_attention` have the reference's shape for e
 buffers that a caller keeps, and is what a graph captures.
 
 Here are the inputs, the choice of tiles and splits, and the launches; what runs on the device is in
-`attention_kernels.py`. Letters are the reference's: T rows, C chunks, N query heads, M key/value heads, D channels a
+`attention_kernels.py`. Letters are the reference's: T rows, C chunks, N query heads, M key/value heads, D channels per
 head.
 """
 
@@ -223,7 +223,7 @@ def _common_arguments(queries: Tensor, pool: Tensor, inputs: AttentionInputs, sc
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Shape of one launch: entries a KV tile, query rows times heads a program, warps, and pipeline stages.
+    """Shape of one launch: entries per KV tile, query rows times heads per program, warps, and pipeline stages.
 
     Of the stages, two go to the block ids, whose loads come before those of keys and values: 5 leave two KV tiles.
     """

@@ -29,7 +29,7 @@ MIN_STEPS = 4  # of a program that shares its outputs with others: below, fillin
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How one launch cuts a product: rows x outputs a program, columns a step."""
+    """How one launch cuts a product: rows x outputs per program, columns per step."""
 
     rows: int
     outputs: int

@@ -101,7 +101,7 @@ def test_a_line_is_found_and_a_slow_depth_misses_the_gate() -> None:
 
 
 def test_a_slow_batch_of_two_depths_misses_the_gate() -> None:
-    # 32 and 16 layers: 3 us a layer for all rows and 2 for half of them; head 10 and 8.
+    # 32 and 16 layers: 3 us per layer for all rows and 2 for half of them; head 10 and 8.
     uniform, half = [106.0, 58.0], [72.0, 40.0]
     found = end_to_end.mixture(90.0 * 1.04, uniform, half)
     assert (found["promised_s"], found["over_the_promise"]) == (90.0, pytest.approx(1.04))

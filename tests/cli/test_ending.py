@@ -269,6 +269,8 @@ def test_weights_inspect_shows_the_demo_and_the_same_as_json() -> None:
     assert (facts["num_layers"], facts["quantization"]) == (16, None)
     assert sum(group["values"] for group in facts["tensors"]) == facts["num_parameters"]
     assert f"{facts['kv_bytes_per_token']:,}" in shown.stdout
+    assert shown.stdout.isascii()  # plain columns, one line for each kind of tensor
+    assert re.search(r"^model\.layers\.\*\.post_attention_layernorm\.weight +16 +128 +BF16", shown.stdout, re.M)
     refused = run("weights", "inspect", "nowhere")
     assert refused.exit_code == 2
     assert refused.stderr == "error: model must be a directory with a Llama model, or 'demo'; got 'nowhere'\n"

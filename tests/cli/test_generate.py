@@ -155,14 +155,14 @@ def test_colour_changes_no_letter_and_has_a_legend() -> None:
     coloured = generate("demo", PROMPT, "--max-tokens", "8", "--color-depth", *D3_FLAGS, env=COLOURS).stdout
     legend, text = coloured.split("\n", 1)
     assert without_colour(legend).split() == ["layers", "run:", "16", "14", "12", "11", "10", "9", "of", "16"]
-    assert without_colour(text) == plain
+    assert " " + without_colour(text) == plain
     assert len(set(re.findall(r"48;2;[\d;]+", text))) == 6  # one colour for each depth
 
 
 def test_no_color_is_obeyed() -> None:
     env = {**COLOURS, "NO_COLOR": "1"}
     text = generate("demo", PROMPT, "--max-tokens", "8", "--color-depth", *D3_FLAGS, env=env).stdout
-    assert text == generate("demo", PROMPT, "--max-tokens", "8", *D3_FLAGS).stdout
+    assert " " + text == generate("demo", PROMPT, "--max-tokens", "8", *D3_FLAGS).stdout
 
 
 @pytest.mark.parametrize("width", [30, 80, 200])
@@ -204,6 +204,23 @@ def test_a_terminal_gets_safe_text_and_a_pipe_gets_it_all(capsys: pytest.Capture
     assert terminal.getvalue() == "a[31mb\nc"
     Writer(Console(file=io.StringIO(), force_terminal=False)).write("a\x1b[31mb")
     assert capsys.readouterr().out == "a\x1b[31mb"
+
+
+def test_on_a_terminal_an_answer_begins_without_its_space_and_in_a_pipe_with(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answers = (" one two\n  three\n", "four")
+    for is_terminal in (True, False):
+        terminal = io.StringIO()
+        writer = Writer(Console(file=terminal, force_terminal=is_terminal, no_color=True))
+        for answer in answers:
+            for character in answer:
+                writer.write(character)
+            writer.end_line()
+        if is_terminal:
+            assert terminal.getvalue() == "one two\n  three\n\nfour\n"
+        else:
+            assert capsys.readouterr().out == " one two\n  three\nfour"
 
 
 def test_wrapped_text_keeps_to_the_width_and_loses_no_word() -> None:

@@ -72,7 +72,7 @@ def test_full_depth_gains_nothing() -> None:
 
 
 def test_the_layer_bound_sums_over_the_tokens_really_generated() -> None:
-    # Two tokens of 4 and 1 layers, 10 bytes a layer, 5 for the head: 2 * 45 over (45 + 15).
+    # Two tokens of 4 and 1 layers, 10 bytes per layer, 5 for the head: 2 * 45 over (45 + 15).
     assert layer_bound([4, 1], num_layers=4, layer_size=10, head_size=5) == pytest.approx(90 / 60)
     assert layer_bound([4], num_layers=4, layer_size=10, head_size=5) == 1
 
