@@ -73,7 +73,7 @@ def plot_perplexity(result: Perplexity, path: str | Path, title: str) -> None:
     if len(positive):
         upper.set_yscale("symlog", linthresh=least, linscale=0.5)
     upper.set_ylim(-least / 5, 1.5 * values.max() if len(positive) else least)
-    upper.set_ylabel("log of the perplexity, nats" + (" (logarithmic above 0)" if len(positive) else ""))
+    upper.set_ylabel("log of the perplexity, nats" + ("\n(logarithmic above 0)" if len(positive) else ""))
     upper.legend(**ABOVE)
     lower.stairs(counts, np.arange(len(values) + 1) - 0.5, fill=True, color=ORANGE)
     lower.set_ylabel("answers")
