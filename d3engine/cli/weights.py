@@ -88,6 +88,28 @@ def meta_command(
     typer.echo(f"wrote {destination}")
 
 
+class FloatType(StrEnum):
+    """What tensors are dequantized to; `GGUF_DTYPES` as an option."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@convert_app.command("gguf")
+def gguf_command(
+    source: Source,
+    destination: Destination,
+    dtype: Annotated[FloatType, typer.Option(help="What to dequantize to.")] = FloatType.float32,
+    shard_size: ShardSize = 5.0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Convert a GGUF file of the llama architecture, its tokenizer and chat template."""
+    from d3engine.weights_tools.convert_gguf import convert_gguf
+
+    convert_gguf(source, destination, dtype=dtype.value, shard_bytes=_shard_bytes(shard_size), overwrite=overwrite)
+    typer.echo(f"wrote {destination}")
+
+
 class Scheme(StrEnum):
     """How matrices are quantized; `QUANTIZATION_SCHEMES` as an option."""
 

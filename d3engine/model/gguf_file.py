@@ -1,0 +1,237 @@
+"""Reads GGUF files: what ggml's own tools and most of those built on it keep a model in.
+
+The one idea: headers first, and nothing in one is believed. A count or a length is held against the bytes that are left
+before anything is made of it, so a short file costs little time and memory whatever it claims. Only the arithmetic of
+ggml's quantized types is the `gguf` package's; its reader trusts what it reads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from d3engine.errors import MissingExtraError, ModelFormatError
+
+TENSOR_TYPES = (
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"),
+)
+"""The types of tensors that are read, by ggml's names."""
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_DEFAULT_ALIGNMENT = 32
+_MAX_HEADER_BYTES = 256 * 2**20
+_MAX_ELEMENTS = 4_000_000
+"""Most elements of all arrays of a header together: a vocabulary of 256 thousand tokens has a fifth of that."""
+_MAX_TENSORS = 200_000
+_MAX_KEYS = 100_000
+_MAX_DIMENSIONS = 4
+_VALUES_AT_ONCE = 2**22
+"""Dequantizing takes several times the memory of its result, so it goes by rows: of this many values together."""
+
+_STRING, _ARRAY = 8, 9
+_SCALARS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """A tensor that lies in the file; `shape` is in torch's order, its last dimension contiguous."""
+
+    name: str
+    shape: tuple[int, ...]
+    type_name: str
+    offset: int  # bytes from the start of the file
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """The checked header of a GGUF file: `metadata` by key (arrays are lists) and `tensors` by name."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, GGUFTensor]
+
+    def read(self, name: str) -> Tensor:
+        """The tensor of that name in float32, dequantized: the result and a few MiB are all that it takes."""
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        tensor = self.tensors[name]
+        kind = GGMLQuantizationType[tensor.type_name]
+        values = torch.empty(tensor.shape, dtype=torch.float32)
+        rows = math.prod(tensor.shape[:-1])
+        flat = values.view(rows, tensor.shape[-1]).numpy()
+        row_bytes = tensor.nbytes // rows
+        step = max(1, _VALUES_AT_ONCE // tensor.shape[-1])
+        with self.path.open("rb") as file, np.errstate(all="ignore"):  # what is not finite, the loader refuses
+            file.seek(tensor.offset)
+            for start in range(0, rows, step):
+                count = min(step, rows - start)
+                raw = file.read(count * row_bytes)
+                if len(raw) != count * row_bytes:
+                    raise ModelFormatError(f"{self.path}: tensor {name!r} cannot be read: the file has become shorter")
+                flat[start : start + count] = dequantize(np.frombuffer(raw, np.uint8).reshape(count, row_bytes), kind)
+        return values
+
+
+def open_gguf(path: str | Path) -> GGUFFile:
+    """Read and check the header of a GGUF file; no tensor is read.
+
+    Raises `ModelFormatError`, naming the file, for anything but a whole little-endian GGUF file of version 2 or 3 with
+    tensors of `TENSOR_TYPES`, and `MissingExtraError` without the package `gguf`.
+    """
+    path = Path(path)
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError("gguf", "gguf", "reading GGUF files") from error
+    if not path.is_file():
+        raise ModelFormatError(f"{path} is missing or not a regular file")
+    try:
+        with path.open("rb") as file:
+            return _read_file(path, _Header(path, file))
+    except OSError as error:
+        raise ModelFormatError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+class _Header:
+    """Takes values off the start of a file, and never more than is there."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path = path
+        self.size = os.fstat(file.fileno()).st_size
+        self.position = 0
+        self._file = file
+        self._elements = 0
+
+    def error(self, what: str) -> ModelFormatError:
+        return ModelFormatError(f"{self.path}: {what}")
+
+    def take(self, count: int) -> bytes:
+        left = min(self.size, _MAX_HEADER_BYTES) - self.position
+        if count > left:
+            raise self.error(f"its header asks for {count:,} bytes at byte {self.position:,}, where {left:,} are left")
+        self.position += count
+        raw = self._file.read(count)
+        if len(raw) != count:
+            raise self.error("cannot be read: the file has become shorter")
+        return raw
+
+    def integer(self, code: str) -> int:
+        return int(struct.unpack(code, self.take(struct.calcsize(code)))[0])
+
+    def string(self) -> str:
+        raw = self.take(self.integer("<Q"))
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            raise self.error(f"a string that ends at byte {self.position:,} is not UTF-8") from None
+
+    def value(self, key: str) -> Any:
+        kind = self.integer("<I")
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            return self._scalars(key, kind, 1)[0]
+        kind, count = self.integer("<I"), self.integer("<Q")
+        self._elements += count
+        if self._elements > _MAX_ELEMENTS:
+            raise self.error(f"{key} has {count:,} elements: all arrays may have {_MAX_ELEMENTS:,} together")
+        return [self.string() for _ in range(count)] if kind == _STRING else self._scalars(key, kind, count)
+
+    def _scalars(self, key: str, kind: int, count: int) -> list[Any]:
+        if kind not in _SCALARS:
+            raise self.error(f"{key} is of the unknown type {kind}")
+        dtype = np.dtype(_SCALARS[kind])
+        raw = self.take(count * dtype.itemsize)
+        if kind == 7:
+            return [byte != 0 for byte in raw]
+        values: list[Any] = np.frombuffer(raw, dtype).tolist()
+        return values
+
+
+def _read_file(path: Path, header: _Header) -> GGUFFile:
+    if header.size < 24 or header.take(4) != _MAGIC:
+        raise header.error("is not a GGUF file: it does not begin with 'GGUF' and a header")
+    version = header.integer("<I")
+    if version not in _VERSIONS:
+        raise header.error(f"is of GGUF version {version}: only 2 and 3, little-endian, are read")
+    num_tensors, num_values = header.integer("<Q"), header.integer("<Q")
+    if num_tensors > _MAX_TENSORS or num_values > _MAX_KEYS:
+        allowed = f"{_MAX_TENSORS:,} and {_MAX_KEYS:,} are allowed"
+        raise header.error(f"claims {num_tensors:,} tensors and {num_values:,} keys: {allowed}")
+    metadata: dict[str, Any] = {}
+    for _ in range(num_values):
+        key = header.string()
+        if key in metadata:
+            raise header.error(f"has {key} twice")
+        metadata[key] = header.value(key)
+    described = [_tensor(header) for _ in range(num_tensors)]
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1) or alignment > 2**20:
+        raise header.error(f"general.alignment must be a power of two up to 2^20; got {alignment!r}")
+    start = -(-header.position // alignment) * alignment
+    tensors: dict[str, GGUFTensor] = {}
+    for name, shape, type_name, offset, nbytes in described:
+        if name in tensors:
+            raise header.error(f"has tensor {name!r} twice")
+        tensors[name] = GGUFTensor(name, shape, type_name, start + offset, nbytes)
+    _check_places(header, tensors.values(), alignment)
+    return GGUFFile(path, metadata, tensors)
+
+
+def _tensor(header: _Header) -> tuple[str, tuple[int, ...], str, int, int]:
+    """Name, shape, type, offset from the start of the data, and bytes of the next tensor."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    name = header.string()
+    dimensions = header.integer("<I")
+    if not 1 <= dimensions <= _MAX_DIMENSIONS:
+        raise header.error(f"tensor {name!r} has {dimensions} dimensions: allowed are 1 to {_MAX_DIMENSIONS}")
+    shape = tuple(reversed([header.integer("<Q") for _ in range(dimensions)]))
+    number = header.integer("<I")
+    type_name = GGMLQuantizationType(number).name if number in {kind.value for kind in GGMLQuantizationType} else "?"
+    if type_name not in TENSOR_TYPES:
+        allowed = ", ".join(TENSOR_TYPES)
+        raise header.error(f"tensor {name!r} is of ggml's type {number} ({type_name}): those read are {allowed}")
+    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
+    if min(shape) < 1 or shape[-1] % block:
+        raise header.error(f"tensor {name!r} of shape {shape} cannot be {type_name}, whose rows have blocks of {block}")
+    return name, shape, type_name, header.integer("<Q"), math.prod(shape) // block * block_bytes
+
+
+def _check_places(header: _Header, tensors: Iterable[GGUFTensor], alignment: int) -> None:
+    """Every tensor lies in the file, where it should, and none in another: so data has at most the file's size."""
+    end = 0
+    for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
+        if tensor.offset + tensor.nbytes > header.size:
+            where = f"from byte {tensor.offset:,} on {tensor.nbytes:,} bytes"
+            raise header.error(f"tensor {tensor.name!r} takes {where}; the file has {header.size:,}")
+        if tensor.offset % alignment:
+            raise header.error(f"tensor {tensor.name!r} begins at byte {tensor.offset:,}, no multiple of {alignment}")
+        if tensor.offset < end:
+            raise header.error(f"tensor {tensor.name!r} overlaps the one before it")
+        end = tensor.offset + tensor.nbytes
