@@ -7,7 +7,6 @@ What it computes is what the engine computes step by step; a test compares the t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -40,7 +39,7 @@ class Observer:
         self.config = config
         self._weights = weights
         self._device = weights.embedding.device
-        self._scale = 1.0 / math.sqrt(config.head_dim)
+        self._scale = config.attention_scale
 
     @torch.inference_mode()
     def layers(

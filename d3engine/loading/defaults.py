@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from d3engine.errors import InvalidValueError, ModelFormatError, require_integer
-from d3engine.model.config import GENERATION_CONFIG_FILE, ModelConfig, load_generation_config
+from d3engine.model.config import CONFIG_FILE, GENERATION_CONFIG_FILE, ModelConfig, load_generation_config
 from d3engine.request.params import SamplingParams
 
 
@@ -30,8 +30,15 @@ def default_sampling_params(directory: Path) -> SamplingParams:
 
 
 def resolve_max_model_len(max_model_len: int | None, config: ModelConfig) -> int:
-    """The most tokens of prompt and answer; beyond the positions that the model was made for only with dynamic rope."""
-    if max_model_len is None:
-        return config.max_length
+    """The most tokens of prompt and answer; beyond the positions that the model was made for only with dynamic rope.
+
+    Raises `InvalidValueError` for a length beyond those, or beyond the model's sliding window: up to there a window
+    changes nothing, and further on the engine would attend to what the model does not.
+    """
     limit = None if config.rope.rope_type == "dynamic" else config.max_length
-    return require_integer("max_model_len", max_model_len, 2, limit)
+    length = config.max_length if max_model_len is None else require_integer("max_model_len", max_model_len, 2, limit)
+    window = config.sliding_window
+    if window is not None and window < length:
+        allowed = f"null or at least max_model_len={length} (max_model_len={window} is what can be run)"
+        raise InvalidValueError(f"{CONFIG_FILE}: sliding_window", window, allowed)
+    return length

@@ -1,11 +1,13 @@
-"""Reads config.json and generation_config.json of a Llama model into one validated, frozen description.
+"""Reads config.json and generation_config.json of a model into one validated, frozen description of a Llama.
 
 The one idea: what the engine cannot honour it refuses here, by field, value and what is allowed, so that
-nothing after this file has to ask whether a number is sane or whether a model is really a Llama.
+nothing after this file has to ask whether a number is sane or whether a model is really a Llama. Other names for one
+are in `families.py`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 from d3engine.errors import ModelFormatError
 from d3engine.files import is_there
+from d3engine.model.families import Biases, Family, Multipliers, TensorNames, family_of
 from d3engine.model.fields import Fields, read_json_object
 from d3engine.model.rope_config import RopeConfig, read_rope_config, refuse_other_rotations
 
@@ -40,12 +43,14 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
+    rms_norm_eps: float  # as the engine adds it: see `Multipliers`
     rope: RopeConfig
     max_position_embeddings: int
     tie_word_embeddings: bool
-    attention_bias: bool
-    mlp_bias: bool
+    biases: Biases
+    multipliers: Multipliers
+    tensor_names: TensorNames
+    sliding_window: int | None  # what the model attends to at most, itself included
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str | None
@@ -68,15 +73,17 @@ class ModelConfig:
     def from_dict(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
         """Validate the parsed contents of config.json (and generation_config.json).
 
-        Optional fields that are absent take the defaults of transformers' LlamaConfig. `eos_token_ids` is the
-        union of both files', those of config.json first. Raises `ModelFormatError`.
+        Optional fields that are absent take the defaults of the family's config class in transformers. `eos_token_ids`
+        is the union of both files', those of config.json first. Raises `ModelFormatError`.
         """
-        fields = Fields(config, CONFIG_FILE)
-        _refuse_other_models(fields)
+        family = family_of(Fields(config, CONFIG_FILE))
+        fields = Fields({**family.defaults, **config}, CONFIG_FILE)
+        _refuse_other_models(fields, family)
         num_heads = fields.integer("num_attention_heads")
         hidden_size = fields.integer("hidden_size")
         head_dim = _head_dim(fields, hidden_size, num_heads)
         max_positions = fields.integer("max_position_embeddings", default=2048)
+        multipliers = family.multipliers(fields)
         return cls(
             vocab_size=fields.integer("vocab_size"),
             hidden_size=hidden_size,
@@ -85,14 +92,16 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=_num_kv_heads(fields, num_heads),
             head_dim=head_dim,
-            rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
-            rope=read_rope_config(fields, head_dim, max_positions),
+            rms_norm_eps=fields.number("rms_norm_eps", default=1e-6) * multipliers.on_epsilon(),
+            rope=_rope(fields, family, head_dim, max_positions),
             max_position_embeddings=max_positions,
             tie_word_embeddings=fields.boolean("tie_word_embeddings"),
-            attention_bias=fields.boolean("attention_bias"),
-            mlp_bias=fields.boolean("mlp_bias"),
-            bos_token_id=_bos_token_id(fields, generation_config),
-            eos_token_ids=_eos_token_ids(fields, generation_config),
+            biases=family.biases(fields),
+            multipliers=multipliers,
+            tensor_names=family.names,
+            sliding_window=_sliding_window(fields, family),
+            bos_token_id=_bos_token_id(fields, generation_config, family.bos_token_id),
+            eos_token_ids=_eos_token_ids(fields, generation_config, family.eos_token_ids),
             dtype=_dtype(fields),
             quantization=_quantization(fields),
         )
@@ -105,6 +114,12 @@ class ModelConfig:
         """
         stretch = self.rope.factor if self.rope.rope_type in ("linear", "dynamic") else None
         return int(self.max_position_embeddings * (stretch or 1))
+
+    @property
+    def attention_scale(self) -> float:
+        """What the products of queries and keys are multiplied by."""
+        given = self.multipliers.attention
+        return 1.0 / math.sqrt(self.head_dim) if given is None else given
 
     @property
     def q_size(self) -> int:
@@ -159,21 +174,29 @@ def load_generation_config(directory: str | Path) -> dict[str, Any]:
     return defaults
 
 
-def _refuse_other_models(fields: Fields) -> None:
-    """Raise unless the config describes a plain LlamaForCausalLM."""
-    architectures, model_type = fields.get("architectures"), fields.get("model_type")
-    if architectures is None and model_type is None:
-        raise ModelFormatError(f"{fields.source}: architectures and model_type are both missing")
-    if architectures is not None and (not isinstance(architectures, list) or "LlamaForCausalLM" not in architectures):
-        fields.refuse("architectures", "a list with 'LlamaForCausalLM'")
-    if model_type not in (None, "llama"):
-        fields.refuse("model_type", "'llama'")
+def _refuse_other_models(fields: Fields, family: Family) -> None:
+    """Raise for what would make another model of this member of `family` than a Llama."""
+    family.check(fields)
     if fields.get("hidden_act") not in (None, "silu"):
         fields.refuse("hidden_act", "'silu'")
     refuse_other_rotations(fields)
     # pretraining_tp > 1 made transformers 4 split matrix products into slices and sum them: the same numbers
     # but for rounding, and transformers 5 no longer does it. So it is checked and then has no effect.
     fields.integer("pretraining_tp", default=1)
+
+
+def _rope(fields: Fields, family: Family, head_dim: int, max_positions: int) -> RopeConfig:
+    rope = read_rope_config(fields, head_dim, max_positions)
+    if family.rope_types is not None and rope.rope_type not in family.rope_types:
+        name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+        fields.refuse(name, f"of type {' or '.join(family.rope_types)} for {family.architectures[0]}")
+    return rope
+
+
+def _sliding_window(fields: Fields, family: Family) -> int | None:
+    if not family.has_window or fields.get("sliding_window") is None:
+        return None
+    return fields.integer("sliding_window")
 
 
 def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
@@ -195,20 +218,20 @@ def _num_kv_heads(fields: Fields, num_heads: int) -> int:
     return num_kv_heads
 
 
-def _bos_token_id(fields: Fields, generation: Mapping[str, Any] | None) -> int | None:
+def _bos_token_id(fields: Fields, generation: Mapping[str, Any] | None, default: int | None) -> int | None:
     if "bos_token_id" not in fields.values and generation is not None:
         fields = Fields(generation, GENERATION_CONFIG_FILE)
     if "bos_token_id" not in fields.values:
-        return 1  # LlamaConfig's default
+        return default
     return None if fields.get("bos_token_id") is None else fields.integer("bos_token_id", low=0)
 
 
-def _eos_token_ids(fields: Fields, generation: Mapping[str, Any] | None) -> tuple[int, ...]:
+def _eos_token_ids(fields: Fields, generation: Mapping[str, Any] | None, default: tuple[int, ...]) -> tuple[int, ...]:
     ids = fields.token_ids("eos_token_id")
     if generation is not None:
         ids += Fields(generation, GENERATION_CONFIG_FILE).token_ids("eos_token_id")
     if not ids and "eos_token_id" not in fields.values:
-        return (2,)  # LlamaConfig's default; an explicit null means none
+        return default  # an explicit null means none
     return tuple(dict.fromkeys(ids))
 
 

@@ -7,6 +7,8 @@ different is an error that names tensor and file, before anything is allocated f
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,13 +17,17 @@ from d3engine.errors import ModelFormatError
 from d3engine.kernels.quantized import GROUP
 from d3engine.model.checkpoint import FLOAT_DTYPES, Checkpoint, TensorEntry
 from d3engine.model.config import CONFIG_FILE, ModelConfig
+from d3engine.model.families import TensorNames
 
-EMBEDDING = "model.embed_tokens.weight"
-FINAL_NORM = "model.norm.weight"
+EMBEDDING = TensorNames().embedding
+FINAL_NORM = TensorNames().final_norm
 LM_HEAD = "lm_head.weight"
+"""A Llama's own names, which converters write; other families may call the first two something else."""
 
 VALUES, SCALES = ".qweight", ".scales"
 """What stands in the place of ".weight" in the names of a quantized matrix's two tensors."""
+
+_Part = TypeVar("_Part")
 
 _INTEGERS = {"I8": torch.int8, "U8": torch.uint8}
 
@@ -32,7 +38,8 @@ _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the name and shape in the file of every tensor a model of this config must have.
 
-    Names are transformers' own. Of a quantized model, `X.qweight` and `X.scales` stand for each matrix `X.weight`.
+    Names are those that transformers gives them in the model's family. Of a quantized model, `X.qweight` and `X.scales`
+    stand for each matrix `X.weight`.
     """
     shapes = _float_tensors(config)
     if config.quantization is None:
@@ -80,34 +87,35 @@ def held_dtype(entry: TensorEntry, dtype: torch.dtype) -> torch.dtype:
 
 def _float_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden, intermediate = config.hidden_size, config.intermediate_size
-    attention = {
-        "q_proj": (config.q_size, hidden),
-        "k_proj": (config.kv_size, hidden),
-        "v_proj": (config.kv_size, hidden),
-        "o_proj": (hidden, config.q_size),
-    }
-    mlp = {
-        "gate_proj": (intermediate, hidden),
-        "up_proj": (intermediate, hidden),
-        "down_proj": (hidden, intermediate),
-    }
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
+    names, biases = config.tensor_names, config.biases
+    qkv = rows_of(names.qkv, [config.q_size, config.kv_size, config.kv_size])
+    gate_up = rows_of(names.gate_up, [intermediate, intermediate])
+    products = [
+        *((f"self_attn.{name}", (sum(rows), hidden), biases.qkv) for name, rows in qkv.items()),
+        ("self_attn.o_proj", (hidden, config.q_size), biases.output),
+        *((f"mlp.{name}", (sum(rows), hidden), biases.mlp) for name, rows in gate_up.items()),
+        ("mlp.down_proj", (hidden, intermediate), biases.mlp),
+    ]
+    shapes: dict[str, tuple[int, ...]] = {names.embedding: (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
+        prefix = names.layer(layer)
         shapes[prefix + "input_layernorm.weight"] = (hidden,)
         shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
-        for block, matrices, bias in (
-            ("self_attn", attention, config.attention_bias),
-            ("mlp", mlp, config.mlp_bias),
-        ):
-            for name, shape in matrices.items():
-                shapes[f"{prefix}{block}.{name}.weight"] = shape
-                if bias:
-                    shapes[f"{prefix}{block}.{name}.bias"] = shape[:1]
-    shapes[FINAL_NORM] = (hidden,)
+        for name, shape, has_bias in products:
+            shapes[f"{prefix}{name}.weight"] = shape
+            if has_bias:
+                shapes[f"{prefix}{name}.bias"] = shape[:1]
+    shapes[names.final_norm] = (hidden,)
     if not config.tie_word_embeddings:
         shapes[LM_HEAD] = (config.vocab_size, hidden)
     return shapes
+
+
+def rows_of(modules: Sequence[str], parts: Sequence[_Part]) -> dict[str, list[_Part]]:
+    """Which parts of a stacked matrix, from top to bottom, each module of a checkpoint holds: one, or all of them."""
+    if len(modules) == 1:
+        return {modules[0]: list(parts)}
+    return {module: [part] for module, part in zip(modules, parts, strict=True)}
 
 
 def is_ignored_tensor(name: str) -> bool:
@@ -142,7 +150,7 @@ def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
         if name not in expected and not is_ignored_tensor(name) and not is_copy:
             raise ModelFormatError(f"{entry.file}: tensor {name!r} is unexpected for this {CONFIG_FILE}")
     if config.tie_word_embeddings and LM_HEAD in entries:
-        _check_stray_lm_head(checkpoint)
+        _check_stray_lm_head(checkpoint, config.tensor_names.embedding)
 
 
 def check_values(entry: TensorEntry, source: Tensor, converted: Tensor) -> None:
@@ -162,13 +170,13 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
-def _check_stray_lm_head(checkpoint: Checkpoint) -> None:
-    is_equal = torch.equal(checkpoint.read(LM_HEAD), checkpoint.read(EMBEDDING))
-    for name in (LM_HEAD, EMBEDDING):
+def _check_stray_lm_head(checkpoint: Checkpoint, embedding: str) -> None:
+    is_equal = torch.equal(checkpoint.read(LM_HEAD), checkpoint.read(embedding))
+    for name in (LM_HEAD, embedding):
         checkpoint.give_back(name)
     if not is_equal:
         raise ModelFormatError(
-            f"{checkpoint.entries[LM_HEAD].file}: tensor {LM_HEAD!r} differs from {EMBEDDING!r}, but "
+            f"{checkpoint.entries[LM_HEAD].file}: tensor {LM_HEAD!r} differs from {embedding!r}, but "
             f"{CONFIG_FILE} sets tie_word_embeddings; set that to false to use it, or delete the tensor"
         )
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from d3engine.model.checkpoint import open_checkpoint
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import is_ignored_tensor
+from d3engine.model.families import Multipliers
 
 ROWS = 4
 """Rows of each tensor that count: the first, the last and those evenly between them."""
@@ -32,8 +33,11 @@ def fingerprint(directory: str | Path) -> str:
     """
     config = ModelConfig.from_directory(directory)
     rope = {name: value for name, value in asdict(config.rope).items() if value is not None}
+    computes: list[object] = [{name: getattr(config, name) for name in _COMPUTES}, rope]
+    if config.multipliers != Multipliers():  # a plain Llama keeps the fingerprint that it had before there were any
+        computes.append(asdict(config.multipliers))
     digest = hashlib.sha256()
-    digest.update(_json([{name: getattr(config, name) for name in _COMPUTES}, rope]))
+    digest.update(_json(computes))
     with open_checkpoint(directory) as checkpoint:
         for name in sorted(checkpoint.entries):
             if is_ignored_tensor(name):

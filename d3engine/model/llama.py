@@ -6,7 +6,6 @@ caller's; a layer knows neither sequences nor depth.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch.nn.functional as F
@@ -24,7 +23,7 @@ class Llama:
         self.config = config
         self.weights = weights
         self.kernels = kernels
-        self._scale = 1.0 / math.sqrt(config.head_dim)
+        self._scale = config.attention_scale
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Hidden states [T, H] of int64 `token_ids` [T]."""

@@ -10,8 +10,10 @@ long as both have the same.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,14 +23,13 @@ from d3engine.kernels.quantized import Int4Weight, Int8Weight, Weight
 from d3engine.model.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import (
-    EMBEDDING,
-    FINAL_NORM,
     SCALES,
     VALUES,
     check_tensors,
     check_values,
     expected_tensors,
     held_dtype,
+    rows_of,
 )
 from d3engine.model.mapped_file import dtype_of
 from d3engine.progress import hides_bars
@@ -163,14 +164,14 @@ def random_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.dev
         LayerWeights(
             attention_norm=ones(),
             qkv=normal(qkv_rows, hidden),
-            qkv_bias=bias(qkv_rows, config.attention_bias),
+            qkv_bias=bias(qkv_rows, config.biases.qkv),
             output=normal(hidden, config.q_size, residual),
-            output_bias=bias(hidden, config.attention_bias),
+            output_bias=bias(hidden, config.biases.output),
             mlp_norm=ones(),
             gate_up=normal(2 * intermediate, hidden),
-            gate_up_bias=bias(2 * intermediate, config.mlp_bias),
+            gate_up_bias=bias(2 * intermediate, config.biases.mlp),
             down=normal(hidden, intermediate, residual),
-            down_bias=bias(hidden, config.mlp_bias),
+            down_bias=bias(hidden, config.biases.mlp),
         )
         for _ in range(config.num_layers)
     )
@@ -190,54 +191,66 @@ class _Loader:
     progress: tqdm[None]
 
     def load(self) -> LlamaWeights:
-        layers = tuple(self._layer(f"model.layers.{index}.") for index in range(self.config.num_layers))
-        embedding = self._stack([EMBEDDING])
-        lm_head = embedding if self.config.tie_word_embeddings else self._matrix(["lm_head"], self.config.hidden_size)
-        return LlamaWeights(embedding, layers, self._stack([FINAL_NORM]), lm_head)
+        config, names, multipliers = self.config, self.config.tensor_names, self.config.multipliers
+        layers = tuple(self._layer(names.layer(index)) for index in range(config.num_layers))
+        embedding = self._vector_or_table(names.embedding, multipliers.on_embedding)
+        lm_head = embedding if config.tie_word_embeddings else self._matrix({"lm_head": None}, config.hidden_size)
+        final_norm = self._vector_or_table(names.final_norm, multipliers.on_final_norm(config.tie_word_embeddings))
+        return LlamaWeights(embedding, layers, final_norm, lm_head)
 
     def _layer(self, prefix: str) -> LayerWeights:
-        config = self.config
+        config, biases = self.config, self.config.biases
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        qkv = [attention + "q_proj", attention + "k_proj", attention + "v_proj"]
-        heads = [config.num_heads, config.num_kv_heads, None]
-        gate_up = [mlp + "gate_proj", mlp + "up_proj"]
+        heads = [_Rows(config.q_size, config.num_heads), _Rows(config.kv_size, config.num_kv_heads)]
+        parts = rows_of(config.tensor_names.qkv, [*heads, _Rows(config.kv_size, None)])
+        qkv: _Modules = {attention + name: rows for name, rows in parts.items()}
+        gate_up: _Modules = {mlp + name: None for name in config.tensor_names.gate_up}
+        output: _Modules = {attention + "o_proj": None}
+        down: _Modules = {mlp + "down_proj": None}
         return LayerWeights(
-            attention_norm=self._stack([prefix + "input_layernorm.weight"]),
-            qkv=self._matrix(qkv, config.hidden_size, heads),
-            qkv_bias=self._bias(qkv, config.attention_bias, heads),
-            output=self._matrix([attention + "o_proj"], config.q_size),
-            output_bias=self._bias([attention + "o_proj"], config.attention_bias),
-            mlp_norm=self._stack([prefix + "post_attention_layernorm.weight"]),
+            attention_norm=self._stack({prefix + "input_layernorm.weight": None}),
+            qkv=self._matrix(qkv, config.hidden_size),
+            qkv_bias=self._bias(qkv, biases.qkv),
+            output=self._matrix(output, config.q_size),
+            output_bias=self._bias(output, biases.output),
+            mlp_norm=self._stack({prefix + "post_attention_layernorm.weight": None}),
             gate_up=self._matrix(gate_up, config.hidden_size),
-            gate_up_bias=self._bias(gate_up, config.mlp_bias),
-            down=self._matrix([mlp + "down_proj"], config.intermediate_size),
-            down_bias=self._bias([mlp + "down_proj"], config.mlp_bias),
+            gate_up_bias=self._bias(gate_up, biases.mlp),
+            down=self._matrix(down, config.intermediate_size),
+            down_bias=self._bias(down, biases.mlp),
         )
 
-    def _matrix(self, modules: list[str], num_columns: int, heads: list[int | None] | None = None) -> Weight:
+    def _matrix(self, modules: _Modules, num_columns: int) -> Weight:
         """Return the modules' matrices on top of each other, in the form that the config names."""
         if self.config.quantization is None:
-            return self._stack([name + ".weight" for name in modules], heads)
-        values = self._stack([name + VALUES for name in modules], heads)
-        scales = self._stack([name + SCALES for name in modules], heads)
+            return self._stack(_with(".weight", modules))
+        values, scales = self._stack(_with(VALUES, modules)), self._stack(_with(SCALES, modules))
         if self.config.quantization == "int8":
             return Int8Weight(values, scales)
         return Int4Weight(values, scales, num_columns)
 
-    def _bias(self, modules: list[str], present: bool, heads: list[int | None] | None = None) -> Tensor | None:
-        return self._stack([name + ".bias" for name in modules], heads) if present else None
+    def _bias(self, modules: _Modules, present: bool) -> Tensor | None:
+        return self._stack(_with(".bias", modules)) if present else None
 
-    def _stack(self, names: list[str], heads: list[int | None] | None = None) -> Tensor:
-        """Return the named tensors on top of each other; `heads` says whose rows become adjacent pairs."""
-        entries = [self.checkpoint.entries[name] for name in names]
-        if len(names) == 1 and heads is None and self._is_held_as_it_is(entries[0]):
+    def _vector_or_table(self, name: str, multiplier: float) -> Tensor:
+        """One tensor times a number; one that stays as it is may lie in its file."""
+        if multiplier == 1.0:
+            return self._stack({name: None})
+        entry = self.checkpoint.entries[name]
+        scaled = torch.empty(entry.shape, dtype=held_dtype(entry, self.dtype), device=self.device)
+        self._copy(name, scaled, None, multiplier)
+        return scaled
+
+    def _stack(self, tensors: _Modules) -> Tensor:
+        """Return the named tensors on top of each other."""
+        entries = [self.checkpoint.entries[name] for name in tensors]
+        if len(entries) == 1 and not any(tensors.values()) and self._is_held_as_it_is(entries[0]):
             return self._mapped(entries[0])
         rows = [entry.shape[0] for entry in entries]
         shape, dtype = (sum(rows), *entries[0].shape[1:]), held_dtype(entries[0], self.dtype)
         stacked = torch.empty(shape, dtype=dtype, device=self.device)
-        parts = torch.split(stacked, rows)
-        for name, part, num_heads in zip(names, parts, heads or [None] * len(names), strict=True):
-            self._copy(name, part, num_heads)
+        for (name, parts), target in zip(tensors.items(), torch.split(stacked, rows), strict=True):
+            self._copy(name, target, parts)
         return stacked
 
     def _is_held_as_it_is(self, entry: TensorEntry) -> bool:
@@ -249,13 +262,38 @@ class _Loader:
         self.progress.update(entry.nbytes)
         return source
 
-    def _copy(self, name: str, target: Tensor, num_heads: int | None) -> None:
+    def _copy(self, name: str, target: Tensor, parts: list[_Rows] | None, multiplier: float = 1.0) -> None:
         source = self.checkpoint.read(name)
-        if num_heads is None:
-            target.copy_(source)
-        else:  # to_adjacent_pairs, but straight into place: no permuted copy in between
-            pairs = target.view(num_heads, -1, 2, *target.shape[1:])
-            pairs.transpose(1, 2).copy_(source.view(num_heads, 2, -1, *source.shape[1:]))
+        parts = parts or [_Rows(source.shape[0], None)]
+        sizes = [part.count for part in parts]
+        for part, given, place in zip(parts, torch.split(source, sizes), torch.split(target, sizes), strict=True):
+            _copy_rows(given, place, part.num_heads)
+        if multiplier != 1.0:  # after the conversion, as transformers rounds
+            target.mul_(multiplier)
         check_values(self.checkpoint.entries[name], source, target)
         self.checkpoint.give_back(name)
         self.progress.update(source.nbytes)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """So many rows of a tensor; those of `num_heads` heads become adjacent pairs."""
+
+    count: int
+    num_heads: int | None
+
+
+_Modules: TypeAlias = Mapping[str, list[_Rows] | None]
+"""What is stacked, from top to bottom; None: all rows of it as they are."""
+
+
+def _with(suffix: str, modules: _Modules) -> _Modules:
+    return {module + suffix: rows for module, rows in modules.items()}
+
+
+def _copy_rows(source: Tensor, target: Tensor, num_heads: int | None) -> None:
+    if num_heads is None:
+        target.copy_(source)
+    else:  # to_adjacent_pairs, but straight into place: no permuted copy in between
+        pairs = target.view(num_heads, -1, 2, *target.shape[1:])
+        pairs.transpose(1, 2).copy_(source.view(num_heads, 2, -1, *source.shape[1:]))

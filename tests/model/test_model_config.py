@@ -156,11 +156,11 @@ def test_dtype_is_read_from_either_key_with_or_without_prefix() -> None:
     ("changes", "message"),
     [
         (
-            {"architectures": ["MistralForCausalLM"]},
-            r"architectures must be .*LlamaForCausalLM.*; got \['MistralForCausalLM'\]",
+            {"architectures": ["GemmaForCausalLM"]},
+            r"architectures must be .*LlamaForCausalLM.*; got \['GemmaForCausalLM'\]",
         ),
         ({"architectures": "LlamaForCausalLM"}, "architectures must be a list.*; got 'LlamaForCausalLM'"),
-        ({"model_type": "qwen2"}, "model_type must be 'llama'.*; got 'qwen2'"),
+        ({"model_type": "qwen2"}, "model_type must be 'llama' or .* beside these architectures; got 'qwen2'"),
         ({"architectures": None, "model_type": None}, "architectures and model_type are both missing"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu'.*; got 'gelu'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: quant_method must be 'd3engine', as.*; got None"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 TINY: dict[str, Any] = {
     "vocab_size": 300,
@@ -35,7 +35,12 @@ class TinyLlama(NamedTuple):
 def save_tiny_llama(directory: Path, *, seed: int = 0, max_shard_size: str = "1GB", **config: Any) -> TinyLlama:
     """Make a random Llama of `TINY` with `config`'s changes and save it as transformers does, in float32."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**(TINY | config))).eval()
+    return save_random(directory, LlamaForCausalLM(LlamaConfig(**(TINY | config))), max_shard_size)
+
+
+def save_random(directory: Path, model: PreTrainedModel, max_shard_size: str = "1GB") -> TinyLlama:
+    """Save a model that transformers has just made at random; its biases and norms become random too."""
+    model.eval()
     with torch.no_grad():  # transformers starts biases at zero and norms at one, which would prove nothing
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):

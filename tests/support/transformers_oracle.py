@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 
 @dataclass(frozen=True)
@@ -75,4 +74,4 @@ def assert_same_tokens(token_ids: list[int], answer: Answer, tie: float = 0.0) -
 
 def _forget_lengths(model: LlamaForCausalLM) -> None:
     """Dynamic rope keeps the frequencies of the longest sequence it has seen; every answer here is its own."""
-    model.model.rotary_emb = LlamaRotaryEmbedding(model.config)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)

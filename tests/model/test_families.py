@@ -1,0 +1,247 @@
+"""What a config.json of another family comes to, what of it is refused, and that every tool reads its tensors."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import TINY, save_random
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GraniteConfig,
+    InternLM3Config,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    SeedOssConfig,
+)
+
+from d3engine.errors import ModelFormatError
+from d3engine.model.config import ModelConfig
+from d3engine.model.families import FAMILIES, Biases, Multipliers
+from d3engine.model.fingerprint import fingerprint
+from d3engine.model.quantization import quantize_weights
+from d3engine.model.weights import LlamaWeights, load_weights
+from d3engine.weights_tools.convert import convert_bin
+from d3engine.weights_tools.inspection import inspect_model, verify_model
+from d3engine.weights_tools.quantize import quantize_model
+
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 256,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.25,
+    "logits_scaling": 8.0,
+}
+CONFIGS: list[type[PreTrainedConfig]] = [
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    SeedOssConfig,
+    GraniteConfig,
+    Phi3Config,
+    InternLM3Config,
+]
+
+
+def config(architecture: str, **changes: Any) -> ModelConfig:
+    return ModelConfig.from_dict({"architectures": [architecture]} | SIZES | changes)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_absent_fields_have_the_defaults_of_the_family_in_transformers(kind: type[PreTrainedConfig]) -> None:
+    read, oracle = ModelConfig.from_dict({"model_type": kind.model_type} | SIZES), kind(**SIZES)
+    assert read.num_kv_heads == oracle.num_key_value_heads
+    assert read.head_dim == (getattr(oracle, "head_dim", None) or oracle.hidden_size // oracle.num_attention_heads)
+    assert read.max_position_embeddings == oracle.max_position_embeddings
+    assert read.rms_norm_eps == oracle.rms_norm_eps
+    assert read.rope.theta == oracle.rope_parameters["rope_theta"]
+    assert read.bos_token_id == oracle.bos_token_id
+    assert read.eos_token_ids == (() if oracle.eos_token_id is None else (oracle.eos_token_id,))
+    assert read.sliding_window == getattr(oracle, "sliding_window", None)
+
+
+def test_the_table_has_one_entry_for_each_pair_of_names() -> None:
+    pairs = [(name, family.model_type) for family in FAMILIES for name in family.architectures]
+    assert len(pairs) == len(set(pairs))
+
+
+def test_biases_are_those_of_the_family() -> None:
+    assert config("Qwen2ForCausalLM").biases == Biases(qkv=True)
+    assert config("SeedOssForCausalLM").biases == Biases(qkv=True)
+    assert config("SeedOssForCausalLM", attention_bias=False, attention_out_bias=True).biases == Biases(output=True)
+    assert config("LlamaForCausalLM", attention_bias=True).biases == Biases(qkv=True, output=True)
+    assert config("InternLM3ForCausalLM", qkv_bias=True, bias=True).biases == Biases(True, True, True)
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0}
+LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        ("Qwen3ForCausalLM", {}, r"architectures must be a list with one of .*Qwen2ForCausalLM.*; got \['Qwen3"),
+        ("GraniteMoeForCausalLM", {}, "architectures must be .*; got"),
+        ("MistralForCausalLM", {"model_type": "llama"}, "model_type must be 'mistral' beside .*; got 'llama'"),
+        ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window must be an integer from 1 to .*; got 0"),
+        ("MistralForCausalLM", {"layer_types": ["sliding_attention"] * 2}, "layer_types must be 'full_attention'"),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True}, "use_sliding_window must be false, since .*; got True"),
+        ("Qwen2ForCausalLM", {"layer_types": ["full_attention", "other"]}, "layer_types must be 'full_attention'"),
+        ("Qwen2ForCausalLM", {"hidden_act": "gelu"}, "hidden_act must be 'silu'; got 'gelu'"),
+        ("GraniteForCausalLM", {"attention_multiplier": 0}, "attention_multiplier must be .*above 0; got 0"),
+        ("GraniteForCausalLM", {"residual_multiplier": 1e-9}, "residual_multiplier must be .*from 1e-06.*; got 1e-09"),
+        ("GraniteForCausalLM", {"logits_scaling": "8"}, "logits_scaling must be .*; got '8'"),
+        ("GraniteForCausalLM", {"embedding_multiplier": -1}, "embedding_multiplier must be .*; got -1"),
+        ("Phi3ForCausalLM", {"partial_rotary_factor": 0.75}, r"partial_rotary_factor must be 1\.0.*; got 0\.75"),
+        (
+            "Phi3ForCausalLM",
+            {"rope_parameters": {"partial_rotary_factor": 0.75, "rope_type": "default"}},
+            r"rope_parameters: partial_rotary_factor must be .*; got 0\.75",
+        ),
+        ("Phi3ForCausalLM", {"rope_scaling": LONGROPE}, "rope_scaling: type must be .*; got 'longrope'"),
+        ("Phi3ForCausalLM", {"rope_scaling": YARN}, "rope_scaling must be of type default for Phi3ForCausalLM; got"),
+        ("InternLM3ForCausalLM", {"qkv_bias": True}, "qkv_bias must be the same as mlp_bias=False; got True"),
+        ("LlamaModel", {}, "tie_word_embeddings must be true, since a LlamaModel has no LM head of its own; got None"),
+    ],
+)
+def test_what_a_family_may_ask_for_and_the_engine_cannot_do_is_refused_by_field(
+    architecture: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelFormatError, match=message):
+        config(architecture, **changes)
+
+
+def test_an_unknown_model_type_alone_is_refused_with_those_that_run() -> None:
+    message = "model_type must be 'llama' or 'mistral' or .*; got 'gemma'"
+    with pytest.raises(ModelFormatError, match=message):
+        ModelConfig.from_dict({"model_type": "gemma"} | SIZES)
+
+
+def test_architectures_that_hold_no_name_are_refused() -> None:
+    for architectures in ("LlamaForCausalLM", [], [None], [["LlamaForCausalLM"]]):
+        with pytest.raises(ModelFormatError, match="architectures must be a list with"):
+            ModelConfig.from_dict(SIZES | {"architectures": architectures})
+
+
+MakeModel = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
+    """A tiny random model of a family, as a directory; read-only."""
+    kinds = {
+        "Granite": GraniteConfig(**(TINY | GRANITE | {"tie_word_embeddings": True})),
+        "Phi-3": Phi3Config(**(TINY | {"pad_token_id": None})),
+        "Qwen2": Qwen2Config(**TINY),
+    }
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(kinds[name], dtype=torch.float32)
+            made[name] = save_random(tmp_path_factory.mktemp("family"), model).directory
+        return made[name]
+
+    return make
+
+
+def load(directory: Path) -> LlamaWeights:
+    read = ModelConfig.from_directory(directory)
+    return load_weights(directory, read, dtype=torch.float32, device="cpu", show_progress=False)
+
+
+def all_tensors(weights: LlamaWeights) -> list[Tensor]:
+    tensors = [tensor for layer in weights.layers for tensor in layer.tensors()]
+    head = weights.lm_head
+    return [*tensors, weights.embedding, weights.final_norm, *((head,) if isinstance(head, Tensor) else head.tensors)]
+
+
+def assert_equal(one: LlamaWeights, other: LlamaWeights) -> None:
+    for left, right in zip(all_tensors(one), all_tensors(other), strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["Granite", "Phi-3", "Qwen2"])
+def test_a_quantized_family_loads_as_its_quantized_weights(
+    name: str, scheme: str, saved: MakeModel, tmp_path: Path
+) -> None:
+    quantize_model(saved(name), tmp_path / "out", scheme, show_progress=False)
+    verify_model(tmp_path / "out", show_progress=False)
+    assert_equal(load(tmp_path / "out"), quantize_weights(load(saved(name)), scheme))
+
+
+@pytest.mark.parametrize("name", ["Granite", "Phi-3", "Qwen2"])
+def test_a_family_is_verified_inspected_and_converted_from_pickles(name: str, saved: MakeModel, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    source = saved(name)
+    verify_model(source, show_progress=False)
+    assert inspect_model(source).facts["num_layers"] == TINY["num_hidden_layers"]
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.json").write_text((source / "config.json").read_text())
+    torch.save(load_file(source / "model.safetensors"), tmp_path / "old" / "pytorch_model.bin")
+    convert_bin(tmp_path / "old", tmp_path / "new", show_progress=False)
+    assert_equal(load(tmp_path / "new"), load(source))
+
+
+def test_a_tied_granite_stays_tied_and_its_matrices_are_left_as_they_are(saved: MakeModel) -> None:
+    from safetensors.torch import load_file
+
+    weights, tensors = load(saved("Granite")), load_file(saved("Granite") / "model.safetensors")
+    assert weights.lm_head is weights.embedding
+    assert torch.equal(weights.embedding, tensors["model.embed_tokens.weight"] * 48.0)  # 12 / 0.25
+    assert torch.equal(weights.layers[1].down, tensors["model.layers.1.mlp.down_proj.weight"])
+
+
+def test_a_multiplier_that_makes_the_embedding_too_large_for_its_dtype_is_refused(
+    saved: MakeModel, tmp_path: Path
+) -> None:
+    directory = changed(saved("Granite"), tmp_path, embedding_multiplier=1e6)
+    read = ModelConfig.from_directory(directory)
+    with pytest.raises(ModelFormatError, match=r"embed_tokens\.weight' has values too large for torch\.float16"):
+        load_weights(directory, read, dtype=torch.float16, device="cpu", show_progress=False)
+
+
+def test_a_missing_fused_matrix_is_named(saved: MakeModel, tmp_path: Path) -> None:
+    directory = changed(saved("Qwen2"), tmp_path, architectures=["Phi3ForCausalLM"], model_type="phi3")
+    name = re.escape("'model.layers.0.self_attn.qkv_proj.weight' is missing")
+    with pytest.raises(ModelFormatError, match=name):
+        load(directory)
+
+
+def test_every_multiplier_is_part_of_the_fingerprint(saved: MakeModel, tmp_path: Path) -> None:
+    found = {fingerprint(saved("Granite"))}
+    for name, value in GRANITE.items():
+        directory = tmp_path / name
+        directory.mkdir()
+        found.add(fingerprint(changed(saved("Granite"), directory, **{name: 2 * value})))
+    assert len(found) == 1 + len(GRANITE)
+
+
+def test_a_llama_has_no_multipliers(saved: MakeModel) -> None:
+    assert config("LlamaForCausalLM", **GRANITE).multipliers == Multipliers()  # transformers reads none of them
+
+
+def changed(source: Path, directory: Path, **changes: Any) -> Path:
+    """The weights of `source` beside its config.json with `changes`."""
+    contents = json.loads((source / "config.json").read_text()) | changes
+    (directory / "config.json").write_text(json.dumps(contents))
+    (directory / "model.safetensors").symlink_to(source / "model.safetensors")
+    return directory
