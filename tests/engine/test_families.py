@@ -54,7 +54,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Granite": (GraniteConfig, MULTIPLIERS | {"attention_bias": True, "mlp_bias": True}),
     "Granite, tied": (GraniteConfig, MULTIPLIERS | {"tie_word_embeddings": True}),
     "Granite with a large norm epsilon": (GraniteConfig, MULTIPLIERS | {"rms_norm_eps": 0.1}),
-    "Granite without multipliers": (GraniteConfig, {}),
+    "Granite with one multiplier": (GraniteConfig, {"attention_multiplier": 0.2}),
     "Phi-3": (Phi3Config, {"pad_token_id": None}),
     "Phi-3, tied and multi-query": (
         Phi3Config,
