@@ -12,10 +12,11 @@ NVIDIA_DRIVER ?= /proc/driver/nvidia/version
 PIP = $(BIN)/python -m pip install --no-input --disable-pip-version-check
 CAN_REACH = $(BIN)/python -c "import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)" "$(CPU_WHEELS)/torch/"
 
-.PHONY: help setup demo test lint types layers shipped docs inspect bench clean
+.PHONY: help setup demo chat test lint types layers shipped docs inspect bench clean
 
 help:
 	@echo "make demo     install, and answer a problem at full depth and with D3"
+	@echo "make chat     fetch SmolLM2-135M-Instruct (93 MB) and talk to it"
 	@echo "make test     all tests"
 	@echo "make setup    everything a contributor needs, into .venv"
 	@echo "make lint     formatting, names, types, layers"
@@ -28,6 +29,10 @@ setup: $(VENV)/.installed-dev
 
 demo: $(VENV)/.installed
 	$(BIN)/d3engine generate demo
+
+chat: $(VENV)/.installed-gguf
+	$(BIN)/d3engine weights fetch smollm2
+	$(BIN)/d3engine chat smollm2
 
 test: $(VENV)/.installed-test
 	@echo "All tests: about four minutes on two free cores, longer on busy ones; none is judged by its time. Where there is"
@@ -79,6 +84,10 @@ $(VENV)/.torch: $(VENV)/bin/python
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py
 	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-gguf: $(VENV)/.installed
+	$(PIP) --editable ".[gguf]"
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed

