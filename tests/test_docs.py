@@ -182,3 +182,10 @@ def test_the_architecture_and_the_readme_have_the_layers_of_the_contract() -> No
     assert order[: len(order) - 2] == sorted(order[: len(order) - 2])
     small = {"environment", "files", "progress", "version", "errors"}
     assert {name for layer in layers for name in layer} - set(named) <= small
+
+
+@pytest.mark.parametrize("page", [*PAGES, *REFERENCE], ids=lambda page: page.name)
+def test_a_page_can_be_read_on_a_narrow_screen_where_it_is_no_table_or_command(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith(("|", "![")) and "`tests/" not in line]
+    assert [line for line in lines if len(line) > 120] == []

@@ -9,7 +9,7 @@ from d3engine.evaluation.procedural import NAMES, WORD_PROBLEMS
 from d3engine.weights_tools.demo_data import PROMPT_LOSS_WEIGHT
 from d3engine.weights_tools.demo_trainer import DemoConfig, hf_config
 
-DEFAULT_STEPS, DEFAULT_DECAY_STEPS, DEFAULT_REFINE_STEPS = 4404, 2000, 450  # the bundled model's run
+DEFAULT_STEPS, DEFAULT_DECAY_STEPS, DEFAULT_REFINE_STEPS = 4404, 2000, 450  # the bundled model's first stage
 FULL_DEPTH_SHARE = 0.4
 
 

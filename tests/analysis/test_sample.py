@@ -22,7 +22,7 @@ from d3engine.text.tokenizer import load_tokenizer
 def demo_sample() -> tuple[Sample, Answered]:
     policy, prompt = (
         D3(alpha=0.9, start=0.7),
-        "Question: Tom has 5 pens. Tom finds 3. How many pens does Tom have now?\nAnswer:",
+        "Question: Tom has 5 pens. Tom finds 3. Tom buys 2. How many pens does Tom have now?\nAnswer:",
     )
     directory = model_directory("demo")
     with Engine("demo", device="cpu", kv_cache_memory_bytes=2**24) as engine:

@@ -20,7 +20,7 @@ TEMPLATE = (
     "{% elif message.role == 'user' %}Question: {{ message.content }}\nAnswer:"
     "{% else %} {{ message.content }}\n{% endif %}{% endfor %}"
 )
-QUESTION = "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?"
+QUESTION = "Tom has 5 pens. Tom finds 3. Tom buys 2. How many pens does Tom have now?"
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from d3engine.evaluation.word_problems import extract_answer, problems
 from d3engine.request.outputs import CompletionOutput
 from d3engine.request.params import SamplingParams
 
-PROMPT = "Question: Tom has 5 pens. Tom finds 3. How many pens does Tom have now?\nAnswer:"
+PROMPT = "Question: Tom has 5 pens. Tom finds 3. Tom buys 2. How many pens does Tom have now?\nAnswer:"
 D3_FLAGS = ["--depth", "d3", "--alpha", "0.9", "--start", "0.6"]
 SMALL = ["--max-num-seqs", "4", "--kv-cache-memory-bytes", str(2**24), "--device", "cpu"]
 COLOURS = {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color", "COLUMNS": "80", "NO_COLOR": None}
@@ -82,7 +82,7 @@ def test_stdin_and_a_file_are_prompts_too(tmp_path: Path) -> None:
 
 def test_a_bare_question_is_asked_in_the_models_form_and_stderr_says_so() -> None:
     whole = generate("demo", PROMPT)
-    assert extract_answer(whole.stdout) == 8
+    assert extract_answer(whole.stdout) == 10
     assert "note: " not in whole.stderr
     for question in (PROMPT.removesuffix("\nAnswer:"), PROMPT[10:].removesuffix("\nAnswer:")):
         bare = generate("demo", question)
