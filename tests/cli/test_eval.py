@@ -163,7 +163,8 @@ def test_an_unknown_split_is_refused() -> None:
 
 
 def test_without_the_harness_its_tasks_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    for module in ("lm_eval", "lm_eval.tasks"):  # both: what is imported already is not looked for in its package
+        monkeypatch.setitem(sys.modules, module, None)
     result = evaluate("--tasks", "arc_easy")
     assert result.exit_code == 2
     assert install_command("eval") in result.stderr
