@@ -1,8 +1,14 @@
-"""Where a model lies that a user names: a directory, the one that comes with the package, or one fetched before."""
+"""Where a model lies that a user names: a directory, one that comes with the package, or one fetched before.
+
+The one idea: each kind of name is one entry of `KINDS`. They are asked in turn, and the first that knows a name says
+where its files are.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from d3engine.environment import CACHE
@@ -12,23 +18,31 @@ DEMO = "demo"
 FETCHED = ("smollm2",)
 """The models that `d3engine weights fetch` gets, by the names that stand for them afterwards."""
 
+Name = str | os.PathLike[str]
+"""What a user names a model by. A path is a place; only a str can be a name that stands for another one."""
 
-def model_directory(model: str | os.PathLike[str], advice: str = "") -> Path:
-    """The directory of a model: "demo" names the one that comes with the package, "smollm2" one that was fetched.
 
-    `advice` follows what it must be where it is none.
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of name: how it reads in an error, and where the model lies; None for a name of another kind."""
+
+    in_words: str
+    directory: Callable[[Name], Path | None]
+
+
+def model_directory(model: Name, advice: str = "") -> Path:
+    """The directory of a model, whatever kind of name `KINDS` has for it.
+
+    Raises `InvalidValueError` for what no kind knows; `advice` follows what it must be then.
     """
-    allowed = f"a directory with a Llama model, {DEMO!r} or {', '.join(map(repr, FETCHED))}{advice}"
+    *kinds, last = (kind.in_words for kind in KINDS)
+    allowed = f"{', '.join(kinds)} or {last}{advice}"
     require(isinstance(model, str | os.PathLike), "model", model, allowed)
-    if model == DEMO:
-        return Path(__file__).parents[1] / "demo_model"
-    if model in FETCHED:
-        directory = fetched_directory(str(model))
-        if not directory.is_dir():
-            raise InvalidValueError("model", model, f"fetched once before: d3engine weights fetch {model}")
-        return directory
-    require(Path(model).is_dir(), "model", str(model), allowed)
-    return Path(model)
+    for kind in KINDS:
+        found = kind.directory(model)
+        if found is not None:
+            return found
+    raise InvalidValueError("model", str(model), allowed)
 
 
 def fetched_directory(name: str) -> Path:
@@ -36,3 +50,27 @@ def fetched_directory(name: str) -> Path:
     given = CACHE.read()
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return (Path(given) if given else Path(base) / "d3engine") / "models" / name
+
+
+def _bundled(model: Name) -> Path | None:
+    return Path(__file__).parents[1] / "demo_model" if model == DEMO else None
+
+
+def _fetched(model: Name) -> Path | None:
+    if model not in FETCHED:
+        return None
+    directory = fetched_directory(str(model))
+    if not directory.is_dir():
+        raise InvalidValueError("model", model, f"fetched once before: d3engine weights fetch {model}")
+    return directory
+
+
+def _existing(model: Name) -> Path | None:
+    return Path(model) if Path(model).is_dir() else None
+
+
+KINDS = (
+    Kind(repr(DEMO), _bundled),
+    Kind(" or ".join(map(repr, FETCHED)), _fetched),
+    Kind("a directory with a Llama model", _existing),
+)

@@ -273,4 +273,4 @@ def test_weights_inspect_shows_the_demo_and_the_same_as_json() -> None:
     assert re.search(r"^model\.layers\.\*\.post_attention_layernorm\.weight +16 +128 +BF16", shown.stdout, re.M)
     refused = run("weights", "inspect", "nowhere")
     assert refused.exit_code == 2
-    assert refused.stderr == "error: model must be a directory with a Llama model, 'demo' or 'smollm2'; got 'nowhere'\n"
+    assert refused.stderr == "error: model must be 'demo', 'smollm2' or a directory with a Llama model; got 'nowhere'\n"
