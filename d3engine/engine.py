@@ -25,7 +25,7 @@ from d3engine.depth import DepthPolicy
 from d3engine.errors import EngineDeadError, InvalidValueError, require, require_integer
 from d3engine.loading.assembly import assemble
 from d3engine.loading.defaults import default_sampling_params
-from d3engine.loading.settings import check_switches, check_tokenizer, resolve_settings
+from d3engine.loading.resolve import check_switches, check_tokenizer, resolve_settings
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights
 from d3engine.request.outputs import RequestOutput

@@ -42,8 +42,6 @@ _TRITON_NAMES = {
     torch.bool: "i1",
 }
 _ALIGNMENT = 16  # bytes for pointers, multiples for integers: what Triton specializes on
-
-
 _SHARED_LIMITS = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 """KiB of shared memory that one program may have, by compute capability (CUDA C++ Programming Guide, table of technical
 specifications)."""

@@ -15,6 +15,7 @@ import sentencepiece
 import torch
 from torch import Tensor
 
+from d3engine.evaluation import word_problems
 from d3engine.evaluation.procedural import SolvedQuestion, all_problems
 from d3engine.evaluation.word_problems import MAX_NUMBER, Split
 from d3engine.weights_tools.demo_trainer import BOS, EOS
@@ -33,11 +34,18 @@ class Batch:
     prompt: int
 
 
-def mixed_problems(tasks: list[str], split: Split, seed: int) -> Iterator[SolvedQuestion]:
-    """Yields problems of the tasks for ever, each as often as the others."""
+def mixed_problems(
+    tasks: list[str], split: Split, seed: int, single_step_share: float = 0.0
+) -> Iterator[SolvedQuestion]:
+    """Yields problems of the tasks for ever, each as often as the others.
+
+    Instead of a share of them come word problems of a single step, which no measured task has: a user asks them first.
+    """
     streams, rng = [all_problems(task, split, seed) for task in tasks], random.Random(f"mix-{split}-{seed}")
+    single_steps = word_problems.problems(split, seed, fewest=1, most=1)
     while True:
-        yield next(rng.choice(streams))
+        is_single = bool(single_step_share) and rng.random() < single_step_share
+        yield next(single_steps if is_single else rng.choice(streams))
 
 
 def train_tokenizer(tasks: list[str], vocab_size: int) -> bytes:
@@ -83,10 +91,14 @@ def make_batch(rows: list[Example], prompt_weight: float = PROMPT_LOSS_WEIGHT) -
 
 
 def batches(
-    tokenizer: sentencepiece.SentencePieceProcessor, tasks: list[str], seed: int, prompt_weight: float
+    tokenizer: sentencepiece.SentencePieceProcessor,
+    tasks: list[str],
+    seed: int,
+    prompt_weight: float,
+    single_step_share: float = 0.0,
 ) -> Iterator[Batch]:
     """Yields batches of about TOKENS_PER_BATCH tokens for ever: equal prompt, similar answer lengths."""
-    stream, rng = mixed_problems(tasks, "train", seed), random.Random(seed)
+    stream, rng = mixed_problems(tasks, "train", seed, single_step_share), random.Random(seed)
     kept: dict[int, list[Example]] = defaultdict(list)
     while True:
         for problem in itertools.islice(stream, 6000):

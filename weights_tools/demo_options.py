@@ -42,6 +42,9 @@ def parse(words: list[str] | None = None, description: str | None = None) -> arg
     parser.add_argument(
         "--prompt-loss-weight", type=share, default=PROMPT_LOSS_WEIGHT, help="of a prompt's token; an answer's is 1"
     )
+    parser.add_argument(
+        "--single-step-share", type=share, default=0.0, help="of the problems, word problems of one step"
+    )
     parser.add_argument("--rate", type=share, default=1.0, help="factor of the learning rates, at most 1")
     parser.add_argument(
         "--keep-of-start", type=share, default=0.0, help="share of the starting weights in the mean that is the result"

@@ -160,7 +160,8 @@ class DemoRun:
         policies, last_saved = random.Random(f"policy-{args.seed}"), time.perf_counter()
         validation = list(itertools.islice(mixed_problems(args.tasks, "validation", 0), 100))
         resumed = self.load_checkpoint() if args.resume else 0
-        for batch in batches(self.tokenizer, args.tasks, args.seed, args.prompt_loss_weight):
+        stream = batches(self.tokenizer, args.tasks, args.seed, args.prompt_loss_weight, args.single_step_share)
+        for batch in stream:
             if progress.step >= schedule.steps:
                 break
             share = REFINE_FULL_DEPTH_SHARE if schedule.refining(progress.step) else args.full_depth_share
@@ -236,6 +237,7 @@ class DemoRun:
             recipe["alpha_weights"] = dict(zip(map(str, ALPHAS), ALPHA_WEIGHTS, strict=True))
             recipe["prompt_tail_share"] = self.args.tail_share
         recipe["exits"] = self.args.exits
+        recipe["single_step_share"] = self.args.single_step_share
         recipe["share_kept_of_start"] = self.args.keep_of_start
         progress = self.progress
         return {

@@ -20,7 +20,7 @@ import torch
 from benchmarks.gpu.common import Round
 from d3engine.depth import DepthPolicy
 from d3engine.engine import Engine
-from d3engine.loading.cache_size import block_bytes
+from d3engine.loading.settings import block_bytes
 from d3engine.model.config import CONFIG_FILE, ModelConfig
 from d3engine.model.quantization import quantize_weights
 from d3engine.model.weights import LlamaWeights, random_weights

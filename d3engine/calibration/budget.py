@@ -22,8 +22,6 @@ FINALISTS = 4
 FEWEST_PROBLEMS = 8
 """Of the first round: with fewer it would sort by chance."""
 LEAST_SCREENING = FEWEST_PROBLEMS * PER_FIRST_ROUND
-
-
 USUAL_CERTIFICATION = 700
 
 

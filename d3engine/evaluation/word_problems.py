@@ -85,22 +85,25 @@ class Problem:
         return extract_answer(answer) == self.answer
 
 
-def problems(split: Split, seed: int) -> Iterator[Problem]:
-    """Yields problems of one split for ever, the same for the same seed. The splits share no question."""
+def problems(split: Split, seed: int, fewest: int = MIN_STEPS, most: int = MAX_STEPS) -> Iterator[Problem]:
+    """Yields problems of one split for ever, the same for the same seed. The splits share no question.
+
+    A problem has `fewest` to `most` steps; what models are measured on has the default numbers.
+    """
     rng = random.Random(f"{split}-{seed}")
     while True:
-        problem = generate_problem(rng)
+        problem = generate_problem(rng, fewest, most)
         if split_of(problem.question) == split:
             yield problem
 
 
-def generate_problem(rng: random.Random) -> Problem:
-    """Returns a random problem of any split."""
+def generate_problem(rng: random.Random, fewest: int = MIN_STEPS, most: int = MAX_STEPS) -> Problem:
+    """Returns a random problem of any split, of `fewest` to `most` steps."""
     name, items = rng.choice(NAMES), rng.choice(ITEMS)
     total = rng.randint(2, 60)
     sentences = [rng.choice(OPENINGS).format(name=name, n=total, items=items)]
     working: list[str] = []
-    for _ in range(rng.randint(MIN_STEPS, MAX_STEPS)):
+    for _ in range(rng.randint(fewest, most)):
         other = rng.choice([candidate for candidate in NAMES if candidate != name])
         template, line, operand, total = _event(rng, total)
         sentences.append(template.format(name=name, other=other, n=operand, items=items))

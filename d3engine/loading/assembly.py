@@ -12,18 +12,15 @@ from dataclasses import dataclass
 
 import torch
 
-from d3engine.cache.kv_cache import KVCache
 from d3engine.depth.words import policy_in_words
 from d3engine.errors import require
 from d3engine.executor.cuda_graph import GraphExecutor
-from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.memory import Executor, workspace_bytes
 from d3engine.executor.paired import PairedExecutor
 from d3engine.loading.cache_size import num_blocks
-from d3engine.loading.device import kernels_for
 from d3engine.loading.draft_model import load_draft_weights, with_cache
+from d3engine.loading.parts import eager_executor, new_cache
 from d3engine.loading.settings import EngineSettings
-from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, load_weights
 from d3engine.scheduling.scheduler import Scheduler
 from d3engine.text.tokenizer import Tokenizer
@@ -52,48 +49,23 @@ def assemble(settings: EngineSettings, tokenizer: Tokenizer | None, weights: Lla
     rule = settings.depth.draft_rule(config.num_layers)
     draft = None
     if rule is not None and rule.model is not None:
-        draft = load_draft_weights(
-            rule.model,
-            config,
-            tokenizer=tokenizer,
-            max_model_len=settings.max_model_len,
-            dtype=settings.dtype,
-            device=settings.device,
-        )
+        draft = load_draft_weights(rule.model, settings, tokenizer)
     build = _executor_builder(settings, weights)
-    blocks = _num_blocks(settings, build, None if draft is None else draft.config)
+    blocks = num_blocks(settings, lambda: _workspace_bytes(settings, build), None if draft is None else draft.config)
     _log_ready(settings, blocks)
-    cache = KVCache(
-        num_layers=config.num_layers,
-        num_blocks=blocks,
-        block_size=settings.block_size,
-        max_sequences=settings.max_num_seqs,
-        max_length=settings.max_model_len,
-    )
+    cache = new_cache(settings, config, blocks)
     if draft is None:
         return Core(Scheduler(settings.scheduler_config, cache), build(blocks))
-    second = with_cache(
-        draft, cache, max_model_len=settings.max_model_len, dtype=settings.dtype, device=settings.device
-    )
+    second = with_cache(draft, blocks, settings)
     scheduler = Scheduler(settings.scheduler_config, cache, second.cache)
     return Core(scheduler, PairedExecutor(build(blocks), second.executor))
 
 
 def _executor_builder(settings: EngineSettings, weights: LlamaWeights) -> Callable[[int], Executor]:
     """The executor of these settings, as a function of the number of blocks in its pool."""
-    kernels = kernels_for(settings.device)
 
     def build(num_blocks: int) -> Executor:
-        eager = EagerExecutor(
-            settings.config,
-            weights,
-            num_blocks=num_blocks,
-            block_size=settings.block_size,
-            max_model_len=settings.max_model_len,
-            dtype=settings.dtype,
-            device=settings.device,
-            kernels=kernels,
-        )
+        eager = eager_executor(settings, settings.config, weights, num_blocks)
         if not settings.uses_graphs:
             return eager
         return GraphExecutor(
@@ -106,29 +78,13 @@ def _executor_builder(settings: EngineSettings, weights: LlamaWeights) -> Callab
     return build
 
 
-def _num_blocks(settings: EngineSettings, build: Callable[[int], Executor], draft: ModelConfig | None) -> int:
-    config, device = settings.config, settings.device
-
-    def workspace() -> int:
-        return workspace_bytes(
-            build,
-            settings.scheduler_config,
-            num_layers=config.num_layers,
-            block_size=settings.block_size,
-            free_bytes=lambda: torch.cuda.mem_get_info(device)[0],
-        )
-
-    return num_blocks(
-        config,
+def _workspace_bytes(settings: EngineSettings, build: Callable[[int], Executor]) -> int:
+    return workspace_bytes(
+        build,
+        settings.scheduler_config,
+        num_layers=settings.config.num_layers,
         block_size=settings.block_size,
-        dtype=settings.dtype,
-        device=device,
-        max_num_seqs=settings.max_num_seqs,
-        max_model_len=settings.max_model_len,
-        kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        workspace_bytes=workspace,
-        draft=draft,
+        free_bytes=lambda: torch.cuda.mem_get_info(settings.device)[0],
     )
 
 

@@ -13,8 +13,6 @@ from d3engine.kernels import for_device
 from d3engine.model.config import ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
 GRAPH_STEPS = 16
 """Steps that CUDA graphs take before the host looks: at 3 ms per step, what the host does between is then 2 % of it."""
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from d3engine.cache.kv_cache import KVCache
 from d3engine.errors import InvalidValueError, require
 from d3engine.executor.eager import EagerExecutor
 from d3engine.files import is_there
 from d3engine.loading.defaults import resolve_max_model_len
-from d3engine.loading.device import kernels_for
 from d3engine.loading.model_directory import model_directory
+from d3engine.loading.parts import eager_executor, new_cache
+from d3engine.loading.settings import EngineSettings
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, load_weights
 from d3engine.text.tokenizer import Tokenizer, load_tokenizer
@@ -37,19 +36,12 @@ class DraftWeights:
     weights: LlamaWeights
 
 
-def load_draft_weights(
-    given: str,
-    config: ModelConfig,
-    *,
-    tokenizer: Tokenizer | None,
-    max_model_len: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> DraftWeights:
-    """The model in directory `given`, to draft for one of `config`.
+def load_draft_weights(given: str, settings: EngineSettings, tokenizer: Tokenizer | None) -> DraftWeights:
+    """The model in directory `given`, to draft for the one of `settings`, whose tokenizer is `tokenizer`.
 
     Raises `InvalidValueError` naming `draft_model` where it does not fit the model that it is to draft for.
     """
+    config, max_model_len = settings.config, settings.max_model_len
     try:
         directory = model_directory(given)
         own = ModelConfig.from_directory(directory)
@@ -63,34 +55,15 @@ def load_draft_weights(
         differing = [token for token in range(own.vocab_size) if _piece(tokenizer, token) != _piece(other, token)]
         allowed = f"a model whose tokenizer is its target's ({len(differing)} tokens differ)"
         require(not differing, "draft_model", given, allowed)
-    return DraftWeights(given, own, load_weights(directory, own, dtype=dtype, device=device))
+    return DraftWeights(given, own, load_weights(directory, own, dtype=settings.dtype, device=settings.device))
 
 
-def with_cache(
-    draft: DraftWeights, cache: KVCache, *, max_model_len: int, dtype: torch.dtype, device: torch.device
-) -> DraftModel:
-    """The draft model with a cache for as many entries as `cache` holds at full depth of the first model."""
+def with_cache(draft: DraftWeights, num_blocks: int, settings: EngineSettings) -> DraftModel:
+    """The draft model with a cache for as many entries as `num_blocks` blocks hold at full depth of the first model."""
     own = draft.config
-    slots, layers, max_blocks = cache.tables.shape
-    blocks = max(-(-cache.pool.num_blocks * own.num_layers // layers), own.num_layers)
-    own_cache = KVCache(
-        num_layers=own.num_layers,
-        num_blocks=blocks,
-        block_size=cache.block_size,
-        max_sequences=slots,
-        max_length=max_blocks * cache.block_size,
-    )
-    executor = EagerExecutor(
-        own,
-        draft.weights,
-        num_blocks=blocks,
-        block_size=cache.block_size,
-        max_model_len=max_model_len,
-        dtype=dtype,
-        device=device,
-        kernels=kernels_for(device),
-    )
-    return DraftModel(draft.directory, executor, own_cache)
+    blocks = max(-(-num_blocks * own.num_layers // settings.config.num_layers), own.num_layers)
+    executor = eager_executor(settings, own, draft.weights, blocks)
+    return DraftModel(draft.directory, executor, new_cache(settings, own, blocks))
 
 
 def _has_tokenizer(directory: Path) -> bool:

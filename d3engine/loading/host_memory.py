@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from d3engine.errors import InvalidValueError
-from d3engine.model.config import ModelConfig
+from d3engine.loading.settings import EngineSettings
 
 GIB = 2**30
 
@@ -27,25 +27,23 @@ def machine_bytes() -> int | None:
     return min((limit for limit in limits if limit > 0), default=None)
 
 
-def table_bytes(config: ModelConfig, *, max_model_len: int, max_num_seqs: int, block_size: int) -> int:
+def table_bytes(settings: EngineSettings) -> int:
     """Bytes of all tables that have an entry for each position."""
-    rope = 8 * (config.head_dim // 2) * max_model_len
-    tokens = 4 * max_num_seqs * max_model_len
-    blocks = 4 * max_num_seqs * config.num_layers * -(-max_model_len // block_size)
+    rope = 8 * (settings.config.head_dim // 2) * settings.max_model_len
+    tokens = 4 * settings.max_num_seqs * settings.max_model_len
+    blocks = 4 * settings.max_num_seqs * settings.sequence_blocks
     return rope + tokens + blocks
 
 
-def check_length(
-    config: ModelConfig, *, max_model_len: int, max_num_seqs: int, block_size: int, sequence_bytes: int
-) -> None:
+def check_length(settings: EngineSettings, *, sequence_bytes: int) -> None:
     """Raise `InvalidValueError` for a length that this machine has no memory for.
 
     `sequence_bytes`: what the host keeps of the KV cache for one sequence of this length.
     """
-    there = machine_bytes()
-    tables = table_bytes(config, max_model_len=max_model_len, max_num_seqs=max_num_seqs, block_size=block_size)
+    there, tables = machine_bytes(), table_bytes(settings)
     if there is None or tables + sequence_bytes <= there:
         return
-    allowed = f"a length that this machine has memory for, {there / GIB:.1f} GiB: tables for {max_num_seqs} sequences"
-    allowed += f" take {tables / GIB:.1f} GiB and the KV cache of one takes {sequence_bytes / GIB:.1f} GiB"
-    raise InvalidValueError("max_model_len", max_model_len, f"{allowed} (None is the length that config.json claims)")
+    allowed = f"a length that this machine has memory for, {there / GIB:.1f} GiB: tables for {settings.max_num_seqs}"
+    allowed += f" sequences take {tables / GIB:.1f} GiB and the KV cache of one takes {sequence_bytes / GIB:.1f} GiB"
+    allowed += " (None is the length that config.json claims)"
+    raise InvalidValueError("max_model_len", settings.max_model_len, allowed)

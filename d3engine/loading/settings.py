@@ -1,27 +1,18 @@
-"""What an engine's arguments come to for one model: every value checked, every "auto" resolved.
+"""What an engine's arguments come to for one model: every value checked, every "auto" resolved (`loading/resolve.py`).
 
 The one idea: settings are a value. Whoever assembles an engine reads them and has nothing to ask of the user any more.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from d3engine.depth import DepthPolicy
-from d3engine.errors import require, require_integer, require_number
-from d3engine.loading.cache_size import block_bytes, check_memory
-from d3engine.loading.defaults import resolve_max_model_len
-from d3engine.loading.depth import resolve_depth
-from d3engine.loading.device import num_scheduler_steps as resolve_scheduler_steps
-from d3engine.loading.device import resolve_device, resolve_dtype
-from d3engine.loading.device import uses_graphs as runs_in_graphs
-from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import ModelConfig
-from d3engine.scheduling.admission import Admission, Immediate
+from d3engine.scheduling.admission import Admission
 from d3engine.scheduling.scheduler import SchedulerConfig
 
 
@@ -65,84 +56,12 @@ class EngineSettings:
         """Bytes of one block of the KV cache."""
         return block_bytes(self.config, self.block_size, self.dtype)
 
-
-def resolve_settings(
-    model: str | os.PathLike[str],
-    *,
-    depth: DepthPolicy | str,
-    device: str | torch.device,
-    dtype: str | torch.dtype,
-    max_model_len: int | None,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    block_size: int,
-    kv_cache_memory_bytes: int | None,
-    gpu_memory_utilization: float,
-    enable_prefix_caching: bool,
-    admission: Admission | None,
-    enforce_eager: bool,
-    num_scheduler_steps: int | None,
-) -> EngineSettings:
-    """The settings of an engine, from its arguments and the model's own files; no weights are read.
-
-    Raises `InvalidValueError` for an argument that is not allowed, `ModelFormatError` for a directory that holds no
-    model of ours.
-    """
-    require_integer("max_num_seqs", max_num_seqs, 1, 4096)
-    require_integer("max_num_batched_tokens", max_num_batched_tokens, 1)
-    require_integer("block_size", block_size, 1, 1024)
-    require_number("gpu_memory_utilization", gpu_memory_utilization, 0.0, 1.0, open_low=True)
-    check_switches(enable_prefix_caching=enable_prefix_caching, enforce_eager=enforce_eager)
-    _check_admission(admission)
-    directory = model_directory(model)
-    config = ModelConfig.from_directory(directory)
-    there = resolve_device(device)
-    uses_graphs = runs_in_graphs(there, enforce_eager)
-    settings = EngineSettings(
-        directory=directory,
-        config=config,
-        depth=resolve_depth(depth, directory),
-        device=there,
-        dtype=resolve_dtype(dtype, config, there),
-        max_model_len=resolve_max_model_len(max_model_len, config),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        block_size=block_size,
-        kv_cache_memory_bytes=kv_cache_memory_bytes,
-        gpu_memory_utilization=gpu_memory_utilization,
-        enable_prefix_caching=enable_prefix_caching,
-        admission=admission or Immediate(),
-        uses_graphs=uses_graphs,
-        num_scheduler_steps=resolve_scheduler_steps(num_scheduler_steps, uses_graphs),
-    )
-    check_memory(
-        config,
-        block_size=block_size,
-        dtype=settings.dtype,
-        device=there,
-        max_num_seqs=max_num_seqs,
-        max_model_len=settings.max_model_len,
-        kv_cache_memory_bytes=kv_cache_memory_bytes,
-    )
-    return settings
+    @property
+    def sequence_blocks(self) -> int:
+        """Blocks that one sequence of full length takes."""
+        return self.config.num_layers * -(-self.max_model_len // self.block_size)
 
 
-def check_switches(**switches: object) -> None:
-    """Refuse anything but True and False for these arguments."""
-    for name, value in switches.items():
-        require(isinstance(value, bool), name, value, "True or False")
-
-
-def _check_admission(admission: object) -> None:
-    """Refuse what is no admission strategy."""
-    is_strategy = admission is None or callable(getattr(admission, "admits", None))
-    require(is_strategy, "admission", admission, "Immediate(), Waves(steps), or an object with admits(engine_step)")
-
-
-def check_tokenizer(tokenizer: object, skip_tokenizer_init: bool) -> None:
-    """Refuse a tokenizer that is no directory, or that would not be used."""
-    require(
-        tokenizer is None or isinstance(tokenizer, str | os.PathLike), "tokenizer", tokenizer, "a directory, or None"
-    )
-    contradicts = tokenizer is not None and skip_tokenizer_init
-    require(not contradicts, "tokenizer", tokenizer, "None beside skip_tokenizer_init=True")
+def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: keys and values of `block_size` positions of one layer."""
+    return 2 * block_size * config.kv_size * dtype.itemsize

@@ -1,4 +1,4 @@
-"""What a user asks for and what comes back: SamplingParams, RequestOutput, CompletionOutput.
+"""What a user asks of a request: SamplingParams.
 
 Names follow vLLM's, so that engines can be swapped. Everything a request can ask for is bounded and checked here, when
 it is written down, with an error that names the field, the value and what is allowed.
@@ -15,35 +15,15 @@ from d3engine.errors import require, require_integer, require_number
 from d3engine.request.frozen_dict import FrozenDict
 
 MAX_N = 64
-
-
 MAX_LOGPROBS = 64
-
-
 MAX_STOP_STRINGS = 16
-
-
 MAX_STOP_LENGTH = 1024
-
-
 MAX_STOP_TOKEN_IDS = 256
-
-
 MAX_ALLOWED_TOKENS = 2**20
-
-
 MAX_BIASED_TOKENS = 1024
-
-
 MAX_BAD_WORDS = 256
-
-
 MAX_TOKENS = 2**24
-
-
 MAX_TOP_K = 2**31 - 1
-
-
 ALL_LOGPROBS = -1
 """As many log-probabilities as the vocabulary has tokens."""
 

@@ -27,7 +27,8 @@ Finish = Callable[[Sequence, FinishReason, "str | int | None"], None]
 class _Answer:
     """One sequence of a request, and the text it has become.
 
-    `num_given` tokens and the finish reason, once `end_given`, were in a delta before; `new_text` was in none yet.
+    `num_given` tokens and the finish reason, once `end_given`, were in a delta before; `new_text` was in none yet, and
+    is None where no deltas are wanted.
     """
 
     sequence: Sequence
@@ -36,7 +37,7 @@ class _Answer:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     closed: bool = False
-    new_text: list[str] = field(default_factory=list)
+    new_text: list[str] | None = None
     num_given: int = 0
     end_given: bool = False
 
@@ -46,11 +47,16 @@ class _Answer:
 
     def delta(self) -> CompletionOutput:
         """What is new since the last delta, and nothing else copied."""
-        output = self._output("".join(self.new_text), since=self.num_given)
-        self.new_text.clear()
+        output = self._output("".join(self.new_text or ()), since=self.num_given)
+        self.new_text = []
         self.num_given = len(self.sequence.token_ids)
         self.end_given = self.sequence.finish_reason is not None
         return output
+
+    def add_text(self, text: str) -> None:
+        """Take in what the detokenizer has let go."""
+        if self.new_text is not None:
+            self.new_text.append(text)
 
     @property
     def has_news(self) -> bool:
@@ -144,12 +150,15 @@ class OutputProcessor:
 
     def add(self, sequences: list[Sequence], prompt: str | None, kind: RequestOutputKind) -> None:
         """Begin a request of these sequences, whose outputs are of this kind."""
-        first = sequences[0]
+        first, wants_deltas = sequences[0], kind is RequestOutputKind.DELTA
         request = _Request(
             request_id=first.request_id,
             prompt=prompt,
             prompt_token_ids=first.prompt_token_ids,
-            answers=[_Answer(sequence, self._detokenizer(sequence)) for sequence in sequences],
+            answers=[
+                _Answer(sequence, self._detokenizer(sequence), new_text=[] if wants_deltas else None)
+                for sequence in sequences
+            ],
             kind=kind,
             arrival_time=time.monotonic(),
         )
@@ -239,7 +248,7 @@ class OutputProcessor:
             return
         is_shown = sequence.finish_reason is not FinishReason.STOP or sequence.params.include_stop_str_in_output
         if is_shown:  # and otherwise it is the token that stops the sequence
-            answer.new_text.append(answer.detokenizer.append(token.token_id))
+            answer.add_text(answer.detokenizer.append(token.token_id))
             if answer.detokenizer.stop_reason is not None:
                 self._stop(answer)
         if sequence.status is Status.FINISHED:
@@ -255,7 +264,7 @@ class OutputProcessor:
     def _close(self, answer: _Answer) -> None:
         if answer.detokenizer is not None and not answer.closed:
             answer.closed = True
-            answer.new_text.append(answer.detokenizer.finish())
+            answer.add_text(answer.detokenizer.finish())
 
     def _with_texts(self, logprobs: dict[int, Logprob], params: SamplingParams) -> dict[int, Logprob]:
         if self._tokenizer is None or not params.detokenize:

@@ -17,7 +17,7 @@ from d3engine import D3, Engine, FullDepth, Lossless, SamplingParams, Speculativ
 from d3engine.cli.depth_options import OPTIONS, depth_from_options
 from d3engine.depth import policy_from_dict
 from d3engine.errors import InvalidValueError
-from d3engine.loading import settings
+from d3engine.loading import resolve
 from d3engine.loading.model_directory import model_directory
 from d3engine.request.outputs import RequestOutput
 
@@ -130,7 +130,7 @@ def test_beside_an_executor_that_decodes_by_itself_a_second_model_drafts_step_by
     target: TinyLlama, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that could run ahead wait for the draft model's; alone they do run ahead."""
-    monkeypatch.setattr(settings, "runs_in_graphs", lambda device, enforce_eager: not enforce_eager)
+    monkeypatch.setattr(resolve, "runs_in_graphs", lambda device, enforce_eager: not enforce_eager)
     prompts = random_prompts([7, 12, 3], vocab_size=40)
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     engine = new_engine(target, Speculative(draft, 3))

@@ -13,7 +13,7 @@ from batches import BLOCK, LAYERS, VOCABULARY, block_bytes
 from d3engine import Engine, InvalidValueError
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.memory import largest_plan, workspace_bytes
-from d3engine.loading import settings
+from d3engine.loading import resolve
 from d3engine.loading.cache_size import num_blocks
 from d3engine.scheduling.scheduler import SchedulerConfig
 
@@ -40,7 +40,7 @@ def test_the_largest_step_fills_the_token_budget_and_wants_every_row_s_logits(
 def test_the_workspace_is_what_the_device_has_less_beside_the_pool(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:
-    monkeypatch.setattr(settings, "runs_in_graphs", lambda device, enforce_eager: graphs)
+    monkeypatch.setattr(resolve, "runs_in_graphs", lambda device, enforce_eager: graphs)
     ran: list[torch.Size] = []
     built: list[Any] = []
 
@@ -71,17 +71,10 @@ def test_the_workspace_is_what_the_device_has_less_beside_the_pool(
 
 
 def blocks(make_engine: Callable[..., Engine], share: float, workspace: int, **changes: Any) -> int:
-    given: dict[str, Any] = {
-        "block_size": BLOCK,
-        "dtype": torch.float32,
-        "device": GPU,
-        "max_num_seqs": 8,
-        "max_model_len": 64,
-        "kv_cache_memory_bytes": None,
-    }
-    return num_blocks(
-        make_engine().config, gpu_memory_utilization=share, workspace_bytes=lambda: workspace, **(given | changes)
-    )
+    draft = changes.pop("draft", None)
+    sizes: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 64, "kv_cache_memory_bytes": None} | changes
+    settings = replace(make_engine().settings, device=GPU, gpu_memory_utilization=share, **sizes)
+    return num_blocks(settings, lambda: workspace, draft)
 
 
 def test_the_pool_takes_its_share_of_what_weights_and_workspace_leave(

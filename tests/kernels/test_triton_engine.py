@@ -16,7 +16,7 @@ from d3engine.depth import DepthPolicy
 from d3engine.kernels import reference
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.triton import products
-from d3engine.loading import settings
+from d3engine.loading import resolve
 
 # Long and short prompts, so that steps mix pieces of prompts with rows of many ages.
 POLICIES: list[DepthPolicy] = [UnifiedSkip(2, on_skip="copy"), FullDepth(), D3(0.7, 0.2), D3(0.7, 0.2)]
@@ -47,7 +47,7 @@ def triton_engine(make_engine: Callable[..., Engine], monkeypatch: pytest.Monkey
 
     def make(graphs: bool) -> Engine:
         monkeypatch.setenv("D3ENGINE_KERNELS", "triton")
-        monkeypatch.setattr(settings, "runs_in_graphs", lambda device, enforce_eager: graphs)
+        monkeypatch.setattr(resolve, "runs_in_graphs", lambda device, enforce_eager: graphs)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         engine = make_engine(block_size=16, max_num_batched_tokens=16, device=device)
         monkeypatch.setenv("D3ENGINE_KERNELS", "reference")

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 def ahead(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """`make_engine`, with the executor that decodes by itself."""
     from d3engine.executor.cuda_graph import GraphExecutor
-    from d3engine.loading import settings
+    from d3engine.loading import resolve
 
-    monkeypatch.setattr(settings, "runs_in_graphs", lambda device, enforce_eager: not enforce_eager)
+    monkeypatch.setattr(resolve, "runs_in_graphs", lambda device, enforce_eager: not enforce_eager)
 
     def make(**changes: Any) -> Engine:
         engine = make_engine(**changes)

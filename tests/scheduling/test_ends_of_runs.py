@@ -16,7 +16,7 @@ from batches import CONFIG, LAYERS, Request, assert_same, block_bytes, kv_is_bac
 
 from d3engine import D3, Engine, FullDepth, InvalidValueError, SamplingParams, UnifiedSkip, Waves
 from d3engine.executor.cuda_graph import GraphExecutor, batch_sizes
-from d3engine.loading import settings
+from d3engine.loading import resolve
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import random_weights
 from d3engine.plan import Plan
@@ -77,7 +77,7 @@ def test_rope_that_grows_with_the_sequence_is_known_on_the_device(
     prompts = [list(range(50 + length, 50 + 2 * length)) for length in (3, 9, 15, 16, 17, 30)]
     wanted = [make(**grown).generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
     fixed = [make().generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts[:2]]
-    monkeypatch.setattr(settings, "runs_in_graphs", lambda device, enforce_eager: True)
+    monkeypatch.setattr(resolve, "runs_in_graphs", lambda device, enforce_eager: True)
     engine = make(**grown)
     for found, other in zip(engine.generate(prompts, params, use_tqdm=False), wanted, strict=True):
         assert_same(found, other)
@@ -108,7 +108,7 @@ def test_an_answer_ends_at_its_stop_string_in_the_middle_of_a_run(monkeypatch: p
     params = SamplingParams(temperature=0, max_tokens=40, stop=["23 - 11"])
     plain = Engine("demo", device="cpu").generate(prompt, params, use_tqdm=False)[0].outputs[0]
     assert (plain.finish_reason, plain.stop_reason) == ("stop", "23 - 11")
-    monkeypatch.setattr(settings, "runs_in_graphs", lambda device, enforce_eager: True)
+    monkeypatch.setattr(resolve, "runs_in_graphs", lambda device, enforce_eager: True)
     engine = Engine("demo", device="cpu")
     found = engine.generate(prompt, params, use_tqdm=False)[0].outputs[0]
     assert (found.text, found.token_ids, found.depths) == (plain.text, plain.token_ids, plain.depths)

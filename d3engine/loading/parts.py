@@ -1,0 +1,37 @@
+"""The parts that every model of an engine has, be it the one that answers or one that drafts for it."""
+
+from __future__ import annotations
+
+from d3engine.cache.kv_cache import KVCache
+from d3engine.executor.eager import EagerExecutor
+from d3engine.loading.device import kernels_for
+from d3engine.loading.settings import EngineSettings
+from d3engine.model.config import ModelConfig
+from d3engine.model.weights import LlamaWeights
+
+
+def new_cache(settings: EngineSettings, config: ModelConfig, num_blocks: int) -> KVCache:
+    """A cache of `num_blocks` blocks for a model of `config`."""
+    return KVCache(
+        num_layers=config.num_layers,
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        max_sequences=settings.max_num_seqs,
+        max_length=settings.max_model_len,
+    )
+
+
+def eager_executor(
+    settings: EngineSettings, config: ModelConfig, weights: LlamaWeights, num_blocks: int
+) -> EagerExecutor:
+    """What runs a model of `config` step by step, over a pool of `num_blocks` blocks."""
+    return EagerExecutor(
+        config,
+        weights,
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        max_model_len=settings.max_model_len,
+        dtype=settings.dtype,
+        device=settings.device,
+        kernels=kernels_for(settings.device),
+    )
