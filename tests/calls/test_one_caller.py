@@ -13,33 +13,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from stepping import finish, greedy
 
 from d3engine import (
     Engine,
     EngineBusyError,
     EngineDeadError,
     InvalidValueError,
-    RequestOutput,
-    SamplingParams,
     Speculative,
 )
 from d3engine.errors import D3EngineError
 
 PROMPT, OTHER = [11, 12, 13], [21, 22]
-
-
-def greedy(max_tokens: int = 8, **more: Any) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **more)
-
-
-def finish(engine: Engine) -> dict[str, RequestOutput]:
-    """Step to the end; the last output of every request that was returned."""
-    last = {}
-    for _ in range(500):
-        if not engine.has_unfinished_requests():
-            return last
-        last |= {output.request_id: output for output in engine.step()}
-    raise AssertionError("the engine does not finish")
 
 
 def in_step(engine: Engine, number: int, act: Callable[[], object]) -> None:

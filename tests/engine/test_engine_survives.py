@@ -15,28 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from stepping import finish, greedy
 from tiny_models import TinyLlama
 
 import d3engine
-from d3engine import CompletionOutput, Engine, FullDepth, InvalidValueError, RequestOutput, SamplingParams
+from d3engine import CompletionOutput, Engine, FullDepth, InvalidValueError, SamplingParams
 from d3engine.errors import TokenizerError
 
 DEMO = Path(d3engine.__file__).parent / "demo_model"
 PROMPT = [11, 12, 13]
-
-
-def greedy(max_tokens: int = 8, **more: Any) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **more)
-
-
-def finish(engine: Engine) -> dict[str, RequestOutput]:
-    """Step to the end; the last output of every request that was returned."""
-    last = {}
-    for _ in range(500):
-        if not engine.has_unfinished_requests():
-            return last
-        last |= {output.request_id: output for output in engine.step()}
-    raise AssertionError("the engine does not finish")
 
 
 @pytest.fixture

@@ -16,13 +16,19 @@ CORPUS = [
 ] * 4
 
 
-def save_byte_level(directory: Path) -> None:
+def train_byte_level(corpus: list[str], vocab_size: int) -> tokenizers.Tokenizer:
+    """Byte-level BPE, built like Llama 3's."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(corpus, trainer)
+    return tokenizer
+
+
+def save_byte_level(directory: Path) -> None:
+    tokenizer = train_byte_level(CORPUS, 330)
     # One added token in the byte table's alphabet, one outside of it, one that mixes both.
     tokenizer.add_tokens(["<tool>", "日本 x", "é!"])
     tokenizer.add_special_tokens(["<|begin_of_text|>", "<|eot_id|>"])
@@ -56,11 +62,12 @@ def save_word_level(directory: Path) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
-def save_sentencepiece(directory: Path) -> None:
+def save_sentencepiece(directory: Path, corpus: list[str] = CORPUS, vocab_size: int = 330) -> None:
+    """A tokenizer.model trained as Llama 2's was: BPE with byte fallback, nothing normalised."""
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS),
+        sentence_iterator=iter(corpus),
         model_prefix=str(directory / "tokenizer"),
-        vocab_size=330,
+        vocab_size=vocab_size,
         model_type="bpe",
         byte_fallback=True,
         normalization_rule_name="identity",

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import sentencepiece
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from small_tokenizers import save_sentencepiece, train_byte_level
+from tokenizers import decoders, models, processors
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 from d3engine.errors import InvalidValueError, ModelFormatError
@@ -34,12 +35,7 @@ def write_config(directory: Path, **fields: Any) -> None:
 @pytest.fixture(scope="module")
 def byte_level_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small tokenizer.json built like Llama 3's: byte-level BPE, special tokens behind the vocabulary."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer = train_byte_level(CORPUS, 400)
     tokenizer.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"])
     begin = tokenizer.token_to_id("<|begin_of_text|>")
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -59,19 +55,8 @@ def byte_level(byte_level_file: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def sentencepiece_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small tokenizer.model trained as Llama 2's was: BPE with byte fallback, nothing normalised."""
     directory = tmp_path_factory.mktemp("sentencepiece")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS),
-        model_prefix=str(directory / "tokenizer"),
-        vocab_size=360,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        character_coverage=0.98,
-        minloglevel=2,
-    )
+    save_sentencepiece(directory, CORPUS, 360)
     return directory / "tokenizer.model"
 
 

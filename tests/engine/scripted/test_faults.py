@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from scripted import executor_of, finish, greedy, likeliest
+from scripted import executor_of, greedy, likeliest
+from stepping import finish
 
 from d3engine import Engine, EngineDeadError, RequestOutput, SamplingParams
 from d3engine.errors import D3EngineError

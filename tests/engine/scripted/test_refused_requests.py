@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripted import VOCABULARY, finish, greedy
+from scripted import VOCABULARY, greedy
+from stepping import finish
 
 from d3engine import Engine, InvalidValueError, SamplingParams
 

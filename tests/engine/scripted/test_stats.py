@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from scripted import LAYERS, finish, greedy
+from scripted import LAYERS, greedy
+from stepping import finish
 
 from d3engine import D3, Engine
 from d3engine.stats import EngineStats

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 
 import pytest
-from scripted import finish, greedy, likeliest
+from scripted import greedy, likeliest
+from stepping import finish
 
 from d3engine import Engine, FullDepth, InvalidValueError, RequestOutput, Waves
 

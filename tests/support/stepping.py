@@ -1,0 +1,21 @@
+"""Requests that are stepped to their end, for tests of the step API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from d3engine import Engine, RequestOutput, SamplingParams
+
+
+def greedy(max_tokens: int = 8, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **more)
+
+
+def finish(engine: Engine) -> dict[str, RequestOutput]:
+    """Step to the end; the last output of every request that was returned."""
+    last = {}
+    for _ in range(500):
+        if not engine.has_unfinished_requests():
+            return last
+        last |= {output.request_id: output for output in engine.step()}
+    raise AssertionError("the engine does not finish")
