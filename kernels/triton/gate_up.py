@@ -17,9 +17,9 @@ from d3engine.kernels.quantized import Weight
 from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
 from d3engine.kernels.triton.product_kernels import (
     NOT_SPECIALIZED,
-    first_weights,
     live_rows,
-    product,
+    prologue,
+    tile_product,
     wait_for_previous,
 )
 from d3engine.kernels.triton.products import Tile, matmul, need_unit_stride, product_launch, product_tile
@@ -126,13 +126,11 @@ def _product_kernel(
     nth = tl.arange(0, BLOCK_N)
     first_gate = tl.program_id(1) * (BLOCK_N // 2)
     outputs = tl.minimum(first_gate + nth // 2, GATES - 1) + (nth % 2) * GATES  # gate, up, gate, up, ...
-    first = first_weights(weight_ptr, weight_stride, outputs, 0, K, BLOCK_K, PDL)
-    count = live_rows(num_rows_ptr, total_rows)
+    first, count = prologue(weight_ptr, weight_stride, outputs, 0, num_rows_ptr, total_rows, K, BLOCK_K, PDL)
     if tl.program_id(0) * BLOCK_T >= count:
         return
-    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    sums = product(
-        x_ptr, x_stride, tl.minimum(rows, count - 1), norm_ptr, eps,
+    rows, sums = tile_product(
+        x_ptr, x_stride, count, norm_ptr, eps,
         weight_ptr, weight_stride, scales_ptr, scales_stride, outputs,
         K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, PDL, first,
     )  # fmt: skip

@@ -19,9 +19,9 @@ from d3engine.kernels.quantized import Weight
 from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
 from d3engine.kernels.triton.product_kernels import (
     NOT_SPECIALIZED,
-    first_weights,
     live_rows,
-    product,
+    prologue,
+    tile_product,
     wait_for_previous,
 )
 from d3engine.kernels.triton.products import Tile, as_matrix, matmul, need_unit_stride, product_launch, product_tile
@@ -126,13 +126,11 @@ def _product_kernel(
 ):
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid_outputs = tl.minimum(outputs, N - 1)
-    first = first_weights(weight_ptr, weight_stride, valid_outputs, 0, K, BLOCK_K, PDL)
-    count = live_rows(num_rows_ptr, total_rows)
+    first, count = prologue(weight_ptr, weight_stride, valid_outputs, 0, num_rows_ptr, total_rows, K, BLOCK_K, PDL)
     if tl.program_id(0) * BLOCK_T >= count:
         return
-    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    sums = product(
-        x_ptr, x_stride, tl.minimum(rows, count - 1), None, 0.0,
+    rows, sums = tile_product(
+        x_ptr, x_stride, count, None, 0.0,
         weight_ptr, weight_stride, scales_ptr, scales_stride, valid_outputs,
         K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, PDL, first,
     )  # fmt: skip
@@ -162,16 +160,14 @@ def _partial_kernel(
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid_outputs = tl.minimum(outputs, N - 1)
     part = tl.program_id(2)
-    begin = part * PART_K
-    first = first_weights(weight_ptr, weight_stride, valid_outputs, begin, K, BLOCK_K, PDL)
-    count = live_rows(num_rows_ptr, total_rows)
+    column = part * PART_K
+    first, count = prologue(weight_ptr, weight_stride, valid_outputs, column, num_rows_ptr, total_rows, K, BLOCK_K, PDL)
     if tl.program_id(0) * BLOCK_T >= count:
         return
-    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    sums = product(
-        x_ptr, x_stride, tl.minimum(rows, count - 1), None, 0.0,
+    rows, sums = tile_product(
+        x_ptr, x_stride, count, None, 0.0,
         weight_ptr, weight_stride, scales_ptr, scales_stride, valid_outputs,
-        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, PDL, first, begin, tl.minimum(begin + PART_K, K),
+        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, PDL, first, column, tl.minimum(column + PART_K, K),
     )  # fmt: skip
     pointers = sums_ptr + (part * total_rows + rows).to(tl.int64)[:, None] * N + outputs[None, :]
     tl.store(pointers, sums, mask=(rows < count)[:, None] & (outputs < N)[None, :])

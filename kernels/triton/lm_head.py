@@ -18,7 +18,7 @@ from d3engine.kernels.sampling import SamplingRows
 from d3engine.kernels.triton.candidates import best_launch, best_of, candidate, ordered
 from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
 from d3engine.kernels.triton.noise import gumbel, token_words
-from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, product
+from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, tile_product
 from d3engine.kernels.triton.products import Tile, matmul, need_unit_stride, product_launch, product_tile
 from d3engine.kernels.triton.rms_norm import rms_norm
 from d3engine.kernels.triton.sample import need_unit_strides, sample
@@ -155,10 +155,9 @@ def _logits(
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """The program's rows [BLOCK_T] and tokens [BLOCK_N], which may lie beyond `count` and V, and their logits."""
-    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     tokens = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    sums = product(
-        x_ptr, x_stride, tl.minimum(rows, count - 1), norm_ptr, eps,
+    rows, sums = tile_product(
+        x_ptr, x_stride, count, norm_ptr, eps,
         weight_ptr, weight_stride, scales_ptr, scales_stride, tl.minimum(tokens, V - 1),
         K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST,
     )  # fmt: skip

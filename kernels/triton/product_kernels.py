@@ -58,6 +58,33 @@ def first_weights(weight_ptr, weight_stride, outputs, begin, K: tl.constexpr, BL
 
 
 @triton.jit
+def prologue(
+    weight_ptr, weight_stride, outputs, first_column, num_rows_ptr, total_rows,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """How every kernel around `tile_product` begins: its first tile of weights, and how many rows live."""
+    first = first_weights(weight_ptr, weight_stride, outputs, first_column, K, BLOCK_K, PDL)
+    return first, live_rows(num_rows_ptr, total_rows)
+
+
+@triton.jit
+def tile_product(
+    x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, scales_stride, outputs,
+    K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr, PDL: tl.constexpr = False, first=0, first_column=0, end=None,
+):  # fmt: skip
+    """The program's rows [BLOCK_T], which may lie beyond `count`, and their `product` (with the last row in place of
+    those beyond)."""
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    sums = product(
+        x_ptr, x_stride, tl.minimum(rows, count - 1), norm_ptr, eps,
+        weight_ptr, weight_stride, scales_ptr, scales_stride, outputs,
+        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, PDL, first, first_column, end,
+    )  # fmt: skip
+    return rows, sums
+
+
+@triton.jit
 def product(
     x_ptr,
     x_stride,

@@ -172,6 +172,16 @@ def test_a_mix_has_each_task_as_often_and_one_task_is_its_own_stream() -> None:
     )
 
 
+def test_a_share_of_a_mix_is_problems_of_a_single_step_which_no_measured_task_has() -> None:
+    def steps(single_step_share: float) -> list[int]:
+        mix = mixed_problems(["word-problems"], "train", 3, single_step_share)
+        return [problem.solution.count("=") for problem in islice(mix, 400)]
+
+    assert min(steps(0.0)) == 2
+    assert 70 <= steps(0.25).count(1) <= 130
+    assert set(steps(1.0)) == {1}
+
+
 def test_tasks_that_do_not_exist_are_named() -> None:
     assert task_names("all") == list(NAMES)
     assert task_names("word-sorting,word-problems") == ["word-sorting", "word-problems"]
