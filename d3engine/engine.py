@@ -48,7 +48,8 @@ class Engine:
     heard between two steps: the call ends with `KeyboardInterrupt`, its own requests end, and the engine goes on.
 
     Args:
-        model: a model directory, or "demo" for the model that comes with the package.
+        model: a model directory, "demo" for the model that comes with the package, "smollm2" once it is fetched, or
+            "owner/name" of the Hugging Face hub, at a branch, a tag or a commit as "owner/name@revision".
         depth: which layers each generated token runs: a policy such as `D3(alpha=0.9, start=0.6)`, or "auto": what
             `d3.json` beside the weights says, full depth without one. That file's setting was found for one task, which
             it names, and runs every request all the same. A request may bring its own.
@@ -75,6 +76,8 @@ class Engine:
     Raises:
         InvalidValueError: for an argument that is not allowed.
         ModelFormatError: for a directory that cannot be loaded.
+        MissingExtraError: for a model of the hub without the extra `hub`.
+        FailedError: for one that could not be downloaded.
     """
 
     def __init__(

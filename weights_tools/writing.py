@@ -26,6 +26,7 @@ from tqdm import tqdm
 from d3engine.errors import FailedError, InvalidValueError, ModelFormatError
 from d3engine.files import DATA_BYTES, is_there, read_bytes
 from d3engine.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, TensorEntry
+from d3engine.model.companions import COMPANIONS
 from d3engine.model.config import CONFIG_FILE, GENERATION_CONFIG_FILE, ModelConfig
 from d3engine.model.expected_tensors import check_tensors, expected_tensors
 from d3engine.progress import hides_bars
@@ -51,19 +52,6 @@ _SENTENCEPIECE_CONFIG = {
     "eos_token": "</s>",
     "unk_token": "<unk>",
 }
-# What a model directory may hold beside its weights.
-_COMPANIONS = (
-    CONFIG_FILE,
-    GENERATION_CONFIG_FILE,
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "prompt_form.json",
-    "d3.json",
-)
 
 
 @dataclass(frozen=True)
@@ -135,7 +123,7 @@ def _replace_files(folder: Path, destination: Path, old: Path) -> None:
 
 def copy_companions(source: Path, folder: Path, *, leave: Container[str] = ()) -> None:
     """Copy what a model directory holds beside its weights: configs, tokenizer and the like; but not `leave`."""
-    for name in _COMPANIONS:
+    for name in COMPANIONS:
         if name not in leave and is_there(source / name):
             (folder / name).write_bytes(read_bytes(source / name, DATA_BYTES))
 

@@ -16,12 +16,11 @@ import typer
 
 from d3engine.cli.apps import new_app
 from d3engine.cli.depth_options import AUTO, Depth, number, takes_depth
-from d3engine.cli.engine_options import Options, model_directory, takes_engine
+from d3engine.cli.engine_options import Model, Options, model_directory, takes_engine
 from d3engine.cli.observing import (
     AsJson,
     Limit,
     MaxTokens,
-    Model,
     Png,
     Prompts,
     observe,

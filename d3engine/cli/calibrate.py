@@ -24,7 +24,7 @@ from d3engine.calibration.outcome import Outcome, outcome, reason
 from d3engine.calibration.search import Calibration, Check, Fate, Trial, best_at_each_speed, calibrate
 from d3engine.cli.apps import new_app
 from d3engine.cli.ending import ExitCode
-from d3engine.cli.engine_options import Options, model_directory, open_engine, sampling_params, takes_engine
+from d3engine.cli.engine_options import Model, Options, model_directory, open_engine, sampling_params, takes_engine
 from d3engine.cli.verbosity import note
 from d3engine.depth import D3, FullDepth
 from d3engine.depth.policy import POLICY_FILE
@@ -50,7 +50,7 @@ EXIT_CODES = {
 @takes_engine
 def calibrate_command(
     engine_options: Options,
-    model: Annotated[str, typer.Argument(help='Model directory, or "demo" for the bundled model.')] = "demo",
+    model: Model = "demo",
     task: Annotated[
         str,
         typer.Option(
@@ -194,6 +194,8 @@ def _target(model: str, directory: Path, out: Path | None) -> Path:
     bundled = "given as a file to write, since the bundled model's directory belongs to the package"
     require(out is not None or model != DEMO, "--out", NOTHING, bundled)
     target = out if out is not None else directory / POLICY_FILE
+    fetched = f"given as a file to write, since {target} is a link to a file that was downloaded"
+    require(out is not None or not target.is_symlink(), "--out", NOTHING, fetched)
     require(not target.is_dir(), "--out", str(target), "a file, not a directory")
     writable = target.parent.is_dir() and os.access(target.parent, os.W_OK)
     require(writable, "--out", str(target), "a file in a directory that can be written")

@@ -16,6 +16,7 @@ import typer
 from d3engine.cli.apps import new_app
 from d3engine.cli.depth_options import AUTO, Depth, policy_from_words, takes_depth
 from d3engine.cli.engine_options import (
+    MODEL,
     Options,
     check_sampling,
     model_directory,
@@ -53,7 +54,7 @@ def chat(
     engine_options: Options,
     sampling: Options,
     depth: Depth,
-    model: Annotated[str, typer.Argument(help="Model directory; the model needs a chat template.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=f"{MODEL} It needs a chat template.")],
     system: Annotated[str | None, typer.Option("--system", help="A system message.", show_default=False)] = None,
     color_depth: Annotated[
         bool, typer.Option("--color-depth", help="Colour each token by the layers it ran, on a terminal.")

@@ -95,7 +95,7 @@ OPTIONS: dict[str, tuple[str, Any, str]] = {
     ),
     "on_skip": ("--on-skip", OnSkipName, "What the KV cache holds at a skipped layer (none; early-exit: project)."),
     "draft": ("--draft", str, "self-speculative: the policy whose layers draft, with its own options."),
-    "draft_model": ("--draft-model", str, "speculative: the directory of a smaller model of the same vocabulary."),
+    "draft_model": ("--draft-model", str, "speculative: a smaller model of the same vocabulary, named as MODEL is."),
     "draft_length": ("--draft-length", int, "lossless, (self-)speculative: tokens of a draft at most (4)."),
     "stop_probability": ("--stop-probability", float, "The same: end a draft whose best token is less likely (0)."),
     "adaptive": ("--adaptive", bool, "The same: let each answer adapt the length of its drafts."),

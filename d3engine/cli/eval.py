@@ -18,6 +18,7 @@ import typer
 from d3engine.cli.apps import new_app
 from d3engine.cli.depth_options import AUTO, Depth, policy_from_words, takes_depth
 from d3engine.cli.engine_options import (
+    Model,
     Options,
     check_sampling,
     open_engine,
@@ -71,7 +72,7 @@ def evaluate(
     engine_options: Options,
     sampling: Options,
     depth: Depth,
-    model: Annotated[str, typer.Argument(help='Model directory, or "demo" for the bundled model.')] = "demo",
+    model: Model = "demo",
     tasks: Annotated[
         str,
         typer.Option(

@@ -21,6 +21,7 @@ from d3engine.cli.apps import new_app
 from d3engine.cli.depth_options import AUTO, Depth, takes_depth
 from d3engine.cli.ending import ExitCode
 from d3engine.cli.engine_options import (
+    Model,
     Options,
     check_sampling,
     model_directory,
@@ -57,7 +58,7 @@ def generate(
     engine_options: Options,
     sampling: Options,
     depth: Depth,
-    model: Annotated[str, typer.Argument(help='Model directory, or "demo" for the bundled model.')] = "demo",
+    model: Model = "demo",
     prompts: Annotated[
         list[str] | None,
         typer.Argument(metavar="PROMPT", help='Prompts, quoted; "-" is stdin.', show_default=False),

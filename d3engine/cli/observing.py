@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from d3engine.analysis.report import Analysis, Table
     from d3engine.engine import Engine
 
-Model: TypeAlias = Annotated[str, typer.Argument(help='Model directory, or "demo" for the bundled model.')]
 Prompts: TypeAlias = Annotated[
     Path | None,
     typer.Option("--prompts", help="One prompt per line, or a .json list of texts (held-out word problems)."),

@@ -15,7 +15,7 @@ import typer
 
 from d3engine.cli.apps import Group, new_app
 from d3engine.cli.ending import ExitCode, say_error
-from d3engine.cli.engine_options import model_directory
+from d3engine.cli.engine_options import Model, model_directory
 from d3engine.cli.verbosity import note
 from d3engine.depth.policy import POLICY_FILE
 from d3engine.errors import ModelFormatError, require
@@ -26,7 +26,6 @@ app.add_typer(convert_app, name="convert")
 
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="What to convert.")]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="The model directory to write.")]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help='Model directory, or "demo" for the bundled model.')]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write into a DST that has files in it.")]
 ShardSize = Annotated[float, typer.Option("--shard-size", help="Largest file to write, in GB.")]
 

@@ -20,14 +20,14 @@ from d3engine.errors import require
 
 @dataclass(frozen=True)
 class Speculative(DepthPolicy):
-    """Draft with the model of another directory, verify at full depth.
+    """Draft with another model, verify at full depth.
 
     The engine loads that model when it begins, with a KV cache of its own for as many entries as this model's has at
     full depth. So it must be the engine's policy; its requests may ask for the same draft model with other
     options, or for any other policy. `depths` of a token count this model's layers: the draft model's come on top.
 
     Args:
-        draft_model: a directory with a Llama model of the same vocabulary, or "demo".
+        draft_model: a Llama model of the same vocabulary, named as `Engine` takes it.
         draft_length: tokens of a draft at most, 1 to 32.
         stop_probability: end a draft with the first token at whose place the draft's likeliest one had less than this
             probability; 0 never does.
@@ -45,7 +45,7 @@ class Speculative(DepthPolicy):
 
     def __post_init__(self) -> None:
         is_path = isinstance(self.draft_model, str | os.PathLike) and os.fspath(self.draft_model) != ""
-        require(is_path, "draft_model", self.draft_model, "a directory with a Llama model")
+        require(is_path, "draft_model", self.draft_model, "a Llama model, named as the engine's is")
         object.__setattr__(self, "draft_model", os.fspath(self.draft_model))
         check_options(self)
 

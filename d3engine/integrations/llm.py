@@ -13,9 +13,11 @@ from typing import Any
 
 from d3engine.engine import Engine
 from d3engine.errors import InvalidValueError
+from d3engine.loading.hub import at_revision
 
 ONE_DEVICE = "1, since the engine runs on one device"
-LOCAL = "None, since models are read from a directory and never fetched"
+ONE_REVISION = "None, since the tokenizer is of the model's own revision"
+BY_ENVIRONMENT = "None, since HF_HOME and HF_TOKEN say that to huggingface_hub, which fetches what is not there yet"
 BY_DIRECTORY = "None, since the model's directory says how its weights are stored"
 POLICY = "None: name a policy that drafts instead, such as depth=SelfSpeculative(D3(0.9, 0.6))"
 
@@ -27,10 +29,9 @@ SAME: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "tokenizer_mode": (("auto",), "'auto', since the tokenizer's own files decide"),
     "load_format": (("auto", "safetensors"), "'auto' or 'safetensors', since nothing else is read"),
     "quantization": ((None,), BY_DIRECTORY),
-    "revision": ((None,), LOCAL),
-    "tokenizer_revision": ((None,), LOCAL),
-    "download_dir": ((None,), LOCAL),
-    "hf_token": ((None,), LOCAL),
+    "tokenizer_revision": ((None,), ONE_REVISION),
+    "download_dir": ((None,), BY_ENVIRONMENT),
+    "hf_token": ((None,), BY_ENVIRONMENT),
     "hf_overrides": ((None, {}), "None, since config.json is taken as it is"),
     "generation_config": (("auto",), "'auto', since the model's directory has it"),
     "kv_cache_dtype": (("auto",), "'auto', since the cache has the dtype of the activations"),
@@ -55,15 +56,17 @@ class LLM(Engine):
     """`Engine` for code written for vLLM: the same methods, and vLLM's names of arguments.
 
     Args:
-        model: a model directory, or "demo" for the model that comes with the package.
+        model: as `Engine` takes it.
+        revision: a branch, a tag or a commit of a model of the Hugging Face hub, as in "owner/name@revision".
         arguments: `Engine`'s, and of vLLM's others those in `SAME`, with the values listed there.
 
     Raises:
         InvalidValueError: for an argument that is not allowed, and for one of vLLM's that has no counterpart, by name.
     """
 
-    def __init__(self, model: str | os.PathLike[str], **arguments: Any) -> None:
-        super().__init__(model, **_engine_arguments(arguments))
+    def __init__(self, model: str | os.PathLike[str], *, revision: str | None = None, **arguments: Any) -> None:
+        name = model if revision is None else at_revision(model, revision)
+        super().__init__(name, **_engine_arguments(arguments))
 
 
 def _engine_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:

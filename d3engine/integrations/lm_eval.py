@@ -74,7 +74,7 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
     """A Llama in d3engine, as lm-evaluation-harness sees a model.
 
     Args:
-        pretrained: a model directory, "demo", or an `Engine` that is open already (then no engine option is allowed).
+        pretrained: a model as `Engine` takes it, or an `Engine` that is open (then no engine option is allowed).
         depth: a `DepthPolicy`, "auto" (the model's d3.json), or a policy's name, whose options follow as arguments of
             their own: `depth=d3,alpha=0.9,start=0.6`.
         max_length: tokens of context and answer at most; longer contexts lose their beginning, as in the harness's HF

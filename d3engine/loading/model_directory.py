@@ -1,4 +1,4 @@
-"""Where a model lies that a user names: a directory, one that comes with the package, or one fetched before.
+"""Where a model lies that a user names: a directory, one that comes with the package, one fetched before, or the hub's.
 
 The one idea: each kind of name is one entry of `KINDS`. They are asked in turn, and the first that knows a name says
 where its files are.
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from d3engine.environment import CACHE
 from d3engine.errors import InvalidValueError, require
+from d3engine.loading.hub import hub_directory
 
 DEMO = "demo"
 FETCHED = ("smollm2",)
@@ -31,7 +32,7 @@ class Kind:
 
 
 def model_directory(model: Name, advice: str = "") -> Path:
-    """The directory of a model, whatever kind of name `KINDS` has for it.
+    """The directory of a model, whatever kind of name `KINDS` has for it; the hub's is downloaded where it must be.
 
     Raises `InvalidValueError` for what no kind knows; `advice` follows what it must be then.
     """
@@ -73,4 +74,5 @@ KINDS = (
     Kind(repr(DEMO), _bundled),
     Kind(" or ".join(map(repr, FETCHED)), _fetched),
     Kind("a directory with a Llama model", _existing),
+    Kind("'owner/name' of the Hugging Face hub", hub_directory),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,16 @@ def test_what_cannot_work_is_refused_before_it_begins(
     assert result.exit_code == 2, result.output
     assert message in result.stderr.splitlines()[-1]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_setting_that_was_downloaded_is_not_written_over(tmp_path: Path) -> None:
+    model, fetched = tmp_path / "model", tmp_path / "fetched.json"
+    shutil.copytree(model_directory("demo"), model)
+    (model / "d3.json").rename(fetched)
+    (model / "d3.json").symlink_to(fetched)
+    result = run(str(model))
+    assert result.exit_code == 2, result.output
+    assert "--out must be given as a file to write, since" in result.stderr
 
 
 @pytest.mark.parametrize(

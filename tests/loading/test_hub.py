@@ -1,0 +1,225 @@
+"""A model by its name on the Hugging Face hub: what is fetched, what is taken from the cache, and what is refused.
+
+The real huggingface_hub talks to a server of our own. It reads its settings when it is imported, so it runs in
+processes of its own, which say what became of each name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("huggingface_hub", reason="the extra hub is not installed")
+
+from hub_server import Commit, Hub, serving
+
+from d3engine import LLM, Engine, FullDepth, InvalidValueError, SamplingParams
+from d3engine.errors import MissingExtraError
+from d3engine.files import DATA_BYTES
+from d3engine.loading.model_directory import model_directory
+from d3engine.weights_tools.inspection import verify_model
+
+SMALL = {"config.json": b"{}", "model.safetensors": b"weights" * 100}
+NEVER_FETCHED = {
+    "pytorch_model.bin": b"pickled",
+    "consolidated.00.pth": b"pickled",
+    "training_args.pt": b"pickled",
+    "modeling_model.py": b"raise SystemExit('run')",
+    "onnx/model.safetensors": b"another's",
+    "original/config.json": b"{}",
+    "consolidated.safetensors": b"the same weights again",
+    "README.md": b"# A model",
+}
+NOBODY = "http://127.0.0.1:9"
+"""Where nothing listens."""
+
+SAY = """
+import json, sys
+from d3engine.loading.model_directory import model_directory
+said = []
+for name in sys.argv[1:]:
+    try:
+        said.append(str(model_directory(name)))
+    except Exception as error:
+        said.append(f"{type(error).__name__}: {error}")
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with serving(Hub()) as hub:
+        yield hub
+
+
+@pytest.fixture
+def run(hub: Hub, tmp_path: Path) -> Callable[..., Any]:
+    """`run(*python_arguments)`: a process whose hub is `hub` and whose HF_HOME is empty at first."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+
+    def run(*arguments: str, **environment: str) -> Any:
+        env = own | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"} | environment
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=env, cwd=tmp_path)
+
+    return run
+
+
+@pytest.fixture
+def said(run: Callable[..., Any]) -> Callable[..., list[str]]:
+    """`said(*names)`: what each name's directory is, or the error that it ends in."""
+
+    def said(*names: str, **environment: str) -> list[str]:
+        return list(json.loads(run("-c", SAY, *names, **environment).stdout))
+
+    return said
+
+
+def test_a_model_of_the_hub_answers_offline_once_it_is_downloaded_and_drafts_too(
+    hub: Hub, run: Callable[..., Any], said: Callable[..., list[str]]
+) -> None:
+    hub.repositories["ada/adder"] = {
+        "main": Commit({file.name: file.read_bytes() for file in model_directory("demo").iterdir() if file.is_file()})
+    }
+    said("ada/adder")
+    hub.url = NOBODY
+    prompt = "Question: Tom has 5 pens. Tom finds 3. How many pens does Tom have now?\nAnswer:"
+    command = ["generate", "ada/adder", prompt, "--depth", "speculative", "--draft-model", "ada/adder"]
+    offline = run("-m", "d3engine", *command, "--max-tokens", "8", "--temperature", "0", HF_HUB_OFFLINE="1")
+    with Engine("demo", depth=FullDepth(), kv_cache_memory_bytes=2**24) as engine:
+        (output,) = engine.generate(prompt, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    assert offline.stdout.strip() == output.outputs[0].text.strip()
+
+
+def test_only_what_the_loader_opens_is_fetched(
+    hub: Hub, said: Callable[..., list[str]], tiny_llama: Callable[..., Any]
+) -> None:
+    files = {file.name: file.read_bytes() for file in tiny_llama(max_shard_size="100KB").directory.iterdir()}
+    assert "model.safetensors.index.json" in files
+    hub.repositories["ada/shards"] = {"main": Commit(files | NEVER_FETCHED)}
+    (found,) = said("ada/shards")
+    assert sorted(hub.fetched) == sorted(files)
+    assert sorted(path.name for path in Path(found).iterdir()) == sorted(files)
+    verify_model(Path(found))  # which follows the links of the hub's cache, and reads every tensor
+
+
+def test_a_revision_is_a_branch_a_tag_or_a_commit_and_a_moving_one_moves(
+    hub: Hub, said: Callable[..., list[str]]
+) -> None:
+    first, second = Commit(SMALL), Commit(SMALL | {"config.json": b'{"second": 1}'})
+    hub.repositories["ada/model"] = {"main": first, "refs/pr/1": second, "v1.0": first}
+    names = ["ada/model", "ada/model@refs/pr/1", "ada/model@v1.0", f"ada/model@{second.id}"]
+    assert [Path(found).name for found in said(*names)] == [first.id, second.id, first.id, second.id]
+    hub.repositories["ada/model"]["main"] = second
+    assert [Path(found).name for found in said(*names)] == [second.id, second.id, first.id, second.id]
+    assert hub.fetched.count("model.safetensors") == 1  # of the same content
+    assert [Path(found).name for found in said(*names, HF_HUB_OFFLINE="1")][:3] == [second.id, second.id, first.id]
+
+
+def test_a_process_asks_once_so_that_all_it_reads_is_of_one_commit(hub: Hub, said: Callable[..., list[str]]) -> None:
+    hub.repositories["ada/model"] = {"main": Commit(SMALL)}
+    said("ada/model", "ada/model", "ada/model")
+    assert hub.asked.count("/api/models/ada/model") == 1
+
+
+def test_a_directory_of_that_name_wins_and_a_path_is_never_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    Path("ada/model").mkdir(parents=True)
+    assert model_directory("ada/model") == Path("ada/model")
+    for none_of_the_hub in (Path("ada/other"), "./ada/other", "ada/other/", "/ada/other", "../other", "ada/../other"):
+        with pytest.raises(InvalidValueError, match="'owner/name' of the Hugging Face hub"):
+            model_directory(none_of_the_hub)
+
+
+def test_without_the_library_the_error_is_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    said = r"model 'ada/none' is no directory here, and looking for it on the Hugging Face hub needs the package"
+    with pytest.raises(MissingExtraError, match=rf"{said} 'huggingface_hub': .* -m pip install .*\[hub\]"):
+        model_directory("ada/none")
+
+
+def test_what_cannot_be_had_is_refused_in_a_sentence_before_anything_is_fetched(
+    hub: Hub, said: Callable[..., list[str]]
+) -> None:
+    pickled = {"config.json": b"{}", "pytorch_model.bin": b"pickled"}
+    hub.gated.add("ada/gated")
+    hub.repositories |= {
+        "ada/model": {"main": Commit(SMALL)},
+        "ada/pickled": {"main": Commit(pickled)},
+        "ada/adapter": {"main": Commit({"adapter_model.safetensors": b""})},
+    }
+    expected = {
+        "ada/none": "InvalidValueError: model must be a directory, or a repository of the Hugging Face hub that",
+        "ada/gated": "InvalidValueError: model must be a repository that you have access to: accept its terms",
+        "ada/model@v9": "InvalidValueError: model must be a repository with a branch, a tag or a commit of its own",
+        "ada/a--model": "InvalidValueError: model must be a directory, or a repository of the Hugging Face hub",
+        "ada/pickled": "ModelFormatError: model 'ada/pickled' has no model.safetensors in its repository",
+        "ada/adapter": "ModelFormatError: model 'ada/adapter' has no config.json in its repository",
+    }
+    for found, name in zip(said(*expected), expected, strict=True):
+        assert found.startswith(expected[name])
+        assert name in found
+        assert "\n" not in found
+    assert hub.fetched == []
+
+
+def test_files_that_are_too_large_are_refused_before_they_are_fetched(hub: Hub, said: Callable[..., list[str]]) -> None:
+    large = {"tokenizer.json": b"{}", **SMALL}
+    hub.repositories |= {"ada/large": {"main": Commit(large)}, "ada/huge": {"main": Commit(SMALL)}}
+    hub.sizes |= {"tokenizer.json": DATA_BYTES + 1, "model.safetensors": 10**18}
+    too_large, too_huge = said("ada/large", "ada/huge")
+    assert too_large.startswith("ModelFormatError: model 'ada/large': tokenizer.json has")
+    assert too_huge.startswith("FailedError: model 'ada/huge' takes 1000000000.0 GB, and ")
+    assert hub.fetched == []
+
+
+def test_a_download_that_breaks_off_is_an_error_and_its_file_is_never_taken_for_whole(
+    hub: Hub, said: Callable[..., list[str]]
+) -> None:
+    hub.repositories["ada/model"] = {"main": Commit(SMALL)}
+    hub.broken.add("model.safetensors")
+    assert said("ada/model")[0].startswith("FailedError: model 'ada/model' could not be downloaded whole")
+    assert said("ada/model", HF_HUB_OFFLINE="1")[0].startswith("InvalidValueError: model must be a directory, or")
+    hub.broken.clear()
+    (found,) = said("ada/model")
+    assert (Path(found) / "model.safetensors").read_bytes() == SMALL["model.safetensors"]
+
+
+def test_without_the_hub_what_was_downloaded_before_is_taken_with_a_warning(
+    hub: Hub, run: Callable[..., Any], said: Callable[..., list[str]]
+) -> None:
+    hub.repositories["ada/model"] = {"main": Commit(SMALL)}
+    online = said("ada/model")
+    hub.url = NOBODY
+    gone = run("-c", SAY, "ada/model", "ada/other")
+    there, other = json.loads(gone.stdout)
+    assert [there] == online
+    assert "ada/model is taken as it was downloaded before: the hub gave no answer" in gone.stderr
+    assert other.startswith(
+        "FailedError: model 'ada/other' is no directory here, and the Hugging Face hub could not be"
+    )
+    offline = run("-c", SAY, "ada/model", "ada/other", HF_HUB_OFFLINE="1")
+    there, other = json.loads(offline.stdout)
+    assert ([there], offline.stderr) == (online, "")
+    assert other.startswith(
+        "InvalidValueError: model must be a directory, or a model downloaded before (HF_HUB_OFFLINE"
+    )
+
+
+def test_vllms_revision_is_the_one_behind_the_at_and_needs_a_model_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(MissingExtraError, match="'ada/model@v1' is no directory here"):
+        LLM("ada/model", revision="v1")
+    for model in ("demo", "ada/model@v2", str(model_directory("demo"))):
+        with pytest.raises(InvalidValueError, match="revision must be None beside a model that is no 'owner/name'"):
+            LLM(model, revision="v1")
