@@ -56,6 +56,8 @@ class Engine:
         device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
         dtype: of activations, cache and float weights: "auto" (float32 on a CPU, the file's on a GPU), "float32",
             "bfloat16"; "float16" on a GPU. Quantized matrices stay as their directory has them.
+        weight_dtype: of float matrices and the embedding alone: "auto" (`dtype`), or on a CPU "bfloat16" or "float16"
+            under float32 activations: a file's own bytes, half of float32's, and its tokens.
         max_model_len: tokens of prompt and answer at most; None: what the model was made for.
         max_num_seqs: sequences that run at once at most.
         max_num_batched_tokens: rows of one step at most; longer prompts are computed in pieces.
@@ -87,6 +89,7 @@ class Engine:
         depth: DepthPolicy | str = "auto",
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
+        weight_dtype: str | torch.dtype = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
@@ -110,6 +113,8 @@ class Engine:
             depth=depth,
             device=device,
             dtype=dtype,
+            weight_dtype=weight_dtype,
+            held=None if weights is None else weights.weight_dtype,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -152,8 +157,13 @@ class Engine:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations, cache and float weights."""
+        """Of activations, cache, norms and biases."""
         return self.settings.dtype
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of matrices that are not quantized, and of the embedding."""
+        return self.settings.weight_dtype
 
     @property
     def max_model_len(self) -> int:

@@ -7,7 +7,8 @@ key/value heads.
 The KV pool is `[num_blocks, 2, block_size, M, D]`, keys at index 0 and values at 1. An *entry* is the flat index
 `block * 2 * block_size + half * block_size + offset` of one key or value `[M, D]`. Channels of query and key heads
 stand in adjacent pairs (see `weights.py`), so that RoPE is one complex multiplication. A `weight` is a float matrix of
-the dtype of `hidden` or a quantized one (`quantized.py`).
+the dtype of `hidden`, one of a narrower dtype (here alone: Triton's operations take none), or a quantized one
+(`quantized.py`).
 
 `num_rows`, an int32 tensor [1] on the operation's device, says how many rows (or copies) to compute; None means all.
 Rows at or beyond it are neither read nor written, and where an operation returns rows, theirs are undefined (here NaN,
@@ -16,6 +17,8 @@ graph serves any number of rows.
 """
 
 from __future__ import annotations
+
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -29,10 +32,6 @@ from d3engine.kernels.reference_attention import decode_attention_inputs as deco
 from d3engine.kernels.reference_attention import paged_attention as paged_attention
 from d3engine.kernels.reference_rows import live_rows, undefined_beyond
 from d3engine.kernels.sampling import SamplingRows, cut_min_p_, cut_top, penalised
-
-_VALUES_AT_ONCE = 2**20
-"""A quantized matrix becomes float again in runs of rows of about this many values, which a CPU's cache holds: whole, a
-matrix of 45 million values would take twelve times as long."""
 
 
 def rms_norm(
@@ -75,29 +74,50 @@ def _rows_apart(x: Tensor) -> Tensor:
 def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """`x` [T, K] times `weight` [N, K] transposed, plus `bias` [N]: [T, N] in the dtype of `x`.
 
-    A quantized matrix stands for what its `dequantize` gives. No float copy of it is kept: each call makes one again,
-    piece by piece. The scales of int8 can wait for the product, but in float16 that could overflow without them.
+    A quantized matrix stands for what its `dequantize` gives, and a narrower float one for its values. No copy of it in
+    the dtype of `x` is kept: each call makes one again, piece by piece. The scales of int8 can wait for the product,
+    but in float16 that could overflow without them.
     """
     x = _rows_apart(x)
-    if isinstance(weight, Tensor):
+    if _is_as_wide(weight, x):
         return F.linear(x, weight, bias)
     num_rows, num_columns = weight.shape
     out = x.new_empty(x.shape[0], num_rows)
-    step = max(1, _VALUES_AT_ONCE // num_columns) if x.device.type == "cpu" else num_rows
+    step = _rows_at_once(x.shape[0], num_columns) if x.device.type == "cpu" else num_rows
     scales = weight.scales if isinstance(weight, Int8Weight) and x.dtype != torch.float16 else None
+    values = weight.values if isinstance(weight, Int8Weight) and scales is not None else weight
     for start in range(0, num_rows, step):
-        piece = weight.rows(start, start + step)
-        matrix = (
-            piece.values.to(x.dtype)
-            if isinstance(piece, Int8Weight) and scales is not None
-            else piece.dequantize(x.dtype)
-        )
-        out[:, start : start + step] = F.linear(x, matrix)
+        out[:, start : start + step] = F.linear(x, _widened(values, start, start + step, x.dtype))
     if scales is not None:
         out.mul_(scales)
     if bias is not None:
         out.add_(bias)
     return out
+
+
+def _is_as_wide(weight: Weight, x: Tensor) -> TypeGuard[Tensor]:
+    """Whether `weight` can meet `x` as it is."""
+    return isinstance(weight, Tensor) and weight.dtype == x.dtype
+
+
+def _widened(weight: Weight, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    """Output channels [start, stop) of `weight` in `dtype`."""
+    return weight[start:stop].to(dtype) if isinstance(weight, Tensor) else weight.rows(start, stop).dequantize(dtype)
+
+
+def _rows_at_once(num_tokens: int, num_columns: int) -> int:
+    """Output channels of a matrix on a CPU that are widened at once for a product with `num_tokens` rows.
+
+    For few rows a piece should stay in a core's cache (2**18 floats are one MiB): whole, a matrix of 45 million values
+    would take twelve times as long. Each piece reads all rows again, so many rows pay for larger ones.
+    """
+    values = min(max(2**18, 2**11 * num_tokens), 2**20)
+    return max(_CHANNELS_APART, values // num_columns // _CHANNELS_APART * _CHANNELS_APART)
+
+
+_CHANNELS_APART = 16
+"""Pieces begin at multiples of so many output channels, at which products of few rows begin anew anyway: a product by
+pieces is then that of the whole matrix, in most shapes to the bit."""
 
 
 def rotate_(heads: Tensor, rotations: Tensor) -> None:
@@ -151,7 +171,7 @@ def linear_residual(
     """Add `x` [T, K] times `weight` [H, K] transposed (and `bias` [H]) to `residual` [T, H], in place."""
     if num_rows is not None:
         x, residual = x[live_rows(num_rows)], residual[live_rows(num_rows)]
-    if not isinstance(weight, Tensor):
+    if not _is_as_wide(weight, x):
         residual.add_(_linear(x, weight, bias))
         return
     residual.addmm_(_rows_apart(x), weight.t())

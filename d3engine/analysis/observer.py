@@ -58,7 +58,7 @@ class Observer:
         rope = Rope(self.config, len(token_ids), self._device)
         lengths = torch.clamp(positions + 1, min=prompt_length) if rope.depends_on_length else None
         rotations = rope.rotations(positions, lengths)
-        hidden = self._weights.embedding[ids]
+        hidden = self._weights.embedding[ids].to(self._weights.dtype)
         for layer in range(self.config.num_layers):
             rows = len(token_ids)
             if schedule is not None:  # generation step s is fed at position prompt_length - 1 + s, and runs below it

@@ -281,7 +281,8 @@ def _measure(engine: Engine, benchmark: Benchmark, policies: Sequence[DepthPolic
 
 
 def _machine(engine: Engine) -> dict[str, str]:
-    return {"device": str(engine.device), "dtype": str(engine.dtype).removeprefix("torch.")}
+    dtypes = {"dtype": engine.dtype, "weight_dtype": engine.weight_dtype}
+    return {"device": str(engine.device)} | {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
 
 
 def _readable(value: Any) -> str:

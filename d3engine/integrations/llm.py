@@ -83,6 +83,7 @@ def _engine_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
             taken[name] = value
     if taken.get("seed", 0) is None:  # vLLM's default, by which it takes 0
         taken["seed"] = 0
-    if isinstance(taken.get("dtype"), str):
-        taken["dtype"] = DTYPES.get(taken["dtype"], taken["dtype"])
+    for name in ("dtype", "weight_dtype"):
+        if isinstance(taken.get(name), str):
+            taken[name] = DTYPES.get(taken[name], taken[name])
     return taken

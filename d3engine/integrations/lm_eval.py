@@ -299,6 +299,7 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
 ENGINE_OPTIONS = (
     "device",
     "dtype",
+    "weight_dtype",
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",

@@ -44,8 +44,14 @@ def assemble(settings: EngineSettings, tokenizer: Tokenizer | None, weights: Lla
     """
     config = settings.config
     if weights is None:
-        weights = load_weights(settings.directory, config, dtype=settings.dtype, device=settings.device)
-    _check_weights(weights, settings.dtype, settings.device)
+        weights = load_weights(
+            settings.directory,
+            config,
+            dtype=settings.dtype,
+            weight_dtype=settings.weight_dtype,
+            device=settings.device,
+        )
+    _check_weights(weights, settings)
     rule = settings.depth.draft_rule(config.num_layers)
     draft = None
     if rule is not None and rule.model is not None:
@@ -88,18 +94,27 @@ def _workspace_bytes(settings: EngineSettings, build: Callable[[int], Executor])
     )
 
 
-def _check_weights(weights: LlamaWeights, dtype: torch.dtype, device: torch.device) -> None:
+def _check_weights(weights: LlamaWeights, settings: EngineSettings) -> None:
     """Refuse ready weights that lie elsewhere, or are of another float type, than the engine computes with."""
-    given = weights.embedding
-    there = given.device.type == device.type and device.index in (None, given.device.index)
-    allowed = f"{dtype} on {device}"
-    require(there and given.dtype == dtype, "weights", f"{given.dtype} on {given.device}", allowed)
+    device, given = settings.device, weights.embedding.device
+    there = given.type == device.type and device.index in (None, given.index)
+    computes = weights.dtype == settings.dtype
+    fits = there and computes and weights.weight_dtype == settings.weight_dtype
+    found = _in_words(weights.dtype, weights.weight_dtype, given)
+    matrices = settings.weight_dtype if computes else settings.dtype
+    require(fits, "weights", found, _in_words(settings.dtype, matrices, device))
+
+
+def _in_words(dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> str:
+    matrices = "" if weight_dtype == dtype else f" with matrices in {weight_dtype}"
+    return f"{dtype}{matrices} on {device}"
 
 
 def _log_ready(settings: EngineSettings, num_blocks: int) -> None:
     """Tell a reader of the log what the engine has been made of."""
-    config, name = settings.config, str(settings.dtype).removeprefix("torch.")
-    where = f"{config.num_layers} layers, {name} on {settings.device}"
+    config = settings.config
+    floats = _in_words(settings.dtype, settings.weight_dtype, settings.device).replace("torch.", "")
+    where = f"{config.num_layers} layers, {floats}"
     _log.info("%s: %s; %s", settings.directory, where, policy_in_words(settings.depth))
     size = num_blocks * settings.block_bytes / 2**20
     _log.info("KV cache: %d blocks of %d entries of one layer, %.1f MiB", num_blocks, settings.block_size, size)

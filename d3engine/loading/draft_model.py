@@ -55,7 +55,10 @@ def load_draft_weights(given: str, settings: EngineSettings, tokenizer: Tokenize
         differing = [token for token in range(own.vocab_size) if _piece(tokenizer, token) != _piece(other, token)]
         allowed = f"a model whose tokenizer is its target's ({len(differing)} tokens differ)"
         require(not differing, "draft_model", given, allowed)
-    return DraftWeights(given, own, load_weights(directory, own, dtype=settings.dtype, device=settings.device))
+    weights = load_weights(
+        directory, own, dtype=settings.dtype, weight_dtype=settings.weight_dtype, device=settings.device
+    )
+    return DraftWeights(given, own, weights)
 
 
 def with_cache(draft: DraftWeights, num_blocks: int, settings: EngineSettings) -> DraftModel:

@@ -12,10 +12,11 @@ from d3engine.loading.cache_size import check_memory
 from d3engine.loading.defaults import resolve_max_model_len
 from d3engine.loading.depth import resolve_depth
 from d3engine.loading.device import num_scheduler_steps as resolve_scheduler_steps
-from d3engine.loading.device import resolve_device, resolve_dtype
+from d3engine.loading.device import resolve_device
 from d3engine.loading.device import uses_graphs as runs_in_graphs
 from d3engine.loading.model_directory import model_directory
 from d3engine.loading.settings import EngineSettings
+from d3engine.loading.weight_dtype import resolve_dtypes
 from d3engine.model.config import ModelConfig
 from d3engine.scheduling.admission import Admission, Immediate
 
@@ -26,6 +27,8 @@ def resolve_settings(
     depth: DepthPolicy | str,
     device: str | torch.device,
     dtype: str | torch.dtype,
+    weight_dtype: str | torch.dtype,
+    held: torch.dtype | None,
     max_model_len: int | None,
     max_num_seqs: int,
     max_num_batched_tokens: int,
@@ -39,8 +42,9 @@ def resolve_settings(
 ) -> EngineSettings:
     """The settings of an engine, from its arguments and the model's own files; no weights are read.
 
-    Raises `InvalidValueError` for an argument that is not allowed, `ModelFormatError` for a directory that holds no
-    model of ours.
+    `held` is what ready weights have their matrices in, and None where those of the files are to be loaded. Raises
+    `InvalidValueError` for an argument that is not allowed, `ModelFormatError` for a directory that holds no model of
+    ours.
     """
     require_integer("max_num_seqs", max_num_seqs, 1, 4096)
     require_integer("max_num_batched_tokens", max_num_batched_tokens, 1)
@@ -52,12 +56,16 @@ def resolve_settings(
     config = ModelConfig.from_directory(directory)
     there = resolve_device(device)
     uses_graphs = runs_in_graphs(there, enforce_eager)
+    dtype, weight_dtype = resolve_dtypes(
+        dtype, weight_dtype, directory=directory, config=config, device=there, held=held
+    )
     settings = EngineSettings(
         directory=directory,
         config=config,
         depth=resolve_depth(depth, directory),
         device=there,
-        dtype=resolve_dtype(dtype, config, there),
+        dtype=dtype,
+        weight_dtype=weight_dtype,
         max_model_len=resolve_max_model_len(max_model_len, config),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

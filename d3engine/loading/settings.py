@@ -28,6 +28,7 @@ class EngineSettings:
     depth: DepthPolicy
     device: torch.device
     dtype: torch.dtype
+    weight_dtype: torch.dtype
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int

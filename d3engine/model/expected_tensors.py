@@ -53,6 +53,15 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return quantized
 
 
+def float_matrices(config: ModelConfig) -> list[str]:
+    """Names of the expected tensors that are matrices of floats: what is multiplied, and the embedding."""
+    return [
+        name
+        for name, shape in expected_tensors(config).items()
+        if len(shape) == 2 and not name.endswith((VALUES, SCALES))
+    ]
+
+
 def is_quantized(name: str) -> bool:
     """Whether quantization touches a tensor: the layers' matrices and an LM head of its own.
 

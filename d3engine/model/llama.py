@@ -27,7 +27,7 @@ class Llama:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Hidden states [T, H] of int64 `token_ids` [T]."""
-        return F.embedding(token_ids, self.weights.embedding)
+        return F.embedding(token_ids, self.weights.embedding).to(self.weights.dtype)
 
     def layer(
         self,

@@ -39,8 +39,9 @@ from d3engine.progress import hides_bars
 class LayerWeights:
     """One layer. H hidden, Q = heads * head_dim, K = kv heads * head_dim, I intermediate; all on one device.
 
-    The four matrices are float or quantized, everything else is float; all floats are of one dtype. The first Q + K
-    rows of `qkv` and `qkv_bias` are in adjacent-pair order, the last K rows (values) are not permuted.
+    The four matrices are float or quantized; norms and biases have the dtype of activations, float matrices that one or
+    a narrower one, from which an operation widens them. The first Q + K rows of `qkv` and `qkv_bias` are in
+    adjacent-pair order, the last K rows (values) are not permuted.
     """
 
     attention_norm: Tensor  # [H]
@@ -73,6 +74,17 @@ class LlamaWeights:
     lm_head: Weight  # [V, H]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of activations, norms and biases."""
+        return self.final_norm.dtype
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of float matrices; where all are quantized, of the embedding."""
+        matrix = self.layers[0].qkv
+        return matrix.dtype if isinstance(matrix, Tensor) else self.embedding.dtype
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all weights; tied ones count once."""
         tensors = [self.embedding, self.final_norm]
@@ -93,11 +105,14 @@ def load_weights(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
+    weight_dtype: torch.dtype | None = None,
     show_progress: bool = True,
 ) -> LlamaWeights:
     """Load a model directory's safetensors on `device`; a progress bar only on a terminal.
 
-    Floats are converted to `dtype`; the matrices of a directory that `d3engine weights quantize` wrote stay quantized.
+    Floats are converted to `dtype`, but matrices and the embedding to `weight_dtype` where that is given (an embedding
+    that its family multiplies by a number is not: the product has more bits than the file's values). The matrices of a
+    directory that `d3engine weights quantize` wrote stay quantized.
     Files are memory-mapped. On a CPU a tensor that is held as it is in the file stays there, so the file must not be
     written to while the weights are in use (a new file may take its place). Every other tensor is copied straight to
     its place, and the pages that it came from are given back: the peak is the model and one tensor. All names, shapes
@@ -117,7 +132,8 @@ def load_weights(
             delay=0.5,
             leave=False,
         ) as progress:
-            weights = _Loader(checkpoint, config, dtype, torch.device(device), progress).load()
+            loader = _Loader(checkpoint, config, dtype, weight_dtype or dtype, torch.device(device), progress)
+            weights = loader.load()
     return weights
 
 
@@ -137,19 +153,26 @@ def to_half_split(weight: Tensor, num_heads: int) -> Tensor:
     return pairs.transpose(1, 2).reshape(weight.shape)
 
 
-def random_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, seed: int) -> LlamaWeights:
+def random_weights(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int,
+    weight_dtype: torch.dtype | None = None,
+) -> LlamaWeights:
     """Return weights of the right shapes as at the start of a training: for benchmarks, where only sizes
     matter.
 
     Normal with deviation 0.02, divided by sqrt(2 L) for the two matrices of a layer that write to the
     residual stream (GPT-2's rule, so that activations stay of one size at any depth); norms are ones, biases
-    zeros.
+    zeros. Dtypes as of `load_weights`.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     residual = 0.02 / math.sqrt(2 * config.num_layers)
 
     def normal(rows: int, columns: int, deviation: float = 0.02) -> Tensor:
-        matrix = torch.empty(rows, columns, dtype=dtype, device=device)
+        matrix = torch.empty(rows, columns, dtype=weight_dtype or dtype, device=device)
         return matrix.normal_(0.0, deviation, generator=generator)
 
     def ones() -> Tensor:
@@ -187,15 +210,17 @@ class _Loader:
     checkpoint: Checkpoint
     config: ModelConfig
     dtype: torch.dtype
+    weight_dtype: torch.dtype
     device: torch.device
     progress: tqdm[None]
 
     def load(self) -> LlamaWeights:
         config, names, multipliers = self.config, self.config.tensor_names, self.config.multipliers
         layers = tuple(self._layer(names.layer(index)) for index in range(config.num_layers))
-        embedding = self._vector_or_table(names.embedding, multipliers.on_embedding)
+        embedding = self._vector_or_table(names.embedding, multipliers.on_embedding, self.weight_dtype)
         lm_head = embedding if config.tie_word_embeddings else self._matrix({"lm_head": None}, config.hidden_size)
-        final_norm = self._vector_or_table(names.final_norm, multipliers.on_final_norm(config.tie_word_embeddings))
+        on_norm = multipliers.on_final_norm(config.tie_word_embeddings)
+        final_norm = self._vector_or_table(names.final_norm, on_norm, self.dtype)
         return LlamaWeights(embedding, layers, final_norm, lm_head)
 
     def _layer(self, prefix: str) -> LayerWeights:
@@ -208,12 +233,12 @@ class _Loader:
         output: _Modules = {attention + "o_proj": None}
         down: _Modules = {mlp + "down_proj": None}
         return LayerWeights(
-            attention_norm=self._stack({prefix + "input_layernorm.weight": None}),
+            attention_norm=self._stack({prefix + "input_layernorm.weight": None}, self.dtype),
             qkv=self._matrix(qkv, config.hidden_size),
             qkv_bias=self._bias(qkv, biases.qkv),
             output=self._matrix(output, config.q_size),
             output_bias=self._bias(output, biases.output),
-            mlp_norm=self._stack({prefix + "post_attention_layernorm.weight": None}),
+            mlp_norm=self._stack({prefix + "post_attention_layernorm.weight": None}, self.dtype),
             gate_up=self._matrix(gate_up, config.hidden_size),
             gate_up_bias=self._bias(gate_up, biases.mlp),
             down=self._matrix(down, config.intermediate_size),
@@ -223,38 +248,36 @@ class _Loader:
     def _matrix(self, modules: _Modules, num_columns: int) -> Weight:
         """Return the modules' matrices on top of each other, in the form that the config names."""
         if self.config.quantization is None:
-            return self._stack(_with(".weight", modules))
-        values, scales = self._stack(_with(VALUES, modules)), self._stack(_with(SCALES, modules))
+            return self._stack(_with(".weight", modules), self.weight_dtype)
+        values, scales = (self._stack(_with(suffix, modules), self.dtype) for suffix in (VALUES, SCALES))
         if self.config.quantization == "int8":
             return Int8Weight(values, scales)
         return Int4Weight(values, scales, num_columns)
 
     def _bias(self, modules: _Modules, present: bool) -> Tensor | None:
-        return self._stack(_with(".bias", modules)) if present else None
+        return self._stack(_with(".bias", modules), self.dtype) if present else None
 
-    def _vector_or_table(self, name: str, multiplier: float) -> Tensor:
+    def _vector_or_table(self, name: str, multiplier: float, dtype: torch.dtype) -> Tensor:
         """One tensor times a number; one that stays as it is may lie in its file."""
         if multiplier == 1.0:
-            return self._stack({name: None})
+            return self._stack({name: None}, dtype)
         entry = self.checkpoint.entries[name]
-        scaled = torch.empty(entry.shape, dtype=held_dtype(entry, self.dtype), device=self.device)
+        scaled = torch.empty(entry.shape, dtype=self.dtype, device=self.device)
         self._copy(name, scaled, None, multiplier)
         return scaled
 
-    def _stack(self, tensors: _Modules) -> Tensor:
-        """Return the named tensors on top of each other."""
+    def _stack(self, tensors: _Modules, dtype: torch.dtype) -> Tensor:
+        """Return the named tensors on top of each other, those of float in `dtype`."""
         entries = [self.checkpoint.entries[name] for name in tensors]
-        if len(entries) == 1 and not any(tensors.values()) and self._is_held_as_it_is(entries[0]):
+        held = held_dtype(entries[0], dtype)
+        is_held_as_it_is = self.device.type == "cpu" and dtype_of(entries[0].dtype) == held
+        if len(entries) == 1 and not any(tensors.values()) and is_held_as_it_is:
             return self._mapped(entries[0])
         rows = [entry.shape[0] for entry in entries]
-        shape, dtype = (sum(rows), *entries[0].shape[1:]), held_dtype(entries[0], self.dtype)
-        stacked = torch.empty(shape, dtype=dtype, device=self.device)
+        stacked = torch.empty((sum(rows), *entries[0].shape[1:]), dtype=held, device=self.device)
         for (name, parts), target in zip(tensors.items(), torch.split(stacked, rows), strict=True):
             self._copy(name, target, parts)
         return stacked
-
-    def _is_held_as_it_is(self, entry: TensorEntry) -> bool:
-        return self.device.type == "cpu" and dtype_of(entry.dtype) == held_dtype(entry, self.dtype)
 
     def _mapped(self, entry: TensorEntry) -> Tensor:
         source = self.checkpoint.read(entry.name)

@@ -1,0 +1,94 @@
+"""In which dtype float matrices are held: that of activations, or on a CPU a narrower one under float32 activations.
+
+The one idea: a checkpoint's bfloat16 values are float32 values with half of the bytes, so matrices can stay as they are
+in the file, and every product is still float32's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from d3engine.environment import KERNELS
+from d3engine.errors import InvalidValueError
+from d3engine.loading.device import DTYPES, resolve_dtype
+from d3engine.model.checkpoint import open_checkpoint
+from d3engine.model.config import ModelConfig
+from d3engine.model.expected_tensors import float_matrices
+from d3engine.model.mapped_file import dtype_of
+
+READ_AS_THEY_LIE: frozenset[torch.dtype] = frozenset()
+"""Dtypes in which "auto" leaves a checkpoint's matrices under float32 activations on a CPU.
+
+The one place that decides it. A dtype belongs here if decoding reads it straight from memory. The operations in plain
+torch do not: they widen a matrix for each product, which at batch 1 takes longer than reading float32 would.
+"""
+
+
+def resolve_dtypes(
+    dtype: str | torch.dtype,
+    weight_dtype: str | torch.dtype,
+    *,
+    directory: Path,
+    config: ModelConfig,
+    device: torch.device,
+    held: torch.dtype | None = None,
+) -> tuple[torch.dtype, torch.dtype]:
+    """The dtype of activations, norms, biases and cache, and the one of float matrices and the embedding.
+
+    `held` is what ready weights have their matrices in; None where those of `directory` are to be loaded. Raises
+    `InvalidValueError` for a dtype that is not allowed.
+    """
+    computed = resolve_dtype(dtype, config, device)
+    kept = held or kept_by_default(dtype, directory, config)
+    return computed, resolve_weight_dtype(weight_dtype, dtype=computed, device=device, kept=kept)
+
+
+def resolve_weight_dtype(
+    weight_dtype: str | torch.dtype, *, dtype: torch.dtype, device: torch.device, kept: torch.dtype | None
+) -> torch.dtype:
+    """The dtype of float matrices and the embedding under activations of `dtype`.
+
+    "auto" is `kept` where operations widen that to `dtype`, and `dtype` otherwise. Raises `InvalidValueError` for a
+    dtype that cannot be multiplied with `dtype` here.
+    """
+    allowed = (dtype, *_narrower(dtype, device))
+    if weight_dtype == "auto":
+        return kept if kept in allowed and kept is not None else dtype
+    resolved = DTYPES.get(weight_dtype) if isinstance(weight_dtype, str) else weight_dtype
+    if resolved is None or resolved not in allowed:
+        names = ["auto", *(name for name, known in DTYPES.items() if known in allowed)]
+        where = f"{device.type} with dtype={str(dtype).removeprefix('torch.')}"
+        raise InvalidValueError("weight_dtype", weight_dtype, f"one of {', '.join(names)} on {where}")
+    return resolved
+
+
+def kept_by_default(dtype: str | torch.dtype, directory: Path, config: ModelConfig) -> torch.dtype | None:
+    """The dtype that the matrices of a directory stay in where the user names no `dtype`; None for that of activations.
+
+    Who names one, as in vLLM, means the weights too.
+    """
+    if dtype != "auto" or not READ_AS_THEY_LIE:
+        return None
+    found = dtype_in_files(directory, config)
+    return found if found in READ_AS_THEY_LIE else None
+
+
+def dtype_in_files(directory: Path, config: ModelConfig) -> torch.dtype | None:
+    """The dtype that the float matrices of a model directory have in their files, from headers alone; None where they
+    differ, or there is none.
+
+    What config.json calls the model's dtype is not asked: a matrix of more bits would lose them. Raises
+    `ModelFormatError` as `open_checkpoint`.
+    """
+    with open_checkpoint(directory) as checkpoint:
+        entries = [checkpoint.entries.get(name) for name in float_matrices(config)]
+    found = {dtype_of(entry.dtype) for entry in entries if entry is not None}
+    return found.pop() if len(found) == 1 else None
+
+
+def _narrower(dtype: torch.dtype, device: torch.device) -> tuple[torch.dtype, ...]:
+    """The dtypes of weights that operations widen to `dtype`."""
+    widens = device.type == "cpu" and dtype == torch.float32 and KERNELS.read() != "triton"
+    return (torch.bfloat16, torch.float16) if widens else ()
