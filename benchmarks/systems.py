@@ -20,7 +20,8 @@ from d3engine.depth import D3, DepthPolicy
 from d3engine.engine import Engine
 from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import CONFIG_FILE, ModelConfig
-from d3engine.model.weights import LlamaWeights, load_weights, random_weights, to_half_split
+from d3engine.model.head_order import to_half_split
+from d3engine.model.weights import LlamaWeights, load_weights, random_weights
 from d3engine.request.params import SamplingParams
 
 TARGET_SPEEDUP_IN_LAYERS = 1.5

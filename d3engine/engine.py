@@ -48,14 +48,14 @@ class Engine:
     heard between two steps: the call ends with `KeyboardInterrupt`, its own requests end, and the engine goes on.
 
     Args:
-        model: a model directory, "demo" for the model that comes with the package, "smollm2" once it is fetched, or
-            "owner/name" of the Hugging Face hub, at a branch, a tag or a commit as "owner/name@revision".
+        model: a model directory, a GGUF file, "demo" for the model that comes with the package, "smollm2" once it is
+            fetched, or "owner/name" of the Hugging Face hub, at a branch, a tag or a commit as "owner/name@revision".
         depth: which layers each generated token runs: a policy such as `D3(alpha=0.9, start=0.6)`, or "auto": what
             `d3.json` beside the weights says, full depth without one. That file's setting was found for one task, which
             it names, and runs every request all the same. A request may bring its own.
         device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
         dtype: of activations, cache and float weights: "auto" (float32 on a CPU, the file's on a GPU), "float32",
-            "bfloat16"; "float16" on a GPU. Quantized matrices stay as their directory has them.
+            "bfloat16"; "float16" on a GPU. Quantized matrices stay as their directory has them; a GGUF file's do not.
         weight_dtype: of float matrices and the embedding alone: "auto" (`dtype`), or on a CPU "bfloat16" or "float16"
             under float32 activations: a file's own bytes, half of float32's, and its tokens.
         max_model_len: tokens of prompt and answer at most; None: what the model was made for.
@@ -71,14 +71,14 @@ class Engine:
         num_scheduler_steps: tokens that a batch which only decodes may generate before the host looks at them, for
             requests of `generate` and `chat`; None: 16 with CUDA graphs, and always 1 without.
         seed: from which requests without a seed get theirs.
-        tokenizer: a directory to take the tokenizer from; None: the model's.
+        tokenizer: a directory or a GGUF file to take the tokenizer from; None: the model's.
         skip_tokenizer_init: work with token ids alone.
         weights: ready weights instead of those in the directory (random ones for a benchmark, say).
 
     Raises:
         InvalidValueError: for an argument that is not allowed.
-        ModelFormatError: for a directory that cannot be loaded.
-        MissingExtraError: for a model of the hub without the extra `hub`.
+        ModelFormatError: for files that cannot be loaded.
+        MissingExtraError: for a model of the hub without the extra `hub`, a GGUF file without `gguf`.
         FailedError: for one that could not be downloaded.
     """
 
@@ -172,7 +172,7 @@ class Engine:
 
     @property
     def directory(self) -> Path:
-        """Where the model's files are."""
+        """Where the model's files are; for a GGUF file, that file."""
         return self.settings.directory
 
     # -- whole answers -----------------------------------------------------------------------------------------

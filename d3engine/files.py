@@ -36,6 +36,12 @@ def is_there(path: Path) -> bool:
     return os.path.lexists(path)
 
 
+def beside(model: str | Path, name: str) -> Path:
+    """Where a file lies that goes with a model: in its directory, or beside it where the model is a single file."""
+    model = Path(model)
+    return (model.parent if model.is_file() else model) / name
+
+
 def read_bytes(path: str | Path, most: int = CONFIG_BYTES) -> bytes:
     """The content of a regular file of at most `most` bytes; raises `UnreadableFileError` for anything else."""
     try:
@@ -62,15 +68,24 @@ def _open_at_once(path: str, flags: int) -> int:
 
 def read_text(path: str | Path, most: int = DATA_BYTES) -> str:
     """UTF-8 text with "\\n" for every kind of line end; raises as `read_bytes`, and for bytes that are no UTF-8."""
+    return as_text(read_bytes(path, most), path)
+
+
+def as_text(content: bytes, path: str | Path) -> str:
+    """What `read_text` makes of the bytes of a file; `path` is what errors call it."""
     try:
-        return io.TextIOWrapper(io.BytesIO(read_bytes(path, most)), encoding="utf-8").read()
+        return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()
     except UnicodeDecodeError as error:
         raise UnreadableFileError(f"{path} is not UTF-8 text: {error}") from None
 
 
 def read_json(path: str | Path, most: int = CONFIG_BYTES) -> Any:
     """The parsed content of a JSON file; raises as `read_bytes`, and for what is no JSON."""
-    content = read_bytes(path, most)
+    return as_json(read_bytes(path, most), path)
+
+
+def as_json(content: bytes, path: str | Path) -> Any:
+    """What `read_json` makes of the bytes of a file; `path` is what errors call it."""
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:

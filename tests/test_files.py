@@ -22,8 +22,8 @@ from d3engine.evaluation.bbh import load_bbh
 from d3engine.evaluation.gsm8k import load_gsm8k
 from d3engine.files import CONFIG_BYTES, UnreadableFileError, read_bytes, read_json, read_text, write_whole
 from d3engine.loading.defaults import default_sampling_params
-from d3engine.model.checkpoint import open_checkpoint
 from d3engine.model.config import ModelConfig
+from d3engine.model.source import open_checkpoint
 from d3engine.text.chat_template import load_chat_template
 from d3engine.text.prompt_form import PROMPT_FORM_FILE, load_prompt_form
 from d3engine.text.tokenizer import load_tokenizer

@@ -19,7 +19,7 @@ from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError
 from d3engine.files import is_there
 from d3engine.model.expected_tensors import EMBEDDING, FINAL_NORM, LM_HEAD
 from d3engine.model.fields import read_json_object
-from d3engine.model.weights import to_half_split
+from d3engine.model.head_order import to_half_split
 from d3engine.weights_tools.convert import load_pickled
 from d3engine.weights_tools.writing import (
     DEFAULT_SHARD_BYTES,

@@ -1,4 +1,4 @@
-"""Looks at a model directory: `inspect_model` shows what is in it, `verify_model` runs every check of the
+"""Looks at a model: `inspect_model` shows what is in it, `verify_model` runs every check of the
 loader.
 
 The one idea: both go through the loader's own reading and checking code, one tensor at a time, so that a
@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from d3engine.model.checkpoint import Checkpoint, TensorEntry, open_checkpoint
+from d3engine.model.checkpoint import Checkpoint, TensorEntry
 from d3engine.model.config import ModelConfig, load_generation_config
 from d3engine.model.expected_tensors import SCALES, check_tensors, check_values, expected_tensors, held_dtype
+from d3engine.model.source import open_checkpoint
 from d3engine.progress import hides_bars
 
 TENSOR_COLUMNS = ("name", "count", "shape", "dtype", "values", "bytes")
@@ -147,7 +148,8 @@ def _tensor_groups(checkpoint: Checkpoint) -> list[TensorGroup]:
     groups: dict[tuple[str, tuple[int, ...], str], TensorGroup] = {}
     for entry in checkpoint.entries.values():
         name = _LAYER.sub("layers.*.", entry.name)
-        groups.setdefault((name, entry.shape, entry.dtype), TensorGroup(name, entry.shape, entry.dtype)).add(entry)
+        group = TensorGroup(name, entry.shape, entry.type_name)
+        groups.setdefault((name, entry.shape, entry.type_name), group).add(entry)
     return [groups[key] for key in sorted(groups)]
 
 

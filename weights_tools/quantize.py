@@ -14,7 +14,7 @@ from torch import Tensor
 
 from d3engine.depth.policy import POLICY_FILE
 from d3engine.errors import InvalidValueError
-from d3engine.model.checkpoint import Checkpoint, TensorEntry, open_checkpoint
+from d3engine.model.checkpoint import Checkpoint, TensorEntry
 from d3engine.model.config import CONFIG_FILE, QUANTIZATION_METHOD, QUANTIZATION_SCHEMES, ModelConfig
 from d3engine.model.expected_tensors import (
     check_tensors,
@@ -23,9 +23,9 @@ from d3engine.model.expected_tensors import (
     is_quantized,
     quantized_tensors,
 )
-from d3engine.model.fields import read_json_object
 from d3engine.model.mapped_file import dtype_of
 from d3engine.model.quantization import quantize_matrix
+from d3engine.model.source import files_of, open_checkpoint
 from d3engine.weights_tools.writing import (
     DEFAULT_SHARD_BYTES,
     PendingTensor,
@@ -45,7 +45,7 @@ def quantize_model(
     overwrite: bool = False,
     show_progress: bool = True,
 ) -> None:
-    """Write the model directory `source`, its matrices quantized by `scheme`, to `destination`.
+    """Write the model directory or GGUF file `source`, its matrices quantized by `scheme`, to `destination`.
 
     Norms, biases and the embedding keep the dtype of the file; so does an LM head that is tied to the embedding.
     Configs, tokenizer and chat template are copied, and config.json gets a `quantization_config`. A d3.json stays
@@ -64,7 +64,7 @@ def quantize_model(
         check_tensors(checkpoint, config)
         copy_companions(source, folder, leave=[POLICY_FILE])
         quantization = {"quant_method": QUANTIZATION_METHOD, "scheme": scheme}
-        contents = read_json_object(source / CONFIG_FILE) | {"quantization_config": quantization}
+        contents = files_of(source).read_json_object(CONFIG_FILE) | {"quantization_config": quantization}
         write_json(folder / CONFIG_FILE, contents)
         write_weights(
             folder,

@@ -29,6 +29,7 @@ from d3engine.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, Tenso
 from d3engine.model.companions import COMPANIONS
 from d3engine.model.config import CONFIG_FILE, GENERATION_CONFIG_FILE, ModelConfig
 from d3engine.model.expected_tensors import check_tensors, expected_tensors
+from d3engine.model.source import ModelSource, files_of
 from d3engine.progress import hides_bars
 from d3engine.text.tiktoken_file import is_tiktoken, read_tiktoken
 from d3engine.text.tokenizer_faults import guarded
@@ -121,11 +122,12 @@ def _replace_files(folder: Path, destination: Path, old: Path) -> None:
         raise
 
 
-def copy_companions(source: Path, folder: Path, *, leave: Container[str] = ()) -> None:
-    """Copy what a model directory holds beside its weights: configs, tokenizer and the like; but not `leave`."""
+def copy_companions(source: ModelSource, folder: Path, *, leave: Container[str] = ()) -> None:
+    """Write down what a model holds beside its weights: configs, tokenizer and the like; but not `leave`."""
+    files = files_of(source)
     for name in COMPANIONS:
-        if name not in leave and is_there(source / name):
-            (folder / name).write_bytes(read_bytes(source / name, DATA_BYTES))
+        if name not in leave and files.has(name):
+            (folder / name).write_bytes(files.read_bytes(name))
 
 
 def write_json(path: Path, contents: Mapping[str, Any]) -> None:
@@ -300,6 +302,9 @@ class _Reader:
 
     def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
         return self.tensors[name].read()
+
+    def row(self, name: str, dtype: str, shape: tuple[int, ...], row: int) -> Tensor:
+        return self.tensors[name].read()[row]
 
     def give_back(self, name: str) -> None:
         """Nothing: what a converter reads is its own."""

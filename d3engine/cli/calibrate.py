@@ -30,6 +30,7 @@ from d3engine.depth import D3, FullDepth
 from d3engine.depth.policy import POLICY_FILE
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
 from d3engine.evaluation.accuracy import wilson_interval
+from d3engine.files import beside
 from d3engine.model.config import ModelConfig
 from d3engine.progress import hides_bars
 
@@ -193,7 +194,7 @@ def _target(model: str, directory: Path, out: Path | None) -> Path:
 
     bundled = "given as a file to write, since the bundled model's directory belongs to the package"
     require(out is not None or model != DEMO, "--out", NOTHING, bundled)
-    target = out if out is not None else directory / POLICY_FILE
+    target = out if out is not None else beside(directory, POLICY_FILE)
     fetched = f"given as a file to write, since {target} is a link to a file that was downloaded"
     require(out is not None or not target.is_symlink(), "--out", NOTHING, fetched)
     require(not target.is_dir(), "--out", str(target), "a file, not a directory")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Options: TypeAlias = dict[str, Any]
 """The options given, by the name of the argument they stand for."""
 
-MODEL = 'A directory, "demo" (bundled), "smollm2" (fetched once), or owner/name of the Hugging Face hub.'
+MODEL = 'A directory, a .gguf file, "demo" (bundled), "smollm2" (fetched once), or owner/name of the Hugging Face hub.'
 Model: TypeAlias = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)]
 
 OptionTable: TypeAlias = Mapping[str, tuple[str, Any, str]]

@@ -19,6 +19,7 @@ import typer
 
 from d3engine.cli.apps import new_app
 from d3engine.cli.depth_options import AUTO, Depth, takes_depth
+from d3engine.cli.engine_options import MODEL, model_directory
 from d3engine.depth import NEVER, DepthPolicy, Schedule
 from d3engine.depth.policy import policy_from_directory
 from d3engine.depth.statistics import LLAMA2_BY_LAYERS, KVSaved, ModelShape, flops_ratio, kv_saved, mean_depth
@@ -94,8 +95,8 @@ def schedule(
     depth: Depth,
     layers: Annotated[int | None, typer.Option("--layers", help="Layers of the model.", show_default=False)] = None,
     model: Annotated[
-        Path | None,
-        typer.Option("--model", help="Model directory: layers and sizes are read from its config.json."),
+        str | None,
+        typer.Option("--model", metavar="MODEL", help=f"Whose layers and sizes to take. {MODEL}"),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", help="Generated tokens to look at.")] = 200,
     prompt_tokens: Annotated[
@@ -143,21 +144,21 @@ def schedule(
         _show(report)
 
 
-def _policy(depth: Depth, model: Path | None) -> DepthPolicy:
+def _policy(depth: Depth, model: str | None) -> DepthPolicy:
     if depth != AUTO:
         return depth
     require(model is not None, "--depth", AUTO, "a policy by name where there is no --model, whose d3.json it reads")
     assert model is not None
-    return policy_from_directory(model)
+    return policy_from_directory(model_directory(model))
 
 
-def _read_model(model: Path, layers: int | None, sizes: dict[str, int | None]) -> tuple[int, ModelShape, str | None]:
+def _read_model(model: str, layers: int | None, sizes: dict[str, int | None]) -> tuple[int, ModelShape, str | None]:
     """Layers, shape and dtype from config.json; options that say the same are refused."""
     for flag, value in (("--layers", layers), *((SHAPE_FLAGS[field], size) for field, size in sizes.items())):
         require(value is None, flag, value, "absent, since --model gives it")
     from d3engine.model.config import ModelConfig
 
-    config = ModelConfig.from_directory(model)
+    config = ModelConfig.from_directory(model_directory(model))
     shape = ModelShape(config.num_layers, **{field: getattr(config, field) for field in SHAPE_FLAGS})
     return config.num_layers, shape, config.dtype
 

@@ -19,6 +19,7 @@ from d3engine.cli.engine_options import Model, model_directory
 from d3engine.cli.verbosity import note
 from d3engine.depth.policy import POLICY_FILE
 from d3engine.errors import ModelFormatError, require
+from d3engine.files import beside, is_there
 
 app = new_app(cls=Group, help="Convert, quantize, inspect and verify model directories.", no_args_is_help=True)
 convert_app = new_app(help="Convert other formats to a safetensors directory.", no_args_is_help=True)
@@ -129,7 +130,7 @@ def fetch_command(
 
 @app.command("quantize")
 def quantize_command(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A model directory with float weights.")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A directory with float weights, or a GGUF file.")],
     destination: Destination,
     scheme: Annotated[
         Scheme,
@@ -143,7 +144,7 @@ def quantize_command(
 
     quantize_model(source, destination, scheme.value, shard_bytes=_shard_bytes(shard_size), overwrite=overwrite)
     typer.echo(f"wrote {destination}")
-    if (source / POLICY_FILE).exists():
+    if is_there(beside(source, POLICY_FILE)):
         left = f"{POLICY_FILE} stays behind, since it was calibrated on the float weights"
         note(f"note: {left}: d3engine calibrate {destination}")
 

@@ -21,10 +21,10 @@ from d3engine.depth.exit_rule import ExitRule
 from d3engine.depth.installed import PolicyLoadError, installed_names, load_installed, package_of
 from d3engine.depth.schedule import Schedule
 from d3engine.errors import InvalidValueError, ModelFormatError, require
-from d3engine.files import UnreadableFileError, is_there, read_json
+from d3engine.files import UnreadableFileError, beside, is_there, read_json
 
 POLICY_FILE = "d3.json"
-"""Beside a model's weights: the policy that calibration found for it."""
+"""In a model's directory, or beside its GGUF file: the policy that calibration found for it."""
 
 POLICY_CLASSES: Mapping[str, tuple[str, str]] = {
     "full": ("d3engine.depth.full_depth", "FullDepth"),
@@ -142,7 +142,7 @@ def policy_from_directory(directory: str | Path) -> DepthPolicy:
     What else the file holds (the evidence that calibration found) is for people to read, but for the fingerprint (see
     `calibrated_for`). Raises `ModelFormatError`, naming the file, for one that describes no policy.
     """
-    path = Path(directory) / POLICY_FILE
+    path = beside(directory, POLICY_FILE)
     if not is_there(path):
         return policy_from_name("full")
     with _reading(path, 'describes no depth policy under "depth"'):
@@ -156,7 +156,7 @@ def calibrated_for(directory: str | Path) -> str | None:
     Whoever loads weights compares it with theirs (`d3engine.loading.depth`): a setting that is safe for one model says
     nothing of another. Raises `ModelFormatError`, naming the file, for one that cannot be read.
     """
-    path = Path(directory) / POLICY_FILE
+    path = beside(directory, POLICY_FILE)
     if not is_there(path):
         return None
     with _reading(path, 'has no text under "fingerprint"'):
@@ -169,7 +169,7 @@ def calibrated_task(directory: str | Path) -> str | None:
     What is safe for one task says nothing of another, so whoever applies the setting to every request says which task
     it was. Older files name theirs among the evidence alone. Raises `ModelFormatError` as `calibrated_for` does.
     """
-    path = Path(directory) / POLICY_FILE
+    path = beside(directory, POLICY_FILE)
     if not is_there(path):
         return None
     with _reading(path, 'has no text under "task"'):

@@ -9,7 +9,7 @@ from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import POLICY_FILE, calibrated_for, calibrated_task, policy_from_directory
 from d3engine.depth.words import policy_in_words
 from d3engine.errors import ModelFormatError, require
-from d3engine.files import is_there
+from d3engine.files import beside, is_there
 from d3engine.model.fingerprint import fingerprint
 
 _log = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ def resolve_depth(depth: str | DepthPolicy, directory: Path) -> DepthPolicy:
     calibrated = calibrated_for(directory)
     if calibrated is not None and calibrated != fingerprint(directory):
         raise ModelFormatError(
-            f"{directory / POLICY_FILE} was calibrated on other weights than those beside it; run d3engine calibrate "
-            "on these, delete the file, or name a depth"
+            f"{beside(directory, POLICY_FILE)} was calibrated on other weights than those beside it; run d3engine "
+            "calibrate on these, delete the file, or name a depth"
         )
     if (found := own_setting(policy, directory)) is not None:
         _log.info(found)
@@ -39,7 +39,7 @@ def resolve_depth(depth: str | DepthPolicy, directory: Path) -> DepthPolicy:
 
 def own_setting(policy: DepthPolicy, directory: Path) -> str | None:
     """A sentence on the setting that "auto" has found in `d3.json`: for which task it is; None without that file."""
-    if not is_there(directory / POLICY_FILE):
+    if not is_there(beside(directory, POLICY_FILE)):
         return None
     task = calibrated_task(directory)
     shown = f"found safe for {task}, for no other task" if task else "the file does not say for which task"

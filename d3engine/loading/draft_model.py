@@ -8,12 +8,12 @@ from pathlib import Path
 from d3engine.cache.kv_cache import KVCache
 from d3engine.errors import InvalidValueError, require
 from d3engine.executor.eager import EagerExecutor
-from d3engine.files import is_there
 from d3engine.loading.defaults import resolve_max_model_len
 from d3engine.loading.model_directory import model_directory
 from d3engine.loading.parts import eager_executor, new_cache
 from d3engine.loading.settings import EngineSettings
 from d3engine.model.config import ModelConfig
+from d3engine.model.source import files_of
 from d3engine.model.weights import LlamaWeights, load_weights
 from d3engine.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -70,7 +70,8 @@ def with_cache(draft: DraftWeights, num_blocks: int, settings: EngineSettings) -
 
 
 def _has_tokenizer(directory: Path) -> bool:
-    return any(is_there(directory / name) for name in ("tokenizer.json", "tokenizer.model"))
+    files = files_of(directory)
+    return any(files.has(name) for name in ("tokenizer.json", "tokenizer.model"))
 
 
 def _piece(tokenizer: Tokenizer, token: int) -> str | None:

@@ -1,4 +1,4 @@
-"""Where a model lies that a user names: a directory, one that comes with the package, one fetched before, or the hub's.
+"""Where a model lies that a user names: a directory, a GGUF file, the bundled one, one fetched before, or the hub's.
 
 The one idea: each kind of name is one entry of `KINDS`. They are asked in turn, and the first that knows a name says
 where its files are.
@@ -14,6 +14,7 @@ from pathlib import Path
 from d3engine.environment import CACHE
 from d3engine.errors import InvalidValueError, require
 from d3engine.loading.hub import hub_directory
+from d3engine.model.gguf_file import is_gguf
 
 DEMO = "demo"
 FETCHED = ("smollm2",)
@@ -32,7 +33,8 @@ class Kind:
 
 
 def model_directory(model: Name, advice: str = "") -> Path:
-    """The directory of a model, whatever kind of name `KINDS` has for it; the hub's is downloaded where it must be.
+    """Where a model lies, its directory or GGUF file, whatever kind of name `KINDS` has for it; the hub's is downloaded
+    where it must be.
 
     Raises `InvalidValueError` for what no kind knows; `advice` follows what it must be then.
     """
@@ -70,9 +72,17 @@ def _existing(model: Name) -> Path | None:
     return Path(model) if Path(model).is_dir() else None
 
 
+def _gguf(model: Name) -> Path | None:
+    path = Path(model)
+    if path.suffix == ".gguf" and not path.exists():  # which no other kind has anything to say of
+        raise InvalidValueError("model", str(model), "a GGUF file that is there")
+    return path if is_gguf(path) else None
+
+
 KINDS = (
     Kind(repr(DEMO), _bundled),
     Kind(" or ".join(map(repr, FETCHED)), _fetched),
+    Kind("a GGUF file", _gguf),
     Kind("a directory with a Llama model", _existing),
     Kind("'owner/name' of the Hugging Face hub", hub_directory),
 )

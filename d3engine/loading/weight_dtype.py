@@ -13,10 +13,10 @@ import torch
 from d3engine.environment import KERNELS
 from d3engine.errors import InvalidValueError
 from d3engine.loading.device import DTYPES, resolve_dtype
-from d3engine.model.checkpoint import open_checkpoint
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import float_matrices
 from d3engine.model.mapped_file import dtype_of
+from d3engine.model.source import open_checkpoint
 
 READ_AS_THEY_LIE: frozenset[torch.dtype] = frozenset()
 """Dtypes in which "auto" leaves a checkpoint's matrices under float32 activations on a CPU.

@@ -1,7 +1,7 @@
 """Opens the safetensors files of a model directory and reads single tensors from them, memory-mapped.
 
 The one idea: headers first. Every name, shape, dtype and file is known and cross-checked when
-`open_checkpoint` returns, before a single weight is read or allocated. The directory is untrusted: shard
+`open_safetensors` returns, before a single weight is read or allocated. The directory is untrusted: shard
 names must be plain names inside it, and whatever is truncated, doubled or contradictory is an error that
 names the file and the tensor.
 """
@@ -31,13 +31,25 @@ _BYTES_PER_VALUE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
 
 
 @dataclass(frozen=True)
+class Packed:
+    """How a file holds a tensor whose values it does not hold one by one: what it calls that, and the bytes."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class TensorEntry:
-    """What a file's header says of one tensor; `dtype` is safetensors' name for it, such as "BF16"."""
+    """What a file's header says of one tensor; `dtype` is safetensors' name for what is read, such as "BF16".
+
+    `packed` is None where the file holds just that.
+    """
 
     name: str
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    packed: Packed | None = None
 
     @property
     def num_values(self) -> int:
@@ -49,13 +61,18 @@ class TensorEntry:
 
     @property
     def bytes_per_value(self) -> int:
-        """Size of one value; only for the dtypes that `open_checkpoint` lets through."""
+        """Size of one value as it is read; only for the dtypes that `open_safetensors` lets through."""
         return _BYTES_PER_VALUE[self.dtype]
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
-        return self.num_values * self.bytes_per_value
+        return self.num_values * self.bytes_per_value if self.packed is None else self.packed.nbytes
+
+    @property
+    def type_name(self) -> str:
+        """What the file calls the kind of its values."""
+        return self.dtype if self.packed is None else self.packed.name
 
 
 class TensorFile(Protocol):
@@ -64,21 +81,25 @@ class TensorFile(Protocol):
     def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor of that name, on the CPU."""
 
+    def row(self, name: str, dtype: str, shape: tuple[int, ...], row: int) -> Tensor:
+        """That row of its first dimension alone."""
+
     def give_back(self, name: str) -> None:
         """Let go of what reading that tensor has brought into memory."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of an open model directory, by name; readable until the `open_checkpoint` block ends."""
+    """The tensors of an open model, by name; readable until the block that opened it ends."""
 
     entries: dict[str, TensorEntry]
     _sources: dict[Path, TensorFile]
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor on the CPU, in the dtype of the file and lying in it: `MappedFile.tensor` says how.
+        """Return one tensor on the CPU, in the dtype of its entry; one of a safetensors file lies in it
+        (`MappedFile.tensor` says how).
 
-        It may be used after the `open_checkpoint` block.
+        It may be used after the block.
         """
         entry = self.entries[name]
         return self._sources[entry.file].tensor(name, entry.dtype, entry.shape)
@@ -88,12 +109,14 @@ class Checkpoint:
         self._sources[self.entries[name].file].give_back(name)
 
     def read_row(self, name: str, row: int) -> bytes:
-        """Return the bytes of `tensor[row]` as they are in the file; nothing else of the tensor is read."""
-        return self.read(name)[row : row + 1].flatten().view(torch.uint8).numpy().tobytes()
+        """Return the bytes of `tensor[row]` in the dtype of its entry; nothing else of the tensor is read."""
+        entry = self.entries[name]
+        values = self._sources[entry.file].row(name, entry.dtype, entry.shape, row)
+        return values.flatten().view(torch.uint8).numpy().tobytes()
 
 
 @contextmanager
-def open_checkpoint(directory: str | Path) -> Iterator[Checkpoint]:
+def open_safetensors(directory: str | Path) -> Iterator[Checkpoint]:
     """Open all safetensors files of a model directory: `model.safetensors`, or else the shards its index
     names.
 

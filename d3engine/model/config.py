@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from d3engine.errors import ModelFormatError
-from d3engine.files import is_there
 from d3engine.model.families import Biases, Family, Multipliers, TensorNames, family_of
-from d3engine.model.fields import Fields, read_json_object
+from d3engine.model.fields import Fields
 from d3engine.model.rope_config import RopeConfig, read_rope_config, refuse_other_rotations
+from d3engine.model.source import ModelSource, files_of
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -57,17 +56,15 @@ class ModelConfig:
     quantization: str | None  # one of QUANTIZATION_SCHEMES; None for float weights
 
     @classmethod
-    def from_directory(cls, path: str | Path) -> ModelConfig:
-        """Read config.json and, where present, generation_config.json of a model directory.
+    def from_directory(cls, path: ModelSource) -> ModelConfig:
+        """Read config.json and, where present, generation_config.json of a model directory, or what a GGUF file has of
+        them.
 
         Raises `ModelFormatError` naming the file and field of anything missing, malformed or not supported.
         """
-        directory = Path(path)
-        if not directory.is_dir():
-            raise ModelFormatError(f"{directory} is not a directory with {CONFIG_FILE} and weights")
-        generation_file = directory / GENERATION_CONFIG_FILE
-        generation = read_json_object(generation_file) if is_there(generation_file) else None
-        return cls.from_dict(read_json_object(directory / CONFIG_FILE), generation)
+        files = files_of(path)
+        generation = files.read_json_object(GENERATION_CONFIG_FILE) if files.has(GENERATION_CONFIG_FILE) else None
+        return cls.from_dict(files.read_json_object(CONFIG_FILE), generation)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -148,7 +145,7 @@ class ModelConfig:
         return self.vocab_size * self.hidden_size
 
 
-def load_generation_config(directory: str | Path) -> dict[str, Any]:
+def load_generation_config(model: ModelSource) -> dict[str, Any]:
     """Return the sampling defaults that generation_config.json sets: {} without the file, null values left
     out.
 
@@ -156,10 +153,10 @@ def load_generation_config(directory: str | Path) -> dict[str, Any]:
     (bool), eos_token_ids (tuple of ints). Raises `ModelFormatError` for a value of the wrong type; ranges are
     SamplingParams' business.
     """
-    path = Path(directory) / GENERATION_CONFIG_FILE
-    if not is_there(path):
+    files = files_of(model)
+    if not files.has(GENERATION_CONFIG_FILE):
         return {}
-    fields = Fields(read_json_object(path), GENERATION_CONFIG_FILE)
+    fields = Fields(files.read_json_object(GENERATION_CONFIG_FILE), GENERATION_CONFIG_FILE)
     defaults: dict[str, Any] = {}
     for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
         if fields.get(name) is not None:

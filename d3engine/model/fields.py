@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from d3engine.errors import ModelFormatError, must_be
-from d3engine.files import UnreadableFileError, read_json
+from d3engine.files import UnreadableFileError, as_json, read_bytes
 
 _MAX_SIZE = 2**31 - 1
 """Of every integer: far above any real model, low enough that shapes built from it stay harmless."""
@@ -21,7 +21,16 @@ _MAX_SIZE = 2**31 - 1
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; raise `ModelFormatError` naming the file if it cannot be had."""
     try:
-        parsed = read_json(path)
+        content = read_bytes(path)
+    except UnreadableFileError as error:
+        raise ModelFormatError(str(error)) from None
+    return json_object(content, path)
+
+
+def json_object(content: bytes, path: Path) -> dict[str, Any]:
+    """As `read_json_object`, of the bytes of a file that errors call `path`."""
+    try:
+        parsed = as_json(content, path)
     except UnreadableFileError as error:
         raise ModelFormatError(str(error)) from None
     if not isinstance(parsed, dict):

@@ -10,12 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict
-from pathlib import Path
 
-from d3engine.model.checkpoint import open_checkpoint
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import is_ignored_tensor
 from d3engine.model.families import Multipliers
+from d3engine.model.source import ModelSource, files_of
 
 ROWS = 4
 """Rows of each tensor that count: the first, the last and those evenly between them."""
@@ -24,21 +23,22 @@ _COMPUTES = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rms_norm_ep
 """Fields of the config, beside rope's, that change what the same tensors compute. The other sizes are their shapes."""
 
 
-def fingerprint(directory: str | Path) -> str:
+def fingerprint(model: ModelSource) -> str:
     """ "sha256:" and the hex SHA-256 of the config's computing fields and of every tensor's name, dtype, shape and
     `ROWS` rows, in the order of the names.
 
     How the tensors are spread over shards does not matter. Reads a few kilobytes a tensor: about 20 MB of a model of
     seven billion parameters. Raises `ModelFormatError` for a directory without valid config and weights.
     """
-    config = ModelConfig.from_directory(directory)
+    files = files_of(model)
+    config = ModelConfig.from_directory(files)
     rope = {name: value for name, value in asdict(config.rope).items() if value is not None}
     computes: list[object] = [{name: getattr(config, name) for name in _COMPUTES}, rope]
     if config.multipliers != Multipliers():  # a plain Llama keeps the fingerprint that it had before there were any
         computes.append(asdict(config.multipliers))
     digest = hashlib.sha256()
     digest.update(_json(computes))
-    with open_checkpoint(directory) as checkpoint:
+    with files.open_checkpoint() as checkpoint:
         for name in sorted(checkpoint.entries):
             if is_ignored_tensor(name):
                 continue

@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from d3engine.errors import MissingExtraError, ModelFormatError
+
+if TYPE_CHECKING:  # a config is read without torch and numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 TENSOR_TYPES = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
@@ -39,20 +40,11 @@ _MAX_DIMENSIONS = 4
 _VALUES_AT_ONCE = 2**22
 """Dequantizing takes several times the memory of its result, so it goes by rows: of this many values together."""
 
+_CHUNK = 2**20
+_LENGTH = struct.Struct("<Q")
 _STRING, _ARRAY = 8, 9
-_SCALARS = {
-    0: "<u1",
-    1: "<i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
-    7: "?",
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
-}
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""GGUF's numbers for the types of values, in the letters of `struct`."""
 
 
 @dataclass(frozen=True)
@@ -73,28 +65,45 @@ class GGUFFile:
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
+    _version: tuple[int, ...]  # of the file that the header was read from
 
-    def read(self, name: str) -> Tensor:
-        """The tensor of that name in float32, dequantized: the result and a few MiB are all that it takes."""
+    def read(self, name: str) -> NDArray[np.float32]:
+        """The tensor of that name, dequantized: the result and a few MiB are all that it takes."""
+        return self.read_rows(name, 0, math.prod(self.tensors[name].shape[:-1])).reshape(self.tensors[name].shape)
+
+    def read_rows(self, name: str, first: int, count: int) -> NDArray[np.float32]:
+        """So many rows of a tensor from the one numbered `first` on, as [count, its last dimension]."""
+        import numpy as np
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
         tensor = self.tensors[name]
         kind = GGMLQuantizationType[tensor.type_name]
-        values = torch.empty(tensor.shape, dtype=torch.float32)
-        rows = math.prod(tensor.shape[:-1])
-        flat = values.view(rows, tensor.shape[-1]).numpy()
-        row_bytes = tensor.nbytes // rows
+        values = np.empty((count, tensor.shape[-1]), dtype=np.float32)
+        row_bytes = tensor.nbytes // math.prod(tensor.shape[:-1])
         step = max(1, _VALUES_AT_ONCE // tensor.shape[-1])
-        with self.path.open("rb") as file, np.errstate(all="ignore"):  # what is not finite, the loader refuses
-            file.seek(tensor.offset)
-            for start in range(0, rows, step):
-                count = min(step, rows - start)
-                raw = file.read(count * row_bytes)
-                if len(raw) != count * row_bytes:
+        with _opened(self.path) as file, np.errstate(all="ignore"):  # what is not finite, the loader refuses
+            if _version_of(file) != self._version:
+                raise ModelFormatError(f"{self.path} has changed since its header was read")
+            file.seek(tensor.offset + first * row_bytes)
+            for start in range(0, count, step):
+                some = min(step, count - start)
+                raw = file.read(some * row_bytes)
+                if len(raw) != some * row_bytes:
                     raise ModelFormatError(f"{self.path}: tensor {name!r} cannot be read: the file has become shorter")
-                flat[start : start + count] = dequantize(np.frombuffer(raw, np.uint8).reshape(count, row_bytes), kind)
+                values[start : start + some] = dequantize(np.frombuffer(raw, np.uint8).reshape(some, row_bytes), kind)
         return values
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a regular file is called or begins as a GGUF file does; what is in it, `open_gguf` finds out."""
+    if not path.is_file():
+        return False
+    if path.suffix.lower() == ".gguf":
+        return True
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+    return False
 
 
 def open_gguf(path: str | Path) -> GGUFFile:
@@ -110,11 +119,22 @@ def open_gguf(path: str | Path) -> GGUFFile:
         raise MissingExtraError("gguf", "gguf", "reading GGUF files") from error
     if not path.is_file():
         raise ModelFormatError(f"{path} is missing or not a regular file")
+    with _opened(path) as file:
+        return _read_file(path, _Header(path, file))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
         with path.open("rb") as file:
-            return _read_file(path, _Header(path, file))
+            yield file
     except OSError as error:
         raise ModelFormatError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _version_of(file: BinaryIO) -> tuple[int, ...]:
+    found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class _Header:
@@ -122,23 +142,40 @@ class _Header:
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path = path
+        self.version = _version_of(file)
         self.size = os.fstat(file.fileno()).st_size
-        self.position = 0
         self._file = file
         self._elements = 0
+        self._read = 0  # bytes, of which the last ones are in the buffer and those before `_at` are taken
+        self._buffer = b""
+        self._at = 0
+
+    @property
+    def position(self) -> int:
+        """Bytes taken so far."""
+        return self._read - len(self._buffer) + self._at
 
     def error(self, what: str) -> ModelFormatError:
         return ModelFormatError(f"{self.path}: {what}")
 
     def take(self, count: int) -> bytes:
-        left = min(self.size, _MAX_HEADER_BYTES) - self.position
+        if count > len(self._buffer) - self._at:
+            self._fetch(count)
+        self._at += count
+        return self._buffer[self._at - count : self._at]
+
+    def _fetch(self, count: int) -> None:
+        """Have so many bytes in the buffer, and some more where there are any."""
+        most = min(self.size, _MAX_HEADER_BYTES)
+        left = most - self.position
         if count > left:
             raise self.error(f"its header asks for {count:,} bytes at byte {self.position:,}, where {left:,} are left")
-        self.position += count
-        raw = self._file.read(count)
-        if len(raw) != count:
+        untaken = self._buffer[self._at :]
+        new = self._file.read(min(max(count, _CHUNK) - len(untaken), most - self._read))
+        self._read += len(new)
+        self._buffer, self._at = untaken + new, 0
+        if len(self._buffer) < count:
             raise self.error("cannot be read: the file has become shorter")
-        return raw
 
     def integer(self, code: str) -> int:
         return int(struct.unpack(code, self.take(struct.calcsize(code)))[0])
@@ -150,6 +187,25 @@ class _Header:
         except UnicodeDecodeError:
             raise self.error(f"a string that ends at byte {self.position:,} is not UTF-8") from None
 
+    def strings(self, count: int) -> list[str]:
+        """As `string`, for the hundreds of thousands that a vocabulary has."""
+        found: list[str] = []
+        while len(found) < count:
+            buffer, at, last = self._buffer, self._at, len(self._buffer) - _LENGTH.size
+            while at <= last and len(found) < count:
+                end = at + _LENGTH.size + _LENGTH.unpack_from(buffer, at)[0]
+                if end > len(buffer):
+                    break
+                try:
+                    found.append(buffer[at + _LENGTH.size : end].decode("utf-8"))
+                except UnicodeDecodeError:
+                    break
+                at = end
+            self._at = at
+            if len(found) < count:  # one that the buffer ends in, or that is none
+                found.append(self.string())
+        return found
+
     def value(self, key: str) -> Any:
         kind = self.integer("<I")
         if kind == _STRING:
@@ -160,17 +216,13 @@ class _Header:
         self._elements += count
         if self._elements > _MAX_ELEMENTS:
             raise self.error(f"{key} has {count:,} elements: all arrays may have {_MAX_ELEMENTS:,} together")
-        return [self.string() for _ in range(count)] if kind == _STRING else self._scalars(key, kind, count)
+        return self.strings(count) if kind == _STRING else self._scalars(key, kind, count)
 
     def _scalars(self, key: str, kind: int, count: int) -> list[Any]:
         if kind not in _SCALARS:
             raise self.error(f"{key} is of the unknown type {kind}")
-        dtype = np.dtype(_SCALARS[kind])
-        raw = self.take(count * dtype.itemsize)
-        if kind == 7:
-            return [byte != 0 for byte in raw]
-        values: list[Any] = np.frombuffer(raw, dtype).tolist()
-        return values
+        code = f"<{count}{_SCALARS[kind]}"
+        return list(struct.unpack(code, self.take(struct.calcsize(code))))
 
 
 def _read_file(path: Path, header: _Header) -> GGUFFile:
@@ -200,7 +252,7 @@ def _read_file(path: Path, header: _Header) -> GGUFFile:
             raise header.error(f"has tensor {name!r} twice")
         tensors[name] = GGUFTensor(name, shape, type_name, start + offset, nbytes)
     _check_places(header, tensors.values(), alignment)
-    return GGUFFile(path, metadata, tensors)
+    return GGUFFile(path, metadata, tensors, header.version)
 
 
 def _tensor(header: _Header) -> tuple[str, tuple[int, ...], str, int, int]:

@@ -28,7 +28,7 @@ _DTYPES = {
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The torch dtype of what safetensors calls "BF16"; for the dtypes that `open_checkpoint` lets through."""
+    """The torch dtype of what safetensors calls "BF16"; for the dtypes that `open_safetensors` lets through."""
     return _DTYPES[name]
 
 
@@ -63,6 +63,10 @@ class MappedFile:
         if begin % held.itemsize:
             raw = raw.clone()
         return raw.view(held).view(tuple(shape))
+
+    def row(self, name: str, dtype: str, shape: Sequence[int], row: int) -> Tensor:
+        """One row of a tensor, of which no other page is read."""
+        return self.tensor(name, dtype, shape)[row]
 
     def give_back(self, name: str) -> None:
         """Let go of the pages of a tensor that is not needed any more; should it be read again, so is the file."""

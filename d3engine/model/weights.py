@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from d3engine.kernels.quantized import Int4Weight, Int8Weight, Weight
-from d3engine.model.checkpoint import Checkpoint, TensorEntry, open_checkpoint
+from d3engine.model.checkpoint import Checkpoint, TensorEntry
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import (
     SCALES,
@@ -32,6 +31,7 @@ from d3engine.model.expected_tensors import (
     rows_of,
 )
 from d3engine.model.mapped_file import dtype_of
+from d3engine.model.source import ModelSource, open_checkpoint
 from d3engine.progress import hides_bars
 
 
@@ -100,7 +100,7 @@ def _tensors_of(weight: Weight) -> tuple[Tensor, ...]:
 
 
 def load_weights(
-    directory: str | Path,
+    model: ModelSource,
     config: ModelConfig,
     *,
     dtype: torch.dtype,
@@ -108,19 +108,19 @@ def load_weights(
     weight_dtype: torch.dtype | None = None,
     show_progress: bool = True,
 ) -> LlamaWeights:
-    """Load a model directory's safetensors on `device`; a progress bar only on a terminal.
+    """Load a model directory's safetensors, or a GGUF file, on `device`; a progress bar only on a terminal.
 
-    Floats are converted to `dtype`, but matrices and the embedding to `weight_dtype` where that is given (an embedding
-    that its family multiplies by a number is not: the product has more bits than the file's values). The matrices of a
-    directory that `d3engine weights quantize` wrote stay quantized.
-    Files are memory-mapped. On a CPU a tensor that is held as it is in the file stays there, so the file must not be
-    written to while the weights are in use (a new file may take its place). Every other tensor is copied straight to
-    its place, and the pages that it came from are given back: the peak is the model and one tensor. All names, shapes
+    Floats are converted to `dtype`, and so is what a GGUF file has quantized, but matrices and the embedding to
+    `weight_dtype` where that is given (an embedding that its family multiplies by a number is not: the product has more
+    bits than the file's values). The matrices of a directory that `d3engine weights quantize` wrote stay quantized.
+    safetensors files are memory-mapped: on a CPU a tensor that is held as it is in the file stays there, so the file
+    must not be written to while the weights are in use (a new file may take its place). Every other tensor is copied
+    straight to its place, and what it came from is given back: the peak is the model and one tensor. All names, shapes
     and dtypes are checked against `config` before anything is allocated. Raises `ModelFormatError` naming tensor and
     file for what is missing, unexpected, doubled, wrongly shaped, of another dtype than allowed, not finite or too
     large for `dtype`; see `check_tensors` for a tied lm_head.
     """
-    with open_checkpoint(directory) as checkpoint:
+    with open_checkpoint(model) as checkpoint:
         check_tensors(checkpoint, config)
         total = sum(checkpoint.entries[name].nbytes for name in expected_tensors(config))
         with tqdm(
@@ -135,22 +135,6 @@ def load_weights(
             loader = _Loader(checkpoint, config, dtype, weight_dtype or dtype, torch.device(device), progress)
             weights = loader.load()
     return weights
-
-
-def to_adjacent_pairs(weight: Tensor, num_heads: int) -> Tensor:
-    """Permute rows per head from half-split order (channel j paired with j + D / 2) to adjacent pairs (2j, 2j
-    + 1).
-
-    weight: [num_heads * D, ...], any dtype. Returns the same shape, contiguous.
-    """
-    halves = weight.reshape(num_heads, 2, -1, *weight.shape[1:])
-    return halves.transpose(1, 2).reshape(weight.shape)
-
-
-def to_half_split(weight: Tensor, num_heads: int) -> Tensor:
-    """The inverse of `to_adjacent_pairs`: from the order of Meta's and llama2.c's files to transformers'."""
-    pairs = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
-    return pairs.transpose(1, 2).reshape(weight.shape)
 
 
 def random_weights(
@@ -295,7 +279,7 @@ class _Loader:
             target.mul_(multiplier)
         check_values(self.checkpoint.entries[name], source, target)
         self.checkpoint.give_back(name)
-        self.progress.update(source.nbytes)
+        self.progress.update(self.checkpoint.entries[name].nbytes)
 
 
 @dataclass(frozen=True)

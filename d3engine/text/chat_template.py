@@ -7,16 +7,18 @@ limited and can be killed (`template_process`); what goes to it is plain JSON (`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, require
-from d3engine.files import CONFIG_BYTES, UnreadableFileError, is_there, read_text
+from d3engine.files import CONFIG_BYTES
+from d3engine.model.source import ModelSource, files_of
 from d3engine.text.chat_messages import MessageForm, check_messages, plain
 from d3engine.text.special_tokens import named_special_tokens, read_tokenizer_config
 from d3engine.text.template_process import LimitError, RenderLimits, TemplateProcessError, ask
 
 __all__ = ["ChatTemplate", "ChatTemplateError", "RenderLimits", "TemplateProcessError", "load_chat_template"]
+
+_TEMPLATE_FILE = "chat_template.jinja"
 
 # Stands behind the words of a message that is to be continued; letters alone, which no filter escapes.
 _END_MARK = "endOfTheMessageThatD3engineContinues"
@@ -29,22 +31,18 @@ class ChatTemplateError(InvalidValueError):
         super().__init__("messages", messages, f"a conversation that the chat template can render, but it {said}")
 
 
-def load_chat_template(directory: Path | str) -> ChatTemplate | None:
-    """Return the chat template of a model directory, None if it has none.
+def load_chat_template(model: ModelSource) -> ChatTemplate | None:
+    """Return the chat template of a model, None if it has none.
 
     `chat_template.jinja` wins over the field of tokenizer_config.json, which is a template or a list of named
     ones; of a list the one named "default" is taken, and "tool_use" where tools are given. Raises
     `ModelFormatError` for a template that does not compile.
     """
-    directory = Path(directory)
-    config = read_tokenizer_config(directory)
+    files = files_of(model)
+    config = read_tokenizer_config(files)
     special_tokens = named_special_tokens(config)
-    path = directory / "chat_template.jinja"
-    if is_there(path):
-        try:
-            return ChatTemplate(read_text(path, CONFIG_BYTES), special_tokens=special_tokens)
-        except UnreadableFileError as error:
-            raise ModelFormatError(str(error)) from None
+    if files.has(_TEMPLATE_FILE):
+        return ChatTemplate(files.read_text(_TEMPLATE_FILE, CONFIG_BYTES), special_tokens=special_tokens)
     sources = _templates_of_config(config.get("chat_template"))
     if not sources:
         return None

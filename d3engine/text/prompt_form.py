@@ -7,11 +7,9 @@ The one idea: the form is data of the model, `prompt_form.json` beside its weigh
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from d3engine.errors import ModelFormatError
-from d3engine.files import is_there
-from d3engine.model.fields import read_json_object
+from d3engine.model.source import ModelSource, files_of
 
 PROMPT_FORM_FILE = "prompt_form.json"
 _MAX_CHARACTERS = 1000
@@ -39,19 +37,19 @@ class PromptForm:
         return f"{self.before}...{self.after}"
 
 
-def load_prompt_form(directory: str | Path) -> PromptForm | None:
+def load_prompt_form(model: ModelSource) -> PromptForm | None:
     """The form that a model directory names; None for one that names none.
 
     Raises `ModelFormatError` for a file that is no such form.
     """
-    path = Path(directory) / PROMPT_FORM_FILE
-    if not is_there(path):
+    files = files_of(model)
+    if not files.has(PROMPT_FORM_FILE):
         return None
-    found = read_json_object(path)
+    found = files.read_json_object(PROMPT_FORM_FILE)
     is_form = set(found) == {"before", "after"} and all(_is_short_text(value) for value in found.values())
     if not is_form or not found["after"].strip():
         allowed = f'"before" and "after", texts of at most {_MAX_CHARACTERS} characters, and "after" not empty'
-        raise ModelFormatError(f"{path} must hold {allowed}")
+        raise ModelFormatError(f"{files.place(PROMPT_FORM_FILE)} must hold {allowed}")
     return PromptForm(**found)
 
 

@@ -7,27 +7,26 @@ files. They are read into one list here, in transformers' order, because a token
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from d3engine.errors import ModelFormatError
-from d3engine.files import is_there
-from d3engine.model.fields import read_json_object
+from d3engine.model.model_files import ModelFiles
+from d3engine.model.source import ModelSource, files_of
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _ALL_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("lstrip", "rstrip", "single_word")
 
 
-def read_tokenizer_config(directory: Path) -> dict[str, Any]:
+def read_tokenizer_config(model: ModelSource) -> dict[str, Any]:
     """Return tokenizer_config.json over special_tokens_map.json; missing files count as empty.
 
     Raises `ModelFormatError` when one is no JSON object.
     """
-    config: dict[str, Any] = {}
+    files, config = files_of(model), dict[str, Any]()
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if is_there(directory / name):
-            config.update(read_json_object(directory / name))
+        if files.has(name):
+            config.update(files.read_json_object(name))
     return config
 
 
@@ -55,17 +54,18 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
     return found
 
 
-def added_tokens(directory: Path, config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+def added_tokens(model: ModelSource, config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """Return the tokens behind the vocabulary by id: `added_tokens_decoder`, else those of added_tokens.json.
 
     Each is an AddedToken's fields. Raises `ModelFormatError` for what is malformed.
     """
-    path, legacy = directory / "tokenizer_config.json", directory / "added_tokens.json"
+    files = files_of(model)
+    path = files.place("tokenizer_config.json")
     entries = config.get("added_tokens_decoder") or {}
     if not isinstance(entries, dict):
         raise ModelFormatError(f"{path}: added_tokens_decoder must be an object")
-    if not entries and is_there(legacy):
-        return dict(_legacy_tokens(legacy, special_tokens(config)))
+    if not entries and files.has("added_tokens.json"):
+        return dict(_legacy_tokens(files, special_tokens(config)))
     added = {}
     for key, token in entries.items():
         content = token.get("content") if isinstance(token, dict) else None
@@ -75,8 +75,9 @@ def added_tokens(directory: Path, config: Mapping[str, Any]) -> dict[int, dict[s
     return added
 
 
-def _legacy_tokens(path: Path, special: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-    for content, token_id in read_json_object(path).items():
+def _legacy_tokens(files: ModelFiles, special: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    path = files.place("added_tokens.json")
+    for content, token_id in files.read_json_object("added_tokens.json").items():
         if not (content and type(token_id) is int and token_id >= 0):
             raise ModelFormatError(f"{path}: must map non-empty tokens to ids, not {content!r} to {token_id!r}")
         yield token_id, {"content": content, "special": content in special, **special.get(content, {})}

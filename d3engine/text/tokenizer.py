@@ -21,7 +21,8 @@ import sentencepiece
 import tokenizers
 
 from d3engine.errors import ModelFormatError, require
-from d3engine.files import DATA_BYTES, UnreadableFileError, is_there, read_bytes, read_text
+from d3engine.model.model_files import ModelFiles
+from d3engine.model.source import ModelSource, files_of
 from d3engine.text.special_tokens import added_tokens, named_special_tokens, read_tokenizer_config, special_tokens
 from d3engine.text.tiktoken_file import is_tiktoken, read_tiktoken
 from d3engine.text.tokenizer_faults import guarded
@@ -84,29 +85,25 @@ class Tokenizer(ABC):
         """Return whether the id is a `<0xNN>` piece that decodes to one byte."""
 
 
-def load_tokenizer(directory: Path | str) -> Tokenizer:
-    """Return the tokenizer of a model directory: `tokenizer.json` if there, else `tokenizer.model`, of either kind.
+def load_tokenizer(model: ModelSource) -> Tokenizer:
+    """Return the tokenizer of a model: `tokenizer.json` if there, else `tokenizer.model`, of either kind.
 
     Raises `ModelFormatError` naming the file, when neither is there, one is broken, or
     `tokenizer_config.json` asks for something that is not supported.
     """
-    directory = Path(directory)
-    config = read_tokenizer_config(directory)
-    if is_there(directory / "tokenizer.json"):
-        path = directory / "tokenizer.json"
-        backend, decoder = _read_tokenizer_json(path)
-        return FastTokenizer(path, backend, decoder, config)
-    if is_there(directory / "tokenizer.model"):
-        path = directory / "tokenizer.model"
-        try:
-            content = read_bytes(path, DATA_BYTES)
-        except UnreadableFileError as error:
-            raise ModelFormatError(str(error)) from None
+    files = files_of(model)
+    config = read_tokenizer_config(files)
+    if files.has("tokenizer.json"):
+        backend, decoder = _read_tokenizer_json(files)
+        return FastTokenizer(files.place("tokenizer.json"), backend, decoder, config)
+    if files.has("tokenizer.model"):
+        content = files.read_bytes("tokenizer.model")
         if not is_tiktoken(content):
-            return SentencePieceTokenizer(path, content, config)
+            return SentencePieceTokenizer(files, content, config)
+        path = files.place("tokenizer.model")
         backend, names = read_tiktoken(path, content, config)
         return FastTokenizer(path, backend, {"type": "ByteLevel"}, {**config, **names})
-    raise ModelFormatError(f"{directory}: has neither tokenizer.json nor tokenizer.model")
+    raise ModelFormatError(f"{files.path}: has neither tokenizer.json nor tokenizer.model")
 
 
 class FastTokenizer(Tokenizer):
@@ -171,7 +168,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     kind = DecoderKind.BYTE_FALLBACK
 
-    def __init__(self, path: Path, model: bytes, config: Mapping[str, Any]) -> None:
+    def __init__(self, files: ModelFiles, model: bytes, config: Mapping[str, Any]) -> None:
+        path = files.place("tokenizer.model")
         self._prefixing = _load_sentencepiece(path, model)
         self._plain = _load_sentencepiece(path, model + _NO_DUMMY_PREFIX)
         if config.get("add_prefix_space") is False:
@@ -180,7 +178,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.strips_first_space = self._prefixing.normalize("a").startswith(SPACE_MARK)
         pieces = {i: self._plain.id_to_piece(i) for i in range(self._plain.piece_size())}
         special = {i for i in pieces if self._plain.is_control(i) or self._plain.is_unknown(i)}
-        added = _added_tokens(path, config, pieces)
+        added = _added_tokens(files, config, pieces)
         self._pieces = pieces | {i: token["content"] for i, token in added.items()}
         self.special_ids = frozenset(special | {i for i, token in added.items() if token.get("special", True)})
         self.vocab_size = max(self._pieces) + 1
@@ -260,10 +258,10 @@ def join_byte_fallback_pieces(pieces: Iterable[str]) -> str:
     return "".join(parts)
 
 
-def _read_tokenizer_json(path: Path) -> tuple[tokenizers.Tokenizer, object]:
+def _read_tokenizer_json(files: ModelFiles) -> tuple[tokenizers.Tokenizer, object]:
     """Return the pipeline of a tokenizer.json, and its decoder section. Raises `ModelFormatError`."""
+    source, path = files.read_text("tokenizer.json"), files.place("tokenizer.json")
     try:
-        source = read_text(path, DATA_BYTES)
         pipeline = json.loads(source)
         torn = [
             token for token in pipeline.get("added_tokens") or () if token.get("special") and token.get("normalized")
@@ -273,8 +271,6 @@ def _read_tokenizer_json(path: Path) -> tuple[tokenizers.Tokenizer, object]:
             # then none is found behind another one ("</s><s>").
             token["normalized"] = False
         backend = guarded(tokenizers.Tokenizer.from_str, json.dumps(pipeline) if torn else source)
-    except UnreadableFileError as error:
-        raise ModelFormatError(str(error)) from None
     except Exception as error:
         raise ModelFormatError(f"{path}: is no valid tokenizer.json: {error}") from error
     return backend, pipeline.get("decoder")
@@ -314,12 +310,12 @@ def _load_sentencepiece(path: Path, model: bytes) -> Any:
     return processor
 
 
-def _added_tokens(path: Path, config: Mapping[str, Any], pieces: Mapping[int, str]) -> dict[int, dict[str, Any]]:
+def _added_tokens(files: ModelFiles, config: Mapping[str, Any], pieces: Mapping[int, str]) -> dict[int, dict[str, Any]]:
     """Return the tokens beside the model's own by id, those that are named only included; none contradicts the model.
 
     One that is named and has no id gets the next one, as in transformers; BOS and EOS must have one.
     """
-    added = added_tokens(path.parent, config)
+    added = added_tokens(files, config)
     ids = {piece: i for i, piece in pieces.items()} | {token["content"]: i for i, token in added.items()}
     ends = [config.get(field) for field in ("bos_token", "eos_token")]
     for content, flags in special_tokens(config).items():
@@ -329,7 +325,7 @@ def _added_tokens(path: Path, config: Mapping[str, Any], pieces: Mapping[int, st
         if content in ids:
             added.setdefault(ids[content], {"content": content, **flags})
     for token_id, token in added.items():
-        where = f"{path.parent / 'tokenizer_config.json'}: added token {token_id}"
+        where = f"{files.place('tokenizer_config.json')}: added token {token_id}"
         for flag in ("lstrip", "rstrip", "single_word"):
             if token.get(flag):
                 raise ModelFormatError(f"{where}: {flag} is not supported with tokenizer.model")

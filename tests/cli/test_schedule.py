@@ -206,7 +206,7 @@ LAYERS = ["schedule", "--layers", "32"]
         ([*BBH, "--model", "anywhere"], r"--layers must be absent, since --model gives it.*; got 32"),
         (
             ["schedule", "--model", "no-such-directory", "--depth", "full"],
-            "no-such-directory is not a directory",
+            "model must be .*; got 'no-such-directory'",
         ),
         ([*BBH, "--plot", "no-such-directory/a.png"], "plot must be .*; got 'no-such-directory"),
         ([*BBH, "--plot", "a.docx"], "plot must be .*; got 'a.docx'"),

@@ -24,6 +24,16 @@ SIZES: dict[str, int] = {
     "kv_heads": 2,
     "head_dim": 32,
 }
+SMALL: dict[str, Any] = {
+    "types": ("Q8_0",),
+    "hidden": 32,
+    "intermediate": 32,
+    "layers": 1,
+    "heads": 2,
+    "kv_heads": 1,
+    "head_dim": 16,
+}
+"""Sizes of a model that is written and loaded in no time."""
 ROOT = Path(__file__).parents[2]
 _SCALES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,)}
 _SCALES_AT |= {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)}

@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
-from gguf_files import SIZES, TEMPLATE, bpe_keys, corpus, sentencepiece_keys, sentencepiece_model, write_gguf
+from gguf_files import SIZES, SMALL, TEMPLATE, bpe_keys, corpus, sentencepiece_keys, sentencepiece_model, write_gguf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -31,9 +31,6 @@ from d3engine.model.rope import inverse_frequencies
 from d3engine.text.chat_template import load_chat_template
 from d3engine.text.tokenizer import load_tokenizer
 from d3engine.weights_tools.convert_gguf import convert_gguf
-
-SMALL: dict[str, Any] = {"types": ("Q8_0",), "hidden": 32, "intermediate": 32, "layers": 1, "heads": 2, "kv_heads": 1}
-SMALL |= {"head_dim": 16}
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +179,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tokenizer": ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model must be one of 'gpt2', 'llama'"),
     "ids": ({"tokenizer.ggml.eos_token_id": 9999}, "tokenizer.ggml.eos_token_id must be the id of one of"),
     "vocabulary": ({"tokenizer.ggml.tokens": ["a"] * 500}, "tokenizer.ggml.tokens must be from 1 to 420"),
-    "merges": ({"tokenizer.ggml.merges": ["a b", "qqq zzz"]}, "are no BPE model"),
+    "merges": ({"tokenizer.ggml.merges": ["a b", "qqq zzz"]}, r"model\.gguf/tokenizer\.json: .*`ab` out of vocab"),
     "kinds": ({"tokenizer.ggml.token_type": [9]}, "tokenizer.ggml.token_type must be one number from 1 to 6"),
     "template": ({"tokenizer.chat_template": 5}, "tokenizer.chat_template must be a string"),
     "layers": ({"llama.block_count": 2}, "blk|layers.1"),

@@ -1,0 +1,63 @@
+"""What a model consists of beside its numbers, by the names that files have in a model directory.
+
+The one idea: a model directory is the form in which everything else knows a model. What keeps a model otherwise (a GGUF
+file) answers to the same names, so that whoever reads a config, a tokenizer or weights knows of one form alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from d3engine.errors import ModelFormatError
+from d3engine.files import CONFIG_BYTES, DATA_BYTES, UnreadableFileError, as_text
+from d3engine.model.fields import json_object
+
+if TYPE_CHECKING:  # torch waits until weights are asked for
+    from d3engine.model.checkpoint import Checkpoint
+
+
+class ModelFiles(ABC):
+    """The files of one model; `path` is the directory or the file that a user named."""
+
+    path: Path
+
+    @abstractmethod
+    def has(self, name: str) -> bool:
+        """Whether there is a file of that name, be it one that cannot be read."""
+
+    @abstractmethod
+    def place(self, name: str) -> Path:
+        """What errors call the file of that name."""
+
+    @abstractmethod
+    def content(self, name: str, most: int) -> bytes:
+        """The file of that name, at most `most` bytes.
+
+        Raises `UnreadableFileError` where that cannot be had, `ModelFormatError` where it cannot be made.
+        """
+
+    @abstractmethod
+    def open_checkpoint(self) -> AbstractContextManager[Checkpoint]:
+        """The weights, by the names that transformers gives them; raises `ModelFormatError`."""
+
+    def read_bytes(self, name: str, most: int = DATA_BYTES) -> bytes:
+        """The file of that name; raises `ModelFormatError` where it is missing, no regular file or too long."""
+        try:
+            return self.content(name, most)
+        except UnreadableFileError as error:
+            raise ModelFormatError(str(error)) from None
+
+    def read_text(self, name: str, most: int = DATA_BYTES) -> str:
+        """As `read_bytes`, for UTF-8 text."""
+        content = self.read_bytes(name, most)
+        try:
+            return as_text(content, self.place(name))
+        except UnreadableFileError as error:
+            raise ModelFormatError(str(error)) from None
+
+    def read_json_object(self, name: str) -> dict[str, Any]:
+        """As `read_bytes`, for an object in JSON."""
+        return json_object(self.read_bytes(name, CONFIG_BYTES), self.place(name))

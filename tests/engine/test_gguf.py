@@ -1,0 +1,251 @@
+"""A GGUF file is a model like any directory: it answers as what it would be converted to, and is refused alike."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gguf", reason="the extra gguf is not installed")
+
+from gguf_files import SMALL, bpe_keys, sentencepiece_keys, sentencepiece_model, write_gguf
+from typer.testing import CliRunner
+
+from d3engine import D3, Engine, FullDepth, SamplingParams, Speculative
+from d3engine.cli import app
+from d3engine.errors import D3EngineError, InvalidValueError, ModelFormatError
+from d3engine.files import CONFIG_BYTES
+from d3engine.model.config import ModelConfig
+from d3engine.model.fingerprint import fingerprint
+from d3engine.model.gguf_file import TENSOR_TYPES, GGUFFile, open_gguf
+from d3engine.model.weights import load_weights
+from d3engine.weights_tools.convert_gguf import convert_gguf
+from d3engine.weights_tools.quantize import quantize_model
+
+TOKENIZERS = {"gpt2": bpe_keys(), "llama": sentencepiece_keys(sentencepiece_model())}
+KINDS: dict[str, dict[str, Any]] = {
+    "every type in turn": {"types": TENSOR_TYPES, "tokenizer": TOKENIZERS["gpt2"]},
+    "float16": {"types": ("F16",), "tokenizer": TOKENIZERS["gpt2"], **SMALL},
+    "as SmolLM2's": {"types": ("Q8_0", "Q4_1"), "tied": True, "tokenizer": TOKENIZERS["gpt2"], **SMALL},
+    "k-quants": {"types": ("Q4_K", "Q6_K"), "layers": 1, "tokenizer": TOKENIZERS["llama"]},
+}
+PROMPTS = ["What is a block?", "depth:  12 34", "<|im_start|>x", "é漢"]
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+CONVERSATION = [{"role": "user", "content": "hello"}]
+
+
+def engine_of(model: Path, **arguments: Any) -> Engine:
+    arguments = {"device": "cpu", "max_model_len": 64, "max_num_seqs": 4} | arguments
+    return Engine(model, **arguments)
+
+
+def answers(model: Path, **arguments: Any) -> list[tuple[list[int], list[int]]]:
+    """Token ids of prompts and answers, those of a conversation last where the model has a chat template."""
+    with engine_of(model, **arguments) as engine:
+        outputs = engine.generate(PROMPTS, GREEDY, use_tqdm=False)
+        if "<|im_start|>" in engine.get_tokenizer().special_tokens.values():
+            outputs += engine.chat(CONVERSATION, GREEDY, use_tqdm=False)
+    return [(list(output.prompt_token_ids), list(output.outputs[0].token_ids)) for output in outputs]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A GGUF file, and the directory that it was converted to."""
+    folder = tmp_path_factory.mktemp("pair")
+    file = write_gguf(folder / "model.gguf", **KINDS[request.param])
+    convert_gguf(file, folder / "model", show_progress=False)
+    return file, folder / "model"
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return write_gguf(tmp_path / "small.gguf", tokenizer=TOKENIZERS["gpt2"], **SMALL)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_on_a_gguf_file_answers_as_one_on_what_it_is_converted_to(
+    pair: tuple[Path, Path], dtype: str
+) -> None:
+    file, directory = pair
+    assert answers(file, dtype=dtype) == answers(directory, dtype=dtype)
+    assert ModelConfig.from_directory(file).eos_token_ids == ModelConfig.from_directory(directory).eos_token_ids
+
+
+def test_both_have_one_fingerprint(pair: tuple[Path, Path]) -> None:
+    file, directory = pair
+    assert fingerprint(file) == fingerprint(directory)
+
+
+def test_a_chat_follows_the_template_of_the_file(small: Path) -> None:
+    with engine_of(small) as engine:
+        ids = engine.chat_prompt(CONVERSATION, add_generation_prompt=False)["prompt_token_ids"]
+        assert engine.get_tokenizer().decode(ids, skip_special_tokens=False) == "<|im_start|>hello<|im_end|>\n"
+
+
+def test_no_tensor_is_kept_while_the_next_one_is_read(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[Any]] = []
+    most = 0
+    read = GGUFFile.read
+
+    def counted(file: GGUFFile, name: str) -> Any:
+        nonlocal most
+        values = read(file, name)
+        alive.append(weakref.ref(values))
+        most = max(most, sum(reference() is not None for reference in alive))
+        return values
+
+    monkeypatch.setattr(GGUFFile, "read", counted)
+    config = ModelConfig.from_directory(small)
+    load_weights(small, config, dtype=pytest.importorskip("torch").bfloat16, device="cpu", show_progress=False)
+    assert len(alive) == 12
+    assert most == 1
+
+
+def test_quantizing_a_gguf_file_is_quantizing_what_it_is_converted_to(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    for number, source in enumerate(pair):
+        quantize_model(source, tmp_path / str(number), "int8", show_progress=False)
+    assert answers(tmp_path / "0") == answers(tmp_path / "1")
+
+
+def test_a_gguf_file_drafts_for_another_model(small: Path, tmp_path: Path) -> None:
+    plain = answers(small, depth=FullDepth())
+    assert answers(small, depth=Speculative(str(small), 3)) == plain
+    other = TOKENIZERS["gpt2"] | {"tokenizer.ggml.tokens": [*TOKENIZERS["gpt2"]["tokenizer.ggml.tokens"][:-1], "<no>"]}
+    stranger = write_gguf(tmp_path / "stranger.gguf", tokenizer=other, **SMALL)
+    with pytest.raises(InvalidValueError, match=r"draft_model must be a model whose tokenizer .*\(1 tokens differ\)"):
+        engine_of(small, depth=Speculative(str(stranger), 3))
+
+
+def test_auto_reads_the_d3_json_beside_the_file_if_it_is_for_these_weights(small: Path) -> None:
+    assert engine_of(small).depth == FullDepth()
+    beside = small.parent / "d3.json"
+    beside.write_text(json.dumps({"depth": D3(0.9, 0.5).describe(), "fingerprint": fingerprint(small)}))
+    assert engine_of(small).depth == D3(0.9, 0.5)
+    another = write_gguf(small.parent / "another.gguf", tokenizer=TOKENIZERS["gpt2"], **(SMALL | {"types": ("Q4_0",)}))
+    with pytest.raises(ModelFormatError, match=r"d3\.json was calibrated on other weights"):
+        engine_of(another)
+    assert engine_of(another, depth=FullDepth()).depth == FullDepth()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "MODEL", "hello", "--max-tokens", "3", "--max-model-len", "32"],
+        ["chat", "MODEL", "--max-tokens", "3", "--max-model-len", "64"],
+        ["schedule", "--model", "MODEL", "--depth", "auto"],
+        ["weights", "inspect", "MODEL"],
+        ["weights", "verify", "MODEL"],
+        ["weights", "quantize", "MODEL", "OUT", "--scheme", "int4"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)
+def test_commands_take_a_gguf_file_for_a_model(small: Path, tmp_path: Path, arguments: list[str]) -> None:
+    given = [{"MODEL": str(small), "OUT": str(tmp_path / "out")}.get(word, word) for word in arguments]
+    result = CliRunner().invoke(app, given, input="hello\n")
+    assert result.exit_code == 0, result.output
+
+
+def test_inspection_tells_the_types_and_bytes_of_the_file(small: Path) -> None:
+    result = CliRunner().invoke(app, ["weights", "inspect", str(small), "--json"])
+    tensors = {tensor["name"]: tensor for tensor in json.loads(result.output)["tensors"]}
+    down = tensors["model.layers.*.mlp.down_proj.weight"]
+    assert (down["dtype"], down["nbytes"], down["values"]) == ("Q8_0", 32 * 34, 32 * 32)
+    assert tensors["model.norm.weight"]["dtype"] == "F32"
+
+
+# -- what cannot be loaded ---------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_another_kind_is_refused_by_what_a_model_may_be(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(InvalidValueError, match=r"model must be .*a GGUF file.*; got '.*notes\.txt'"):
+        Engine(tmp_path / "notes.txt")
+
+
+def test_a_gguf_file_needs_no_suffix(small: Path) -> None:
+    blob = small.rename(small.parent / "sha256-0123")
+    assert len(answers(blob)) > 0
+
+
+CLAIMS: dict[str, dict[str, Any]] = {
+    "2^31 layers": {"llama.block_count": 2**31},
+    "10,001 layers": {"llama.block_count": 10_001},
+    "2^32 - 1 heads": {"llama.attention.head_count": 2**32 - 1},
+    "no heads": {"llama.attention.head_count": 0},
+    "2^31 - 1 positions": {"llama.context_length": 2**31 - 1},
+    "wide layers": {"llama.feed_forward_length": 2**31 - 1},
+    "wide states": {"llama.embedding_length": 2**31 - 2},
+    "an epsilon that is none": {"llama.attention.layer_norm_rms_epsilon": float("nan")},
+    "an infinite base": {"llama.rope.freq_base": float("inf")},
+    "no tokens": {"tokenizer.ggml.tokens": [""]},
+    "merges of nothing": {"tokenizer.ggml.merges": ["", " ", "a  b"]},
+    "an id out of range": {"tokenizer.ggml.bos_token_id": 2**32 - 1},
+    "BOS without an id": {"tokenizer.ggml.bos_token_id": None},
+    "an unknown pre-tokenizer": {"tokenizer.ggml.pre": "viking"},
+    "no tokenizer": {"tokenizer.ggml.model": None},
+}
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_a_claim_that_cannot_be_kept_is_an_error_of_ours(tmp_path: Path, claim: str) -> None:
+    changes = {key: value for key, value in CLAIMS[claim].items() if value is not None}
+    absent = tuple(key for key, value in CLAIMS[claim].items() if value is None)
+    file = write_gguf(tmp_path / "model.gguf", tokenizer=TOKENIZERS["gpt2"], changes=changes, leave=absent, **SMALL)
+    with pytest.raises(D3EngineError):
+        Engine(file, device="cpu")
+
+
+def test_a_chat_template_beyond_all_bounds_is_refused(tmp_path: Path) -> None:
+    template = {"tokenizer.chat_template": "x" * (CONFIG_BYTES + 1)}
+    file = write_gguf(tmp_path / "model.gguf", tokenizer=TOKENIZERS["gpt2"], changes=template, **SMALL)
+    with engine_of(file) as engine, pytest.raises(ModelFormatError, match=r"chat_template\.jinja would have more than"):
+        engine.chat(CONVERSATION)
+
+
+def test_a_cut_file_ends_in_an_error_of_ours(small: Path) -> None:
+    whole = small.read_bytes()
+    cut = small.parent / "cut.gguf"
+    for length in [0, 3, 24, *random.Random(0).sample(range(25, len(whole) - 64), 12)]:
+        cut.write_bytes(whole[:length])
+        with pytest.raises(ModelFormatError, match=r"cut\.gguf"):
+            engine_of(cut)
+
+
+def test_changed_bytes_end_in_errors_of_ours_or_in_a_model(small: Path) -> None:
+    whole, rng, refused = small.read_bytes(), random.Random(1), 0
+    for _ in range(40):
+        raw = bytearray(whole)
+        raw[rng.randrange(24, 12_000)] ^= 1 << rng.randrange(8)
+        small.write_bytes(raw)
+        try:
+            engine_of(small).close()
+        except D3EngineError:
+            refused += 1
+    assert 0 < refused < 40
+
+
+def test_values_that_are_not_finite_are_refused_by_their_tensor(small: Path) -> None:
+    raw, place = bytearray(small.read_bytes()), open_gguf(small).tensors["blk.0.attn_q.weight"].offset
+    raw[place : place + 2] = struct.pack("<e", float("nan"))  # the scale of its first block
+    small.write_bytes(raw)
+    with pytest.raises(ModelFormatError, match=r"small\.gguf: tensor '.*q_proj.weight' holds NaN or infinity"):
+        engine_of(small)
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_an_error(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = GGUFFile.read
+
+    def replaced(file: GGUFFile, name: str) -> Any:
+        copy = small.with_name("copy")
+        copy.write_bytes(small.read_bytes())
+        copy.replace(small)
+        return read(file, name)
+
+    monkeypatch.setattr(GGUFFile, "read", replaced)
+    with pytest.raises(ModelFormatError, match=r"small\.gguf has changed since its header was read"):
+        engine_of(small)
