@@ -32,7 +32,7 @@ demo: $(VENV)/.installed
 
 chat: $(VENV)/.installed-gguf
 	$(BIN)/d3engine weights fetch smollm2
-	$(BIN)/d3engine chat smollm2
+	$(BIN)/d3engine chat smollm2 --temperature 0.2 --top-p 0.9  # as its authors sample it
 
 test: $(VENV)/.installed-test
 	@echo "All tests: about four minutes on two free cores, longer on busy ones; none is judged by its time. Where there is"

@@ -16,7 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from d3engine.errors import D3EngineError, FailedError, InvalidValueError, MissingExtraError, ModelFormatError, require
 from d3engine.files import DATA_BYTES
@@ -77,8 +79,10 @@ def _snapshot(wanted: Repository) -> Path:
     missing = _missing_bytes(wanted, found.sha, sizes)
     _check_space(wanted, missing)
     try:
-        with _bars(shown=missing > 0):
-            directory = snapshot_download(wanted.id, revision=wanted.revision, allow_patterns=list(sizes))
+        with _bars(shown=missing > 0) as bar:
+            directory = snapshot_download(
+                wanted.id, revision=wanted.revision, allow_patterns=list(sizes), tqdm_class=bar
+            )
     except Exception as error:
         raise _refusal(wanted, error) or FailedError(
             f"{wanted.called} could not be downloaded whole from the Hugging Face hub ({_in_a_line(error)}): try "
@@ -179,18 +183,30 @@ def _check_space(wanted: Repository, missing: int) -> None:
 
 
 @contextmanager
-def _bars(shown: bool) -> Iterator[None]:
-    """The library's progress bars, or none of them: one of its versions or another shows them on no terminal too."""
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+def _bars(shown: bool) -> Iterator[Any]:
+    """A class for the library's progress bars, gone from the screen at the end; where nobody watches, none shows.
 
-    if are_progress_bars_disabled() or (shown and not hides_bars() and sys.stderr.isatty()):
-        yield
-        return
-    disable_progress_bars()
+    By itself the library leaves some of them open, to be drawn again over what comes after them.
+    """
+    bars = import_module("huggingface_hub.utils.tqdm")  # whose class of that name hides it in `utils`
+
+    made: list[Any] = []
+
+    class Passing(bars.tqdm):  # type: ignore[misc, name-defined, unused-ignore]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **(options | {"leave": False}))
+            made.append(self)
+
+    hidden = not bars.are_progress_bars_disabled() and (not shown or bool(hides_bars()) or not sys.stderr.isatty())
+    if hidden:
+        bars.disable_progress_bars()
     try:
-        yield
+        yield Passing
     finally:
-        enable_progress_bars()
+        for bar in made:
+            bar.close()
+        if hidden:
+            bars.enable_progress_bars()
 
 
 def _in_a_line(error: Exception) -> str:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -64,10 +66,11 @@ def run(hub: Hub, tmp_path: Path) -> Callable[..., Any]:
     """`run(*python_arguments)`: a process whose hub is `hub` and whose HF_HOME is empty at first."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
 
-    def run(*arguments: str, **environment: str) -> Any:
+    def run(*arguments: str, stderr: Any = subprocess.PIPE, **environment: str) -> Any:
         env = own | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"} | environment
         command = [sys.executable, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, env=env, cwd=tmp_path)
+        output = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True}
+        return subprocess.run(command, check=True, env=env, cwd=tmp_path, **output)
 
     return run
 
@@ -193,6 +196,22 @@ def test_a_download_that_breaks_off_is_an_error_and_its_file_is_never_taken_for_
     hub.broken.clear()
     (found,) = said("ada/model")
     assert (Path(found) / "model.safetensors").read_bytes() == SMALL["model.safetensors"]
+
+
+def test_a_download_shows_its_progress_on_a_terminal_alone_and_leaves_nothing_of_it(
+    hub: Hub, run: Callable[..., Any]
+) -> None:
+    hub.repositories["ada/model"] = {"main": Commit(SMALL), "v2": Commit(SMALL | {"config.json": b'{"second": 1}'})}
+    code = "import sys; from d3engine.loading.model_directory import model_directory; model_directory(sys.argv[1]);"
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    with open(theirs, "wb") as terminal:
+        run("-c", f"{code} print('END', file=sys.stderr)", "ada/model", stderr=terminal)
+    with open(ours, "rb") as screen:
+        shown = screen.read1(2**20)
+    assert b"Fetching 2 files" in shown
+    assert shown.endswith(b"END\r\n")  # after which the library would draw some of its bars again
+    assert run("-c", code, "ada/model@v2").stderr == ""
 
 
 def test_without_the_hub_what_was_downloaded_before_is_taken_with_a_warning(
