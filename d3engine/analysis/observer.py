@@ -57,14 +57,14 @@ class Observer:
         positions = torch.arange(len(token_ids), device=self._device)
         rope = Rope(self.config, len(token_ids), self._device)
         lengths = torch.clamp(positions + 1, min=prompt_length) if rope.depends_on_length else None
-        rotations = rope.rotations(positions, lengths)
+        rotations = rope.of_layers(rope.rotations(positions, lengths))
         hidden = self._weights.embedding[ids].to(self._weights.dtype)
         for layer in range(self.config.num_layers):
             rows = len(token_ids)
             if schedule is not None:  # generation step s is fed at position prompt_length - 1 + s, and runs below it
                 rows = min(rows, prompt_length - 1 + int(schedule.cutoffs[layer]))
             before = hidden.clone()
-            self._attention(layer, hidden[:rows], rotations[:rows])
+            self._attention(layer, hidden[:rows], rotations[layer][:rows])
             after_attention = hidden.clone()
             self._mlp(layer, hidden[:rows])
             yield LayerStates(layer, rows, before, after_attention, hidden.clone())

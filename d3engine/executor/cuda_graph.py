@@ -193,15 +193,16 @@ class GraphExecutor:
 
     def _step(self, rows: DecodeRows, shape: _Shape) -> None:
         """What a graph holds: from the tokens that stand in `rows` to the next ones."""
-        kernels, model = self._kernels, self._model
-        kernels.begin_step(rows, self._eager.rotation_table, self._eager.block_size)
+        kernels, model, rope = self._kernels, self._model, self._eager.rope
+        kernels.begin_step(rows, rope.generated_table, self._eager.block_size)
         hidden = model.embed(rows.tokens)
         attention = kernels.decode_attention_inputs(
             rows, self._query_starts[: rows.tokens.shape[0] + 1], self._max_model_len
         )
+        rotations = rope.of_layers(rows.rotations)
         for layer in shape.layers:
             active = rows.active_rows[layer : layer + 1]
-            model.layer(layer, hidden, rows.rotations, self.pool, rows.entries[layer], attention[layer], active)
+            model.layer(layer, hidden, rotations[layer], self.pool, rows.entries[layer], attention[layer], active)
         kernels.end_step(rows, *self._choice.choose(hidden, rows, shape.choice))
 
     # -- what goes to the device, and comes from it --------------------------------------------------------------

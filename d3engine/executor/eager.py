@@ -53,16 +53,11 @@ class EagerExecutor:
         self.block_size = block_size
         self.kernels = kernels
         self.model = Llama(config, weights, self.kernels)
-        self._rope = Rope(config, max_model_len, device)
+        self.rope = Rope(config, max_model_len, device)
         # One block more than the pool hands out: id 0 is what an empty table entry reads.
         shape = (num_blocks + 1, 2, block_size, config.num_kv_heads, config.head_dim)
         self.pool = _zeros(shape, dtype, device)
         self._kept_states = KeptStates(config.hidden_size, dtype, device)
-
-    @property
-    def rotation_table(self) -> Tensor:
-        """Complex64 [max_model_len, D / 2]: the rotation of a generated token at every position."""
-        return self._rope.generated_table
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Computed:
@@ -94,9 +89,9 @@ class EagerExecutor:
         keys = tables[:, plan.row_chunks, plan.positions // self.block_size] * (2 * self.block_size) + offset
         entries = np.stack((keys, keys + self.block_size), axis=-1)
         lengths = None
-        if self._rope.depends_on_length:
+        if self.rope.depends_on_length:
             lengths = np.maximum(plan.prompt_lengths[plan.row_chunks], plan.positions + 1)
-        rotations = self._rope.rotations(
+        rotations = self.rope.rotations(
             self._tensor(plan.positions), None if lengths is None else self._tensor(lengths)
         )
         return _Inputs(rotations, self._tensor(entries), self._tensor(tables))
@@ -122,18 +117,18 @@ class EagerExecutor:
         )
         entries = inputs.entries[layers, rows].unbind()
         state = hidden[rows]  # a view of a prefix, a copy of scattered rows
-        rotations = inputs.rotations[rows]
+        rotations = self.rope.of_layers(inputs.rotations[rows])
         for layer, own_entries, own_attention in zip(span.layers, entries, attention, strict=True):
-            self.model.layer(layer, state, rotations, self.pool, own_entries, own_attention)
+            self.model.layer(layer, state, rotations[layer], self.pool, own_entries, own_attention)
         if span.rows is not None:
             hidden[rows] = state
 
     def _project(self, span: Span, inputs: _Inputs, hidden: Tensor) -> None:
         assert span.projected_rows is not None
         rows = self._tensor(span.projected_rows)
+        rotations = self.rope.of_layers(inputs.rotations[rows])
         for layer in span.layers:
-            entries = inputs.entries[layer, rows]
-            self.model.project(layer, hidden[rows], inputs.rotations[rows], self.pool, entries)
+            self.model.project(layer, hidden[rows], rotations[layer], self.pool, inputs.entries[layer, rows])
 
     def _copy(self, copies: tuple[IntArray, IntArray]) -> None:
         source, target = copies

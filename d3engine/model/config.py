@@ -44,6 +44,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float  # as the engine adds it: see `Multipliers`
     rope: RopeConfig
+    layers_without_rope: tuple[int, ...]  # whose queries and keys are not rotated
     max_position_embeddings: int
     tie_word_embeddings: bool
     biases: Biases
@@ -79,18 +80,20 @@ class ModelConfig:
         num_heads = fields.integer("num_attention_heads")
         hidden_size = fields.integer("hidden_size")
         head_dim = _head_dim(fields, hidden_size, num_heads)
+        num_layers = fields.integer("num_hidden_layers", high=_MAX_LAYERS)
         max_positions = fields.integer("max_position_embeddings", default=2048)
         multipliers = family.multipliers(fields)
         return cls(
             vocab_size=fields.integer("vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=fields.integer("intermediate_size"),
-            num_layers=fields.integer("num_hidden_layers", high=_MAX_LAYERS),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=_num_kv_heads(fields, num_heads),
             head_dim=head_dim,
             rms_norm_eps=fields.number("rms_norm_eps", default=1e-6) * multipliers.on_epsilon(),
             rope=_rope(fields, family, head_dim, max_positions),
+            layers_without_rope=family.layers_without_rope(fields, num_layers),
             max_position_embeddings=max_positions,
             tie_word_embeddings=fields.boolean("tie_word_embeddings"),
             biases=family.biases(fields),
@@ -183,7 +186,7 @@ def _refuse_other_models(fields: Fields, family: Family) -> None:
 
 
 def _rope(fields: Fields, family: Family, head_dim: int, max_positions: int) -> RopeConfig:
-    rope = read_rope_config(fields, head_dim, max_positions)
+    rope = read_rope_config(fields, head_dim, max_positions, family.default_theta)
     if family.rope_types is not None and rope.rope_type not in family.rope_types:
         name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
         fields.refuse(name, f"of type {' or '.join(family.rope_types)} for {family.architectures[0]}")
@@ -191,7 +194,7 @@ def _rope(fields: Fields, family: Family, head_dim: int, max_positions: int) -> 
 
 
 def _sliding_window(fields: Fields, family: Family) -> int | None:
-    if not family.has_window or fields.get("sliding_window") is None:
+    if not family.has_window(fields) or fields.get("sliding_window") is None:
         return None
     return fields.integer("sliding_window")
 

@@ -117,16 +117,34 @@ def _is_tied(fields: Fields) -> None:
         fields.refuse("tie_word_embeddings", "true, since a LlamaModel has no LM head of its own")
 
 
-def _has_no_window(fields: Fields) -> None:
-    if fields.boolean("use_sliding_window"):
-        fields.refuse("use_sliding_window", "false, since every layer attends to the whole text")
-    _is_full_attention(fields)
+def _uses_window(fields: Fields) -> bool:
+    return fields.boolean("use_sliding_window") and fields.get("sliding_window") is not None
 
 
 def _is_full_attention(fields: Fields) -> None:
+    _need_layer_types(fields, ("full_attention",))
+
+
+def _slides_only_with_a_window(fields: Fields) -> None:
+    # Which layers do does not matter: no text becomes longer than the window.
+    _need_layer_types(fields, ("full_attention", *(["sliding_attention"] if _uses_window(fields) else [])))
+
+
+def _need_layer_types(fields: Fields, allowed: tuple[str, ...]) -> None:
     kinds = fields.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
-        fields.refuse("layer_types", "'full_attention' for every layer, or absent")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind not in allowed for kind in kinds)):
+        fields.refuse("layer_types", f"{' or '.join(map(repr, allowed))} for every layer, or absent")
+
+
+def _smollm3_layers_without_rope(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    flags = fields.get("no_rope_layers")
+    if flags is None:
+        interval = fields.integer("no_rope_layer_interval", default=4)
+        return tuple(range(interval - 1, num_layers, interval))
+    is_list = isinstance(flags, list) and all(type(flag) is int and flag in (0, 1) for flag in flags)
+    if not is_list or len(flags) < num_layers:
+        fields.refuse("no_rope_layers", f"null or a list of num_hidden_layers={num_layers} numbers, 0 or 1 (has rope)")
+    return tuple(layer for layer in range(num_layers) if not flags[layer])
 
 
 @dataclass(frozen=True)
@@ -143,8 +161,10 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     bos_token_id: int | None = 1
     eos_token_ids: tuple[int, ...] = (2,)
+    default_theta: float = 10_000.0
     rope_types: tuple[str, ...] | None = None  # None: every type that the engine knows
-    has_window: bool = False  # reads sliding_window
+    layers_without_rope: Callable[[Fields, int], tuple[int, ...]] = lambda fields, num_layers: ()
+    has_window: Callable[[Fields], bool] = lambda fields: False  # reads sliding_window
     biases: Callable[[Fields], Biases] = lambda fields: Biases()
     multipliers: Callable[[Fields], Multipliers] = lambda fields: Multipliers()
     check: Callable[[Fields], None] = _anything
@@ -157,17 +177,18 @@ FAMILIES = (
         ("MistralForCausalLM",),
         "mistral",
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
-        has_window=True,
+        has_window=lambda fields: True,
         check=_is_full_attention,
     ),
     Family(
         ("Qwen2ForCausalLM",),
         "qwen2",
-        defaults={"num_key_value_heads": 32, "max_position_embeddings": 32_768},
+        defaults={"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096},
         bos_token_id=None,
         eos_token_ids=(),
+        has_window=_uses_window,
         biases=lambda fields: Biases(qkv=True),
-        check=_has_no_window,
+        check=_slides_only_with_a_window,
     ),
     Family(
         ("SeedOssForCausalLM",),
@@ -189,7 +210,7 @@ FAMILIES = (
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         eos_token_ids=(32_000,),
         rope_types=("default",),  # transformers reads "yarn" and "su" as longrope here
-        has_window=True,
+        has_window=lambda fields: True,
     ),
     Family(
         ("InternLM3ForCausalLM", "LlamaForCausalLM"),  # the second is what transformers 5 saves
@@ -201,6 +222,18 @@ FAMILIES = (
             "rms_norm_eps": 1e-5,
         },
         biases=_internlm3_biases,
+    ),
+    Family(
+        ("SmolLM3ForCausalLM",),
+        "smollm3",
+        defaults={"num_key_value_heads": 4, "max_position_embeddings": 32_768, "tie_word_embeddings": True},
+        bos_token_id=128_000,
+        eos_token_ids=(128_001,),
+        default_theta=2_000_000.0,
+        layers_without_rope=_smollm3_layers_without_rope,
+        has_window=_uses_window,
+        biases=_llama_biases,
+        check=_slides_only_with_a_window,
     ),
 )
 """In the order of preference where a config names only its architecture, or only its model_type."""

@@ -34,8 +34,11 @@ def fingerprint(model: ModelSource) -> str:
     config = ModelConfig.from_directory(files)
     rope = {name: value for name, value in asdict(config.rope).items() if value is not None}
     computes: list[object] = [{name: getattr(config, name) for name in _COMPUTES}, rope]
-    if config.multipliers != Multipliers():  # a plain Llama keeps the fingerprint that it had before there were any
+    # A plain Llama keeps the fingerprint that it had before there were any of these.
+    if config.multipliers != Multipliers():
         computes.append(asdict(config.multipliers))
+    if config.layers_without_rope:
+        computes.append({"layers_without_rope": config.layers_without_rope})
     digest = hashlib.sha256()
     digest.update(_json(computes))
     with files.open_checkpoint() as checkpoint:

@@ -34,6 +34,8 @@ class Rope:
         self._head_dim = config.head_dim
         self._trained_length = config.max_position_embeddings
         self._rope = config.rope
+        self._unturned = torch.ones(1, config.head_dim // 2, dtype=torch.complex64, device=device)
+        self._is_turned = [layer not in config.layers_without_rope for layer in range(config.num_layers)]
         self.generated_table = self.table
         if self.depends_on_length:
             every = positions.to(device)
@@ -57,6 +59,14 @@ class Rope:
         grown = _rotations(positions, frequencies, self.attention_scaling)
         # A select, not a branch: no wait for the device. Short rows take the table, exact for them.
         return torch.where((sequence_lengths > self._trained_length)[:, None], grown, known)
+
+    def of_layers(self, rotations: Tensor) -> list[Tensor]:
+        """What each layer rotates by, [T, head_dim / 2] each: `rotations`, or in a layer without rope ones.
+
+        A layer without rope so runs the same operations on the same shapes. Its ones share one row of memory.
+        """
+        choices = (self._unturned.expand_as(rotations), rotations)
+        return [choices[is_turned] for is_turned in self._is_turned]
 
     def _dynamic_frequencies(self, sequence_lengths: Tensor) -> Tensor:
         """Float32 [T, head_dim / 2]: NTK-aware frequencies for sequence lengths int64 [T]."""

@@ -35,7 +35,6 @@ _ROPE_KEYS: dict[str, frozenset[str]] = {
     ),
 }
 
-_DEFAULT_THETA = 10_000.0
 _MAX_FACTOR = 1_000_000
 """Far above any real model, low enough that the length it stretches to is a number."""
 
@@ -50,7 +49,7 @@ class RopeConfig:
     """
 
     rope_type: str = "default"
-    theta: float = _DEFAULT_THETA
+    theta: float = 10_000.0
     factor: float | None = None
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
@@ -71,7 +70,7 @@ def refuse_other_rotations(fields: Fields) -> None:
         fields.refuse("partial_rotary_factor", "1.0, since Llama rotates whole heads")
 
 
-def read_rope_config(fields: Fields, head_dim: int, max_positions: int) -> RopeConfig:
+def read_rope_config(fields: Fields, head_dim: int, max_positions: int, default_theta: float) -> RopeConfig:
     """Return the rope of either spelling; where a config carries both, they must agree. Raises `ModelFormatError`."""
     found = []
     for name in ("rope_parameters", "rope_scaling"):
@@ -79,9 +78,9 @@ def read_rope_config(fields: Fields, head_dim: int, max_positions: int) -> RopeC
         if value is not None and not isinstance(value, Mapping):
             fields.refuse(name, "an object or null")
         if value:
-            found.append(_read_rope(fields, name, value, max_positions))
+            found.append(_read_rope(fields, name, value, max_positions, default_theta))
     if not found:
-        found.append(_read_rope(fields, "rope_parameters", {}, max_positions))
+        found.append(_read_rope(fields, "rope_parameters", {}, max_positions, default_theta))
     if found[0] != found[-1]:
         fields.refuse("rope_scaling", "the same as rope_parameters where both are given")
     if found[0].rope_type == "dynamic" and head_dim == 2:
@@ -89,7 +88,9 @@ def read_rope_config(fields: Fields, head_dim: int, max_positions: int) -> RopeC
     return found[0]
 
 
-def _read_rope(outer: Fields, name: str, values: Mapping[str, Any], max_positions: int) -> RopeConfig:
+def _read_rope(
+    outer: Fields, name: str, values: Mapping[str, Any], max_positions: int, default_theta: float
+) -> RopeConfig:
     rope = Fields(values, f"{outer.source}: {name}")
     rope_type = _rope_type(rope)
     _refuse_unknown_rope_keys(rope, rope_type)
@@ -103,7 +104,7 @@ def _read_rope(outer: Fields, name: str, values: Mapping[str, Any], max_position
     null_allowed = rope_type == "yarn"
     config = RopeConfig(
         rope_type=rope_type,
-        theta=_rope_theta(outer, rope),
+        theta=_rope_theta(outer, rope, default_theta),
         factor=(rope.optional_number if null_allowed else rope.number)("factor") if rescales else None,
         low_freq_factor=rope.number("low_freq_factor") if "low_freq_factor" in known else None,
         high_freq_factor=rope.number("high_freq_factor") if "high_freq_factor" in known else None,
@@ -144,12 +145,12 @@ def _refuse_unknown_rope_keys(rope: Fields, rope_type: str) -> None:
             rope.refuse(key, f"absent, since rope type {rope_type!r} reads: {allowed}")
 
 
-def _rope_theta(outer: Fields, rope: Fields) -> float:
+def _rope_theta(outer: Fields, rope: Fields, default: float) -> float:
     theta = outer.optional_number("rope_theta")
     inner = rope.optional_number("rope_theta")
     if theta is not None and inner is not None and theta != inner:
         rope.refuse("rope_theta", f"the same as the rope_theta={theta} beside it")
-    chosen = inner or theta or _DEFAULT_THETA
+    chosen = inner or theta or default
     if chosen <= 1:
         (rope if inner else outer).refuse("rope_theta", "a finite number above 1")
     return chosen

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from depth_oracle import d3, greedy_at_depth
+from depth_oracle import Exit, d3, greedy_at_depth, greedy_with_exits
+from observers import observer_of
 from tiny_models import TINY, TinyLlama, random_prompts, save_random
 from transformers import (
     AutoModelForCausalLM,
@@ -27,11 +28,14 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     SeedOssConfig,
+    SmolLM3Config,
 )
 from transformers_oracle import Answer, assert_same_tokens, greedy
 
 from d3engine import D3, Engine, SamplingParams
+from d3engine.depth import EarlyExit
 from d3engine.errors import InvalidValueError
+from d3engine.loading import resolve
 
 NUM_TOKENS = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -49,6 +53,10 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Mistral within its window": (MistralConfig, {"sliding_window": 512}),
     "Qwen2": (Qwen2Config, {}),
     "Qwen2, tied and with yarn": (Qwen2Config, {"tie_word_embeddings": True, "rope_parameters": YARN}),
+    "Qwen2 within its window": (
+        Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 1},
+    ),
     "Seed-OSS": (SeedOssConfig, {}),
     "Seed-OSS with biases everywhere": (SeedOssConfig, {"attention_out_bias": True, "mlp_bias": True}),
     "Granite": (GraniteConfig, MULTIPLIERS | {"attention_bias": True, "mlp_bias": True}),
@@ -62,6 +70,17 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
     "InternLM3": (InternLM3Config, {}),
     "InternLM3 with biases": (InternLM3Config, {"qkv_bias": True, "bias": True}),
+    "SmolLM3": (SmolLM3Config, {"pad_token_id": None, "tie_word_embeddings": True, "no_rope_layer_interval": 2}),
+    "SmolLM3 with biases, yarn and a list of its own": (
+        SmolLM3Config,
+        {
+            "pad_token_id": None,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": YARN,
+            "no_rope_layers": [0, 1, 0, 0],
+        },
+    ),
 }
 
 
@@ -117,7 +136,7 @@ def test_a_llama_model_without_a_head_answers_with_its_embedding(tmp_path: Path)
     assert_equals_transformers(tmp_path, model)
 
 
-@pytest.mark.parametrize("name", ["Qwen2", "Granite", "Phi-3"])
+@pytest.mark.parametrize("name", ["Qwen2", "Granite", "Phi-3", "SmolLM3"])
 def test_d3_on_a_family_equals_the_oracle_of_its_layers(name: str, tmp_path: Path) -> None:
     directory, model = make(tmp_path, name)
     (prompt,) = random_prompts([9])
@@ -133,8 +152,50 @@ def test_d3_on_a_family_equals_the_oracle_of_its_layers(name: str, tmp_path: Pat
     assert_same_tokens(output.outputs[0].token_ids, answer)
 
 
-def test_a_sliding_window_below_the_length_is_refused_and_within_it_the_model_runs(tmp_path: Path) -> None:
-    directory, model = make(tmp_path, "Mistral within its window")
+@pytest.mark.parametrize("name", ["SmolLM3"])
+def test_an_executor_that_decodes_by_itself_answers_as_transformers_does(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolve, "runs_in_graphs", lambda device, enforce_eager: True)
+    directory, model = make(tmp_path, name)
+    prompts = random_prompts([5, 14])
+    with Engine(directory, skip_tokenizer_init=True, dtype="float32") as engine:
+        outputs = engine.generate(prompts, GREEDY, use_tqdm=False)
+        assert engine.stats().graph_steps > NUM_TOKENS / 2
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_same_tokens(output.outputs[0].token_ids, greedy(model, prompt, NUM_TOKENS))
+
+
+@pytest.mark.parametrize("name", ["SmolLM3"])
+def test_entries_projected_for_layers_that_a_token_left_out_are_those_that_the_layers_would_make(
+    name: str, tmp_path: Path
+) -> None:
+    directory, model = make(tmp_path, name)
+    prompts = random_prompts([5, 14])
+    with Engine(directory, skip_tokenizer_init=True, dtype="float32", depth=EarlyExit(0.1)) as engine:
+        outputs = engine.generate(prompts, GREEDY, use_tqdm=False)
+    answers = greedy_with_exits(model, prompts, NUM_TOKENS, Exit("softmax_max", 0.1), "project")
+    for output, answer in zip(outputs, answers, strict=True):
+        assert output.outputs[0].depths == answer.depths
+        assert len(set(answer.depths)) == TINY["num_hidden_layers"]
+        assert_same_tokens(output.outputs[0].token_ids, answer)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["SmolLM3"])
+def test_the_analyses_see_the_states_of_transformers(name: str, tmp_path: Path) -> None:
+    directory, model = make(tmp_path, name)
+    (prompt,) = random_prompts([23])
+    expected = model(torch.tensor([prompt]), output_hidden_states=True).hidden_states
+    observer = observer_of(directory)
+    for states in observer.layers(prompt, len(prompt)):
+        torch.testing.assert_close(states.before, expected[states.layer][0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.model.norm(states.after), expected[-1][0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["Mistral within its window", "Qwen2 within its window"])
+def test_a_sliding_window_below_the_length_is_refused_and_within_it_the_model_runs(name: str, tmp_path: Path) -> None:
+    directory, model = make(tmp_path, name)
     model.config.sliding_window = 40
     change_config(directory, {"sliding_window": 40})
     refused = r"sliding_window must be null or at least max_model_len={}.*max_model_len=40 .*; got 40"

@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     SeedOssConfig,
+    SmolLM3Config,
 )
 
 from d3engine.errors import ModelFormatError
@@ -55,6 +56,7 @@ CONFIGS: list[type[PreTrainedConfig]] = [
     GraniteConfig,
     Phi3Config,
     InternLM3Config,
+    SmolLM3Config,
 ]
 
 
@@ -73,6 +75,7 @@ def test_absent_fields_have_the_defaults_of_the_family_in_transformers(kind: typ
     assert read.bos_token_id == oracle.bos_token_id
     assert read.eos_token_ids == (() if oracle.eos_token_id is None else (oracle.eos_token_id,))
     assert read.sliding_window == getattr(oracle, "sliding_window", None)
+    assert read.tie_word_embeddings == oracle.tie_word_embeddings
 
 
 def test_the_table_has_one_entry_for_each_pair_of_names() -> None:
@@ -100,7 +103,13 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
         ("MistralForCausalLM", {"model_type": "llama"}, "model_type must be 'mistral' beside .*; got 'llama'"),
         ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window must be an integer from 1 to .*; got 0"),
         ("MistralForCausalLM", {"layer_types": ["sliding_attention"] * 2}, "layer_types must be 'full_attention'"),
-        ("Qwen2ForCausalLM", {"use_sliding_window": True}, "use_sliding_window must be false, since .*; got True"),
+        ("Qwen2ForCausalLM", {"use_sliding_window": 1}, "use_sliding_window must be true or false; got 1"),
+        ("Qwen2ForCausalLM", {"layer_types": ["sliding_attention"] * 2}, "layer_types must be 'full_attention' for"),
+        (
+            "Qwen2ForCausalLM",
+            {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 2},
+            "layer_types must be 'full_attention' or 'sliding_attention' for every layer, or absent; got",
+        ),
         ("Qwen2ForCausalLM", {"layer_types": ["full_attention", "other"]}, "layer_types must be 'full_attention'"),
         ("Qwen2ForCausalLM", {"hidden_act": "gelu"}, "hidden_act must be 'silu'; got 'gelu'"),
         ("GraniteForCausalLM", {"attention_multiplier": 0}, "attention_multiplier must be .*above 0; got 0"),
@@ -116,6 +125,10 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
         ("Phi3ForCausalLM", {"rope_scaling": LONGROPE}, "rope_scaling: type must be .*; got 'longrope'"),
         ("Phi3ForCausalLM", {"rope_scaling": YARN}, "rope_scaling must be of type default for Phi3ForCausalLM; got"),
         ("InternLM3ForCausalLM", {"qkv_bias": True}, "qkv_bias must be the same as mlp_bias=False; got True"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "no_rope_layers must be null or a list of num_hidden_layers=2"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 2]}, r"no_rope_layers must be .* 0 or 1 .*; got \[1, 2\]"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": 1}, "no_rope_layers must be .*; got 1"),
+        ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 0}, "no_rope_layer_interval must be .* from 1 to .*; got 0"),
         ("LlamaModel", {}, "tie_word_embeddings must be true, since a LlamaModel has no LM head of its own; got None"),
     ],
 )
@@ -124,6 +137,23 @@ def test_what_a_family_may_ask_for_and_the_engine_cannot_do_is_refused_by_field(
 ) -> None:
     with pytest.raises(ModelFormatError, match=message):
         config(architecture, **changes)
+
+
+def test_layers_without_rope_are_those_of_the_list_or_at_the_interval() -> None:
+    for given in ({}, {"no_rope_layer_interval": 3}, {"no_rope_layers": [1, 0, 0, 1, 1, 0, 1, 1, 0, 1, 0]}):
+        sizes = {"num_hidden_layers": 10} | given
+        flags = SmolLM3Config(**(SIZES | sizes)).no_rope_layers[:10]
+        read = config("SmolLM3ForCausalLM", **sizes).layers_without_rope
+        assert read == tuple(layer for layer, has_rope in enumerate(flags) if not has_rope)
+        assert 0 < len(read) < 10
+    assert config("LlamaForCausalLM", no_rope_layers=[0, 0]).layers_without_rope == ()  # transformers reads it nowhere
+
+
+def test_a_window_counts_where_it_is_used() -> None:
+    for architecture in ("Qwen2ForCausalLM", "SmolLM3ForCausalLM"):
+        assert config(architecture, sliding_window=64).sliding_window is None
+        used = {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
+        assert config(architecture, sliding_window=64, **used).sliding_window == 64
 
 
 def test_an_unknown_model_type_alone_is_refused_with_those_that_run() -> None:
@@ -148,6 +178,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
         "Granite": GraniteConfig(**(TINY | GRANITE | {"tie_word_embeddings": True})),
         "Phi-3": Phi3Config(**(TINY | {"pad_token_id": None})),
         "Qwen2": Qwen2Config(**TINY),
+        "SmolLM3": SmolLM3Config(**(TINY | {"pad_token_id": None, "no_rope_layers": [1, 0, 1]})),
     }
     made: dict[str, Path] = {}
 
@@ -233,6 +264,14 @@ def test_every_multiplier_is_part_of_the_fingerprint(saved: MakeModel, tmp_path:
         directory.mkdir()
         found.add(fingerprint(changed(saved("Granite"), directory, **{name: 2 * value})))
     assert len(found) == 1 + len(GRANITE)
+
+
+def test_which_layers_have_rope_is_part_of_the_fingerprint(saved: MakeModel, tmp_path: Path) -> None:
+    found = {fingerprint(saved("SmolLM3"))}
+    for name, flags in (("none", [1, 1, 1]), ("another", [0, 1, 1])):
+        (tmp_path / name).mkdir()
+        found.add(fingerprint(changed(saved("SmolLM3"), tmp_path / name, no_rope_layers=flags)))
+    assert len(found) == 3
 
 
 def test_a_llama_has_no_multipliers(saved: MakeModel) -> None:

@@ -243,7 +243,11 @@ def _projected(layer: LlamaDecoderLayer, hidden: Tensor, rotation: tuple[Tensor,
     attention = layer.self_attn
     normed = layer.input_layernorm(hidden)
     shape = (1, 1, -1, attention.head_dim)
-    key = attention.k_proj(normed).view(shape).transpose(1, 2)
+    key = attention.k_proj(normed).view(shape)
     value = attention.v_proj(normed).view(shape).transpose(1, 2)
-    _, key = apply_rotary_pos_emb(key, key, *rotation)
+    if hasattr(attention, "k_norm"):  # Qwen3
+        key = attention.k_norm(key)
+    key = key.transpose(1, 2)
+    if getattr(attention, "use_rope", True):  # SmolLM3 has layers without
+        _, key = apply_rotary_pos_emb(key, key, *rotation)
     return key, value
