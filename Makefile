@@ -67,6 +67,7 @@ docs: $(VENV)/.installed-dev
 # Compiles every Triton kernel for a GPU that need not be there; fails where one spills registers.
 inspect: $(VENV)/.installed
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama2-7b,llama3-8b --weights all
+	$(BIN)/python -m d3engine.kernels.inspect --shapes qwen3-8b --operations qkv --weights all
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m pytest benchmarks --benchmark-only

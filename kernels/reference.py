@@ -37,10 +37,10 @@ from d3engine.kernels.sampling import SamplingRows, cut_min_p_, cut_top, penalis
 def rms_norm(
     hidden: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, num_rows: Tensor | None = None
 ) -> Tensor:
-    """Root-mean-square norm of the rows of `hidden` [T, H], as transformers computes it.
+    """Root-mean-square norm of the rows of `hidden` [..., H], as transformers computes it.
 
     The statistics are float32 whatever the dtype, and the row is cast back before it meets `weight` [H]. With
-    `residual` [T, H] (written): `hidden` is added to it, and the sum is normed.
+    `residual` [..., H] (written): `hidden` is added to it, and the sum is normed.
     """
     if num_rows is not None:
         rows = live_rows(num_rows)
@@ -143,23 +143,27 @@ def qkv(
     entries: Tensor,
     num_heads: int,
     *,
+    head_norms: Tensor | None = None,
     num_rows: Tensor | None = None,
 ) -> Tensor:
     """RMSNorm, the three projections, RoPE, and the write of keys and values into the pool.
 
     `hidden` [T, H], `weight` [(N + 2 M) D, H], `bias` [(N + 2 M) D] or None, `rotations` [T, D / 2] complex64,
     `pool` [num_blocks, 2, block_size, M, D] (written), `entries` [T, 2] int64: where each row's key and value go.
-    Returns the queries [T, N, D], which share memory with nothing that is kept.
+    `head_norms` [2, D]: weights of an RMSNorm with the same `eps` over each head before RoPE, the first for queries,
+    the second for keys; None means none. Returns the queries [T, N, D], which share memory with nothing that is kept.
     """
     if num_rows is not None:
         rows = live_rows(num_rows)
-        return undefined_beyond(
-            qkv(hidden[rows], norm_weight, eps, weight, bias, rotations[rows], pool, entries[rows], num_heads), hidden
-        )
+        live = hidden[rows], norm_weight, eps, weight, bias, rotations[rows], pool, entries[rows], num_heads
+        return undefined_beyond(qkv(*live, head_norms=head_norms), hidden)
     kv_heads, channels = pool.shape[3], pool.shape[4]
     projected = _linear(rms_norm(hidden, norm_weight, eps), weight, bias)
-    turned = projected[:, : (num_heads + kv_heads) * channels]
-    rotate_(turned.view(-1, num_heads + kv_heads, channels), rotations)
+    turned = projected[:, : (num_heads + kv_heads) * channels].view(-1, num_heads + kv_heads, channels)
+    if head_norms is not None:
+        for heads, norm in zip((turned[:, :num_heads], turned[:, num_heads:]), head_norms, strict=True):
+            heads.copy_(rms_norm(heads, norm, eps))
+    rotate_(turned, rotations)
     new_entries = projected[:, num_heads * channels :].reshape(-1, kv_heads * channels)
     pool.view(-1, kv_heads * channels).index_copy_(0, entries.view(-1), new_entries)
     return projected[:, : num_heads * channels].view(-1, num_heads, channels)

@@ -92,6 +92,7 @@ class Observer:
             pool,
             torch.stack((keys, keys + rows), dim=-1),
             config.num_heads,
+            head_norms=weights.head_norms,
         )
         table = torch.zeros(1, 1, 1, dtype=torch.int64, device=hidden.device)
         (inputs,) = reference.attention_inputs([0, rows], [rows], table)

@@ -48,6 +48,7 @@ class ModelConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     biases: Biases
+    has_head_norms: bool  # of the queries and the keys of each head, before rope
     multipliers: Multipliers
     tensor_names: TensorNames
     sliding_window: int | None  # what the model attends to at most, itself included
@@ -97,6 +98,7 @@ class ModelConfig:
             max_position_embeddings=max_positions,
             tie_word_embeddings=fields.boolean("tie_word_embeddings"),
             biases=family.biases(fields),
+            has_head_norms=family.has_head_norms,
             multipliers=multipliers,
             tensor_names=family.names,
             sliding_window=_sliding_window(fields, family),

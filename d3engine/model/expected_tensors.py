@@ -24,6 +24,9 @@ FINAL_NORM = TensorNames().final_norm
 LM_HEAD = "lm_head.weight"
 """A Llama's own names, which converters write; other families may call the first two something else."""
 
+HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
+"""The norms of a query's head and of a key's, under "self_attn.", where a family has them."""
+
 VALUES, SCALES = ".qweight", ".scales"
 """What stands in the place of ".weight" in the names of a quantized matrix's two tensors."""
 
@@ -110,6 +113,8 @@ def _float_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         prefix = names.layer(layer)
         shapes[prefix + "input_layernorm.weight"] = (hidden,)
         shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        if config.has_head_norms:
+            shapes |= {f"{prefix}self_attn.{name}": (config.head_dim,) for name in HEAD_NORMS}
         for name, shape, has_bias in products:
             shapes[f"{prefix}{name}.weight"] = shape
             if has_bias:

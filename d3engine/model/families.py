@@ -1,7 +1,8 @@
 """The architectures that are a Llama under another name: what each means by its config.json, and its tensors' names.
 
-The one idea: a family is one entry of `FAMILIES`, read while loading. What it has of its own is a name, a default or a
-number there; a loaded model is a Llama, and no kernel knows of families.
+The one idea: a family is one entry of `FAMILIES`, read while loading. What it has of its own is a name, a default, a
+number or a part of its layers there; a loaded model is a Llama, with or without that part, and no kernel knows of
+families.
 """
 
 from __future__ import annotations
@@ -80,6 +81,11 @@ def _llama_biases(fields: Fields) -> Biases:
 
 def _seed_oss_biases(fields: Fields) -> Biases:
     return Biases(fields.boolean("attention_bias"), fields.boolean("attention_out_bias"), fields.boolean("mlp_bias"))
+
+
+def _qwen3_biases(fields: Fields) -> Biases:
+    attention = fields.boolean("attention_bias")
+    return Biases(qkv=attention, output=attention)
 
 
 def _internlm3_biases(fields: Fields) -> Biases:
@@ -166,6 +172,7 @@ class Family:
     layers_without_rope: Callable[[Fields, int], tuple[int, ...]] = lambda fields, num_layers: ()
     has_window: Callable[[Fields], bool] = lambda fields: False  # reads sliding_window
     biases: Callable[[Fields], Biases] = lambda fields: Biases()
+    has_head_norms: bool = False
     multipliers: Callable[[Fields], Multipliers] = lambda fields: Multipliers()
     check: Callable[[Fields], None] = _anything
 
@@ -222,6 +229,22 @@ FAMILIES = (
             "rms_norm_eps": 1e-5,
         },
         biases=_internlm3_biases,
+    ),
+    Family(
+        ("Qwen3ForCausalLM",),
+        "qwen3",
+        defaults={
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "max_position_embeddings": 32_768,
+            "sliding_window": 4096,
+        },
+        bos_token_id=None,
+        eos_token_ids=(),
+        has_window=_uses_window,
+        biases=_qwen3_biases,
+        has_head_norms=True,
+        check=_slides_only_with_a_window,
     ),
     Family(
         ("SmolLM3ForCausalLM",),

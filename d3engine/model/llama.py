@@ -45,18 +45,7 @@ class Llama:
         int32 [1] on the device: rows from there on are left as they are.
         """
         weights, kernels, eps = self.weights.layers[index], self.kernels, self.config.rms_norm_eps
-        queries = kernels.qkv(
-            hidden,
-            weights.attention_norm,
-            eps,
-            weights.qkv,
-            weights.qkv_bias,
-            rotations,
-            pool,
-            entries,
-            self.config.num_heads,
-            num_rows=num_rows,
-        )
+        queries = self._qkv(index, hidden, rotations, pool, entries, num_rows)
         attended = kernels.paged_attention(queries, pool, attention, self._scale, num_rows=num_rows)
         kernels.linear_residual(attended, weights.output, weights.output_bias, hidden, num_rows=num_rows)
         gated = kernels.gate_up(hidden, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias, num_rows=num_rows)
@@ -64,8 +53,20 @@ class Llama:
 
     def project(self, index: int, hidden: Tensor, rotations: Tensor, pool: Tensor, entries: Tensor) -> None:
         """Write only the KV entries that layer `index` would have for `hidden` [T, H] (CALM's rule for an exit)."""
+        self._qkv(index, hidden, rotations, pool, entries)
+
+    def _qkv(
+        self,
+        index: int,
+        hidden: Tensor,
+        rotations: Tensor,
+        pool: Tensor,
+        entries: Tensor,
+        num_rows: Tensor | None = None,
+    ) -> Tensor:
+        """A layer's queries [T, N, D]; its keys and values are written into `pool`."""
         weights = self.weights.layers[index]
-        self.kernels.qkv(
+        queries: Tensor = self.kernels.qkv(
             hidden,
             weights.attention_norm,
             self.config.rms_norm_eps,
@@ -75,7 +76,10 @@ class Llama:
             pool,
             entries,
             self.config.num_heads,
+            head_norms=weights.head_norms,
+            num_rows=num_rows,
         )
+        return queries
 
     def likeliest(self, hidden: Tensor, num_rows: Tensor) -> tuple[Tensor, Tensor]:
         """The likeliest token int64 [T] of final hidden states [T, H], and its logit float32 [T]."""

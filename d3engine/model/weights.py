@@ -22,6 +22,7 @@ from d3engine.kernels.quantized import Int4Weight, Int8Weight, Weight
 from d3engine.model.checkpoint import Checkpoint, TensorEntry
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import (
+    HEAD_NORMS,
     SCALES,
     VALUES,
     check_tensors,
@@ -41,12 +42,14 @@ class LayerWeights:
 
     The four matrices are float or quantized; norms and biases have the dtype of activations, float matrices that one or
     a narrower one, from which an operation widens them. The first Q + K rows of `qkv` and `qkv_bias` are in
-    adjacent-pair order, the last K rows (values) are not permuted.
+    adjacent-pair order, the last K rows (values) are not permuted; `head_norms`, D values for a query's head and D for
+    a key's, are in that order too.
     """
 
     attention_norm: Tensor  # [H]
     qkv: Weight  # [Q + 2 K, H]
     qkv_bias: Tensor | None  # [Q + 2 K]
+    head_norms: Tensor | None  # [2, D]
     output: Weight  # [H, Q]
     output_bias: Tensor | None  # [H]
     mlp_norm: Tensor  # [H]
@@ -159,8 +162,8 @@ def random_weights(
         matrix = torch.empty(rows, columns, dtype=weight_dtype or dtype, device=device)
         return matrix.normal_(0.0, deviation, generator=generator)
 
-    def ones() -> Tensor:
-        return torch.ones(config.hidden_size, dtype=dtype, device=device)
+    def ones(*shape: int) -> Tensor:
+        return torch.ones(*shape, dtype=dtype, device=device)
 
     def bias(rows: int, present: bool) -> Tensor | None:
         return torch.zeros(rows, dtype=dtype, device=device) if present else None
@@ -169,12 +172,13 @@ def random_weights(
     qkv_rows = config.q_size + 2 * config.kv_size
     layers = tuple(
         LayerWeights(
-            attention_norm=ones(),
+            attention_norm=ones(hidden),
             qkv=normal(qkv_rows, hidden),
             qkv_bias=bias(qkv_rows, config.biases.qkv),
+            head_norms=ones(2, config.head_dim) if config.has_head_norms else None,
             output=normal(hidden, config.q_size, residual),
             output_bias=bias(hidden, config.biases.output),
-            mlp_norm=ones(),
+            mlp_norm=ones(hidden),
             gate_up=normal(2 * intermediate, hidden),
             gate_up_bias=bias(2 * intermediate, config.biases.mlp),
             down=normal(hidden, intermediate, residual),
@@ -184,7 +188,7 @@ def random_weights(
     )
     embedding = normal(config.vocab_size, hidden)
     lm_head = embedding if config.tie_word_embeddings else normal(config.vocab_size, hidden)
-    return LlamaWeights(embedding, layers, ones(), lm_head)
+    return LlamaWeights(embedding, layers, ones(hidden), lm_head)
 
 
 @dataclass(frozen=True)
@@ -220,6 +224,7 @@ class _Loader:
             attention_norm=self._stack({prefix + "input_layernorm.weight": None}, self.dtype),
             qkv=self._matrix(qkv, config.hidden_size),
             qkv_bias=self._bias(qkv, biases.qkv),
+            head_norms=self._head_norms(attention) if config.has_head_norms else None,
             output=self._matrix(output, config.q_size),
             output_bias=self._bias(output, biases.output),
             mlp_norm=self._stack({prefix + "post_attention_layernorm.weight": None}, self.dtype),
@@ -240,6 +245,11 @@ class _Loader:
 
     def _bias(self, modules: _Modules, present: bool) -> Tensor | None:
         return self._stack(_with(".bias", modules), self.dtype) if present else None
+
+    def _head_norms(self, attention: str) -> Tensor:
+        width = self.config.head_dim
+        norms = self._stack({attention + name: [_Rows(width, 1)] for name in HEAD_NORMS}, self.dtype)
+        return norms.view(len(HEAD_NORMS), width)
 
     def _vector_or_table(self, name: str, multiplier: float, dtype: torch.dtype) -> Tensor:
         """One tensor times a number; one that stays as it is may lie in its file."""

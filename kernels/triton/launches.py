@@ -63,6 +63,7 @@ class ModelShape:
     vocab_size: int
     block_size: int = 16
     bias: bool = False
+    head_norms: bool = False
 
 
 SHAPES = {
@@ -73,6 +74,7 @@ SHAPES = {
         ModelShape("llama2-13b", 5120, 40, 40, 128, 13824, 32000),
         ModelShape("llama2-70b", 8192, 64, 8, 128, 28672, 32000),
         ModelShape("llama3-8b", 4096, 32, 8, 128, 14336, 128256),
+        ModelShape("qwen3-8b", 4096, 32, 8, 128, 12288, 151936, head_norms=True),
     )
 }
 

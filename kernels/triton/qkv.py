@@ -2,11 +2,15 @@
 
 Channels of a pair stand side by side, so any even tile of outputs holds whole pairs: a tile needs to know nothing of
 heads, and a head size may be any even number.
+
+Where heads have norms of their own it is two: a norm needs a whole head, and products of few rows are cut finer than
+that, to keep all processors loading. The sums go through memory in float32, and the second launch takes whole heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 import triton
@@ -37,13 +41,16 @@ def qkv(
     entries: Tensor,
     num_heads: int,
     *,
+    head_norms: Tensor | None = None,
     num_rows: Tensor | None = None,
 ) -> Tensor:
     """RMSNorm, the three projections, RoPE, and the write of keys and values into the pool.
 
     `hidden` [T, H], `weight` [(N + 2 M) D, H], `bias` [(N + 2 M) D] or None, `rotations` [T, D / 2] complex64,
     `pool` [num_blocks, 2, block_size, M, D] (written, contiguous), `entries` [T, 2] int64: where each row's key and
-    value go. Returns the queries [T, N, D]. All but rotations, entries and a quantized weight are of one dtype.
+    value go. `head_norms` [2, D] contiguous: weights of an RMSNorm with the same `eps` over each head before RoPE, the
+    first for queries, the second for keys; None means none. Returns the queries [T, N, D]. All but rotations, entries
+    and a quantized weight are of one dtype.
     `num_rows` int32 [1]: rows at or beyond it write nothing, and their queries are undefined; None means all rows.
 
     Products, scale, bias and rotation are float32, and rounded once; `reference.py` rounds after each.
@@ -55,11 +62,14 @@ def qkv(
     queries = torch.empty(rows, num_heads, pool.shape[4], dtype=hidden.dtype, device=hidden.device)
     targets = _targets(rotations, pool, entries, queries, weight.shape[0])
     tile = product_tile(rows, weight, hidden.dtype)
-    if tile is not None:
-        qkv_launch(tile, hidden, norm_weight, eps, weight, bias, targets, num_rows).run()
-    else:
+    projected: Tensor | None
+    if tile is None:
         projected = matmul(rms_norm(hidden, norm_weight, eps, num_rows=num_rows), weight, bias)
-        finish_launch(projected, targets, num_rows).run()
+    else:
+        projected = None if head_norms is None else _sums(rows, weight, hidden.device)
+        qkv_launch(tile, hidden, norm_weight, eps, weight, bias, targets, num_rows, projected).run()
+    if projected is not None:
+        finish_launch(projected, targets, num_rows, head_norms, eps).run()
     return queries
 
 
@@ -72,24 +82,43 @@ def qkv_launch(
     bias: Tensor | None,
     targets: dict[str, object],
     num_rows: Tensor | None,
+    projected: Tensor | None = None,
 ) -> Launch:
-    """Everything in one kernel."""
-    norm = (norm_weight, eps)
-    return product_launch(_product_kernel, tile, hidden, weight, num_rows, norm=norm, bias_ptr=bias, **targets)
+    """Everything in one kernel, or only the product into `projected` float32 [T, (N + 2 M) D] (written, contiguous)."""
+    norm, others = (norm_weight, eps), {"bias_ptr": bias, "projected_ptr": projected, **targets}
+    return product_launch(_product_kernel, tile, hidden, weight, num_rows, norm=norm, **others)
 
 
-def finish_launch(projected: Tensor, targets: dict[str, object], num_rows: Tensor | None) -> Launch:
-    """RoPE and the writes, after a product [T, (N + 2 M) D] made elsewhere."""
+def finish_launch(
+    projected: Tensor,
+    targets: dict[str, object],
+    num_rows: Tensor | None,
+    head_norms: Tensor | None = None,
+    eps: float | None = None,
+) -> Launch:
+    """The norms of heads, RoPE and the writes, after a product [T, (N + 2 M) D] made elsewhere."""
     rows, outputs = projected.shape
+    channels = width = cast(int, targets["D"])
+    block = 1024
+    if head_norms is not None:  # a program's tile holds whole heads, each in so many places
+        width = triton.next_power_of_2(channels)
+        block = max(block, width)
     arguments = {
         "projected_ptr": projected,
         "projected_stride": projected.stride(0),
+        "head_norms_ptr": head_norms,
+        "eps": None if head_norms is None else eps,
         "num_rows_ptr": num_rows,
         "total_rows": rows,
         **targets,
-        "BLOCK_N": 1024,
+        "WIDTH": width,
+        "BLOCK_N": block,
     }
-    return Launch(_finish_kernel, (rows, triton.cdiv(outputs, 1024)), arguments)
+    return Launch(_finish_kernel, (rows, triton.cdiv(outputs // channels * width, block)), arguments)
+
+
+def _sums(rows: int, weight: Weight, device: torch.device) -> Tensor:
+    return torch.empty(rows, weight.shape[0], dtype=torch.float32, device=device)
 
 
 def _targets(rotations: Tensor, pool: Tensor, entries: Tensor, queries: Tensor, outputs: int) -> dict[str, object]:
@@ -116,6 +145,7 @@ def launches(shape: ModelShape, dtype: torch.dtype, weights: str) -> Iterator[tu
     outputs = (shape.num_heads + 2 * shape.num_kv_heads) * head_dim
     norm, weight = meta(hidden_size, dtype=dtype), meta_weight(outputs, hidden_size, dtype=dtype, weights=weights)
     bias = meta(outputs, dtype=dtype) if shape.bias else None
+    head_norms = meta(2, head_dim, dtype=dtype) if shape.head_norms else None
     pool = meta(1024, 2, shape.block_size, shape.num_kv_heads, head_dim, dtype=dtype)
     num_rows = meta(1, dtype=torch.int32)
     for rows in (*ROW_COUNTS, 512):
@@ -127,18 +157,22 @@ def launches(shape: ModelShape, dtype: torch.dtype, weights: str) -> Iterator[tu
             outputs,
         )
         tile = product_tile(rows, weight, dtype)
-        if tile is None:
-            yield f"finish rows={rows}", finish_launch(meta(rows, outputs, dtype=dtype), targets, num_rows)
-        else:
+        projected = meta(rows, outputs, dtype=dtype) if tile is None else None
+        if tile is not None:
             hidden = meta(rows, hidden_size, dtype=dtype)
-            yield f"rows={rows}", qkv_launch(tile, hidden, norm, 1e-5, weight, bias, targets, num_rows)
+            projected = meta(rows, outputs, dtype=torch.float32) if shape.head_norms else None
+            yield f"rows={rows}", qkv_launch(tile, hidden, norm, 1e-5, weight, bias, targets, num_rows, projected)
+        if projected is not None:
+            yield f"finish rows={rows}", finish_launch(projected, targets, num_rows, head_norms, 1e-5)
 
 
 @triton.jit
 def _finish(
     sums,  # [BLOCK_T, BLOCK_N] float32
     rows,
-    first_output,
+    outputs,  # [BLOCK_N], those from N on are nobody's
+    pairs,  # [BLOCK_N // 2], the even ones of them
+    has_entries,  # whether a key or a value is among them
     count,
     rotations_ptr,
     rotations_stride,
@@ -156,7 +190,6 @@ def _finish(
     """Rotate queries and keys; store queries, keys and values where they belong."""
     KV: tl.constexpr = (N - Q) // 2  # channels of all key heads
     rows = rows.to(tl.int64)
-    pairs = first_output + 2 * tl.arange(0, BLOCK_N // 2)
     turned = (rows < count)[:, None] & (pairs < Q + KV)[None, :]
     rotations = rotations_ptr + rows[:, None] * rotations_stride + (pairs % D)[None, :]
     cos = tl.load(rotations, mask=turned, other=1.0)
@@ -165,11 +198,10 @@ def _finish(
     turned_even, turned_odd = even * cos - odd * sin, even * sin + odd * cos
     out = tl.reshape(tl.join(turned_even, turned_odd), (BLOCK_T, BLOCK_N)).to(queries_ptr.dtype.element_ty)
 
-    outputs = first_output + tl.arange(0, BLOCK_N)
     live = (rows < count)[:, None]
     is_query = (outputs < Q)[None, :]
     tl.store(queries_ptr + rows[:, None] * Q + outputs[None, :], out, mask=live & is_query)
-    if first_output + BLOCK_N > Q:
+    if has_entries:
         is_value = (outputs >= Q + KV)[None, :]
         entry_pointers = entries_ptr + rows[:, None] * entries_stride + tl.where(is_value, values_stride, 0)
         is_entry = live & (outputs >= Q)[None, :] & (outputs < N)[None, :]
@@ -189,6 +221,7 @@ def _product_kernel(
     scales_ptr,
     scales_stride,
     bias_ptr,
+    projected_ptr,  # None, or where the sums go instead
     rotations_ptr,
     rotations_stride,
     pool_ptr,
@@ -221,16 +254,23 @@ def _product_kernel(
     )  # fmt: skip
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + outputs, mask=outputs < N, other=0.0).to(tl.float32)[None, :]
-    _finish(
-        sums, rows, first_output, count, rotations_ptr, rotations_stride,
-        pool_ptr, entries_ptr, entries_stride, values_stride, queries_ptr, N, Q, D, BLOCK_T, BLOCK_N,
-    )  # fmt: skip
+    if projected_ptr is not None:
+        pointers = projected_ptr + rows.to(tl.int64)[:, None] * N + outputs[None, :]
+        tl.store(pointers, sums, mask=(rows < count)[:, None] & (outputs < N)[None, :])
+    else:
+        pairs = first_output + 2 * tl.arange(0, BLOCK_N // 2)
+        _finish(
+            sums, rows, outputs, pairs, first_output + BLOCK_N > Q, count, rotations_ptr, rotations_stride,
+            pool_ptr, entries_ptr, entries_stride, values_stride, queries_ptr, N, Q, D, BLOCK_T, BLOCK_N,
+        )  # fmt: skip
 
 
 @triton.jit(**NOT_SPECIALIZED)
 def _finish_kernel(
     projected_ptr,
     projected_stride,
+    head_norms_ptr,
+    eps,
     rotations_ptr,
     rotations_stride,
     pool_ptr,
@@ -243,6 +283,7 @@ def _finish_kernel(
     N: tl.constexpr,
     Q: tl.constexpr,
     D: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -251,11 +292,39 @@ def _finish_kernel(
     if tl.program_id(0) >= count:
         return
     rows = tl.program_id(0) + tl.arange(0, 1)
-    first_output = tl.program_id(1) * BLOCK_N
-    outputs = (first_output + tl.arange(0, BLOCK_N))[None, :]
-    pointers = projected_ptr + rows.to(tl.int64)[:, None] * projected_stride + outputs
-    sums = tl.load(pointers, mask=outputs < N, other=0.0).to(tl.float32)
+    first_place = tl.program_id(1) * BLOCK_N
+    outputs = _outputs_at(first_place + tl.arange(0, BLOCK_N), N, D, WIDTH)
+    pointers = projected_ptr + rows.to(tl.int64)[:, None] * projected_stride + outputs[None, :]
+    sums = tl.load(pointers, mask=(outputs < N)[None, :], other=0.0).to(tl.float32)
+    if head_norms_ptr is not None:
+        sums = _norm_heads(sums, outputs, head_norms_ptr, eps, N, Q, D, WIDTH, BLOCK_N)
+    pairs = _outputs_at(first_place + 2 * tl.arange(0, BLOCK_N // 2), N, D, WIDTH)
+    has_entries = _outputs_at(first_place + BLOCK_N - 1, N, D, WIDTH) >= Q
     _finish(
-        sums, rows, first_output, count, rotations_ptr, rotations_stride,
+        sums, rows, outputs, pairs, has_entries, count, rotations_ptr, rotations_stride,
         pool_ptr, entries_ptr, entries_stride, values_stride, queries_ptr, N, Q, D, 1, BLOCK_N,
     )  # fmt: skip
+
+
+@triton.jit
+def _outputs_at(places, N: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
+    """The output at each place of tiles in which a head has WIDTH >= D places; N where there is none."""
+    if WIDTH == D:
+        return places
+    else:  # noqa: RET505
+        return tl.where(places % WIDTH < D, places // WIDTH * D + places % WIDTH, N)
+
+
+@triton.jit
+def _norm_heads(
+    sums, outputs, head_norms_ptr, eps,
+    N: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """`sums` [1, BLOCK_N] of whole heads, which are 0 where no output is, with those of queries and keys normed."""
+    heads = tl.reshape(sums, (BLOCK_N // WIDTH, WIDTH))
+    scale = tl.rsqrt(tl.sum(heads * heads, 1) / D + eps)
+    turned = outputs < (Q + N) // 2
+    pointers = head_norms_ptr + tl.where(outputs < Q, 0, D) + outputs % D
+    weights = tl.load(pointers, mask=turned, other=0.0).to(tl.float32)
+    normed = tl.reshape(heads * scale[:, None], (1, BLOCK_N)) * weights[None, :]
+    return tl.where(turned[None, :], normed, sums)

@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3Config,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -46,6 +47,7 @@ MULTIPLIERS: dict[str, Any] = {
     "residual_multiplier": 0.22,
     "logits_scaling": 5.0,
 }
+HEAD_DIM_OF_THEIR_OWN = (SeedOssConfig, Qwen3Config)  # whatever the hidden size
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 32}
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Mistral": (MistralConfig, {"sliding_window": None}),
@@ -70,6 +72,16 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
     "InternLM3": (InternLM3Config, {}),
     "InternLM3 with biases": (InternLM3Config, {"qkv_bias": True, "bias": True}),
+    "Qwen3": (Qwen3Config, {}),
+    "Qwen3, tied, with biases and yarn": (
+        Qwen3Config,
+        {"tie_word_embeddings": True, "attention_bias": True, "rope_parameters": YARN, "rms_norm_eps": 1e-3},
+    ),
+    "Qwen3, multi-query": (Qwen3Config, {"num_key_value_heads": 1, "head_dim": 20}),
+    "Qwen3 within its window": (
+        Qwen3Config,
+        {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 1},
+    ),
     "SmolLM3": (SmolLM3Config, {"pad_token_id": None, "tie_word_embeddings": True, "no_rope_layer_interval": 2}),
     "SmolLM3 with biases, yarn and a list of its own": (
         SmolLM3Config,
@@ -86,7 +98,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 
 def make(directory: Path, name: str) -> TinyLlama:
     kind, changes = FAMILIES[name]
-    sizes = {field: value for field, value in TINY.items() if field != "head_dim" or kind is SeedOssConfig}
+    sizes = {field: value for field, value in TINY.items() if field != "head_dim" or kind in HEAD_DIM_OF_THEIR_OWN}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(kind(**(sizes | changes)), dtype=torch.float32)
     return save_random(directory, model)
@@ -136,7 +148,7 @@ def test_a_llama_model_without_a_head_answers_with_its_embedding(tmp_path: Path)
     assert_equals_transformers(tmp_path, model)
 
 
-@pytest.mark.parametrize("name", ["Qwen2", "Granite", "Phi-3", "SmolLM3"])
+@pytest.mark.parametrize("name", ["Qwen2", "Granite", "Phi-3", "Qwen3", "SmolLM3"])
 def test_d3_on_a_family_equals_the_oracle_of_its_layers(name: str, tmp_path: Path) -> None:
     directory, model = make(tmp_path, name)
     (prompt,) = random_prompts([9])
@@ -152,7 +164,7 @@ def test_d3_on_a_family_equals_the_oracle_of_its_layers(name: str, tmp_path: Pat
     assert_same_tokens(output.outputs[0].token_ids, answer)
 
 
-@pytest.mark.parametrize("name", ["SmolLM3"])
+@pytest.mark.parametrize("name", ["Qwen3", "SmolLM3"])
 def test_an_executor_that_decodes_by_itself_answers_as_transformers_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +178,7 @@ def test_an_executor_that_decodes_by_itself_answers_as_transformers_does(
         assert_same_tokens(output.outputs[0].token_ids, greedy(model, prompt, NUM_TOKENS))
 
 
-@pytest.mark.parametrize("name", ["SmolLM3"])
+@pytest.mark.parametrize("name", ["Qwen3", "SmolLM3"])
 def test_entries_projected_for_layers_that_a_token_left_out_are_those_that_the_layers_would_make(
     name: str, tmp_path: Path
 ) -> None:
@@ -182,7 +194,7 @@ def test_entries_projected_for_layers_that_a_token_left_out_are_those_that_the_l
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", ["SmolLM3"])
+@pytest.mark.parametrize("name", ["Qwen3", "SmolLM3"])
 def test_the_analyses_see_the_states_of_transformers(name: str, tmp_path: Path) -> None:
     directory, model = make(tmp_path, name)
     (prompt,) = random_prompts([23])
@@ -193,7 +205,7 @@ def test_the_analyses_see_the_states_of_transformers(name: str, tmp_path: Path) 
     torch.testing.assert_close(model.model.norm(states.after), expected[-1][0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["Mistral within its window", "Qwen2 within its window"])
+@pytest.mark.parametrize("name", ["Mistral within its window", "Qwen2 within its window", "Qwen3 within its window"])
 def test_a_sliding_window_below_the_length_is_refused_and_within_it_the_model_runs(name: str, tmp_path: Path) -> None:
     directory, model = make(tmp_path, name)
     model.config.sliding_window = 40

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from d3engine.kernels import reference
 
@@ -119,6 +120,27 @@ def test_qkv_writes_keys_and_values_where_it_is_told_and_nowhere_else() -> None:
         torch.testing.assert_close(pool[block, 1, offset], heads[row, 6:8])
         pool[block, :, offset] = -7.0
     assert bool((pool == -7.0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_heads_are_those_of_qwen3(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(3, 10).to(dtype), torch.randn((4 + 2 * 2) * 6, 10).to(dtype)
+    ones, norms = torch.ones(10, dtype=dtype), torch.randn(2, 6).to(dtype)
+    theirs = [Qwen3RMSNorm(6, eps=EPS).to(dtype).requires_grad_(False) for _ in norms]
+    for module, norm in zip(theirs, norms, strict=True):
+        module.weight.data = norm
+    nothing, rtol = torch.ones(3, 3, dtype=torch.complex64), 1e-6 if dtype == torch.float32 else 1e-2
+    entries = torch.tensor([[1, 5], [2, 6], [3, 7]])
+    for bias in (None, torch.randn(48).to(dtype)):
+        pools = [torch.zeros(1, 2, 4, 2, 6, dtype=dtype) for _ in range(2)]
+        given = hidden, ones, EPS, weight, bias, nothing
+        plain = reference.qkv(*given, pools[0], entries, num_heads=4)
+        normed = reference.qkv(*given, pools[1], entries, num_heads=4, head_norms=norms)
+        torch.testing.assert_close(normed, theirs[0](plain), rtol=rtol, atol=1e-6)
+        keys, values = pools[1][0, :, 1:].unbind()
+        torch.testing.assert_close(keys, theirs[1](pools[0][0, 0, 1:]), rtol=rtol, atol=1e-6)
+        assert torch.equal(values, pools[0][0, 1, 1:])
 
 
 def test_linear_residual_and_gate_up_are_the_mlp_of_llama() -> None:

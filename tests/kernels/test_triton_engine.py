@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from batches import Request, assert_same
+from tiny_models import TINY, random_prompts, save_random
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config, SmolLM3Config
 
 import d3engine.kernels.triton as kernels
 from d3engine import D3, Engine, FullDepth, SamplingParams, UnifiedSkip
@@ -80,6 +83,25 @@ def test_runs_of_steps_answer_as_on_the_reference(
         wanted = reference_engine.generate(list(request.prompt), request.params, use_tqdm=False)[0]
         assert_same(output, wanted)
     assert engine.stats().graph_steps >= 4
+
+
+@pytest.mark.parametrize("kind", [Qwen3Config, SmolLM3Config])
+def test_norms_of_heads_and_layers_without_rope_answer_as_on_the_reference(
+    kind: type[PreTrainedConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    given = kind(**(TINY | {"pad_token_id": None, "no_rope_layers": [1, 0, 1]}))
+    directory, _ = save_random(tmp_path, AutoModelForCausalLM.from_config(given, dtype=torch.float32))
+    monkeypatch.setattr(resolve, "runs_in_graphs", lambda device, enforce_eager: not enforce_eager)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    params, answers = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), []
+    for name, where in (("reference", "cpu"), ("triton", device)):
+        monkeypatch.setenv("D3ENGINE_KERNELS", name)
+        with Engine(directory, depth=D3(0.8, 0.3), skip_tokenizer_init=True, block_size=16, device=where) as engine:
+            answers.append(engine.generate(random_prompts([3, 6]), params, use_tqdm=False))
+            assert engine.stats().graph_steps > 0
+    for found, wanted in zip(*answers, strict=True):
+        assert_same(found, wanted)
 
 
 @pytest.mark.parametrize("live", [0, 1, 5, 7])

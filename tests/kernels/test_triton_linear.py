@@ -146,11 +146,22 @@ def test_gate_up(
         assert_close(kernels.gate_up(hidden, norm, EPS, weight, bias), expected, limit)
 
 
+QKV_CASES = cases((3, 1, 24, 129), (2, 2, 64, 123), (1, 1, 96, 256), (4, 2, 10, 5))
+# The second kernel gets rows of float32 or of torch's product; the last of these has three tiles of heads.
+HEAD_NORM_CASES = [(dtype, rows, 3, 1, 24, 129) for dtype in DTYPES for rows in (1, 19, 43)]
+HEAD_NORM_CASES += [
+    (torch.float32, 5, 2, 2, 64, 123),
+    (torch.float32, 40, 4, 2, 10, 5),
+    (torch.float32, 3, 9, 4, 96, 33),
+]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "rows", "heads", "kv_heads", "channels", "width"),
-    cases((3, 1, 24, 129), (2, 2, 64, 123), (1, 1, 96, 256), (4, 2, 10, 5)),
+    ("has_head_norms", "dtype", "rows", "heads", "kv_heads", "channels", "width"),
+    [(False, *case) for case in QKV_CASES] + [(True, *case) for case in HEAD_NORM_CASES],
 )
 def test_qkv_writes_keys_and_values_where_it_is_told_and_nowhere_else(
+    has_head_norms: bool,
     dtype: torch.dtype,
     rows: int,
     heads: int,
@@ -164,6 +175,7 @@ def test_qkv_writes_keys_and_values_where_it_is_told_and_nowhere_else(
     hidden, norm = randn(rows, width, dtype=dtype, scale=3.0), randn(width, dtype=dtype)
     weight = randn(outputs, width, dtype=dtype, scale=0.1)
     bias = randn(outputs, dtype=dtype) if kv_heads == 1 else None
+    head_norms = randn(2, channels, dtype=dtype).contiguous() if has_head_norms else None
     angles = randn(rows, channels // 2, dtype=torch.float32, scale=50.0)
     rotations = torch.polar(torch.ones_like(angles), angles)
     pool = torch.full((rows + 1, 2, 4, kv_heads, channels), torch.nan, dtype=dtype, device=device)
@@ -172,12 +184,17 @@ def test_qkv_writes_keys_and_values_where_it_is_told_and_nowhere_else(
     entries = torch.stack((keys, keys + 4), dim=1).repeat(3, 1, 1)[1]
 
     projected = normed(hidden, norm) @ weight.double().t() + (0 if bias is None else bias.double())
-    turned = torch.view_as_complex(projected.view(rows, -1, channels // 2, 2)) * rotations.to(torch.complex128)[:, None]
-    expected = torch.view_as_real(turned).view(rows, -1, channels)
-    expected[:, heads + kv_heads :] = projected.view(rows, -1, channels)[:, heads + kv_heads :]
+    projected = projected.view(rows, -1, channels)
+    if head_norms is not None:
+        for part, norm_of_heads in zip(projected.split((heads, kv_heads, kv_heads), dim=1), head_norms, strict=False):
+            part.copy_(normed(part, norm_of_heads))
+    turned = torch.view_as_complex(projected.unflatten(2, (-1, 2))) * rotations.to(torch.complex128)[:, None]
+    expected = torch.view_as_real(turned).flatten(2)
+    expected[:, heads + kv_heads :] = projected[:, heads + kv_heads :]
 
+    num_rows = row_count(live, device)
     queries = kernels.qkv(
-        hidden, norm, EPS, weight, bias, rotations, pool, entries, heads, num_rows=row_count(live, device)
+        hidden, norm, EPS, weight, bias, rotations, pool, entries, heads, head_norms=head_norms, num_rows=num_rows
     )
     flat, limit = pool.view(-1, kv_heads, channels), 2 * LIMITS[dtype]
     assert_close(queries[:live], expected[:live, :heads], limit)

@@ -21,6 +21,7 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3Config,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -30,7 +31,7 @@ from d3engine.model.config import ModelConfig
 from d3engine.model.families import FAMILIES, Biases, Multipliers
 from d3engine.model.fingerprint import fingerprint
 from d3engine.model.quantization import quantize_weights
-from d3engine.model.weights import LlamaWeights, load_weights
+from d3engine.model.weights import LlamaWeights, load_weights, random_weights
 from d3engine.weights_tools.convert import convert_bin
 from d3engine.weights_tools.inspection import inspect_model, verify_model
 from d3engine.weights_tools.quantize import quantize_model
@@ -56,6 +57,7 @@ CONFIGS: list[type[PreTrainedConfig]] = [
     GraniteConfig,
     Phi3Config,
     InternLM3Config,
+    Qwen3Config,
     SmolLM3Config,
 ]
 
@@ -64,9 +66,13 @@ def config(architecture: str, **changes: Any) -> ModelConfig:
     return ModelConfig.from_dict({"architectures": [architecture]} | SIZES | changes)
 
 
+def config_of_type(model_type: str) -> ModelConfig:
+    return ModelConfig.from_dict({"model_type": model_type} | SIZES)
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_absent_fields_have_the_defaults_of_the_family_in_transformers(kind: type[PreTrainedConfig]) -> None:
-    read, oracle = ModelConfig.from_dict({"model_type": kind.model_type} | SIZES), kind(**SIZES)
+    read, oracle = config_of_type(kind.model_type), kind(**SIZES)
     assert read.num_kv_heads == oracle.num_key_value_heads
     assert read.head_dim == (getattr(oracle, "head_dim", None) or oracle.hidden_size // oracle.num_attention_heads)
     assert read.max_position_embeddings == oracle.max_position_embeddings
@@ -89,6 +95,11 @@ def test_biases_are_those_of_the_family() -> None:
     assert config("SeedOssForCausalLM", attention_bias=False, attention_out_bias=True).biases == Biases(output=True)
     assert config("LlamaForCausalLM", attention_bias=True).biases == Biases(qkv=True, output=True)
     assert config("InternLM3ForCausalLM", qkv_bias=True, bias=True).biases == Biases(True, True, True)
+    assert config("Qwen3ForCausalLM", attention_bias=True, mlp_bias=True).biases == Biases(qkv=True, output=True)
+
+
+def test_only_qwen3_has_norms_of_heads() -> None:
+    assert [kind.model_type for kind in CONFIGS if config_of_type(kind.model_type).has_head_norms] == ["qwen3"]
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0}
@@ -98,7 +109,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
-        ("Qwen3ForCausalLM", {}, r"architectures must be a list with one of .*Qwen2ForCausalLM.*; got \['Qwen3"),
+        ("Qwen3MoeForCausalLM", {}, r"architectures must be a list with one of .*Qwen3ForCausalLM.*; got \['Qwen3Moe"),
         ("GraniteMoeForCausalLM", {}, "architectures must be .*; got"),
         ("MistralForCausalLM", {"model_type": "llama"}, "model_type must be 'mistral' beside .*; got 'llama'"),
         ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window must be an integer from 1 to .*; got 0"),
@@ -125,6 +136,9 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
         ("Phi3ForCausalLM", {"rope_scaling": LONGROPE}, "rope_scaling: type must be .*; got 'longrope'"),
         ("Phi3ForCausalLM", {"rope_scaling": YARN}, "rope_scaling must be of type default for Phi3ForCausalLM; got"),
         ("InternLM3ForCausalLM", {"qkv_bias": True}, "qkv_bias must be the same as mlp_bias=False; got True"),
+        ("Qwen3ForCausalLM", {"layer_types": ["sliding_attention"] * 2}, "layer_types must be 'full_attention' for"),
+        ("Qwen3ForCausalLM", {"rope_scaling": LONGROPE}, "rope_scaling: type must be .*; got 'longrope'"),
+        ("Qwen3ForCausalLM", {"attention_bias": "yes"}, "attention_bias must be true or false; got 'yes'"),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "no_rope_layers must be null or a list of num_hidden_layers=2"),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 2]}, r"no_rope_layers must be .* 0 or 1 .*; got \[1, 2\]"),
         ("SmolLM3ForCausalLM", {"no_rope_layers": 1}, "no_rope_layers must be .*; got 1"),
@@ -150,7 +164,7 @@ def test_layers_without_rope_are_those_of_the_list_or_at_the_interval() -> None:
 
 
 def test_a_window_counts_where_it_is_used() -> None:
-    for architecture in ("Qwen2ForCausalLM", "SmolLM3ForCausalLM"):
+    for architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM"):
         assert config(architecture, sliding_window=64).sliding_window is None
         used = {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
         assert config(architecture, sliding_window=64, **used).sliding_window == 64
@@ -178,6 +192,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
         "Granite": GraniteConfig(**(TINY | GRANITE | {"tie_word_embeddings": True})),
         "Phi-3": Phi3Config(**(TINY | {"pad_token_id": None})),
         "Qwen2": Qwen2Config(**TINY),
+        "Qwen3": Qwen3Config(**TINY),
         "SmolLM3": SmolLM3Config(**(TINY | {"pad_token_id": None, "no_rope_layers": [1, 0, 1]})),
     }
     made: dict[str, Path] = {}
@@ -209,7 +224,7 @@ def assert_equal(one: LlamaWeights, other: LlamaWeights) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-@pytest.mark.parametrize("name", ["Granite", "Phi-3", "Qwen2"])
+@pytest.mark.parametrize("name", ["Granite", "Phi-3", "Qwen2", "Qwen3", "SmolLM3"])
 def test_a_quantized_family_loads_as_its_quantized_weights(
     name: str, scheme: str, saved: MakeModel, tmp_path: Path
 ) -> None:
@@ -218,7 +233,7 @@ def test_a_quantized_family_loads_as_its_quantized_weights(
     assert_equal(load(tmp_path / "out"), quantize_weights(load(saved(name)), scheme))
 
 
-@pytest.mark.parametrize("name", ["Granite", "Phi-3", "Qwen2"])
+@pytest.mark.parametrize("name", ["Granite", "Phi-3", "Qwen2", "Qwen3", "SmolLM3"])
 def test_a_family_is_verified_inspected_and_converted_from_pickles(name: str, saved: MakeModel, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -255,6 +270,37 @@ def test_a_missing_fused_matrix_is_named(saved: MakeModel, tmp_path: Path) -> No
     name = re.escape("'model.layers.0.self_attn.qkv_proj.weight' is missing")
     with pytest.raises(ModelFormatError, match=name):
         load(directory)
+
+
+def test_a_norm_of_heads_that_is_missing_or_of_another_width_is_named(saved: MakeModel, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    name, width = "model.layers.1.self_attn.k_norm.weight", TINY["head_dim"]
+    tensors = load_file(saved("Qwen3") / "model.safetensors")
+    for place, norm, message in (
+        ("missing", None, f"tensor '{name}' is missing"),
+        ("wide", torch.ones(2 * width), f"tensor '{name}' has shape [{2 * width}]; config.json asks for [{width}]"),
+        ("broken", torch.full((width,), torch.nan), f"tensor '{name}' holds NaN or infinity"),
+    ):
+        directory = tmp_path / place
+        directory.mkdir()
+        (directory / "config.json").write_text((saved("Qwen3") / "config.json").read_text())
+        others = {other: tensor for other, tensor in tensors.items() if other != name}
+        save_file(others if norm is None else others | {name: norm}, directory / "model.safetensors")
+        with pytest.raises(ModelFormatError, match=re.escape(message)):
+            load(directory)
+    named = re.escape("tensor 'model.layers.0.self_attn.k_norm.weight' is unexpected for this config.json")
+    (tmp_path / "llama").mkdir()
+    with pytest.raises(ModelFormatError, match=named):
+        load(changed(saved("Qwen3"), tmp_path / "llama", architectures=["LlamaForCausalLM"], model_type="llama"))
+
+
+def test_random_weights_have_what_the_files_of_a_family_have(saved: MakeModel) -> None:
+    for name in ("Qwen3", "SmolLM3"):
+        read = ModelConfig.from_directory(saved(name))
+        random = random_weights(read, dtype=torch.float32, device="cpu", seed=0)
+        pairs = zip(all_tensors(random), all_tensors(load(saved(name))), strict=True)
+        assert all(made.shape == loaded.shape for made, loaded in pairs)
 
 
 def test_every_multiplier_is_part_of_the_fingerprint(saved: MakeModel, tmp_path: Path) -> None:
