@@ -30,9 +30,10 @@ setup: $(VENV)/.installed-dev
 demo: $(VENV)/.installed
 	$(BIN)/d3engine generate demo
 
+# Sampled as the authors of SmolLM2 do it.
 chat: $(VENV)/.installed-gguf
 	$(BIN)/d3engine weights fetch smollm2
-	$(BIN)/d3engine chat smollm2 --temperature 0.2 --top-p 0.9  # as its authors sample it
+	$(BIN)/d3engine chat smollm2 --temperature 0.2 --top-p 0.9
 
 test: $(VENV)/.installed-test
 	@echo "All tests: about four minutes on two free cores, longer on busy ones; none is judged by its time. Where there is"

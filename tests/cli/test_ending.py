@@ -273,5 +273,5 @@ def test_weights_inspect_shows_the_demo_and_the_same_as_json() -> None:
     assert re.search(r"^model\.layers\.\*\.post_attention_layernorm\.weight +16 +128 +BF16", shown.stdout, re.M)
     refused = run("weights", "inspect", "nowhere")
     assert refused.exit_code == 2
-    kinds = "'demo', 'smollm2', a directory with a Llama model or 'owner/name' of the Hugging Face hub"
+    kinds = "'demo', 'smollm2', a GGUF file, a directory with a Llama model or 'owner/name' of the Hugging Face hub"
     assert refused.stderr == f"error: model must be {kinds}; got 'nowhere'\n"
