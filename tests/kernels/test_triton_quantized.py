@@ -133,8 +133,9 @@ def test_gate_up_and_lm_head_carry_their_norm(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("has_head_norms", [False, True])
 @pytest.mark.parametrize("rows", [1, 5])
-def test_qkv(kind: str, rows: int, randn: Randn, device: torch.device) -> None:
+def test_qkv(kind: str, rows: int, has_head_norms: bool, randn: Randn, device: torch.device) -> None:
     heads, kv_heads, channels, columns = 3, 1, 16, 150
     weight, exact = random_weight(kind, (heads + 2 * kv_heads) * channels, columns, device)
     hidden, norm = randn(rows, columns, dtype=torch.float32), randn(columns, dtype=torch.float32)
@@ -144,9 +145,13 @@ def test_qkv(kind: str, rows: int, randn: Randn, device: torch.device) -> None:
     keys = torch.arange(rows, device=device).flip(0) * 8
     entries = torch.stack((keys, keys + 4), dim=1)
     projected = (normed(hidden, norm) @ exact.t()).view(rows, -1, channels)
+    head_norms = randn(2, channels, dtype=torch.float32).contiguous() if has_head_norms else None
+    if head_norms is not None:
+        for part, norm_of_heads in zip(projected.split((heads, kv_heads, kv_heads), dim=1), head_norms, strict=False):
+            part.copy_(normed(part, norm_of_heads))
     turned = torch.view_as_complex(projected.view(rows, -1, channels // 2, 2)) * rotations.to(torch.complex128)[:, None]
     turned = torch.view_as_real(turned).view(rows, -1, channels)
-    queries = kernels.qkv(hidden, norm, EPS, weight, None, rotations, pool, entries, heads)
+    queries = kernels.qkv(hidden, norm, EPS, weight, None, rotations, pool, entries, heads, head_norms=head_norms)
     flat = pool.view(-1, kv_heads, channels)
     assert_close(queries, turned[:, :heads], 2e-6)
     assert_close(flat[entries[:, 0]], turned[:, heads : heads + kv_heads], 2e-6)
