@@ -35,7 +35,7 @@ class Rope:
         self._trained_length = config.max_position_embeddings
         self._rope = config.rope
         self._unturned = torch.ones(1, config.head_dim // 2, dtype=torch.complex64, device=device)
-        self._is_turned = [layer not in config.layers_without_rope for layer in range(config.num_layers)]
+        self._num_layers, self._layers_without_rope = config.num_layers, config.layers_without_rope
         self.generated_table = self.table
         if self.depends_on_length:
             every = positions.to(device)
@@ -65,8 +65,10 @@ class Rope:
 
         A layer without rope so runs the same operations on the same shapes. Its ones share one row of memory.
         """
-        choices = (self._unturned.expand_as(rotations), rotations)
-        return [choices[is_turned] for is_turned in self._is_turned]
+        each = [rotations] * self._num_layers
+        for layer in self._layers_without_rope:
+            each[layer] = self._unturned.expand_as(rotations)
+        return each
 
     def _dynamic_frequencies(self, sequence_lengths: Tensor) -> Tensor:
         """Float32 [T, head_dim / 2]: NTK-aware frequencies for sequence lengths int64 [T]."""
