@@ -49,6 +49,9 @@ app = new_app()
 DEMO_DEPTH = D3(alpha=0.9, start=0.6)
 """What the demo compares with full depth where neither --depth nor d3.json names a policy."""
 
+WARM_UP_TOKENS = 4
+"""Tokens before the first answer of the demo; nobody sees them, and somebody waits for them."""
+
 
 @app.command()
 @takes_depth
@@ -265,7 +268,7 @@ class _Demo:
             )
             self.text.end_line()
             self.writer.write_words(self.problem.question)
-        self._answer(policies[0], self._silently)  # a first run is slower than any other, so it is not shown
+        self._warm_up()
         runs = [self._show_answer(policy) for policy in policies]
         if self.as_json:
             self._print_json(policies, runs, seed)
@@ -277,6 +280,14 @@ class _Demo:
         another = as_typed("generate", "--problem-seed", str(seed + 1))
         self.text.write_words(f"Another problem:        {another}")
         self.text.write_words(f"How often it is right:  {as_typed('eval', 'demo', *_flags(policies[-1]))}")
+
+    def _warm_up(self) -> None:
+        """A few tokens that are not shown: the first steps of a process are slower than any other."""
+        from d3engine.cli.answers import run_answers
+
+        params = replace(self.params, depth=FullDepth(), min_tokens=0, max_tokens=WARM_UP_TOKENS)
+        if run_answers(self.engine, [self.prompt], params, self._silently).interrupted:
+            raise typer.Exit(ExitCode.INTERRUPTED)
 
     def _show_answer(self, policy: DepthPolicy) -> Run:
         from d3engine.cli.answers import show_tokens

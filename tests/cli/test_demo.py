@@ -11,14 +11,18 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from d3engine.cli import OBJECTS_BETWEEN_COLLECTIONS, answers, app, generate
 from d3engine.cli.engine_options import engine_arguments, open_engine
 from d3engine.cli.invocation import as_typed
 from d3engine.cli.threads import read_threads, threads_for
 from d3engine.cli.turns import Speedup, speedup
+from d3engine.engine import Engine
 from d3engine.errors import InvalidValueError
 from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import ModelConfig
@@ -158,3 +162,48 @@ def test_the_flag_reaches_pytorch(threads: None) -> None:
 def test_other_threads_are_refused(given: str) -> None:
     with pytest.raises(InvalidValueError, match="--threads must be"):
         read_threads(given)
+
+
+# -- what somebody waits for before the first word -------------------------------------------------------------------
+
+RUN_DEMO = """
+import gc, sys, torch
+brought = set(sys.modules)
+from d3engine.cli import main
+sys.argv = ["d3engine", "generate", "demo", "--depth", "full", "--max-tokens", "1"]
+try: main()
+except SystemExit as end: assert not end.code
+print(gc.get_threshold()[0])
+print(*sorted(set(sys.modules) - brought))
+"""
+
+
+def test_the_demo_imports_nothing_that_it_does_not_use() -> None:
+    done = subprocess.run([sys.executable, "-c", RUN_DEMO], capture_output=True, text=True, check=True)
+    *_, objects, modules = done.stdout.splitlines()
+    imported = set(modules.split())
+    assert {"d3engine.engine", "d3engine.kernels.reference"} <= imported
+    unused = {"transformers", "jinja2", "triton", "sympy", "matplotlib", "huggingface_hub", "gguf"}
+    unused |= {"torch._dynamo", "torch._inductor", "d3engine.kernels.triton", "d3engine.evaluation.accuracy"}
+    assert sorted(unused & imported) == []
+    assert int(objects) == OBJECTS_BETWEEN_COLLECTIONS, "torch's import is not to be searched for garbage all the time"
+
+
+def test_nobody_waits_for_a_whole_answer_before_the_first_that_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines: list[Engine] = []
+    waited: list[int] = []
+
+    def opened(*arguments: Any) -> Engine:
+        engines.append(open_engine(*arguments))
+        return engines[0]
+
+    def shown(*_: Any, **__: Any) -> None:
+        waited.append(engines[0].stats().generated_tokens)
+
+    monkeypatch.setattr(generate, "open_engine", opened)
+    monkeypatch.setattr(answers, "show_tokens", shown)
+    monkeypatch.setattr(generate, "speedup", lambda *_: "as fast")
+    result = CliRunner().invoke(app, ["generate", "demo", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    assert waited[0] == generate.WARM_UP_TOKENS + 1
+    assert waited[-1] > 3 * waited[0]
