@@ -103,7 +103,7 @@ def gguf_command(
     shard_size: ShardSize = 5.0,
     overwrite: Overwrite = False,
 ) -> None:
-    """Convert a GGUF file of the llama architecture, its tokenizer and chat template."""
+    """Convert a GGUF file of a llama or a qwen3, its tokenizer and chat template."""
     from d3engine.weights_tools.convert_gguf import convert_gguf
 
     convert_gguf(source, destination, dtype=dtype.value, shard_bytes=_shard_bytes(shard_size), overwrite=overwrite)

@@ -6,7 +6,7 @@ The one idea: a key that could change what a model computes is either read or re
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from d3engine.errors import ModelFormatError, must_be
 from d3engine.model.fields import Fields
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 FREQ_FACTORS = "rope_freqs.weight"
 """The tensor that no layer has: by what Llama 3.1 divides the frequency of each channel."""
 
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""What `general.architecture` may be, which is the model_type of transformers too, and the class there."""
+
 _READ = frozenset(
     {
         *("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size"),
@@ -27,7 +30,7 @@ _READ = frozenset(
         *("rope.scaling.finetuned", "tensor_data_layout"),
     }
 )
-"""The keys behind "llama." that are read, or say nothing that changes a result."""
+"""The keys behind "llama." or another architecture that are read, or say nothing that changes a result."""
 _OFF = (None, 0, 0.0, False)
 
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -37,18 +40,20 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def gguf_config(file: GGUFFile) -> dict[str, Any]:
-    """The config.json of a GGUF file of the llama architecture.
+    """The config.json of a GGUF file of one of `ARCHITECTURES`.
 
     It names a dtype where all matrices of the file are of one float type. Raises `ModelFormatError`, naming the key.
     """
     metadata = file.metadata
-    if metadata.get("general.architecture") != "llama":
-        _refuse(file, "general.architecture", "'llama'")
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+        _refuse(file, "general.architecture", f"one of {', '.join(ARCHITECTURES)}")
     if metadata.get("split.count", 1) not in (0, 1):
         _refuse(file, "split.count", "1: put the parts together first (llama-gguf-split --merge)")
-    _refuse_unread(file)
-    own = {key.removeprefix("llama."): value for key, value in metadata.items() if key.startswith("llama.")}
-    fields = Fields(own, f"{file.path}: llama")
+    prefix = f"{architecture}."
+    _refuse_unread(file, prefix)
+    own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    fields = Fields(own, f"{file.path}: {architecture}")
     num_heads = fields.integer("attention.head_count")
     hidden_size = fields.integer("embedding_length")
     head_dim = fields.integer("attention.key_length", default=max(1, hidden_size // num_heads))
@@ -57,8 +62,8 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
             fields.refuse(name, f"the length of a head, {head_dim}")
     theta = fields.number("rope.freq_base", default=10_000.0)
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [ARCHITECTURES[architecture]],
+        "model_type": architecture,
         "hidden_act": "silu",
         "vocab_size": _embedding(file).shape[0],
         "hidden_size": hidden_size,
@@ -80,14 +85,14 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     return config if dtype is None else config | {"torch_dtype": dtype}
 
 
-def _refuse(file: GGUFFile, key: str, allowed: str) -> None:
+def _refuse(file: GGUFFile, key: str, allowed: str) -> NoReturn:
     raise ModelFormatError(must_be(f"{file.path}: {key}", file.metadata.get(key), allowed))
 
 
-def _refuse_unread(file: GGUFFile) -> None:
+def _refuse_unread(file: GGUFFile, prefix: str) -> None:
     """A key of the architecture's that is not read could change the result, unless it says that something is off."""
     for key, value in file.metadata.items():
-        if key.startswith("llama.") and key.removeprefix("llama.") not in _READ and value not in _OFF:
+        if key.startswith(prefix) and key.removeprefix(prefix) not in _READ and value not in _OFF:
             _refuse(file, key, "absent, since it is not supported")
 
 

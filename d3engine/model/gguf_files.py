@@ -31,7 +31,7 @@ _TEMPLATE = "tokenizer.chat_template"
 
 
 class GGUFFiles(ModelFiles):
-    """The model of one GGUF file of the llama architecture."""
+    """The model of one GGUF file of an architecture that runs."""
 
     def __init__(self, file: GGUFFile) -> None:
         self.path = file.path

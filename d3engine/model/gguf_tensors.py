@@ -24,6 +24,8 @@ _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
@@ -32,16 +34,18 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+)\.(weight|bias)")
-_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+_HEADS = {"llama": {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}}
+"""Modules whose rows stand in another order than transformers', and the field of how many heads they are."""
 
 
 def gguf_checkpoint(file: GGUFFile, config: Mapping[str, Any]) -> Checkpoint:
     """The tensors of `file`, whose config.json is `config`; all are read in float32.
 
-    Raises `ModelFormatError` for one that no plain Llama has, or that has not the heads of the config.
+    Raises `ModelFormatError` for one that no model here has, or that has not the heads of the config.
     """
     names = {_name_of(file, name): name for name in file.tensors if name != FREQ_FACTORS}
-    tensors = GGUFTensors(file, names, {module: config[field] for module, field in _HEADS.items()})
+    heads = {module: config[field] for module, field in _HEADS.get(config["model_type"], {}).items()}
+    tensors = GGUFTensors(file, names, heads)
     return Checkpoint({entry.name: entry for entry in tensors.entries()}, {file.path: tensors})
 
 
@@ -87,11 +91,11 @@ class GGUFTensors:
 
 
 def _name_of(file: GGUFFile, name: str) -> str:
-    """transformers' name of a tensor; raises `ModelFormatError` for one that no Llama has."""
+    """transformers' name of a tensor; raises `ModelFormatError` for one that no model here has."""
     module, _, kind = name.rpartition(".")
     if module in _NAMES and kind == "weight":
         return f"{_NAMES[module]}.weight"
     found = _LAYER.fullmatch(name)
     if found is None or found[2] not in _LAYER_NAMES:
-        raise ModelFormatError(f"{file.path}: tensor {name!r} is not supported: no plain Llama has it")
+        raise ModelFormatError(f"{file.path}: tensor {name!r} is not supported: no model here has it")
     return f"model.layers.{found[1]}.{_LAYER_NAMES[found[2]]}.{found[3]}"

@@ -1,4 +1,4 @@
-"""GGUF files of tiny Llamas, made by ggml's own writer: every type of tensor, and both kinds of tokenizers."""
+"""GGUF files of tiny models, made by ggml's own writer: every type of tensor, and both kinds of tokenizers."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _SCALES_AT |= {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>\n{% endfor %}"
 
 
-def shapes(*, tied: bool = False, **changes: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a Llama's tensors in llama.cpp's words."""
+def shapes(architecture: str = "llama", *, tied: bool = False, **changes: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a model's tensors in llama.cpp's words."""
     sizes = SIZES | changes
     hidden, inner = sizes["hidden"], sizes["intermediate"]
     q, kv = sizes["heads"] * sizes["head_dim"], sizes["kv_heads"] * sizes["head_dim"]
@@ -54,6 +54,8 @@ def shapes(*, tied: bool = False, **changes: int) -> dict[str, tuple[int, ...]]:
             **{"attn_output": (hidden, q), "ffn_norm": (hidden,), "ffn_gate": (inner, hidden)},
             **{"ffn_up": (inner, hidden), "ffn_down": (hidden, inner)},
         }
+        if architecture == "qwen3":
+            layer_shapes |= dict.fromkeys(("attn_q_norm", "attn_k_norm"), (sizes["head_dim"],))
         found |= {f"blk.{layer}.{name}.weight": shape for name, shape in layer_shapes.items()}
     found["output_norm.weight"] = (hidden,)
     return found if tied else found | {"output.weight": (sizes["vocab_size"], hidden)}
@@ -85,9 +87,10 @@ def write_gguf(
     extra: dict[str, np.ndarray[Any, Any]] | None = None,
     tied: bool = False,
     types: tuple[str, ...] = TENSOR_TYPES,
+    architecture: str = "llama",
     **sizes: int,
 ) -> Path:
-    """A random Llama whose matrices take the types in turn; `changes` are keys beyond the usual, or in their place."""
+    """A random model whose matrices take the types in turn; `changes` are keys beyond the usual, or in their place."""
     own = SIZES | sizes
     keys: dict[str, Any] = {
         "llama.block_count": own["layers"],
@@ -103,12 +106,13 @@ def write_gguf(
         **tokenizer,
         **(changes or {}),
     }
-    writer = GGUFWriter(path, "llama")
+    keys = {key.replace("llama.", f"{architecture}."): value for key, value in keys.items()}
+    writer = GGUFWriter(path, architecture)
     for key, value in keys.items():
         if key not in leave:
             _add(writer, key, value)
     rng, in_turn = np.random.default_rng(0), itertools.cycle(types)
-    for name, shape in shapes(tied=tied, **sizes).items():
+    for name, shape in shapes(architecture, tied=tied, **sizes).items():
         type_name = next(in_turn) if len(shape) == 2 else "F32"
         tensor = random_tensor(rng, shape, type_name)
         writer.add_tensor(name, tensor, raw_dtype=GGMLQuantizationType[type_name])

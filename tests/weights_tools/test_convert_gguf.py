@@ -15,6 +15,7 @@ from gguf_files import SIZES, SMALL, TEMPLATE, bpe_keys, write_gguf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers_oracle import greedy
 from typer.testing import CliRunner
 
 from d3engine import Engine, FullDepth, SamplingParams
@@ -80,6 +81,24 @@ def test_metadata_becomes_config_and_generation_config(made: Path, bpe: dict[str
     assert (made / "model" / "chat_template.jinja").read_text() == TEMPLATE
 
 
+def test_a_qwen3_has_norms_of_heads_and_its_rows_in_transformers_own_order(tmp_path: Path, bpe: dict[str, Any]) -> None:
+    # Heads of 128: what transformers takes them for, whatever the file says.
+    sizes = {"types": ("F16", "Q8_0"), "hidden": 64, "intermediate": 64, "heads": 2, "kv_heads": 1, "head_dim": 128}
+    lengths = {"llama.attention.key_length": 128, "llama.attention.value_length": 128}
+    file = write_gguf(tmp_path / "model.gguf", tokenizer=bpe, changes=lengths, architecture="qwen3", **sizes)
+    convert_gguf(file, tmp_path / "model", show_progress=False)
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).eval()
+    weights, expected = load_file(tmp_path / "model" / "model.safetensors"), oracle.state_dict()
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
+    prompt = [5, 300, 17, 42, 99]
+    for model in (file, tmp_path / "model"):
+        with Engine(str(model), depth=FullDepth(), device="cpu", dtype="float32") as engine:
+            params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+            ours = engine.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs[0].token_ids
+        assert ours == greedy(oracle, prompt, 12).token_ids
+
+
 def test_without_an_output_matrix_embeddings_are_tied_and_bfloat16_is_the_float32_rounded(
     tmp_path: Path, bpe: dict[str, Any]
 ) -> None:
@@ -124,7 +143,7 @@ def test_linear_and_yarn_rope_keep_their_numbers(tmp_path: Path, bpe: dict[str, 
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "architecture": ({"general.architecture": "mamba"}, "general.architecture must be 'llama'"),
+    "architecture": ({"general.architecture": "mamba"}, "general.architecture must be one of llama, qwen3"),
     "experts": ({"llama.expert_count": 8}, "llama.expert_count must be absent"),
     "window": ({"llama.attention.sliding_window": 128}, "llama.attention.sliding_window must be absent"),
     "rope": ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type must be one of none, linear, yarn"),
