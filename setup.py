@@ -1,12 +1,56 @@
-"""Maps the top-level folders `kernels/` and `weights_tools/` into the d3engine package.
+"""Maps the top-level folders `kernels/` and `weights_tools/` into the d3engine package, and builds the native library.
 
 They stand at the top of the repository because people look for them there, but are only ever importable as
 `d3engine.kernels` and `d3engine.weights_tools`: a top-level module named `kernels` belongs to another project.
+
+The library is no Python module, but plain C behind ctypes: one wheel serves every Python of a platform. Where there is
+no C++ compiler the install goes on without it.
 """
 
-from setuptools import find_packages, setup
+import os
+import runpy
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 TOP_LEVEL = ("kernels", "weights_tools")
+NATIVE = Path("kernels/native")
+build = runpy.run_path(str(NATIVE / "build.py"))
+
+
+class BuildNative(build_ext):
+    """Lets `build.py` compile; without a compiler it says what is missing, and what that costs."""
+
+    is_built = False
+
+    def get_ext_filename(self, fullname):
+        return os.path.join(*fullname.split(".")) + ".so"
+
+    def build_extension(self, extension):
+        target = Path(self.get_ext_fullpath(extension.name)).absolute()
+        target.unlink(missing_ok=True)  # what an earlier build has left must not go into a wheel as if it were new
+        try:
+            build["compile_library"](target, folder=NATIVE.absolute())
+            self.is_built = True
+        except build["BuildError"] as error:
+            self.warn(
+                f"the native library is left out: {error}. On a CPU d3engine then decodes with PyTorch alone, several"
+                " times slower; install a C++ compiler (g++ or clang++) and then d3engine again"
+            )
+
+    def get_outputs(self):
+        return super().get_outputs() if self.is_built else []
+
+
+class TagForEveryPython(bdist_wheel):
+    """The wheel is bound to a platform by the library, and to nothing without one."""
+
+    def get_tag(self):
+        is_built = self.get_finalized_command("build_ext").is_built
+        return "py3", "none", super().get_tag()[2] if is_built else "any"
+
 
 # The bundled model's folder holds data alone, which setuptools wants to be told of as a package too.
 packages = [*find_packages(include=["d3engine", "d3engine.*"]), "d3engine.demo_model"]
@@ -17,4 +61,13 @@ for folder in TOP_LEVEL:
 setup(
     packages=packages,
     package_dir={"d3engine": "d3engine"} | {f"d3engine.{folder}": folder for folder in TOP_LEVEL},
+    ext_modules=[
+        Extension(
+            "d3engine.kernels.native.libd3native",
+            sources=sorted(str(path) for path in NATIVE.glob("*.cpp")),
+            depends=sorted(str(path) for path in (*NATIVE.glob("*.h"), *NATIVE.glob("*.inc"))),
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": TagForEveryPython},
 )

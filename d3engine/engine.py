@@ -67,9 +67,11 @@ class Engine:
         gpu_memory_utilization: that share, counting what weights, CUDA graphs and the largest step take.
         enable_prefix_caching: let prompts share the blocks of a common beginning.
         admission: when waiting requests join the batch: `Immediate()` or `Waves(steps)`.
-        enforce_eager: run without CUDA graphs: the same kernels, each launched by the host. A CPU has no graphs.
+        enforce_eager: run without CUDA graphs and without the native library: each operation is called by the host.
         num_scheduler_steps: tokens that a batch which only decodes may generate before the host looks at them, for
-            requests of `generate` and `chat`; None: 16 with CUDA graphs, and always 1 without.
+            requests of `generate` and `chat`; None: 16 with CUDA graphs or the native library, and always 1 without.
+        num_threads: threads that decode on a CPU in the native library; None: as many as PyTorch uses, whose own number
+            (for prompts) it leaves alone.
         seed: from which requests without a seed get theirs.
         tokenizer: a directory or a GGUF file to take the tokenizer from; None: the model's.
         skip_tokenizer_init: work with token ids alone.
@@ -100,6 +102,7 @@ class Engine:
         admission: Admission | None = None,
         enforce_eager: bool = False,
         num_scheduler_steps: int | None = None,
+        num_threads: int | None = None,
         seed: int = 0,
         tokenizer: str | os.PathLike[str] | None = None,
         skip_tokenizer_init: bool = False,
@@ -125,6 +128,7 @@ class Engine:
             admission=admission,
             enforce_eager=enforce_eager,
             num_scheduler_steps=num_scheduler_steps,
+            num_threads=num_threads,
         )
         self.settings = settings
         self.default_sampling_params = default_sampling_params(settings.directory)

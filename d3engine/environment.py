@@ -31,9 +31,15 @@ class Variable:
 
 KERNELS = Variable(
     "D3ENGINE_KERNELS",
-    ("auto", "reference", "triton"),
-    "which implementation of the operations runs: auto is triton on a GPU and reference elsewhere; triton on a CPU"
-    " needs TRITON_INTERPRET=1",
+    ("auto", "reference", "native", "triton"),
+    "which implementation of the operations runs: auto is triton on a GPU, and on a CPU native for decoding, where the"
+    " library was built, beside reference; triton on a CPU needs TRITON_INTERPRET=1",
+)
+
+NATIVE_ISA = Variable(
+    "D3ENGINE_NATIVE_ISA",
+    ("auto", "avx512", "avx2", "neon", "portable"),
+    "which instruction set the native library uses; auto is the best that the machine has",
 )
 
 CACHE = Variable(
@@ -43,4 +49,4 @@ CACHE = Variable(
     takes_any=True,
 )
 
-VARIABLES = (KERNELS, CACHE)
+VARIABLES = (KERNELS, NATIVE_ISA, CACHE)

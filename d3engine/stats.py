@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from d3engine.executor.cuda_graph import GraphExecutor, GraphStats
-from d3engine.executor.memory import Executor
-from d3engine.executor.paired import PairedExecutor
+from d3engine.executor.interface import Executor
 from d3engine.scheduling.scheduler import Scheduler
 
 
@@ -19,8 +17,9 @@ class EngineStats:
     sequences do not hold now although full depth would, `kv_bytes_saved_at_end` the sum of the same over finished
     sequences when each ended. `kv_blocks_cached` are held by nobody but the prefix cache.
 
-    With CUDA graphs: how many were captured, in how many seconds, with what memory, and how many steps ran in graphs
-    and how many were launched by the host; without, all are 0 (`num_steps` counts every step).
+    `executor` says in words what decodes: "native (avx512, threads: 2)", "CUDA graphs" or "eager". With CUDA graphs:
+    how many were captured, in how many seconds, with what memory. `graph_steps` ran in graphs, `native_steps` in the
+    native library; the others, prompts among them, are `eager_steps`, whose operations the host called one by one.
     Sequences that draft count as full depth nominally; realised are all layers run for all rows of their drafts and
     verifications, over the tokens that came of them. The last two are None before anything was drafted.
     """
@@ -40,10 +39,12 @@ class EngineStats:
     kv_bytes_in_use: int
     kv_bytes_saved: int
     kv_bytes_saved_at_end: int
+    executor: str = "eager"
     graphs_captured: int = 0
     graph_capture_seconds: float = 0.0
     graph_memory_bytes: int = 0
     graph_steps: int = 0
+    native_steps: int = 0
     eager_steps: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
@@ -53,15 +54,13 @@ class EngineStats:
 
 
 def engine_stats(
-    scheduler: Scheduler, executor: Executor | PairedExecutor, block_bytes: int, nominal_mean_layers: float | None
+    scheduler: Scheduler, executor: Executor, block_bytes: int, nominal_mean_layers: float | None
 ) -> EngineStats:
     """The stats of a scheduler whose blocks have `block_bytes` bytes, and of the executor that runs its plans."""
     counters, pool = scheduler.counters, scheduler.cache.pool
     cached = scheduler.prefix_cache.num_idle_blocks()
     in_use = pool.num_held - cached
     generated = counters.generated_tokens
-    first = executor.first if isinstance(executor, PairedExecutor) else executor
-    graphs = first.graph_stats if isinstance(first, GraphExecutor) else GraphStats()
     return EngineStats(
         num_waiting=scheduler.num_waiting,
         num_running=scheduler.num_running,
@@ -78,7 +77,7 @@ def engine_stats(
         kv_bytes_in_use=in_use * block_bytes,
         kv_bytes_saved=scheduler.blocks_saved_now() * block_bytes,
         kv_bytes_saved_at_end=counters.blocks_saved * block_bytes,
-        **asdict(graphs),
+        **asdict(executor.stats),
         drafted_tokens=counters.drafted_tokens,
         accepted_tokens=counters.accepted_tokens,
         verifications=counters.verifications,

@@ -137,12 +137,12 @@ def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engin
 
 @pytest.fixture(scope="session")
 def solo(make_engine: Callable[..., Engine]) -> Callable[[Request], RequestOutput]:
-    """The answer of a request alone in an engine of its own, its whole prompt in one step."""
+    """The answer of a request alone in an engine of its own, by the reference, its whole prompt in one step."""
     known: dict[str, RequestOutput] = {}
 
     def answer(request: Request) -> RequestOutput:
         if repr(request) not in known:
-            engine = make_engine(max_num_seqs=4, enable_prefix_caching=False)
+            engine = make_engine(max_num_seqs=4, enable_prefix_caching=False, enforce_eager=True)
             known[repr(request)] = engine.generate(list(request.prompt), request.params, use_tqdm=False)[0]
         return known[repr(request)]
 

@@ -127,6 +127,7 @@ class Run:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     verifications: int = 0
+    executor: str = ""
 
     @property
     def depths(self) -> list[int]:
@@ -146,6 +147,7 @@ class Run:
             *self._drafting_or_layers(),
             f"{_pace(tokens, self.seconds)} ({self.seconds:.2f} s)",
             f"KV cache saved: {readable_bytes(self.kv_bytes_saved)}",
+            *([f"executor: {self.executor}"] if self.executor else []),
         ]
         return ", ".join((["interrupted"] if self.interrupted else []) + words)
 
@@ -191,7 +193,7 @@ def run_answers(
     params = replace(params, output_kind=RequestOutputKind.DELTA)
     hides = params.skip_special_tokens
     answers = [Answer(i, index, engine.tokenizer, hides) for i in ids for index in range(params.n)]
-    run = Run(answers, engine.config.num_layers)
+    run = Run(answers, engine.config.num_layers, executor=engine.stats().executor)
     before = engine.stats()
     began = time.perf_counter()
     with held_back() as interrupt:

@@ -29,13 +29,19 @@ class DeviceChoice:
         """A token int64 [B] and its score float32 [B] for final `hidden` [B, H]; it may be captured."""
         if kind is Choice.GREEDY:
             return self._model.likeliest(hidden, rows.num_rows)
-        given = self._rows(hidden.shape[0], kind)
         if kind is Choice.DRAW:
+            given = self._rows(hidden.shape[0], kind)
             return self._model.draw(hidden, given, rows.steps, rows.num_rows)
-        logits = self._model.logits(hidden, rows.num_rows)
-        chosen: tuple[Tensor, Tensor] = self._kernels.sample(logits, given, rows.steps, num_rows=rows.num_rows)
+        return self.from_logits(self._model.logits(hidden, rows.num_rows), rows.steps, kind, rows.num_rows)
+
+    def from_logits(
+        self, logits: Tensor, steps: Tensor, kind: Choice, num_rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The same for `logits` [B, V] of rows at the steps int64 [B]; the tokens count for the next penalties."""
+        given = self._rows(logits.shape[0], kind)
+        chosen: tuple[Tensor, Tensor] = self._kernels.sample(logits, given, steps, num_rows=num_rows)
         if given.penalties is not None:
-            self._kernels.count_tokens(given.penalties.output_counts, chosen[0], num_rows=rows.num_rows)
+            self._kernels.count_tokens(given.penalties.output_counts, chosen[0], num_rows=num_rows)
         return chosen
 
     def write(self, sequences: list[Sequence], kind: Choice) -> None:

@@ -24,22 +24,12 @@ from d3engine.executor.choosing import DeviceChoice
 from d3engine.executor.computed import Computed
 from d3engine.executor.eager import EagerExecutor
 from d3engine.kernels.decode_rows import DecodeRows
+from d3engine.model.llama import Llama
 from d3engine.plan import Chosen, Plan, RunAhead
 from d3engine.request.choice import Choice
 
 Step = Callable[[], None]
 """Carries out one decode step on the rows that stand in device memory."""
-
-
-@dataclass(slots=True)
-class GraphStats:
-    """What the graphs have cost, and how often they were used."""
-
-    graphs_captured: int = 0
-    graph_capture_seconds: float = 0.0
-    graph_memory_bytes: int = 0
-    graph_steps: int = 0
-    eager_steps: int = 0
 
 
 class Recorder(Protocol):
@@ -144,7 +134,14 @@ class GraphExecutor:
         self._from_host = torch.empty(numbers, dtype=torch.int64, pin_memory=eager.device.type == "cuda")
         self._choice = DeviceChoice(eager.model, self._sizes[-1], eager.device)
         self._graphs: dict[_Shape, Step] = {}
-        self.graph_stats = GraphStats()
+        self.max_steps = max_steps
+        self.stats = eager.stats
+        self.stats.executor = "CUDA graphs"
+
+    @property
+    def model(self) -> Llama:
+        """The eager executor's model."""
+        return self._eager.model
 
     @property
     def pool(self) -> Tensor:
@@ -155,17 +152,16 @@ class GraphExecutor:
     def run(self, plan: Plan) -> Computed:
         """Run the steps of a plan: tokens, where the device has chosen them itself, or logits as `eager` gives them."""
         if plan.ahead is None:
-            self.graph_stats.eager_steps += 1
             return self._eager.run(plan)
         shapes = self._shapes(plan.ahead)
         steps = [self._graph(shape) for shape in shapes]  # all before the rows are there
         self._upload(plan, plan.ahead)
         for step in steps:
             step()
-        self.graph_stats.graph_steps += len(steps)
+        self.stats.graph_steps += len(steps)
         return Computed(self._download(plan.ahead))
 
-    def capture_largest(self) -> None:
+    def take_largest(self) -> None:
         """Capture a graph that needs most memory: all rows through all layers, and a choice that needs logits."""
         with torch.inference_mode():
             self._graph(_Shape(self._sizes[-1], tuple(range(self._model.config.num_layers)), Choice.CUT))
@@ -185,7 +181,7 @@ class GraphExecutor:
             self._rows.taken.zero_()
             rows = self._rows.first(shape.rows)
             self._graphs[shape] = self._recorder.record(lambda: self._step(rows, shape))
-            stats = self.graph_stats
+            stats = self.stats
             stats.graphs_captured += 1
             stats.graph_capture_seconds += time.perf_counter() - begun
             stats.graph_memory_bytes = self._recorder.memory_bytes()

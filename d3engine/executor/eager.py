@@ -17,6 +17,7 @@ from torch import Tensor
 from d3engine.cache.kv_cache import IntArray
 from d3engine.executor.computed import Computed
 from d3engine.executor.early_exit import EarlyExits
+from d3engine.executor.interface import ExecutorStats
 from d3engine.executor.kept_states import KeptStates
 from d3engine.model.config import ModelConfig
 from d3engine.model.llama import Llama
@@ -36,6 +37,8 @@ class _Inputs:
 
 class EagerExecutor:
     """Owns the KV pool's tensor; `run(plan)` computes float32 logits for the plan's `logit_rows`."""
+
+    max_steps = 0
 
     def __init__(
         self,
@@ -57,11 +60,16 @@ class EagerExecutor:
         # One block more than the pool hands out: id 0 is what an empty table entry reads.
         shape = (num_blocks + 1, 2, block_size, config.num_kv_heads, config.head_dim)
         self.pool = _zeros(shape, dtype, device)
+        self.stats = ExecutorStats()
         self._kept_states = KeptStates(config.hidden_size, dtype, device)
+
+    def take_largest(self) -> None:
+        """Nothing: what a step needs is gone after it."""
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Computed:
         """Run one step; KV entries are written into the pool."""
+        self.stats.eager_steps += 1
         if plan.copies_before is not None:
             self._copy(plan.copies_before)
         inputs = self._inputs(plan)

@@ -14,15 +14,12 @@ import torch
 
 from d3engine.cache.kv_cache import KVCache
 from d3engine.depth import FullDepth
-from d3engine.executor.cuda_graph import GraphExecutor
-from d3engine.executor.eager import EagerExecutor
+from d3engine.executor.interface import Executor
 from d3engine.plan import Plan
 from d3engine.request.params import SamplingParams
 from d3engine.request.sequence import Sequence
 from d3engine.scheduling.admission import Immediate
 from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
-
-Executor = EagerExecutor | GraphExecutor
 
 
 def workspace_bytes(
@@ -43,8 +40,7 @@ def workspace_bytes(
     before = free_bytes()
     executor = build(num_blocks)
     executor.run(plan)
-    if isinstance(executor, GraphExecutor):
-        executor.capture_largest()
+    executor.take_largest()
     needed = before - free_bytes() - executor.pool.nbytes
     del executor
     _give_back()

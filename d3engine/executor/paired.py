@@ -6,17 +6,37 @@ import torch
 from torch import Tensor
 
 from d3engine.executor.computed import Computed
-from d3engine.executor.cuda_graph import GraphExecutor
-from d3engine.executor.eager import EagerExecutor
+from d3engine.executor.interface import Executor
+from d3engine.model.llama import Llama
 from d3engine.plan import Plan
 
 
 class PairedExecutor:
     """`run(plan)` computes the logits of the plan's `logit_rows`, then of the nested plan's."""
 
-    def __init__(self, first: EagerExecutor | GraphExecutor, second: EagerExecutor) -> None:
+    def __init__(self, first: Executor, second: Executor) -> None:
         self.first = first
         self.second = second
+        self.stats = first.stats
+
+    @property
+    def model(self) -> Llama:
+        """The first model."""
+        return self.first.model
+
+    @property
+    def pool(self) -> Tensor:
+        """The KV pool of the first model."""
+        return self.first.pool
+
+    @property
+    def max_steps(self) -> int:
+        """Steps that a plan without a nested one may stand for."""
+        return self.first.max_steps
+
+    def take_largest(self) -> None:
+        """As the first executor does; the second's steps are small."""
+        self.first.take_largest()
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Computed:

@@ -1,4 +1,4 @@
-"""Assembling an engine's core: weights, cache, scheduler, and the one place where an executor is chosen.
+"""Assembling an engine's core: weights, cache, executor and scheduler.
 
 The one idea: on a GPU the size of the cache depends on what the executor itself takes, so the executor is a function of
 the number of blocks until that is known.
@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from d3engine.depth.words import policy_in_words
 from d3engine.errors import require
-from d3engine.executor.cuda_graph import GraphExecutor
-from d3engine.executor.memory import Executor, workspace_bytes
+from d3engine.executor.interface import Executor
+from d3engine.executor.memory import workspace_bytes
 from d3engine.executor.paired import PairedExecutor
 from d3engine.loading.cache_size import num_blocks
 from d3engine.loading.draft_model import load_draft_weights, with_cache
-from d3engine.loading.parts import eager_executor, new_cache
+from d3engine.loading.executors import build_executor
+from d3engine.loading.parts import new_cache
 from d3engine.loading.settings import EngineSettings
 from d3engine.model.weights import LlamaWeights, load_weights
 from d3engine.scheduling.scheduler import Scheduler
@@ -33,7 +35,7 @@ class Core:
     """What plans and what computes; `executor` runs the plans of `scheduler`, whose cache tables name its blocks."""
 
     scheduler: Scheduler
-    executor: Executor | PairedExecutor
+    executor: Executor
 
 
 def assemble(settings: EngineSettings, tokenizer: Tokenizer | None, weights: LlamaWeights | None = None) -> Core:
@@ -56,32 +58,17 @@ def assemble(settings: EngineSettings, tokenizer: Tokenizer | None, weights: Lla
     draft = None
     if rule is not None and rule.model is not None:
         draft = load_draft_weights(rule.model, settings, tokenizer)
-    build = _executor_builder(settings, weights)
+    build = partial(build_executor, settings, weights)
     blocks = num_blocks(settings, lambda: _workspace_bytes(settings, build), None if draft is None else draft.config)
-    _log_ready(settings, blocks)
     cache = new_cache(settings, config, blocks)
+    executor = build(blocks)
+    _log_ready(settings, blocks, executor.stats.executor)
+    # How far plans may run ahead is the executor's to say: it may be another than the settings hoped for.
+    scheduler_config = replace(settings.scheduler_config, num_scheduler_steps=executor.max_steps)
     if draft is None:
-        return Core(Scheduler(settings.scheduler_config, cache), build(blocks))
+        return Core(Scheduler(scheduler_config, cache), executor)
     second = with_cache(draft, blocks, settings)
-    scheduler = Scheduler(settings.scheduler_config, cache, second.cache)
-    return Core(scheduler, PairedExecutor(build(blocks), second.executor))
-
-
-def _executor_builder(settings: EngineSettings, weights: LlamaWeights) -> Callable[[int], Executor]:
-    """The executor of these settings, as a function of the number of blocks in its pool."""
-
-    def build(num_blocks: int) -> Executor:
-        eager = eager_executor(settings, settings.config, weights, num_blocks)
-        if not settings.uses_graphs:
-            return eager
-        return GraphExecutor(
-            eager,
-            max_num_seqs=settings.max_num_seqs,
-            max_model_len=settings.max_model_len,
-            max_steps=settings.num_scheduler_steps,
-        )
-
-    return build
+    return Core(Scheduler(scheduler_config, cache, second.cache), PairedExecutor(executor, second.executor))
 
 
 def _workspace_bytes(settings: EngineSettings, build: Callable[[int], Executor]) -> int:
@@ -110,11 +97,11 @@ def _in_words(dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.devic
     return f"{dtype}{matrices} on {device}"
 
 
-def _log_ready(settings: EngineSettings, num_blocks: int) -> None:
+def _log_ready(settings: EngineSettings, num_blocks: int, executor: str) -> None:
     """Tell a reader of the log what the engine has been made of."""
     config = settings.config
     floats = _in_words(settings.dtype, settings.weight_dtype, settings.device).replace("torch.", "")
-    where = f"{config.num_layers} layers, {floats}"
+    where = f"{config.num_layers} layers, {floats}, executor: {executor}"
     _log.info("%s: %s; %s", settings.directory, where, policy_in_words(settings.depth))
     size = num_blocks * settings.block_bytes / 2**20
     _log.info("KV cache: %d blocks of %d entries of one layer, %.1f MiB", num_blocks, settings.block_size, size)

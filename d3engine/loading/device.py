@@ -1,4 +1,4 @@
-"""What the engine runs on: the device, the dtype, the kernels, and whether decoding is captured in graphs."""
+"""What the engine runs on: the device, the dtype, the kernels, and how much it may do by itself."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from d3engine.kernels import for_device
 from d3engine.model.config import ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-GRAPH_STEPS = 16
-"""Steps that CUDA graphs take before the host looks: at 3 ms per step, what the host does between is then 2 % of it."""
+STEPS_AHEAD = 16
+"""Steps that CUDA graphs or the native library take before the host looks: what it does between, about one small
+model's step on a CPU, is then a few hundredths of the time."""
+MOST_THREADS = 1024
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -53,20 +55,25 @@ def kernels_for(device: torch.device) -> ModuleType:
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     allowed = "auto or reference on a CPU, unless Triton interprets (TRITON_INTERPRET=1)"
     require(not (chosen == "triton" and device.type == "cpu") or is_interpreted, KERNELS.name, chosen, allowed)
-    module: ModuleType = for_device(device, chosen)
+    require(not (chosen == "native" and device.type != "cpu"), KERNELS.name, chosen, f"another than native on {device}")
+    # What the native library does not run, prompts above all, is for the reference.
+    module: ModuleType = for_device(device, "auto" if chosen == "native" else chosen)
     return module
 
 
-def uses_graphs(device: torch.device, enforce_eager: bool) -> bool:
-    """Whether decoding runs in CUDA graphs."""
-    return device.type == "cuda" and not enforce_eager
-
-
-def num_scheduler_steps(given: int | None, uses_graphs: bool) -> int:
+def num_scheduler_steps(given: int | None, runs_ahead: bool) -> int:
     """How many steps the device may take by itself; 0 where the host launches every step."""
     if given is not None:
         require_integer("num_scheduler_steps", given, 1, 256)
-        require(uses_graphs or given == 1, "num_scheduler_steps", given, "1 without CUDA graphs")
-    if not uses_graphs:
+        allowed = "1 without CUDA graphs and the native library"
+        require(runs_ahead or given == 1, "num_scheduler_steps", given, allowed)
+    if not runs_ahead:
         return 0
-    return GRAPH_STEPS if given is None else given
+    return STEPS_AHEAD if given is None else given
+
+
+def num_threads(given: int | None) -> int:
+    """The threads of native decoding: PyTorch's number where none is given."""
+    if given is None:
+        return torch.get_num_threads()
+    return require_integer("num_threads", given, 1, MOST_THREADS)

@@ -12,8 +12,9 @@ from d3engine.loading.cache_size import check_memory
 from d3engine.loading.defaults import resolve_max_model_len
 from d3engine.loading.depth import resolve_depth
 from d3engine.loading.device import num_scheduler_steps as resolve_scheduler_steps
+from d3engine.loading.device import num_threads as resolve_threads
 from d3engine.loading.device import resolve_device
-from d3engine.loading.device import uses_graphs as runs_in_graphs
+from d3engine.loading.executors import executor_for
 from d3engine.loading.model_directory import model_directory
 from d3engine.loading.settings import EngineSettings
 from d3engine.loading.weight_dtype import resolve_dtypes
@@ -39,6 +40,7 @@ def resolve_settings(
     admission: Admission | None,
     enforce_eager: bool,
     num_scheduler_steps: int | None,
+    num_threads: int | None,
 ) -> EngineSettings:
     """The settings of an engine, from its arguments and the model's own files; no weights are read.
 
@@ -55,10 +57,10 @@ def resolve_settings(
     directory = model_directory(model)
     config = ModelConfig.from_directory(directory)
     there = resolve_device(device)
-    uses_graphs = runs_in_graphs(there, enforce_eager)
     dtype, weight_dtype = resolve_dtypes(
         dtype, weight_dtype, directory=directory, config=config, device=there, held=held
     )
+    executor = executor_for(there, dtype, enforce_eager)
     settings = EngineSettings(
         directory=directory,
         config=config,
@@ -74,8 +76,9 @@ def resolve_settings(
         gpu_memory_utilization=gpu_memory_utilization,
         enable_prefix_caching=enable_prefix_caching,
         admission=admission or Immediate(),
-        uses_graphs=uses_graphs,
-        num_scheduler_steps=resolve_scheduler_steps(num_scheduler_steps, uses_graphs),
+        executor=executor,
+        num_threads=resolve_threads(num_threads),
+        num_scheduler_steps=resolve_scheduler_steps(num_scheduler_steps, executor != "eager"),
     )
     check_memory(settings)
     return settings

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -14,6 +15,9 @@ from d3engine.depth import DepthPolicy
 from d3engine.model.config import ModelConfig
 from d3engine.scheduling.admission import Admission
 from d3engine.scheduling.scheduler import SchedulerConfig
+
+ExecutorKind: TypeAlias = Literal["graphs", "native", "eager"]
+"""See `loading/executors.py`, which chooses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +41,8 @@ class EngineSettings:
     gpu_memory_utilization: float
     enable_prefix_caching: bool
     admission: Admission
-    uses_graphs: bool
+    executor: ExecutorKind
+    num_threads: int
     num_scheduler_steps: int
 
     @property

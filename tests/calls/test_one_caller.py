@@ -23,6 +23,7 @@ from d3engine import (
     Speculative,
 )
 from d3engine.errors import D3EngineError
+from d3engine.executor.paired import PairedExecutor
 
 PROMPT, OTHER = [11, 12, 13], [21, 22]
 
@@ -346,7 +347,10 @@ def test_a_closed_engine_holds_nothing_and_says_so() -> None:
     engine.add_request("unfinished", "Question:", greedy())
     stream = engine.stream("Question:", greedy())
     next(stream)
-    models = [weakref.ref(engine.executor.first.model), weakref.ref(engine.executor.second.model)]  # type: ignore[union-attr]
+    pair = engine.executor
+    assert isinstance(pair, PairedExecutor)
+    held = [weakref.ref(pair.first), weakref.ref(pair.first.pool), weakref.ref(pair.second)]
+    del pair
     in_step(engine, 1, lambda: 1 / 0)
     engine.step()  # returns the outputs that waited
     with pytest.raises(EngineDeadError):
@@ -354,7 +358,7 @@ def test_a_closed_engine_holds_nothing_and_says_so() -> None:
     engine.close()
     engine.close()
     gc.collect()
-    assert [model() for model in models] == [None, None]
+    assert [part() for part in held] == [None, None, None]
     assert not engine.has_unfinished_requests()
     assert engine.get_num_unfinished_requests() == 0
     calls: list[Callable[[], object]] = [

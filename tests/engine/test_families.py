@@ -168,7 +168,7 @@ def test_d3_on_a_family_equals_the_oracle_of_its_layers(name: str, tmp_path: Pat
 def test_an_executor_that_decodes_by_itself_answers_as_transformers_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resolve, "runs_in_graphs", lambda device, enforce_eager: True)
+    monkeypatch.setattr(resolve, "executor_for", lambda *given: "graphs")
     directory, model = make(tmp_path, name)
     prompts = random_prompts([5, 14])
     with Engine(directory, skip_tokenizer_init=True, dtype="float32") as engine:

@@ -47,7 +47,8 @@ Watched = tuple[Engine, Counter[str]]
 def new_engine(llama: TinyLlama, depth: DepthPolicy) -> Watched:
     """An engine, and the rows that go through each kind of operation of its model."""
     options: dict[str, Any] = {"max_num_seqs": 4, "enable_prefix_caching": False, "device": "cpu"}
-    engine = Engine(llama.directory, depth=depth, skip_tokenizer_init=True, max_model_len=96, **options)
+    options |= {"max_model_len": 96, "enforce_eager": True}  # operations are counted where the host calls them
+    engine = Engine(llama.directory, depth=depth, skip_tokenizer_init=True, **options)
     return engine, watch(engine)
 
 

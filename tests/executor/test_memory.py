@@ -40,7 +40,7 @@ def test_the_largest_step_fills_the_token_budget_and_wants_every_row_s_logits(
 def test_the_workspace_is_what_the_device_has_less_beside_the_pool(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:
-    monkeypatch.setattr(resolve, "runs_in_graphs", lambda device, enforce_eager: graphs)
+    monkeypatch.setattr(resolve, "executor_for", lambda *given: "graphs" if graphs else "eager")
     ran: list[torch.Size] = []
     built: list[Any] = []
 
@@ -67,7 +67,7 @@ def test_the_workspace_is_what_the_device_has_less_beside_the_pool(
     executor = built[0][0]
     assert isinstance(executor, GraphExecutor) == graphs
     if graphs:
-        assert executor.graph_stats.graphs_captured == 1
+        assert executor.stats.graphs_captured == 1
 
 
 def blocks(make_engine: Callable[..., Engine], share: float, workspace: int, **changes: Any) -> int:

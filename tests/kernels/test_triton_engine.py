@@ -50,7 +50,7 @@ def triton_engine(make_engine: Callable[..., Engine], monkeypatch: pytest.Monkey
 
     def make(graphs: bool) -> Engine:
         monkeypatch.setenv("D3ENGINE_KERNELS", "triton")
-        monkeypatch.setattr(resolve, "runs_in_graphs", lambda device, enforce_eager: graphs)
+        monkeypatch.setattr(resolve, "executor_for", lambda *given: "graphs" if graphs else "eager")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         engine = make_engine(block_size=16, max_num_batched_tokens=16, device=device)
         monkeypatch.setenv("D3ENGINE_KERNELS", "reference")
@@ -92,7 +92,7 @@ def test_norms_of_heads_and_layers_without_rope_answer_as_on_the_reference(
     torch.manual_seed(0)
     given = kind(**(TINY | {"pad_token_id": None, "no_rope_layers": [1, 0, 1]}))
     directory, _ = save_random(tmp_path, AutoModelForCausalLM.from_config(given, dtype=torch.float32))
-    monkeypatch.setattr(resolve, "runs_in_graphs", lambda device, enforce_eager: not enforce_eager)
+    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager: "eager" if eager else "graphs")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     params, answers = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), []
     for name, where in (("reference", "cpu"), ("triton", device)):

@@ -115,7 +115,7 @@ def test_a_quantized_model_keeps_its_embedding_in_bfloat16(
     found = []
     for name in ("float32", "bfloat16"):
         with Engine(tmp_path / "out", weight_dtype=name, **OPTIONS) as engine:
-            weights = engine.executor.model.weights  # type: ignore[union-attr]
+            weights = engine.executor.model.weights
             assert str(weights.embedding.dtype) == f"torch.{name}"
             assert weights.lm_head is weights.embedding
             found.append(answers(engine, prompts, [FullDepth(), D3(0.8, 0.4)]))

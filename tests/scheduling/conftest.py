@@ -11,17 +11,36 @@ if TYPE_CHECKING:
     from d3engine import Engine
 
 
-@pytest.fixture
-def ahead(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
-    """`make_engine`, with the executor that decodes by itself."""
+@pytest.fixture(params=["graphs", "native"])
+def ahead(
+    request: pytest.FixtureRequest, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Engine]:
+    """`make_engine`, with each of the executors that decode by themselves."""
     from d3engine.executor.cuda_graph import GraphExecutor
+    from d3engine.executor.native import NativeExecutor
+    from d3engine.kernels.native.library import LibraryMissing, library
     from d3engine.loading import resolve
 
-    monkeypatch.setattr(resolve, "runs_in_graphs", lambda device, enforce_eager: not enforce_eager)
+    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager: "eager" if eager else request.param)
+    if request.param == "native":
+        try:
+            library()
+        except LibraryMissing as error:  # which is a fault where there is a compiler: see tests/kernels/native
+            pytest.skip(str(error))
+    wanted = {"graphs": GraphExecutor, "native": NativeExecutor}[request.param]
 
     def make(**changes: Any) -> Engine:
         engine = make_engine(**changes)
-        assert isinstance(engine.executor, GraphExecutor)
+        assert isinstance(engine.executor, wanted)
         return engine
 
     return make
+
+
+@pytest.fixture
+def graphs(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+    """The same with the graphs alone, for what only these have."""
+    from d3engine.loading import resolve
+
+    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager: "eager" if eager else "graphs")
+    return make_engine

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ahead import Solo, greedy, unread
+from ahead import Solo, greedy, steps_by_itself, unread
 from batches import CONFIG, LAYERS, Request, assert_same, block_bytes, kv_is_back, wide
 
 from d3engine import D3, Engine, FullDepth, InvalidValueError, SamplingParams, UnifiedSkip, Waves
@@ -36,7 +36,7 @@ def test_a_run_that_the_memory_has_no_room_for_is_a_single_step(ahead: Callable[
         assert_same(output, solo(request))
     stats = engine.stats()
     assert stats.num_preemptions == 1
-    assert stats.graph_steps > 40
+    assert steps_by_itself(engine) > 40
 
 
 def test_who_waits_while_there_is_a_place_is_not_kept_waiting_by_a_run(ahead: Callable[..., Engine]) -> None:
@@ -47,16 +47,16 @@ def test_who_waits_while_there_is_a_place_is_not_kept_waiting_by_a_run(ahead: Ca
 
     add("first")
     engine.step()
-    before = engine.stats().graph_steps
+    before = steps_by_itself(engine)
     engine.step()
-    assert engine.stats().graph_steps == before + 16
+    assert steps_by_itself(engine) == before + 16
     add("second")
     waited = 0
     while engine.scheduler.num_waiting:
-        before = engine.stats().graph_steps
+        before = steps_by_itself(engine)
         engine.step()
-        waited += engine.stats().graph_steps - before
-        assert engine.stats().graph_steps <= before + 1
+        waited += steps_by_itself(engine) - before
+        assert steps_by_itself(engine) <= before + 1
     assert 0 < waited < 12
 
 
@@ -77,11 +77,11 @@ def test_rope_that_grows_with_the_sequence_is_known_on_the_device(
     prompts = [list(range(50 + length, 50 + 2 * length)) for length in (3, 9, 15, 16, 17, 30)]
     wanted = [make(**grown).generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
     fixed = [make().generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts[:2]]
-    monkeypatch.setattr(resolve, "runs_in_graphs", lambda device, enforce_eager: True)
+    monkeypatch.setattr(resolve, "executor_for", lambda *given: "graphs")
     engine = make(**grown)
     for found, other in zip(engine.generate(prompts, params, use_tqdm=False), wanted, strict=True):
         assert_same(found, other)
-    assert engine.stats().graph_steps > 20
+    assert steps_by_itself(engine) > 20
     for prompt, tokens, other in zip(prompts, fixed, wanted, strict=False):
         same = 16 - len(prompt) + 1
         assert tokens[:same] == other.outputs[0].token_ids[:same]
@@ -108,12 +108,12 @@ def test_an_answer_ends_at_its_stop_string_in_the_middle_of_a_run(monkeypatch: p
     params = SamplingParams(temperature=0, max_tokens=40, stop=["23 - 11"])
     plain = Engine("demo", device="cpu").generate(prompt, params, use_tqdm=False)[0].outputs[0]
     assert (plain.finish_reason, plain.stop_reason) == ("stop", "23 - 11")
-    monkeypatch.setattr(resolve, "runs_in_graphs", lambda device, enforce_eager: True)
+    monkeypatch.setattr(resolve, "executor_for", lambda *given: "graphs")
     engine = Engine("demo", device="cpu")
     found = engine.generate(prompt, params, use_tqdm=False)[0].outputs[0]
     assert (found.text, found.token_ids, found.depths) == (plain.text, plain.token_ids, plain.depths)
     assert (found.finish_reason, found.stop_reason) == ("stop", "23 - 11")
-    assert engine.stats().graph_steps > len(found.token_ids), "the run was to go on beyond the stop"
+    assert steps_by_itself(engine) > len(found.token_ids), "the run was to go on beyond the stop"
     assert engine.stats().kv_blocks_in_use == 0
 
 
@@ -125,7 +125,7 @@ def test_a_row_whose_logits_are_not_finite_ends_alone_with_the_tokens_it_had(
     others = {*prompt, *beside.prompt, *solo(beside).outputs[0].token_ids}
     place = next(n for n, token in enumerate(whole) if n > 2 and token not in {*others, *whole[:n]})
     engine = ahead()
-    embedding = engine.executor._model.weights.embedding
+    embedding = engine.executor.model.weights.embedding
     before = embedding[whole[place]].clone()
     embedding[whole[place]] = math.nan
     try:
@@ -140,10 +140,10 @@ def test_a_row_whose_logits_are_not_finite_ends_alone_with_the_tokens_it_had(
     assert kv_is_back(engine)
 
 
-def test_what_the_host_writes_between_the_steps_of_a_run_is_not_read(ahead: Callable[..., Engine], solo: Solo) -> None:
+def test_what_the_host_writes_between_the_steps_of_a_run_is_not_read(graphs: Callable[..., Engine], solo: Solo) -> None:
     """The proof that a step takes nothing from the host: all that the host knows is spoilt after the first."""
     request = Request(tuple(range(50, 60)), greedy(D3(0.9, 0.5)))
-    engine = ahead()
+    engine = graphs()
     executor = engine.executor
     assert isinstance(executor, GraphExecutor)
     original = executor._graph
@@ -161,7 +161,7 @@ def test_what_the_host_writes_between_the_steps_of_a_run_is_not_read(ahead: Call
     executor._graph = graph  # type: ignore[method-assign]
     executor._tables._update = lambda plan, columns: _all_anew(executor, plan)  # type: ignore[method-assign]
     assert_same(engine.generate(list(request.prompt), request.params, use_tqdm=False)[0], solo(request))
-    assert engine.stats().graph_steps == 19
+    assert steps_by_itself(engine) == 19
 
 
 def _all_anew(executor: GraphExecutor, plan: Plan) -> bool:
@@ -169,8 +169,8 @@ def _all_anew(executor: GraphExecutor, plan: Plan) -> bool:
     return True
 
 
-def test_a_graph_is_captured_once_for_each_depth_and_size(ahead: Callable[..., Engine]) -> None:
-    engine = ahead(max_num_seqs=8)
+def test_a_graph_is_captured_once_for_each_depth_and_size(graphs: Callable[..., Engine]) -> None:
+    engine = graphs(max_num_seqs=8)
     params = greedy(D3(0.9, 0.5), 40)
     depths = {int(depth) for depth in D3(0.9, 0.5).schedule(LAYERS).depths(40)[1:]}
     for batch, sizes in ((1, 1), (1, 1), (3, 2), (4, 2), (5, 3)):
@@ -232,8 +232,8 @@ def test_steps_of_the_scheduler_are_refused_without_graphs(make_engine: Callable
         with pytest.raises(InvalidValueError, match="num_scheduler_steps"):
             make_engine(num_scheduler_steps=steps)
     with pytest.raises(InvalidValueError, match=r"num_scheduler_steps must be 1 without CUDA graphs.*; got 4"):
-        make_engine(num_scheduler_steps=4)
-    assert make_engine(num_scheduler_steps=1).stats().graph_steps == 0
+        make_engine(num_scheduler_steps=4, enforce_eager=True)
+    assert make_engine(num_scheduler_steps=1, enforce_eager=True).stats().graph_steps == 0
 
 
 def test_an_engine_that_must_be_eager_captures_nothing(
@@ -242,4 +242,4 @@ def test_an_engine_that_must_be_eager_captures_nothing(
     engine = make_engine(enforce_eager=True)
     engine.generate([1, 2, 3], greedy(UnifiedSkip(2), 5), use_tqdm=False)
     assert not isinstance(engine.executor, GraphExecutor)
-    assert (engine.stats().graphs_captured, engine.stats().graph_steps) == (0, 0)
+    assert (engine.stats().graphs_captured, steps_by_itself(engine)) == (0, 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 from batches import Request
 
-from d3engine import D3, FullDepth, SamplingParams
+from d3engine import D3, Engine, FullDepth, SamplingParams
 from d3engine.depth import DepthPolicy
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import RequestOutputKind
@@ -35,3 +35,9 @@ def greedy(policy: DepthPolicy, max_tokens: int = 20, **changes: Any) -> Samplin
 def unread(params: SamplingParams) -> SamplingParams:
     """The same for a request that nobody reads along, as in generate()."""
     return replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+def steps_by_itself(engine: Engine) -> int:
+    """Steps that a graph or the native library has taken."""
+    stats = engine.stats()
+    return stats.graph_steps + stats.native_steps

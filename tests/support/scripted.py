@@ -14,6 +14,7 @@ import torch
 import d3engine
 from d3engine import Engine, RequestOutput, SamplingParams
 from d3engine.executor.computed import Computed
+from d3engine.executor.interface import ExecutorStats
 from d3engine.plan import Plan
 
 DEMO = Path(d3engine.__file__).parent / "demo_model"
@@ -36,6 +37,7 @@ class Scripted:
 
     def __init__(self, scripts: Scripts) -> None:
         self.scripts = scripts
+        self.stats = ExecutorStats()
         self.fault: BaseException | None = None
         self.poisoned: set[str] = set()
 

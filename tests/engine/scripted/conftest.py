@@ -46,6 +46,7 @@ def make_engine(directory: Path, weights: LlamaWeights) -> Callable[..., Engine]
 
     def make(scripts: Scripts | None = None, **changes: Any) -> Engine:
         arguments: dict[str, Any] = {"weights": weights, "tokenizer": DEMO, "max_num_seqs": 8, "device": "cpu"}
+        arguments["enforce_eager"] = True  # what is scripted is told of every step
         engine = Engine(directory, **(arguments | changes))
         engine.executor = Scripted(scripts or {})  # type: ignore[assignment]
         return engine

@@ -87,7 +87,7 @@ def test_ready_weights_of_another_dtype_are_refused(directory: Path) -> None:
 def test_without_parameters_generation_config_decides(directory: Path, weights: LlamaWeights, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.7, "max_new_tokens": 3}')
-    engine = Engine(tmp_path, weights=weights, tokenizer=DEMO, device="cpu")
+    engine = Engine(tmp_path, weights=weights, tokenizer=DEMO, device="cpu", enforce_eager=True)
     engine.executor = Scripted({})  # type: ignore[assignment]
     assert engine.default_sampling_params == SamplingParams(temperature=0.0, max_tokens=3)
     assert engine.generate("a", use_tqdm=False)[0].outputs[0].token_ids == [100, 101, 102]

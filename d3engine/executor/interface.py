@@ -1,0 +1,57 @@
+"""What every executor is to those who build one, give it plans and ask what it has done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from d3engine.executor.computed import Computed
+from d3engine.model.llama import Llama
+from d3engine.plan import Plan
+
+
+@dataclass(slots=True)
+class ExecutorStats:
+    """Which executor runs, in words, and its steps by who took them: a graph, the native library, or host and torch.
+
+    With CUDA graphs also how many were captured, in how many seconds, and what memory they take.
+    """
+
+    executor: str = "eager"
+    graphs_captured: int = 0
+    graph_capture_seconds: float = 0.0
+    graph_memory_bytes: int = 0
+    graph_steps: int = 0
+    native_steps: int = 0
+    eager_steps: int = 0
+
+
+class Executor(Protocol):
+    """Runs plans over a KV pool."""
+
+    stats: ExecutorStats
+
+    @property
+    def model(self) -> Llama:
+        """The weights that it runs, and the operations for what it runs step by step."""
+        ...
+
+    @property
+    def pool(self) -> Tensor:
+        """The pool [blocks, 2, block_size, kv heads, head_dim]; block 0 is handed to nobody."""
+        ...
+
+    @property
+    def max_steps(self) -> int:
+        """Steps that a plan may stand for (`plan.ahead`); 0 where the host tells of every step."""
+        ...
+
+    def run(self, plan: Plan) -> Computed:
+        """Run the steps of a plan: its entries are written, and logits or chosen tokens returned."""
+        ...
+
+    def take_largest(self) -> None:
+        """Take the memory that the largest step by itself will need, if that is not taken from the beginning."""
+        ...

@@ -1,0 +1,192 @@
+"""Decoding on a CPU by the native library: a whole run of steps is one call.
+
+Like the graphs of a GPU it takes the plans whose steps need nothing of the host, and single steps of a few rows that
+the sampler chooses from. Prompts, and whatever else a plan may hold, go through the eager executor on the same weights
+and the same pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from d3engine.executor.choosing import DeviceChoice
+from d3engine.executor.computed import Computed
+from d3engine.executor.eager import EagerExecutor
+from d3engine.kernels.native.library import Decoder, Draws, Linear, NativeError, NativeLayer, NativeModel, Rows
+from d3engine.model.llama import Llama
+from d3engine.model.weights import LayerWeights
+from d3engine.plan import Chosen, Plan, RunAhead
+from d3engine.request.choice import Choice
+from d3engine.request.sequence import Sequence
+
+MAX_SINGLE_ROWS = 64
+"""Rows of a single step at most: of more, which are a prompt's, a matrix library makes the better products."""
+
+
+class NativeExecutor:
+    """Runs decode steps natively, and all others by `eager`.
+
+    Args:
+        eager: owns the pool and holds the model, whose activations are float32.
+        max_num_seqs: rows of a run at most, and slots of the block tables.
+        max_model_len: entries of a sequence at most.
+        max_steps: steps of a run at most.
+        num_threads: threads that a step is spread over, the caller's among them.
+        isa: an instruction set of the library, "auto" for the best that this machine has.
+
+    Raises:
+        NativeError: for weights or sizes that the library does not know.
+    """
+
+    def __init__(
+        self,
+        eager: EagerExecutor,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_steps: int,
+        num_threads: int,
+        isa: str = "auto",
+    ) -> None:
+        self._eager = eager
+        self.max_steps = max_steps
+        self._max_rows = max(max_num_seqs, MAX_SINGLE_ROWS)
+        self._decoder = Decoder(
+            native_model(eager),
+            max_blocks=-(-max_model_len // eager.block_size),
+            num_slots=max_num_seqs,
+            max_rows=self._max_rows,
+            num_threads=num_threads,
+            isa=isa,
+        )
+        self._choice = DeviceChoice(eager.model, max_num_seqs, eager.device)
+        self._vocab = eager.model.config.vocab_size
+        self.stats = eager.stats
+        self.stats.executor = f"native ({self._decoder.isa}, threads: {num_threads})"
+
+    @property
+    def model(self) -> Llama:
+        """The eager executor's model."""
+        return self._eager.model
+
+    @property
+    def pool(self) -> Tensor:
+        """The KV pool; see `EagerExecutor`."""
+        return self._eager.pool
+
+    def take_largest(self) -> None:
+        """Nothing: the decoder has all its memory from the beginning."""
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> Computed:
+        """Run the steps of a plan: tokens of a run, logits of a single step that is the host's to choose from."""
+        if plan.ahead is not None:
+            self.stats.native_steps += plan.num_steps
+            return Computed(self._run_ahead(plan, plan.ahead))
+        if self._is_simple(plan):
+            self.stats.native_steps += 1
+            return Computed(self._single(plan))
+        return self._eager.run(plan)
+
+    # -- runs --------------------------------------------------------------------------------------------------
+
+    def _run_ahead(self, plan: Plan, ahead: RunAhead) -> Chosen:
+        rows = Rows(plan.token_ids, plan.positions, ahead.steps, plan.slots, ahead.cutoffs, plan.tables)
+        if ahead.choice > Choice.DRAW:
+            return self._choose_by_torch(rows, plan, ahead)
+        draws = None if ahead.choice is Choice.GREEDY else _draws(plan.sequences)
+        return Chosen(*self._decoder.run(rows, ahead.num_steps, draws=draws))
+
+    def _choose_by_torch(self, rows: Rows, plan: Plan, ahead: RunAhead) -> Chosen:
+        """Step by step, each token chosen from the native logits by the operations that choose on a GPU."""
+        count = plan.num_rows
+        self._choice.write(plan.sequences, ahead.choice)
+        tokens, chosen, scores = rows.tokens, [], []
+        logits = np.empty((1, count, self._vocab), np.float32)
+        for taken in range(ahead.num_steps):
+            now = Rows(tokens, rows.positions + taken, rows.generation + taken, rows.slots, rows.cutoffs, rows.tables)
+            self._decoder.run(now, 1, logits=logits)
+            steps = torch.from_numpy(np.asarray(now.generation, dtype=np.int64))
+            token, score = self._choice.from_logits(torch.from_numpy(logits[0]), steps, ahead.choice)
+            tokens = token.numpy()
+            chosen.append(tokens)
+            scores.append(score.numpy())
+        return Chosen(np.stack(chosen), np.stack(scores))
+
+    # -- single steps ------------------------------------------------------------------------------------------
+
+    def _is_simple(self, plan: Plan) -> bool:
+        """Whether the plan is nothing but rows through layers, each of which yields logits."""
+        drafts = plan.drafts
+        return (
+            0 < plan.num_rows <= MAX_SINGLE_ROWS
+            and plan.logit_rows.size == plan.num_rows
+            and plan.copies_before is None
+            and plan.copies_after is None
+            and not plan.exits
+            and (drafts is None or not (drafts.kept or drafts.resumed))
+            and all(span.projected_rows is None for span in plan.spans)
+            and (not self._eager.rope.depends_on_length or bool((plan.steps >= 0).all()))
+        )
+
+    def _single(self, plan: Plan) -> Tensor:
+        """Logits [plan.logit_rows, V]. A layer runs at "step" 0 for the rows whose cutoff is 1."""
+        active = np.zeros((plan.num_rows, plan.tables.shape[1]), np.int32)
+        for span in plan.spans:
+            rows = slice(0, span.num_rows) if span.rows is None else span.rows
+            active[rows, span.layers.start : span.layers.stop] = 1
+        slots, step = plan.slots[plan.row_chunks], np.zeros(plan.num_rows, np.int64)
+        logits = np.empty((1, plan.num_rows, self._vocab), np.float32)
+        self._decoder.run(Rows(plan.token_ids, plan.positions, step, slots, active, plan.tables), 1, logits=logits)
+        return torch.from_numpy(logits[0][plan.logit_rows])
+
+
+def _draws(sequences: list[Sequence]) -> Draws:
+    params = [sequence.params for sequence in sequences]
+    return Draws(
+        np.array([0.0 if asked.greedy else asked.temperature for asked in params], np.float32),
+        np.array([sequence.seed for sequence in sequences], np.int64),
+        np.array([sequence.index for sequence in sequences], np.int64),
+    )
+
+
+def native_model(eager: EagerExecutor) -> NativeModel:
+    """The eager executor's model for the library; raises `NativeError` for one that is more than a Llama."""
+    model, weights = eager.model, eager.model.weights
+    if model.config.layers_without_rope:
+        raise NativeError("the native library rotates in every layer, and this model does not")
+    return NativeModel(
+        layers=tuple(_native_layer(layer) for layer in weights.layers),
+        embedding=weights.embedding,
+        final_norm=weights.final_norm,
+        lm_head=weights.lm_head,
+        rotations=eager.rope.generated_table.contiguous(),
+        pool=eager.pool,
+        num_heads=model.config.num_heads,
+        eps=model.config.rms_norm_eps,
+        scale=model.config.attention_scale,
+    )
+
+
+_KNOWN = {
+    *("attention_norm", "qkv", "qkv_bias", "output", "output_bias"),
+    *("mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias"),
+}
+
+
+def _native_layer(layer: LayerWeights) -> NativeLayer:
+    others = {field.name for field in fields(layer) if getattr(layer, field.name) is not None} - _KNOWN
+    if others:
+        raise NativeError(f"the native library knows nothing of {', '.join(sorted(others))} in a layer")
+    return NativeLayer(
+        attention_norm=layer.attention_norm,
+        qkv=Linear(layer.qkv, layer.qkv_bias),
+        output=Linear(layer.output, layer.output_bias),
+        mlp_norm=layer.mlp_norm,
+        gate_up=Linear(layer.gate_up, layer.gate_up_bias),
+        down=Linear(layer.down, layer.down_bias),
+    )

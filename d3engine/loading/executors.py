@@ -1,0 +1,78 @@
+"""Which executor runs: CUDA graphs on a GPU, the native library on a CPU, or the host with a call an operation.
+
+The one place that chooses. It is asked twice: when an engine's arguments are read, for how many steps a plan may stand
+for depends on the answer, and when the weights are there, which the native library may not know.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import torch
+
+from d3engine.environment import KERNELS, NATIVE_ISA
+from d3engine.errors import require
+from d3engine.executor.cuda_graph import GraphExecutor
+from d3engine.executor.interface import Executor
+from d3engine.executor.native import NativeExecutor
+from d3engine.kernels.native.library import LibraryMissing, NativeError, isas_here
+from d3engine.loading.parts import eager_executor
+from d3engine.loading.settings import EngineSettings, ExecutorKind
+from d3engine.model.weights import LlamaWeights
+
+_log = logging.getLogger(__name__)
+
+
+def executor_for(device: torch.device, dtype: torch.dtype, enforce_eager: bool) -> ExecutorKind:
+    """The executor for activations of `dtype` on `device`, as D3ENGINE_KERNELS says."""
+    if enforce_eager:
+        return "eager"
+    if device.type == "cuda":
+        return "graphs"
+    chosen = KERNELS.read()
+    if chosen not in ("auto", "native") or dtype != torch.float32:
+        return "eager"
+    missing = _what_is_missing()
+    require(chosen == "auto" or missing is None, KERNELS.name, chosen, f"another than native, since {missing}")
+    return "eager" if missing else "native"
+
+
+@cache
+def _what_is_missing() -> str | None:
+    """Why the native library cannot run here, None if it can; said once in a process, with what that costs."""
+    try:
+        isas_here()
+    except LibraryMissing as error:
+        _log.warning("decoding takes several times longer than it could on this CPU: %s", error)
+        return str(error)
+    return None
+
+
+def build_executor(settings: EngineSettings, weights: LlamaWeights, num_blocks: int) -> Executor:
+    """The executor of these settings over a pool of `num_blocks` blocks."""
+    eager = eager_executor(settings, settings.config, weights, num_blocks)
+    if settings.executor == "eager":
+        return eager
+    if settings.executor == "graphs":
+        return GraphExecutor(
+            eager,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len,
+            max_steps=settings.num_scheduler_steps,
+        )
+    isa = NATIVE_ISA.read()
+    require(isa == "auto" or isa in isas_here(), NATIVE_ISA.name, isa, f"auto, or one of {', '.join(isas_here())} here")
+    try:
+        return NativeExecutor(
+            eager,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len,
+            max_steps=settings.num_scheduler_steps,
+            num_threads=settings.num_threads,
+            isa=isa,
+        )
+    except NativeError as error:
+        require(KERNELS.read() != "native", KERNELS.name, "native", f"another than native, since {error}")
+        _log.warning("decoding by PyTorch alone, which takes several times longer: %s", error)
+        return eager

@@ -1,0 +1,71 @@
+// The C entry points: everything is checked here, and nothing throws beyond.
+#include "abi.h"
+
+#include <new>
+
+#include "decoder.h"
+
+#ifndef D3_SOURCE_DIGEST
+#define D3_SOURCE_DIGEST "unknown"
+#endif
+
+namespace {
+
+bool is_matrix(const D3Matrix& matrix, int rows, int columns) {
+    const bool is_quantized = matrix.kind == D3_INT8 || matrix.kind == D3_INT4;
+    return matrix.kind >= D3_FLOAT32 && matrix.kind <= D3_INT4 && matrix.rows == rows && matrix.columns == columns &&
+           matrix.values && (matrix.scales != nullptr) == is_quantized;
+}
+
+bool is_model(const D3Model& m) {
+    const int32_t sizes[] = {m.num_layers, m.hidden, m.intermediate, m.heads, m.kv_heads, m.head_dim, m.vocab, m.block_size,
+                             m.max_blocks, m.num_blocks, m.num_slots, m.max_positions, m.max_rows, m.num_threads};
+    for (int32_t size : sizes)
+        if (size < 1) return false;
+    if (m.heads % m.kv_heads || m.heads / m.kv_heads > MOST_GROUP || m.head_dim % 2) return false;
+    const int q_size = m.heads * m.head_dim, kv_size = m.kv_heads * m.head_dim;
+    if (m.embedding.kind != D3_FLOAT32 && m.embedding.kind != D3_BFLOAT16) return false;
+    if (!is_matrix(m.embedding, m.vocab, m.hidden) || !is_matrix(m.lm_head, m.vocab, m.hidden)) return false;
+    for (int32_t l = 0; l < m.num_layers; l++) {
+        const D3Layer& layer = m.layers[l];
+        const bool is_layer = is_matrix(layer.qkv, q_size + 2 * kv_size, m.hidden) && is_matrix(layer.output, m.hidden, q_size) &&
+                              is_matrix(layer.gate_up, 2 * m.intermediate, m.hidden) &&
+                              is_matrix(layer.down, m.hidden, m.intermediate) && layer.attention_norm && layer.mlp_norm;
+        if (!is_layer) return false;
+    }
+    return m.final_norm && m.rotations && m.pool;
+}
+
+}  // namespace
+
+int32_t d3_num_isas() { return NUM_KERNELS; }
+const char* d3_isa_name(int32_t isa) { return ALL_KERNELS[isa]->name; }
+int32_t d3_isa_runs_here(int32_t isa) { return ALL_KERNELS[isa]->runs_here(); }
+const char* d3_source_digest() { return D3_SOURCE_DIGEST; }
+
+int32_t d3_create(const D3Model* model, D3Decoder** made) {
+    *made = nullptr;
+    if (model->isa < 0 || model->isa >= NUM_KERNELS || !ALL_KERNELS[model->isa]->runs_here()) return D3_NO_SUCH_ISA;
+    if (!is_model(*model)) return D3_BAD_SHAPE;
+    try {
+        *made = new D3Decoder(*model, *ALL_KERNELS[model->isa]);
+    } catch (const std::bad_alloc&) {
+        return D3_NO_MEMORY;
+    }
+    return D3_OK;
+}
+
+int32_t d3_run(D3Decoder* decoder, const D3Run* run) {
+    if (decoder->busy.exchange(true, std::memory_order_acquire)) return D3_BUSY;
+    int32_t status = D3_OK;
+    try {
+        status = decoder->check(*run);
+        if (status == D3_OK) decoder->run(*run);
+    } catch (const std::bad_alloc&) {
+        status = D3_NO_MEMORY;
+    }
+    decoder->busy.store(false, std::memory_order_release);
+    return status;
+}
+
+void d3_destroy(D3Decoder* decoder) { delete decoder; }

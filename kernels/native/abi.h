@@ -1,0 +1,74 @@
+// The C interface: numbers and pointers, as `library.py` mirrors them. Whoever calls keeps all memory alive.
+#pragma once
+#include <cstdint>
+
+#define D3_EXPORT extern "C" __attribute__((visibility("default")))
+
+enum D3Kind : int32_t { D3_FLOAT32 = 0, D3_BFLOAT16 = 1, D3_INT8 = 2, D3_INT4 = 3 };
+
+enum D3Status : int32_t {
+    D3_OK = 0,
+    D3_NO_SUCH_ISA = 1,
+    D3_BAD_SHAPE = 2,
+    D3_NO_MEMORY = 3,
+    D3_BAD_RUN = 4,       // rows or steps beyond what the decoder was made for
+    D3_BAD_TOKEN = 5,
+    D3_BAD_POSITION = 6,
+    D3_BAD_SLOT = 7,
+    D3_BAD_BLOCK = 8,     // a layer runs for a row whose table has no block of the pool there
+    D3_BUSY = 9,          // another thread is in the same decoder
+};
+
+// A matrix [rows, columns] as it lies in memory; see quantized.py for int8 and int4.
+struct D3Matrix {
+    int32_t kind, rows, columns;
+    const void* values;
+    const float* scales;  // null for floats
+    const float* bias;    // [rows], or null
+};
+
+struct D3Layer {
+    const float* attention_norm;  // [hidden]
+    D3Matrix qkv, output;
+    const float* mlp_norm;  // [hidden]
+    D3Matrix gate_up, down;
+};
+
+struct D3Model {
+    int32_t num_layers, hidden, intermediate, heads, kv_heads, head_dim, vocab;
+    int32_t block_size, max_blocks, num_blocks;  // entries of a block; blocks of a table's row; blocks of the pool
+    int32_t num_slots, max_positions, max_rows, num_threads;
+    int32_t isa;  // an index into the instruction sets, see d3_isa_name
+    float eps, scale;
+    D3Matrix embedding, lm_head;
+    const D3Layer* layers;
+    const float* final_norm;
+    const float* rotations;  // [max_positions, head_dim / 2] pairs (cosine, sine)
+    float* pool;             // [num_blocks, 2, block_size, kv_heads, head_dim]
+};
+
+// `steps` steps of `rows` rows. Layer l runs at the n-th of them for the rows with generation + n < cutoffs[row, l].
+struct D3Run {
+    int32_t rows, steps;
+    const int64_t *tokens, *positions, *generation, *slots;  // [rows] each, of the first step
+    const int32_t* cutoffs;                                   // [rows, num_layers]
+    const int32_t* tables;                                    // [num_slots, num_layers, max_blocks]
+    const float* temperatures;        // [rows], 0 for the likeliest token; null: all take the likeliest
+    const int64_t *seeds, *indices;   // [rows]; null with `temperatures`
+    int64_t* chosen;                  // [steps, rows] written
+    float* scores;                    // [steps, rows] written: what the chosen token won with
+    float* logits;                    // [steps, rows, vocab] written, or null
+};
+
+struct D3Decoder;
+
+// How many instruction sets this library holds, best first; what they are called; whether this machine runs one.
+D3_EXPORT int32_t d3_num_isas();
+D3_EXPORT const char* d3_isa_name(int32_t isa);
+D3_EXPORT int32_t d3_isa_runs_here(int32_t isa);
+// Of what sources the library was built.
+D3_EXPORT const char* d3_source_digest();
+
+D3_EXPORT int32_t d3_create(const D3Model* model, D3Decoder** made);
+D3_EXPORT int32_t d3_run(D3Decoder* decoder, const D3Run* run);
+D3_EXPORT void d3_destroy(D3Decoder* decoder);

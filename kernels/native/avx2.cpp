@@ -1,0 +1,53 @@
+// AVX2 with FMA: eight floats a register, sixteen registers. Compiled with its own flags, called only where they hold.
+#include "simd.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+namespace avx2 {
+
+constexpr int LANES = 8, REGISTERS = 16;
+typedef float V __attribute__((vector_size(32)));
+typedef int32_t VI __attribute__((vector_size(32)));
+
+INLINE V load(const float* from) { return _mm256_loadu_ps(from); }
+INLINE void store(float* to, V values) { _mm256_storeu_ps(to, values); }
+INLINE V all(float value) { return _mm256_set1_ps(value); }
+INLINE float sum(V values) {
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(values), _mm256_extractf128_ps(values, 1));
+    __m128 quarter = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
+}
+INLINE float first_lane(V values) { return values[0]; }
+INLINE V multiply_add(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE V choose(VI where, V yes, V no) { return where ? yes : no; }
+INLINE VI float_as_bits(V values) { return (VI)values; }
+INLINE V bits_as_float(VI bits) { return (V)bits; }
+
+INLINE V widen_bfloat16(const char* from) {
+    return (V)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16);
+}
+INLINE V widen_int8(const char* from) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+}
+INLINE VI widen_uint8(const char* from) { return (VI)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
+
+// q * scale - 8 * scale in one rounding is what (q - 8) * scale is: the eightfold is exact.
+struct Nibbles {
+    V scale, eight;
+    Nibbles() = default;
+    explicit INLINE_LAMBDA Nibbles(float given) : scale(all(given)), eight(all(-8.0f * given)) {}
+    INLINE_LAMBDA V low(VI bytes) const { return value(_mm256_and_si256((__m256i)bytes, _mm256_set1_epi32(15))); }
+    INLINE_LAMBDA V high(VI bytes) const { return value(_mm256_srli_epi32((__m256i)bytes, 4)); }
+    INLINE_LAMBDA V value(__m256i q) const { return _mm256_fmadd_ps(_mm256_cvtepi32_ps(q), scale, eight); }
+};
+
+#include "kernels.inc"
+
+static bool runs_here() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+extern const Kernels kernels;
+const Kernels kernels = {"avx2", runs_here, multiply, attend, rms_norm, rotate, swiglu, add};
+
+}  // namespace avx2
+#endif

@@ -1,0 +1,52 @@
+// AVX-512: sixteen floats a register, thirty-two registers. Compiled with its own flags, called only where they hold.
+#include "simd.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+namespace avx512 {
+
+constexpr int LANES = 16, REGISTERS = 32;
+typedef float V __attribute__((vector_size(64)));
+typedef int32_t VI __attribute__((vector_size(64)));
+
+INLINE V load(const float* from) { return _mm512_loadu_ps(from); }
+INLINE void store(float* to, V values) { _mm512_storeu_ps(to, values); }
+INLINE V all(float value) { return _mm512_set1_ps(value); }
+INLINE float sum(V values) { return _mm512_reduce_add_ps(values); }
+INLINE float first_lane(V values) { return values[0]; }
+INLINE V multiply_add(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE V choose(VI where, V yes, V no) { return where ? yes : no; }
+INLINE VI float_as_bits(V values) { return (VI)values; }
+INLINE V bits_as_float(VI bits) { return (V)bits; }
+
+INLINE V widen_bfloat16(const char* from) {
+    return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
+}
+INLINE V widen_int8(const char* from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+}
+INLINE VI widen_uint8(const char* from) { return (VI)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)); }
+
+// All sixteen values that four bits can stand for lie in one register, and a value is looked up in it.
+struct Nibbles {
+    V table;
+    Nibbles() = default;
+    explicit INLINE_LAMBDA Nibbles(float scale)
+        : table(V{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7} * all(scale)) {}
+    INLINE_LAMBDA V low(VI bytes) const { return _mm512_permutexvar_ps((__m512i)bytes, table); }  // reads four bits
+    INLINE_LAMBDA V high(VI bytes) const { return _mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)bytes, 4), table); }
+};
+
+#include "kernels.inc"
+
+static bool runs_here() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma");
+}
+
+extern const Kernels kernels;
+const Kernels kernels = {"avx512", runs_here, multiply, attend, rms_norm, rotate, swiglu, add};
+
+}  // namespace avx512
+#endif

@@ -1,0 +1,124 @@
+"""Compiles the C++ files of this folder into one shared library; plain Python, since an installer runs it.
+
+The one idea: a file that names an instruction set is compiled for it, all others for any machine of the architecture.
+Which of them runs is decided where the library is loaded, so what is built here runs elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+FOLDER = Path(__file__).parent
+LIBRARY = "libd3native.so"
+
+FLAGS = (
+    "-std=c++17",
+    "-fPIC",
+    "-pthread",
+    "-fvisibility=hidden",
+    # A product and a sum become one instruction where the code says so and nowhere else: sums must not depend on what a
+    # compiler makes of one tile or another.
+    "-ffp-contract=off",
+    # GCC 12 fuses products and sums all the same where it makes vectors of plain code; ours are written out.
+    "-fno-tree-vectorize",
+    "-fno-tree-slp-vectorize",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wall",
+    "-Wextra",
+    "-Wno-psabi",
+    "-Wno-uninitialized",  # GCC 12 sees it in its own header of AVX-512
+)
+OPTIMIZED = ("-O3",)
+ISA_FLAGS = {
+    "avx512.cpp": (
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512vl",
+        "-mavx512dq",
+        "-mfma",
+        "-mprefer-vector-width=512",
+    ),
+    "avx2.cpp": ("-mavx2", "-mfma"),
+}
+
+
+class BuildError(Exception):
+    """No compiler, or one that refused."""
+
+
+def sources(folder: Path = FOLDER) -> list[Path]:
+    """Everything that the library is made of, in a fixed order."""
+    return sorted(path for path in folder.iterdir() if path.suffix in (".cpp", ".h", ".inc"))
+
+
+def digest(folder: Path = FOLDER) -> str:
+    """What tells these sources from any others: 16 hexadecimal digits."""
+    sha = hashlib.sha256()
+    for path in sources(folder):
+        sha.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return sha.hexdigest()[:16]
+
+
+def find_compiler() -> list[str]:
+    """The command of a C++ compiler: $CXX, or c++, g++ or clang++; raises `BuildError` where there is none."""
+    named = os.environ.get("CXX")
+    command = shlex.split(named) if named else [next(filter(shutil.which, ("c++", "g++", "clang++")), "c++")]
+    if shutil.which(command[0]) is None:
+        raise BuildError(f"there is no C++ compiler {command[0]!r}")
+    return command
+
+
+def compile_library(
+    target: Path, *, folder: Path = FOLDER, compiler: Sequence[str] = (), flags: Sequence[str] = OPTIMIZED
+) -> None:
+    """Compile all sources of `folder` into the shared library `target`, two files at a time.
+
+    `compiler` is a command, `find_compiler()` if empty. Raises `BuildError` with what the compiler says.
+    """
+    command = [*(compiler or find_compiler())]
+    is_x86 = _run([*command, "-dumpmachine"]).startswith(("x86_64", "amd64"))
+    known = f'-DD3_SOURCE_DIGEST="{digest(folder)}"'
+    files = [path for path in sources(folder) if path.suffix == ".cpp"]
+    with TemporaryDirectory() as work, ThreadPoolExecutor(2) as pool:
+
+        def compile_one(path: Path) -> str:
+            built = str(Path(work) / f"{path.stem}.o")
+            isa = ISA_FLAGS.get(path.name, ()) if is_x86 else ()
+            _run([*command, *FLAGS, *flags, *isa, known, "-c", str(path), "-o", built])
+            return built
+
+        # The instruction sets take longest, so they come first.
+        objects = list(pool.map(compile_one, sorted(files, key=lambda path: path.name not in ISA_FLAGS)))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        linked = Path(work) / LIBRARY
+        _run([*command, "-shared", "-pthread", *flags, *objects, "-o", str(linked)])
+        # A new file, never the old one written over: a running process may have that one mapped.
+        shutil.copy(linked, target.with_suffix(".new"))
+        target.with_suffix(".new").replace(target)
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise BuildError(f"{command[0]} cannot be run: {error}") from error
+    if done.returncode:
+        raise BuildError(f"{shlex.join(command)} failed:\n{done.stderr.strip() or done.stdout.strip() or 'in silence'}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    try:
+        compile_library(FOLDER / LIBRARY)
+    except BuildError as error:
+        sys.exit(str(error))

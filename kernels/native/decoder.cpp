@@ -1,0 +1,236 @@
+// Decoding, a step after the other: the five operations of a layer are those of `kernels/reference.py`.
+//
+// The leader goes through them like plain code; `team_.each` is where the others help. A row that a layer does not run
+// is not among its `active_` rows, and so costs nothing there.
+#include "decoder.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace {
+
+constexpr int MOST_PIECE_ROWS = 256;
+constexpr int64_t PIECE_BYTES = 64 * 1024;
+constexpr int64_t LEAST_PIECE_BYTES = 16 * 1024;
+
+int64_t bytes_of_row(const D3Matrix& matrix) {
+    switch (matrix.kind) {
+        case D3_FLOAT32: return int64_t(matrix.columns) * 4;
+        case D3_BFLOAT16: return int64_t(matrix.columns) * 2;
+        case D3_INT8: return matrix.columns;
+        default: return int64_t(matrix.columns + INT4_GROUP - 1) / INT4_GROUP * (INT4_GROUP / 2);
+    }
+}
+
+}  // namespace
+
+D3Decoder::D3Decoder(const D3Model& model, const Kernels& kernels)
+    : model_(model),
+      layers_(model.layers, model.layers + model.num_layers),
+      kernels_(kernels),
+      group_(model.heads / model.kv_heads),
+      q_size_(model.heads * model.head_dim),
+      kv_size_(model.kv_heads * model.head_dim),
+      team_(model.num_threads),
+      hidden_(model.max_rows, model.hidden),
+      normed_(model.max_rows, model.hidden),
+      queries_(model.max_rows, q_size_),
+      attended_(model.max_rows, q_size_),
+      gated_(model.max_rows, model.intermediate),
+      scratch_(model.num_threads),
+      best_(size_t(model.num_threads) * model.max_rows) {
+    active_.reserve(model.max_rows);
+    for (auto& scratch : scratch_) {
+        scratch.outputs = Rows(2 * model.max_rows, MOST_PIECE_ROWS);
+        scratch.scores = Rows(1, group_ * ATTENTION_CHUNK);
+    }
+}
+
+D3Status D3Decoder::check(const D3Run& run) const {
+    if (run.rows < 1 || run.rows > model_.max_rows || run.steps < 1) return D3_BAD_RUN;
+    for (int row = 0; row < run.rows; row++) {
+        const int64_t first = run.positions[row], last = first + run.steps - 1;
+        if (run.tokens[row] < 0 || run.tokens[row] >= model_.vocab) return D3_BAD_TOKEN;
+        const int64_t room = std::min<int64_t>(model_.max_positions, int64_t(model_.max_blocks) * model_.block_size);
+        if (first < 0 || last >= room) return D3_BAD_POSITION;
+        if (run.slots[row] < 0 || run.slots[row] >= model_.num_slots) return D3_BAD_SLOT;
+        for (int layer = 0; layer < model_.num_layers; layer++) {
+            const int64_t awake = run.cutoffs[row * model_.num_layers + layer] - run.generation[row];
+            if (awake <= 0) continue;  // the layer sleeps: it has no blocks
+            const int64_t deepest = first + std::min<int64_t>(awake, run.steps) - 1;
+            const int32_t* table = Step{run, 0}.table(row, layer, model_);
+            for (int64_t block = 0; block <= deepest / model_.block_size; block++)
+                if (table[block] < 1 || table[block] >= model_.num_blocks) return D3_BAD_BLOCK;
+        }
+    }
+    return D3_OK;
+}
+
+void D3Decoder::run(const D3Run& run) {
+    for (int taken = 0; taken < run.steps; taken++) step({run, taken});
+}
+
+void D3Decoder::step(const Step& step) {
+    embed(step);
+    for (int layer = 0; layer < model_.num_layers; layer++) {
+        find_active(step, layer);
+        if (active_.empty()) continue;
+        qkv(step, layer);
+        attention(step, layer);
+        add_product(layers_[layer].output, attended_);
+        gate_up(layers_[layer]);
+        add_product(layers_[layer].down, gated_);
+    }
+    head(step);
+}
+
+void D3Decoder::embed(const Step& step) {
+    const D3Matrix& table = model_.embedding;
+    for (int row = 0; row < step.run.rows; row++) {
+        const int64_t token = step.taken ? step.run.chosen[(step.taken - 1) * step.run.rows + row] : step.run.tokens[row];
+        const char* from = static_cast<const char*>(table.values) + token * bytes_of_row(table);
+        if (table.kind == D3_FLOAT32) {
+            memcpy(hidden_.row(row), from, bytes_of_row(table));
+            continue;
+        }
+        for (int i = 0; i < model_.hidden; i++) {
+            uint16_t half;
+            memcpy(&half, from + 2 * i, sizeof half);
+            const uint32_t bits = uint32_t(half) << 16;
+            memcpy(hidden_.row(row) + i, &bits, sizeof bits);
+        }
+    }
+}
+
+void D3Decoder::find_active(const Step& step, int layer) {
+    active_.clear();
+    for (int row = 0; row < step.run.rows; row++)
+        if (step.run.generation[row] + step.taken < step.run.cutoffs[row * model_.num_layers + layer]) active_.push_back(row);
+}
+
+void D3Decoder::norm(const float* weight) {
+    auto one = [&](int, int nth) {
+        kernels_.rms_norm(normed_.row(nth), hidden_.row(active_[nth]), weight, model_.eps, model_.hidden);
+    };
+    const int count = int(active_.size());
+    if (int64_t(count) * model_.hidden >= 16 * 1024) return team_.each(count, one);
+    for (int nth = 0; nth < count; nth++) one(0, nth);  // sooner done than handed over
+}
+
+Product D3Decoder::product(const D3Matrix& matrix, const Rows& x) const {
+    return {D3Kind(matrix.kind), matrix.columns, static_cast<const char*>(matrix.values), bytes_of_row(matrix), matrix.scales,
+            (matrix.columns + INT4_GROUP - 1) / INT4_GROUP, x.row(0), x.stride(), int32_t(active_.size())};
+}
+
+// Output channels of a piece: about what a core's second cache holds beside the vectors, less where that would leave
+// somebody without work; a multiple of 16, so that pairs of channels stay together and tiles are full.
+int D3Decoder::rows_of_piece(const D3Matrix& matrix) const {
+    const int64_t row = bytes_of_row(matrix), whole = row * matrix.rows;
+    const int64_t bytes = std::clamp(whole / (2 * team_.size()), LEAST_PIECE_BYTES, PIECE_BYTES);
+    return int(std::clamp<int64_t>((bytes / row + 15) / 16 * 16, 16, MOST_PIECE_ROWS));
+}
+
+// Calls use(worker, nth row, first channel, last channel, their values) for every active row and piece.
+template <class Use> void D3Decoder::multiply(const D3Matrix& matrix, const Rows& x, Use use) {
+    const Product p = product(matrix, x);
+    const int size = rows_of_piece(matrix);
+    team_.each((matrix.rows + size - 1) / size, [&](int worker, int piece) {
+        const Rows& out = scratch_[worker].outputs;
+        const int start = piece * size, stop = std::min(matrix.rows, start + size);
+        kernels_.multiply(p, start, stop, out.row(0), out.stride());
+        for (int nth = 0; nth < p.batch; nth++) {
+            if (matrix.bias) kernels_.add(out.row(nth), matrix.bias + start, stop - start);
+            use(worker, nth, start, stop, out.row(nth));
+        }
+    });
+}
+
+float* D3Decoder::entry(const Step& step, int row, int layer, int half) const {
+    const int64_t position = step.position(row), block = step.table(row, layer, model_)[position / model_.block_size];
+    return model_.pool + ((2 * block + half) * model_.block_size + position % model_.block_size) * kv_size_;
+}
+
+void D3Decoder::qkv(const Step& step, int layer) {
+    norm(layers_[layer].attention_norm);
+    const int keys_end = q_size_ + kv_size_;
+    multiply(layers_[layer].qkv, normed_, [&](int, int nth, int start, int stop, const float* values) {
+        const int row = active_[nth];
+        const float* turns = model_.rotations + step.position(row) * model_.head_dim;
+        // By heads, of which a piece may hold parts: where their channels go, and whether they turn.
+        for (int channel = start; channel < stop;) {
+            const int within = channel % model_.head_dim;
+            const int count = std::min(stop - channel, model_.head_dim - within);
+            const float* from = values + (channel - start);
+            if (channel < q_size_) kernels_.rotate(queries_.row(nth) + channel, from, turns + within, count);
+            else if (channel < keys_end) kernels_.rotate(entry(step, row, layer, 0) + (channel - q_size_), from, turns + within, count);
+            else memcpy(entry(step, row, layer, 1) + (channel - keys_end), from, count * sizeof(float));
+            channel += count;
+        }
+    });
+}
+
+void D3Decoder::attention(const Step& step, int layer) {
+    team_.each(int(active_.size()) * model_.kv_heads, [&](int worker, int piece) {
+        const int nth = piece / model_.kv_heads, head = piece % model_.kv_heads, row = active_[nth];
+        const int64_t first = int64_t(head) * group_ * model_.head_dim;
+        kernels_.attend({queries_.row(nth) + first, attended_.row(nth) + first, scratch_[worker].scores.row(0),
+                         model_.pool + head * model_.head_dim, step.table(row, layer, model_),
+                         int64_t(model_.block_size) * kv_size_, kv_size_, group_, model_.head_dim, model_.block_size,
+                         int32_t(step.position(row) + 1), model_.scale});
+    });
+}
+
+void D3Decoder::add_product(const D3Matrix& matrix, const Rows& x) {
+    multiply(matrix, x, [&](int, int nth, int start, int stop, const float* values) {
+        kernels_.add(hidden_.row(active_[nth]) + start, values, stop - start);
+    });
+}
+
+// The rows of the gate and those of the up projection lie half a matrix apart; a piece takes some of both.
+void D3Decoder::gate_up(const D3Layer& layer) {
+    norm(layer.mlp_norm);
+    const D3Matrix& matrix = layer.gate_up;
+    const Product p = product(matrix, normed_);
+    const int half = model_.intermediate, size = std::max(16, rows_of_piece(matrix) / 32 * 16);
+    team_.each((half + size - 1) / size, [&](int worker, int piece) {
+        const Rows& out = scratch_[worker].outputs;
+        const int start = piece * size, stop = std::min(half, start + size), count = stop - start;
+        kernels_.multiply(p, start, stop, out.row(0), out.stride());
+        kernels_.multiply(p, half + start, half + stop, out.row(model_.max_rows), out.stride());
+        for (int nth = 0; nth < p.batch; nth++) {
+            float *gate = out.row(nth), *up = out.row(model_.max_rows + nth);
+            if (matrix.bias) {
+                kernels_.add(gate, matrix.bias + start, count);
+                kernels_.add(up, matrix.bias + half + start, count);
+            }
+            kernels_.swiglu(gated_.row(nth) + start, gate, up, count);
+        }
+    });
+}
+
+Choosing D3Decoder::choosing(const Step& step, int row) const {
+    const D3Run& run = step.run;
+    if (!run.temperatures) return {0.0f, 0, 0, 0};
+    return {run.temperatures[row], uint64_t(run.seeds[row]), uint32_t(run.indices[row]), uint32_t(run.generation[row] + step.taken)};
+}
+
+void D3Decoder::head(const Step& step) {
+    const D3Run& run = step.run;
+    active_.resize(run.rows);
+    for (int row = 0; row < run.rows; row++) active_[row] = row;
+    norm(model_.final_norm);
+    std::fill(best_.begin(), best_.end(), Best::nothing());
+    multiply(model_.lm_head, normed_, [&](int worker, int row, int start, int stop, const float* values) {
+        if (run.logits) {
+            float* logits = run.logits + (int64_t(step.taken) * run.rows + row) * model_.vocab;
+            memcpy(logits + start, values, (stop - start) * sizeof(float));
+        }
+        choose(best_[size_t(worker) * model_.max_rows + row], values, start, stop - start, choosing(step, row));
+    });
+    for (int row = 0; row < run.rows; row++) {
+        Best best = best_[row];
+        for (int worker = 1; worker < team_.size(); worker++) best.meet(best_[size_t(worker) * model_.max_rows + row]);
+        run.chosen[step.taken * run.rows + row] = std::min<int64_t>(best.token, model_.vocab - 1);
+        run.scores[step.taken * run.rows + row] = best.score;
+    }
+}

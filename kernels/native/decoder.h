@@ -1,0 +1,88 @@
+// A model, the memory that a step needs, and the steps.
+#pragma once
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "abi.h"
+#include "choosing.h"
+#include "kernels.h"
+#include "team.h"
+
+// Rows of floats with zeros behind them: up to a whole group of int4, and some more, so that neighbouring rows do not
+// fall onto the same lines of a cache.
+class Rows {
+public:
+    Rows() = default;
+    Rows(int rows, int columns) : stride_((columns + INT4_GROUP - 1) / INT4_GROUP * INT4_GROUP + 16) {
+        const size_t bytes = (size_t(rows) * stride_ * sizeof(float) + 63) / 64 * 64;
+        floats_.reset(static_cast<float*>(std::aligned_alloc(64, bytes)));
+        if (!floats_) throw std::bad_alloc();
+        memset(floats_.get(), 0, bytes);
+    }
+    float* row(int index) const { return floats_.get() + index * stride_; }
+    int64_t stride() const { return stride_; }
+
+private:
+    struct Free {
+        void operator()(float* floats) const { std::free(floats); }
+    };
+    int64_t stride_ = 0;
+    std::unique_ptr<float[], Free> floats_;
+};
+
+struct D3Decoder {
+    D3Decoder(const D3Model& model, const Kernels& kernels);
+
+    // Whether everything that `run` would touch is there; D3_OK, or what is not.
+    D3Status check(const D3Run& run) const;
+    void run(const D3Run& run);
+
+    std::atomic<bool> busy{false};
+
+private:
+    // What a worker writes while it has a piece.
+    struct Scratch {
+        Rows outputs;  // a piece's output channels, for every row
+        Rows scores;   // a chunk of attention, for every head of a group
+    };
+    // One step of a run.
+    struct Step {
+        const D3Run& run;
+        int taken;  // steps before it
+        int64_t position(int row) const { return run.positions[row] + taken; }
+        const int32_t* table(int row, int layer, const D3Model& model) const {
+            return run.tables + (run.slots[row] * model.num_layers + layer) * model.max_blocks;
+        }
+    };
+
+    void step(const Step& step);
+    void embed(const Step& step);
+    void find_active(const Step& step, int layer);
+    void qkv(const Step& step, int layer);
+    void attention(const Step& step, int layer);
+    void add_product(const D3Matrix& matrix, const Rows& x);
+    void gate_up(const D3Layer& layer);
+    void head(const Step& step);
+
+    void norm(const float* weight);
+    Product product(const D3Matrix& matrix, const Rows& x) const;
+    int rows_of_piece(const D3Matrix& matrix) const;
+    template <class Use> void multiply(const D3Matrix& matrix, const Rows& x, Use use);
+    float* entry(const Step& step, int row, int layer, int half) const;
+    Choosing choosing(const Step& step, int row) const;
+
+    const D3Model model_;
+    const std::vector<D3Layer> layers_;
+    const Kernels& kernels_;
+    const int group_, q_size_, kv_size_;
+    Team team_;
+    // `hidden_` has a row for each row of the run; the others for each of the rows in `active_`, in that order.
+    Rows hidden_, normed_, queries_, attended_, gated_;
+    std::vector<int> active_;
+    std::vector<Scratch> scratch_;
+    std::vector<Best> best_;  // [workers, rows]
+};

@@ -1,0 +1,21 @@
+// Which instruction sets this build holds. The ones that name an instruction set are best first.
+#include "kernels.h"
+
+#if defined(__x86_64__)
+namespace avx512 { extern const Kernels kernels; }
+namespace avx2 { extern const Kernels kernels; }
+#elif defined(__aarch64__)
+namespace neon { extern const Kernels kernels; }
+#endif
+namespace portable { extern const Kernels kernels; }
+
+const Kernels* const ALL_KERNELS[] = {
+#if defined(__x86_64__)
+    &avx512::kernels,
+    &avx2::kernels,
+#elif defined(__aarch64__)
+    &neon::kernels,
+#endif
+    &portable::kernels,
+};
+const int NUM_KERNELS = sizeof(ALL_KERNELS) / sizeof(*ALL_KERNELS);

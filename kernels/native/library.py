@@ -1,0 +1,301 @@
+"""The shared library as Python sees it: the structures of `abi.h`, and a decoder that is given tensors.
+
+Nothing is copied: a decoder reads the weights where they lie and writes entries into the pool that it was given.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from d3engine.kernels.native import build
+from d3engine.kernels.quantized import Int4Weight, Int8Weight, Weight
+
+MAX_ROWS = 64
+"""Rows of a step at most: beyond, a product is a matter of arithmetic and not of memory, and a matrix library's."""
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1}
+_INT8, _INT4 = 2, 3
+
+
+class LibraryMissing(Exception):
+    """There is no native library here; the message says why, and what to do."""
+
+
+class NativeError(RuntimeError):
+    """The library has refused what it was given, or could not do it."""
+
+
+_REFUSALS = {
+    1: "this machine does not run the instruction set that was asked for",
+    2: "the sizes of the model do not fit each other, or a weight is of a kind that is not known",
+    3: "there is not enough memory for the decoder",
+    4: "a run has more rows than the decoder was made for, or no rows or no steps",
+    5: "a token id is outside the vocabulary",
+    6: "a position is outside the rotations or the block tables",
+    7: "a slot is outside the block tables",
+    8: "a layer runs for a row whose table has no block of the pool there",
+    9: "the decoder is at work in another thread",
+}
+
+
+class _Matrix(Structure):
+    _fields_ = (
+        *((name, c_int32) for name in ("kind", "rows", "columns")),
+        *((name, c_void_p) for name in ("values", "scales", "bias")),
+    )
+
+
+class _Layer(Structure):
+    _fields_ = (
+        ("attention_norm", c_void_p),
+        ("qkv", _Matrix),
+        ("output", _Matrix),
+        ("mlp_norm", c_void_p),
+        ("gate_up", _Matrix),
+        ("down", _Matrix),
+    )
+
+
+_SIZES = (
+    *("num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab"),
+    *("block_size", "max_blocks", "num_blocks", "num_slots", "max_positions", "max_rows", "num_threads", "isa"),
+)
+
+
+class _Model(Structure):
+    _fields_ = (
+        *((name, c_int32) for name in _SIZES),
+        ("eps", c_float),
+        ("scale", c_float),
+        ("embedding", _Matrix),
+        ("lm_head", _Matrix),
+        ("layers", POINTER(_Layer)),
+        *((name, c_void_p) for name in ("final_norm", "rotations", "pool")),
+    )
+
+
+_ARRAYS = (
+    *("tokens", "positions", "generation", "slots", "cutoffs", "tables", "temperatures", "seeds", "indices"),
+    *("chosen", "scores", "logits"),
+)
+
+
+class _Run(Structure):
+    _fields_ = (("rows", c_int32), ("steps", c_int32), *((name, c_void_p) for name in _ARRAYS))
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """A weight matrix and its bias float32 [rows], if it has one."""
+
+    weight: Weight
+    bias: Tensor | None = None
+
+    def structure(self) -> _Matrix:
+        weight = self.weight
+        bias = None if self.bias is None else _address(self.bias, torch.float32)
+        if isinstance(weight, Int8Weight):
+            return _Matrix(_INT8, *weight.shape, *_addresses(weight.values, weight.scales), bias)
+        if isinstance(weight, Int4Weight):
+            return _Matrix(_INT4, *weight.shape, *_addresses(weight.packed, weight.scales), bias)
+        if weight.dtype not in _KINDS:
+            raise NativeError(f"the native library knows no {weight.dtype} matrices")
+        return _Matrix(_KINDS[weight.dtype], *weight.shape, _address(weight, weight.dtype), None, bias)
+
+
+@dataclass(frozen=True, eq=False)
+class NativeLayer:
+    """The weights of one layer; norms are float32."""
+
+    attention_norm: Tensor
+    qkv: Linear
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+    def structure(self) -> _Layer:
+        return _Layer(
+            _address(self.attention_norm, torch.float32),
+            self.qkv.structure(),
+            self.output.structure(),
+            _address(self.mlp_norm, torch.float32),
+            self.gate_up.structure(),
+            self.down.structure(),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class NativeModel:
+    """A model whose activations are float32, and the pool [blocks, 2, block_size, kv heads, head_dim] that it fills.
+
+    Matrices are float32, bfloat16, int8 or int4, the embedding float32 or bfloat16. `rotations` complex64 [positions,
+    head_dim / 2]; `scale` is what scores are multiplied by.
+    """
+
+    layers: tuple[NativeLayer, ...]
+    embedding: Tensor
+    final_norm: Tensor
+    lm_head: Weight
+    rotations: Tensor
+    pool: Tensor
+    num_heads: int
+    eps: float
+    scale: float
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """How rows draw: `temperatures` float32, 0 for the likeliest token, int64 `seeds` and `indices`; [rows] each."""
+
+    temperatures: npt.NDArray[np.float32]
+    seeds: npt.NDArray[np.int64]
+    indices: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What a run begins with, [rows] integers each; `cutoffs` [rows, L], `tables` int32 [slots, L, blocks]."""
+
+    tokens: npt.NDArray[np.integer]
+    positions: npt.NDArray[np.integer]
+    generation: npt.NDArray[np.integer]
+    slots: npt.NDArray[np.integer]
+    cutoffs: npt.NDArray[np.integer]
+    tables: npt.NDArray[np.integer]
+
+
+class Decoder:
+    """Runs steps of a model. `max_blocks` and `num_slots` are the sizes of the block tables that runs will bring."""
+
+    def __init__(
+        self, model: NativeModel, *, max_blocks: int, num_slots: int, max_rows: int, num_threads: int, isa: str = "auto"
+    ) -> None:
+        self._library = library()
+        self._keeps = model  # its memory is read at every step
+        self._vocab = model.lm_head.shape[0]
+        self._table_shape = (num_slots, len(model.layers), max_blocks)
+        self.num_threads = num_threads
+        self.isa = isas_here()[0] if isa == "auto" else isa
+        num_blocks, _, block_size, kv_heads, head_dim = model.pool.shape
+        layers = (_Layer * len(model.layers))(*(layer.structure() for layer in model.layers))
+        sizes = (
+            *(len(model.layers), model.embedding.shape[1], model.layers[0].down.weight.shape[1], model.num_heads),
+            *(kv_heads, head_dim, self._vocab, block_size, max_blocks, num_blocks, num_slots),
+            *(model.rotations.shape[0], max_rows, num_threads, _all_isas().index(self.isa)),
+        )
+        structure = _Model(
+            *sizes,
+            model.eps,
+            model.scale,
+            Linear(model.embedding).structure(),
+            Linear(model.lm_head).structure(),
+            layers,
+            _address(model.final_norm, torch.float32),
+            _address(model.rotations, torch.complex64),
+            _address(model.pool, torch.float32),
+        )
+        made = c_void_p()
+        _check(self._library.d3_create(byref(structure), byref(made)))
+        self._handle = made
+        self._finalizer = weakref.finalize(self, self._library.d3_destroy, made)
+
+    def run(
+        self,
+        rows: Rows,
+        steps: int,
+        *,
+        draws: Draws | None = None,
+        logits: npt.NDArray[np.float32] | None = None,
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Take `steps` steps; returns the chosen tokens and their scores, both [steps, rows].
+
+        Without `draws` every row takes its likeliest token. `logits` float32 [steps, rows, V] is written. Raises
+        `NativeError` for what would be read or written out of bounds, before anything is.
+        """
+        count = len(rows.tokens)
+        chosen, scores = np.empty((steps, count), np.int64), np.empty((steps, count), np.float32)
+        tables = np.ascontiguousarray(rows.tables, np.int32)
+        if tables.shape != self._table_shape or rows.cutoffs.shape != (count, self._table_shape[1]):
+            raise NativeError(f"tables must have the shape {self._table_shape}; got {tables.shape}")
+        if logits is not None and (logits.shape != (steps, count, self._vocab) or not logits.flags.c_contiguous):
+            raise NativeError(f"logits must be a contiguous array [{steps}, {count}, {self._vocab}]")
+        given: list[npt.NDArray[Any] | None] = [
+            *(np.ascontiguousarray(a, np.int64) for a in (rows.tokens, rows.positions, rows.generation, rows.slots)),
+            np.ascontiguousarray(rows.cutoffs, np.int32),
+            tables,
+            None if draws is None else np.ascontiguousarray(draws.temperatures, np.float32),
+            None if draws is None else np.ascontiguousarray(draws.seeds, np.int64),
+            None if draws is None else np.ascontiguousarray(draws.indices, np.int64),
+            chosen,
+            scores,
+            logits,
+        ]
+        run = _Run(count, steps, *(None if array is None else array.ctypes.data for array in given))
+        _check(self._library.d3_run(self._handle, byref(run)))
+        return chosen, scores
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The library that was built with this package; raises `LibraryMissing`."""
+    return load(Path(__file__).parent / build.LIBRARY)
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """A library at `path`, its functions typed; raises `LibraryMissing` for none, or one of other sources."""
+    if not path.exists():
+        raise LibraryMissing("the native library was not built, for want of a C++ compiler when d3engine was installed")
+    try:
+        found = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise LibraryMissing(f"the native library cannot be loaded: {error}") from error
+    found.d3_source_digest.restype = c_char_p
+    is_checkout = (path.parent / "abi.h").exists()
+    if is_checkout and found.d3_source_digest().decode() != build.digest(path.parent):
+        raise LibraryMissing("the native library is older than its sources; `pip install -e .` builds it anew")
+    found.d3_isa_name.restype = c_char_p
+    found.d3_isa_name.argtypes = [c_int32]
+    found.d3_isa_runs_here.argtypes = [c_int32]
+    found.d3_create.argtypes = [POINTER(_Model), POINTER(c_void_p)]
+    found.d3_run.argtypes = [c_void_p, POINTER(_Run)]
+    found.d3_destroy.argtypes = [c_void_p]
+    found.d3_destroy.restype = None
+    return found
+
+
+def isas_here() -> list[str]:
+    """The instruction sets of the library that this machine runs, best first."""
+    return [name for nth, name in enumerate(_all_isas()) if library().d3_isa_runs_here(nth)]
+
+
+def _all_isas() -> list[str]:
+    found = library()
+    return [found.d3_isa_name(nth).decode() for nth in range(found.d3_num_isas())]
+
+
+def _check(status: int) -> None:
+    if status:
+        raise NativeError(_REFUSALS.get(status, f"the native library returned the unknown status {status}"))
+
+
+def _addresses(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(_address(tensor, tensor.dtype) for tensor in tensors)
+
+
+def _address(tensor: Tensor, dtype: torch.dtype) -> int:
+    """Where a tensor lies; raises `NativeError` for one that is not plain memory of `dtype` on the CPU."""
+    if tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise NativeError(f"a {tensor.dtype} tensor on {tensor.device} is not contiguous {dtype} on the CPU")
+    return tensor.data_ptr()

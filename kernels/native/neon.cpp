@@ -1,0 +1,55 @@
+// NEON, which every 64-bit Arm has: four floats a register, thirty-two registers.
+#include "simd.h"
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+
+namespace neon {
+
+constexpr int LANES = 4, REGISTERS = 32;
+typedef float V __attribute__((vector_size(16)));
+typedef int32_t VI __attribute__((vector_size(16)));
+
+INLINE V load(const float* from) { return (V)vld1q_f32(from); }
+INLINE void store(float* to, V values) { vst1q_f32(to, (float32x4_t)values); }
+INLINE V all(float value) { return (V)vdupq_n_f32(value); }
+INLINE float sum(V values) { return (values[0] + values[2]) + (values[1] + values[3]); }
+INLINE float first_lane(V values) { return values[0]; }
+INLINE V multiply_add(V a, V b, V c) { return (V)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+INLINE V choose(VI where, V yes, V no) { return (V)(((VI)yes & where) | ((VI)no & ~where)); }
+INLINE VI float_as_bits(V values) { return (VI)values; }
+INLINE V bits_as_float(VI bits) { return (V)bits; }
+
+template <class T> INLINE T load_bytes(const char* from) {
+    T values;
+    memcpy(&values, from, sizeof values);
+    return values;
+}
+INLINE V widen_bfloat16(const char* from) { return (V)vshll_n_u16(load_bytes<uint16x4_t>(from), 16); }
+INLINE int8x8_t four_bytes(const char* from) { return vcreate_s8(load_bytes<uint32_t>(from)); }
+INLINE V widen_int8(const char* from) {
+    return (V)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(four_bytes(from)))));
+}
+INLINE VI widen_uint8(const char* from) {
+    return (VI)vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_s8(four_bytes(from)))));
+}
+
+// q * scale - 8 * scale in one rounding is what (q - 8) * scale is: the eightfold is exact.
+struct Nibbles {
+    V scale, eight;
+    Nibbles() = default;
+    explicit INLINE_LAMBDA Nibbles(float given) : scale(all(given)), eight(all(-8.0f * given)) {}
+    INLINE_LAMBDA V low(VI bytes) const { return value(bytes & 15); }
+    INLINE_LAMBDA V high(VI bytes) const { return value(bytes >> 4); }
+    INLINE_LAMBDA V value(VI q) const { return multiply_add((V)vcvtq_f32_s32((int32x4_t)q), scale, eight); }
+};
+
+#include "kernels.inc"
+
+static bool runs_here() { return true; }
+
+extern const Kernels kernels;
+const Kernels kernels = {"neon", runs_here, multiply, attend, rms_norm, rotate, swiglu, add};
+
+}  // namespace neon
+#endif

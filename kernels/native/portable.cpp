@@ -1,0 +1,51 @@
+// Any machine that GCC or Clang knows: four floats at a time in their vector types, nothing named of any instruction
+// set. It is slower than the others and serves those that they do not.
+#include "simd.h"
+
+namespace portable {
+
+constexpr int LANES = 4, REGISTERS = 16;
+typedef float V __attribute__((vector_size(16)));
+typedef int32_t VI __attribute__((vector_size(16)));
+
+template <class T> INLINE T load_bytes(const void* from) {
+    T values;
+    memcpy(&values, from, sizeof values);
+    return values;
+}
+INLINE V load(const float* from) { return load_bytes<V>(from); }
+INLINE void store(float* to, V values) { memcpy(to, &values, sizeof values); }
+INLINE V all(float value) { return V{value, value, value, value}; }
+INLINE float sum(V values) { return (values[0] + values[2]) + (values[1] + values[3]); }
+INLINE float first_lane(V values) { return values[0]; }
+INLINE V multiply_add(V a, V b, V c) { return a * b + c; }
+INLINE V choose(VI where, V yes, V no) { return (V)(((VI)yes & where) | ((VI)no & ~where)); }
+INLINE VI float_as_bits(V values) { return (VI)values; }
+INLINE V bits_as_float(VI bits) { return (V)bits; }
+
+INLINE V as_floats(VI values) { return __builtin_convertvector(values, V); }
+template <class T> INLINE VI widen(const char* from) {
+    T few[4];
+    memcpy(few, from, sizeof few);
+    return VI{few[0], few[1], few[2], few[3]};
+}
+INLINE V widen_bfloat16(const char* from) { return (V)(widen<uint16_t>(from) << 16); }
+INLINE V widen_int8(const char* from) { return as_floats(widen<int8_t>(from)); }
+INLINE VI widen_uint8(const char* from) { return widen<uint8_t>(from); }
+
+struct Nibbles {
+    V scale;
+    Nibbles() = default;
+    explicit INLINE_LAMBDA Nibbles(float given) : scale(all(given)) {}
+    INLINE_LAMBDA V low(VI bytes) const { return as_floats((bytes & 15) - 8) * scale; }
+    INLINE_LAMBDA V high(VI bytes) const { return as_floats((bytes >> 4) - 8) * scale; }
+};
+
+#include "kernels.inc"
+
+static bool runs_here() { return true; }
+
+extern const Kernels kernels;
+const Kernels kernels = {"portable", runs_here, multiply, attend, rms_norm, rotate, swiglu, add};
+
+}  // namespace portable

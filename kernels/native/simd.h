@@ -1,0 +1,15 @@
+// What the instruction sets' files have in common: the words for inlining and unrolling, and the headers they need.
+#pragma once
+#include <cmath>
+#include <cstring>
+
+#include "kernels.h"
+
+// A helper of a hot loop has to be inlined even where the compiler counts otherwise, or its vectors go through memory.
+#define INLINE static inline __attribute__((always_inline))
+#define INLINE_LAMBDA __attribute__((always_inline))
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif

@@ -1,0 +1,53 @@
+"""How the library comes about, and what is said where it does not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from d3engine.kernels.native import build
+from d3engine.kernels.native.library import LibraryMissing, load
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_an_install_without_a_compiler_goes_on_and_says_what_is_missing_and_what_that_costs(tmp_path: Path) -> None:
+    setup = [sys.executable, "setup.py", "build_ext", "--build-lib", str(tmp_path)]
+    done = subprocess.run(
+        setup, cwd=ROOT, env=os.environ | {"CXX": "no-such-compiler"}, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert "there is no C++ compiler 'no-such-compiler'" in done.stderr
+    assert done.stderr.count("several times slower") == 1
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_a_compiler_that_refuses_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(build.BuildError, match=r"false -dumpmachine failed:\nin silence"):
+        build.compile_library(tmp_path / build.LIBRARY)
+    monkeypatch.setenv("CXX", "no-such-compiler -O1")
+    with pytest.raises(build.BuildError, match="no C\\+\\+ compiler 'no-such-compiler'"):
+        build.find_compiler()
+
+
+def test_a_library_that_was_built_of_other_sources_is_not_used(tmp_path: Path) -> None:
+    built = build.FOLDER / build.LIBRARY
+    with pytest.raises(LibraryMissing, match="was not built"):
+        load(tmp_path / build.LIBRARY)
+    for path in (*build.sources(), built):
+        shutil.copy(path, tmp_path)
+    load(tmp_path / build.LIBRARY)
+    with (tmp_path / "abi.h").open("a") as file:
+        file.write("// another\n")
+    with pytest.raises(LibraryMissing, match="older than its sources"):
+        load(tmp_path / build.LIBRARY)
+    broken = tmp_path / "broken.so"
+    broken.write_text("no library")
+    with pytest.raises(LibraryMissing, match="cannot be loaded"):
+        load(broken)

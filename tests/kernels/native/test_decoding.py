@@ -1,0 +1,105 @@
+"""The native library decodes as the reference operations do, and each row as if it were alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from native_models import FORMS, Case, Shape, at_places
+
+from d3engine.kernels.native.library import Draws, LibraryMissing, isas_here
+
+SHAPES = {
+    "the smallest": Shape(
+        layers=1, hidden=2, intermediate=1, heads=1, kv_heads=1, head_dim=2, vocab=2, block_size=1, rows=1
+    ),
+    "nothing a multiple of a vector": Shape(
+        hidden=35, intermediate=51, heads=6, kv_heads=2, head_dim=10, vocab=131, bias=True
+    ),
+    "one row, one block": Shape(hidden=64, head_dim=16, block_size=40, rows=1, bias=True),
+    "as many rows as there may be": Shape(rows=64, hidden=32, intermediate=130, seed=1),
+    "several chunks of attention": Shape(
+        hidden=128, intermediate=200, heads=4, kv_heads=1, head_dim=80, block_size=16, max_positions=300, rows=7
+    ),
+    "several pieces of a product": Shape(layers=1, hidden=300, intermediate=600, head_dim=32, vocab=1000, rows=3),
+}
+STEPS = 5
+
+
+def here() -> list[str]:
+    try:
+        return isas_here()
+    except LibraryMissing:
+        return ["none"]
+
+
+@pytest.mark.parametrize("isa", here())
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_run_is_that_of_the_reference(shape: Shape, form: str, isa: str) -> None:
+    assert_as_reference(Case(replace(shape, form=form)), isa=isa, num_threads=2)
+
+
+@pytest.mark.parametrize("group", range(1, 9))
+def test_query_heads_share_a_head_of_keys_and_values(group: int) -> None:
+    assert_as_reference(Case(Shape(heads=3 * group, kv_heads=3, head_dim=6, rows=2, seed=group)))
+
+
+def assert_as_reference(case: Case, **decoding: Any) -> None:
+    tokens, scores, logits = case.decode(STEPS, **decoding)
+    wanted_tokens, wanted_scores, wanted = case.reference(STEPS)
+    np.testing.assert_array_equal(tokens, wanted_tokens)
+    errors = np.linalg.norm(logits - wanted, axis=2) / np.linalg.norm(wanted, axis=2)
+    assert errors.max() < 2e-5
+    np.testing.assert_allclose(scores, wanted_scores, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(case.entries, case.reference_entries, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("isa", here())
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_are_the_same_bits_alone_and_in_any_batch_on_any_threads(form: str, isa: str) -> None:
+    shape = Shape(rows=14, hidden=136, intermediate=200, head_dim=24, max_positions=150, vocab=300, form=form)
+    case = Case(shape)
+    tokens, _, together = case.decode(3, isa=isa, num_threads=3)
+    numbers = np.random.default_rng(0)
+    for size in range(1, 14):
+        places = numbers.permutation(14)[:size]
+        some, _, logits = case.decode(3, at_places(case.rows, places), isa=isa, num_threads=1 + size % 3)
+        np.testing.assert_array_equal(logits.view(np.int32), together[:, places].view(np.int32))
+        np.testing.assert_array_equal(some, tokens[:, places])
+
+
+@pytest.mark.parametrize("vocab", [2, 301])
+def test_draws_are_those_of_the_sampler(vocab: int) -> None:
+    """Philox and Gumbel by seed, index, step and token, beside rows that take the likeliest."""
+    case = Case(Shape(rows=12, vocab=vocab))
+    draws = Draws(
+        np.array([0.0, 0.3, 1.0, 2.0, 5.0, 50.0] * 2, np.float32),
+        np.array([1, 2, 3, 2**63 - 1, 2**32, 2**32 + 3] * 2, np.int64),
+        np.repeat([0, 7], 6),
+    )
+    tokens, scores, _ = case.decode(STEPS, draws=draws, num_threads=2)
+    wanted, wanted_scores, _ = case.reference(STEPS, draws)
+    np.testing.assert_array_equal(tokens, wanted)
+    np.testing.assert_allclose(scores, wanted_scores, rtol=1e-4, atol=1e-4)
+    assert vocab == 2 or (tokens[:, 2:6] != tokens[:, 8:12]).any(), "another index draws other numbers"
+
+
+@pytest.mark.parametrize("isa", here())
+def test_what_is_not_finite_stays_in_its_row_and_what_is_not_its_own_is_never_read(isa: str) -> None:
+    case = Case(Shape(rows=4, max_positions=100))
+    before, _, healthy = case.decode(2, isa=isa)
+    case.pool[0] = np.nan  # the block that stands where a table has none
+    spoilt = case.rows.tables[case.rows.slots[1], 0, 0]
+    case.pool[spoilt] = np.nan
+    for row in range(4):
+        end = case.rows.positions[row] + 2
+        for table in case.rows.tables[case.rows.slots[row]]:
+            case.pool[table[end // 4 + 1 :].astype(np.int64)] = np.nan  # beyond the row's end
+    tokens, scores, logits = case.decode(2, isa=isa)
+    assert not np.isfinite(scores[:, 1]).any()
+    others = [0, 2, 3]
+    np.testing.assert_array_equal(logits[:, others].view(np.int32), healthy[:, others].view(np.int32))
+    np.testing.assert_array_equal(tokens[:, others], before[:, others])

@@ -1,0 +1,86 @@
+"""What would be read or written out of bounds is refused by a sentence, and nothing is touched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from native_models import Case, Shape
+
+from d3engine.kernels.native.library import Linear, NativeError
+
+CASE = Case(Shape())
+ROWS = CASE.rows
+
+
+def changed(array: Any, value: int) -> Any:
+    other = np.array(array)
+    other.flat[-1] = value
+    return other
+
+
+def without_a_block(block: int) -> Any:
+    tables = ROWS.tables.copy()
+    tables[ROWS.slots[0], 0, 0] = block
+    return tables
+
+
+WRONG = {
+    "rows": (replace(ROWS, tokens=np.zeros(0)), 1),
+    "no steps": (ROWS, 0),
+    "a token id": (replace(ROWS, tokens=changed(ROWS.tokens, 97)), 1),
+    "a token": (replace(ROWS, tokens=changed(ROWS.tokens, -1)), 1),
+    "a position": (replace(ROWS, positions=changed(ROWS.positions, 38)), 3),
+    "outside the rotations": (replace(ROWS, positions=changed(ROWS.positions, -1)), 1),
+    "a slot": (replace(ROWS, slots=changed(ROWS.slots, 5)), 1),
+    "no block of the pool": (replace(ROWS, tables=without_a_block(0)), 1),
+    "a layer runs for a row": (replace(ROWS, tables=without_a_block(1000)), 1),
+    "tables must have the shape": (replace(ROWS, tables=ROWS.tables[:, :, :3]), 1),
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_a_run_that_would_leave_its_memory_is_refused(said: str) -> None:
+    rows, steps = WRONG[said]
+    before = CASE.pool.clone()
+    if said == "rows":
+        rows = replace(rows, cutoffs=np.zeros((0, 2)), positions=rows.tokens, generation=rows.tokens, slots=rows.tokens)
+    with pytest.raises(NativeError, match=said):
+        CASE.decoder().run(rows, steps)
+    assert torch.equal(CASE.pool, before)
+
+
+def test_a_table_without_blocks_for_a_layer_that_sleeps_is_none_of_the_run_s_business() -> None:
+    asleep = ROWS.cutoffs.copy()
+    asleep[:, 1] = 0
+    tables = ROWS.tables.copy()
+    tables[:, 1] = 0
+    tokens, _, _ = CASE.decode(2, replace(ROWS, cutoffs=asleep))
+    again, _, _ = CASE.decode(2, replace(ROWS, cutoffs=asleep, tables=tables))
+    np.testing.assert_array_equal(again, tokens)
+
+
+def test_more_rows_than_a_decoder_was_made_for_are_refused() -> None:
+    with pytest.raises(NativeError, match="more rows than the decoder was made for"):
+        CASE.decoder(max_rows=4).run(ROWS, 1)
+
+
+def test_models_of_other_sizes_and_kinds_are_refused() -> None:
+    layer = CASE.model.layers[0]
+    wrong = {
+        "do not fit": replace(CASE.model, num_heads=3),
+        "knows no torch.float16": replace(CASE.model, lm_head=CASE.model.embedding.half()),
+        "is not contiguous": replace(CASE.model, final_norm=torch.ones(80)[::2]),
+        "torch.float64 tensor on cpu": replace(
+            CASE.model, layers=(replace(layer, mlp_norm=torch.ones(40).double()),) * 2
+        ),
+        "the sizes of the model": replace(CASE.model, layers=(layer, replace(layer, down=Linear(torch.ones(40, 71))))),
+    }
+    for said, model in wrong.items():
+        case = Case(Shape())
+        case.model = model
+        with pytest.raises(NativeError, match=said):
+            case.decoder()

@@ -1,0 +1,184 @@
+"""Small models for the native library, and the same steps taken by the reference operations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from d3engine.kernels import reference
+from d3engine.kernels.native.library import Decoder, Draws, Linear, NativeLayer, NativeModel, Rows
+from d3engine.kernels.quantized import Weight, quantize_int4, quantize_int8
+from d3engine.kernels.sampling import SamplingRows
+
+FORMS = {
+    "float32": lambda matrix: matrix,
+    "bfloat16": lambda matrix: matrix.bfloat16(),
+    "int8": quantize_int8,
+    "int4": quantize_int4,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model, and of the rows that it decodes."""
+
+    layers: int = 2
+    hidden: int = 40
+    intermediate: int = 72
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 12
+    vocab: int = 97
+    block_size: int = 4
+    max_positions: int = 40
+    rows: int = 5
+    form: str = "float32"
+    bias: bool = False
+    seed: int = 0
+
+
+@dataclass(eq=False)
+class Case:
+    """A model over a pool of random entries, and rows at random positions with tables of blocks in random order."""
+
+    shape: Shape
+    model: NativeModel = field(init=False)
+    rows: Rows = field(init=False)
+
+    def __post_init__(self) -> None:
+        s = self.shape
+        self.generator = torch.Generator().manual_seed(s.seed)
+        numbers = np.random.default_rng(s.seed)
+        blocks = -(-s.max_positions // s.block_size)
+        count = s.rows * s.layers * blocks
+        self.pool = self._normal(count + 1, 2, s.block_size, s.kv_heads, s.head_dim)
+        angles = torch.arange(s.max_positions)[:, None] / 10.0 ** torch.arange(s.head_dim // 2)
+        q_size, kv_size = s.heads * s.head_dim, s.kv_heads * s.head_dim
+        layers = tuple(
+            NativeLayer(
+                attention_norm=1 + self._normal(s.hidden) / 4,
+                qkv=self._linear(q_size + 2 * kv_size, s.hidden),
+                output=self._linear(s.hidden, q_size),
+                mlp_norm=1 + self._normal(s.hidden) / 4,
+                gate_up=self._linear(2 * s.intermediate, s.hidden),
+                down=self._linear(s.hidden, s.intermediate),
+            )
+            for _ in range(s.layers)
+        )
+        embedding = self._normal(s.vocab, s.hidden)
+        self.model = NativeModel(
+            layers=layers,
+            embedding=embedding.bfloat16() if s.form == "bfloat16" else embedding,
+            final_norm=1 + self._normal(s.hidden) / 4,
+            lm_head=self._matrix(s.vocab, s.hidden),
+            rotations=torch.polar(torch.ones_like(angles), angles),
+            pool=self.pool,
+            num_heads=s.heads,
+            eps=1e-5,
+            scale=s.head_dim**-0.5,
+        )
+        self.rows = Rows(
+            tokens=numbers.integers(s.vocab, size=s.rows),
+            positions=numbers.integers(s.max_positions - 8, size=s.rows),
+            generation=numbers.integers(1, 6, size=s.rows),
+            slots=numbers.permutation(s.rows),
+            cutoffs=np.sort(numbers.integers(2, 12, size=(s.rows, s.layers)))[:, ::-1].copy(),
+            tables=(numbers.permutation(count) + 1).astype(np.int32).reshape(s.rows, s.layers, blocks),
+        )
+
+    def decoder(self, **changes: Any) -> Decoder:
+        arguments: dict[str, Any] = {"max_rows": 64, "num_threads": 1, **changes}
+        slots, _, blocks = self.rows.tables.shape
+        return Decoder(self.model, max_blocks=blocks, num_slots=slots, **arguments)
+
+    def decode(self, steps: int, rows: Rows | None = None, draws: Draws | None = None, **changes: Any) -> Any:
+        """Tokens, scores and logits of a run on the pool as it was in the beginning."""
+        rows = rows or self.rows
+        kept = self.pool.clone()
+        logits = np.full((steps, len(rows.tokens), self.shape.vocab), np.nan, np.float32)
+        tokens, scores = self.decoder(**changes).run(rows, steps, draws=draws, logits=logits)
+        self.entries = self.pool.clone()
+        self.pool.copy_(kept)
+        return tokens, scores, logits
+
+    def reference(self, steps: int, draws: Draws | None = None) -> tuple[Any, Any, Any]:
+        """The same by the reference operations in float32, on a copy of the pool; its entries are kept afterwards."""
+        s, model, given = self.shape, self.model, self.rows
+        order = np.arange(s.rows)
+        pool = self.pool.clone()
+        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        tokens = torch.from_numpy(given.tokens)
+        for taken in range(steps):
+            hidden = model.embedding.float()[tokens]
+            for index, layer in enumerate(model.layers):
+                active = order[given.generation + taken < given.cutoffs[:, index]]
+                if active.size:
+                    self._layer(layer, index, active, taken, hidden, pool)
+            logits = reference.lm_head(hidden, model.final_norm, model.eps, wide(model.lm_head))
+            if draws is None:
+                tokens, scores = logits.max(dim=-1)[1], logits.max(dim=-1)[0]
+            else:
+                asked = SamplingRows(*(torch.from_numpy(a) for a in (draws.temperatures, draws.seeds, draws.indices)))
+                tokens, scores = reference.sample(logits, asked, torch.from_numpy(given.generation + taken))
+            found.append((tokens, scores, logits))
+        self.reference_entries = pool
+        return tuple(torch.stack(parts).numpy() for parts in zip(*found, strict=True))
+
+    def _layer(self, layer: NativeLayer, index: int, active: Any, taken: int, hidden: Tensor, pool: Tensor) -> None:
+        s, model, given = self.shape, self.model, self.rows
+        positions = given.positions[active] + taken
+        tables = given.tables[given.slots[active], index]
+        keys = tables[np.arange(active.size), positions // s.block_size].astype(np.int64) * 2 * s.block_size
+        keys += positions % s.block_size
+        entries = torch.from_numpy(np.stack((keys, keys + s.block_size), axis=-1))
+        rows = hidden[active]
+        queries = reference.qkv(
+            rows,
+            layer.attention_norm,
+            model.eps,
+            wide(layer.qkv.weight),
+            layer.qkv.bias,
+            model.rotations[positions],
+            pool,
+            entries,
+            s.heads,
+        )
+        attention = reference.attention_inputs(
+            list(range(active.size + 1)), (positions + 1).tolist(), torch.from_numpy(tables).long()[None]
+        )[0]
+        attended = reference.paged_attention(queries, pool, attention, model.scale)
+        reference.linear_residual(attended, wide(layer.output.weight), layer.output.bias, rows)
+        gated = reference.gate_up(rows, layer.mlp_norm, model.eps, wide(layer.gate_up.weight), layer.gate_up.bias)
+        reference.linear_residual(gated, wide(layer.down.weight), layer.down.bias, rows)
+        hidden[active] = rows
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def _matrix(self, rows: int, columns: int) -> Weight:
+        return FORMS[self.shape.form](self._normal(rows, columns) / math.sqrt(columns))
+
+    def _linear(self, rows: int, columns: int) -> Linear:
+        return Linear(self._matrix(rows, columns), self._normal(rows) if self.shape.bias else None)
+
+
+def wide(weight: Weight) -> Weight:
+    """A bfloat16 matrix as float32, which is what it stands for; others as they are."""
+    return weight.float() if isinstance(weight, Tensor) else weight
+
+
+def at_places(rows: Rows, places: Any) -> Rows:
+    """Only these rows, in this order."""
+    return Rows(
+        rows.tokens[places],
+        rows.positions[places],
+        rows.generation[places],
+        rows.slots[places],
+        rows.cutoffs[places],
+        rows.tables,
+    )
