@@ -1,0 +1,436 @@
+"""Decoding on a CPU: our engine beside llama.cpp at equal bits, by batch, depth and length of prompt, in turns.
+
+The one idea: the executor of an engine is timed from outside, plan by plan, while `generate` runs as it does for users.
+So one call gives what a step takes by itself, what a prompt takes, and what the host adds to them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from benchmarks.report import environment, positive, summary, write_json
+from benchmarks.systems import decay_for, model_at, prompts_for, weights_of
+from d3engine.depth import DepthPolicy, FullDepth, LayerTable
+from d3engine.depth.statistics import layer_bound
+from d3engine.engine import Engine
+from d3engine.executor.computed import Computed
+from d3engine.model.config import ModelConfig
+from d3engine.model.quantization import quantize_weights, with_matrices
+from d3engine.model.weights import LlamaWeights
+from d3engine.plan import Plan
+from d3engine.request.params import SamplingParams
+
+KINDS = ("f32", "16-bit", "8-bit", "4-bit")
+PARTS = ("decode", "depth", "prompt")
+PROMPTS = (512, 2048)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured: `repeats` rounds, in each of which every system has one turn."""
+
+    model: str = "demo"
+    kinds: tuple[str, ...] = KINDS
+    batches: tuple[int, ...] = (1, 8, 32)
+    parts: tuple[str, ...] = PARTS
+    tokens: int = 64
+    repeats: int = 5
+    threads: int = 2
+
+
+# -- our engine --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Turn:
+    """One call of `generate`: seconds by plan that was run, and by call."""
+
+    prompt_seconds: float = 0.0
+    step_seconds: float = 0.0
+    steps: int = 0
+    call_seconds: float = 0.0
+    depths: list[int] = field(default_factory=list)
+
+    @property
+    def seconds_per_step(self) -> float:
+        """What the executor takes for a decode step."""
+        return self.step_seconds / self.steps
+
+    @property
+    def host_share(self) -> float:
+        """How much of the call's time the executor was at work: 1 where planning and output cost nothing."""
+        return (self.prompt_seconds + self.step_seconds) / self.call_seconds
+
+
+class Ours:
+    """An engine whose executor is timed."""
+
+    def __init__(self, directory: Path, weights: LlamaWeights, settings: Settings, *, rows: int, length: int) -> None:
+        self.engine = Engine(
+            directory,
+            weights=weights,
+            device="cpu",
+            dtype="float32",
+            max_model_len=length,
+            max_num_seqs=rows,
+            max_num_batched_tokens=max(2048, rows * length),
+            enable_prefix_caching=False,
+            skip_tokenizer_init=True,
+            num_threads=settings.threads,
+        )
+        self._turn = Turn()
+        self._run: Callable[[Plan], Computed] = self.engine.executor.run
+        self.engine.executor.run = self._timed  # type: ignore[method-assign, union-attr]
+
+    def _timed(self, plan: Plan) -> Computed:
+        start = time.perf_counter()
+        computed = self._run(plan)
+        seconds = time.perf_counter() - start
+        if (plan.steps < 0).any():
+            self._turn.prompt_seconds += seconds
+        else:
+            self._turn.step_seconds += seconds
+            self._turn.steps += plan.num_steps
+        return computed
+
+    def answer(self, prompts: list[list[int]], tokens: int, depth: DepthPolicy) -> Turn:
+        """Generate `tokens` tokens for every prompt."""
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, depth=depth)
+        self._turn = turn = Turn()
+        start = time.perf_counter()
+        outputs = self.engine.generate(prompts, params, use_tqdm=False)
+        turn.call_seconds = time.perf_counter() - start
+        turn.depths = list(outputs[0].outputs[0].depths)
+        return turn
+
+    def close(self) -> None:
+        """Give back its memory."""
+        self.engine.close()
+
+
+def in_kind(weights: LlamaWeights, kind: str) -> LlamaWeights:
+    """Float32 weights with their matrices in a kind; norms stay float32."""
+    if kind == "f32":
+        return weights
+    if kind == "16-bit":
+        return with_matrices(weights, lambda matrix: matrix.to(torch.bfloat16))  # type: ignore[union-attr]
+    return quantize_weights(weights, {"8-bit": "int8", "4-bit": "int4"}[kind])
+
+
+def matrix_bytes(weights: LlamaWeights) -> int:
+    """Bytes that a step at full depth reads: all layers and the LM head."""
+    return sum(tensor.nbytes for layer in weights.layers for tensor in layer.tensors()) + weights.lm_head.nbytes
+
+
+# -- parts ---------------------------------------------------------------------------------------------------------
+
+
+def in_rounds(turns: dict[str, Callable[[], dict[str, float]]], repeats: int, bar: tqdm[Any]) -> dict[str, Any]:
+    """One turn of each that counts for nothing, then the rounds: the summary of every figure, by system."""
+    figures: dict[str, dict[str, list[float]]] = {system: {} for system in turns}
+    for number in range(repeats + 1):
+        for system, turn in turns.items():
+            found = turn()
+            for name, value in found.items() if number else ():
+                figures[system].setdefault(name, []).append(value)
+            bar.update()
+    return {system: {name: summary(values) for name, values in own.items()} for system, own in figures.items()}
+
+
+def ratio(over: dict[str, Any], under: dict[str, Any]) -> dict[str, Any]:
+    """Round by round."""
+    return summary([a / b for a, b in zip(over["rounds"], under["rounds"], strict=True)])
+
+
+def decode(model: Model, kind: str, batch: int, settings: Settings, bar: tqdm[Any]) -> dict[str, Any]:
+    """Steps at full depth beside llama.cpp's, and the share of the call in which the executor works."""
+    prompts, length = prompts_for(model.config, batch), 16 + settings.tokens
+    engine = Ours(model.directory, model.weights[kind], settings, rows=batch, length=length)
+
+    def ours() -> dict[str, float]:
+        turn = engine.answer(prompts, settings.tokens, FullDepth())
+        return {"seconds_per_step": turn.seconds_per_step, "host_share": turn.host_share}
+
+    turns: dict[str, Callable[[], dict[str, float]]] = {"d3engine": ours}
+    peer = model.peer(kind, settings, rows=batch, length=length)
+    if peer is not None:
+        turns["llama.cpp"] = lambda: {"seconds_per_step": peer.answer(prompts, settings.tokens)[1]}
+    systems = in_rounds(turns, settings.repeats, bar)
+    executor = engine.engine.stats().executor
+    engine.close()
+    row = {"model": settings.model, "kind": kind, "batch": batch, "executor": executor, "systems": systems}
+    row["gigabytes_per_second"] = summary(
+        [matrix_bytes(model.weights[kind]) / s / 1e9 for s in systems["d3engine"]["seconds_per_step"]["rounds"]]
+    )
+    if peer is not None:
+        peer.close()
+        row["over_llama_cpp"] = ratio(systems["llama.cpp"]["seconds_per_step"], systems["d3engine"]["seconds_per_step"])
+    return row
+
+
+def depth(model: Model, kind: str, batch: int, settings: Settings, bar: tqdm[Any]) -> dict[str, Any]:
+    """A step by the number of its layers, and D3 at two thirds of the layers against what it can give."""
+    layers = model.config.num_layers
+    prompts, length = prompts_for(model.config, batch), 16 + settings.tokens
+    engine = Ours(model.directory, model.weights[kind], settings, rows=batch, length=length)
+    decay = decay_for(layers, settings.tokens)
+    counts = sorted({max(1, round(layers * part / 6)) for part in range(2, 7)})
+    depths: dict[str, DepthPolicy] = {str(count): lowest(count, layers, settings.tokens) for count in counts} | {
+        "d3": decay
+    }
+    realised: list[int] = []
+
+    def turn_of(policy: DepthPolicy) -> Callable[[], dict[str, float]]:
+        def turn() -> dict[str, float]:
+            found = engine.answer(prompts, settings.tokens, policy)
+            if policy is decay:
+                realised[:] = found.depths[1:]
+            return {"seconds_per_step": found.seconds_per_step}
+
+        return turn
+
+    systems = in_rounds({name: turn_of(policy) for name, policy in depths.items()}, settings.repeats, bar)
+    engine.close()
+    weights = model.weights[kind]
+    layer_size = sum(tensor.nbytes for tensor in weights.layers[0].tensors())
+    bound = layer_bound(realised, num_layers=layers, layer_size=layer_size, head_size=weights.lm_head.nbytes)
+    speedup = ratio(systems[str(layers)]["seconds_per_step"], systems["d3"]["seconds_per_step"])
+    return {
+        "model": settings.model,
+        "kind": kind,
+        "batch": batch,
+        "depth": decay.describe(),
+        "systems": systems,
+        "largest_distance_from_a_line": distance_from_line(
+            counts, [systems[str(count)]["seconds_per_step"]["median"] for count in counts]
+        ),
+        "d3_over_full_depth": speedup,
+        "layer_bound": bound,
+        "realisation_ratio": summary([value / bound for value in speedup["rounds"]]),
+    }
+
+
+def lowest(count: int, layers: int, steps: int) -> LayerTable:
+    """The lowest `count` layers, but for the first generated token, which is the prompt pass's."""
+    active = torch.zeros(steps, layers, dtype=torch.bool)
+    active[0], active[:, :count] = True, True
+    return LayerTable(active.numpy())
+
+
+def distance_from_line(counts: Sequence[int], seconds: Sequence[float]) -> float:
+    """The largest relative distance of the times from the line through them with the least squares."""
+    design = torch.tensor([[1.0, count] for count in counts], dtype=torch.float64)
+    times = torch.tensor(seconds, dtype=torch.float64)
+    fitted = design @ torch.linalg.lstsq(design, times).solution
+    return float(((times - fitted) / fitted).abs().max())
+
+
+def prompt(model: Model, kind: str, settings: Settings, bar: tqdm[Any]) -> list[dict[str, Any]]:
+    """The pass over one prompt beside llama.cpp's."""
+    rows = []
+    for tokens in PROMPTS:
+        if tokens >= model.config.max_length:
+            continue
+        prompts = [(prompts_for(model.config, 1)[0] * tokens)[:tokens]]
+        engine = Ours(model.directory, model.weights[kind], settings, rows=1, length=tokens + 2)
+        peer = model.peer(kind, settings, rows=1, length=tokens + 2)
+        turns: dict[str, Callable[[], dict[str, float]]] = {
+            "d3engine": lambda e=engine, p=prompts: {"seconds": e.answer(p, 1, FullDepth()).prompt_seconds}  # type: ignore[misc]
+        }
+        if peer is not None:
+            turns["llama.cpp"] = lambda q=peer, p=prompts: {"seconds": q.answer(p, 1)[0]}  # type: ignore[misc]
+        systems = in_rounds(turns, settings.repeats, bar)
+        engine.close()
+        row: dict[str, Any] = {"model": settings.model, "kind": kind, "tokens": tokens, "systems": systems}
+        if peer is not None:
+            peer.close()
+            row["over_llama_cpp"] = ratio(systems["llama.cpp"]["seconds"], systems["d3engine"]["seconds"])
+        rows.append(row)
+    return rows
+
+
+def read_bandwidth(threads: int) -> float:
+    """Bytes per second at which torch sums 1 GiB of float32: the best of ten, a limit that is not quite the machine's."""
+    torch.set_num_threads(threads)
+    values = torch.ones(2**28)
+    best = float("inf")
+    for _ in range(10):
+        start = time.perf_counter()
+        values.sum()
+        best = min(best, time.perf_counter() - start)
+    return values.nbytes / best
+
+
+# -- a run -----------------------------------------------------------------------------------------------------------
+
+
+class Model:
+    """A model in every kind of weights, and as files for llama.cpp in a folder that goes with it."""
+
+    def __init__(self, directory: Path, settings: Settings, folder: Path) -> None:
+        self.directory, self._folder = directory, folder
+        self.config = ModelConfig.from_directory(directory)
+        self._float = weights_of(directory, self.config)
+        self.weights = {kind: in_kind(self._float, kind) for kind in settings.kinds}
+
+    def peer(self, kind: str, settings: Settings, *, rows: int, length: int) -> Any:
+        """llama.cpp with these weights; None where it is not installed."""
+        with suppress(ImportError):
+            from benchmarks.llama_cpp import LlamaCpp, write_gguf
+
+            path = self._folder / f"{kind}.gguf"
+            if not path.exists():
+                write_gguf(path, self.config, self._float, kind)
+            return LlamaCpp(path, threads=settings.threads, rows=rows, length=length)
+        return None
+
+
+def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[str, Any]:
+    """Run all parts and return the report, without its environment. Sets torch's number of threads."""
+    torch.set_num_threads(settings.threads)
+    report: dict[str, Any] = {
+        "benchmark": "cpu",
+        "settings": {**vars(settings), "prompt_tokens": 16},
+        "read_bytes_per_second": read_bandwidth(settings.threads),
+        "llama_cpp": _peer_version(),
+        **{part: [] for part in settings.parts},
+    }
+    hidden = None if show_progress is None else not show_progress
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        model_at(settings.model, max(PROMPTS) + 2) as directory,
+        tqdm(unit="turn", disable=hidden) as bar,
+    ):
+        model = Model(directory, settings, Path(folder))
+        for kind in settings.kinds:
+            for batch in settings.batches:
+                for part, run in (("decode", decode), ("depth", depth)):
+                    if part in settings.parts:
+                        bar.set_description(f"{part}, {kind}, batch {batch}")
+                        report[part].append(run(model, kind, batch, settings, bar))
+                        gc.collect()
+            if "prompt" in settings.parts:
+                bar.set_description(f"prompt, {kind}")
+                report["prompt"] += prompt(model, kind, settings, bar)
+    return report
+
+
+def _peer_version() -> str | None:
+    with suppress(ImportError):
+        from benchmarks.llama_cpp import version
+
+        return version()
+    return None
+
+
+# -- the page --------------------------------------------------------------------------------------------------------
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print a table for each part."""
+    settings, bandwidth = report["settings"], report["read_bytes_per_second"] / 1e9
+    console.print(
+        f"{settings['model']}: {settings['threads']} threads, {settings['repeats']} rounds, {settings['tokens']} tokens"
+        f" after {settings['prompt_tokens']}; float32 is read at {bandwidth:.1f} GB/s. Medians, least and most of the"
+        f" rounds. llama.cpp: {report['llama_cpp'] or 'not installed'}"
+    )
+    if report.get("decode"):
+        table = _table("weights", "batch", "ms a step", "llama.cpp", "times as fast", "GB/s", "share", "executor's share")
+        for row in report["decode"]:
+            ours, peer = row["systems"]["d3engine"], row["systems"].get("llama.cpp")
+            rate = row["gigabytes_per_second"]
+            table.add_row(
+                row["kind"],
+                str(row["batch"]),
+                _span(ours["seconds_per_step"], 1e3),
+                _span(peer["seconds_per_step"], 1e3) if peer else "-",
+                _span(row["over_llama_cpp"]) if peer else "-",
+                _span(rate),
+                f"{rate['median'] / bandwidth:.2f}",
+                _span(ours["host_share"]),
+            )
+        console.print(table)
+    if report.get("depth"):
+        table = _table("weights", "batch", "D3 over full depth", "layer bound", "realisation ratio", "off a line, at most")
+        for row in report["depth"]:
+            table.add_row(
+                row["kind"],
+                str(row["batch"]),
+                _span(row["d3_over_full_depth"]),
+                f"{row['layer_bound']:.2f}",
+                _span(row["realisation_ratio"]),
+                f"{100 * row['largest_distance_from_a_line']:.1f} %",
+            )
+        console.print(table)
+    if report.get("prompt"):
+        table = _table("weights", "tokens", "ms", "llama.cpp", "times as fast")
+        for row in report["prompt"]:
+            ours, peer = row["systems"]["d3engine"], row["systems"].get("llama.cpp")
+            table.add_row(
+                row["kind"],
+                str(row["tokens"]),
+                _span(ours["seconds"], 1e3),
+                _span(peer["seconds"], 1e3) if peer else "-",
+                _span(row["over_llama_cpp"]) if peer else "-",
+            )
+        console.print(table)
+
+
+def _table(*titles: str) -> Table:
+    table = Table()
+    for title in titles:
+        table.add_column(title, justify="left" if title == "weights" else "right")
+    return table
+
+
+def _span(figure: dict[str, Any], scale: float = 1.0) -> str:
+    median, least, most = (figure[name] * scale for name in ("median", "min", "max"))
+    return f"{median:.3g} ({least:.3g}-{most:.3g})"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="demo", help="demo, large or tiny (random weights), or a model's directory")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="weights")
+    parser.add_argument("--batches", nargs="+", type=positive, default=[1, 8, 32], help="prompts at once")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--tokens", type=positive, default=64, help="new tokens per prompt")
+    parser.add_argument("--repeats", type=positive, default=5, help="rounds")
+    parser.add_argument("--threads", type=positive, default=2)
+    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
+    given = parser.parse_args(arguments)
+    settings = Settings(
+        model=given.model,
+        kinds=tuple(given.kinds),
+        batches=tuple(given.batches),
+        parts=tuple(given.parts),
+        tokens=given.tokens,
+        repeats=given.repeats,
+        threads=given.threads,
+    )
+    report = measure(settings)
+    report["environment"] = environment("benchmarks.cpu", arguments)
+    show(report, Console())
+    if given.json:
+        write_json(report, given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""llama.cpp as a peer: the same weights in a GGUF file, and its decode steps without anything around them.
+
+It is driven through the C API that llama-cpp-python exposes. A step is timed without choosing a token, which is to its
+favour. Its prompts are those of the other systems; it answers nothing, since only its time is asked for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from pathlib import Path
+from typing import Any
+
+import gguf
+from torch import Tensor
+
+from d3engine.model.config import ModelConfig
+from d3engine.model.weights import LlamaWeights
+
+TYPES = {
+    "f32": gguf.GGMLQuantizationType.F32,
+    "16-bit": gguf.GGMLQuantizationType.BF16,
+    "8-bit": gguf.GGMLQuantizationType.Q8_0,
+    "4-bit": gguf.GGMLQuantizationType.Q4_0,
+}
+"""What comes nearest to each of our kinds of weights; Q8_0 and Q4_0 have a scale for every 32 weights."""
+
+
+def write_gguf(path: Path, config: ModelConfig, weights: LlamaWeights, kind: str) -> None:
+    """Write float32 `weights` as a GGUF file without a tokenizer, matrices in the type of `kind`."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_length)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
+
+    def add(name: str, tensor: Tensor, is_matrix: bool = True) -> None:
+        values = tensor.float().contiguous().numpy()
+        given = TYPES[kind] if is_matrix else TYPES["f32"]
+        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, given), raw_dtype=given)
+
+    add("token_embd", weights.embedding)
+    add("output_norm", weights.final_norm, is_matrix=False)
+    if weights.lm_head is not weights.embedding:
+        add("output", _plain(weights.lm_head))
+    for index, layer in enumerate(weights.layers):
+        block = f"blk.{index}"
+        # Heads lie in adjacent pairs there as here.
+        query, key, value = _plain(layer.qkv).split([config.q_size, config.kv_size, config.kv_size])
+        gate, up = _plain(layer.gate_up).chunk(2)
+        add(f"{block}.attn_norm", layer.attention_norm, is_matrix=False)
+        add(f"{block}.ffn_norm", layer.mlp_norm, is_matrix=False)
+        named = {"attn_q": query, "attn_k": key, "attn_v": value, "attn_output": _plain(layer.output)}
+        for name, matrix in (named | {"ffn_gate": gate, "ffn_up": up, "ffn_down": _plain(layer.down)}).items():
+            add(f"{block}.{name}", matrix)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _plain(weight: Any) -> Tensor:
+    assert isinstance(weight, Tensor), "float weights are written; llama.cpp has quantized forms of its own"
+    return weight
+
+
+class LlamaCpp:
+    """A model and a context for `rows` sequences of `length` tokens."""
+
+    def __init__(self, path: Path, *, threads: int, rows: int, length: int) -> None:
+        import llama_cpp
+
+        self._api = llama_cpp
+        self._silent = llama_cpp.llama_log_callback(lambda *_: None)
+        llama_cpp.llama_log_set(self._silent, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        of_model = llama_cpp.llama_model_default_params()
+        of_model.use_mmap, of_model.n_gpu_layers = False, 0
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), of_model)
+        of_context = llama_cpp.llama_context_default_params()
+        of_context.n_ctx = rows * (-(-length // 256) * 256)  # by sequence a multiple of 256
+        of_context.n_batch = of_context.n_ubatch = max(512, rows * length)
+        of_context.n_seq_max = rows
+        of_context.n_threads = of_context.n_threads_batch = threads
+        of_context.type_k = of_context.type_v = 0  # float32, as ours
+        self._context = llama_cpp.llama_init_from_model(self._model, of_context)
+        self._batch = llama_cpp.llama_batch_init(max(512, rows * length), 0, 1)
+        assert self._model and self._context, f"llama.cpp could not load {path.name}"
+
+    def answer(self, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
+        """Seconds of the prompt pass, and seconds per step of the `tokens` - 1 steps after it, the same token each."""
+        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
+        length = len(prompts[0])
+        start = time.perf_counter()
+        self._run([(row, place, token) for row, ids in enumerate(prompts) for place, token in enumerate(ids)], length - 1)
+        prompt_seconds, start = time.perf_counter() - start, time.perf_counter()
+        for step in range(tokens - 1):
+            self._run([(row, length + step, ids[-1]) for row, ids in enumerate(prompts)], length + step)
+        return prompt_seconds, (time.perf_counter() - start) / max(1, tokens - 1)
+
+    def _run(self, rows: list[tuple[int, int, int]], last: int) -> None:
+        batch = self._batch
+        batch.n_tokens = len(rows)
+        for nth, (sequence, position, token) in enumerate(rows):
+            batch.token[nth], batch.pos[nth] = token, position
+            batch.n_seq_id[nth], batch.seq_id[nth][0] = 1, sequence
+            batch.logits[nth] = position == last
+        status = self._api.llama_decode(self._context, batch)
+        assert status == 0, f"llama_decode returned {status}"
+        self._api.llama_synchronize(self._context)
+
+    def close(self) -> None:
+        """Give back its memory."""
+        self._api.llama_free(self._context)
+        self._api.llama_model_free(self._model)
+
+
+def version() -> str:
+    """The version of llama-cpp-python, and what llama.cpp says it was built with."""
+    import llama_cpp
+
+    return f"{llama_cpp.__version__}: {llama_cpp.llama_print_system_info().decode().strip()}"
+
+

@@ -1,0 +1,88 @@
+"""The benchmark of decoding on a CPU runs, its figures follow from each other, and its peer gets the same weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import cpu
+from benchmarks.llama_cpp import write_gguf
+from benchmarks.systems import model_at, weights_of
+from d3engine import Engine, SamplingParams
+from d3engine.model.config import ModelConfig
+from d3engine.model.gguf_file import open_gguf
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _threads() -> Iterator[None]:
+    """The benchmark sets torch's number of threads for its own process; this one has other tests."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    file = tmp_path_factory.mktemp("cpu") / "cpu.json"
+    sizes = ["--model=tiny", "--kinds", "f32", "8-bit", "--batches", "1", "3", "--tokens=8", "--repeats=2"]
+    assert cpu.main([*sizes, "--threads=1", f"--json={file}"]) == 0
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def test_every_kind_and_batch_has_its_row(report: dict[str, Any]) -> None:
+    wanted = [(kind, batch) for kind in ("f32", "8-bit") for batch in (1, 3)]
+    for part in ("decode", "depth"):
+        assert [(row["kind"], row["batch"]) for row in report[part]] == wanted
+    assert [(row["kind"], row["tokens"]) for row in report["prompt"]] == [
+        (kind, tokens) for kind in ("f32", "8-bit") for tokens in (512, 2048)
+    ]
+    for row in report["decode"]:
+        assert 0 < row["systems"]["d3engine"]["host_share"]["median"] < 1
+        assert ("over_llama_cpp" in row) == (report["llama_cpp"] is not None)
+
+
+def test_ratios_follow_from_the_seconds(report: dict[str, Any]) -> None:
+    for row in report["depth"]:
+        full, d3 = (row["systems"][name]["seconds_per_step"]["rounds"] for name in ("6", "d3"))
+        speedups = [a / b for a, b in zip(full, d3, strict=True)]
+        assert row["d3_over_full_depth"]["rounds"] == pytest.approx(speedups)
+        assert row["realisation_ratio"]["rounds"] == pytest.approx([one / row["layer_bound"] for one in speedups])
+        assert row["layer_bound"] > 1.1
+    eight, four = (row["gigabytes_per_second"]["median"] for row in (report["decode"][2], report["decode"][0]))
+    assert eight > 0
+    assert four > 0
+
+
+def test_distance_from_a_line_is_relative_and_the_largest() -> None:
+    assert cpu.distance_from_line([1, 2, 3, 4], [3.0, 5.0, 7.0, 9.0]) == pytest.approx(0, abs=1e-12)
+    assert 0.05 < cpu.distance_from_line([1, 2, 3, 4], [3.0, 5.0, 8.0, 9.0]) < 0.15
+
+
+def test_the_peer_gets_the_same_weights(tmp_path: Path) -> None:
+    with model_at("tiny", 64) as directory:
+        config = ModelConfig.from_directory(directory)
+        weights = weights_of(directory, config)
+        write_gguf(tmp_path / "f32.gguf", config, weights, "f32")
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        options: dict[str, Any] = {"skip_tokenizer_init": True, "device": "cpu", "dtype": "float32"}
+        answers = []
+        for model, given in ((directory, weights), (tmp_path / "f32.gguf", None)):
+            with Engine(model, weights=given, max_model_len=64, kv_cache_memory_bytes=2**22, **options) as engine:
+                answers.append(engine.generate([[5, 9, 200]], params, use_tqdm=False)[0].outputs[0].token_ids)
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(("kind", "stored"), [("16-bit", "BF16"), ("8-bit", "Q8_0"), ("4-bit", "Q4_0")])
+def test_the_peers_file_has_its_matrices_in_the_kind_that_was_asked_for(tmp_path: Path, kind: str, stored: str) -> None:
+    with model_at("tiny", 64) as directory:
+        config = ModelConfig.from_directory(directory)
+        write_gguf(tmp_path / "file.gguf", config, weights_of(directory, config), kind)
+    kinds = {name: tensor.type_name for name, tensor in open_gguf(tmp_path / "file.gguf").tensors.items()}
+    assert kinds["blk.0.attn_q.weight"] == kinds["output.weight"] == stored
+    assert kinds["blk.0.attn_norm.weight"] == "F32"
