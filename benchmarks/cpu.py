@@ -264,7 +264,7 @@ def prompt(model: Model, kind: str, settings: Settings, bar: tqdm[Any]) -> list[
 
 
 def read_bandwidth(threads: int) -> float:
-    """Bytes per second at which torch sums 1 GiB of float32: the best of ten, a limit that is not quite the machine's."""
+    """Bytes per second at which torch sums 1 GiB of float32, the best of ten: nearly the machine's limit."""
     torch.set_num_threads(threads)
     values = torch.ones(2**28)
     best = float("inf")
@@ -349,7 +349,9 @@ def show(report: dict[str, Any], console: Console) -> None:
         f" rounds. llama.cpp: {report['llama_cpp'] or 'not installed'}"
     )
     if report.get("decode"):
-        table = _table("weights", "batch", "ms a step", "llama.cpp", "times as fast", "GB/s", "share", "executor's share")
+        table = _table(
+            "weights", "batch", "ms a step", "llama.cpp, ms", "over llama.cpp", "GB/s", "of reading", "of the call"
+        )
         for row in report["decode"]:
             ours, peer = row["systems"]["d3engine"], row["systems"].get("llama.cpp")
             rate = row["gigabytes_per_second"]
@@ -365,7 +367,9 @@ def show(report: dict[str, Any], console: Console) -> None:
             )
         console.print(table)
     if report.get("depth"):
-        table = _table("weights", "batch", "D3 over full depth", "layer bound", "realisation ratio", "off a line, at most")
+        table = _table(
+            "weights", "batch", "D3 over full depth", "layer bound", "realisation ratio", "off a line, at most"
+        )
         for row in report["depth"]:
             table.add_row(
                 row["kind"],
@@ -377,7 +381,7 @@ def show(report: dict[str, Any], console: Console) -> None:
             )
         console.print(table)
     if report.get("prompt"):
-        table = _table("weights", "tokens", "ms", "llama.cpp", "times as fast")
+        table = _table("weights", "tokens", "ms", "llama.cpp, ms", "over llama.cpp")
         for row in report["prompt"]:
             ours, peer = row["systems"]["d3engine"], row["systems"].get("llama.cpp")
             table.add_row(
@@ -393,7 +397,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 def _table(*titles: str) -> Table:
     table = Table()
     for title in titles:
-        table.add_column(title, justify="left" if title == "weights" else "right")
+        table.add_column(title, justify="left" if title == "weights" else "right", no_wrap=True)
     return table
 
 
@@ -426,7 +430,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     report = measure(settings)
     report["environment"] = environment("benchmarks.cpu", arguments)
-    show(report, Console())
+    console = Console()
+    show(report, console if console.is_terminal else Console(width=150))
     if given.json:
         write_json(report, given.json)
     return 0

@@ -92,14 +92,16 @@ class LlamaCpp:
         of_context.type_k = of_context.type_v = 0  # float32, as ours
         self._context = llama_cpp.llama_init_from_model(self._model, of_context)
         self._batch = llama_cpp.llama_batch_init(max(512, rows * length), 0, 1)
-        assert self._model and self._context, f"llama.cpp could not load {path.name}"
+        assert self._context, f"llama.cpp could not load {path.name}"
 
     def answer(self, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
         """Seconds of the prompt pass, and seconds per step of the `tokens` - 1 steps after it, the same token each."""
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
         length = len(prompts[0])
         start = time.perf_counter()
-        self._run([(row, place, token) for row, ids in enumerate(prompts) for place, token in enumerate(ids)], length - 1)
+        self._run(
+            [(row, place, token) for row, ids in enumerate(prompts) for place, token in enumerate(ids)], length - 1
+        )
         prompt_seconds, start = time.perf_counter() - start, time.perf_counter()
         for step in range(tokens - 1):
             self._run([(row, length + step, ids[-1]) for row, ids in enumerate(prompts)], length + step)
@@ -127,5 +129,3 @@ def version() -> str:
     import llama_cpp
 
     return f"{llama_cpp.__version__}: {llama_cpp.llama_print_system_info().decode().strip()}"
-
-
