@@ -56,8 +56,9 @@ class Engine:
         device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
         dtype: of activations, cache and float weights: "auto" (float32 on a CPU, the file's on a GPU), "float32",
             "bfloat16"; "float16" on a GPU. Quantized matrices stay as their directory has them; a GGUF file's do not.
-        weight_dtype: of float matrices and the embedding alone: "auto" (`dtype`), or on a CPU "bfloat16" or "float16"
-            under float32 activations: a file's own bytes, half of float32's, and its tokens.
+        weight_dtype: of float matrices and the embedding alone: `dtype`, or on a CPU "bfloat16" or "float16" under
+            float32 activations: half of the bytes, and a file's own tokens. "auto" keeps a file's bfloat16 where the
+            native library decodes and no `dtype` is named.
         max_model_len: tokens of prompt and answer at most; None: what the model was made for.
         max_num_seqs: sequences that run at once at most.
         max_num_batched_tokens: rows of one step at most; longer prompts are computed in pieces.

@@ -19,9 +19,9 @@ from d3engine.errors import InvalidValueError, require
 from d3engine.evaluation.accuracy import take_problems
 from d3engine.evaluation.word_problems import format_prompt
 from d3engine.files import read_text
-from d3engine.loading.device import resolve_device
+from d3engine.loading.device import resolve_device, resolve_dtype
 from d3engine.loading.model_directory import model_directory
-from d3engine.loading.weight_dtype import resolve_dtypes
+from d3engine.loading.weight_dtype import resolve_weight_dtype
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import load_weights
 from d3engine.request.params import SamplingParams
@@ -60,13 +60,8 @@ def open_model(model: str, options: dict[str, Any]) -> tuple[Engine, Observer]:
     directory = model_directory(model)
     config = ModelConfig.from_directory(directory)
     device = resolve_device(options.get("device", "auto"))
-    dtype, weight_dtype = resolve_dtypes(
-        options.get("dtype", "auto"),
-        options.get("weight_dtype", "auto"),
-        directory=directory,
-        config=config,
-        device=device,
-    )
+    dtype = resolve_dtype(options.get("dtype", "auto"), config, device)
+    weight_dtype = resolve_weight_dtype(options.get("weight_dtype", "auto"), dtype=dtype, device=device, kept=None)
     weights = load_weights(directory, config, dtype=dtype, weight_dtype=weight_dtype, device=device)
     return Engine(model, depth=FullDepth(), weights=weights, **options), Observer(config, weights)
 

@@ -13,11 +13,11 @@ from d3engine.loading.defaults import resolve_max_model_len
 from d3engine.loading.depth import resolve_depth
 from d3engine.loading.device import num_scheduler_steps as resolve_scheduler_steps
 from d3engine.loading.device import num_threads as resolve_threads
-from d3engine.loading.device import resolve_device
+from d3engine.loading.device import resolve_device, resolve_dtype
 from d3engine.loading.executors import executor_for
 from d3engine.loading.model_directory import model_directory
 from d3engine.loading.settings import EngineSettings
-from d3engine.loading.weight_dtype import resolve_dtypes
+from d3engine.loading.weight_dtype import kept_by_default, resolve_weight_dtype
 from d3engine.model.config import ModelConfig
 from d3engine.scheduling.admission import Admission, Immediate
 
@@ -57,17 +57,16 @@ def resolve_settings(
     directory = model_directory(model)
     config = ModelConfig.from_directory(directory)
     there = resolve_device(device)
-    dtype, weight_dtype = resolve_dtypes(
-        dtype, weight_dtype, directory=directory, config=config, device=there, held=held
-    )
-    executor = executor_for(there, dtype, enforce_eager)
+    computed = resolve_dtype(dtype, config, there)
+    executor = executor_for(there, computed, enforce_eager)
+    kept = held or kept_by_default(dtype, directory, config, executor)
     settings = EngineSettings(
         directory=directory,
         config=config,
         depth=resolve_depth(depth, directory),
         device=there,
-        dtype=dtype,
-        weight_dtype=weight_dtype,
+        dtype=computed,
+        weight_dtype=resolve_weight_dtype(weight_dtype, dtype=computed, device=there, kept=kept),
         max_model_len=resolve_max_model_len(max_model_len, config),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

@@ -12,37 +12,19 @@ import torch
 
 from d3engine.environment import KERNELS
 from d3engine.errors import InvalidValueError
-from d3engine.loading.device import DTYPES, resolve_dtype
+from d3engine.loading.device import DTYPES
+from d3engine.loading.settings import ExecutorKind
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import float_matrices
 from d3engine.model.mapped_file import dtype_of
 from d3engine.model.source import open_checkpoint
 
-READ_AS_THEY_LIE: frozenset[torch.dtype] = frozenset()
-"""Dtypes in which "auto" leaves a checkpoint's matrices under float32 activations on a CPU.
+READ_AS_THEY_LIE: dict[ExecutorKind, frozenset[torch.dtype]] = {"native": frozenset({torch.bfloat16})}
+"""Dtypes in which "auto" leaves a checkpoint's matrices under float32 activations on a CPU, by what decodes.
 
-The one place that decides it. A dtype belongs here if decoding reads it straight from memory. The operations in plain
-torch do not: they widen a matrix for each product, which at batch 1 takes longer than reading float32 would.
+The one place that decides it: decoding has to read them straight from memory. The operations in plain torch do not:
+they widen a matrix for each product, which at batch 1 takes longer than reading float32 would.
 """
-
-
-def resolve_dtypes(
-    dtype: str | torch.dtype,
-    weight_dtype: str | torch.dtype,
-    *,
-    directory: Path,
-    config: ModelConfig,
-    device: torch.device,
-    held: torch.dtype | None = None,
-) -> tuple[torch.dtype, torch.dtype]:
-    """The dtype of activations, norms, biases and cache, and the one of float matrices and the embedding.
-
-    `held` is what ready weights have their matrices in; None where those of `directory` are to be loaded. Raises
-    `InvalidValueError` for a dtype that is not allowed.
-    """
-    computed = resolve_dtype(dtype, config, device)
-    kept = held or kept_by_default(dtype, directory, config)
-    return computed, resolve_weight_dtype(weight_dtype, dtype=computed, device=device, kept=kept)
 
 
 def resolve_weight_dtype(
@@ -64,15 +46,18 @@ def resolve_weight_dtype(
     return resolved
 
 
-def kept_by_default(dtype: str | torch.dtype, directory: Path, config: ModelConfig) -> torch.dtype | None:
+def kept_by_default(
+    dtype: str | torch.dtype, directory: Path, config: ModelConfig, executor: ExecutorKind
+) -> torch.dtype | None:
     """The dtype that the matrices of a directory stay in where the user names no `dtype`; None for that of activations.
 
     Who names one, as in vLLM, means the weights too.
     """
-    if dtype != "auto" or not READ_AS_THEY_LIE:
+    readable = READ_AS_THEY_LIE.get(executor)
+    if dtype != "auto" or not readable:
         return None
     found = dtype_in_files(directory, config)
-    return found if found in READ_AS_THEY_LIE else None
+    return found if found in readable else None
 
 
 def dtype_in_files(directory: Path, config: ModelConfig) -> torch.dtype | None:

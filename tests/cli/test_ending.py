@@ -213,7 +213,7 @@ def test_quiet_leaves_the_result_alone_and_verbose_tells_what_is_done() -> None:
     assert quiet.stderr == ""
     assert "tokens/s" in plain.stderr or "s per token" in plain.stderr
     assert "KV cache: " not in plain.stderr.replace("KV cache saved: ", "")
-    assert re.search(r"16 layers, \w+ on cpu", verbose.stderr)
+    assert re.search(r"16 layers, [\w ]+ on cpu", verbose.stderr)
     assert plain.stderr.count("depth from d3.json") == verbose.stderr.count("depth from d3.json") == 1
     assert "debug: " not in verbose.stderr
     assert "debug: prompt-0: " in most.stderr

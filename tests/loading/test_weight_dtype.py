@@ -21,8 +21,9 @@ from d3engine.analysis.answers import open_model
 from d3engine.cli.engine_options import ENGINE
 from d3engine.errors import InvalidValueError
 from d3engine.kernels import reference
-from d3engine.loading import weight_dtype
-from d3engine.loading.weight_dtype import resolve_dtypes
+from d3engine.loading.device import resolve_dtype
+from d3engine.loading.settings import ExecutorKind
+from d3engine.loading.weight_dtype import kept_by_default, resolve_weight_dtype
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, load_weights, random_weights
 from weights_tools.quantize import quantize_model
@@ -201,33 +202,40 @@ def test_an_embedding_that_is_multiplied_keeps_every_bit_of_the_product(tmp_path
 # -- what is chosen ------------------------------------------------------------------------------------------------
 
 
-def chosen(directory: Path, *names: str | torch.dtype, device: str = "cpu") -> tuple[torch.dtype, torch.dtype]:
-    dtype, weights = names
-    config = ModelConfig.from_directory(directory)
-    return resolve_dtypes(dtype, weights, directory=directory, config=config, device=torch.device(device))
+def chosen(
+    directory: Path, dtype: str, weights: str, device: str = "cpu", executor: ExecutorKind = "native"
+) -> tuple[torch.dtype, torch.dtype]:
+    config, there = ModelConfig.from_directory(directory), torch.device(device)
+    computed = resolve_dtype(dtype, config, there)
+    kept = kept_by_default(dtype, directory, config, executor)
+    return computed, resolve_weight_dtype(weights, dtype=computed, device=there, kept=kept)
 
 
 def test_auto_leaves_matrices_in_a_dtype_that_decoding_reads_as_it_lies(
     directory: Callable[..., Path],
     tiny_llama: Callable[..., TinyLlama],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = tiny_llama(**LAYOUTS["grouped heads"]).directory
     mixed = rounded(source, tmp_path / "mixed", **{"lm_head.weight": torch.float32})
     half = rounded(source, tmp_path / "half", torch.float16)
     norms = {name: torch.float32 for name in load_file(source / "model.safetensors") if "norm" in name}
     wide_norms = rounded(source, tmp_path / "norms", **norms)
-    monkeypatch.setattr(weight_dtype, "READ_AS_THEY_LIE", frozenset())
-    assert chosen(directory(), "auto", "auto") == (torch.float32, torch.float32)
-    monkeypatch.setattr(weight_dtype, "READ_AS_THEY_LIE", frozenset({torch.bfloat16}))
+    assert chosen(directory(), "auto", "auto", executor="eager") == (torch.float32, torch.float32)
     for bfloat16 in (directory(), wide_norms):
         assert chosen(bfloat16, "auto", "auto") == (torch.float32, torch.bfloat16)
     for other in (source, mixed, half):  # whose matrices would lose bits, or which nothing reads as they lie
         assert chosen(other, "auto", "auto") == (torch.float32, torch.float32)
     assert chosen(directory(), "float32", "auto") == (torch.float32, torch.float32)
     assert chosen(directory(), "auto", "float32") == (torch.float32, torch.float32)
-    assert chosen(directory(), "auto", "auto", device="cuda") == (torch.bfloat16, torch.bfloat16)
+    assert chosen(directory(), "auto", "auto", "cuda", "graphs") == (torch.bfloat16, torch.bfloat16)
+
+
+def test_an_engine_that_decodes_natively_keeps_a_checkpoints_bfloat16(directory: Callable[..., Path]) -> None:
+    with Engine(directory(), **OPTIONS) as engine, Engine(directory(), enforce_eager=True, **OPTIONS) as eager:
+        decodes_natively = engine.stats().executor.startswith("native")
+        assert engine.weight_dtype == (torch.bfloat16 if decodes_natively else torch.float32)
+        assert eager.weight_dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -252,10 +260,9 @@ def test_triton_and_a_gpu_multiply_only_what_is_as_wide(
     with pytest.raises(InvalidValueError, match="one of auto, float32 on cuda"):
         chosen(directory(), "float32", "bfloat16", device="cuda")
     monkeypatch.setenv("D3ENGINE_KERNELS", "triton")
-    monkeypatch.setattr(weight_dtype, "READ_AS_THEY_LIE", frozenset({torch.bfloat16}))
     with pytest.raises(InvalidValueError, match="one of auto, float32 on cpu"):
         chosen(directory(), "float32", "bfloat16")
-    assert chosen(directory(), "auto", "auto") == (torch.float32, torch.float32)
+    assert chosen(directory(), "auto", "auto", executor="eager") == (torch.float32, torch.float32)
 
 
 def test_ready_weights_say_themselves_what_their_matrices_are_held_in(directory: Callable[..., Path]) -> None:
