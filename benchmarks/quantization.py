@@ -204,7 +204,8 @@ def measure(
                 "relative_error": relative_error(changed, weights),
                 "depths": {},
             }
-            with Engine(directory, weights=changed, device="cpu", dtype="float32") as engine:
+            # Eager, so that logits come to the sampler that stands in for the engine's.
+            with Engine(directory, weights=changed, device="cpu", dtype="float32", enforce_eager=True) as engine:
                 for depth, policy in policies.items():
                     bar.set_description(f"{name}, {depth}")
                     found = answer(engine, given, policy, settings.max_tokens, bar.update)

@@ -157,28 +157,30 @@ def _draws(sequences: list[Sequence]) -> Draws:
 def native_model(eager: EagerExecutor) -> NativeModel:
     """The eager executor's model for the library; raises `NativeError` for one that is more than a Llama."""
     model, weights = eager.model, eager.model.weights
-    if model.config.layers_without_rope:
-        raise NativeError("the native library rotates in every layer, and this model does not")
+    rotations = eager.rope.generated_table.contiguous()
+    unturned = model.config.layers_without_rope
     return NativeModel(
-        layers=tuple(_native_layer(layer) for layer in weights.layers),
+        layers=tuple(
+            _native_layer(layer, None if index in unturned else rotations) for index, layer in enumerate(weights.layers)
+        ),
         embedding=weights.embedding,
         final_norm=weights.final_norm,
         lm_head=weights.lm_head,
-        rotations=eager.rope.generated_table.contiguous(),
         pool=eager.pool,
         num_heads=model.config.num_heads,
+        max_positions=rotations.shape[0],
         eps=model.config.rms_norm_eps,
         scale=model.config.attention_scale,
     )
 
 
 _KNOWN = {
-    *("attention_norm", "qkv", "qkv_bias", "output", "output_bias"),
+    *("attention_norm", "qkv", "qkv_bias", "head_norms", "output", "output_bias"),
     *("mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias"),
 }
 
 
-def _native_layer(layer: LayerWeights) -> NativeLayer:
+def _native_layer(layer: LayerWeights, rotations: Tensor | None) -> NativeLayer:
     others = {field.name for field in fields(layer) if getattr(layer, field.name) is not None} - _KNOWN
     if others:
         raise NativeError(f"the native library knows nothing of {', '.join(sorted(others))} in a layer")
@@ -189,4 +191,6 @@ def _native_layer(layer: LayerWeights) -> NativeLayer:
         mlp_norm=layer.mlp_norm,
         gate_up=Linear(layer.gate_up, layer.gate_up_bias),
         down=Linear(layer.down, layer.down_bias),
+        rotations=rotations,
+        head_norms=layer.head_norms,
     )

@@ -73,8 +73,9 @@ class Allocator:
         """Blocks that a slot would hold in addition if every layer had run for every token; a draft saves none."""
         if self._table.drafts[slot]:
             return 0
-        whole = self._cache.blocks_for(int(self._table.num_computed[slot])) * self._cache.num_layers
-        blocks = self._cache.tables[slot]
+        length = self._cache.blocks_for(int(self._table.num_computed[slot]))
+        whole = length * self._cache.num_layers
+        blocks = self._cache.tables[slot, :, :length]  # beyond it lies what a run ahead has not come to
         return whole - int(np.unique(blocks[blocks != NO_BLOCK]).size)
 
 

@@ -162,6 +162,8 @@ class Scheduler:
     def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """End a sequence that does not wait, or no longer does."""
         if sequence.status is Status.RUNNING:
+            # A run ahead may have held blocks of layers that have fallen asleep on its way: they are not in use.
+            self._allocator.free_sleeping_layers(np.array([sequence.slot]))
             self.counters.blocks_saved += self._allocator.saved(sequence.slot)
             self._leave(sequence)
         sequence.status = Status.FINISHED

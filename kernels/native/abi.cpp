@@ -33,7 +33,7 @@ bool is_model(const D3Model& m) {
                               is_matrix(layer.down, m.hidden, m.intermediate) && layer.attention_norm && layer.mlp_norm;
         if (!is_layer) return false;
     }
-    return m.final_norm && m.rotations && m.pool;
+    return m.final_norm && m.pool;
 }
 
 }  // namespace

@@ -32,6 +32,8 @@ struct D3Layer {
     D3Matrix qkv, output;
     const float* mlp_norm;  // [hidden]
     D3Matrix gate_up, down;
+    const float* head_norms;  // [2, head_dim]: of each query head, and of each key head; null without such norms
+    const float* rotations;   // [max_positions, head_dim / 2] pairs (cosine, sine); null in a layer without rope
 };
 
 struct D3Model {
@@ -43,7 +45,6 @@ struct D3Model {
     D3Matrix embedding, lm_head;
     const D3Layer* layers;
     const float* final_norm;
-    const float* rotations;  // [max_positions, head_dim / 2] pairs (cosine, sine)
     float* pool;             // [num_blocks, 2, block_size, kv_heads, head_dim]
 };
 

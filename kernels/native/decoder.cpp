@@ -34,6 +34,7 @@ D3Decoder::D3Decoder(const D3Model& model, const Kernels& kernels)
       team_(model.num_threads),
       hidden_(model.max_rows, model.hidden),
       normed_(model.max_rows, model.hidden),
+      projected_(model.max_rows, q_size_ + 2 * kv_size_),
       queries_(model.max_rows, q_size_),
       attended_(model.max_rows, q_size_),
       gated_(model.max_rows, model.intermediate),
@@ -150,21 +151,43 @@ float* D3Decoder::entry(const Step& step, int row, int layer, int half) const {
     return model_.pool + ((2 * block + half) * model_.block_size + position % model_.block_size) * kv_size_;
 }
 
+// `count` channels from `channel` on, all of one head, go where they belong; those of queries and keys are turned.
+void D3Decoder::place(const Step& step, int layer, int nth, int channel, const float* from, int count) {
+    const int row = active_[nth], keys_end = q_size_ + kv_size_;
+    float* to = channel < q_size_    ? queries_.row(nth) + channel
+                : channel < keys_end ? entry(step, row, layer, 0) + (channel - q_size_)
+                                     : entry(step, row, layer, 1) + (channel - keys_end);
+    const float* rotations = layers_[layer].rotations;
+    if (!rotations || channel >= keys_end) {
+        memcpy(to, from, count * sizeof(float));
+        return;
+    }
+    const float* turns = rotations + step.position(row) * model_.head_dim;
+    kernels_.rotate(to, from, turns + channel % model_.head_dim, count);
+}
+
 void D3Decoder::qkv(const Step& step, int layer) {
-    norm(layers_[layer].attention_norm);
-    const int keys_end = q_size_ + kv_size_;
-    multiply(layers_[layer].qkv, normed_, [&](int, int nth, int start, int stop, const float* values) {
-        const int row = active_[nth];
-        const float* turns = model_.rotations + step.position(row) * model_.head_dim;
-        // By heads, of which a piece may hold parts: where their channels go, and whether they turn.
-        for (int channel = start; channel < stop;) {
-            const int within = channel % model_.head_dim;
-            const int count = std::min(stop - channel, model_.head_dim - within);
-            const float* from = values + (channel - start);
-            if (channel < q_size_) kernels_.rotate(queries_.row(nth) + channel, from, turns + within, count);
-            else if (channel < keys_end) kernels_.rotate(entry(step, row, layer, 0) + (channel - q_size_), from, turns + within, count);
-            else memcpy(entry(step, row, layer, 1) + (channel - keys_end), from, count * sizeof(float));
-            channel += count;
+    const D3Layer& weights = layers_[layer];
+    norm(weights.attention_norm);
+    if (!weights.head_norms) {
+        multiply(weights.qkv, normed_, [&](int, int nth, int start, int stop, const float* values) {
+            for (int channel = start; channel < stop;) {  // by heads, of which a piece may hold parts
+                const int count = std::min(stop - channel, model_.head_dim - channel % model_.head_dim);
+                place(step, layer, nth, channel, values + (channel - start), count);
+                channel += count;
+            }
+        });
+        return;
+    }
+    multiply(weights.qkv, normed_, [&](int, int nth, int start, int stop, const float* values) {
+        memcpy(projected_.row(nth) + start, values, (stop - start) * sizeof(float));
+    });
+    team_.each(int(active_.size()), [&](int, int nth) {  // a norm needs its whole head
+        for (int channel = 0; channel < q_size_ + 2 * kv_size_; channel += model_.head_dim) {
+            float* head = projected_.row(nth) + channel;
+            const float* weight = weights.head_norms + (channel < q_size_ ? 0 : model_.head_dim);
+            if (channel < q_size_ + kv_size_) kernels_.rms_norm(head, head, weight, model_.eps, model_.head_dim);
+            place(step, layer, nth, channel, head, model_.head_dim);
         }
     });
 }

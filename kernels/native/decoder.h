@@ -63,6 +63,7 @@ private:
     void embed(const Step& step);
     void find_active(const Step& step, int layer);
     void qkv(const Step& step, int layer);
+    void place(const Step& step, int layer, int nth, int channel, const float* from, int count);
     void attention(const Step& step, int layer);
     void add_product(const D3Matrix& matrix, const Rows& x);
     void gate_up(const D3Layer& layer);
@@ -81,7 +82,7 @@ private:
     const int group_, q_size_, kv_size_;
     Team team_;
     // `hidden_` has a row for each row of the run; the others for each of the rows in `active_`, in that order.
-    Rows hidden_, normed_, queries_, attended_, gated_;
+    Rows hidden_, normed_, projected_, queries_, attended_, gated_;
     std::vector<int> active_;
     std::vector<Scratch> scratch_;
     std::vector<Best> best_;  // [workers, rows]

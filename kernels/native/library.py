@@ -64,6 +64,8 @@ class _Layer(Structure):
         ("mlp_norm", c_void_p),
         ("gate_up", _Matrix),
         ("down", _Matrix),
+        ("head_norms", c_void_p),
+        ("rotations", c_void_p),
     )
 
 
@@ -81,7 +83,7 @@ class _Model(Structure):
         ("embedding", _Matrix),
         ("lm_head", _Matrix),
         ("layers", POINTER(_Layer)),
-        *((name, c_void_p) for name in ("final_norm", "rotations", "pool")),
+        *((name, c_void_p) for name in ("final_norm", "pool")),
     )
 
 
@@ -116,7 +118,11 @@ class Linear:
 
 @dataclass(frozen=True, eq=False)
 class NativeLayer:
-    """The weights of one layer; norms are float32."""
+    """The weights of one layer; norms are float32.
+
+    `rotations` complex64 [positions, head_dim / 2], None for a layer without rope. `head_norms` [2, head_dim], those of
+    query heads and of key heads before rope, or None.
+    """
 
     attention_norm: Tensor
     qkv: Linear
@@ -124,6 +130,8 @@ class NativeLayer:
     mlp_norm: Tensor
     gate_up: Linear
     down: Linear
+    rotations: Tensor | None
+    head_norms: Tensor | None = None
 
     def structure(self) -> _Layer:
         return _Layer(
@@ -133,6 +141,8 @@ class NativeLayer:
             _address(self.mlp_norm, torch.float32),
             self.gate_up.structure(),
             self.down.structure(),
+            None if self.head_norms is None else _address(self.head_norms, torch.float32),
+            None if self.rotations is None else _address(self.rotations, torch.complex64),
         )
 
 
@@ -140,17 +150,17 @@ class NativeLayer:
 class NativeModel:
     """A model whose activations are float32, and the pool [blocks, 2, block_size, kv heads, head_dim] that it fills.
 
-    Matrices are float32, bfloat16, int8 or int4, the embedding float32 or bfloat16. `rotations` complex64 [positions,
-    head_dim / 2]; `scale` is what scores are multiplied by.
+    Matrices are float32, bfloat16, int8 or int4, the embedding float32 or bfloat16. Rotations have `max_positions`
+    rows; `scale` is what scores are multiplied by.
     """
 
     layers: tuple[NativeLayer, ...]
     embedding: Tensor
     final_norm: Tensor
     lm_head: Weight
-    rotations: Tensor
     pool: Tensor
     num_heads: int
+    max_positions: int
     eps: float
     scale: float
 
@@ -193,7 +203,7 @@ class Decoder:
         sizes = (
             *(len(model.layers), model.embedding.shape[1], model.layers[0].down.weight.shape[1], model.num_heads),
             *(kv_heads, head_dim, self._vocab, block_size, max_blocks, num_blocks, num_slots),
-            *(model.rotations.shape[0], max_rows, num_threads, _all_isas().index(self.isa)),
+            *(model.max_positions, max_rows, num_threads, _all_isas().index(self.isa)),
         )
         structure = _Model(
             *sizes,
@@ -203,7 +213,6 @@ class Decoder:
             Linear(model.lm_head).structure(),
             layers,
             _address(model.final_norm, torch.float32),
-            _address(model.rotations, torch.complex64),
             _address(model.pool, torch.float32),
         )
         made = c_void_p()

@@ -35,7 +35,7 @@ def reader(tiny_llama: MakeTiny, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def test_the_benchmark_finds_the_loss_that_the_engine_gives_for_a_prompt(reader: Path) -> None:
     """At full depth a solution costs the same whether it is generated step by step or read as part of a prompt."""
     given = take_problems("validation", 0, 2)
-    with Engine(reader, device="cpu", dtype="float32") as engine:
+    with Engine(reader, device="cpu", dtype="float32", enforce_eager=True) as engine:
         found = benchmark.answer(engine, given, FullDepth(), 4)
         shallow = benchmark.answer(engine, given, D3(0.5, 0.5), 4)
         assert engine.tokenizer is not None

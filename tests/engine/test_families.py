@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from ahead import steps_by_itself
 from depth_oracle import Exit, d3, greedy_at_depth, greedy_with_exits
 from observers import observer_of
 from tiny_models import TINY, TinyLlama, random_prompts, save_random
@@ -164,16 +165,17 @@ def test_d3_on_a_family_equals_the_oracle_of_its_layers(name: str, tmp_path: Pat
     assert_same_tokens(output.outputs[0].token_ids, answer)
 
 
+@pytest.mark.parametrize("executor", ["graphs", "native"])
 @pytest.mark.parametrize("name", ["Qwen3", "SmolLM3"])
 def test_an_executor_that_decodes_by_itself_answers_as_transformers_does(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resolve, "executor_for", lambda *given: "graphs")
+    monkeypatch.setattr(resolve, "executor_for", lambda *given: executor)
     directory, model = make(tmp_path, name)
     prompts = random_prompts([5, 14])
     with Engine(directory, skip_tokenizer_init=True, dtype="float32") as engine:
         outputs = engine.generate(prompts, GREEDY, use_tqdm=False)
-        assert engine.stats().graph_steps > NUM_TOKENS / 2
+        assert steps_by_itself(engine) > NUM_TOKENS / 2
     for prompt, output in zip(prompts, outputs, strict=True):
         assert_same_tokens(output.outputs[0].token_ids, greedy(model, prompt, NUM_TOKENS))
 

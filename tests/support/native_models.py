@@ -39,6 +39,8 @@ class Shape:
     rows: int = 5
     form: str = "float32"
     bias: bool = False
+    head_norms: bool = False
+    layers_without_rope: tuple[int, ...] = ()
     seed: int = 0
 
 
@@ -58,6 +60,7 @@ class Case:
         count = s.rows * s.layers * blocks
         self.pool = self._normal(count + 1, 2, s.block_size, s.kv_heads, s.head_dim)
         angles = torch.arange(s.max_positions)[:, None] / 10.0 ** torch.arange(s.head_dim // 2)
+        self.rotations = torch.polar(torch.ones_like(angles), angles)
         q_size, kv_size = s.heads * s.head_dim, s.kv_heads * s.head_dim
         layers = tuple(
             NativeLayer(
@@ -67,8 +70,10 @@ class Case:
                 mlp_norm=1 + self._normal(s.hidden) / 4,
                 gate_up=self._linear(2 * s.intermediate, s.hidden),
                 down=self._linear(s.hidden, s.intermediate),
+                rotations=None if index in s.layers_without_rope else self.rotations,
+                head_norms=1 + self._normal(2, s.head_dim) / 4 if s.head_norms else None,
             )
-            for _ in range(s.layers)
+            for index in range(s.layers)
         )
         embedding = self._normal(s.vocab, s.hidden)
         self.model = NativeModel(
@@ -76,9 +81,9 @@ class Case:
             embedding=embedding.bfloat16() if s.form == "bfloat16" else embedding,
             final_norm=1 + self._normal(s.hidden) / 4,
             lm_head=self._matrix(s.vocab, s.hidden),
-            rotations=torch.polar(torch.ones_like(angles), angles),
             pool=self.pool,
             num_heads=s.heads,
+            max_positions=s.max_positions,
             eps=1e-5,
             scale=s.head_dim**-0.5,
         )
@@ -143,10 +148,11 @@ class Case:
             model.eps,
             wide(layer.qkv.weight),
             layer.qkv.bias,
-            model.rotations[positions],
+            torch.ones_like(self.rotations[positions]) if layer.rotations is None else self.rotations[positions],
             pool,
             entries,
             s.heads,
+            head_norms=layer.head_norms,
         )
         attention = reference.attention_inputs(
             list(range(active.size + 1)), (positions + 1).tolist(), torch.from_numpy(tables).long()[None]

@@ -55,7 +55,7 @@ void decode(const Sizes& s, int kind, int isa, int threads) {
     const bool bias = kind % 2;
     std::vector<Matrix> matrices;
     matrices.reserve(2 + 4 * layers);
-    std::vector<float> norm = floats(s.hidden);
+    std::vector<float> norm = floats(s.hidden), head_norms = floats(2 * s.head_dim), rotations = floats(size_t(length) * s.head_dim);
     std::vector<D3Layer> made(layers);
     for (D3Layer& layer : made) {
         auto matrix = [&](int rows, int columns) { return matrices.emplace_back(kind, rows, columns, bias).view; };
@@ -64,12 +64,13 @@ void decode(const Sizes& s, int kind, int isa, int threads) {
         layer.output = matrix(s.hidden, queries);
         layer.gate_up = matrix(2 * s.intermediate, s.hidden);
         layer.down = matrix(s.hidden, s.intermediate);
+        layer.head_norms = kind == D3_INT8 ? head_norms.data() : nullptr;
+        layer.rotations = &layer == &made[0] ? rotations.data() : nullptr;
     }
     Matrix embedding(kind == D3_BFLOAT16 ? D3_BFLOAT16 : D3_FLOAT32, s.vocab, s.hidden, false), head(kind, s.vocab, s.hidden, false);
-    std::vector<float> rotations = floats(size_t(length) * s.head_dim), pool = floats(size_t(count + 1) * 2 * s.block_size * entries);
+    std::vector<float> pool = floats(size_t(count + 1) * 2 * s.block_size * entries);
     D3Model model{layers, s.hidden, s.intermediate, s.heads, s.kv_heads, s.head_dim, s.vocab, s.block_size, blocks, count + 1,
-                  s.rows, length, s.rows, threads, isa, 1e-5f, 0.5f, embedding.view, head.view, made.data(), norm.data(),
-                  rotations.data(), pool.data()};
+                  s.rows, length, s.rows, threads, isa, 1e-5f, 0.5f, embedding.view, head.view, made.data(), norm.data(), pool.data()};
     std::vector<int64_t> tokens(s.rows), positions(s.rows), generation(s.rows, 1), slots(s.rows), seeds(s.rows, -1), indices(s.rows);
     std::vector<int32_t> cutoffs(s.rows * layers), tables(count);
     std::vector<float> temperatures(s.rows), scores(s.rows * steps), logits(size_t(s.rows) * steps * s.vocab);

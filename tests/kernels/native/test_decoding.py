@@ -23,6 +23,9 @@ SHAPES = {
     "several chunks of attention": Shape(
         hidden=128, intermediate=200, heads=4, kv_heads=1, head_dim=80, block_size=16, max_positions=300, rows=7
     ),
+    "norms of heads, and a layer without rope": Shape(
+        layers=3, heads=6, kv_heads=2, head_dim=18, head_norms=True, bias=True, layers_without_rope=(1,)
+    ),
     "several pieces of a product": Shape(layers=1, hidden=300, intermediate=600, head_dim=32, vocab=1000, rows=3),
 }
 STEPS = 5
