@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
+from d3engine.cli.signatures import give_parameters, keyword
 from d3engine.depth import DepthPolicy, policy_from_name
 from d3engine.depth.policy import POLICY_CLASSES, policy_names, policy_options, required_options
 from d3engine.errors import NOTHING, InvalidValueError, require
@@ -59,10 +60,6 @@ class BatchName(StrEnum):
 PANEL = "Depth"
 OTHER_OPTIONS = "depth_option"
 """The parameter for options that have no flag of their own: those of policies that other packages bring."""
-
-
-METAVARS: dict[Any, str] = {str: "TEXT", list[str]: "TEXT", int: "INTEGER", list[int]: "INTEGER", float: "NUMBER"}
-"""What help calls the value of an option, whatever the version of typer."""
 
 
 def number(text: str) -> float | str:
@@ -221,28 +218,22 @@ def takes_depth(command: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(command, eval_str=True)
     parameters = [parameter for parameter in signature.parameters.values() if parameter.name != "depth"]
     parameters += _depth_parameters()
-    # Typer reads one or the other, by version.
-    with_policy.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    with_policy.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    give_parameters(with_policy, parameters)
     return with_policy
 
 
 def _depth_parameters() -> list[inspect.Parameter]:
     text = f"Which layers run for each token: {', '.join([AUTO, *OWN_NAMES])}, or one that an installed package brings."
     name = typer.Option("--depth", metavar="NAME", help=text, rich_help_panel=PANEL)
-    parameters = [_keyword("depth", Annotated[str, name], AUTO)]
+    parameters = [keyword("depth", Annotated[str, name], AUTO)]
     for field, (flag, kind, text) in OPTIONS.items():
         named: dict[str, Any] = {"help": text, "show_default": False, "rich_help_panel": PANEL}
         if kind is number:
             option, annotation = typer.Option(flag, parser=number, metavar="NUMBER", **named), str | None
         else:
-            option, annotation = typer.Option(flag, metavar=METAVARS.get(kind), **named), kind | None
-        parameters.append(_keyword(field, Annotated[annotation, option], None))
+            option, annotation = typer.Option(flag, **named), kind | None
+        parameters.append(keyword(field, Annotated[annotation, option], None))
     text = "OPTION=VALUE of a policy that an installed package brings; may stand several times."
     other = typer.Option("--depth-option", help=text, show_default=False, rich_help_panel=PANEL)
-    parameters.append(_keyword(OTHER_OPTIONS, Annotated[list[str] | None, other], None))
+    parameters.append(keyword(OTHER_OPTIONS, Annotated[list[str] | None, other], None))
     return parameters
-
-
-def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from d3engine.cli.depth_options import AUTO as AUTO_DEPTH
-from d3engine.cli.depth_options import METAVARS, Depth
+from d3engine.cli.depth_options import Depth
+from d3engine.cli.signatures import give_parameters, keyword
 from d3engine.cli.verbosity import LOGGER, note
 from d3engine.errors import require_integer
 
@@ -125,18 +126,11 @@ def _takes(command: Callable[..., Any], name: str, table: OptionTable, panel: st
     signature = inspect.signature(command, eval_str=True)
     parameters = [parameter for parameter in signature.parameters.values() if parameter.name != name]
     for field, (flag, kind, text) in table.items():
-        metavar = METAVARS.get(kind)
-        option = typer.Option(flag, help=text, metavar=metavar, show_default=False, rich_help_panel=panel)
+        option = typer.Option(flag, help=text, show_default=False, rich_help_panel=panel)
         annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
-        parameters.append(_keyword(f"{name}_{field}", annotation))  # depth has a max_tokens too
-    # Typer reads one or the other, by version.
-    with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        parameters.append(keyword(f"{name}_{field}", annotation))  # depth has a max_tokens too
+    give_parameters(with_options, parameters)
     return with_options
-
-
-def _keyword(name: str, annotation: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def model_directory(model: str, advice: str = "") -> Path:

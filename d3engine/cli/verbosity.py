@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from d3engine.cli.signatures import give_parameters, keyword
 from d3engine.errors import NOTHING, require
 
 LOGGER = logging.getLogger("d3engine")
@@ -42,16 +43,8 @@ def takes_verbosity(command: Callable[..., Any]) -> Callable[..., Any]:
         set_verbosity(arguments.pop("verbose"), arguments.pop("quiet"))
         return command(**arguments)
 
-    signature = inspect.signature(command, eval_str=True)
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = [
-        *signature.parameters.values(),
-        inspect.Parameter("verbose", keyword, default=0, annotation=Verbose),
-        inspect.Parameter("quiet", keyword, default=False, annotation=Quiet),
-    ]
-    # Typer reads one or the other, by version.
-    with_verbosity.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    with_verbosity.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    give_parameters(with_verbosity, [*own, keyword("verbose", Verbose, 0), keyword("quiet", Quiet, False)])
     return with_verbosity
 
 

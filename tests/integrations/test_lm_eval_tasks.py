@@ -1,0 +1,193 @@
+"""lm-evaluation-harness itself over our engine, offline, against its own HF backend on the same tiny model.
+
+The tasks are made here from a few items: of the public data sets where they lie beside the repository, and of the
+generated problems anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import TinyLlama
+from typer.testing import CliRunner
+
+from d3engine.cli import app
+from d3engine.evaluation.accuracy import paired, wilson_interval
+from d3engine.evaluation.procedural import all_problems
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'd3engine[eval]'")
+pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'd3engine[test]'")
+pytest.importorskip("datasets", reason="datasets is not installed: pip install 'd3engine[eval]'")
+
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from d3engine.integrations.lm_eval import D3EngineLM
+
+CACHE = {"kv_cache_memory_bytes": 2**24}
+pytestmark = pytest.mark.usefixtures("offline")
+
+
+def write_task(folder: Path, name: str, items: list[dict[str, Any]], **fields: Any) -> None:
+    """A task of the harness as users write them: a YAML beside a data file."""
+    data = folder / f"{name}.jsonl"
+    data.write_text("".join(json.dumps(item) + "\n" for item in items))
+    task = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+        **fields,
+    }
+    (folder / f"{name}.yaml").write_text(json.dumps(task))  # JSON is YAML
+
+
+def generation(prompt: str, target: str, until: list[str], tokens: int) -> dict[str, Any]:
+    return {
+        "output_type": "generate_until",
+        "doc_to_text": prompt,
+        "doc_to_target": target,
+        "generation_kwargs": {"until": until, "do_sample": False, "max_gen_toks": tokens},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+
+
+def choice(prompt: str, choices: str, target: str) -> dict[str, Any]:
+    return {
+        "output_type": "multiple_choice",
+        "doc_to_text": prompt,
+        "doc_to_choice": choices,
+        "doc_to_target": target,
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+
+
+def evaluate(folder: Path, model: Any, tasks: list[str], **arguments: Any) -> dict[str, Any]:
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    found: dict[str, Any] = simple_evaluate(
+        model=model, tasks=tasks, task_manager=manager, bootstrap_iters=0, log_samples=True, **arguments
+    )
+    return found
+
+
+def responses(found: dict[str, Any], task: str) -> list[Any]:
+    return [sample["resps"] for sample in sorted(found["samples"][task], key=lambda sample: sample["doc_id"])]
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Any], tasks: list[str]) -> None:
+    for task in tasks:
+        for own, their in zip(responses(found, task), responses(wanted, task), strict=True):
+            if isinstance(own[0][0], str):
+                assert own == their
+            else:
+                pairs = zip(own, their, strict=True)
+                assert all(a[0][0] == pytest.approx(b[0][0], abs=2e-3, rel=1e-5) for a, b in pairs)
+                assert [a[0][1] for a in own] == [b[0][1] for b in their]
+        scores, their_scores = found["results"][task], wanted["results"][task]
+        numbers = {name: value for name, value in scores.items() if isinstance(value, float)}
+        assert numbers
+        assert numbers == pytest.approx({name: their_scores[name] for name in numbers})
+
+
+def test_the_harness_gives_the_scores_of_its_hf_backend_on_generated_problems(
+    tmp_path: Path, tiny: TinyLlama, theirs: HFLM
+) -> None:
+    """The model by name and arguments, as `simple_evaluate` and `lm_eval --model_args` take them."""
+    words = list(islice(all_problems("word-problems", "test", 0), 3))
+    swaps = list(islice(all_problems("tracking-shuffled-objects", "test", 0), 3))
+    items = [{"q": p.question, "a": str(p.answer), "choices": ["7", str(p.answer), "ball"]} for p in (*words, *swaps)]
+    prompt = "Question: {{q}}\nAnswer:"
+    write_task(tmp_path, "own_generation", items, **generation(prompt, "{{a}}", ["\n", "e"], 8))
+    write_task(tmp_path, "own_choice", items, **choice(prompt, "{{choices}}", "{{choices.index(a)}}"))
+    tasks = ["own_generation", "own_choice"]
+    arguments = f"pretrained={tiny.directory},depth=full,kv_cache_memory_bytes={2**24}"
+    found = evaluate(tmp_path, "d3engine", tasks, model_args=arguments, num_fewshot=0)
+    assert_same(found, evaluate(tmp_path, theirs, tasks, num_fewshot=0), tasks)
+
+
+def test_the_harness_gives_the_scores_of_its_hf_backend_on_items_of_gsm8k_and_bbh(
+    tmp_path: Path, shared_data: Path, ours: D3EngineLM, theirs: HFLM
+) -> None:
+    with (shared_data / "gsm8k" / "test.jsonl").open() as lines:
+        gsm8k = [json.loads(line) for line in islice(lines, 3)]
+    bbh = json.loads((shared_data / "bbh" / "boolean_expressions.json").read_text())["examples"][:4]
+    question, expression = "Question: {{question}}\nAnswer:", "Q: {{input}}\nA:"
+    write_task(tmp_path, "own_gsm8k", gsm8k, **generation(question, "{{answer}}", ["Question:", "</s>"], 8))
+    write_task(tmp_path, "own_bbh", bbh, **generation(expression, "{{target}}", ["</s>", "Q", "\n\n"], 8))
+    write_task(tmp_path, "own_bbh_choice", bbh, **choice(expression, "['True', 'False']", "{{target}}"))
+    tasks = ["own_gsm8k", "own_bbh", "own_bbh_choice"]
+    assert_same(evaluate(tmp_path, ours, tasks), evaluate(tmp_path, theirs, tasks), tasks)
+
+
+def test_the_command_compares_policies_on_tasks_of_the_harness(tmp_path: Path) -> None:
+    """The bundled model at full depth and far too shallow, on its own problems and on a perplexity."""
+    items = [{"q": p.question, "a": str(p.answer)} for p in islice(all_problems("word-problems", "test", 0), 3)]
+    fields = generation("Question: {{q}}\nAnswer:", "{{a}}", ["\n"], 64)
+    strict = [{"function": "regex", "regex_pattern": "#### (-?[0-9]+)"}, {"function": "take_first"}]
+    write_task(tmp_path, "own_words", items, **fields, filter_list=[{"name": "strict", "filter": strict}])
+    rolling = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{q}}"}
+    write_task(tmp_path, "own_perplexity", items, **rolling, metric_list=[{"metric": "bits_per_byte"}])
+    words = ["eval", "demo", "--tasks", "own_words,own_perplexity", "--include-path", str(tmp_path), "--compare-full"]
+    shallow = ["--policy", "d3 alpha=0.5 start=0.3", "--limit", "3", "--kv-cache-memory-bytes", str(2**25)]
+    result = CliRunner().invoke(app, [*words, *shallow, "--json"])
+    assert result.exit_code == 0, result.output
+    full, less = json.loads(result.stdout[result.stdout.index("{\n") :])["harness"]
+    exact_match, perplexity = full["metrics"]
+    assert (exact_match["task"], exact_match["metric"]) == ("own_words", "exact_match (strict)")
+    assert (exact_match["value"], exact_match["questions"]) == (1.0, 3)
+    assert exact_match["interval_95"]["low"] == pytest.approx(wilson_interval(3, 3).low)
+    assert perplexity["interval_95"] is None
+    assert 0 < perplexity["value"] == pytest.approx(less["metrics"][1]["value"])
+    assert less["metrics"][0]["value"] < 1
+    assert full["generated"]["layers"] == 16 * full["generated"]["tokens"]
+    assert 4 * less["generated"]["tokens"] < less["generated"]["layers"] < 8 * less["generated"]["tokens"]
+    (difference, of_perplexity), (none, _) = ([m["minus_first"] for m in run["metrics"]] for run in (less, full))
+    right = [True] * 3, [True] * round(3 * less["metrics"][0]["value"]) + [False] * 3
+    expected = paired(right[0], right[1][:3])  # of three that are all right at first, any order gives the same
+    assert difference == asdict(expected)
+    assert none is None
+    assert of_perplexity is None
+
+
+def test_tables_and_page_of_the_harness_show_the_paired_difference_also_of_policies_that_draft(tmp_path: Path) -> None:
+    items = [{"q": p.question, "a": str(p.answer)} for p in islice(all_problems("word-problems", "test", 0), 2)]
+    write_task(tmp_path, "own_words", items, **generation("Question: {{q}}\nAnswer:", "{{a}}", ["\n"], 40))
+    page = tmp_path / "page.html"
+    words = ["eval", "demo", "--tasks", "own_words", "--include-path", str(tmp_path), "--compare-full"]
+    policies = ["--policy", "lossless alpha=0.8 start=0.7", "--kv-cache-memory-bytes", str(2**25)]
+    result = CliRunner().invoke(app, [*words, *policies, "--html", str(page)])
+    assert result.exit_code == 0, result.output
+    interval = paired([False] * 2, [False] * 2).interval
+    cell = f"+0.0 ({100 * interval.low:+.1f} to {100 * interval.high:+.1f})"
+    assert cell in result.output
+    text = page.read_text()
+    assert f"<td>{cell}</td>" in text
+    assert text.count("<circle") == 2
+    assert re.search(r"Lossless.* \d+\.\d\d +- +\d\.\d{3}x +-", result.output)
+    assert "Drafts:" in result.output
+
+
+def test_without_the_data_of_a_task_one_line_says_what_to_do(tmp_path: Path) -> None:
+    write_task(tmp_path, "own_words", [{"q": "?", "a": "1"}], **generation("{{q}}", "{{a}}", ["\n"], 4))
+    (tmp_path / "own_words.jsonl").unlink()
+    result = CliRunner().invoke(app, ["eval", "demo", "--tasks", "own_words", "--include-path", str(tmp_path)])
+    assert result.exit_code == 2
+    (line,) = (line for line in result.output.splitlines() if line.startswith("error:"))
+    assert "own_words" in line
+    assert "--data" in line
+    assert "--include-path" in line
+
+
+def test_a_task_that_the_harness_does_not_have_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))  # thousands of files
+    result = CliRunner().invoke(app, ["eval", "demo", "--tasks", "no_such_task", "--include-path", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "no_such_task" in result.output
