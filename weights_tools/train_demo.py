@@ -265,6 +265,7 @@ class DemoRun:
             "muon": self.muon.buffers,
             "adam": self.adam.state_dict(),
             "step": self.progress.step,
+            "schedule": vars(self.schedule),  # an early end outlives an interruption
             "curve": self.progress.curve,
             "seconds": time.perf_counter() - self.progress.began,
         }
@@ -278,6 +279,7 @@ class DemoRun:
         self.model.load_state_dict(state["model"])
         self.adam.load_state_dict(state["adam"])
         self.muon.buffers = state["muon"]
+        vars(self.schedule).update(state["schedule"])
         self.progress.curve = state["curve"]
         self.progress.began = time.perf_counter() - state["seconds"]
         return int(state["step"])

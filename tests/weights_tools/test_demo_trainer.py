@@ -128,6 +128,19 @@ def test_a_record_holds_the_whole_recipe_also_where_training_went_on(tmp_path: P
     )
 
 
+def test_a_run_that_was_told_to_end_early_ends_there_also_after_an_interruption(tmp_path: Path) -> None:
+    words = ["--out", str(tmp_path), "--threads", "1", "--steps", "1800", "--refine-steps", "0"]
+    run = DemoRun(parse(words))
+    run.progress.step = 900
+    (tmp_path / "FINISH").write_text("40")
+    run.finish_early()
+    run.save()
+    resumed = DemoRun(parse([*words, "--resume"]))
+    assert resumed.load_checkpoint() == 900
+    assert resumed.schedule.steps == 940
+    assert resumed.schedule.factor(939) == run.schedule.factor(939) > 0
+
+
 def test_a_share_of_the_start_is_kept_in_the_mean(tmp_path: Path) -> None:
     words = ["--out", str(tmp_path), "--threads", "1", "--start-from", str(model_directory("demo"))]
     for kept, expected in (("0", 1.0), ("0.25", 0.75), ("1", 0.0)):
