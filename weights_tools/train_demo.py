@@ -221,6 +221,7 @@ class DemoRun:
             "decay_from_step": self.schedule.decay_from,
             "refine_steps": self.schedule.steps - self.schedule.main_steps,
             "refine_rate_factor": REFINE_RATE,
+            "steps_planned": self.args.steps,  # until an early end the rate follows from these
             "finished_early_at_step": self.schedule.cut_at,
             "warmup_steps": WARMUP_STEPS,
             "tokens_per_batch": TOKENS_PER_BATCH,

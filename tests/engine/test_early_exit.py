@@ -136,14 +136,14 @@ def test_under_batch_min_all_rows_of_a_step_leave_together_whoever_has_joined(
 
 
 def test_stop_strings_logprobs_and_several_answers_are_those_of_the_tokens_that_left_early() -> None:
-    """On the demo model, since stop strings need text."""
-    prompt = "Question: Tom has 5 pens. Tom finds 3. How many pens does Tom have now?\nAnswer:"
-    given = params(max_tokens=20, n=2, seed=1, temperature=1.0, logprobs=2, stop="=", depth=EarlyExit(0.8, min_layer=9))
+    """On the demo model, since stop strings need text. A problem is its own invention; of an answer it is sure."""
+    prompt = "Question:"
+    given = params(max_tokens=20, n=2, seed=1, temperature=1.0, logprobs=2, stop=".", depth=EarlyExit(0.8, min_layer=9))
     with Engine("demo") as engine:
         whole, stopped = engine.generate([prompt, prompt], [replace(given, stop=None), given], use_tqdm=False)
     for output, other in zip(stopped.outputs, whole.outputs, strict=True):
-        assert (output.finish_reason, output.stop_reason) == ("stop", "=")
-        assert output.text == other.text.partition("=")[0]
+        assert (output.finish_reason, output.stop_reason) == ("stop", ".")
+        assert output.text == other.text.partition(".")[0]
         count = len(output.token_ids)
         assert output.token_ids == other.token_ids[:count]
         assert output.depths == other.depths[:count]

@@ -118,11 +118,14 @@ def test_a_share_is_from_0_to_1(text: str) -> None:
 def test_a_record_holds_the_whole_recipe_also_where_training_went_on(tmp_path: Path) -> None:
     shipped = model_directory("demo")
     words = ["--out", str(tmp_path), "--start-from", str(shipped), "--exits", "9,11", "--tail-share", "0.6"]
-    record = json.loads(json.dumps(DemoRun(parse([*words, "--rate", "0.5", "--threads", "1"])).record()))
+    run = DemoRun(parse([*words, "--rate", "0.5", "--threads", "1", "--steps", "1800"]))
+    run.schedule.finish(929, 400)
+    record = json.loads(json.dumps(run.record()))
     assert record["started_from"] == "demo_model"
     assert record["earlier"] == json.loads((shipped / "training.json").read_text())
-    expected = {"exits": [9, 11], "prompt_tail_share": 0.6, "muon_rate": 0.01, "finished_early_at_step": None}
-    assert expected.items() <= record["recipe"].items()
+    expected = {"exits": [9, 11], "prompt_tail_share": 0.6, "muon_rate": 0.01}
+    ends = {"steps": 1329, "steps_planned": 1800, "finished_early_at_step": 929}
+    assert (expected | ends).items() <= record["recipe"].items()
     assert (
         "earlier" not in DemoRun(parse(["--out", str(tmp_path), "--threads", "1", "--tasks", "word-sorting"])).record()
     )
