@@ -1,8 +1,8 @@
 """Decoding on a CPU by the native library: a whole run of steps is one call.
 
-Like the graphs of a GPU it takes the plans whose steps need nothing of the host, and single steps of a few rows that
-the sampler chooses from. Prompts, and whatever else a plan may hold, go through the eager executor on the same weights
-and the same pool.
+Like the graphs of a GPU it takes the plans whose steps need nothing of the host, and single steps of a few rows, of
+answers or of short prompts, that the sampler chooses from. Longer prompts, and whatever else a plan may hold, go
+through the eager executor on the same weights and the same pool.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from d3engine.request.choice import Choice
 from d3engine.request.sequence import Sequence
 
 MAX_SINGLE_ROWS = 64
-"""Rows of a single step at most: of more, which are a prompt's, a matrix library makes the better products."""
+"""Rows of a single step at most: of more, which are a long prompt's, a matrix library makes the better products."""
 
 
 class NativeExecutor:
@@ -120,11 +121,10 @@ class NativeExecutor:
     # -- single steps ------------------------------------------------------------------------------------------
 
     def _is_simple(self, plan: Plan) -> bool:
-        """Whether the plan is nothing but rows through layers, each of which yields logits."""
+        """Whether the plan is nothing but rows through layers: of answers, or of short prompts."""
         drafts = plan.drafts
         return (
             0 < plan.num_rows <= MAX_SINGLE_ROWS
-            and plan.logit_rows.size == plan.num_rows
             and plan.copies_before is None
             and plan.copies_after is None
             and not plan.exits
@@ -140,9 +140,17 @@ class NativeExecutor:
             rows = slice(0, span.num_rows) if span.rows is None else span.rows
             active[rows, span.layers.start : span.layers.stop] = 1
         slots, step = plan.slots[plan.row_chunks], np.zeros(plan.num_rows, np.int64)
+        rows, yields = Rows(plan.token_ids, plan.positions, step, slots, active, plan.tables), _mask(plan)
         logits = np.empty((1, plan.num_rows, self._vocab), np.float32)
-        self._decoder.run(Rows(plan.token_ids, plan.positions, step, slots, active, plan.tables), 1, logits=logits)
+        self._decoder.run(rows, 1, logits=logits, yields=yields)
         return torch.from_numpy(logits[0][plan.logit_rows])
+
+
+def _mask(plan: Plan) -> npt.NDArray[np.bool_]:
+    """Which rows of a plan yield logits."""
+    mask = np.zeros(plan.num_rows, np.bool_)
+    mask[plan.logit_rows] = True
+    return mask
 
 
 def _draws(sequences: list[Sequence]) -> Draws:

@@ -49,6 +49,7 @@ D3Decoder::D3Decoder(const D3Model& model, const Kernels& kernels)
 
 D3Status D3Decoder::check(const D3Run& run) const {
     if (run.rows < 1 || run.rows > model_.max_rows || run.steps < 1) return D3_BAD_RUN;
+    if (run.yields && run.steps != 1) return D3_BAD_RUN;  // the next step begins with the token of every row
     for (int row = 0; row < run.rows; row++) {
         const int64_t first = run.positions[row], last = first + run.steps - 1;
         if (run.tokens[row] < 0 || run.tokens[row] >= model_.vocab) return D3_BAD_TOKEN;
@@ -239,18 +240,21 @@ Choosing D3Decoder::choosing(const Step& step, int row) const {
 
 void D3Decoder::head(const Step& step) {
     const D3Run& run = step.run;
-    active_.resize(run.rows);
-    for (int row = 0; row < run.rows; row++) active_[row] = row;
+    active_.clear();
+    for (int row = 0; row < run.rows; row++)
+        if (!run.yields || run.yields[row]) active_.push_back(row);
+    if (active_.empty()) return;
     norm(model_.final_norm);
     std::fill(best_.begin(), best_.end(), Best::nothing());
-    multiply(model_.lm_head, normed_, [&](int worker, int row, int start, int stop, const float* values) {
+    multiply(model_.lm_head, normed_, [&](int worker, int nth, int start, int stop, const float* values) {
+        const int row = active_[nth];
         if (run.logits) {
             float* logits = run.logits + (int64_t(step.taken) * run.rows + row) * model_.vocab;
             memcpy(logits + start, values, (stop - start) * sizeof(float));
         }
         choose(best_[size_t(worker) * model_.max_rows + row], values, start, stop - start, choosing(step, row));
     });
-    for (int row = 0; row < run.rows; row++) {
+    for (int row : active_) {
         Best best = best_[row];
         for (int worker = 1; worker < team_.size(); worker++) best.meet(best_[size_t(worker) * model_.max_rows + row]);
         run.chosen[step.taken * run.rows + row] = std::min<int64_t>(best.token, model_.vocab - 1);

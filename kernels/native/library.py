@@ -89,7 +89,7 @@ class _Model(Structure):
 
 _ARRAYS = (
     *("tokens", "positions", "generation", "slots", "cutoffs", "tables", "temperatures", "seeds", "indices"),
-    *("chosen", "scores", "logits"),
+    *("chosen", "scores", "logits", "yields"),
 )
 
 
@@ -227,10 +227,12 @@ class Decoder:
         *,
         draws: Draws | None = None,
         logits: npt.NDArray[np.float32] | None = None,
+        yields: npt.NDArray[np.bool_] | None = None,
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Take `steps` steps; returns the chosen tokens and their scores, both [steps, rows].
 
-        Without `draws` every row takes its likeliest token. `logits` float32 [steps, rows, V] is written. Raises
+        Without `draws` every row takes its likeliest token. `logits` float32 [steps, rows, V] is written. Of a single
+        step `yields` [rows] may say which rows are asked for these three; those of the others are undefined. Raises
         `NativeError` for what would be read or written out of bounds, before anything is.
         """
         count = len(rows.tokens)
@@ -250,6 +252,7 @@ class Decoder:
             chosen,
             scores,
             logits,
+            None if yields is None else np.ascontiguousarray(yields, np.uint8),
         ]
         run = _Run(count, steps, *(None if array is None else array.ctypes.data for array in given))
         _check(self._library.d3_run(self._handle, byref(run)))

@@ -101,12 +101,14 @@ class Case:
         slots, _, blocks = self.rows.tables.shape
         return Decoder(self.model, max_blocks=blocks, num_slots=slots, **arguments)
 
-    def decode(self, steps: int, rows: Rows | None = None, draws: Draws | None = None, **changes: Any) -> Any:
+    def decode(
+        self, steps: int, rows: Rows | None = None, draws: Draws | None = None, yields: Any = None, **changes: Any
+    ) -> Any:
         """Tokens, scores and logits of a run on the pool as it was in the beginning."""
         rows = rows or self.rows
         kept = self.pool.clone()
         logits = np.full((steps, len(rows.tokens), self.shape.vocab), np.nan, np.float32)
-        tokens, scores = self.decoder(**changes).run(rows, steps, draws=draws, logits=logits)
+        tokens, scores = self.decoder(**changes).run(rows, steps, draws=draws, logits=logits, yields=yields)
         self.entries = self.pool.clone()
         self.pool.copy_(kept)
         return tokens, scores, logits

@@ -83,7 +83,7 @@ void decode(const Sizes& s, int kind, int isa, int threads) {
     for (int i = 0; i < count; i++) tables[i] = i + 1;
     std::shuffle(tables.begin(), tables.end(), numbers);
     D3Run run{s.rows, steps, tokens.data(), positions.data(), generation.data(), slots.data(), cutoffs.data(), tables.data(),
-              temperatures.data(), seeds.data(), indices.data(), chosen.data(), scores.data(), logits.data()};
+              temperatures.data(), seeds.data(), indices.data(), chosen.data(), scores.data(), logits.data(), nullptr};
     D3Decoder* decoder = nullptr;
     if (d3_create(&model, &decoder) != D3_OK || d3_run(decoder, &run) != D3_OK) std::exit(2);
     d3_destroy(decoder);

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from native_models import FORMS, Case, Shape, at_places
 
 from d3engine.kernels.native.library import Draws, LibraryMissing, isas_here
@@ -72,6 +73,19 @@ def test_logits_are_the_same_bits_alone_and_in_any_batch_on_any_threads(form: st
         some, _, logits = case.decode(3, at_places(case.rows, places), isa=isa, num_threads=1 + size % 3)
         np.testing.assert_array_equal(logits.view(np.int32), together[:, places].view(np.int32))
         np.testing.assert_array_equal(some, tokens[:, places])
+
+
+def test_rows_that_are_not_asked_for_logits_change_nothing_for_those_that_are() -> None:
+    case = Case(Shape(rows=7))
+    tokens, scores, logits = case.decode(1, num_threads=2)
+    entries = case.entries
+    for asked in ([4], [0, 6], []):
+        yields = np.isin(np.arange(7), asked)
+        some = case.decode(1, yields=yields, num_threads=2)
+        for found, wanted in zip(some, (tokens, scores, logits), strict=True):
+            np.testing.assert_array_equal(found[:, yields], wanted[:, yields])
+        assert np.isnan(some[2][:, ~yields]).all()
+        assert torch.equal(case.entries, entries)
 
 
 @pytest.mark.parametrize("vocab", [2, 301])

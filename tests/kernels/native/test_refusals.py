@@ -68,6 +68,11 @@ def test_more_rows_than_a_decoder_was_made_for_are_refused() -> None:
         CASE.decoder(max_rows=4).run(ROWS, 1)
 
 
+def test_a_run_of_steps_asks_every_row_for_its_token() -> None:
+    with pytest.raises(NativeError, match="no rows or no steps"):
+        CASE.decoder().run(ROWS, 2, yields=np.ones(len(ROWS.tokens), bool))
+
+
 def test_models_of_other_sizes_and_kinds_are_refused() -> None:
     layer = CASE.model.layers[0]
     wrong = {
