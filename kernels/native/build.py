@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -62,11 +63,16 @@ def sources(folder: Path = FOLDER) -> list[Path]:
 
 
 def digest(folder: Path = FOLDER) -> str:
-    """What tells these sources from any others: 16 hexadecimal digits."""
-    sha = hashlib.sha256()
+    """What tells these sources, flags and this kind of machine from any others: 16 hexadecimal digits."""
+    sha = hashlib.sha256(repr((FLAGS, OPTIMIZED, ISA_FLAGS, sys.platform, platform.machine())).encode())
     for path in sources(folder):
         sha.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return sha.hexdigest()[:16]
+
+
+def is_built(library: Path, folder: Path = FOLDER) -> bool:
+    """Whether `library` was built of the sources in `folder`, with these flags, for this kind of machine."""
+    return library.exists() and digest(folder).encode() in library.read_bytes()
 
 
 def find_compiler() -> list[str]:
@@ -83,10 +89,16 @@ def compile_library(
 ) -> None:
     """Compile all sources of `folder` into the shared library `target`, two files at a time.
 
-    `compiler` is a command, `find_compiler()` if empty. Raises `BuildError` with what the compiler says.
+    `compiler` is a command, `find_compiler()` if empty. A checkout that has built the library of these very sources is
+    not made to wait for the same again. Raises `BuildError` with what the compiler says.
     """
     command = [*(compiler or find_compiler())]
     is_x86 = _run([*command, "-dumpmachine"]).startswith(("x86_64", "amd64"))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if flags == OPTIMIZED and is_built(folder / LIBRARY, folder):
+        if target != folder / LIBRARY:
+            shutil.copy(folder / LIBRARY, target)
+        return
     known = f'-DD3_SOURCE_DIGEST="{digest(folder)}"'
     files = [path for path in sources(folder) if path.suffix == ".cpp"]
     with TemporaryDirectory() as work, ThreadPoolExecutor(2) as pool:
@@ -99,7 +111,6 @@ def compile_library(
 
         # The instruction sets take longest, so they come first.
         objects = list(pool.map(compile_one, sorted(files, key=lambda path: path.name not in ISA_FLAGS)))
-        target.parent.mkdir(parents=True, exist_ok=True)
         linked = Path(work) / LIBRARY
         _run([*command, "-shared", "-pthread", *flags, *objects, "-o", str(linked)])
         # A new file, never the old one written over: a running process may have that one mapped.

@@ -36,6 +36,16 @@ def test_a_compiler_that_refuses_is_quoted(tmp_path: Path, monkeypatch: pytest.M
         build.find_compiler()
 
 
+def test_a_library_of_the_very_sources_is_not_compiled_again(tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\ntest "$1" = -dumpmachine && echo x86_64-linux\n')
+    compiler.chmod(0o755)
+    build.compile_library(tmp_path / "again.so", compiler=[str(compiler)])
+    assert (tmp_path / "again.so").read_bytes() == (build.FOLDER / build.LIBRARY).read_bytes()
+    with pytest.raises(build.BuildError, match="in silence"):
+        build.compile_library(tmp_path / "other.so", compiler=[str(compiler)], flags=["-O1"])
+
+
 def test_a_library_that_was_built_of_other_sources_is_not_used(tmp_path: Path) -> None:
     built = build.FOLDER / build.LIBRARY
     with pytest.raises(LibraryMissing, match="was not built"):
