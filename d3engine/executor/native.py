@@ -137,8 +137,8 @@ class NativeExecutor:
         """Logits [plan.logit_rows, V]. A layer runs at "step" 0 for the rows whose cutoff is 1."""
         active = np.zeros((plan.num_rows, plan.tables.shape[1]), np.int32)
         for span in plan.spans:
-            rows = slice(0, span.num_rows) if span.rows is None else span.rows
-            active[rows, span.layers.start : span.layers.stop] = 1
+            awake = slice(0, span.num_rows) if span.rows is None else span.rows
+            active[awake, span.layers.start : span.layers.stop] = 1
         slots, step = plan.slots[plan.row_chunks], np.zeros(plan.num_rows, np.int64)
         rows, yields = Rows(plan.token_ids, plan.positions, step, slots, active, plan.tables), _mask(plan)
         logits = np.empty((1, plan.num_rows, self._vocab), np.float32)
