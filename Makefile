@@ -12,6 +12,8 @@ NVIDIA_DRIVER ?= /proc/driver/nvidia/version
 PIP = $(BIN)/python -m pip install --no-input --disable-pip-version-check
 CAN_REACH = $(BIN)/python -c "import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)" "$(CPU_WHEELS)/torch/"
 
+NATIVE := $(wildcard kernels/native/*.cpp kernels/native/*.h kernels/native/*.inc kernels/native/build.py)
+
 .PHONY: help setup demo chat test lint types layers shipped docs inspect bench clean
 
 help:
@@ -24,19 +26,19 @@ help:
 	@echo "make inspect  compile every Triton kernel without a GPU"
 	@echo "make bench    time the parts"
 
-setup: $(VENV)/.installed-dev
+setup: $(VENV)/.installed-dev $(VENV)/.native
 	@echo "Ready. The tools are in $(BIN); CONTRIBUTING.md says how to go on."
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.native
 	$(BIN)/d3engine generate demo
 
 # Sampled as the authors of SmolLM2 do it.
-chat: $(VENV)/.installed-gguf
+chat: $(VENV)/.installed-gguf $(VENV)/.native
 	$(BIN)/d3engine weights fetch smollm2
 	$(BIN)/d3engine chat smollm2 --temperature 0.2 --top-p 0.9
 
-test: $(VENV)/.installed-test
-	@echo "All tests: about four minutes on two free cores, longer on busy ones; none is judged by its time. Where there is"
+test: $(VENV)/.installed-test $(VENV)/.native
+	@echo "All tests: about six minutes on two free cores, longer on busy ones; none is judged by its time. Where there is"
 	@echo "no GPU, Triton's kernels are interpreted. What is skipped is named with its reason at the end."
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
@@ -70,7 +72,7 @@ inspect: $(VENV)/.installed
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama2-7b,llama3-8b --weights all
 	$(BIN)/python -m d3engine.kernels.inspect --shapes qwen3-8b --operations qkv --weights all
 
-bench: $(VENV)/.installed-test
+bench: $(VENV)/.installed-test $(VENV)/.native
 	$(BIN)/python -m pytest benchmarks --benchmark-only
 
 $(VENV)/bin/python:
@@ -86,6 +88,11 @@ $(VENV)/.torch: $(VENV)/bin/python
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py
 	$(PIP) --editable .
+	@touch $@
+
+# After a change of its sources; an engine does not take a library that is older than they are.
+$(VENV)/.native: $(VENV)/.installed $(NATIVE)
+	$(BIN)/python kernels/native/build.py || echo "Without the native library tokens take several times longer on a CPU."
 	@touch $@
 
 $(VENV)/.installed-gguf: $(VENV)/.installed
