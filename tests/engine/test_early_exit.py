@@ -187,7 +187,7 @@ def test_a_min_layer_at_the_last_layer_is_full_depth_and_looks_at_nothing(
     tiny: TinyLlama, make_prompts: MakePrompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads = _count_heads(monkeypatch)
-    (output,) = run(tiny, EarlyExit(0, min_layer=LAYERS - 1), make_prompts([4]))
+    (output,) = run(tiny, EarlyExit(0, min_layer=LAYERS - 1), make_prompts([4]), enforce_eager=True)
     assert output.outputs[0].depths == [LAYERS] * NUM_TOKENS
     assert heads == [1] * NUM_TOKENS
 
@@ -196,16 +196,16 @@ def test_a_row_that_leaves_does_not_run_the_head_a_second_time(
     tiny: TinyLlama, make_prompts: MakePrompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads = _count_heads(monkeypatch)
-    (output,) = run(tiny, RULES["softmax_max"], make_prompts([4]))
+    (output,) = run(tiny, RULES["softmax_max"], make_prompts([4]), enforce_eager=True)
     depths = output.outputs[0].depths
     assert sum(heads) == 1 + sum(depths[1:]), "one head after every layer that ran, the last one's the answer"
     heads.clear()
-    run(tiny, RULES["cosine"], make_prompts([4]))
+    run(tiny, RULES["cosine"], make_prompts([4]), enforce_eager=True)
     assert heads == [1] * NUM_TOKENS
 
 
 def _count_heads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of every call of the LM head from now on."""
+    """The rows of every call of the LM head in PyTorch from now on."""
     rows: list[int] = []
     head = Llama.logits
 
