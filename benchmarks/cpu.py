@@ -228,7 +228,7 @@ def lowest(count: int, layers: int, steps: int) -> LayerTable:
     """The lowest `count` layers, but for the first generated token, which is the prompt pass's."""
     active = torch.zeros(steps, layers, dtype=torch.bool)
     active[0], active[:, :count] = True, True
-    return LayerTable(active.numpy())
+    return LayerTable(active.numpy(), on_skip="none")
 
 
 def distance_from_line(counts: Sequence[int], seconds: Sequence[float]) -> float:

@@ -59,6 +59,13 @@ def test_ratios_follow_from_the_seconds(report: dict[str, Any]) -> None:
     assert four > 0
 
 
+def test_the_depths_that_are_compared_run_ahead_like_any_other() -> None:
+    schedule = cpu.lowest(2, 6, 8).schedule(6)
+    assert schedule.is_nested
+    assert schedule.on_skip == "none"
+    assert schedule.depths(8).tolist() == [6] + [2] * 7
+
+
 def test_distance_from_a_line_is_relative_and_the_largest() -> None:
     assert cpu.distance_from_line([1, 2, 3, 4], [3.0, 5.0, 7.0, 9.0]) == pytest.approx(0, abs=1e-12)
     assert 0.05 < cpu.distance_from_line([1, 2, 3, 4], [3.0, 5.0, 8.0, 9.0]) < 0.15
