@@ -22,11 +22,11 @@ from d3engine.calls.life import Life
 from d3engine.calls.new_requests import NewRequests, params_of_each
 from d3engine.calls.one_caller import OneCaller
 from d3engine.depth import DepthPolicy
-from d3engine.errors import EngineDeadError, InvalidValueError, require, require_integer
+from d3engine.errors import EngineDeadError, require, require_integer
 from d3engine.loading.assembly import assemble
 from d3engine.loading.defaults import default_sampling_params
+from d3engine.loading.facts import Facts
 from d3engine.loading.resolve import check_switches, check_tokenizer, resolve_settings
-from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import RequestOutputKind, SamplingParams
@@ -36,10 +36,10 @@ from d3engine.scheduling.admission import Admission
 from d3engine.stats import EngineStats, engine_stats
 from d3engine.text.chat_prompts import ChatPrompts, Messages, as_conversations
 from d3engine.text.prompts import Prompt, as_list
-from d3engine.text.tokenizer import Tokenizer, load_tokenizer
+from d3engine.text.tokenizer import load_tokenizer
 
 
-class Engine:
+class Engine(Facts):
     """A Llama model ready to generate.
 
     It takes one call at a time: threads may share it if they take turns, and a call made while another is running
@@ -144,41 +144,6 @@ class Engine:
         self._life = Life()
         self._in_flight = InFlight(self.scheduler, self.tokenizer, self._life)
         self._caller = OneCaller()
-
-    @property
-    def config(self) -> ModelConfig:
-        """The model's sizes and constants."""
-        return self.settings.config
-
-    @property
-    def depth(self) -> DepthPolicy:
-        """The policy of requests that bring none of their own."""
-        return self.settings.depth
-
-    @property
-    def device(self) -> torch.device:
-        """What it runs on."""
-        return self.settings.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of activations, cache, norms and biases."""
-        return self.settings.dtype
-
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        """Of matrices that are not quantized, and of the embedding."""
-        return self.settings.weight_dtype
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of prompt and answer at most."""
-        return self.settings.max_model_len
-
-    @property
-    def directory(self) -> Path:
-        """Where the model's files are; for a GGUF file, that file."""
-        return self.settings.directory
 
     # -- whole answers -----------------------------------------------------------------------------------------
 
@@ -367,16 +332,6 @@ class Engine:
             return engine_stats(
                 self.scheduler, self.executor, self.settings.block_bytes, self._in_flight.nominal.mean()
             )
-
-    def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer, with `encode` and `decode`; raises `InvalidValueError` for an engine without one."""
-        if self.tokenizer is None:
-            raise InvalidValueError("skip_tokenizer_init", True, "False for get_tokenizer()")
-        return self.tokenizer
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What requests without parameters get: generation_config.json's."""
-        return self.default_sampling_params
 
     def close(self) -> None:
         """Drop weights, cache and requests; calling it again does nothing."""

@@ -193,8 +193,8 @@ def run_answers(
     params = replace(params, output_kind=RequestOutputKind.DELTA)
     hides = params.skip_special_tokens
     answers = [Answer(i, index, engine.tokenizer, hides) for i in ids for index in range(params.n)]
-    run = Run(answers, engine.config.num_layers, executor=engine.stats().executor)
     before = engine.stats()
+    run = Run(answers, engine.config.num_layers, executor=before.executor)
     began = time.perf_counter()
     with held_back() as interrupt:
         try:
