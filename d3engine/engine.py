@@ -30,7 +30,7 @@ from d3engine.loading.resolve import check_switches, check_tokenizer, resolve_se
 from d3engine.model.weights import LlamaWeights
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import RequestOutputKind, SamplingParams
-from d3engine.request.sequence import Sequence
+from d3engine.request.prepared import Prepared
 from d3engine.sampling.verification import VerifyingSampler
 from d3engine.scheduling.admission import Admission
 from d3engine.stats import EngineStats, engine_stats
@@ -44,8 +44,9 @@ class Engine(Facts):
 
     It takes one call at a time: threads may share it if they take turns, and a call made while another is running
     raises `EngineBusyError`. Many prompts run together in one `generate`, or by `add_request` and `step`. Only
-    `has_unfinished_requests` and `get_num_unfinished_requests` may be called at any time. Ctrl-C while it works is
-    heard between two steps: the call ends with `KeyboardInterrupt`, its own requests end, and the engine goes on.
+    `prepare`, `has_unfinished_requests` and `get_num_unfinished_requests` may be called at any time. Ctrl-C while it
+    works is heard between two steps: the call ends with `KeyboardInterrupt`, its own requests end, and the engine goes
+    on.
 
     Args:
         model: a model directory, a GGUF file, "demo" for the model that comes with the package, "smollm2" once it is
@@ -167,14 +168,14 @@ class Engine(Facts):
             params = params_of_each(len(prompts), given)
             ids = [self._in_flight.new_id() for _ in prompts]
             requests = []
-            for asked in zip(ids, prompts, params, strict=True):
-                requests.append(self._new_request(*asked))
+            for asked in zip(prompts, params, strict=True):
+                requests.append(self.prepare(*asked))
                 interrupt.deliver()
             done: dict[str, RequestOutput] = {}
             try:
                 answers = self._in_flight.claim(ids)
-                for sequences, text in requests:
-                    self._in_flight.add(sequences, text, RequestOutputKind.FINAL_ONLY)
+                for request, request_id in zip(requests, ids, strict=True):
+                    self._queue(request, request_id, RequestOutputKind.FINAL_ONLY)
                 with tqdm(total=len(ids), desc="generate", unit="request", disable=not use_tqdm) as bar:
                     while len(done) < len(ids):
                         interrupt.deliver()
@@ -195,14 +196,14 @@ class Engine(Facts):
         """
         with self._call():
             request_id = self._in_flight.new_id()
-            return self._stream(request_id, *self._new_request(request_id, prompt, params))
+            return self._stream(request_id, self.prepare(prompt, params))
 
-    def _stream(self, request_id: str, sequences: list[Sequence], text: str | None) -> Iterator[RequestOutput]:
+    def _stream(self, request_id: str, request: Prepared) -> Iterator[RequestOutput]:
         try:
             with self._call():
                 self._life.check()
                 outputs = self._in_flight.claim([request_id])
-                self._in_flight.add(sequences, text, sequences[0].params.output_kind)
+                self._queue(request, request_id, request.params.output_kind)
             while True:
                 with self._call():
                     while not outputs:
@@ -281,12 +282,35 @@ class Engine(Facts):
 
         Raises `InvalidValueError` for a prompt or parameters that can never run; the engine is as before.
         """
-        require(isinstance(request_id, str) and request_id != "", "request_id", request_id, "a non-empty string")
+        require(isinstance(request_id, str), "request_id", request_id, "a non-empty string")
+        self.add(self.prepare(prompt, params, request_id, priority))
+
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None, priority: int = 0
+    ) -> Prepared:
+        """Read and check a request for `add`, which is then quick; nothing is queued, and nothing is changed.
+
+        Any thread may call it at any time, while another steps the engine too. Raises `InvalidValueError` for what can
+        never run.
+        """
+        self._life.check()
+        given = self.default_sampling_params if params is None else params
+        prepared = self._requests.prepare(prompt, given, request_id, priority)
+        self.scheduler.check_fits(self._requests.probe(prepared))
+        return prepared
+
+    def add(self, prepared: Prepared) -> str:
+        """Queue a request as `add_request` does, and return its id; one that has none gets one.
+
+        Requests run, and those without a seed get theirs, in the order in which they are added. Raises
+        `InvalidValueError` for an id that is taken, and for what another engine has prepared.
+        """
         with self._call():
-            allowed = "an id of no unfinished request, nor of one whose last output step() has yet to return"
-            require(request_id not in self._in_flight, "request_id", request_id, allowed)
-            sequences, text = self._new_request(request_id, prompt, params, priority)
-            self._in_flight.add(sequences, text, sequences[0].params.output_kind)
+            self._life.check()
+            require(isinstance(prepared, Prepared), "prepared", prepared, "what prepare() returns")
+            request_id = self._in_flight.free_id(prepared.request_id)
+            self._queue(prepared, request_id, prepared.params.output_kind)
+            return request_id
 
     def step(self) -> list[RequestOutput]:
         """Run one step for the whole batch; returns the requests that have grown or finished.
@@ -349,7 +373,7 @@ class Engine(Facts):
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _call(self) -> AbstractContextManager[Interrupt]:
-        """What every public method does is done in here; none calls another from inside."""
+        """What a public method does to the engine is done in here; none calls another from inside but `prepare`."""
         return self._caller.call(self._in_flight.drop)
 
     def _advance(self) -> None:
@@ -362,12 +386,5 @@ class Engine(Facts):
                 outputs = self.scheduler.update(plan, tokens, computed.depths)
                 self._in_flight.deliver(plan, tokens, outputs)
 
-    def _new_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None, priority: int = 0
-    ) -> tuple[list[Sequence], str | None]:
-        """The sequences of a request and its prompt's text; nothing is queued yet."""
-        self._life.check()
-        given = self.default_sampling_params if params is None else params
-        sequences, text = self._requests.read(request_id, prompt, given, priority)
-        self.scheduler.check_fits(sequences[0])
-        return sequences, text
+    def _queue(self, prepared: Prepared, request_id: str, kind: RequestOutputKind) -> None:
+        self._in_flight.add(self._requests.sequences(prepared, request_id), prepared.prompt, kind)

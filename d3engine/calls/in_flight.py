@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from d3engine.calls.delivery import Delivery
 from d3engine.calls.life import Life
 from d3engine.calls.nominal_depth import NominalDepth
+from d3engine.errors import require
 from d3engine.plan import Plan, Sampled
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import RequestOutputKind
@@ -33,6 +34,12 @@ class InFlight:
     def __contains__(self, request_id: str) -> bool:
         """Whether an id is taken: its request is unfinished, or the last output of it has not been handed out."""
         return request_id in self.outputs or request_id in self.delivery
+
+    def free_id(self, wanted: str | None) -> str:
+        """The id that a request wants, or else a new one. Raises `InvalidValueError` for one that is taken."""
+        allowed = "an id of no unfinished request, nor of one whose last output step() has yet to return"
+        require(wanted is None or wanted not in self, "request_id", wanted, allowed)
+        return self.new_id() if wanted is None else wanted
 
     def new_id(self) -> str:
         """An id for a request of the engine's own, which no request of the step API has taken."""

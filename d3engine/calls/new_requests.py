@@ -12,6 +12,7 @@ from d3engine.errors import require, require_integer
 from d3engine.model.config import ModelConfig
 from d3engine.request.draft import Draft
 from d3engine.request.params import SamplingParams
+from d3engine.request.prepared import Prepared
 from d3engine.request.sequence import Sequence
 from d3engine.text.prompts import Prompt, PromptReader
 from d3engine.text.tokenizer import Tokenizer
@@ -39,44 +40,67 @@ class NewRequests:
         self._fit = lru_cache(NUM_KEPT)(partial(_fit, num_layers=config.num_layers, own=depth))
         self._fit(depth)
 
-    def read(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
-    ) -> tuple[list[Sequence], str | None]:
-        """The sequences of a request, and its prompt where that came as a text.
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0
+    ) -> Prepared:
+        """Read and check a request. Nothing but a memory of schedules changes, so any thread may do it at any time.
 
         Raises `InvalidValueError` for what can never run.
         """
+        is_name = request_id is None or (isinstance(request_id, str) and request_id != "")
+        require(is_name, "request_id", request_id, "a non-empty string")
         require(isinstance(params, SamplingParams), "sampling_params", params, "SamplingParams")
         require_integer("priority", priority, -(2**31), 2**31 - 1)
         text, token_ids = self._prompts.read(prompt)
         self._prompts.check_params(params)
-        policy = params.depth or self._depth
-        schedule, draft_rule = self._fit(policy)
-        bad_word_ids = self._prompts.bad_word_ids(params)
-        seed = params.seed if params.seed is not None else self._seed + self._num_sequences
-        sequences = []
-        for index in range(params.n):
-            own = params if index == 0 else replace(params, prompt_logprobs=None)
-            sequences.append(
-                Sequence(
-                    request_id=request_id,
-                    index=index,
-                    prompt_token_ids=token_ids,
-                    params=own,
-                    schedule=schedule,
-                    eos_token_ids=frozenset() if params.ignore_eos else self._prompts.eos_token_ids,
-                    bad_word_ids=bad_word_ids,
-                    seed=seed & (2**63 - 1),
-                    priority=priority,
-                    arrival=self._num_sequences,
-                    max_length=min(len(token_ids) + (params.max_tokens or self._max_model_len), self._max_model_len),
-                    shares_prompt=own.prompt_logprobs is None and self._prompts.may_share(token_ids),
-                    exit_rule=policy.exit_rule(self._num_layers),
-                    draft=None if draft_rule is None else Draft(draft_rule),
-                )
-            )
-            self._num_sequences += 1
-        return sequences, text
+        schedule, draft_rule = self._fit(params.depth or self._depth)
+        return Prepared(
+            request_id=request_id,
+            prompt=text,
+            prompt_token_ids=token_ids,
+            params=params,
+            priority=priority,
+            schedule=schedule,
+            draft_rule=draft_rule,
+            bad_word_ids=self._prompts.bad_word_ids(params),
+            owner=self,
+        )
+
+    def probe(self, prepared: Prepared) -> Sequence:
+        """A sequence like the request's own, to check whether they would fit; it must not be queued."""
+        return self._sequence(prepared, prepared.request_id or "", index=0, number=0)
+
+    def sequences(self, prepared: Prepared, request_id: str) -> list[Sequence]:
+        """The sequences of a request that arrives now.
+
+        Raises `InvalidValueError` for one that was prepared for another engine, whose limits are not these.
+        """
+        require(prepared.owner is self, "prepared", prepared, "prepared by this engine")
+        first = self._num_sequences
+        self._num_sequences += prepared.params.n
+        return [self._sequence(prepared, request_id, i, first + i) for i in range(prepared.params.n)]
+
+    def _sequence(self, prepared: Prepared, request_id: str, index: int, number: int) -> Sequence:
+        """One sequence of a request, the `number`-th of all."""
+        params, token_ids, rule = prepared.params, prepared.prompt_token_ids, prepared.draft_rule
+        own = params if index == 0 else replace(params, prompt_logprobs=None)
+        seed = params.seed if params.seed is not None else self._seed + number - index
+        return Sequence(
+            request_id=request_id,
+            index=index,
+            prompt_token_ids=token_ids,
+            params=own,
+            schedule=prepared.schedule,
+            eos_token_ids=frozenset() if params.ignore_eos else self._prompts.eos_token_ids,
+            bad_word_ids=prepared.bad_word_ids,
+            seed=seed & (2**63 - 1),
+            priority=prepared.priority,
+            arrival=number,
+            max_length=min(len(token_ids) + (params.max_tokens or self._max_model_len), self._max_model_len),
+            shares_prompt=own.prompt_logprobs is None and self._prompts.may_share(token_ids),
+            exit_rule=(params.depth or self._depth).exit_rule(self._num_layers),
+            draft=None if rule is None else Draft(rule),
+        )
 
 
 def _fit(policy: DepthPolicy, num_layers: int, own: DepthPolicy) -> tuple[Schedule, DraftRule | None]:

@@ -21,7 +21,7 @@ def test_requests_of_ever_new_policies_leave_a_bounded_number_of_schedules_behin
     schedules, of_each, promised = [], set(), 0
     for number in range(3 * NUM_KEPT):
         params = SamplingParams(max_tokens=10, depth=D3(alpha=1 - 0.3 / (number + 1), start=0.5))
-        sequences, _ = requests.read(f"request-{number}", [5, 6, 7], params)
+        sequences = requests.sequences(requests.prepare([5, 6, 7], params), f"request-{number}")
         nominal.count(sequences[0])
         promised += int(sequences[0].schedule.depths(10).sum())
         schedules.append(weakref.ref(sequences[0].schedule))
@@ -37,5 +37,5 @@ def test_requests_of_ever_new_policies_leave_a_bounded_number_of_schedules_behin
 def test_a_policy_that_many_requests_share_is_worked_out_once() -> None:
     requests = NewRequests(DEMO, None, depth=FullDepth(), max_model_len=64, seed=0)
     params = SamplingParams(max_tokens=10, depth=D3(alpha=0.9, start=0.6))
-    first, second = (requests.read(name, [5, 6, 7], params)[0][0] for name in ("first", "second"))
+    first, second = (requests.prepare([5, 6, 7], params) for _ in range(2))
     assert first.schedule is second.schedule

@@ -1,0 +1,39 @@
+"""A request that has been read and checked, and is not queued yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from d3engine.depth import Schedule
+from d3engine.depth.draft_rule import DraftRule
+from d3engine.request.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `Engine.prepare` makes and `Engine.add` takes; it holds nothing of the engine's, and may be forgotten.
+
+    What depends on the order of requests is not in here (their arrival, and the seed of those that bring none): the
+    order is that of `add`.
+
+    Attributes:
+        request_id: the caller's name for it; None: the engine gives one.
+        prompt: its text, where it came as one.
+        prompt_token_ids: at least one; not to be changed.
+        params: how to sample, and when to stop.
+        priority: lower runs first.
+        schedule: layers by generation step.
+        draft_rule: how its sequences draft, if they do.
+        bad_word_ids: token sequences that must never be completed.
+        owner: whose engine's limits it was checked against.
+    """
+
+    request_id: str | None
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int
+    schedule: Schedule
+    draft_rule: DraftRule | None
+    bad_word_ids: tuple[tuple[int, ...], ...]
+    owner: object = field(repr=False, compare=False)
