@@ -18,8 +18,9 @@ bool is_matrix(const D3Matrix& matrix, int rows, int columns) {
 }
 
 bool is_model(const D3Model& m) {
-    const int32_t sizes[] = {m.num_layers, m.hidden, m.intermediate, m.heads, m.kv_heads, m.head_dim, m.vocab, m.block_size,
-                             m.max_blocks, m.num_blocks, m.num_slots, m.max_positions, m.max_rows, m.num_threads};
+    const int32_t sizes[] = {m.num_layers, m.hidden, m.intermediate, m.heads, m.kv_heads, m.head_dim, m.vocab,
+                             m.block_size, m.max_blocks, m.num_blocks, m.num_slots, m.max_positions, m.max_rows,
+                             m.num_threads};
     for (int32_t size : sizes)
         if (size < 1) return false;
     if (m.heads % m.kv_heads || m.heads / m.kv_heads > MOST_GROUP || m.head_dim % 2) return false;
@@ -28,7 +29,8 @@ bool is_model(const D3Model& m) {
     if (!is_matrix(m.embedding, m.vocab, m.hidden) || !is_matrix(m.lm_head, m.vocab, m.hidden)) return false;
     for (int32_t l = 0; l < m.num_layers; l++) {
         const D3Layer& layer = m.layers[l];
-        const bool is_layer = is_matrix(layer.qkv, q_size + 2 * kv_size, m.hidden) && is_matrix(layer.output, m.hidden, q_size) &&
+        const bool is_layer = is_matrix(layer.qkv, q_size + 2 * kv_size, m.hidden) &&
+                              is_matrix(layer.output, m.hidden, q_size) &&
                               is_matrix(layer.gate_up, 2 * m.intermediate, m.hidden) &&
                               is_matrix(layer.down, m.hidden, m.intermediate) && layer.attention_norm && layer.mlp_norm;
         if (!is_layer) return false;

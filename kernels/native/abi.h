@@ -59,7 +59,7 @@ struct D3Run {
     int64_t* chosen;                  // [steps, rows] written
     float* scores;                    // [steps, rows] written: what the chosen token won with
     float* logits;                    // [steps, rows, vocab] written, or null
-    const uint8_t* yields;            // [rows], of a single step: whether a row is asked for the three above; null: all are
+    const uint8_t* yields;            // [rows], of a single step: which rows are asked for the three above; null: all
 };
 
 struct D3Decoder;

@@ -89,8 +89,8 @@ void D3Decoder::step(const Step& step) {
 void D3Decoder::embed(const Step& step) {
     const D3Matrix& table = model_.embedding;
     for (int row = 0; row < step.run.rows; row++) {
-        const int64_t token = step.taken ? step.run.chosen[(step.taken - 1) * step.run.rows + row] : step.run.tokens[row];
-        const char* from = static_cast<const char*>(table.values) + token * bytes_of_row(table);
+        const int64_t* tokens = step.taken ? step.run.chosen + (step.taken - 1) * step.run.rows : step.run.tokens;
+        const char* from = static_cast<const char*>(table.values) + tokens[row] * bytes_of_row(table);
         if (table.kind == D3_FLOAT32) {
             memcpy(hidden_.row(row), from, bytes_of_row(table));
             continue;
@@ -106,8 +106,10 @@ void D3Decoder::embed(const Step& step) {
 
 void D3Decoder::find_active(const Step& step, int layer) {
     active_.clear();
-    for (int row = 0; row < step.run.rows; row++)
-        if (step.run.generation[row] + step.taken < step.run.cutoffs[row * model_.num_layers + layer]) active_.push_back(row);
+    for (int row = 0; row < step.run.rows; row++) {
+        const int32_t cutoff = step.run.cutoffs[row * model_.num_layers + layer];
+        if (step.run.generation[row] + step.taken < cutoff) active_.push_back(row);
+    }
 }
 
 void D3Decoder::norm(const float* weight) {
@@ -120,8 +122,9 @@ void D3Decoder::norm(const float* weight) {
 }
 
 Product D3Decoder::product(const D3Matrix& matrix, const Rows& x) const {
-    return {D3Kind(matrix.kind), matrix.columns, static_cast<const char*>(matrix.values), bytes_of_row(matrix), matrix.scales,
-            (matrix.columns + INT4_GROUP - 1) / INT4_GROUP, x.row(0), x.stride(), int32_t(active_.size())};
+    return {D3Kind(matrix.kind), matrix.columns, static_cast<const char*>(matrix.values), bytes_of_row(matrix),
+            matrix.scales, (matrix.columns + INT4_GROUP - 1) / INT4_GROUP, x.row(0), x.stride(),
+            int32_t(active_.size())};
 }
 
 // Output channels of a piece: about what a core's second cache holds beside the vectors, less where that would leave
@@ -235,7 +238,8 @@ void D3Decoder::gate_up(const D3Layer& layer) {
 Choosing D3Decoder::choosing(const Step& step, int row) const {
     const D3Run& run = step.run;
     if (!run.temperatures) return {0.0f, 0, 0, 0};
-    return {run.temperatures[row], uint64_t(run.seeds[row]), uint32_t(run.indices[row]), uint32_t(run.generation[row] + step.taken)};
+    return {run.temperatures[row], uint64_t(run.seeds[row]), uint32_t(run.indices[row]),
+            uint32_t(run.generation[row] + step.taken)};
 }
 
 void D3Decoder::head(const Step& step) {

@@ -36,7 +36,9 @@ void pause_briefly() {
 struct Ticket {
     uint32_t epoch, end, next;
 
-    static Ticket of(uint64_t word) { return {uint32_t(word >> 32), uint32_t(word >> 16 & 0xFFFF), uint32_t(word & 0xFFFF)}; }
+    static Ticket of(uint64_t word) {
+        return {uint32_t(word >> 32), uint32_t(word >> 16 & 0xFFFF), uint32_t(word & 0xFFFF)};
+    }
     uint64_t word() const { return uint64_t(epoch) << 32 | uint64_t(end) << 16 | next; }
 };
 
@@ -60,8 +62,9 @@ struct Team::State {
             for (;;) {
                 Ticket ticket = Ticket::of(seen);
                 if (ticket.epoch != epoch || ticket.next >= ticket.end) break;
-                Ticket rest{epoch, ticket.end, ticket.next + 1};
-                if (!shared.compare_exchange_weak(seen, rest.word(), std::memory_order_acquire, std::memory_order_relaxed)) continue;
+                const uint64_t rest = Ticket{epoch, ticket.end, ticket.next + 1}.word();
+                if (!shared.compare_exchange_weak(seen, rest, std::memory_order_acquire, std::memory_order_relaxed))
+                    continue;
                 // The leader waits for this piece now, so the job cannot change under us.
                 const Job* now = job.load(std::memory_order_relaxed);
                 now->call(now->body, worker, first_piece + int(ticket.next));
@@ -125,7 +128,8 @@ Team::State& Team::helpers() {
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are the caller's business
     try {
-        for (int worker = 1; worker < size_; worker++) state_->threads.emplace_back([state = state_, worker] { state->help(worker); });
+        for (int worker = 1; worker < size_; worker++)
+            state_->threads.emplace_back([state = state_, worker] { state->help(worker); });
     } catch (const std::system_error&) {
         // The system gives no more threads: fewer help, and the leader does the rest.
     }

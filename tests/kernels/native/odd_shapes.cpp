@@ -25,6 +25,8 @@ std::vector<float> floats(size_t count, float size = 0.3f) {
     return made;
 }
 
+const float* data_or_null(const std::vector<float>& floats) { return floats.empty() ? nullptr : floats.data(); }
+
 // A matrix of any kind in memory of its own, bytes for bytes.
 struct Matrix {
     std::unique_ptr<char[]> values;
@@ -33,7 +35,8 @@ struct Matrix {
 
     Matrix(int kind, int rows, int columns, bool with_bias) {
         const int groups = (columns + 127) / 128;
-        const size_t row = kind == D3_FLOAT32 ? columns * 4 : kind == D3_BFLOAT16 ? columns * 2 : kind == D3_INT8 ? columns : groups * 64;
+        const int of_kind[] = {columns * 4, columns * 2, columns, groups * 64};
+        const size_t row = of_kind[kind];
         values.reset(new char[rows * row]);
         std::vector<float> wide = floats(size_t(rows) * columns);
         for (size_t i = 0; i < rows * row; i++) {
@@ -45,7 +48,7 @@ struct Matrix {
         if (kind == D3_INT8) scales = floats(rows, 0.01f);
         if (kind == D3_INT4) scales = floats(size_t(rows) * groups, 0.1f);
         if (with_bias) bias = floats(rows);
-        view = {kind, rows, columns, values.get(), scales.empty() ? nullptr : scales.data(), bias.empty() ? nullptr : bias.data()};
+        view = {kind, rows, columns, values.get(), data_or_null(scales), data_or_null(bias)};
     }
 };
 
@@ -55,7 +58,8 @@ void decode(const Sizes& s, int kind, int isa, int threads) {
     const bool bias = kind % 2;
     std::vector<Matrix> matrices;
     matrices.reserve(2 + 4 * layers);
-    std::vector<float> norm = floats(s.hidden), head_norms = floats(2 * s.head_dim), rotations = floats(size_t(length) * s.head_dim);
+    std::vector<float> norm = floats(s.hidden), head_norms = floats(2 * s.head_dim);
+    std::vector<float> rotations = floats(size_t(length) * s.head_dim);
     std::vector<D3Layer> made(layers);
     for (D3Layer& layer : made) {
         auto matrix = [&](int rows, int columns) { return matrices.emplace_back(kind, rows, columns, bias).view; };
@@ -67,11 +71,14 @@ void decode(const Sizes& s, int kind, int isa, int threads) {
         layer.head_norms = kind == D3_INT8 ? head_norms.data() : nullptr;
         layer.rotations = &layer == &made[0] ? rotations.data() : nullptr;
     }
-    Matrix embedding(kind == D3_BFLOAT16 ? D3_BFLOAT16 : D3_FLOAT32, s.vocab, s.hidden, false), head(kind, s.vocab, s.hidden, false);
+    Matrix embedding(kind == D3_BFLOAT16 ? D3_BFLOAT16 : D3_FLOAT32, s.vocab, s.hidden, false);
+    Matrix head(kind, s.vocab, s.hidden, false);
     std::vector<float> pool = floats(size_t(count + 1) * 2 * s.block_size * entries);
-    D3Model model{layers, s.hidden, s.intermediate, s.heads, s.kv_heads, s.head_dim, s.vocab, s.block_size, blocks, count + 1,
-                  s.rows, length, s.rows, threads, isa, 1e-5f, 0.5f, embedding.view, head.view, made.data(), norm.data(), pool.data()};
-    std::vector<int64_t> tokens(s.rows), positions(s.rows), generation(s.rows, 1), slots(s.rows), seeds(s.rows, -1), indices(s.rows);
+    D3Model model{layers, s.hidden, s.intermediate, s.heads, s.kv_heads, s.head_dim, s.vocab, s.block_size, blocks,
+                  count + 1, s.rows, length, s.rows, threads, isa, 1e-5f, 0.5f, embedding.view, head.view, made.data(),
+                  norm.data(), pool.data()};
+    std::vector<int64_t> tokens(s.rows), positions(s.rows), generation(s.rows, 1), slots(s.rows);
+    std::vector<int64_t> seeds(s.rows, -1), indices(s.rows);
     std::vector<int32_t> cutoffs(s.rows * layers), tables(count);
     std::vector<float> temperatures(s.rows), scores(s.rows * steps), logits(size_t(s.rows) * steps * s.vocab);
     std::vector<int64_t> chosen(s.rows * steps);
@@ -82,8 +89,9 @@ void decode(const Sizes& s, int kind, int isa, int threads) {
     }
     for (int i = 0; i < count; i++) tables[i] = i + 1;
     std::shuffle(tables.begin(), tables.end(), numbers);
-    D3Run run{s.rows, steps, tokens.data(), positions.data(), generation.data(), slots.data(), cutoffs.data(), tables.data(),
-              temperatures.data(), seeds.data(), indices.data(), chosen.data(), scores.data(), logits.data(), nullptr};
+    D3Run run{s.rows, steps, tokens.data(), positions.data(), generation.data(), slots.data(), cutoffs.data(),
+              tables.data(), temperatures.data(), seeds.data(), indices.data(), chosen.data(), scores.data(),
+              logits.data(), nullptr};
     D3Decoder* decoder = nullptr;
     if (d3_create(&model, &decoder) != D3_OK || d3_run(decoder, &run) != D3_OK) std::exit(2);
     d3_destroy(decoder);

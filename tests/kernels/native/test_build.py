@@ -61,3 +61,10 @@ def test_a_library_that_was_built_of_other_sources_is_not_used(tmp_path: Path) -
     broken.write_text("no library")
     with pytest.raises(LibraryMissing, match="cannot be loaded"):
         load(broken)
+
+
+def test_lines_of_c_plus_plus_are_no_longer_than_those_of_python() -> None:
+    """120 characters, as the linter holds it for Python."""
+    files = [*build.sources(), *Path(__file__).parent.glob("*.cpp")]
+    lines = [(file.name, nth, line) for file in files for nth, line in enumerate(file.read_text().split("\n"), 1)]
+    assert [line for line in lines if len(line[2]) > 120 or line[2] != line[2].rstrip()] == []
