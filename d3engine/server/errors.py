@@ -1,0 +1,100 @@
+"""Every error that a client is told of, in OpenAI's words: clients decide by `type` and `code` what to do next."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import orjson
+from starlette.responses import Response
+
+from d3engine.errors import EngineDeadError, InvalidValueError
+
+_log = logging.getLogger(__name__)
+
+LONGEST_MESSAGE = 1000
+"""Characters of a message: what a client sent is shown to it again, cut to size."""
+
+TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    421: "invalid_request_error",
+    429: "rate_limit_error",
+    499: "invalid_request_error",
+    500: "server_error",
+    503: "server_error",
+    504: "timeout_error",
+}
+"""Status -> OpenAI's `type` of errors."""
+
+
+class RequestError(Exception):
+    """Why a request is not answered: a status, and what the body says.
+
+    Args:
+        status: of HTTP.
+        message: what is wrong, as a sentence.
+        param: the field of the request that it is about.
+        code: OpenAI's word for it, such as "model_not_found".
+        type: OpenAI's word for its kind; None: the usual one of the status.
+        headers: further ones of the response, such as Retry-After.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        type: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.type = type or TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        self.headers = dict(headers or {})
+
+
+def invalid(param: str | None, message: str, code: str | None = None) -> RequestError:
+    """A 400 about one field."""
+    return RequestError(400, message, param=param, code=code)
+
+
+def error_body(error: RequestError) -> bytes:
+    """`{"error": {message, type, param, code}}`, the body of every answer that is an error, and the event of a stream
+    that fails after its first byte."""
+    message = error.message
+    if len(message) > LONGEST_MESSAGE:
+        message = message[: LONGEST_MESSAGE - 3] + "..."
+    content = {"message": message, "type": error.type, "param": error.param, "code": error.code}
+    return orjson.dumps({"error": content})
+
+
+def error_response(error: RequestError) -> Response:
+    """The answer to a request that failed."""
+    return Response(error_body(error), error.status, error.headers, media_type="application/json")
+
+
+def as_request_error(error: Exception) -> RequestError:
+    """What a client is told of any error; of one that is the server's own fault, nothing of its insides.
+
+    A fault of the server's own is logged here, once.
+    """
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, InvalidValueError):
+        return invalid(error.field, f"{error}.")
+    if isinstance(error, EngineDeadError):
+        return RequestError(503, "The engine has ended after a fault of its own.", code="engine_dead")
+    _log.error("a request failed", exc_info=error)
+    return RequestError(500, "The server failed on this request.", code="internal_error")

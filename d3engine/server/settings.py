@@ -1,0 +1,55 @@
+"""What whoever starts the server may decide; a request may not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from d3engine.depth import DepthPolicy
+from d3engine.depth.policy import POLICY_CLASSES
+from d3engine.errors import require, require_integer, require_number
+
+NEVER_BY_REQUEST = ("speculative", "table")
+"""Policies that no request may name: one loads a model from a path, the other may be as long as its sender likes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Everything the routes may be told; checked here, when the server starts.
+
+    Args:
+        model_names: the ids under which the model is served at the server's own depth; the first names it in answers.
+        depth_aliases: further ids, each of which stands for the model at one depth.
+        allow_depth: names of the policies that a request may ask for; the server's own is always allowed.
+        lock_depth: refuse every depth that a request brings.
+        max_depth_policies: different policies of requests that may be unfinished at once.
+        max_prompts: of one request.
+        max_logprobs: of one token, at most, that a request may ask for.
+        trust_request_chat_template: let a request bring a chat template of its own.
+        sse_keep_alive_seconds: a silent stream says this often that it is alive; 0: never.
+    """
+
+    model_names: tuple[str, ...]
+    depth_aliases: Mapping[str, DepthPolicy] = field(default_factory=dict)
+    allow_depth: tuple[str, ...] = ("d3", "full")
+    lock_depth: bool = False
+    max_depth_policies: int = 16
+    max_prompts: int = 256
+    max_logprobs: int = 20
+    trust_request_chat_template: bool = False
+    sse_keep_alive_seconds: float = 15.0
+
+    def __post_init__(self) -> None:
+        require(len(self.model_names) > 0, "model_names", self.model_names, "at least one id")
+        ids = [*self.model_names, *self.depth_aliases]
+        for name in ids:
+            fits = isinstance(name, str) and 0 < len(name) <= 256 and name.isprintable()
+            require(fits, "model_names", name, "ids of 1 to 256 printable characters")
+        require(len(set(ids)) == len(ids), "depth_aliases", ids, "ids that differ from each other and the model's")
+        allowed = [name for name in POLICY_CLASSES if name not in NEVER_BY_REQUEST]
+        for name in self.allow_depth:
+            require(name in allowed, "allow_depth", name, f"names out of {', '.join(allowed)}")
+        require_integer("max_depth_policies", self.max_depth_policies, 1)
+        require_integer("max_prompts", self.max_prompts, 1)
+        require_integer("max_logprobs", self.max_logprobs, 0)
+        require_number("sse_keep_alive_seconds", self.sse_keep_alive_seconds, 0, 86400)

@@ -1,0 +1,75 @@
+"""The app's frame: what is served under which id, and how what cannot be answered is said."""
+
+from __future__ import annotations
+
+import pytest
+from starlette.testclient import TestClient
+
+from d3engine import D3, Engine, FullDepth, InvalidValueError
+from d3engine.server.app import create_app
+from d3engine.server.settings import ServerSettings
+
+
+@pytest.fixture(scope="module")
+def http() -> TestClient:
+    settings = ServerSettings(model_names=("demo", "org/demo"), depth_aliases={"demo-full": FullDepth()})
+    engine = Engine("demo", device="cpu", kv_cache_memory_bytes=2**22)
+    return TestClient(create_app(engine, settings))
+
+
+def test_every_id_is_listed_with_the_depth_that_it_stands_for(http: TestClient) -> None:
+    body = http.get("/v1/models").json()
+    assert body["object"] == "list"
+    own = {"policy": "d3", "alpha": 0.8, "start": 0.7, "tail": 0, "on_skip": "none"}
+    found = {card["id"]: (card["d3ext"]["depth"], card["d3ext"]["calibrated"]) for card in body["data"]}
+    assert found == {"demo": (own, True), "org/demo": (own, True), "demo-full": ({"policy": "full"}, False)}
+    assert {card["max_model_len"] for card in body["data"]} == {1024}
+    assert {card["d3ext"]["num_layers"] for card in body["data"]} == {16}
+    assert [card["parent"] for card in body["data"]] == [None, None, "demo"]
+
+
+@pytest.mark.parametrize("name", ["demo", "org/demo", "demo-full"])
+def test_a_model_is_shown_by_its_id_slashes_included(http: TestClient, name: str) -> None:
+    cards = {card["id"]: card for card in http.get("/v1/models").json()["data"]}
+    assert http.get(f"/v1/models/{name}").json() == cards[name]
+
+
+def test_an_id_that_is_not_served_is_a_404_with_the_word_that_clients_look_for(http: TestClient) -> None:
+    answer = http.get("/v1/models/gpt-4")
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", "model", "model_not_found")
+    assert "'gpt-4'" in error["message"]
+
+
+def test_an_unknown_path_and_a_wrong_method_are_errors_in_the_same_form(http: TestClient) -> None:
+    for answer, status, code in (
+        (http.get("/v1/embeddings"), 404, "not_found"),
+        (http.delete("/v1/models"), 405, "method_not_allowed"),
+    ):
+        assert answer.status_code == status
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert answer.json()["error"]["code"] == code
+    assert set(http.delete("/v1/models").headers["allow"].split(", ")) == {"GET", "HEAD"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_names": ()}, "model_names"),
+        ({"model_names": ("a\n",)}, "model_names"),
+        ({"depth_aliases": {"demo": FullDepth()}}, "depth_aliases"),
+        ({"allow_depth": ("speculative",)}, "allow_depth"),
+        ({"allow_depth": ("nobody's",)}, "allow_depth"),
+        ({"max_depth_policies": 0}, "max_depth_policies"),
+    ],
+)
+def test_settings_that_make_no_server_are_refused_by_name(changes: dict[str, object], named: str) -> None:
+    with pytest.raises(InvalidValueError) as caught:
+        ServerSettings(**({"model_names": ("demo",)} | changes))  # type: ignore[arg-type]
+    assert caught.value.field == named
+
+
+def test_an_alias_may_stand_for_any_policy() -> None:
+    policy = D3(alpha=0.9, start=0.6)
+    assert ServerSettings(model_names=("demo",), depth_aliases={"demo-d3": policy}).depth_aliases["demo-d3"] == policy
