@@ -1,4 +1,4 @@
-"""Decoding on a CPU: our engine beside llama.cpp at equal bits, by batch, depth and length of prompt, in turns.
+"""Decoding on a CPU: our engine beside llama.cpp and PyTorch at equal bits, by batch, depth and prompt, in turns.
 
 The one idea: the executor of an engine is timed from outside, plan by plan, while `generate` runs as it does for users.
 So one call gives what a step takes by itself, what a prompt takes, and what the host adds to them.
@@ -24,6 +24,7 @@ from tqdm import tqdm
 from benchmarks.cpu_page import show
 from benchmarks.report import environment, positive, summary, write_json
 from benchmarks.systems import decay_for, model_at, prompts_for, weights_of
+from benchmarks.torch_peers import DTYPES, TorchPeer
 from d3engine.depth import DepthPolicy, FullDepth, LayerTable
 from d3engine.depth.statistics import layer_bound
 from d3engine.engine import Engine
@@ -37,6 +38,8 @@ from d3engine.request.params import SamplingParams
 KINDS = ("f32", "16-bit", "8-bit", "4-bit")
 PARTS = ("decode", "depth", "prompt")
 PROMPTS = (512, 2048)
+LLAMA_CPP, TRANSFORMERS, COMPILED = "llama.cpp", "transformers", "torch.compile"
+PEERS = (LLAMA_CPP, TRANSFORMERS, COMPILED)
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Settings:
     kinds: tuple[str, ...] = KINDS
     batches: tuple[int, ...] = (1, 8, 32)
     parts: tuple[str, ...] = PARTS
+    peers: tuple[str, ...] = PEERS
     tokens: int = 64
     repeats: int = 5
     threads: int = 2
@@ -156,8 +160,14 @@ def ratio(over: dict[str, Any], under: dict[str, Any]) -> dict[str, Any]:
     return summary([a / b for a, b in zip(over["rounds"], under["rounds"], strict=True)])
 
 
+def ratios(systems: dict[str, Any], figure: str) -> dict[str, Any]:
+    """How many times as fast as each peer we are."""
+    ours = systems["d3engine"][figure]
+    return {name: ratio(own[figure], ours) for name, own in systems.items() if name != "d3engine"}
+
+
 def decode(model: Model, kind: str, batch: int, settings: Settings, bar: tqdm[Any]) -> dict[str, Any]:
-    """Steps at full depth beside llama.cpp's, and the share of the call in which the executor works."""
+    """Steps at full depth beside the peers', and the share of the call in which the executor works."""
     prompts, length = prompts_for(model.config, batch), 16 + settings.tokens
     engine = Ours(model.directory, model.weights[kind], settings, rows=batch, length=length)
 
@@ -165,21 +175,25 @@ def decode(model: Model, kind: str, batch: int, settings: Settings, bar: tqdm[An
         turn = engine.answer(prompts, settings.tokens, FullDepth())
         return {"seconds_per_step": turn.seconds_per_step, "host_share": turn.host_share}
 
-    turns: dict[str, Callable[[], dict[str, float]]] = {"d3engine": ours}
-    peer = model.peer(kind, settings, rows=batch, length=length)
-    if peer is not None:
-        turns["llama.cpp"] = lambda: {"seconds_per_step": peer.answer(prompts, settings.tokens)[1]}
+    peers = model.peers(kind, settings, rows=batch, length=length)
+    turns: dict[str, Callable[[], dict[str, float]]] = {"d3engine": ours} | {
+        name: lambda peer=peer: {"seconds_per_step": peer.answer(prompts, settings.tokens)[1]}  # type: ignore[misc]
+        for name, peer in peers.items()
+    }
     systems = in_rounds(turns, settings.repeats, bar)
     executor = engine.engine.stats().executor
-    engine.close()
-    row = {"model": settings.model, "kind": kind, "batch": batch, "executor": executor, "systems": systems}
-    row["gigabytes_per_second"] = summary(
-        [matrix_bytes(model.weights[kind]) / s / 1e9 for s in systems["d3engine"]["seconds_per_step"]["rounds"]]
-    )
-    if peer is not None:
-        peer.close()
-        row["over_llama_cpp"] = ratio(systems["llama.cpp"]["seconds_per_step"], systems["d3engine"]["seconds_per_step"])
-    return row
+    for system in (engine, *peers.values()):
+        system.close()
+    rates = [matrix_bytes(model.weights[kind]) / s / 1e9 for s in systems["d3engine"]["seconds_per_step"]["rounds"]]
+    return {
+        "model": settings.model,
+        "kind": kind,
+        "batch": batch,
+        "executor": executor,
+        "systems": systems,
+        "gigabytes_per_second": summary(rates),
+        "over": ratios(systems, "seconds_per_step"),
+    }
 
 
 def depth(model: Model, kind: str, batch: int, settings: Settings, bar: tqdm[Any]) -> dict[str, Any]:
@@ -240,37 +254,36 @@ def distance_from_line(counts: Sequence[int], seconds: Sequence[float]) -> float
 
 
 def prompt(model: Model, kind: str, settings: Settings, bar: tqdm[Any]) -> list[dict[str, Any]]:
-    """The pass over one prompt beside llama.cpp's."""
+    """The pass over one prompt beside the peers'; torch.compile runs steps alone."""
     rows = []
     for tokens in PROMPTS:
         if tokens >= model.config.max_length:
             continue
         prompts = [(prompts_for(model.config, 1)[0] * tokens)[:tokens]]
         engine = Ours(model.directory, model.weights[kind], settings, rows=1, length=tokens + 2)
-        peer = model.peer(kind, settings, rows=1, length=tokens + 2)
+        peers = model.peers(kind, settings, rows=1, length=tokens + 2, without=(COMPILED,))
         turns: dict[str, Callable[[], dict[str, float]]] = {
             "d3engine": lambda e=engine, p=prompts: {"seconds": e.answer(p, 1, FullDepth()).prompt_seconds}  # type: ignore[misc]
+        } | {
+            name: lambda peer=peer, p=prompts: {"seconds": peer.answer(p, 1)[0]}  # type: ignore[misc]
+            for name, peer in peers.items()
         }
-        if peer is not None:
-            turns["llama.cpp"] = lambda q=peer, p=prompts: {"seconds": q.answer(p, 1)[0]}  # type: ignore[misc]
         systems = in_rounds(turns, settings.repeats, bar)
-        engine.close()
-        row: dict[str, Any] = {"model": settings.model, "kind": kind, "tokens": tokens, "systems": systems}
-        if peer is not None:
-            peer.close()
-            row["over_llama_cpp"] = ratio(systems["llama.cpp"]["seconds"], systems["d3engine"]["seconds"])
-        rows.append(row)
+        for system in (engine, *peers.values()):
+            system.close()
+        found = {"model": settings.model, "kind": kind, "tokens": tokens, "systems": systems}
+        rows.append({**found, "over": ratios(systems, "seconds")})
     return rows
 
 
 def read_bandwidth(threads: int) -> float:
-    """Bytes per second at which torch sums 1 GiB of float32, the best of ten: nearly the machine's limit."""
+    """Bytes per second at which 1 GiB of float32 is read, the best of ten sums and ten products with a vector."""
     torch.set_num_threads(threads)
-    values = torch.ones(2**28)
+    values, vector = torch.ones(2**16, 2**12), torch.ones(2**12)
     best = float("inf")
-    for _ in range(10):
+    for read in [values.sum, lambda: values @ vector] * 10:
         start = time.perf_counter()
-        values.sum()
+        read()
         best = min(best, time.perf_counter() - start)
     return values.nbytes / best
 
@@ -287,16 +300,27 @@ class Model:
         self._float = weights_of(directory, self.config)
         self.weights = {kind: in_kind(self._float, kind) for kind in settings.kinds}
 
-    def peer(self, kind: str, settings: Settings, *, rows: int, length: int) -> Any:
-        """llama.cpp with these weights; None where it is not installed."""
-        with suppress(ImportError):
-            from benchmarks.llama_cpp import LlamaCpp, write_gguf
+    def peers(
+        self, kind: str, settings: Settings, *, rows: int, length: int, without: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """The peers that were asked for, are installed and know this kind of weights."""
+        found: dict[str, Any] = {}
+        wanted = [name for name in settings.peers if name not in without]
+        if LLAMA_CPP in wanted:
+            with suppress(ImportError):
+                from benchmarks.llama_cpp import LlamaCpp, write_gguf
 
-            path = self._folder / f"{kind}.gguf"
-            if not path.exists():
-                write_gguf(path, self.config, self._float, kind)
-            return LlamaCpp(path, threads=settings.threads, rows=rows, length=length)
-        return None
+                path = self._folder / f"{kind}.gguf"
+                if not path.exists():
+                    write_gguf(path, self.config, self._float, kind)
+                found[LLAMA_CPP] = LlamaCpp(path, threads=settings.threads, rows=rows, length=length)
+        if kind in DTYPES:
+            found |= {
+                name: TorchPeer(self.directory, self._float, kind, compiled=name == COMPILED, rows=rows, length=length)
+                for name in (TRANSFORMERS, COMPILED)
+                if name in wanted
+            }
+        return found
 
 
 def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[str, Any]:
@@ -345,6 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="weights")
     parser.add_argument("--batches", nargs="+", type=positive, default=[1, 8, 32], help="prompts at once")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="beside ours, where installed")
     parser.add_argument("--tokens", type=positive, default=64, help="new tokens per prompt")
     parser.add_argument("--repeats", type=positive, default=5, help="rounds")
     parser.add_argument("--threads", type=positive, default=2)
@@ -355,6 +380,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kinds=tuple(given.kinds),
         batches=tuple(given.batches),
         parts=tuple(given.parts),
+        peers=tuple(given.peers),
         tokens=given.tokens,
         repeats=given.repeats,
         threads=given.threads,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -16,19 +17,17 @@ def show(report: dict[str, Any], console: Console) -> None:
         f" after {settings['prompt_tokens']}; float32 is read at {bandwidth:.1f} GB/s. Medians, least and most of the"
         f" rounds. llama.cpp: {report['llama_cpp'] or 'not installed'}"
     )
+    peers = settings["peers"]
+    over = [f"over {peer}" for peer in peers]
     if report.get("decode"):
-        table = _table(
-            "weights", "batch", "ms a step", "llama.cpp, ms", "over llama.cpp", "GB/s", "of reading", "of the call"
-        )
+        table = _table("weights", "batch", "ms a step", *over, "GB/s", "of reading", "of the call")
         for row in report["decode"]:
-            ours, peer = row["systems"]["d3engine"], row["systems"].get("llama.cpp")
-            rate = row["gigabytes_per_second"]
+            ours, rate = row["systems"]["d3engine"], row["gigabytes_per_second"]
             table.add_row(
                 row["kind"],
                 str(row["batch"]),
                 _span(ours["seconds_per_step"], 1e3),
-                _span(peer["seconds_per_step"], 1e3) if peer else "-",
-                _span(row["over_llama_cpp"]) if peer else "-",
+                *_ratios(row, peers),
                 _span(rate),
                 f"{rate['median'] / bandwidth:.2f}",
                 _span(ours["host_share"]),
@@ -49,17 +48,16 @@ def show(report: dict[str, Any], console: Console) -> None:
             )
         console.print(table)
     if report.get("prompt"):
-        table = _table("weights", "tokens", "ms", "llama.cpp, ms", "over llama.cpp")
+        table = _table("weights", "tokens", "ms", *over)
         for row in report["prompt"]:
-            ours, peer = row["systems"]["d3engine"], row["systems"].get("llama.cpp")
-            table.add_row(
-                row["kind"],
-                str(row["tokens"]),
-                _span(ours["seconds"], 1e3),
-                _span(peer["seconds"], 1e3) if peer else "-",
-                _span(row["over_llama_cpp"]) if peer else "-",
-            )
+            seconds = row["systems"]["d3engine"]["seconds"]
+            table.add_row(row["kind"], str(row["tokens"]), _span(seconds, 1e3), *_ratios(row, peers))
         console.print(table)
+
+
+def _ratios(row: dict[str, Any], peers: Sequence[str]) -> list[str]:
+    """How many times as fast as each peer, as cells; a peer that was not there has none."""
+    return [_span(row["over"][peer]) if peer in row["over"] else "-" for peer in peers]
 
 
 def _table(*titles: str) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from benchmarks import cpu
 from benchmarks.llama_cpp import write_gguf
 from benchmarks.systems import model_at, weights_of
+from benchmarks.torch_peers import TorchPeer
 from d3engine import Engine, SamplingParams
 from d3engine.model.config import ModelConfig
 from d3engine.model.gguf_file import open_gguf
@@ -30,6 +32,7 @@ def _threads() -> Iterator[None]:
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = tmp_path_factory.mktemp("cpu") / "cpu.json"
     sizes = ["--model=tiny", "--kinds", "f32", "8-bit", "--batches", "1", "3", "--tokens=8", "--repeats=2"]
+    sizes += ["--peers", "llama.cpp", "transformers"]
     assert cpu.main([*sizes, "--threads=1", f"--json={file}"]) == 0
     found: dict[str, Any] = json.loads(file.read_text())
     return found
@@ -44,7 +47,9 @@ def test_every_kind_and_batch_has_its_row(report: dict[str, Any]) -> None:
     ]
     for row in report["decode"]:
         assert 0 < row["systems"]["d3engine"]["host_share"]["median"] < 1
-        assert ("over_llama_cpp" in row) == (report["llama_cpp"] is not None)
+        wanted_peers = {"transformers"} if row["kind"] == "f32" else set()
+        assert set(row["over"]) - {"llama.cpp"} == wanted_peers
+        assert ("llama.cpp" in row["over"]) == (report["llama_cpp"] is not None)
 
 
 def test_ratios_follow_from_the_seconds(report: dict[str, Any]) -> None:
@@ -69,6 +74,28 @@ def test_the_depths_that_are_compared_run_ahead_like_any_other() -> None:
 def test_distance_from_a_line_is_relative_and_the_largest() -> None:
     assert cpu.distance_from_line([1, 2, 3, 4], [3.0, 5.0, 7.0, 9.0]) == pytest.approx(0, abs=1e-12)
     assert 0.05 < cpu.distance_from_line([1, 2, 3, 4], [3.0, 5.0, 8.0, 9.0]) < 0.15
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_peers_in_pytorch_compute_the_same_logits(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # without a minute of compiling
+    with model_at("tiny", 64) as directory:
+        weights = weights_of(directory, ModelConfig.from_directory(directory))
+        peer = TorchPeer(directory, weights, "f32", compiled=compiled, rows=1, length=8)
+        found: list[torch.Tensor] = []
+        run = peer._run
+        monkeypatch.setattr(peer, "_run", lambda *given: found.append(run(*given)))
+        peer.answer([[5, 9, 200]], 3)
+        peer.close()
+        options: dict[str, Any] = {"skip_tokenizer_init": True, "device": "cpu", "dtype": "float32"}
+        params = SamplingParams(temperature=0, max_tokens=1, logprobs=3)
+        with Engine(directory, weights=weights, max_model_len=64, kv_cache_memory_bytes=2**22, **options) as engine:
+            for length, logits in zip((3, 4, 5), found, strict=True):
+                answer = engine.generate([([5, 9, 200] + [200] * 2)[:length]], params, use_tqdm=False)[0].outputs[0]
+                assert answer.logprobs is not None
+                wanted = torch.log_softmax(logits[0, -1].float(), dim=-1)
+                for token, ours in answer.logprobs[0].items():
+                    assert float(wanted[token]) == pytest.approx(ours.logprob, abs=1e-4)
 
 
 def test_the_peer_gets_the_same_weights(tmp_path: Path) -> None:
