@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeAlias
+
+Bytes: TypeAlias = bytes
+"""The type by another name, for classes with a field called `bytes`."""
 
 
 class FinishReason(StrEnum):
@@ -19,17 +23,25 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token's log-probability under the raw distribution, its rank (1 is the likeliest) and its text."""
+    """One token's log-probability under the raw distribution, its rank (1 is the likeliest), and what it reads as.
+
+    `bytes` are what the token contributes to the text in its place, a space in front of a word included: joined over
+    the tokens that an answer shows they are the answer's. `decoded_token` is the same as text, with U+FFFD for what is
+    no whole character. Special tokens read as they are spelled, also where the text leaves them out. Both are None
+    where no text is made.
+    """
 
     logprob: float
     rank: int
     decoded_token: str | None = None
+    bytes: Bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One sequence of a request, as far as it has come.
 
+    `text` goes on where the prompt ends: prompt and text, joined, are one text, and a space between them is the text's.
     `depths[i]` counts the layers that ran to compute token i. Where tokens are drafted and verified, it is the token's
     share of the layers run for the draft and for the verification that yielded it, summed over all their rows: the
     rejected ones' too, so it may exceed the layers of the model. `stop_reason` is the stop string or stop token id that

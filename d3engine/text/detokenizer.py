@@ -15,7 +15,7 @@ from itertools import islice, takewhile
 from typing import Protocol
 
 from d3engine.errors import require
-from d3engine.text.byte_level import byte_of_character
+from d3engine.text.byte_level import bytes_of_piece
 from d3engine.text.tokenizer import SPACE_MARK, DecoderKind, Tokenizer, byte_of_token, text_of_byte_run
 
 
@@ -224,28 +224,20 @@ class _ByteLevelStream:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._table = byte_of_character()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def follow(self, earlier: Sequence[int]) -> None:
         pieces = (self._tokenizer.convert_id_to_token(token_id) or "" for token_id in reversed(earlier))
-        self._decoder.decode(_last_bytes(map(self._bytes, pieces)))
+        self._decoder.decode(_last_bytes(map(bytes_of_piece, pieces)))
 
     def push(self, token_id: int) -> str:
-        return self._decoder.decode(self._bytes(self._tokenizer.convert_id_to_token(token_id) or ""))
+        return self._decoder.decode(bytes_of_piece(self._tokenizer.convert_id_to_token(token_id) or ""))
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
 
     def tentative(self, start: int = 0) -> str:
         return ""
-
-    def _bytes(self, piece: str) -> bytes:
-        # An added token's text may have characters outside the table; it is then plain text (as in
-        # `tokenizers`).
-        if all(char in self._table for char in piece):
-            return bytes(self._table[char] for char in piece)
-        return piece.encode("utf-8")
 
 
 def _last_bytes(backwards: Iterable[bytes]) -> bytes:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from d3engine.plan import Plan, PromptRows, Sampled
 from d3engine.request.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
-from d3engine.request.params import RequestOutputKind, SamplingParams
+from d3engine.request.params import RequestOutputKind
 from d3engine.request.sequence import Sequence, Status
 from d3engine.scheduling.scheduler import TokenOutput
 from d3engine.text.detokenizer import Detokenizer
+from d3engine.text.token_texts import PlacedTexts, TokenTexts
 from d3engine.text.tokenizer import Tokenizer
 
 Finish = Callable[[Sequence, FinishReason, "str | int | None"], None]
@@ -28,7 +29,8 @@ class _Answer:
     """One sequence of a request, and the text it has become.
 
     `num_given` tokens and the finish reason, once `end_given`, were in a delta before; `new_text` was in none yet, and
-    is None where no deltas are wanted.
+    is None where no deltas are wanted. `texts` says what its tokens read as, where their log-probabilities
+    are wanted with text.
     """
 
     sequence: Sequence
@@ -36,6 +38,7 @@ class _Answer:
     depths: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
+    texts: PlacedTexts | None = None
     closed: bool = False
     new_text: list[str] | None = None
     num_given: int = 0
@@ -57,6 +60,13 @@ class _Answer:
         """Take in what the detokenizer has let go."""
         if self.new_text is not None:
             self.new_text.append(text)
+
+    def with_texts(self, logprobs: dict[int, Logprob], place: int) -> dict[int, Logprob]:
+        """The same, with what each token would read as at this place of prompt and answer."""
+        if self.texts is None:
+            return logprobs
+        texts = self.texts
+        return {i: Logprob(known.logprob, known.rank, *texts.at(place, i)) for i, known in logprobs.items()}
 
     @property
     def has_news(self) -> bool:
@@ -140,7 +150,7 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._finish = finish
         self._requests: dict[str, _Request] = {}
-        self._texts: dict[int, str] = {}
+        self._texts = None if tokenizer is None else TokenTexts(tokenizer)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -156,7 +166,12 @@ class OutputProcessor:
             prompt=prompt,
             prompt_token_ids=first.prompt_token_ids,
             answers=[
-                _Answer(sequence, self._detokenizer(sequence), new_text=[] if wants_deltas else None)
+                _Answer(
+                    sequence,
+                    self._detokenizer(sequence),
+                    texts=self._placed_texts(sequence),
+                    new_text=[] if wants_deltas else None,
+                )
                 for sequence in sequences
             ],
             kind=kind,
@@ -178,6 +193,13 @@ class OutputProcessor:
             include_stop_str_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
         )
+
+    def _placed_texts(self, sequence: Sequence) -> PlacedTexts | None:
+        params = sequence.params
+        wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+        if self._texts is None or not params.detokenize or not wants_logprobs:
+            return None
+        return self._texts.placed(sequence.prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
     def process(self, plan: Plan, sampled: Sampled, tokens: Iterable[TokenOutput]) -> list[RequestOutput]:
         """Take in a step's tokens; returns the requests that have grown or finished, in the order of the batch."""
@@ -242,7 +264,10 @@ class OutputProcessor:
             return
         answer.depths.append(token.depth)
         if token.logprobs is not None:
-            answer.logprobs.append(self._with_texts(token.logprobs, sequence.params))
+            place = len(sequence.prompt_token_ids) + len(answer.logprobs)
+            answer.logprobs.append(answer.with_texts(token.logprobs, place))
+            if answer.texts is not None:
+                answer.texts.grow(token.token_id, place)
             answer.cumulative_logprob += token.logprobs[token.token_id].logprob
         if answer.detokenizer is None:
             return
@@ -266,21 +291,9 @@ class OutputProcessor:
             answer.closed = True
             answer.add_text(answer.detokenizer.finish())
 
-    def _with_texts(self, logprobs: dict[int, Logprob], params: SamplingParams) -> dict[int, Logprob]:
-        if self._tokenizer is None or not params.detokenize:
-            return logprobs
-        return {i: replace(logprob, decoded_token=self._text_of(i)) for i, logprob in logprobs.items()}
-
-    def _text_of(self, token_id: int) -> str:
-        """What a token reads as alone; kept, since those who ask for the whole vocabulary ask at every token."""
-        assert self._tokenizer is not None
-        if token_id not in self._texts:
-            self._texts[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
-        return self._texts[token_id]
-
     def _take_prompt_logprobs(self, request: _Request, rows: PromptRows, found: list[dict[int, Logprob]]) -> None:
         known = request.prompt_logprobs
         assert known is not None
         # A preempted prompt comes again from its beginning; what is known already stays.
-        fresh = found[max(0, len(known) - 1 - rows.position) :]
-        known.extend([self._with_texts(row, rows.sequence.params) for row in fresh])
+        for row in found[max(0, len(known) - 1 - rows.position) :]:
+            known.append(request.answers[0].with_texts(row, len(known)))
