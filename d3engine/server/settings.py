@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import POLICY_CLASSES
 from d3engine.errors import require, require_integer, require_number
+from d3engine.server.guards.settings import GuardSettings
 
 NEVER_BY_REQUEST = ("speculative", "table")
 """Policies that no request may name: one loads a model from a path, the other may be as long as its sender likes."""
@@ -27,6 +28,7 @@ class ServerSettings:
         max_logprobs: of one token, at most, that a request may ask for.
         trust_request_chat_template: let a request bring a chat template of its own.
         sse_keep_alive_seconds: a silent stream says this often that it is alive; 0: never.
+        guards: who may call, how much they may send and how long anything may take.
     """
 
     model_names: tuple[str, ...]
@@ -38,6 +40,7 @@ class ServerSettings:
     max_logprobs: int = 20
     trust_request_chat_template: bool = False
     sse_keep_alive_seconds: float = 15.0
+    guards: GuardSettings = field(default_factory=GuardSettings)
 
     def __post_init__(self) -> None:
         require(len(self.model_names) > 0, "model_names", self.model_names, "at least one id")
