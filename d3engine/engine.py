@@ -296,7 +296,7 @@ class Engine(Facts):
         self._life.check()
         given = self.default_sampling_params if params is None else params
         prepared = self._requests.prepare(prompt, given, request_id, priority)
-        self.scheduler.check_fits(self._requests.probe(prepared))
+        self.scheduler.fit(self._requests.probe(prepared))
         return prepared
 
     def add(self, prepared: Prepared) -> str:

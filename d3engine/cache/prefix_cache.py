@@ -2,7 +2,8 @@
 
 A logical block is `block_size` tokens of a prompt and the blocks of all L layers that hold their entries. Its key is a
 SHA-256 chain over the tokens up to its end, and the tokens are compared on a hit, so that no collision can hand one
-user another's cache. Only blocks computed at full depth come here, which is to say prompt blocks.
+user another's cache. A salt begins another chain, whose blocks no other salt finds. Only blocks computed at full depth
+come here, which is to say prompt blocks.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def keys(self, prompt: IntArray) -> list[bytes]:
-        """The keys of the prompt's full blocks, in order."""
-        keys, parent = [], b""
+    def keys(self, prompt: IntArray, salt: str | None = None) -> list[bytes]:
+        """The keys of the prompt's full blocks, in order, in the chain of `salt`."""
+        keys, parent = [], _root(salt)
         for tokens in _full_blocks(prompt, self._cache.block_size):
             parent = hashlib.sha256(parent + tokens).digest()
             keys.append(parent)
         return keys
 
-    def match(self, prompt: IntArray, keys: list[bytes]) -> IntArray:
+    def match(self, prompt: IntArray, keys: list[bytes], salt: str | None = None) -> IntArray:
         """Blocks [n, L] of the longest prefix of `prompt` that is known, leaving at least one token to run."""
         size = self._cache.block_size
         found: list[IntArray] = []
-        parent = b""
+        parent = _root(salt)
         for key, tokens in zip(keys, _full_blocks(prompt[: len(prompt) - 1], size), strict=False):
             entry = self._entries.get(key)
             if entry is None or entry.parent != parent or entry.tokens != tokens:
@@ -55,7 +56,9 @@ class PrefixCache:
         self._touch(keys[: len(found)])
         return np.array(found, dtype=np.int32).reshape(len(found), self._cache.num_layers)
 
-    def insert(self, prompt: IntArray, keys: list[bytes], slot: int, start: int, stop: int) -> None:
+    def insert(
+        self, prompt: IntArray, keys: list[bytes], slot: int, start: int, stop: int, salt: str | None = None
+    ) -> None:
         """Keep the logical blocks [start, stop) of `prompt`, as `slot` has just computed them at full depth."""
         size = self._cache.block_size
         for index in range(start, stop):
@@ -65,7 +68,7 @@ class PrefixCache:
             blocks = self._cache.tables[slot, :, index].copy()
             tokens = _as_bytes(prompt[index * size : (index + 1) * size])
             self._cache.pool.retain(blocks)
-            self._entries[key] = _Entry(keys[index - 1] if index else b"", tokens, blocks)
+            self._entries[key] = _Entry(keys[index - 1] if index else _root(salt), tokens, blocks)
         self._touch(keys[:stop])
 
     def _touch(self, keys: list[bytes]) -> None:
@@ -107,6 +110,11 @@ class PrefixCache:
         for entry in self._entries.values():
             np.add.at(counts, entry.blocks, 1)
         return counts
+
+
+def _root(salt: str | None) -> bytes:
+    """What the chain of a salt begins with; it is longer than nothing, so no chain begins like another."""
+    return b"" if salt is None else hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest()
 
 
 def _full_blocks(prompt: IntArray, size: int) -> list[bytes]:

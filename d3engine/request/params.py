@@ -23,6 +23,7 @@ MAX_ALLOWED_TOKENS = 2**20
 MAX_BIASED_TOKENS = 1024
 MAX_BAD_WORDS = 256
 MAX_TOKENS = 2**24
+MAX_SALT_LENGTH = 128
 MAX_TOP_K = 2**31 - 1
 ALL_LOGPROBS = -1
 """As many log-probabilities as the vocabulary has tokens."""
@@ -62,7 +63,7 @@ class SamplingParams:
         stop: a string or several that end the text, which then stops before them.
         stop_token_ids: token ids that end the sequence and are not shown.
         ignore_eos: go on after an end-of-sequence token.
-        max_tokens: tokens to generate at most; None: as many as the model's length leaves room for.
+        max_tokens: tokens to generate at most; None: as many as the model's length, and the KV cache, leave room for.
         min_tokens: so many tokens come in any case: neither end-of-sequence nor a stop token is among them, and a stop
             string ends the sequence only where a later token completes it.
         logprobs: log-probabilities of the chosen and of so many likeliest tokens, of the raw distribution
@@ -74,6 +75,8 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         detokenize: make text of the tokens; otherwise it stays "", and stop strings cannot be used.
         include_stop_str_in_output: the text ends after the stop string or stop token, not before it.
+        cache_salt: only prompts with the same text here share blocks of the prefix cache, so that nobody learns from
+            the time of an answer what others have asked; None is shared by all that have none.
         output_kind: what outputs hold, of `stream` and of requests added one by one: everything so far, only what is
             new, or everything once at the end. `generate` and `chat` return whole answers in any case.
         depth: the request's own depth policy; None is the engine's.
@@ -104,6 +107,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     include_stop_str_in_output: bool = False
+    cache_salt: str | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     depth: DepthPolicy | None = None
 
@@ -156,6 +160,9 @@ class SamplingParams:
             for text in texts:
                 fits = isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH
                 require(fits, name, text, f"strings of 1 to {MAX_STOP_LENGTH} characters")
+        salt = self.cache_salt
+        is_salt = salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT_LENGTH)
+        require(is_salt, "cache_salt", salt, f"None, or a text of 1 to {MAX_SALT_LENGTH} characters")
         has_text = self.detokenize or not self.stop
         require(has_text, "stop", self.stop, "None where detokenize is False, since there is no text")
 

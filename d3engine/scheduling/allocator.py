@@ -6,6 +6,9 @@ at once. Schedules whose skipped layers get entries too (`on_skip` "copy" or "pr
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from functools import partial
+
 import numpy as np
 
 from d3engine.cache.copy_on_skip import EntryCopies, fill, most_blocks_needed
@@ -90,3 +93,14 @@ def peak_blocks(schedule: Schedule, prompt_length: int, max_length: int, cache: 
         return cache.num_layers * cache.blocks_for(max_length - 1)
     ends = {0, max(last_step, 0)} | {int(c) - 1 for c in schedule.cutoffs if c - 1 <= last_step}
     return max(schedule.depth_at(step) * cache.blocks_for(prompt_length + step) for step in ends)
+
+
+def longest_that_fits(schedule: Schedule, prompt_length: int, most: int, cache: KVCache) -> int:
+    """The greatest max_length up to `most` that the whole cache has room for; at least one token more than the prompt,
+    even where there is room for none.
+    """
+    needed, there = partial(peak_blocks, schedule, prompt_length, cache=cache), cache.pool.num_blocks
+    if needed(most) <= there:
+        return most
+    lengths = range(prompt_length + 1, most)
+    return prompt_length + max(1, bisect_right(lengths, there, key=needed))

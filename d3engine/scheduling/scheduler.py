@@ -19,7 +19,7 @@ from d3engine.plan import DraftWork, Plan, RunAhead, Sampled
 from d3engine.request.outputs import FinishReason, Logprob
 from d3engine.request.sequence import NO_SLOT, Sequence, Status
 from d3engine.scheduling.admission import Admission, Immediate
-from d3engine.scheduling.allocator import Allocator, peak_blocks
+from d3engine.scheduling.allocator import Allocator, longest_that_fits, peak_blocks
 from d3engine.scheduling.catching_up import next_chunks
 from d3engine.scheduling.chunks import Chunks
 from d3engine.scheduling.draft_and_verify import Drafting
@@ -27,6 +27,7 @@ from d3engine.scheduling.planner import build_plan
 from d3engine.scheduling.run_ahead import reaching, run_ahead
 from d3engine.scheduling.running import RunningTable
 from d3engine.scheduling.second_model_rows import SecondModelRows
+from d3engine.scheduling.shared_prompts import SharedPrompts
 from d3engine.scheduling.waiting import WaitingQueue
 
 
@@ -90,6 +91,7 @@ class Scheduler:
         self.config = config
         self.cache = cache
         self.prefix_cache = PrefixCache(cache)
+        self._shared_prompts = SharedPrompts(self.prefix_cache, cache.block_size)
         self.counters = Counters()
         self._table = RunningTable(config.max_num_seqs, cache.num_layers, config.max_model_len)
         self._allocator = Allocator(cache, self._table)
@@ -116,8 +118,14 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._waiting or self._running)
 
-    def check_fits(self, sequence: Sequence) -> None:
-        """Refuse a sequence that could never fit the cache, by name of the limit."""
+    def fit(self, sequence: Sequence) -> None:
+        """Refuse a sequence that could never fit the cache, by name of the limit.
+
+        One that leaves its length open ends where the cache does, if that is before the model's length.
+        """
+        if sequence.params.max_tokens is None:
+            prompt, most = len(sequence.prompt_token_ids), sequence.max_length
+            sequence.max_length = longest_that_fits(sequence.schedule, prompt, most, self.cache)
         needed = peak_blocks(sequence.schedule, len(sequence.prompt_token_ids), sequence.max_length, self.cache)
         available = self.cache.pool.num_blocks
         require(
@@ -136,10 +144,9 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for its turn; raises `InvalidValueError` if it could never fit the cache."""
-        self.check_fits(sequence)
-        if self.config.enable_prefix_caching and sequence.shares_prompt:
-            prompt = np.array(sequence.prompt_token_ids, dtype=np.int32)
-            sequence.prefix_keys = self.prefix_cache.keys(prompt)
+        self.fit(sequence)
+        if self.config.enable_prefix_caching:
+            self._shared_prompts.name(sequence)
         self._waiting.push(sequence)
 
     def abort(self, request_ids: Iterable[str]) -> list[Sequence]:
@@ -199,7 +206,7 @@ class Scheduler:
         """
         self._table.num_computed[plan.slots] = plan.stops
         self.counters.steps += plan.num_steps
-        self._keep_prompts(plan)
+        self._shared_prompts.keep(plan)
         return self._take(plan, sampled, plan.depths if depths is None else depths)
 
     def _take(self, plan: Plan, sampled: Sampled, ran: IntArray) -> Iterator[TokenOutput]:
@@ -277,8 +284,7 @@ class Scheduler:
         sequence.slot = self.cache.open()
         if self._second is not None:
             self._second.open(sequence.slot)
-        prompt = np.array(sequence.prompt_token_ids, dtype=np.int32)
-        blocks = self.prefix_cache.match(prompt, sequence.prefix_keys)
+        blocks = self._shared_prompts.match(sequence)
         self.cache.share(sequence.slot, blocks)
         cached = blocks.shape[0] * self.cache.block_size
         self._table.put(sequence, cached)
@@ -362,16 +368,6 @@ class Scheduler:
             self.finish(sequence, FinishReason.STOP, token)
         elif sequence.num_tokens >= sequence.max_length:
             self.finish(sequence, FinishReason.LENGTH)
-
-    def _keep_prompts(self, plan: Plan) -> None:
-        """Offer the prompt blocks that this step has filled to later prompts."""
-        for chunk in (plan.starts < plan.prompt_lengths).nonzero()[0].tolist():
-            sequence = plan.sequences[chunk]
-            if sequence.prefix_keys:
-                size = self.cache.block_size
-                first, last = int(plan.starts[chunk]) // size, int(plan.stops[chunk]) // size
-                prompt = np.array(sequence.prompt_token_ids, dtype=np.int32)
-                self.prefix_cache.insert(prompt, sequence.prefix_keys, sequence.slot, first, last)
 
     # -- what holds --------------------------------------------------------------------------------------------
 

@@ -24,13 +24,13 @@ class Cached:
         self.kv.grow(slots, self.kv.missing(slots, lengths, np.ones((1, LAYERS), dtype=bool)))
         return slot
 
-    def keep(self, prompt: IntArray) -> int:
+    def keep(self, prompt: IntArray, salt: str | None = None) -> int:
         slot = self.prefill(prompt)
-        self.prefix.insert(prompt, self.prefix.keys(prompt), slot, 0, prompt.size // SIZE)
+        self.prefix.insert(prompt, self.prefix.keys(prompt, salt), slot, 0, prompt.size // SIZE, salt)
         return slot
 
-    def match(self, prompt: IntArray) -> IntArray:
-        return self.prefix.match(prompt, self.prefix.keys(prompt))
+    def match(self, prompt: IntArray, salt: str | None = None) -> IntArray:
+        return self.prefix.match(prompt, self.prefix.keys(prompt, salt), salt)
 
     def check(self) -> None:
         self.kv.check_integrity(self.prefix.mentions())
@@ -67,6 +67,26 @@ def test_tokens_are_compared_so_that_a_colliding_key_serves_nobody() -> None:
     cached.keep(tokens((5, 8)))
     stolen = cached.prefix.keys(tokens((5, 8)))
     assert cached.prefix.match(tokens((6, 9)), stolen).shape == (0, LAYERS)
+
+
+def test_two_salts_never_share_a_block_and_one_salt_does() -> None:
+    cached = Cached()
+    prompt, salts = tokens((5, 9)), (None, "a", "b", "\ud800")
+    for number, salt in enumerate(salts):
+        assert [len(cached.match(prompt, other)) for other in salts] == [2] * number + [0] * (len(salts) - number)
+        cached.keep(prompt, salt)
+    found = [cached.match(prompt, salt) for salt in salts]
+    assert np.unique(np.concatenate(found)).size == len(salts) * 2 * LAYERS
+    cached.check()
+
+
+def test_a_stolen_key_serves_nobody_under_another_salt() -> None:
+    cached = Cached()
+    prompt = tokens((5, 9))
+    cached.keep(prompt, "a")
+    stolen = cached.prefix.keys(prompt, "a")
+    assert len(cached.prefix.match(prompt, stolen, "a")) == 2
+    assert len(cached.prefix.match(prompt, stolen, "b")) == len(cached.prefix.match(prompt, stolen)) == 0
 
 
 def test_shared_blocks_outlive_the_sequence_that_computed_them() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from batches import MAX_LENGTH, VOCABULARY
+from batches import BLOCK, LAYERS, MAX_LENGTH, VOCABULARY, block_bytes
 
 from d3engine import D3, EarlyExit, Engine, FullDepth, InvalidValueError, SamplingParams, SelfSpeculative
 from d3engine.depth import DepthPolicy
@@ -35,6 +35,40 @@ def test_without_max_tokens_an_answer_goes_on_to_the_end_of_the_models_length(
     free = answer(engine, temperature=0, max_tokens=None, ignore_eos=True)
     assert (len(free.token_ids), free.finish_reason) == (room, "length")
     assert free == answer(engine, temperature=0, max_tokens=room, ignore_eos=True)
+
+
+def test_an_answer_that_the_models_length_cuts_before_max_tokens_ends_by_length(
+    make_engine: Callable[..., Engine],
+) -> None:
+    room = MAX_LENGTH - len(PROMPT)
+    cut = answer(make_engine(), temperature=0, max_tokens=room + 100, ignore_eos=True)
+    assert (len(cut.token_ids), cut.finish_reason, cut.stop_reason) == (room, "length", None)
+
+
+@pytest.mark.parametrize("policy", [FullDepth(), D3(0.9, 0.5)], ids=repr)
+def test_without_max_tokens_an_answer_goes_on_to_the_end_of_a_small_cache(
+    make_engine: Callable[..., Engine], policy: DepthPolicy
+) -> None:
+    """As far as one that names so many tokens may go, and not a token further."""
+    entries = 20
+    blocks = LAYERS * -(-entries // BLOCK)
+    engine = make_engine(depth=policy, kv_cache_memory_bytes=blocks * block_bytes())
+    free = answer(engine, temperature=0, max_tokens=None, ignore_eos=True)
+    reached = len(free.token_ids)
+    assert reached > entries - len(PROMPT) + (0 if policy == FullDepth() else BLOCK)  # the last one is never fed
+    assert free.finish_reason == "length"
+    assert free == answer(engine, temperature=0, max_tokens=reached, ignore_eos=True)
+    with pytest.raises(InvalidValueError, match="low enough for the KV cache"):
+        answer(engine, temperature=0, max_tokens=reached + 1)
+
+
+def test_prompts_share_their_blocks_with_those_of_the_same_salt_alone(make_engine: Callable[..., Engine]) -> None:
+    engine, cached = make_engine(), []
+    for salt in (None, "a", "b", "a", None):
+        params = SamplingParams(temperature=0, max_tokens=3, cache_salt=salt)
+        cached.append(engine.generate(PROMPT, params, use_tqdm=False)[0])
+    assert [output.num_cached_tokens for output in cached] == [0, 0, 0, 8, 8]
+    assert len({tuple(output.outputs[0].token_ids) for output in cached}) == 1
 
 
 def test_min_tokens_may_ask_for_more_than_there_is_room_for_where_max_tokens_is_open(

@@ -11,6 +11,7 @@ from stepping import finish
 
 from d3engine import Engine, EngineDeadError, RequestOutput, SamplingParams
 from d3engine.errors import D3EngineError
+from d3engine.text.token_texts import TokenTexts
 
 
 def test_a_request_whose_logits_are_not_finite_ends_alone(make_engine: Callable[..., Engine]) -> None:
@@ -55,7 +56,8 @@ class FailingTokenizer:
 
 
 def with_failing_tokenizer(engine: Engine, at: int) -> Engine:
-    engine._in_flight.outputs._tokenizer = FailingTokenizer(engine.tokenizer, at)  # type: ignore[assignment]
+    outputs, failing = engine._in_flight.outputs, FailingTokenizer(engine.tokenizer, at)
+    outputs._tokenizer, outputs._texts = failing, TokenTexts(failing)  # type: ignore[assignment, arg-type]
     return engine
 
 

@@ -49,6 +49,7 @@ REFUSED: dict[str, list[Any]] = {
     "skip_special_tokens": [0, None, "no"],
     "detokenize": [1, None],
     "include_stop_str_in_output": [1, None],
+    "cache_salt": ["", "x" * 129, b"x", 5],
     "output_kind": [1, None, "DELTA"],
     "depth": ["d3", 0.9, {"policy": "d3"}, D3],
 }
