@@ -14,7 +14,7 @@ CAN_REACH = $(BIN)/python -c "import sys, urllib.request as r; r.urlopen(sys.arg
 
 NATIVE := $(wildcard kernels/native/*.cpp kernels/native/*.h kernels/native/*.inc kernels/native/build.py)
 
-.PHONY: help setup demo chat test lint types layers shipped docs inspect bench clean
+.PHONY: help setup demo chat test lint types layers shipped docs inspect ports bench clean
 
 help:
 	@echo "make demo     install, and answer a problem at full depth and with D3"
@@ -24,6 +24,7 @@ help:
 	@echo "make lint     formatting, names, types, layers"
 	@echo "make docs     the pages as a site in build/site"
 	@echo "make inspect  compile every Triton kernel without a GPU"
+	@echo "make ports    the native library for Arm in an emulator, and by Clang"
 	@echo "make bench    time the parts"
 
 setup: $(VENV)/.installed-dev $(VENV)/.native
@@ -71,6 +72,11 @@ docs: $(VENV)/.installed-dev
 inspect: $(VENV)/.installed
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama2-7b,llama3-8b --weights all
 	$(BIN)/python -m d3engine.kernels.inspect --shapes qwen3-8b --operations qkv --weights all
+
+# The native library by other compilers than an installation's, and for Arm under an emulator, optimized as it is shipped.
+ports: $(VENV)/.installed-test $(VENV)/.native
+	NATIVE_TEST_FLAGS=-O3 $(BIN)/python -m pytest tests/kernels/native/test_other_builds.py \
+		tests/kernels/native/test_sanitized.py --durations=0
 
 bench: $(VENV)/.installed-test $(VENV)/.native
 	$(BIN)/python -m pytest benchmarks --benchmark-only

@@ -1,7 +1,7 @@
 // AVX-512: sixteen floats a register, thirty-two registers. Compiled with its own flags, called only where they hold.
 #include "simd.h"
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(D3_PORTABLE)
 #include <immintrin.h>
 
 namespace avx512 {

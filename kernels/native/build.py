@@ -89,13 +89,16 @@ def compile_library(
 ) -> None:
     """Compile all sources of `folder` into the shared library `target`, two files at a time.
 
-    `compiler` is a command, `find_compiler()` if empty. A checkout that has built the library of these very sources is
-    not made to wait for the same again. Raises `BuildError` with what the compiler says.
+    `compiler` is a command, `find_compiler()` if empty; it may be one for another machine. A checkout that has built
+    the library of these very sources is not made to wait for the same again. Raises `BuildError` with what the compiler
+    says.
     """
     command = [*(compiler or find_compiler())]
-    is_x86 = _run([*command, "-dumpmachine"]).startswith(("x86_64", "amd64"))
+    machine = _machine(_run([*command, "-dumpmachine"]).split("-")[0])
+    is_x86 = machine == "x86_64"
     target.parent.mkdir(parents=True, exist_ok=True)
-    if flags == OPTIMIZED and is_built(folder / LIBRARY, folder):
+    is_for_here = machine == _machine(platform.machine())
+    if flags == OPTIMIZED and is_for_here and is_built(folder / LIBRARY, folder):
         if target != folder / LIBRARY:
             shutil.copy(folder / LIBRARY, target)
         return
@@ -116,6 +119,12 @@ def compile_library(
         # A new file, never the old one written over: a running process may have that one mapped.
         shutil.copy(linked, target.with_suffix(".new"))
         target.with_suffix(".new").replace(target)
+
+
+def _machine(name: str) -> str:
+    """One name for a kind of processor, which systems and compilers call differently."""
+    name = name.strip().lower()
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
 
 
 def _run(command: list[str]) -> str:

@@ -1,7 +1,9 @@
-// Which instruction sets this build holds. The ones that name an instruction set are best first.
+// Which instruction sets this build holds. The ones that name an instruction set are best first; a build with
+// D3_PORTABLE has none of them, as on a machine of another kind.
 #include "kernels.h"
 
-#if defined(__x86_64__)
+#if defined(D3_PORTABLE)
+#elif defined(__x86_64__)
 namespace avx512 { extern const Kernels kernels; }
 namespace avx2 { extern const Kernels kernels; }
 #elif defined(__aarch64__)
@@ -10,7 +12,8 @@ namespace neon { extern const Kernels kernels; }
 namespace portable { extern const Kernels kernels; }
 
 const Kernels* const ALL_KERNELS[] = {
-#if defined(__x86_64__)
+#if defined(D3_PORTABLE)
+#elif defined(__x86_64__)
     &avx512::kernels,
     &avx2::kernels,
 #elif defined(__aarch64__)

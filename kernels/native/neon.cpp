@@ -1,7 +1,7 @@
 // NEON, which every 64-bit Arm has: four floats a register, thirty-two registers.
 #include "simd.h"
 
-#if defined(__aarch64__)
+#if defined(__aarch64__) && !defined(D3_PORTABLE)
 #include <arm_neon.h>
 
 namespace neon {

@@ -1,11 +1,15 @@
-// Decodes on models of odd shapes, whose tensors are exactly as large as they have to be: built with sanitizers, a read
-// or a write beyond one of them ends the program. Prints how many runs there were.
+// Decodes on models of odd shapes by every instruction set that the machine runs: each has to find what the portable
+// code finds, and the same bits for rows of a smaller batch. The tensors are exactly as large as they have to be: built
+// with sanitizers, a read or a write beyond one of them ends the program. Built for another machine, an emulator runs
+// it. Prints the instruction sets, best first, and how many cases each has decoded.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "abi.h"
@@ -19,9 +23,8 @@ struct Sizes {
 std::mt19937 numbers(1);
 
 std::vector<float> floats(size_t count, float size = 0.3f) {
-    std::normal_distribution<float> normal(0.0f, size);
     std::vector<float> made(count);
-    for (float& value : made) value = normal(numbers);
+    for (float& value : made) value = size * (float(numbers() >> 8) * 0x1p-22f - 2.0f);  // from -2 to 2 times `size`
     return made;
 }
 
@@ -52,52 +55,122 @@ struct Matrix {
     }
 };
 
-void decode(const Sizes& s, int kind, int isa, int threads) {
-    const int layers = 2, steps = 3, length = 3 * 64 + 5, blocks = (length + s.block_size - 1) / s.block_size;
-    const int queries = s.heads * s.head_dim, entries = s.kv_heads * s.head_dim, count = s.rows * layers * blocks;
-    const bool bias = kind % 2;
+// What a run has found.
+struct Found {
+    std::vector<int64_t> chosen;
+    std::vector<float> scores, logits, pool;
+
+    Found(const std::vector<float>& before, int rows, int steps, int vocab)
+        : chosen(rows * steps), scores(rows * steps), logits(size_t(rows) * steps * vocab), pool(before) {}
+};
+
+// A model, rows at random positions, and tables of blocks in random order.
+class Case {
+public:
+    Case(const Sizes& sizes, int kind) : s(sizes), norm(floats(s.hidden)), head_norms(floats(2 * s.head_dim)) {
+        const int queries = s.heads * s.head_dim, entries = s.kv_heads * s.head_dim;
+        matrices.reserve(2 + 4 * LAYERS);
+        auto matrix = [&](int of, int rows, int columns, bool with_bias) {
+            return matrices.emplace_back(of, rows, columns, with_bias).view;
+        };
+        const bool bias = kind % 2;
+        for (D3Layer& layer : layers) {
+            layer.attention_norm = layer.mlp_norm = norm.data();
+            layer.qkv = matrix(kind, queries + 2 * entries, s.hidden, bias);
+            layer.output = matrix(kind, s.hidden, queries, bias);
+            layer.gate_up = matrix(kind, 2 * s.intermediate, s.hidden, bias);
+            layer.down = matrix(kind, s.hidden, s.intermediate, bias);
+            layer.head_norms = kind == D3_INT8 ? head_norms.data() : nullptr;
+            layer.rotations = &layer == layers ? rotations.data() : nullptr;
+        }
+        embedding = matrix(kind == D3_BFLOAT16 ? D3_BFLOAT16 : D3_FLOAT32, s.vocab, s.hidden, false);
+        head = matrix(kind, s.vocab, s.hidden, false);
+        for (int row = 0; row < s.rows; row++) {
+            tokens[row] = numbers() % s.vocab, slots[row] = row, temperatures[row] = row % 2;
+            positions[row] = row == 0 ? LENGTH - STEPS : numbers() % (LENGTH - STEPS + 1);
+            for (int layer = 0; layer < LAYERS; layer++) cutoffs[row * LAYERS + layer] = 1 + numbers() % 5;
+        }
+        for (int i = 0; i < count; i++) tables[i] = i + 1;
+        std::shuffle(tables.begin(), tables.end(), numbers);
+    }
+
+    // All rows at once; then those before the middle and those behind it, which have to find the same bits.
+    Found decode(int isa, int threads) const {
+        Found found(pool, s.rows, STEPS, s.vocab);
+        D3Model model{LAYERS, s.hidden, s.intermediate, s.heads, s.kv_heads, s.head_dim, s.vocab, s.block_size, blocks,
+                      count + 1, s.rows, LENGTH, s.rows, threads, isa, 1e-5f, 0.5f, embedding, head, layers,
+                      norm.data(), found.pool.data()};
+        D3Decoder* decoder = nullptr;
+        if (d3_create(&model, &decoder) != D3_OK) fail("no decoder", isa);
+        run(decoder, isa, found, 0, s.rows);
+        for (float score : found.scores)
+            if (!std::isfinite(score)) fail("a score that is not finite", isa);
+        for (const auto& [start, stop] : {std::pair(0, s.rows / 2), std::pair(s.rows / 2, s.rows)}) {
+            const int rows = stop - start;
+            if (rows == 0) continue;
+            Found some(found.pool, rows, STEPS, s.vocab);
+            run(decoder, isa, some, start, rows);
+            for (int step = 0; step < STEPS; step++) {
+                const float* whole = &found.logits[size_t(step * s.rows + start) * s.vocab];
+                const size_t part = size_t(rows) * s.vocab;
+                if (memcmp(whole, &some.logits[step * part], part * sizeof(float))) fail("other bits in a batch", isa);
+            }
+        }
+        d3_destroy(decoder);
+        return found;
+    }
+
+    // Ends the program unless `other`, of the instruction set `isa`, is `found` but for rounding.
+    void compare(const Found& found, const Found& other, int isa) const {
+        if (found.chosen != other.chosen) fail("other tokens", isa);
+        compare_rows(found.logits, other.logits, s.vocab, isa);
+        compare_rows(found.pool, other.pool, s.head_dim, isa);
+    }
+
+private:
+    static constexpr int LAYERS = 2, STEPS = 3, LENGTH = 3 * 64 + 5;
+
+    [[noreturn]] void fail(const char* what, int isa) const {
+        std::fprintf(stderr, "%s: %s, kind %d, hidden %d\n", d3_isa_name(isa), what, head.kind, s.hidden);
+        std::exit(1);
+    }
+
+    void run(D3Decoder* decoder, int isa, Found& found, int start, int rows) const {
+        D3Run run{};
+        run.rows = rows, run.steps = STEPS;
+        run.tokens = &tokens[start], run.positions = &positions[start], run.generation = &generation[start];
+        run.slots = &slots[start], run.cutoffs = &cutoffs[start * LAYERS], run.tables = tables.data();
+        run.temperatures = &temperatures[start], run.seeds = &seeds[start], run.indices = &indices[start];
+        run.chosen = found.chosen.data(), run.scores = found.scores.data(), run.logits = found.logits.data();
+        if (d3_run(decoder, &run) != D3_OK) fail("a run that was refused", isa);
+    }
+
+    // The difference of a row, by its length; a sum of thousands of products is rounded in another order.
+    void compare_rows(const std::vector<float>& wanted, const std::vector<float>& found, int columns, int isa) const {
+        for (size_t row = 0; row < wanted.size(); row += columns) {
+            double apart = 0, length = 1e-12;
+            for (int i = 0; i < columns; i++) {
+                const double here = wanted[row + i], off = found[row + i] - here;
+                apart += off * off, length += here * here;
+            }
+            if (!(apart <= 2e-5 * 2e-5 * length)) fail("other numbers than the portable code's", isa);
+        }
+    }
+
+    const Sizes s;
+    const int blocks = (LENGTH + s.block_size - 1) / s.block_size, count = s.rows * LAYERS * blocks;
     std::vector<Matrix> matrices;
-    matrices.reserve(2 + 4 * layers);
-    std::vector<float> norm = floats(s.hidden), head_norms = floats(2 * s.head_dim);
-    std::vector<float> rotations = floats(size_t(length) * s.head_dim);
-    std::vector<D3Layer> made(layers);
-    for (D3Layer& layer : made) {
-        auto matrix = [&](int rows, int columns) { return matrices.emplace_back(kind, rows, columns, bias).view; };
-        layer.attention_norm = layer.mlp_norm = norm.data();
-        layer.qkv = matrix(queries + 2 * entries, s.hidden);
-        layer.output = matrix(s.hidden, queries);
-        layer.gate_up = matrix(2 * s.intermediate, s.hidden);
-        layer.down = matrix(s.hidden, s.intermediate);
-        layer.head_norms = kind == D3_INT8 ? head_norms.data() : nullptr;
-        layer.rotations = &layer == &made[0] ? rotations.data() : nullptr;
-    }
-    Matrix embedding(kind == D3_BFLOAT16 ? D3_BFLOAT16 : D3_FLOAT32, s.vocab, s.hidden, false);
-    Matrix head(kind, s.vocab, s.hidden, false);
-    std::vector<float> pool = floats(size_t(count + 1) * 2 * s.block_size * entries);
-    D3Model model{layers, s.hidden, s.intermediate, s.heads, s.kv_heads, s.head_dim, s.vocab, s.block_size, blocks,
-                  count + 1, s.rows, length, s.rows, threads, isa, 1e-5f, 0.5f, embedding.view, head.view, made.data(),
-                  norm.data(), pool.data()};
-    std::vector<int64_t> tokens(s.rows), positions(s.rows), generation(s.rows, 1), slots(s.rows);
-    std::vector<int64_t> seeds(s.rows, -1), indices(s.rows);
-    std::vector<int32_t> cutoffs(s.rows * layers), tables(count);
-    std::vector<float> temperatures(s.rows), scores(s.rows * steps), logits(size_t(s.rows) * steps * s.vocab);
-    std::vector<int64_t> chosen(s.rows * steps);
-    for (int row = 0; row < s.rows; row++) {
-        tokens[row] = numbers() % s.vocab, slots[row] = row, temperatures[row] = row % 2;
-        positions[row] = row == 0 ? length - steps : numbers() % (length - steps + 1);
-        for (int layer = 0; layer < layers; layer++) cutoffs[row * layers + layer] = 1 + numbers() % 5;
-    }
-    for (int i = 0; i < count; i++) tables[i] = i + 1;
-    std::shuffle(tables.begin(), tables.end(), numbers);
-    D3Run run{s.rows, steps, tokens.data(), positions.data(), generation.data(), slots.data(), cutoffs.data(),
-              tables.data(), temperatures.data(), seeds.data(), indices.data(), chosen.data(), scores.data(),
-              logits.data(), nullptr};
-    D3Decoder* decoder = nullptr;
-    if (d3_create(&model, &decoder) != D3_OK || d3_run(decoder, &run) != D3_OK) std::exit(2);
-    d3_destroy(decoder);
-    for (float score : scores)
-        if (!std::isfinite(score)) std::exit(3);
-}
+    const std::vector<float> norm, head_norms, rotations = floats(size_t(LENGTH) * s.head_dim);
+    const std::vector<float> pool = floats(size_t(count + 1) * 2 * s.block_size * s.kv_heads * s.head_dim);
+    D3Layer layers[LAYERS];
+    D3Matrix embedding, head;
+    std::vector<int64_t> tokens = numbers_for_rows(0), positions = tokens, slots = tokens, indices = tokens;
+    std::vector<int64_t> generation = numbers_for_rows(1), seeds = numbers_for_rows(-1);
+    std::vector<float> temperatures = std::vector<float>(s.rows);
+    std::vector<int32_t> cutoffs = std::vector<int32_t>(s.rows * LAYERS), tables = std::vector<int32_t>(count);
+
+    std::vector<int64_t> numbers_for_rows(int64_t number) const { return std::vector<int64_t>(s.rows, number); }
+};
 
 }  // namespace
 
@@ -106,11 +179,19 @@ int main() {
         {2, 1, 1, 1, 2, 1, 1, 1},          // the smallest
         {35, 51, 6, 2, 10, 131, 3, 5},     // nothing a multiple of a vector
         {128, 160, 7, 1, 34, 40, 200, 2},  // one block, seven query heads to one of keys
-        {48, 130, 5, 1, 18, 17, 64, 9},    // more rows than a tile has
+        {48, 130, 5, 1, 18, 17, 64, 11},   // more rows than a tile has
     };
-    int runs = 0;
-    for (int isa = 0; isa < d3_num_isas(); isa++)
-        for (int kind = D3_FLOAT32; d3_isa_runs_here(isa) && kind <= D3_INT4; kind++)
-            for (const Sizes& sizes : shapes) decode(sizes, kind, isa, 1 + runs % 3), runs++;
-    std::printf("%d runs\n", runs);
+    const int portable = d3_num_isas() - 1;
+    int cases = 0;
+    for (int kind = D3_FLOAT32; kind <= D3_INT4; kind++)
+        for (const Sizes& sizes : shapes) {
+            const Case made(sizes, kind);
+            const Found wanted = made.decode(portable, 1 + cases % 3);
+            for (int isa = 0; isa < portable; isa++)
+                if (d3_isa_runs_here(isa)) made.compare(wanted, made.decode(isa, 1 + (cases + isa) % 3), isa);
+            cases++;
+        }
+    for (int isa = 0; isa <= portable; isa++)
+        if (d3_isa_runs_here(isa)) std::printf("%s ", d3_isa_name(isa));
+    std::printf("%d\n", cases);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -38,12 +39,15 @@ def test_a_compiler_that_refuses_is_quoted(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_library_of_the_very_sources_is_not_compiled_again(tmp_path: Path) -> None:
     compiler = tmp_path / "compiler"
-    compiler.write_text('#!/bin/sh\ntest "$1" = -dumpmachine && echo x86_64-linux\n')
+    compiler.write_text(f'#!/bin/sh\ntest "$1" = -dumpmachine && echo {platform.machine()}-linux\n')
     compiler.chmod(0o755)
     build.compile_library(tmp_path / "again.so", compiler=[str(compiler)])
     assert (tmp_path / "again.so").read_bytes() == (build.FOLDER / build.LIBRARY).read_bytes()
     with pytest.raises(build.BuildError, match="in silence"):
         build.compile_library(tmp_path / "other.so", compiler=[str(compiler)], flags=["-O1"])
+    compiler.write_text('#!/bin/sh\ntest "$1" = -dumpmachine && echo riscv64-linux\n')
+    with pytest.raises(build.BuildError, match="in silence"):  # it is not one for another machine
+        build.compile_library(tmp_path / "other.so", compiler=[str(compiler)])
 
 
 def test_a_library_that_was_built_of_other_sources_is_not_used(tmp_path: Path) -> None:

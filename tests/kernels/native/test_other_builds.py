@@ -1,0 +1,29 @@
+"""The native library on another machine and by another compiler: no warnings, and what the portable code finds.
+
+Each is skipped by name where its compiler is missing. They are built with little optimization for the sake of time;
+`make ports` builds them as an installation does.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from native_programs import go_through_odd_shapes, needs
+
+from d3engine.kernels.native.library import isas_here
+
+ARM = "aarch64-linux-gnu-g++"
+
+
+def test_neon_finds_what_the_portable_code_finds(tmp_path: Path) -> None:
+    """Built for 64-bit Arm and run by an emulator."""
+    needs(ARM, "qemu-aarch64", package="g++-aarch64-linux-gnu qemu-user")
+    loader = subprocess.check_output([ARM, "-print-file-name=ld-linux-aarch64.so.1"], text=True).strip()
+    runner = ["qemu-aarch64", "-L", str(Path(loader).parents[1])]
+    assert go_through_odd_shapes(tmp_path, [ARM], ["-Og"], runner) == ["neon", "portable"]
+
+
+def test_clang_builds_the_library_without_a_warning_and_it_finds_the_same(tmp_path: Path) -> None:
+    needs("clang++", package="clang")
+    assert go_through_odd_shapes(tmp_path, ["clang++"], ["-O0"]) == isas_here()
