@@ -7,6 +7,7 @@ what came. Text lives at the edge: prompts are encoded in `add_request`, answers
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as AnySequence
 from contextlib import AbstractContextManager
@@ -353,9 +354,8 @@ class Engine(Facts):
         """What the engine holds now, and what it has done since it began."""
         with self._call():
             self._life.check_open()
-            return engine_stats(
-                self.scheduler, self.executor, self.settings.block_bytes, self._in_flight.nominal.mean()
-            )
+            nominal, timings = self._in_flight.nominal.mean(), self._in_flight.timings
+            return engine_stats(self.scheduler, self.executor, self.settings.block_bytes, nominal, timings)
 
     def close(self) -> None:
         """Drop weights, cache and requests; calling it again does nothing."""
@@ -379,12 +379,13 @@ class Engine(Facts):
     def _advance(self) -> None:
         """Run one step, and lay out what came of it for whom it is for."""
         with self._life.ended_by_faults():
+            begun = time.monotonic()
             plan = self.scheduler.schedule()
             if plan is not None:
                 computed = self.executor.run(plan)
                 tokens = self.sampler(computed.logits, plan)
                 outputs = self.scheduler.update(plan, tokens, computed.depths)
-                self._in_flight.deliver(plan, tokens, outputs)
+                self._in_flight.deliver(plan, tokens, outputs, begun)
 
     def _queue(self, prepared: Prepared, request_id: str, kind: RequestOutputKind) -> None:
         self._in_flight.add(self._requests.sequences(prepared, request_id), prepared.prompt, kind)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from d3engine.executor.interface import Executor
+from d3engine.request.timings import REQUEST_SECONDS, STEP_ROWS, STEP_SECONDS, Histogram, Tally, Timings
 from d3engine.scheduling.scheduler import Scheduler
 
 
@@ -20,6 +21,12 @@ class EngineStats:
     `executor` says in words what decodes: "native (avx512, threads: 2)", "CUDA graphs" or "eager". With CUDA graphs:
     how many were captured, in how many seconds, with what memory. `graph_steps` ran in graphs, `native_steps` in the
     native library; the others, prompts among them, are `eager_steps`, whose operations the host called one by one.
+    `layers_run` are all layers run for the tokens generated, `layers_full` what full depth would have run for them;
+    `token_layers[d]` counts the tokens that took d layers (the last: or more, as a drafted token's share may). Of each
+    step: its seconds and rows; a run of steps that a device takes by itself counts as so many of equal length. Of each
+    request that has ended: seconds in the queue, from there to its first token, and from there to its last.
+    `last_step_time` is on the monotonic clock; the last three are None before the first step.
+
     Sequences that draft count as full depth nominally; realised are all layers run for all rows of their drafts and
     verifications, over the tokens that came of them. The last two are None before anything was drafted.
     """
@@ -51,10 +58,21 @@ class EngineStats:
     verifications: int = 0
     acceptance_rate: float | None = None
     tokens_per_verification: float | None = None
+    layers_run: int = 0
+    layers_full: int = 0
+    token_layers: tuple[int, ...] = ()
+    step_seconds: Histogram = field(default_factory=Tally(STEP_SECONDS).histogram)
+    step_rows: Histogram = field(default_factory=Tally(STEP_ROWS).histogram)
+    queue_seconds: Histogram = field(default_factory=Tally(REQUEST_SECONDS).histogram)
+    prefill_seconds: Histogram = field(default_factory=Tally(REQUEST_SECONDS).histogram)
+    decode_seconds: Histogram = field(default_factory=Tally(REQUEST_SECONDS).histogram)
+    last_step_time: float | None = None
+    last_step_seconds: float | None = None
+    last_step_rows: int | None = None
 
 
 def engine_stats(
-    scheduler: Scheduler, executor: Executor, block_bytes: int, nominal_mean_layers: float | None
+    scheduler: Scheduler, executor: Executor, block_bytes: int, nominal_mean_layers: float | None, timings: Timings
 ) -> EngineStats:
     """The stats of a scheduler whose blocks have `block_bytes` bytes, and of the executor that runs its plans."""
     counters, pool = scheduler.counters, scheduler.cache.pool
@@ -85,4 +103,15 @@ def engine_stats(
         tokens_per_verification=(
             1 + counters.accepted_tokens / counters.verifications if counters.verifications else None
         ),
+        layers_run=counters.generated_layers,
+        layers_full=generated * scheduler.cache.num_layers,
+        token_layers=tuple(counters.token_layers),
+        step_seconds=timings.step_seconds.histogram(),
+        step_rows=timings.step_rows.histogram(),
+        queue_seconds=timings.queue_seconds.histogram(),
+        prefill_seconds=timings.prefill_seconds.histogram(),
+        decode_seconds=timings.decode_seconds.histogram(),
+        last_step_time=timings.last_step_time,
+        last_step_seconds=timings.last_step_seconds,
+        last_step_rows=timings.last_step_rows,
     )

@@ -12,6 +12,7 @@ from d3engine.plan import Plan, Sampled
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import RequestOutputKind
 from d3engine.request.sequence import Sequence
+from d3engine.request.timings import Timings
 from d3engine.scheduling.scheduler import Scheduler, TokenOutput
 from d3engine.text.output import OutputProcessor
 from d3engine.text.tokenizer import Tokenizer
@@ -27,6 +28,7 @@ class InFlight:
         self.outputs = OutputProcessor(tokenizer, scheduler.finish)
         self.delivery = Delivery()
         self.nominal = NominalDepth()
+        self.timings = Timings()
         self._scheduler = scheduler
         self._life = life
         self._num_own = 0
@@ -61,14 +63,21 @@ class InFlight:
             self.drop([sequences[0].request_id])
             raise
 
-    def deliver(self, plan: Plan, sampled: Sampled, tokens: Iterable[TokenOutput]) -> None:
-        """Lay out what came of a step for whom it is for."""
-        self.delivery.put(self.outputs.process(plan, sampled, tokens))
+    def deliver(self, plan: Plan, sampled: Sampled, tokens: Iterable[TokenOutput], begun: float) -> None:
+        """Lay out what came of a step, `begun` at that time of the monotonic clock, for whom it is for."""
+        self._put(self.outputs.process(plan, sampled, tokens))
+        self.timings.count_steps(plan.num_steps, plan.num_rows, begun)
 
     def abort(self, ids: list[str]) -> None:
         """End requests; their last outputs wait for `step()`."""
         self._scheduler.abort(ids)
-        self.delivery.put(self.outputs.end(ids))
+        self._put(self.outputs.end(ids))
+
+    def _put(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            if output.finished:
+                self.timings.count_request(output.metrics)
+        self.delivery.put(outputs)
 
     def claim(self, ids: list[str]) -> list[RequestOutput]:
         """The list in which the outputs of these requests will wait for the caller, and not for `step()`."""

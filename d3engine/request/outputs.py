@@ -62,6 +62,9 @@ class CompletionOutput:
 class RequestMetrics:
     """Times in seconds on the monotonic clock; None while the event has not come.
 
+    Of several sequences the one that was scheduled first counts, and the token that came last. Tokens of steps that a
+    device has run by itself all come when it has run them.
+
     Under a policy that drafts, the counts are over all verifications of all sequences; otherwise they stay 0. Discarded
     tokens are those that a verification yielded after the one that ended the answer; `num_discarded_layers` is their
     share of the layers run, which no token's depth contains.
@@ -76,6 +79,23 @@ class RequestMetrics:
     num_verifications: int = 0
     num_discarded_tokens: int = 0
     num_discarded_layers: int = 0
+    first_scheduled_time: float | None = None
+    last_token_time: float | None = None
+
+    @property
+    def queue_seconds(self) -> float | None:
+        """From the request's arrival until it entered the batch."""
+        return _between(self.arrival_time, self.first_scheduled_time)
+
+    @property
+    def prefill_seconds(self) -> float | None:
+        """From there to its first token."""
+        return _between(self.first_scheduled_time, self.first_token_time)
+
+    @property
+    def decode_seconds(self) -> float | None:
+        """From its first token to the last so far."""
+        return _between(self.first_token_time, self.last_token_time)
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -86,6 +106,10 @@ class RequestMetrics:
     def tokens_per_verification(self) -> float | None:
         """Tokens that a verification yields: the accepted ones and one of its own; None where there was none."""
         return 1 + self.num_accepted_tokens / self.num_verifications if self.num_verifications else None
+
+
+def _between(begin: float | None, end: float | None) -> float | None:
+    return None if begin is None or end is None else end - begin
 
 
 @dataclass(frozen=True, slots=True)

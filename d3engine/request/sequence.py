@@ -55,6 +55,7 @@ class Sequence:
 
     Attributes:
         depths: how many layers each generated token took.
+        scheduled_time: when it first entered the batch, on the monotonic clock.
     """
 
     request_id: str
@@ -80,6 +81,7 @@ class Sequence:
     slot: int = NO_SLOT
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    scheduled_time: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 

@@ -7,6 +7,7 @@ never straddles a cutoff, so a replayed token runs at the depth it had at first 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -68,6 +69,9 @@ class Counters:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     verifications: int = 0
+    token_layers: list[int] = field(
+        default_factory=list
+    )  # [L + 1] tokens by the layers that they took; the last: or more
     blocks_saved: int = 0  # at the end of each finished sequence, against full depth
 
 
@@ -92,7 +96,7 @@ class Scheduler:
         self.cache = cache
         self.prefix_cache = PrefixCache(cache)
         self._shared_prompts = SharedPrompts(self.prefix_cache, cache.block_size)
-        self.counters = Counters()
+        self.counters = Counters(token_layers=[0] * (cache.num_layers + 1))
         self._table = RunningTable(config.max_num_seqs, cache.num_layers, config.max_model_len)
         self._allocator = Allocator(cache, self._table)
         self._drafting = Drafting(self._table)
@@ -293,6 +297,7 @@ class Scheduler:
 
     def _count_admitted(self, sequence: Sequence) -> None:
         if sequence.status is Status.WAITING:  # a preempted one was counted when it first came
+            sequence.scheduled_time = time.monotonic()
             sequence.num_cached_tokens = int(self._table.num_computed[sequence.slot])
             self.counters.prompt_tokens += len(sequence.prompt_token_ids)
             self.counters.cached_prompt_tokens += sequence.num_cached_tokens
@@ -360,6 +365,7 @@ class Scheduler:
         table.num_computed[slot] = count  # all but the new one: a step may have computed more, or less, than it planned
         self.counters.generated_tokens += 1
         self.counters.generated_layers += depth
+        self.counters.token_layers[min(depth, self.cache.num_layers)] += 1
         params = sequence.params
         may_stop = sequence.step >= params.min_tokens
         if may_stop and token in sequence.eos_token_ids:

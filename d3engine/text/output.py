@@ -99,6 +99,7 @@ class _Request:
     arrival_time: float
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     first_token_time: float | None = None
+    last_token_time: float | None = None
     prompt_given: list[int] | None = None
     num_prompt_logprobs_given: int = 0
 
@@ -120,6 +121,7 @@ class _Request:
 
     def _output(self, prompt_token_ids: list[int], answers: list[CompletionOutput], since: int) -> RequestOutput:
         sequences = [answer.sequence for answer in self.answers]
+        scheduled = [sequence.scheduled_time for sequence in sequences if sequence.scheduled_time is not None]
         drafts = [sequence.draft for sequence in sequences if sequence.draft is not None]
         return RequestOutput(
             request_id=self.request_id,
@@ -138,6 +140,8 @@ class _Request:
                 num_discarded_tokens=sum(draft.num_discarded for draft in drafts),
                 num_discarded_layers=sum(draft.discarded_layers for draft in drafts),
                 num_verifications=sum(draft.num_verifications for draft in drafts),
+                first_scheduled_time=min(scheduled, default=None),
+                last_token_time=self.last_token_time,
             ),
             num_cached_tokens=max(sequence.num_cached_tokens for sequence in sequences),
         )
@@ -204,6 +208,7 @@ class OutputProcessor:
     def process(self, plan: Plan, sampled: Sampled, tokens: Iterable[TokenOutput]) -> list[RequestOutput]:
         """Take in a step's tokens; returns the requests that have grown or finished, in the order of the batch."""
         grown: dict[str, _Request] = {}
+        now = time.monotonic()
         for rows, found in zip(plan.prompt_rows, sampled.prompt_logprobs, strict=True):
             request = self._requests[rows.sequence.request_id]
             try:
@@ -213,7 +218,7 @@ class OutputProcessor:
                 grown[request.request_id] = request
         for token in tokens:
             request = self._requests[token.sequence.request_id]
-            self._take(request, token)
+            self._take(request, token, now)
             grown[request.request_id] = request
         return self._outputs(grown.values())
 
@@ -240,10 +245,12 @@ class OutputProcessor:
                 outputs.append(request.output())
         return outputs
 
-    def _take(self, request: _Request, token: TokenOutput) -> None:
-        """Add one token to its answer; a fault here ends the request and nobody else's."""
-        if request.first_token_time is None:
-            request.first_token_time = time.monotonic()
+    def _take(self, request: _Request, token: TokenOutput, now: float) -> None:
+        """Add one token, taken at the time `now`, to its answer; a fault here ends the request and nobody else's."""
+        if token.token_id is not None:
+            request.last_token_time = now
+            if request.first_token_time is None:
+                request.first_token_time = now
         answer = request.answers[token.sequence.index]
         try:
             self._append(answer, token)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from scripted import LAYERS, greedy
 from stepping import finish
 
 from d3engine import D3, Engine
+from d3engine.request.timings import Histogram, Tally, Timings
 from d3engine.stats import EngineStats
 
 
@@ -17,7 +20,8 @@ def test_stats_count_what_the_engine_has_done_and_holds(make_engine: Callable[..
     engine = make_engine(depth=policy, block_size=4, max_num_seqs=2)
     empty = engine.stats()
     total = engine.scheduler.cache.pool.num_blocks
-    assert empty == EngineStats(0, 0, 0, 0, 0, 0, 0, None, None, total, 0, 0, 0, 0, 0)
+    nothing = EngineStats(0, 0, 0, 0, 0, 0, 0, None, None, total, 0, 0, 0, 0, 0)
+    assert empty == replace(nothing, token_layers=(0,) * (LAYERS + 1))
     prompt = list(range(10, 20))
     for name in ("a", "b", "c"):
         engine.add_request(name, prompt, greedy(10, ignore_eos=True))
@@ -65,5 +69,81 @@ def test_metrics_come_in_their_order(engine: Engine) -> None:
     output = engine.generate("a", greedy(3), use_tqdm=False)[0].metrics
     assert output.first_token_time is not None
     assert output.finished_time is not None
-    assert output.arrival_time <= output.first_token_time <= output.finished_time
+    assert output.first_scheduled_time is not None
+    assert output.last_token_time is not None
+    times = (output.arrival_time, output.first_scheduled_time, output.first_token_time)
+    assert sorted(times) == list(times)
+    assert output.first_token_time < output.last_token_time <= output.finished_time
+    parts = (output.queue_seconds, output.prefill_seconds, output.decode_seconds)
+    assert sum(seconds for seconds in parts if seconds is not None) == pytest.approx(
+        output.last_token_time - output.arrival_time
+    )
     assert output.num_preemptions == 0
+
+
+def test_who_waits_for_a_place_has_been_scheduled_when_it_gets_one_and_once(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(max_num_seqs=1)
+    for name in ("first", "second"):
+        engine.add_request(name, "a", greedy(3))
+    engine.step()
+    (sequence,) = engine.scheduler.running
+    scheduled = sequence.scheduled_time
+    engine.scheduler._preempt(sequence)
+    done = finish(engine)
+    first, second = done["first"].metrics, done["second"].metrics
+    assert first.first_scheduled_time == scheduled, "it was scheduled before it was sent back"
+    assert first.last_token_time is not None
+    assert second.first_scheduled_time is not None
+    assert second.first_scheduled_time >= first.last_token_time
+
+
+def test_a_request_that_ends_before_its_turn_has_neither_been_scheduled_nor_any_token(engine: Engine) -> None:
+    engine.add_request("a", "a", greedy(3))
+    engine.abort_request("a")
+    metrics = engine.step()[0].metrics
+    assert (metrics.first_scheduled_time, metrics.first_token_time, metrics.last_token_time) == (None, None, None)
+    assert (metrics.queue_seconds, metrics.prefill_seconds, metrics.decode_seconds) == (None, None, None)
+    assert engine.stats().queue_seconds.count == 0
+
+
+def test_every_step_and_every_finished_request_is_in_the_histograms(make_engine: Callable[..., Engine]) -> None:
+    policy = D3(0.5, 0.25)
+    engine = make_engine(depth=policy, max_num_seqs=2)
+    engine.generate([[9, 10, 11]] * 3, greedy(4, ignore_eos=True), use_tqdm=False)
+    engine.add_request("left", [9, 10], greedy(9))
+    engine.step()
+    engine.abort_request("left")
+    stats = engine.stats()
+    assert stats.step_seconds.count == stats.step_rows.count == stats.num_steps == 9
+    # Two prompts of three and their answers, one prompt alone with its answer, and the first step of another.
+    assert stats.step_rows.sum == (6 + 3 * 2) + (3 + 3) + 2
+    assert dict(zip(stats.step_rows.bounds, stats.step_rows.counts, strict=False)) == {
+        **dict.fromkeys(stats.step_rows.bounds, 0),
+        1: 3,
+        2: 4,
+        4: 1,
+        8: 1,
+    }
+    assert stats.queue_seconds.count == stats.prefill_seconds.count == stats.decode_seconds.count == 4
+    assert (stats.last_step_rows, stats.layers_full) == (2, 13 * LAYERS)
+    depths = [*policy.schedule(LAYERS).depths(4).tolist() * 3, LAYERS]
+    assert stats.layers_run == sum(depths)
+    assert stats.token_layers == tuple(depths.count(depth) for depth in range(LAYERS + 1))
+
+
+def test_a_run_of_steps_counts_as_so_many_of_equal_length() -> None:
+    timings = Timings()
+    timings.count_steps(4, 64, begun=time.monotonic() - 0.4)
+    seconds, rows = timings.step_seconds.histogram(), timings.step_rows.histogram()
+    assert (seconds.count, rows.count, rows.sum) == (4, 4, 4 * 64)
+    assert timings.last_step_seconds is not None
+    assert seconds.sum == pytest.approx(4 * timings.last_step_seconds)
+    assert timings.last_step_seconds >= 0.1
+    assert rows.counts[rows.bounds.index(64)] == 4
+
+
+def test_a_value_is_counted_below_the_least_bound_that_it_does_not_exceed() -> None:
+    tally = Tally((1.0, 2.0))
+    for value in (0.0, 1.0, 1.5, 2.0, 2.5, 9.0):
+        tally.add(value)
+    assert tally.histogram() == Histogram((1.0, 2.0), (2, 2, 2), 16.0)
