@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from ahead import greedy
 from tiny_models import TinyLlama
 
 from d3engine import D3, Engine, FullDepth
+from d3engine.errors import InvalidValueError
 from d3engine.executor.native import MAX_SINGLE_ROWS
 from d3engine.kernels.native.library import LibraryMissing, library
+from d3engine.model.config import ModelConfig
+from d3engine.model.weights import LayerWeights, LlamaWeights, load_weights
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**22, "skip_tokenizer_init": True}
 
@@ -74,3 +80,57 @@ def test_short_prompts_share_a_step_with_answers_under_way(engines: tuple[Engine
     for name, answer in wanted.items():
         assert (done[name].token_ids, done[name].depths) == (answer.token_ids, answer.depths)
     assert native.stats().eager_steps == before
+
+
+def with_last_layer(weights: LlamaWeights, change: Callable[[LayerWeights], dict[str, Any]]) -> LlamaWeights:
+    *others, last = weights.layers
+    return replace(weights, layers=[*others, replace(last, **change(last))])
+
+
+STRANGE: dict[str, tuple[dict[str, Any], Callable[[LlamaWeights], LlamaWeights]]] = {
+    "knows no torch.float16 matrices": ({}, lambda w: with_last_layer(w, lambda layer: {"qkv": layer.qkv.half()})),
+    "is not contiguous torch.float32": ({}, lambda w: replace(w, lm_head=w.lm_head.t().contiguous().t())),
+    "the sizes of the model do not fit": (
+        {
+            "hidden_size": 130,
+            "num_attention_heads": 65,
+            "num_key_value_heads": 1,
+            "head_dim": 2,
+        },  # more heads to one than it has room for
+        lambda w: w,
+    ),
+}
+
+
+@pytest.mark.parametrize("said", STRANGE)
+def test_weights_that_the_library_does_not_know_decode_by_pytorch_which_is_said_once_with_the_reason(
+    tiny_llama: Callable[..., TinyLlama], caplog: pytest.LogCaptureFixture, said: str
+) -> None:
+    sizes, change = STRANGE[said]
+    directory = tiny_llama(seed=12, **sizes).directory
+    usual = load_weights(
+        directory,
+        ModelConfig.from_directory(directory),
+        dtype=torch.float32,
+        weight_dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    options = OPTIONS | {"weights": change(usual)}
+    with caplog.at_level(logging.WARNING), Engine(directory, **options) as engine:
+        assert engine.stats().executor == "eager"
+        (answer,) = engine.generate([[5, 9, 200]], greedy(FullDepth()), use_tqdm=False)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "PyTorch alone, which takes several times longer" in warning
+    assert said in warning
+    with Engine(directory, enforce_eager=True, **options) as asked_for:
+        (wanted,) = asked_for.generate([[5, 9, 200]], greedy(FullDepth()), use_tqdm=False)
+    assert answer.outputs[0].token_ids == wanted.outputs[0].token_ids
+
+
+def test_who_asks_for_the_library_is_told_why_it_cannot_decode(
+    tiny_llama: Callable[..., TinyLlama], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("D3ENGINE_KERNELS", "native")
+    sizes, _ = STRANGE["the sizes of the model do not fit"]
+    with pytest.raises(InvalidValueError, match=r"D3ENGINE_KERNELS.*the sizes of the model do not fit each other"):
+        Engine(tiny_llama(seed=12, **sizes).directory, **OPTIONS)
