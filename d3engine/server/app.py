@@ -18,10 +18,16 @@ from starlette.routing import BaseRoute, Route
 
 from d3engine.depth.policy import calibrated_for, policy_from_directory
 from d3engine.server.errors import RequestError, as_request_error, error_response
+from d3engine.server.guards.exchange import log_exchange
+from d3engine.server.guards.stack import guards
+from d3engine.server.guards.traffic import Traffic
 from d3engine.server.model_ids import ModelIds
 from d3engine.server.routes.models import list_models, show_model
 from d3engine.server.served import Served
 from d3engine.server.settings import ServerSettings
+
+QUEUE_PER_SEQUENCE = 4
+"""Requests that may wait for each that may run, unless the settings say otherwise."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -52,9 +58,10 @@ def create_app(client: Any, settings: ServerSettings) -> Starlette:
         client: the engine, which the caller closes after the app has ended.
         settings: what the server's owner has decided.
     """
+    traffic = Traffic(_places(client, settings))
     app = Starlette(
         routes=list(ROUTES),
-        middleware=[],
+        middleware=guards(settings.guards, traffic, log_exchange),
         exception_handlers={HTTPException: _no_route, Exception: _failed},
     )
     models = ModelIds(
@@ -65,6 +72,7 @@ def create_app(client: Any, settings: ServerSettings) -> Starlette:
         calibrated=_is_calibrated(client),
         created=int(time.time()),
     )
+    app.state.traffic = traffic
     app.state.served = Served(client, settings, models)
     return app
 
@@ -73,6 +81,13 @@ def _is_calibrated(client: Any) -> bool:
     """Whether the engine runs the very setting that calibration has left beside its weights."""
     directory = client.settings.directory
     return calibrated_for(directory) is not None and policy_from_directory(directory) == client.depth
+
+
+def _places(client: Any, settings: ServerSettings) -> int:
+    """How many sequences may run or wait."""
+    running: int = client.settings.max_num_seqs
+    waiting = settings.guards.max_queue
+    return running + (QUEUE_PER_SEQUENCE * running if waiting is None else waiting)
 
 
 async def _failed(request: Request, error: Exception) -> Response:

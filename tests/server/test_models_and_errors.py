@@ -14,7 +14,7 @@ from d3engine.server.settings import ServerSettings
 def http() -> TestClient:
     settings = ServerSettings(model_names=("demo", "org/demo"), depth_aliases={"demo-full": FullDepth()})
     engine = Engine("demo", device="cpu", kv_cache_memory_bytes=2**22)
-    return TestClient(create_app(engine, settings))
+    return TestClient(create_app(engine, settings), base_url="http://127.0.0.1:8000")
 
 
 def test_every_id_is_listed_with_the_depth_that_it_stands_for(http: TestClient) -> None:

@@ -1,0 +1,88 @@
+"""Bodies: no longer, no slower and no deeper than allowed, and JSON.
+
+The one idea: a body is read here and nowhere else, whole, before a route sees its request. What Content-Length says
+too much is refused unread; what comes in pieces is counted as it comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from d3engine.server.errors import RequestError
+from d3engine.server.guards.json_bounds import check_json_bounds
+
+WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
+"""Methods of requests whose body is read; no route takes a body by another."""
+
+
+class BodyGuard:
+    """Reads the bodies of all requests that may have one."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout: float) -> None:
+        self.app = app
+        self._max_bytes = max_bytes
+        self._timeout = timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] not in WITH_BODY:
+            await self.app(scope, receive, send)
+            return
+        self._check_head(scope)
+        body = await self._read(receive)
+        if body is None:
+            return  # the client has left, and there is nobody to answer
+        check_json_bounds(body)
+        await self.app(scope, _Replay(body, receive), send)
+
+    def _check_head(self, scope: Scope) -> None:
+        headers = dict(scope["headers"])
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit():
+            raise RequestError(400, "Content-Length must be a number of bytes.", code="invalid_content_length")
+        if len(length) > 18 or int(length) > self._max_bytes:
+            raise self._too_long()
+        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        encoding = headers.get(b"content-encoding", b"identity").strip().lower()
+        if kind != b"application/json" or encoding != b"identity":
+            message = "Send JSON as `Content-Type: application/json`, without a Content-Encoding."
+            raise RequestError(415, message, code="unsupported_media_type")
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """The whole body; None where the client left before its end."""
+        pieces, length = [], 0
+        try:
+            async with asyncio.timeout(self._timeout):
+                while True:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        return None
+                    piece = message.get("body", b"")
+                    length += len(piece)
+                    if length > self._max_bytes:
+                        raise self._too_long()
+                    pieces.append(piece)
+                    if not message.get("more_body", False):
+                        return b"".join(pieces)
+        except TimeoutError:
+            late = f"The body did not come whole within {self._timeout:g} seconds."
+            raise RequestError(408, late, code="body_timeout") from None
+
+    def _too_long(self) -> RequestError:
+        message = f"The body is longer than the {self._max_bytes} bytes that this server reads."
+        return RequestError(413, message, code="body_too_long")
+
+
+class _Replay:
+    """A body that was read, then whatever comes after it: that the client has left."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+
+    async def __call__(self) -> Message:
+        if self._body is None:
+            return await self._receive()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}

@@ -1,0 +1,101 @@
+"""Deadlines: of a whole answer, and of a client that does not read what it is sent.
+
+The one idea: sending costs two assignments. One timer for a request looks now and then whether a `send` has been
+waiting since too long ago; no timer is set for each piece of a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from d3engine.server.errors import RequestError, error_body
+
+
+class DeadlineGuard:
+    """Ends requests that take longer than `request_timeout`, or whose client stops reading for `write_timeout`."""
+
+    def __init__(self, app: ASGIApp, request_timeout: float | None, write_timeout: float) -> None:
+        self.app = app
+        self._request_timeout = request_timeout
+        self._write_timeout = write_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        writes = _WatchedWrites(send, self._write_timeout)
+        try:
+            async with asyncio.timeout(self._request_timeout) as limit:
+                await self.app(scope, receive, writes)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            await self._say(writes, send)
+        except asyncio.CancelledError:
+            if not writes.has_stalled:
+                raise
+            _uncancel()
+            scope["state"]["ended"] = "the client stopped reading"
+            abort = scope["state"].get("abort_connection")
+            if abort is not None:
+                abort()
+        finally:
+            writes.end()
+
+    async def _say(self, writes: _WatchedWrites, send: Send) -> None:
+        """The request took too long: as a status where nothing was sent, as the last event of a stream that began."""
+        message = f"The answer was not complete within the {self._request_timeout:g} seconds that it may take."
+        error = RequestError(504, message, code="request_timeout")
+        if not writes.has_begun:
+            raise error
+        if writes.is_stream and not writes.is_complete:
+            end = b"data: " + error_body(error) + b"\n\ndata: [DONE]\n\n"
+            await send({"type": "http.response.body", "body": end, "more_body": False})
+
+
+def _uncancel() -> None:
+    task = asyncio.current_task()
+    if task is not None:
+        task.uncancel()
+
+
+class _WatchedWrites:
+    """`send`, watched: cancels the task that made it where one call takes longer than `timeout`."""
+
+    def __init__(self, send: Send, timeout: float) -> None:
+        self._send = send
+        self._timeout = timeout
+        self._task = asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None
+        self._timer = self._loop.call_later(timeout, self._look)
+        self.has_stalled = False
+        self.has_begun = False
+        self.is_complete = False
+        self.is_stream = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.has_begun = True
+            kind = dict(message["headers"]).get(b"content-type", b"")
+            self.is_stream = kind.startswith(b"text/event-stream")
+        elif not message.get("more_body", False):
+            self.is_complete = True
+        self._since = self._loop.time()
+        await self._send(message)
+        self._since = None
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        waits = 0.0 if self._since is None else now - self._since
+        if waits >= self._timeout and self._task is not None:
+            self.has_stalled = True
+            self._task.cancel()
+        else:
+            self._timer = self._loop.call_later(self._timeout - waits, self._look)
+
+    def end(self) -> None:
+        """Stop watching."""
+        self._timer.cancel()

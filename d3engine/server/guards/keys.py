@@ -1,0 +1,86 @@
+"""Keys: who may call a route. All routes ask for one, but those named here.
+
+The one idea: what decides is the path that the router will see, and whatever is not named open is closed; so a route
+that is added later is guarded before anybody thinks of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from hmac import compare_digest
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from d3engine.server.errors import RequestError
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""What answers without a key: nothing of a model, of a user or of the settings."""
+METRICS_PATH = "/metrics"
+
+
+class KeySet:
+    """Some keys, known by their SHA-256 alone."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def has_any(self, given: Iterable[bytes]) -> bool:
+        """Whether one of `given` is a key, in a time that says nothing of how much of it was right, nor of which."""
+        matches = [compare_digest(_digest(one), known) for one in given for known in self._digests]
+        return any(matches)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class KeyGuard:
+    """Lets requests through that bring a key, as `Authorization: Bearer KEY` or `x-api-key: KEY`."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        api_keys: Iterable[str],
+        metrics_keys: Iterable[str],
+        open_paths: frozenset[str] = OPEN_PATHS,
+    ) -> None:
+        self.app = app
+        self._api, self._metrics = KeySet(api_keys), KeySet(metrics_keys)
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+            self._check(scope)
+        await self.app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        is_for_metrics = scope["path"] == METRICS_PATH and bool(self._metrics)
+        if not self._api and not is_for_metrics:
+            return
+        given = list(_keys_of(scope))
+        is_known = self._api.has_any(given)
+        if is_for_metrics:
+            is_known |= self._metrics.has_any(given)
+        if is_known:
+            return
+        message = (
+            "This API key is not one of the server's."
+            if given
+            else "An API key is missing: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
+        )
+        headers = {"WWW-Authenticate": "Bearer"}
+        raise RequestError(401, message, code="invalid_api_key", headers=headers)
+
+
+def _keys_of(scope: Scope) -> Iterable[bytes]:
+    for name, value in scope["headers"]:
+        if name == b"x-api-key":
+            yield value.strip()
+        elif name == b"authorization":
+            scheme, _, key = value.strip().partition(b" ")
+            if scheme.lower() == b"bearer":
+                yield key.strip()

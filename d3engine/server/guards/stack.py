@@ -1,0 +1,54 @@
+"""The guards of an app, in the order in which a request meets them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+
+from d3engine.server.guards.bodies import BodyGuard
+from d3engine.server.guards.deadlines import DeadlineGuard
+from d3engine.server.guards.exchange import ErrorAnswers, Exchange, ExchangeLog
+from d3engine.server.guards.hosts import HostGuard, hosts_of
+from d3engine.server.guards.keys import OPEN_PATHS, KeyGuard
+from d3engine.server.guards.settings import GuardSettings
+from d3engine.server.guards.traffic import Traffic, TrafficGuard
+
+SHOWN_HEADERS = ("X-Request-Id", "X-D3-Ignored-Fields", "Retry-After")
+"""What pages of other origins may read of an answer, where they may call at all."""
+
+
+def guards(
+    settings: GuardSettings,
+    traffic: Traffic,
+    note: Callable[[Exchange], None],
+    open_paths: frozenset[str] = OPEN_PATHS,
+) -> list[Middleware]:
+    """What `Starlette(middleware=...)` takes: the outermost first.
+
+    Who may call is asked before anything of a body is read; what is refused is still an answer that a page of an
+    allowed origin can read, and has its line in the log.
+    """
+    stack = [Middleware(ExchangeLog, note=note)]
+    if settings.allowed_origins:
+        stack.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.allowed_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=SHOWN_HEADERS,
+            )
+        )
+    stack.append(Middleware(ErrorAnswers))
+    hosts = hosts_of(settings)
+    if hosts is not None:
+        stack.append(Middleware(HostGuard, hosts=hosts))
+    return [
+        *stack,
+        Middleware(KeyGuard, api_keys=settings.api_keys, metrics_keys=settings.metrics_keys, open_paths=open_paths),
+        Middleware(DeadlineGuard, request_timeout=settings.request_timeout, write_timeout=settings.write_timeout),
+        Middleware(TrafficGuard, traffic=traffic),
+        Middleware(BodyGuard, max_bytes=settings.max_body_bytes, timeout=settings.body_timeout),
+    ]

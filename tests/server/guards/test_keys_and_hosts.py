@@ -1,0 +1,144 @@
+"""Who may call: keys on every route but those that are named open, hosts, and pages of other origins."""
+
+from __future__ import annotations
+
+import pytest
+from guarded_apps import JSON, GuardedApp
+
+from d3engine.server.guards import keys
+from d3engine.server.guards.settings import GuardSettings
+
+KEY, OTHER, METRICS = "a-key-of-1234", "another-key-99", "only-for-metrics"
+LOCKED = GuardSettings(api_keys=(KEY, OTHER), metrics_keys=(METRICS,))
+
+
+@pytest.fixture(scope="module")
+def locked() -> GuardedApp:
+    return GuardedApp(LOCKED)
+
+
+@pytest.mark.parametrize("key", [KEY, OTHER])
+def test_any_of_the_keys_opens_a_route_in_both_headers(locked: GuardedApp, key: str) -> None:
+    for headers in ({"Authorization": f"Bearer {key}"}, {"Authorization": f"bearer  {key} "}, {"x-api-key": key}):
+        assert locked.call("GET", "/hello", headers).status == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer"},
+        {"Authorization": f"Basic {KEY}"},
+        {"Authorization": KEY},
+        {"Authorization": f"Bearer {KEY}x"},
+        {"Authorization": f"Bearer {KEY[:-1]}"},
+        {"x-api-key": METRICS},
+        {"x-api-key": ""},
+    ],
+)
+def test_without_one_of_them_nothing_is_answered(locked: GuardedApp, headers: dict[str, str]) -> None:
+    answer = locked.call("GET", "/hello", headers)
+    assert (answer.status, answer.code) == (401, "invalid_api_key")
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert KEY.encode() not in answer.body
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/hello",
+        "/v1/models",
+        "/echo",
+        "/no/such/route",
+        "/health/",
+        "//health",
+        "/HEALTH",
+        "/health/../hello",
+        "/metrics",
+    ],
+)
+def test_every_path_is_closed_unless_it_is_named_open(locked: GuardedApp, path: str) -> None:
+    """Rows 1 and 2 of the security list: the path that is routed decides, and what is not open is closed."""
+    assert locked.call("GET", path).status == 401
+    assert locked.call("POST", path, JSON).status == 401
+    for host in ("127.0.0.1/health?", "localhost/health#"):  # what a path made from the Host header would begin with
+        assert locked.call("GET", path, {"Host": host}).status in (401, 421)
+
+
+@pytest.mark.parametrize("path", sorted(keys.OPEN_PATHS))
+def test_health_and_readiness_need_no_key(locked: GuardedApp, path: str) -> None:
+    assert locked.call("GET", path).status == 200
+
+
+def test_the_metrics_have_a_key_of_their_own_that_opens_nothing_else(locked: GuardedApp) -> None:
+    assert locked.call("GET", "/metrics", {"x-api-key": METRICS}).status == 200
+    assert locked.call("GET", "/metrics", {"x-api-key": KEY}).status == 200
+    assert locked.call("GET", "/hello", {"x-api-key": METRICS}).status == 401
+    alone = GuardedApp(GuardSettings(metrics_keys=(METRICS,)))
+    assert alone.call("GET", "/hello").status == 200
+    assert alone.call("GET", "/metrics").status == 401
+
+
+def test_keys_are_compared_as_hashes_of_one_length_all_of_them_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 3 of the security list: the time of a comparison says nothing of the key."""
+    compared: list[tuple[bytes, bytes]] = []
+
+    def note(given: bytes, known: bytes) -> bool:
+        compared.append((given, known))
+        return given == known
+
+    monkeypatch.setattr(keys, "compare_digest", note)
+    known = keys.KeySet([KEY, OTHER])
+    for given in (KEY, OTHER, KEY[:3], "x" * 10_000):
+        compared.clear()
+        known.has_any([given.encode()])
+        assert [len(one) for pair in compared for one in pair] == [32] * 4
+
+
+def test_a_refused_request_is_not_read_any_further(locked: GuardedApp) -> None:
+    async def body():  # type: ignore[no-untyped-def]
+        raise AssertionError("the body of a request without a key was read")
+        yield b""
+
+    assert locked.call("POST", "/echo", JSON, body()).status == 401
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:8000", "[::2]:8000", "", "localhost."])
+def test_a_local_server_answers_to_no_name_but_its_own(host: str) -> None:
+    answer = GuardedApp().call("GET", "/hello", {"Host": host})
+    assert (answer.status, answer.code) == (421, "host_not_allowed")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:8000", "LOCALHOST", "[::1]:8000", "127.0.0.1:1"])
+def test_its_own_names_are_those_of_this_machine(host: str) -> None:
+    assert GuardedApp().call("GET", "/hello", {"Host": host}).status == 200
+
+
+def test_further_names_are_answered_to_where_they_are_allowed() -> None:
+    local = GuardedApp(GuardSettings(allowed_hosts=("models.example",)))
+    assert local.call("GET", "/hello", {"Host": "models.example:80"}).status == 200
+    assert local.call("GET", "/hello", {"Host": "localhost"}).status == 200
+    public = GuardedApp(GuardSettings(host="0.0.0.0", allow_no_key=True))
+    assert public.call("GET", "/hello", {"Host": "anything.example"}).status == 200
+    named = GuardedApp(GuardSettings(host="0.0.0.0", allow_no_key=True, allowed_hosts=("models.example",)))
+    assert named.call("GET", "/hello", {"Host": "anything.example"}).status == 421
+    anyone = GuardedApp(GuardSettings(allowed_hosts=("*",)))
+    assert anyone.call("GET", "/hello", {"Host": "evil.example"}).status == 200
+
+
+def test_pages_of_other_origins_are_told_nothing_unless_their_origin_is_allowed() -> None:
+    asked = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+    closed = GuardedApp().call("GET", "/hello", asked)
+    assert not [name for name in closed.headers if name.startswith("access-control")]
+    assert GuardedApp().call("OPTIONS", "/echo", asked).status == 405
+    settings = GuardSettings(api_keys=(KEY,), allowed_origins=("https://page.example",))
+    opened = GuardedApp(settings)
+    preflight = opened.call("OPTIONS", "/echo", asked)
+    assert preflight.status == 200  # a browser sends no key with it
+    assert preflight.headers["access-control-allow-origin"] == "https://page.example"
+    refused = opened.call("POST", "/echo", asked | JSON)
+    assert refused.status == 401
+    assert refused.headers["access-control-allow-origin"] == "https://page.example", "the page could not read why"
+    assert "access-control-allow-credentials" not in refused.headers
+    other = opened.call("GET", "/hello", {"Origin": "https://evil.example", "x-api-key": KEY})
+    assert "access-control-allow-origin" not in other.headers
