@@ -18,6 +18,7 @@ if not (_PACKAGE / "kernels").is_dir() and (_PACKAGE.parent / "kernels").is_dir(
 
 _PUBLIC = {
     "Engine": "d3engine.engine",
+    "AsyncEngine": "d3engine.async_engine.async_engine",
     "LLM": "d3engine.integrations.llm",
     "SamplingParams": "d3engine.request.params",
     "RequestOutput": "d3engine.request.outputs",
@@ -39,12 +40,14 @@ _PUBLIC = {
     "InvalidValueError": "d3engine.errors",
     "ModelFormatError": "d3engine.errors",
     "EngineBusyError": "d3engine.errors",
+    "EngineClosedError": "d3engine.errors",
     "EngineDeadError": "d3engine.errors",
 }
 
 __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
+    from d3engine.async_engine.async_engine import AsyncEngine as AsyncEngine
     from d3engine.depth import D3 as D3
     from d3engine.depth import EarlyExit as EarlyExit
     from d3engine.depth import FullDepth as FullDepth
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
     from d3engine.engine import Engine as Engine
     from d3engine.errors import D3EngineError as D3EngineError
     from d3engine.errors import EngineBusyError as EngineBusyError
+    from d3engine.errors import EngineClosedError as EngineClosedError
     from d3engine.errors import EngineDeadError as EngineDeadError
     from d3engine.errors import InvalidValueError as InvalidValueError
     from d3engine.errors import ModelFormatError as ModelFormatError

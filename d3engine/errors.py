@@ -49,6 +49,10 @@ class EngineDeadError(D3EngineError, RuntimeError):
     """The engine met a fault of its own and has ended; every later call raises this, with the fault as its cause."""
 
 
+class EngineClosedError(D3EngineError, RuntimeError):
+    """The engine is closed, or takes no more requests because it soon will be."""
+
+
 class EngineBusyError(D3EngineError, RuntimeError):
     """A call came while another was running; nothing was done, and the running one goes on."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from d3engine.errors import D3EngineError, EngineDeadError
+from d3engine.errors import EngineClosedError, EngineDeadError
 
 
 class Life:
@@ -21,12 +21,12 @@ class Life:
         return self._fault is None
 
     def check_open(self) -> None:
-        """Raises `D3EngineError` once the engine is closed."""
+        """Raises `EngineClosedError` once the engine is closed."""
         if self._closed:
-            raise D3EngineError("the engine is closed")
+            raise EngineClosedError("the engine is closed")
 
     def check(self) -> None:
-        """Raises `D3EngineError` once the engine is closed, `EngineDeadError` once a fault has ended it."""
+        """Raises `EngineClosedError` once the engine is closed, `EngineDeadError` once a fault has ended it."""
         self.check_open()
         if self._fault is not None:
             raise EngineDeadError(f"the engine has ended: {self._fault!r}") from self._fault

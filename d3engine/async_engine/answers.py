@@ -1,0 +1,157 @@
+"""The outputs of one request as an iterator, for a task that awaits them or a thread that blocks for them.
+
+The one idea: a request lives as long as somebody may still read it. Its end, an error, a cancelled task, `close` and
+the garbage collector all lead to the same place, and what has not finished by then is aborted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Self
+
+from d3engine.async_engine.slots import Slot, Waker
+from d3engine.async_engine.switchboard import Switchboard
+from d3engine.async_engine.wakers import LoopWaker, ThreadWaker
+from d3engine.errors import require
+from d3engine.request.outputs import RequestOutput
+from d3engine.request.prepared import Prepared
+
+
+class _LeftError(Exception):
+    """For the one who reads while another leaves."""
+
+
+class _Reading:
+    """What both kinds have in common: a slot while the request lives."""
+
+    def __init__(self, switchboard: Switchboard) -> None:
+        self._switchboard = switchboard
+        self._slot: Slot | None = None
+        self._is_over = False
+        self._reading = threading.Lock()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._reading.acquire(blocking=False):
+            raise RuntimeError("these outputs are being read already: one reader at a time")
+        try:
+            yield
+        finally:
+            self._reading.release()
+
+    def _begin(self, prepared: Prepared, waker: Waker) -> Slot:
+        if self._is_over:
+            raise _LeftError  # while the prompt was read
+        return self._switchboard.begin(prepared, waker)
+
+    def _leave(self) -> None:
+        self._is_over = True
+        if self._slot is not None:
+            self._switchboard.leave(self._slot.key)
+
+    def _close(self) -> None:
+        """Leave, and let go who may be reading."""
+        self._leave()
+        if self._slot is not None:
+            self._switchboard.tell(self._slot, _LeftError())
+
+    def __del__(self) -> None:
+        if not self._is_over:
+            self._leave()
+
+
+class AsyncAnswer(_Reading):
+    """The outputs of one request, for one task; begun when the first is asked for.
+
+    Leaving it in any way ends the request within one step of the engine.
+    """
+
+    def __init__(
+        self, switchboard: Switchboard, waker: Callable[[], LoopWaker], prepare: Callable[[], Awaitable[Prepared]]
+    ) -> None:
+        super().__init__(switchboard)
+        self._find_waker = waker
+        self._prepare = prepare
+        self._waker: LoopWaker | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._is_over:
+            raise StopAsyncIteration
+        with self._alone():
+            try:
+                if self._slot is None or self._waker is None:
+                    prepared = await self._prepare()
+                    self._waker = self._find_waker()
+                    self._slot = self._begin(prepared, self._waker)
+                output: RequestOutput = await self._waker.take(self._slot)
+            except _LeftError:
+                raise StopAsyncIteration from None
+            except BaseException:
+                self._leave()
+                raise
+        if output.finished:
+            self._leave()
+        return output
+
+    async def aclose(self) -> None:
+        """End the request, if it has not ended. Idempotent."""
+        self._close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self._close()
+
+
+class Answer(_Reading):
+    """The outputs of one request, for one thread; begun when the first is asked for.
+
+    Leaving it in any way ends the request within one step of the engine.
+    """
+
+    def __init__(self, switchboard: Switchboard, prepare: Callable[[], Prepared]) -> None:
+        super().__init__(switchboard)
+        self._prepare = prepare
+        self._waker = ThreadWaker()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> RequestOutput:
+        if self._is_over:
+            raise StopIteration
+        with self._alone():
+            try:
+                if self._slot is None:
+                    self._slot = self._begin(self._prepare(), self._waker)
+                output: RequestOutput = self._waker.take(self._slot)
+            except _LeftError:
+                raise StopIteration from None
+            except BaseException:
+                self._leave()
+                raise
+        if output.finished:
+            self._leave()
+        return output
+
+    def close(self) -> None:
+        """End the request, if it has not ended. Idempotent."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._close()
+
+
+def check_alone(params: object, request_id: object, priority: object) -> None:
+    """Refuse what would stand beside a prepared request, which has all of it."""
+    for name, value, default in (("params", params, None), ("request_id", request_id, None), ("priority", priority, 0)):
+        require(value == default, name, value, f"{default} beside a prepared request, which has its own")

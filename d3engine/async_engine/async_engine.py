@@ -1,0 +1,222 @@
+"""AsyncEngine: many callers at once, each awaiting his own answer, over one engine that steps on a thread of its own.
+
+Prompts are read in a small pool, so that neither the event loop nor a running step waits for a tokenizer; a step's
+outputs come to an event loop in one call, whoever reads them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any, Self
+
+from d3engine.async_engine.answers import AsyncAnswer, check_alone
+from d3engine.async_engine.client import Heartbeat
+from d3engine.async_engine.engine_thread import EngineThread
+from d3engine.async_engine.sync_engine import SyncEngine
+from d3engine.async_engine.wakers import LoopWaker
+from d3engine.engine import Engine
+from d3engine.errors import EngineClosedError
+from d3engine.loading.facts import Facts
+from d3engine.request.params import SamplingParams
+from d3engine.request.prepared import Prepared
+from d3engine.stats import EngineStats
+from d3engine.text.chat_prompts import Messages
+from d3engine.text.prompts import Prompt
+
+STOP_SECONDS = 30.0
+"""How long `close` waits for the step that is running."""
+
+_READERS = 2  # threads that read prompts: enough to keep a step fed, and few enough to leave it the interpreter
+
+
+class AsyncEngine(Facts):
+    """An engine for many callers at once, from any event loop and any thread.
+
+    It installs no signal handlers. Its thread ends with `close`, with `async with`, or when nobody holds it any more.
+
+    Args:
+        model: as for `Engine`.
+        engine_arguments: as for `Engine`.
+
+    Raises:
+        InvalidValueError, ModelFormatError, MissingExtraError, FailedError: as `Engine` does.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], **engine_arguments: Any) -> None:
+        self._begin(Engine(model, **engine_arguments))
+
+    @classmethod
+    def from_engine(cls, engine: Engine, *, before_step: Callable[[], object] | None = None) -> Self:
+        """Take over an engine, which nobody else may use from now on; it is closed with this one.
+
+        `before_step` is called before each step, on the engine's thread: for tests, which make it hang or fail there.
+        """
+        self = cls.__new__(cls)
+        self._begin(engine, before_step)
+        return self
+
+    def _begin(self, engine: Engine, before_step: Callable[[], object] | None = None) -> None:
+        self.settings = engine.settings
+        self.tokenizer = engine.tokenizer
+        self.default_sampling_params = engine.default_sampling_params
+        self._engine = engine
+        self._pool = ThreadPoolExecutor(_READERS, "d3engine-reader")
+        self._thread = EngineThread(engine, before_step)
+        self._switchboard = self._thread.switchboard
+        self._wakers: weakref.WeakValueDictionary[int, LoopWaker] = weakref.WeakValueDictionary()
+        self._end = weakref.finalize(self, _end, self._thread, self._pool, STOP_SECONDS)
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    async def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> Prepared:
+        """Read and check a request for `generate`, without side effects. Raises `InvalidValueError`."""
+        prepared: Prepared = await self._in_pool(self._engine.prepare, prompt, params, request_id, priority)
+        return prepared
+
+    def generate(
+        self,
+        prompt: Prompt | Prepared,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> AsyncAnswer:
+        """The outputs of one request, to be read with `async for`; nothing happens before.
+
+        What they hold says `params.output_kind`; deltas that wait for a slow reader are merged into one. The end of the
+        loop, a cancelled task, `aclose()` or forgetting the iterator ends the request within one step. The arguments
+        are those of `Engine.prepare`, or what `prepare` returned, alone.
+
+        The iterator raises `InvalidValueError` for what can never run, `EngineDeadError` as soon as the engine has
+        ended by a fault, and `EngineClosedError`.
+        """
+        if not isinstance(prompt, Prepared):
+            read = partial(self.prepare, prompt, params, request_id=request_id, priority=priority)
+            return AsyncAnswer(self._switchboard, self._waker, read)
+        check_alone(params, request_id, priority)
+
+        async def as_it_is() -> Prepared:
+            return prompt
+
+        return AsyncAnswer(self._switchboard, self._waker, as_it_is)
+
+    def chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        **template_arguments: Any,
+    ) -> AsyncAnswer:
+        """The outputs that answer a conversation, as `generate` gives them; further arguments are `Engine.chat`'s."""
+
+        async def read() -> Prepared:
+            prompt = await self.chat_prompt(messages, **template_arguments)
+            return await self.prepare(prompt, params, request_id=request_id, priority=priority)
+
+        return AsyncAnswer(self._switchboard, self._waker, read)
+
+    async def chat_prompt(self, messages: Messages, **template_arguments: Any) -> dict[str, list[int]]:
+        """The prompt of a conversation as token ids, for `generate`; the arguments are those of `Engine.chat`."""
+        prompt: dict[str, list[int]] = await self._in_pool(self._engine.chat_prompt, messages, **template_arguments)
+        return prompt
+
+    async def abort(self, request_id: str) -> None:
+        """End a request: its reader gets a last output with finish_reason "abort". Unknown ids are passed over."""
+        self._switchboard.abort(request_id)
+
+    def sync(self) -> SyncEngine:
+        """The same engine for threads, which block for what they want."""
+        prepare, chat_prompt = (partial(self._read, read) for read in (self._engine.prepare, self._engine.chat_prompt))
+        return SyncEngine(self, self._switchboard, prepare, chat_prompt)
+
+    # -- the engine itself -----------------------------------------------------------------------------------------
+
+    async def stats(self) -> EngineStats:
+        """What the engine holds now, and what it has done since it began; asked between two steps."""
+        stats: EngineStats = await self._ask("stats")
+        return stats
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all shared prompt blocks; running requests keep theirs."""
+        await self._ask("reset_prefix_cache")
+
+    def heartbeat(self) -> Heartbeat:
+        """Whether the engine still works, without asking it."""
+        switchboard = self._switchboard
+        last_turn = max(self._thread.last_turn, switchboard.busy_since)
+        return Heartbeat(last_turn, switchboard.is_working, None if switchboard.end is None else str(switchboard.end))
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Take no more requests, and wait until all have been read to their end or left.
+
+        Returns whether that was so within `timeout` seconds; those that go on then go on, until `close`.
+        """
+        waker = self._waker()
+        slot = self._switchboard.drain(waker)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                return bool(await waker.take(slot))
+        return False
+
+    async def close(self) -> None:
+        """End the engine after the step that is running; whoever still waits gets `EngineClosedError`. Idempotent."""
+        await asyncio.get_running_loop().run_in_executor(None, self._end)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _waker(self) -> LoopWaker:
+        """The one of the running event loop, which lives as long as anybody waits there."""
+        loop = asyncio.get_running_loop()
+        waker = self._wakers.get(id(loop))
+        if waker is None:
+            self._wakers[id(loop)] = waker = LoopWaker(loop)
+        return waker
+
+    async def _ask(self, method: str) -> Any:
+        waker = self._waker()
+        slot = self._switchboard.ask(method, waker)
+        try:
+            return await waker.take(slot)
+        finally:
+            self._switchboard.leave(slot.key)
+
+    async def _in_pool(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        self._switchboard.check()
+        read = partial(self._read, function, *arguments, **named)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, read)
+
+    def _read(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """What the engine reads of a request; why it has ended, if it has."""
+        self._switchboard.check()
+        try:
+            return function(*arguments, **named)
+        except EngineClosedError:  # which it also is after a fault
+            self._switchboard.check()
+            raise
+
+
+def _end(thread: EngineThread, pool: ThreadPoolExecutor, timeout: float) -> None:
+    """Holds nothing of the AsyncEngine's, so that it can be forgotten."""
+    thread.stop(timeout)
+    pool.shutdown(wait=False)

@@ -1,0 +1,149 @@
+"""The loop that owns an engine: take in what callers want, step, hand over what came of it, all at once.
+
+It knows neither event loops nor processes: messages come through an inbox, and replies leave through a function that
+gets all of a step's together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol, TypeAlias
+
+from d3engine.async_engine.messages import ASKED, Abort, Add, Ask, Leave, Message, Stop
+from d3engine.errors import EngineDeadError
+from d3engine.request.outputs import RequestOutput
+from d3engine.request.prepared import Prepared
+from d3engine.stats import EngineStats
+
+Reply: TypeAlias = "tuple[int, Any]"
+"""A key, and for it an output, what a method returned, or the exception that ended it."""
+
+
+class Steppable(Protocol):
+    """What the loop needs of `Engine`."""
+
+    def add(self, prepared: Prepared) -> str: ...
+
+    def step(self) -> list[RequestOutput]: ...
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None: ...
+
+    def has_unfinished_requests(self) -> bool: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def reset_prefix_cache(self) -> None: ...
+
+
+class EngineLoop:
+    """One engine, which nobody else may touch from now on.
+
+    Args:
+        engine: the engine, which whoever has called `run` closes.
+        hand_over: gets the replies of a step; must not raise.
+        before_step: called before each step; for tests, which make it hang or fail there.
+
+    Attributes:
+        inbox: where messages are put, by any thread.
+        last_turn: when it last began to wait or to step, in seconds of `time.monotonic()`.
+    """
+
+    def __init__(
+        self,
+        engine: Steppable,
+        hand_over: Callable[[list[Reply]], None],
+        before_step: Callable[[], object] | None = None,
+    ) -> None:
+        self.inbox: SimpleQueue[Message] = SimpleQueue()
+        self.last_turn = time.monotonic()
+        self._engine = engine
+        self._hand_over = hand_over
+        self._before_step = before_step
+        self._keys: dict[str, int] = {}
+        self._ids: dict[int, str] = {}
+        self._replies: list[Reply] = []
+        self._has_aborted = False
+        self._stopped = False
+
+    def run(self) -> None:
+        """Work until told to stop. Raises whatever ends the engine."""
+        while not self._stopped:
+            self._take_in()
+            if not self._stopped and self._engine.has_unfinished_requests():
+                self._step()
+            self._send()
+
+    def _take_in(self) -> None:
+        """Do what has been asked for; wait for it if there is nothing else to do."""
+        self._turn()
+        if not self._engine.has_unfinished_requests():
+            message = self.inbox.get()
+            self._turn()
+            self._do(message)
+        while not self._stopped:
+            try:
+                message = self.inbox.get_nowait()
+            except Empty:
+                break
+            self._do(message)
+        self._send()
+
+    def _do(self, message: Message) -> None:
+        match message:
+            case Add(key, prepared):
+                self._answer(key, lambda: self._add(key, prepared))
+            case Leave(key):
+                self._leave(key)
+            case Abort(request_id):
+                self._engine.abort_request(request_id)
+                self._has_aborted = True
+            case Ask(key, method):
+                assert method in ASKED
+                self._answer(key, lambda: self._replies.append((key, getattr(self._engine, method)())))
+            case Stop():
+                self._stopped = True
+
+    def _answer(self, key: int, act: Callable[[], None]) -> None:
+        """What fails here is one caller's fault, unless it has ended the engine."""
+        try:
+            act()
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            self._replies.append((key, error))
+
+    def _add(self, key: int, prepared: Prepared) -> None:
+        if self._has_aborted:
+            self._step()  # an id is free again when its last output has been taken
+        request_id = self._engine.add(prepared)
+        self._keys[request_id], self._ids[key] = key, request_id
+
+    def _leave(self, key: int) -> None:
+        request_id = self._ids.pop(key, None)
+        if request_id is not None:
+            del self._keys[request_id]
+            self._engine.abort_request(request_id)
+            self._has_aborted = True
+
+    def _step(self) -> None:
+        self._turn()
+        if self._before_step is not None:
+            self._before_step()
+        self._has_aborted = False
+        for output in self._engine.step():
+            key = self._keys.get(output.request_id)
+            if key is None:
+                continue  # its reader has left
+            self._replies.append((key, output))
+            if output.finished:
+                del self._keys[output.request_id], self._ids[key]
+
+    def _send(self) -> None:
+        if self._replies:
+            replies, self._replies = self._replies, []
+            self._hand_over(replies)
+
+    def _turn(self) -> None:
+        self.last_turn = time.monotonic()

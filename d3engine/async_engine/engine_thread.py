@@ -1,0 +1,53 @@
+"""An engine on a thread of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from d3engine.async_engine.engine_loop import EngineLoop
+from d3engine.async_engine.messages import Message, Stop
+from d3engine.async_engine.switchboard import Switchboard
+from d3engine.engine import Engine
+from d3engine.errors import EngineClosedError, EngineDeadError
+
+
+class EngineThread:
+    """Runs the loop of one engine; whatever ends it, its readers hear of."""
+
+    def __init__(self, engine: Engine, before_step: Callable[[], object] | None = None) -> None:
+        self.switchboard = Switchboard(self.send)
+        self._engine = engine
+        self._loop = EngineLoop(engine, self.switchboard.deliver, before_step)
+        # Nobody waits for a hung one when Python ends.
+        self._thread = threading.Thread(target=self._run, name="d3engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def last_turn(self) -> float:
+        """When the loop last began to wait or to step, in seconds of `time.monotonic()`."""
+        return self._loop.last_turn
+
+    def send(self, message: Message) -> None:
+        """Tell the loop; any thread may."""
+        self._loop.inbox.put(message)
+
+    def stop(self, timeout: float) -> None:
+        """Close the engine after the step that is running; one that takes longer than `timeout` seconds is left."""
+        self.send(Stop())
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+        if self._thread.is_alive():
+            self.switchboard.end_all(EngineDeadError(f"the engine has not ended within {timeout:g} seconds"))
+
+    def _run(self) -> None:
+        end: Exception = EngineClosedError("the engine is closed")
+        try:
+            self._loop.run()
+        except EngineDeadError as error:
+            end = error
+        except BaseException as fault:
+            end = EngineDeadError(f"the engine has ended: {fault!r}")
+            end.__cause__ = fault
+        self.switchboard.end_all(end)
+        self._engine.close()

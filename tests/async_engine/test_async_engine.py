@@ -1,0 +1,433 @@
+"""An engine for many callers at once: each gets his own answer, nobody's leaving or mistake touches another's."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from batches import assert_same, some_requests
+from deltas import joined
+from stepping import greedy
+
+from d3engine import AsyncEngine, Engine, EngineClosedError, EngineDeadError, InvalidValueError, RequestOutputKind
+
+PROMPT, OTHER = [11, 12, 13], [21, 22]
+DELTA = RequestOutputKind.DELTA
+Make = Callable[..., AsyncEngine]
+
+
+async def last_of(stream: Any) -> Any:
+    """The last output of a request."""
+    last = None
+    async for output in stream:
+        last = output
+    return last
+
+
+def answer_of(engine: Engine, prompt: list[int], max_tokens: int = 8) -> Any:
+    """What an engine of one's own answers."""
+    return engine.generate(prompt, greedy(max_tokens), use_tqdm=False)[0].outputs
+
+
+async def nothing_runs(engine: AsyncEngine) -> bool:
+    """Whether the engine holds nothing of any request, as it says now, before any further step."""
+    stats = await engine.stats()
+    return (stats.num_running, stats.num_waiting, stats.kv_blocks_in_use) == (0, 0, 0)
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------
+
+
+def test_64_streams_at_once_are_the_same_requests_alone(make_async: Make, make_engine: Callable[..., Engine]) -> None:
+    requests = some_requests(7, 16)
+    alone = make_engine(enforce_eager=True, enable_prefix_caching=False)
+    want = [alone.generate(list(r.prompt), r.params, use_tqdm=False)[0] for r in requests]
+
+    async def read(engine: AsyncEngine, nth: int) -> Any:
+        request = requests[nth % 16]
+        params = replace(request.params, output_kind=DELTA)
+        stream = engine.generate(list(request.prompt), params, priority=request.priority)
+        return joined([output async for output in stream])
+
+    async def main() -> None:
+        engine = make_async(max_num_seqs=8, max_num_batched_tokens=32)
+        got = await asyncio.gather(*(read(engine, nth) for nth in range(64)))
+        for nth in range(64):
+            assert_same(got[nth], want[nth % 16])
+        assert await nothing_runs(engine)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_outputs_hold_what_their_kind_says(make_async: Make, kind: RequestOutputKind) -> None:
+    async def main() -> None:
+        stream = make_async().generate(PROMPT, greedy(5, output_kind=kind))
+        outputs = [output async for output in stream]
+        lengths = [len(output.outputs[0].token_ids) for output in outputs]
+        assert outputs[-1].finished
+        assert sum(lengths) == 5 if kind is DELTA else lengths[-1] == 5
+        assert len(outputs) == 1 or kind is not RequestOutputKind.FINAL_ONLY
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_deltas_that_wait_for_a_slow_reader_are_merged_into_one(make_async: Make, n: int) -> None:
+    params = replace(greedy(20, logprobs=1, prompt_logprobs=1, output_kind=DELTA), temperature=1.0, seed=3, n=n)
+
+    async def main() -> None:
+        engine = make_async()
+        want = joined([output async for output in engine.generate(PROMPT, params)])
+        stream = engine.generate(PROMPT, params)
+        first = await anext(stream)
+        while engine.heartbeat().is_working:  # without a turn of the event loop, which knows of nothing until then
+            time.sleep(0.001)
+        rest = [output async for output in stream]
+        assert len(rest) == 1
+        assert_same(joined([first, *rest]), want)
+
+    asyncio.run(main())
+
+
+def test_a_conversation_is_answered_by_its_template(make_engine: Callable[..., Engine]) -> None:
+    asked = [{"role": "user", "content": "Tom has 5"}]
+    template = "{{ messages[0].content }} apples"
+
+    async def main() -> None:
+        async with AsyncEngine("demo", device="cpu", kv_cache_memory_bytes=2**24) as engine:
+            want = await engine.chat_prompt(asked, chat_template=template)
+            output = await last_of(engine.chat(asked, greedy(3), chat_template=template))
+            assert output.prompt_token_ids == want["prompt_token_ids"]
+            assert "apples" in engine.get_tokenizer().decode(output.prompt_token_ids)
+            threaded = list(engine.sync().chat(asked, greedy(3), chat_template=template))
+            assert threaded[-1].outputs == output.outputs
+
+    asyncio.run(main())
+
+
+def test_a_prepared_request_is_run_as_it_is(make_async: Make, make_engine: Callable[..., Engine]) -> None:
+    async def main() -> None:
+        engine = make_async()
+        prepared = await engine.prepare(PROMPT, greedy(), request_id="mine", priority=2)
+        assert not engine.heartbeat().is_working
+        output = await last_of(engine.generate(prepared))
+        assert (output.request_id, output.outputs) == ("mine", answer_of(make_engine(), PROMPT))
+        for wrong in ({"params": greedy()}, {"request_id": "other"}, {"priority": 1}):
+            with pytest.raises(InvalidValueError, match=f"{next(iter(wrong))} must be .* beside a prepared request"):
+                engine.generate(prepared, **wrong)
+
+    asyncio.run(main())
+
+
+# -- leaving ---------------------------------------------------------------------------------------------------------
+
+
+async def break_off(stream: Any) -> None:
+    async for _ in stream:
+        break
+
+
+async def forget(stream: Any) -> None:
+    await anext(stream)
+
+
+async def close(stream: Any) -> None:
+    await anext(stream)
+    await stream.aclose()
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+
+
+async def run_out_of_time(stream: Any) -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(last_of(stream), timeout=0.01)
+
+
+async def be_cancelled(stream: Any) -> None:
+    await anext(stream)
+    task = asyncio.create_task(last_of(stream))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def fail(stream: Any) -> None:
+    with suppress(ZeroDivisionError):
+        async for _ in stream:
+            1 / 0
+
+
+@pytest.mark.parametrize("leave", [break_off, forget, close, run_out_of_time, be_cancelled, fail])
+def test_leaving_ends_the_request_with_the_step_that_is_running(
+    make_async: Make, gate: Any, make_engine: Callable[..., Engine], leave: Callable[[Any], Awaitable[None]]
+) -> None:
+    async def main() -> None:
+        engine = make_async()
+        gate.shut(after=3)
+        await leave(engine.generate(PROMPT, greedy(50)))
+        gc.collect()  # an exception's traceback may hold the iterator
+        gate.open()
+        assert await nothing_runs(engine)
+        assert gate.num_steps <= 5  # the last computes nothing: it hands out the end, which nobody reads
+        assert (await last_of(engine.generate(PROMPT, greedy()))).outputs == answer_of(make_engine(), PROMPT)
+
+    asyncio.run(main())
+
+
+def test_an_id_may_be_used_again_as_soon_as_its_reader_has_left(make_async: Make) -> None:
+    async def main() -> None:
+        engine = make_async()
+        for _ in range(3):
+            await break_off(engine.generate(PROMPT, greedy(50), request_id="a"))
+        assert (await last_of(engine.generate(OTHER, greedy(2), request_id="a"))).prompt_token_ids == OTHER
+        assert await nothing_runs(engine)
+
+    asyncio.run(main())
+
+
+def test_whoever_reads_while_another_task_closes_is_let_go(make_async: Make, gate: Any) -> None:
+    async def main() -> None:
+        engine = make_async()
+        gate.shut()
+        stream = engine.generate(PROMPT, greedy(50))
+        reader = asyncio.create_task(last_of(stream))
+        await asyncio.to_thread(gate.wait_until_held)
+        with pytest.raises(RuntimeError, match="one reader at a time"):
+            await anext(stream)
+        await stream.aclose()
+        assert await reader is None
+        gate.open()
+        assert await nothing_runs(engine)
+
+    asyncio.run(main())
+
+
+def test_an_aborted_request_has_a_last_output_that_says_so(make_async: Make, gate: Any) -> None:
+    async def main() -> None:
+        engine = make_async()
+        gate.shut(after=1)
+        stream = engine.generate(PROMPT, greedy(50), request_id="a")
+        await anext(stream)
+        gate.open()
+        await engine.abort("nobody")
+        await engine.abort("a")
+        assert (await last_of(stream)).outputs[0].finish_reason == "abort"
+        assert await nothing_runs(engine)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_a_closed_event_loop_takes_its_own_requests_with_it_and_no_others(
+    make_async: Make, gate: Any, make_engine: Callable[..., Engine], num_steps: int
+) -> None:
+    engine, kept = make_async(), []
+
+    async def begin_and_forget() -> None:
+        stream = engine.generate(PROMPT, greedy(50))
+        await anext(stream)
+        kept.append(stream)  # so that nothing but the closed loop ends it
+
+    async def main() -> None:
+        gate.shut(after=num_steps)
+        await asyncio.to_thread(asyncio.run, begin_and_forget())
+        gate.open()
+        mine = await last_of(engine.generate(OTHER, greedy(10)))
+        assert mine.outputs == answer_of(make_engine(), OTHER, 10)
+        while not await nothing_runs(engine):
+            await asyncio.sleep(0)
+        assert gate.num_steps < 50
+
+    asyncio.run(main())
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_mistake_of_one_caller_is_raised_to_him_alone(
+    make_async: Make, gate: Any, make_engine: Callable[..., Engine]
+) -> None:
+    async def main() -> None:
+        engine = make_async()
+        gate.shut(after=1)
+        first = engine.generate(PROMPT, greedy(), request_id="a")
+        await anext(first)
+        with pytest.raises(InvalidValueError, match="prompt_token_ids must be"):
+            await anext(engine.generate([10**6], greedy()))
+        taken = asyncio.create_task(anext(engine.generate(OTHER, greedy(), request_id="a")))
+        while not engine._thread._loop.inbox.qsize():
+            await asyncio.sleep(0)
+        gate.open()
+        with pytest.raises(InvalidValueError, match="request_id must be an id of no unfinished request"):
+            await taken
+        assert (await last_of(first)).outputs == answer_of(make_engine(), PROMPT)
+
+    asyncio.run(main())
+
+
+def test_a_dead_engine_is_told_to_every_caller_at_once_and_to_those_who_come_later(make_async: Make, gate: Any) -> None:
+    async def main() -> None:
+        engine = make_async()
+        gate.shut()
+        readers = [asyncio.create_task(last_of(engine.generate(PROMPT, greedy(50)))) for _ in range(5)]
+        await asyncio.to_thread(gate.wait_until_held)
+        asked = asyncio.create_task(engine.stats())
+        await asyncio.sleep(0)
+        threaded = engine.sync()
+        gate.fault = ZeroDivisionError("in the middle of a step")
+        gate.open()
+        calls: list[Any] = [*readers, asked, last_of(engine.generate(PROMPT)), engine.stats()]
+        calls += [engine.prepare(PROMPT), engine.abort("a"), asyncio.to_thread(threaded.stats)]
+        told = await asyncio.gather(*calls, return_exceptions=True)
+        assert {type(error) for error in told} == {EngineDeadError}
+        assert {error.__cause__ for error in told} == {gate.fault}
+        assert len(set(map(id, told))) == len(told)
+        heartbeat = engine.heartbeat()
+        assert "in the middle of a step" in str(heartbeat.error)
+        assert not heartbeat.is_working
+
+    asyncio.run(main())
+
+
+def test_the_heartbeat_tells_a_hung_engine_from_one_that_has_rested(make_async: Make, gate: Any) -> None:
+    async def main() -> None:
+        engine = make_async()
+        assert not engine.heartbeat().is_working
+        gate.shut()
+        before = time.monotonic()
+        task = asyncio.create_task(last_of(engine.generate(PROMPT, greedy(3))))
+        await asyncio.to_thread(gate.wait_until_held)
+        hung = engine.heartbeat()
+        assert hung.is_working
+        assert hung.error is None
+        assert before <= hung.last_turn <= time.monotonic()
+        assert engine.heartbeat() == hung  # time goes on, the engine does not
+        gate.open()
+        await task
+        await engine.stats()
+        rested = engine.heartbeat()
+        assert not rested.is_working
+        assert rested.last_turn > hung.last_turn
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_hangs_is_left_behind_by_close(make_async: Make, gate: Any, monkeypatch: Any) -> None:
+    async def main() -> None:
+        engine = make_async()
+        gate.shut()
+        task = asyncio.create_task(last_of(engine.generate(PROMPT, greedy())))
+        await asyncio.to_thread(gate.wait_until_held)
+        await asyncio.to_thread(engine._thread.stop, 0)
+        with pytest.raises(EngineDeadError, match="has not ended within 0 seconds"):
+            await task
+
+    asyncio.run(main())
+
+
+# -- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_draining_takes_no_more_and_waits_for_the_last_reader(make_async: Make, gate: Any) -> None:
+    async def main() -> None:
+        engine = make_async()
+        gate.shut(after=1)
+        stream = engine.generate(PROMPT, greedy(5))
+        await anext(stream)
+        assert not await engine.drain(timeout=0)
+        with pytest.raises(EngineClosedError, match="takes no more requests"):
+            await anext(engine.generate(OTHER, greedy()))
+        drained = asyncio.create_task(engine.drain())
+        gate.open()
+        assert len((await last_of(stream)).outputs[0].token_ids) == 5
+        assert await drained
+        assert await engine.drain(timeout=0)
+
+    asyncio.run(main())
+
+
+def test_closing_ends_whoever_still_waits(make_async: Make, gate: Any) -> None:
+    async def main() -> None:
+        engine = make_async()
+        gate.shut()
+        task = asyncio.create_task(last_of(engine.generate(PROMPT, greedy())))
+        await asyncio.to_thread(gate.wait_until_held)
+        closing = asyncio.create_task(engine.close())
+        await asyncio.sleep(0)
+        gate.open()
+        await closing
+        with pytest.raises(EngineClosedError, match="the engine is closed"):
+            await task
+        await engine.close()
+        with pytest.raises(EngineClosedError):
+            await anext(engine.generate(PROMPT))
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_nobody_holds_ends_its_thread(make_engine: Callable[..., Engine]) -> None:
+    engine = AsyncEngine.from_engine(make_engine())
+    thread, gone = engine._thread._thread, weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+    thread.join(120)
+    assert not thread.is_alive()
+
+
+def test_signal_handlers_stay_as_they_were(make_async: Make) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+    async def main() -> None:
+        during = [signal.getsignal(number) for number in (signal.SIGTERM,)]
+        engine = make_async()
+        await last_of(engine.generate(PROMPT, greedy()))
+        assert [signal.getsignal(signal.SIGTERM)] == during
+        await engine.close()
+
+    asyncio.run(main())
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+# -- threads ---------------------------------------------------------------------------------------------------------
+
+
+def test_threads_block_for_the_same_answers(make_async: Make, make_engine: Callable[..., Engine]) -> None:
+    engine, prompts = make_async().sync(), [[10 + k, 20 + k] for k in range(8)]
+    got: dict[int, Any] = {}
+
+    def read(k: int) -> None:
+        got[k] = joined(list(engine.generate(prompts[k], greedy(output_kind=DELTA)))).outputs
+
+    threads = [threading.Thread(target=read, args=(k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    alone = make_engine()
+    assert [got[k] for k in range(8)] == [answer_of(alone, prompt) for prompt in prompts]
+
+
+def test_a_thread_that_leaves_ends_its_request(make_async: Make, gate: Any) -> None:
+    engine = make_async().sync()
+    with engine.generate(PROMPT, greedy(50)) as stream:
+        next(stream)
+    for _ in engine.generate(PROMPT, greedy(50)):
+        break
+    prepared = engine.prepare(PROMPT, greedy(50), request_id="a")
+    stream = engine.generate(prepared)
+    next(stream)
+    engine.abort("a")
+    assert list(stream)[-1].outputs[0].finish_reason == "abort"
+    assert engine.stats().num_running == engine.stats().kv_blocks_in_use == 0
