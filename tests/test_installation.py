@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -15,9 +16,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from d3engine.kernels.native.build import sources
 
-BUILD = "import setuptools.build_meta as b, sys; b.build_wheel(sys.argv[1])"
+ROOT = Path(__file__).resolve().parents[1]
+NATIVE = ROOT / "kernels" / "native"
+
+BUILD = "import setuptools.build_meta as b, sys; getattr(b, 'build_' + sys.argv[1])('.')"
 PYTHON_THAT_NOTES_ITS_ARGUMENTS = f"""#!/bin/sh
 case "$1" in -c) exec {sys.executable} "$@" ;; esac
 echo "$@" >> "$(dirname "$0")/called"
@@ -25,15 +29,28 @@ case "$*" in *--index-url*) test ! -e "$(dirname "$0")/../no torch at" ;; esac
 """
 
 
-def test_a_wheel_holds_the_bundled_model_and_building_it_warns_of_no_package(tmp_path: Path) -> None:
+def build(kind: str, tmp_path: Path) -> str:
+    """What is said while a "wheel" or an "sdist" is built in `tmp_path`, of a copy of this checkout."""
     pytest.importorskip("setuptools", minversion="77")
     for folder in ("d3engine", "kernels", "weights_tools"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, tmp_path)
-    command = [sys.executable, "-c", BUILD, str(tmp_path)]
-    built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "d3engine.demo_model" not in built.stderr
+    command = [sys.executable, "-c", BUILD, kind]
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stderr
+
+
+def test_an_sdist_holds_all_that_the_native_library_is_built_of(tmp_path: Path) -> None:
+    build("sdist", tmp_path)
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as sdist:
+        held = {Path(*Path(name).parts[1:]) for name in sdist.getnames()}
+    needed = {Path("setup.py"), *(path.relative_to(ROOT) for path in (NATIVE / "build.py", *sources(NATIVE)))}
+    assert needed <= held
+    assert Path("kernels/native/libd3native.so") not in held  # which was built for this machine
+
+
+def test_a_wheel_holds_the_bundled_model_and_building_it_warns_of_no_package(tmp_path: Path) -> None:
+    assert "d3engine.demo_model" not in build("wheel", tmp_path)
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         held = set(wheel.namelist())
     model = {
