@@ -11,6 +11,7 @@ Prompts, replays and whatever else is not plain decoding go through the eager ex
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,6 +28,9 @@ from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.model.llama import Llama
 from d3engine.plan import Chosen, Plan, RunAhead
 from d3engine.request.choice import Choice
+
+MAX_GRAPHS = 2048
+"""Graphs to keep: several times what one policy needs (sizes times depths), but each request may bring its own."""
 
 Step = Callable[[], None]
 """Carries out one decode step on the rows that stand in device memory."""
@@ -133,7 +137,7 @@ class GraphExecutor:
         numbers = self._sizes[-1] * (3 + config.num_layers)
         self._from_host = torch.empty(numbers, dtype=torch.int64, pin_memory=eager.device.type == "cuda")
         self._choice = DeviceChoice(eager.model, self._sizes[-1], eager.device)
-        self._graphs: dict[_Shape, Step] = {}
+        self._graphs: OrderedDict[_Shape, Step] = OrderedDict()  # the one used last stands last
         self.max_steps = max_steps
         self.stats = eager.stats
         self.stats.executor = "CUDA graphs"
@@ -185,6 +189,9 @@ class GraphExecutor:
             stats.graphs_captured += 1
             stats.graph_capture_seconds += time.perf_counter() - begun
             stats.graph_memory_bytes = self._recorder.memory_bytes()
+            if len(self._graphs) > MAX_GRAPHS:
+                self._graphs.popitem(last=False)  # a run that needs it holds it until its tokens are there
+        self._graphs.move_to_end(shape)
         return self._graphs[shape]
 
     def _step(self, rows: DecodeRows, shape: _Shape) -> None:

@@ -15,6 +15,7 @@ from ahead import Solo, greedy, steps_by_itself, unread
 from batches import CONFIG, LAYERS, Request, assert_same, block_bytes, kv_is_back, wide
 
 from d3engine import D3, Engine, FullDepth, InvalidValueError, SamplingParams, UnifiedSkip, Waves
+from d3engine.executor import cuda_graph
 from d3engine.executor.cuda_graph import GraphExecutor, batch_sizes
 from d3engine.loading import resolve
 from d3engine.model.config import ModelConfig
@@ -177,6 +178,22 @@ def test_a_graph_is_captured_once_for_each_depth_and_size(graphs: Callable[..., 
         engine.generate([[n, n + 1] for n in range(batch)], params, use_tqdm=False)
         assert engine.stats().graphs_captured == sizes * len(depths)
     assert engine.stats().graph_capture_seconds > 0
+
+
+def test_of_too_many_graphs_those_used_longest_ago_go_and_come_again_when_they_are_needed(
+    graphs: Callable[..., Engine], solo: Solo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single run needs more of them than are kept here."""
+    monkeypatch.setattr(cuda_graph, "MAX_GRAPHS", 2)
+    engine, captured = graphs(max_num_seqs=8, num_scheduler_steps=40), []
+    assert isinstance(engine.executor, GraphExecutor)
+    for policy in (D3(0.9, 0.5), FullDepth(), FullDepth(), D3(0.9, 0.5)):
+        request = Request((5, 6, 7), greedy(policy, 40))
+        assert_same(engine.generate([5, 6, 7], request.params, use_tqdm=False)[0], solo(request))
+        assert len(engine.executor._graphs) <= 2
+        captured.append(engine.stats().graphs_captured)
+    assert captured[0] > 2
+    assert captured[1] == captured[2] < captured[3]
 
 
 def test_batch_sizes_reach_what_is_asked_and_waste_little() -> None:
