@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import orjson
 from starlette.responses import Response
 
-from d3engine.errors import EngineDeadError, InvalidValueError
+from d3engine.errors import EngineClosedError, EngineDeadError, InvalidValueError
 
 _log = logging.getLogger(__name__)
 
@@ -96,5 +96,7 @@ def as_request_error(error: Exception) -> RequestError:
         return invalid(error.field, f"{error}.")
     if isinstance(error, EngineDeadError):
         return RequestError(503, "The engine has ended after a fault of its own.", code="engine_dead")
+    if isinstance(error, EngineClosedError):
+        return RequestError(503, "The server is about to end.", code="shutting_down")
     _log.error("a request failed", exc_info=error)
     return RequestError(500, "The server failed on this request.", code="internal_error")

@@ -1,25 +1,71 @@
-"""What every route needs: the engine, the settings, and the ids under which the model is served."""
+"""What every route needs: the engine, the settings, and what is known of the requests at work."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, cast
+import time
+from functools import cached_property
+from typing import cast
 
 from starlette.requests import Request
 
+from d3engine.async_engine.client import EngineClient
+from d3engine.depth.policy import calibrated_for, policy_from_directory
+from d3engine.request.params import SamplingParams
+from d3engine.server.asking.depth import DepthPolicies
+from d3engine.server.asking.ignored import IgnoredFields
 from d3engine.server.model_ids import ModelIds
 from d3engine.server.settings import ServerSettings
+from d3engine.text.token_texts import TokenTexts
+from d3engine.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
 class Served:
-    """One engine behind one app."""
+    """One engine behind one app.
 
-    client: Any
-    settings: ServerSettings
-    models: ModelIds
+    Attributes:
+        client: the engine, which the app uses and does not own.
+        settings: what the server's owner has decided.
+        models: the ids of the model.
+        depths: reads the depths of requests, and knows which are at work.
+        ignored: names the fields that nobody knows.
+    """
+
+    def __init__(self, client: EngineClient, settings: ServerSettings) -> None:
+        self.client = client
+        self.settings = settings
+        self.models = ModelIds(
+            settings,
+            own=client.depth,
+            num_layers=client.config.num_layers,
+            max_model_len=client.max_model_len,
+            calibrated=_is_calibrated(client),
+            created=int(time.time()),
+        )
+        self.depths = DepthPolicies(settings, client.depth)
+        self.ignored = IgnoredFields()
+
+    @cached_property
+    def texts(self) -> TokenTexts:
+        """What the model's tokens read as."""
+        return TokenTexts(self.tokenizer)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's; a server without one could answer nothing."""
+        assert self.client.tokenizer is not None
+        return self.client.tokenizer
+
+    def hidden_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that are in no text of a request."""
+        return self.tokenizer.special_ids if params.skip_special_tokens else frozenset()
 
 
 def served_by(request: Request) -> Served:
     """The engine behind the app that took this request."""
     return cast(Served, request.app.state.served)
+
+
+def _is_calibrated(client: EngineClient) -> bool:
+    """Whether the engine runs the very setting that calibration has left beside its weights."""
+    directory = client.settings.directory
+    return calibrated_for(directory) is not None and policy_from_directory(directory) == client.depth

@@ -1,0 +1,1 @@
+"""From the engine's outputs to answers, whole or as streams."""

@@ -1,0 +1,54 @@
+"""What is told of depth, where a request asks for it (`return_depths`): `d3ext`, by token and over the request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from d3engine.depth import Schedule
+from d3engine.request.outputs import CompletionOutput
+from d3engine.request.prepared import Prepared
+from d3engine.server.answering.job import Job
+from d3engine.server.shapes.answers import DepthSummary
+
+
+class DepthCount:
+    """The layers that the tokens of one request ran."""
+
+    def __init__(self, job: Job[Any]) -> None:
+        self._job = job
+        self._layers = 0
+        self._tokens: dict[tuple[int, int], int] = {}
+
+    def add(self, number: int, answer: CompletionOutput) -> None:
+        """Take in what is new of one choice of the prompt of this number."""
+        self._layers += sum(answer.depths)
+        key = number, answer.index
+        self._tokens[key] = self._tokens.get(key, 0) + len(answer.depths)
+
+    def summary(self) -> DepthSummary:
+        num_layers = self._job.served.client.config.num_layers
+        tokens = sum(self._tokens.values())
+        saved = [self._blocks_saved(self._job.prepared[number], length) for (number, _), length in self._tokens.items()]
+        return {
+            "policy": self._job.policy.describe(),
+            "num_layers": num_layers,
+            "mean_layers": self._layers / tokens if tokens else None,
+            "layers_run": self._layers,
+            "layers_saved": num_layers * tokens - self._layers,
+            "kv_bytes_saved": sum(saved) * self._job.served.client.settings.block_bytes,
+        }
+
+    def _blocks_saved(self, prepared: Prepared, length: int) -> int:
+        """Blocks that a sequence did not hold at its end although full depth would, of `length` generated tokens."""
+        if prepared.draft_rule is not None or length == 0:
+            return 0
+        size = self._job.served.client.settings.block_size
+        entries = len(prepared.prompt_token_ids) + length - 1  # the last token is never fed
+        return layers_given_back(prepared.schedule, length) * -(-entries // size)
+
+
+def layers_given_back(schedule: Schedule, step: int) -> int:
+    """Layers whose entries are gone before this step: those that run no more, where nothing fills them."""
+    if schedule.on_skip != "none":
+        return 0
+    return schedule.num_layers - schedule.depth_at(step)

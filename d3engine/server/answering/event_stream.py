@@ -1,0 +1,111 @@
+"""Server-sent events: one write for each output, comments into silence, and errors where a client looks for them.
+
+The one idea: nothing is sent before the first event is there. Until then an error is an HTTP status, as everywhere
+else; only after it does it become an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from d3engine.server.answering.running import unless_disconnected
+from d3engine.server.errors import as_request_error, error_body
+
+COMMENT = b": still here\n\n"
+DONE = b"data: [DONE]\n\n"
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+
+def event(content: bytes) -> bytes:
+    """One event."""
+    return b"data: " + content + b"\n\n"
+
+
+class EventStream(Response):
+    """A response of events, which ends with [DONE]; a client that leaves ends its requests.
+
+    Args:
+        events: each item is one or more whole events. An error before the first is raised; a later one ends the stream.
+        headers: further ones of the response.
+        ping_interval: seconds of silence after which a comment keeps proxies from hanging up; 0: never.
+    """
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None, *, ping_interval: float
+    ) -> None:
+        super().__init__(headers={**HEADERS, **(headers or {})})
+        del self.headers["content-length"]
+        self._events = events
+        self._ping_interval = ping_interval or None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_disconnected(receive, self._run(send))
+
+    async def _run(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            first = asyncio.ensure_future(anext(events))
+            try:
+                await asyncio.wait({first}, timeout=self._ping_interval)
+                if first.done() and (error := first.exception()) is not None:
+                    raise error
+                await self._send_all(first, events, _Writer(send, self.raw_headers))
+            finally:
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
+
+    async def _send_all(
+        self, first: asyncio.Future[bytes], events: AsyncGenerator[bytes, None], writer: _Writer
+    ) -> None:
+        await writer.start()
+        pinging = asyncio.ensure_future(writer.ping(self._ping_interval)) if self._ping_interval else None
+        try:
+            await writer.write(await first)
+            async for content in events:
+                await writer.write(content)
+        except Exception as error:
+            await writer.write(event(error_body(as_request_error(error))))
+        finally:
+            if pinging is not None:
+                pinging.cancel()
+                await asyncio.gather(pinging, return_exceptions=True)
+        await writer.end()
+
+
+class _Writer:
+    """The sending side; each write is of whole events, so that a comment never falls into one."""
+
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        self._send = send
+        self._headers = headers
+        self._num_writes = 0
+
+    async def start(self) -> None:
+        await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+
+    async def write(self, content: bytes) -> None:
+        self._num_writes += 1
+        await self._send(_body(content, more=True))
+
+    async def ping(self, interval: float) -> None:
+        """Write a comment whenever nothing was written for an interval, until cancelled."""
+        while True:
+            before = self._num_writes
+            await asyncio.sleep(interval)
+            if self._num_writes == before:
+                await self.write(COMMENT)
+
+    async def end(self) -> None:
+        await self._send(_body(DONE, more=False))
+
+
+def _body(content: bytes, *, more: bool) -> Message:
+    return {"type": "http.response.body", "body": content, "more_body": more}

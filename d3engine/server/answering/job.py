@@ -1,0 +1,43 @@
+"""A request over HTTP that has been checked wholly: nothing in it can be refused any more."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from d3engine.depth import DepthPolicy
+from d3engine.request.prepared import Prepared
+from d3engine.server.served import Served
+from d3engine.server.shapes.requests import Common
+
+C = TypeVar("C", bound=Common)
+
+
+@dataclass(frozen=True)
+class Job(Generic[C]):
+    """One request over HTTP, with its prompts as the engine takes them.
+
+    `depth` is the request's own policy, None where it has the engine's. `id` is for the answer alone: no client can
+    choose it.
+    """
+
+    served: Served
+    asked: C
+    model: str
+    prepared: Sequence[Prepared]
+    depth: DepthPolicy | None
+    id_prefix: str
+    id: str = field(init=False)
+    created: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "id", f"{self.id_prefix}-{uuid.uuid4().hex}")
+        object.__setattr__(self, "created", int(time.time()))
+
+    @property
+    def policy(self) -> DepthPolicy:
+        """The policy that it runs under."""
+        return self.depth or self.served.client.depth

@@ -1,0 +1,101 @@
+"""The prompts of one request run at once; whoever stops reading ends them all."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from typing import Any, TypeVar, cast
+
+from starlette.types import Receive
+
+from d3engine.request.outputs import RequestOutput
+from d3engine.request.prepared import Prepared
+from d3engine.server.answering.job import Job
+from d3engine.server.errors import RequestError
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+async def outputs_of(job: Job[Any]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """The outputs of all prompts as they come, each with its prompt's number.
+
+    Raises `RequestError` for a depth too many at work, and where one of the prompts fails.
+    """
+    with job.served.depths.at_work(job.depth):
+        if len(job.prepared) == 1:
+            async with aclosing(_outputs(job, job.prepared[0])) as outputs:
+                async for output in outputs:
+                    yield 0, output
+            return
+        async with aclosing(_merged(job)) as merged:
+            async for found in merged:
+                yield found
+
+
+async def _outputs(job: Job[Any], prepared: Prepared) -> AsyncGenerator[RequestOutput, None]:
+    # What a client gives can be closed, be it a generator or not.
+    given = cast("AsyncGenerator[RequestOutput, None]", job.served.client.generate(prepared))
+    async with aclosing(given) as outputs:
+        async for output in outputs:
+            _check_sound(output)
+            yield output
+
+
+async def _merged(job: Job[Any]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Of several prompts. Each waits for its reader, so that no more than one output of each is kept here."""
+    found: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(1)
+
+    async def read(number: int) -> None:
+        try:
+            async with aclosing(_outputs(job, job.prepared[number])) as outputs:
+                async for output in outputs:
+                    await found.put((number, output))
+        except Exception as error:
+            await found.put((number, error))
+
+    readers = [asyncio.create_task(read(number)) for number in range(len(job.prepared))]
+    try:
+        unfinished = len(readers)
+        while unfinished:
+            number, output = await found.get()
+            if isinstance(output, Exception):
+                raise output
+            unfinished -= output.finished
+            yield number, output
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+def _check_sound(output: RequestOutput) -> None:
+    """Raise `RequestError` for a request that the engine has given up, whose text is no answer."""
+    for answer in output.outputs:
+        if answer.finish_reason == "abort":
+            _log.error("request %s ended before its time: %s", output.request_id, answer.stop_reason)
+            raise RequestError(500, "The engine failed on this request.", code="request_failed")
+
+
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
+    """What `work` comes to, or None if the client leaves before; `work` is then cancelled, and has ended.
+
+    The body must have been read, so that the next message is the client's leaving.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        for task in (watching, working):
+            task.cancel()
+        await asyncio.gather(watching, working, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,115 @@
+"""The two ways in which any answer goes out: whole, or as a stream of chunks."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from d3engine.request.outputs import RequestOutput
+from d3engine.server.answering.event_stream import EventStream
+from d3engine.server.answering.job import Job
+from d3engine.server.answering.running import outputs_of, unless_disconnected
+from d3engine.server.answering.tally import Tally
+from d3engine.server.answers import json_response
+from d3engine.server.errors import RequestError
+from d3engine.server.shapes.requests import StreamOptions
+
+
+class Writer(Protocol):
+    """What an interface makes of outputs."""
+
+    kind: str
+    """What it calls an answer."""
+    chunk_kind: str
+    """And a chunk of one."""
+
+    def taken(self, output: RequestOutput) -> RequestOutput:
+        """What of an output counts."""
+
+    def choices(self, outputs: Sequence[RequestOutput]) -> Sequence[Mapping[str, Any]]:
+        """The choices of a whole answer, from the whole output of each prompt."""
+
+    def chunks(self, number: int, output: RequestOutput) -> Sequence[Mapping[str, Any]]:
+        """What is new of the choices of one prompt, one entry for each chunk."""
+
+    def extras(self, outputs: Sequence[RequestOutput]) -> Mapping[str, Any]:
+        """Further fields of a whole answer, or, of no outputs yet, of a stream's first chunk."""
+
+
+async def answer(request: Request, job: Job[Any], writer: Writer, headers: Mapping[str, str]) -> Response:
+    """Run a job and answer as its request asks for. Raises `RequestError` where the server has no room for it."""
+    sequences = sum(prepared.params.n for prepared in job.prepared)
+    request.state.place.take(sequences - 1)  # it has one already
+    if job.asked.stream:
+        return EventStream(_events(job, writer), headers, ping_interval=job.served.settings.sse_keep_alive_seconds)
+    found = await unless_disconnected(request.receive, _whole(job, writer))
+    if found is None:
+        raise RequestError(499, "The client has left.", code="client_closed_request")
+    return json_response(found, headers)
+
+
+async def _whole(job: Job[Any], writer: Writer) -> dict[str, Any]:
+    tally = Tally(job)
+    outputs: dict[int, RequestOutput] = {}
+    async with aclosing(outputs_of(job)) as found:
+        async for number, output in found:
+            outputs[number] = writer.taken(output)
+            tally.add(number, outputs[number])
+    in_order = [outputs[number] for number in range(len(job.prepared))]
+    return {
+        **_head(job, writer.kind),
+        "choices": writer.choices(in_order),
+        "usage": tally.usage(),
+        **writer.extras(in_order),
+        **tally.depth(),
+    }
+
+
+async def _events(job: Job[Any], writer: Writer) -> AsyncGenerator[bytes, None]:
+    """Each item holds the events of one output, so that it is one write."""
+    options = job.asked.stream_options or StreamOptions()
+    tally = Tally(job)
+    frame = _Frame(_head(job, writer.chunk_kind))
+    tail: dict[str, Any] = {"usage": None} if options.include_usage else {}
+    first: Mapping[str, Any] = writer.extras([])
+    async with aclosing(outputs_of(job)) as found:
+        async for number, given in found:
+            output = writer.taken(given)
+            tally.add(number, output)
+            chunks = writer.chunks(number, output)
+            if not chunks:
+                continue
+            if options.continuous_usage_stats:
+                tail = {"usage": tally.usage()}
+            last = tally.depth() if tally.is_finished else {}
+            yield frame.events(chunks, {**tail, **first}, {**tail, **last})
+            first = {}
+    if options.include_usage:
+        yield frame.event([], {"usage": tally.usage()})
+
+
+def _head(job: Job[Any], kind: str) -> dict[str, Any]:
+    return {"id": job.id, "object": kind, "created": job.created, "model": job.model}
+
+
+class _Frame:
+    """What all chunks of a stream have in common, encoded once."""
+
+    def __init__(self, head: Mapping[str, Any]) -> None:
+        self._before = b"data: " + orjson.dumps(head)[:-1] + b',"choices":'
+
+    def event(self, choices: Sequence[Mapping[str, Any]], tail: Mapping[str, Any]) -> bytes:
+        after = b"," + orjson.dumps(tail)[1:] if tail else b"}"
+        return self._before + orjson.dumps(choices) + after + b"\n\n"
+
+    def events(self, choices: Sequence[Mapping[str, Any]], first: Mapping[str, Any], last: Mapping[str, Any]) -> bytes:
+        """One event for each choice, since some clients look at the first alone; with what goes into the first of them
+        and into the last."""
+        end = len(choices) - 1
+        tails = [{**(first if i == 0 else {}), **(last if i == end else {})} for i in range(len(choices))]
+        return b"".join(self.event([choice], tail) for choice, tail in zip(choices, tails, strict=True))

@@ -1,0 +1,1 @@
+"""From the bytes of a body to requests that the engine has checked."""

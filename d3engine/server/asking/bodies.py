@@ -1,0 +1,104 @@
+"""A body becomes one of the shapes, or an error that names the field.
+
+The one idea: no field is ignored in silence. One that is honoured has a place in the shape; one that asks for something
+which is not done here is refused by name (`refused.py`); any other is taken, and the answer names it.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any, TypeVar, get_args
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+
+from d3engine.errors import NOTHING, must_be
+from d3engine.server.asking.refused import check_refused, taken_names
+from d3engine.server.errors import invalid
+from d3engine.server.served import served_by
+
+_EXPECTED = re.compile(r"Expected `([^`]+)`(?:, got `[^`]+`)?(?: - at `\$(.*)`)?")
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+_WORDS = {
+    "str": "a string",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+
+S = TypeVar("S", bound=Struct)
+
+
+async def read_body(request: Request, shape: type[S]) -> tuple[S, dict[str, str]]:
+    """The body as that shape, and the header that names what of it was ignored, if anything.
+
+    Raises `RequestError` (400) for what is no JSON object, has a field of the wrong type, lacks one, or asks for
+    something that is refused.
+    """
+    content = _json_object(await request.body())
+    check_refused(content, shape)
+    asked = _as_shape(content, shape)
+    unknown = [name for name in content if name not in _known(shape)]
+    unknown += _unknown_inside(content, shape)
+    return asked, served_by(request).ignored.header(unknown)
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    try:
+        content = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
+        raise invalid(None, f"The body is no JSON: {error}.", "invalid_json") from None
+    if not isinstance(content, dict):
+        raise invalid(None, "The body must be a JSON object.", "invalid_json")
+    return content
+
+
+def _as_shape(content: dict[str, Any], shape: type[S]) -> S:
+    try:
+        return msgspec.convert(content, shape)
+    except msgspec.ValidationError as error:
+        raise _wrong(content, str(error)) from None
+
+
+def _wrong(content: dict[str, Any], said: str) -> Exception:
+    """What msgspec says, in the words of all other errors."""
+    if missing := _MISSING.match(said):
+        return invalid(missing[1], f"{missing[1]} must be given.", "missing_required_parameter")
+    found = _EXPECTED.match(said)
+    if found is None:
+        return invalid(None, f"The body does not fit: {said}.", "invalid_type")
+    kinds = [_WORDS.get(kind, kind) for kind in found[1].split(" | ")]
+    place = (found[2] or "").removeprefix(".")
+    param = re.split(r"[.\[]", place, maxsplit=1)[0]
+    value = content.get(param, NOTHING) if place == param else NOTHING
+    return invalid(param or None, must_be(place or "the body", value, " or ".join(kinds)) + ".", "invalid_type")
+
+
+@cache
+def _known(shape: type[Struct]) -> frozenset[str]:
+    return frozenset(shape.__struct_fields__) | taken_names(shape)
+
+
+@cache
+def _structs_inside(shape: type[Struct]) -> dict[str, type[Struct]]:
+    """The fields of a shape that are shapes themselves."""
+    found = {}
+    for field in msgspec.structs.fields(shape):
+        for kind in (field.type, *get_args(field.type)):
+            if isinstance(kind, type) and issubclass(kind, Struct):
+                found[field.name] = kind
+    return found
+
+
+def _unknown_inside(content: dict[str, Any], shape: type[Struct]) -> list[str]:
+    unknown = []
+    for name, inner in _structs_inside(shape).items():
+        given = content.get(name)
+        if isinstance(given, dict):
+            unknown += [f"{name}.{field}" for field in given if field not in inner.__struct_fields__]
+    return unknown

@@ -1,0 +1,92 @@
+"""A request for a chat, from its body to a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from starlette.requests import Request
+
+from d3engine.errors import InvalidValueError
+from d3engine.server.answering.job import Job
+from d3engine.server.asking.bodies import read_body
+from d3engine.server.asking.depth import DEPTH_HEADER
+from d3engine.server.asking.prompts import prepare_all
+from d3engine.server.asking.sampling import check_num_logprobs, check_stream_options, sampling_params
+from d3engine.server.errors import RequestError, invalid
+from d3engine.server.served import Served, served_by
+from d3engine.server.shapes.requests import ChatRequest, TokenizeRequest
+
+
+async def chat_job(request: Request) -> tuple[Job[ChatRequest], dict[str, str]]:
+    """What to run, wholly checked, and headers for the answer. Raises `RequestError` and `InvalidValueError`."""
+    served = served_by(request)
+    asked, headers = await read_body(request, ChatRequest)
+    model = served.models.check(asked.model)
+    depth = served.depths.read(model, asked.depth, request.headers.get(DEPTH_HEADER))
+    check_stream_options(asked)
+    check_num_logprobs("prompt_logprobs", asked.prompt_logprobs, served.settings)
+    decided = {"max_tokens": _max_tokens(asked), "logprobs": _num_logprobs(asked, served)}
+    with _by_its_names(asked):
+        params = sampling_params(asked, served.client.default_sampling_params, depth, **decided)
+        prompt = await chat_prompt(served, asked, asked.messages)
+        prepared = await prepare_all(
+            served, [prompt], params, priority=asked.priority, max_tokens=decided["max_tokens"]
+        )
+    return Job(served, asked, model, prepared, depth, id_prefix="chatcmpl"), headers
+
+
+async def chat_prompt(
+    served: Served, asked: ChatRequest | TokenizeRequest, messages: list[dict[str, Any]]
+) -> Mapping[str, list[int]]:
+    """The prompt of a conversation by the model's template. Raises `RequestError` and `InvalidValueError`."""
+    if asked.chat_template is not None and not served.settings.trust_request_chat_template:
+        message = "chat_template must be absent, since this server takes no templates of requests."
+        raise invalid("chat_template", message, "unsupported_parameter")
+    continues = bool(asked.continue_final_message)
+    begins = not continues if asked.add_generation_prompt is None else asked.add_generation_prompt
+    try:
+        found: Mapping[str, list[int]] = await served.client.chat_prompt(
+            messages,
+            chat_template=asked.chat_template,
+            add_generation_prompt=begins,
+            continue_final_message=continues,
+            chat_template_kwargs=asked.chat_template_kwargs,
+        )
+        return found
+    except InvalidValueError as error:
+        if error.field == "chat_template" and asked.chat_template is None:  # its message names a directory
+            message = "The model has no chat template; POST /v1/completions takes prompts as they are."
+            raise invalid("messages", message, "no_chat_template") from None
+        raise
+
+
+def _max_tokens(asked: ChatRequest) -> int | None:
+    """Under its new name or its old one; None: up to the end of the model's context."""
+    new, old = asked.max_completion_tokens, asked.max_tokens
+    if new is not None and old is not None and new != old:
+        raise invalid("max_tokens", f"max_tokens must be absent or max_completion_tokens={new}; got {old}.")
+    return old if new is None else new
+
+
+def _num_logprobs(asked: ChatRequest, served: Served) -> int | None:
+    check_num_logprobs("top_logprobs", asked.top_logprobs, served.settings)
+    if asked.top_logprobs and not asked.logprobs:
+        raise invalid("top_logprobs", "top_logprobs must be absent or 0 unless logprobs is true.")
+    return asked.top_logprobs or 0 if asked.logprobs else None
+
+
+@contextmanager
+def _by_its_names(asked: ChatRequest) -> Iterator[None]:
+    """Errors from inside of here name the fields that a chat has."""
+    names = {"prompt": "messages"}
+    if asked.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    try:
+        yield
+    except InvalidValueError as error:
+        raise InvalidValueError(names.get(error.field, error.field), error.value, error.allowed) from None
+    except RequestError as error:
+        error.param = names.get(error.param or "", error.param)
+        raise

@@ -1,0 +1,38 @@
+"""Fields of requests that nobody here knows: taken, and named to whoever sent them."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+_log = logging.getLogger(__name__)
+
+IGNORED_FIELDS = "X-D3-Ignored-Fields"
+"""The header of an answer that names them."""
+
+MOST_NAMED = 16
+"""In one header."""
+MOST_LOGGED = 256
+"""Distinct ones that the log names, ever."""
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+class IgnoredFields:
+    """Tells clients, and once the log, which fields of their requests nobody here knows."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def header(self, unknown: list[str]) -> dict[str, str]:
+        """What the answer's headers get for these fields of its request."""
+        if not unknown:
+            return {}
+        # A name is the client's own text: what could end a header or fill it is not repeated.
+        names = [name if PLAIN_NAME.fullmatch(name) else "(unprintable)" for name in unknown]
+        fresh = sorted(set(names) - self._logged)[: MOST_LOGGED - len(self._logged)]
+        if fresh:
+            self._logged.update(fresh)
+            _log.warning("fields of requests that nobody here knows are ignored: %s", ", ".join(fresh))
+        more = len(names) - MOST_NAMED
+        shown = names[:MOST_NAMED] + ([f"and {more} more"] if more > 0 else [])
+        return {IGNORED_FIELDS: ", ".join(shown)}

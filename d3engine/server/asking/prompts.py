@@ -1,0 +1,87 @@
+"""The prompts of a completion, and every prompt's way to a checked request of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from d3engine.errors import InvalidValueError, TokenizerError, must_be
+from d3engine.request.params import SamplingParams
+from d3engine.request.prepared import Prepared
+from d3engine.server.errors import RequestError, invalid
+from d3engine.server.served import Served
+from d3engine.server.shapes.requests import Prompt
+
+TOO_LONG = "context_length_exceeded"
+"""OpenAI's word, by which clients know that a shorter prompt would help."""
+
+
+def prompts_of(given: Prompt, most: int) -> list[str | list[int]]:
+    """The prompts of a request: a text, token ids, or a list of texts or of token ids."""
+    if isinstance(given, str):
+        return [given]
+    if len(given) == 0:
+        raise invalid("prompt", "prompt must hold at least one prompt.")
+    if all(isinstance(item, int) for item in given):
+        return [[item for item in given if isinstance(item, int)]]
+    if not (all(isinstance(item, str) for item in given) or all(isinstance(item, list) for item in given)):
+        raise invalid("prompt", "prompt must be a text, token ids, a list of texts, or a list of lists of token ids.")
+    if len(given) > most:
+        raise invalid("prompt", must_be("prompt", f"{len(given)} prompts", f"of at most {most} prompts") + ".")
+    return [item for item in given if not isinstance(item, int)]
+
+
+async def prepare_all(
+    served: Served,
+    prompts: Sequence[Any],
+    params: SamplingParams,
+    *,
+    priority: int | None,
+    max_tokens: int | None,
+) -> list[Prepared]:
+    """Each prompt with these parameters, checked for the model and its length; `max_tokens` is what was asked for.
+
+    Raises `RequestError` or `InvalidValueError` for the first that can never run.
+    """
+    try:
+        return list(
+            await asyncio.gather(
+                *(_prepare(served, prompt, params, priority or 0, max_tokens) for prompt in prompts),
+            )
+        )
+    except InvalidValueError as error:
+        raise _of_length(error) or error from None
+
+
+async def _prepare(
+    served: Served, prompt: Any, params: SamplingParams, priority: int, max_tokens: int | None
+) -> Prepared:
+    prepared: Prepared = await served.client.prepare(prompt, params, priority=priority)
+    length, most = len(prepared.prompt_token_ids), served.client.max_model_len
+    if max_tokens is not None and length + max_tokens > most:
+        message = (
+            f"The model's context has room for {most} tokens, but {length + max_tokens} are asked for: {length} in the"
+            f" prompt, {max_tokens} in the answer."
+        )
+        raise invalid("max_tokens", message, TOO_LONG)
+    return prepared
+
+
+def _of_length(error: InvalidValueError) -> RequestError | None:
+    """The same error by OpenAI's word, if it is about a prompt or an answer that is too long."""
+    is_prompt = error.field == "prompt" and "max_model_len" in error.allowed
+    is_cache = error.field == "max_tokens" and "KV cache" in error.allowed
+    return invalid(error.field, f"{error}.", TOO_LONG) if is_prompt or is_cache else None
+
+
+async def without_special_tokens(served: Served, prompts: Sequence[str | list[int]]) -> list[str | list[int]]:
+    """The same prompts, texts among them as token ids to which nothing was added."""
+
+    def encode(prompt: str | list[int]) -> str | list[int]:
+        return served.tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
+
+    try:
+        return [await asyncio.to_thread(encode, prompt) for prompt in prompts]
+    except TokenizerError as error:
+        raise invalid("prompt", f"prompt must be a text that the model's tokenizer can encode ({error}).") from None

@@ -1,0 +1,100 @@
+"""Fields of OpenAI's and of other servers' that ask for something which is not done here: refused by name.
+
+Ignoring them would give another answer than the one asked for. Fields that ask nothing of the model are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from d3engine.errors import must_be
+from d3engine.server.errors import invalid
+from d3engine.server.shapes.requests import ChatRequest, CompletionRequest
+
+
+@dataclass(frozen=True)
+class Only:
+    """The values that a field may have all the same, since they ask for what happens anyway; null is always one."""
+
+    allowed: tuple[Any, ...] = ()
+    why: str = ""
+
+
+ASK_NOTHING = (
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prompt_cache_options",
+    "service_tier",
+)
+"""Who asks, for whom, and at what price: nothing that changes an answer."""
+
+_CONSTRAINTS = {
+    name: Only(why="structured output is not served")
+    for name in (
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "guided_decoding_backend",
+        "grammar",
+        "json_schema",
+        "regex",
+        "ebnf",
+    )
+}
+"""Of vLLM, SGLang and llama.cpp, old and new: whoever sends one relies on it."""
+
+REFUSED: Mapping[type[Struct], Mapping[str, Only]] = {
+    CompletionRequest: {
+        "suffix": Only(why="a text before a given end is nothing that this model was trained to write"),
+        "response_format": Only(({"type": "text"},), "structured output is not served"),
+        **_CONSTRAINTS,
+        "prompt_embeds": Only(why="prompts are texts or token ids"),
+    },
+    ChatRequest: {
+        "response_format": Only(({"type": "text"},), "structured output is not served"),
+        **_CONSTRAINTS,
+        "tools": Only(why="calls of tools are not served"),
+        "tool_choice": Only(("none",), "calls of tools are not served"),
+        "parallel_tool_calls": Only((True, False), "calls of tools are not served"),
+        "functions": Only(why="calls of functions are not served"),
+        "function_call": Only(("none",), "calls of functions are not served"),
+        "modalities": Only((["text"],), "answers are text"),
+        "audio": Only(why="answers are text"),
+        "prediction": Only(why="predicted outputs are not served"),
+        "reasoning_effort": Only(why="the model has no such setting (chat_template_kwargs reaches the template)"),
+        "verbosity": Only(why="the model has no such setting"),
+        "web_search_options": Only(why="nothing is searched"),
+        "moderation": Only(why="nothing is moderated"),
+        "store": Only((False,), "nothing is stored"),
+    },
+}
+"""For each shape: the fields that are refused, and the values that they may have."""
+
+
+def check_refused(content: Mapping[str, Any], shape: type[Struct]) -> None:
+    """Raise `RequestError` for the first field that asks for something which is not done here."""
+    for name, only in REFUSED.get(shape, {}).items():
+        value = content.get(name)
+        if value is None or any(value == allowed and type(value) is type(allowed) for allowed in only.allowed):
+            continue
+        words = " or ".join(["absent", *(json_text(allowed) for allowed in only.allowed)])
+        raise invalid(name, must_be(name, value, f"{words}, since {only.why}") + ".", "unsupported_parameter")
+
+
+def taken_names(shape: type[Struct]) -> frozenset[str]:
+    """Fields that the shape lacks and that are no surprise."""
+    return frozenset(REFUSED.get(shape, {})).union(ASK_NOTHING)
+
+
+def json_text(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

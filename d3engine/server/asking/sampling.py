@@ -1,0 +1,73 @@
+"""The sampling fields of a request become `SamplingParams`; what a request leaves out is what the model's
+generation_config.json says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from d3engine.depth import DepthPolicy
+from d3engine.errors import must_be
+from d3engine.request.params import RequestOutputKind, SamplingParams
+from d3engine.server.errors import invalid
+from d3engine.server.settings import ServerSettings
+from d3engine.server.shapes.requests import Common
+
+SAME_NAMES = (
+    "n",
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "stop",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "allowed_token_ids",
+    "bad_words",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "prompt_logprobs",
+    "cache_salt",
+)
+"""Fields of a request that are `SamplingParams`' own."""
+
+HOTTEST = 2.0
+"""OpenAI's bound on the temperature."""
+
+
+def sampling_params(
+    asked: Common, defaults: SamplingParams, depth: DepthPolicy | None, **decided: Any
+) -> SamplingParams:
+    """The parameters of a request. `decided` are those that its route has worked out from several fields.
+
+    Raises `InvalidValueError` or `RequestError` for values that are not allowed.
+    """
+    given = {name: getattr(asked, name) for name in SAME_NAMES}
+    if asked.temperature is not None and asked.temperature > HOTTEST:
+        raise invalid("temperature", must_be("temperature", asked.temperature, f"at most {HOTTEST:g}") + ".")
+    if asked.stop == "":
+        raise invalid("stop", "stop must be null or of at least one character.")
+    if asked.stream and asked.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs", "prompt_logprobs must be absent where stream is true.")
+    kind = RequestOutputKind.DELTA if asked.stream else RequestOutputKind.FINAL_ONLY
+    wanted = {name: value for name, value in given.items() if value is not None}
+    return replace(defaults, **(wanted | decided), depth=depth, output_kind=kind)
+
+
+def check_stream_options(asked: Common) -> None:
+    """Refuse stream_options where nothing is streamed."""
+    if asked.stream_options is not None and not asked.stream:
+        raise invalid("stream_options", "stream_options must be absent unless stream is true.")
+
+
+def check_num_logprobs(name: str, number: int | None, settings: ServerSettings) -> None:
+    """Refuse more log-probabilities of a token than the server gives."""
+    most = settings.max_logprobs
+    if number is not None and not 0 <= number <= most:
+        raise invalid(name, must_be(name, number, f"an integer from 0 to {most}") + ".")

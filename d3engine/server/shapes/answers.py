@@ -1,0 +1,186 @@
+"""The bodies of answers, as they are written; chunks of streams among them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
+
+
+class CachedTokens(TypedDict):
+    """How many tokens of the prompts were computed before."""
+
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    """Tokens that went in and came out."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class DepthsOfTokens(TypedDict):
+    """For each token: the layers it ran, and where its text begins in the choice's, in characters."""
+
+    depths: list[int]
+    token_offsets: list[int]
+
+
+class DepthSummary(TypedDict):
+    """What a request's depth policy came to, over all its choices."""
+
+    policy: dict[str, Any]
+    num_layers: int
+    mean_layers: float | None
+    layers_run: int
+    layers_saved: int
+    kv_bytes_saved: int
+
+
+PromptLogprobs: TypeAlias = list[dict[str, dict[str, Any]] | None]
+"""For each token of the prompt: id -> {logprob, rank, decoded_token}; nothing of the first."""
+
+
+class CompletionLogprobs(TypedDict):
+    """One entry for each token; `text_offset` is its place in the choice's text, in characters."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(TypedDict):
+    """One answer to one prompt, or in a stream what is new of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[list[int]]
+    token_ids: NotRequired[list[int]]
+    d3ext: NotRequired[DepthsOfTokens]
+
+
+class Completion(TypedDict):
+    """The answer to POST /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage | None]
+    d3ext: NotRequired[DepthSummary]
+
+
+class TopLogprob(TypedDict):
+    """A token that might have come."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """A token that came, and those that might have."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    """One entry for each token of the answer."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class ChatMessage(TypedDict):
+    """What the model says."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(TypedDict):
+    """One answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    token_ids: NotRequired[list[int]]
+    d3ext: NotRequired[DepthsOfTokens]
+
+
+class ChatCompletion(TypedDict):
+    """The answer to POST /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[list[int]]
+    d3ext: NotRequired[DepthSummary]
+
+
+class ChatDelta(TypedDict):
+    """What is new of a message; its role comes once."""
+
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+
+
+class ChatChunkChoice(TypedDict):
+    """What is new of one answer."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    token_ids: NotRequired[list[int]]
+    d3ext: NotRequired[DepthsOfTokens]
+
+
+class ChatChunk(TypedDict):
+    """One event of a streamed chat."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[Usage | None]
+    prompt_token_ids: NotRequired[list[int]]
+    d3ext: NotRequired[DepthSummary]
+
+
+class Tokens(TypedDict):
+    """The answer to POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: NotRequired[list[str]]
+
+
+class Text(TypedDict):
+    """The answer to POST /detokenize."""
+
+    prompt: str
+
+
+class TokenizerInfo(TypedDict):
+    """GET /tokenizer_info, which lm-eval's remote tokenizer reads."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None

@@ -1,0 +1,129 @@
+"""What is refused over HTTP: always by name, in OpenAI's words, before the first byte, and never as a 422 or a 500."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from openai import BadRequestError, NotFoundError, OpenAI
+
+Refusal = Any
+
+COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "Tom has"}
+CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Tom has 5 pens."}]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", [1]]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": [768]}, "prompt_token_ids"),
+        ({"prompt": ["a"] * 257}, "prompt"),
+        ({"n": 0}, "n"),
+        ({"n": 65}, "n"),
+        ({"n": 2}, "n"),  # of greedy answers, which would be the same
+        ({"n": "2"}, "n"),
+        ({"n": True}, "n"),
+        ({"max_tokens": -5}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 2**70}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"768": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"stop": ""}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"seed": 2**63}, "seed"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"best_of": 1, "n": 2, "temperature": 1}, "best_of"),
+        ({"best_of": 2, "stream": True, "temperature": 1}, "best_of"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream_options": 5, "stream": True}, "stream_options"),
+        ({"stream_options": {"include_usage": 1}, "stream": True}, "stream_options"),
+        ({"suffix": "."}, "suffix"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"min_tokens": 17}, "min_tokens"),
+        ({"depth": "deep"}, "depth"),
+    ],
+    ids=str,
+)
+def test_a_completion_that_cannot_be_honoured_names_the_field(
+    refusal: Refusal, changes: dict[str, Any], param: str
+) -> None:
+    status, error = refusal("/v1/completions", COMPLETION | changes)
+    assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert error["message"].startswith((param, "The model's context", "In depth"))
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"a"', b'{"prompt": NaN}', b"\xff"])
+def test_a_body_that_is_no_json_object_is_a_400(http: httpx.Client, body: bytes) -> None:
+    answer = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_json"
+
+
+def test_the_official_client_raises_its_own_errors(openai: OpenAI) -> None:
+    with pytest.raises(NotFoundError) as missing:
+        openai.completions.create(model="gpt-4", prompt="a")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(BadRequestError) as long:
+        openai.completions.create(model="demo", prompt="Tom " * 2000)
+    assert (long.value.code, long.value.param) == ("context_length_exceeded", "prompt")
+    with pytest.raises(BadRequestError) as both:
+        openai.completions.create(model="demo", prompt="Tom has", max_tokens=1022)
+    assert both.value.code == "context_length_exceeded"
+    assert "1024 tokens" in both.value.message
+
+
+def test_a_stream_that_cannot_begin_is_an_error_status_and_no_event(refusal: Refusal) -> None:
+    status, error = refusal("/v1/completions", COMPLETION | {"stream": True, "max_tokens": 5000})
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+
+
+def test_what_a_client_sent_is_not_sent_back_at_length(http: httpx.Client) -> None:
+    answer = http.post("/v1/completions", json=COMPLETION | {"model": "x" * 100_000})
+    assert answer.status_code == 404
+    assert len(answer.content) < 2000
+    answer = http.post("/v1/completions", json=COMPLETION | {"temperature": "x" * 100_000})
+    assert answer.status_code == 400
+    assert len(answer.content) < 2000
+
+
+# -- fields ----------------------------------------------------------------------------------------------------------
+
+
+def test_fields_that_ask_nothing_of_the_model_are_taken(http: httpx.Client) -> None:
+    nothing = {"user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "best_of": 1, "suffix": None, "n": None}
+    answer = http.post("/v1/completions", json=COMPLETION | nothing | {"response_format": {"type": "text"}})
+    assert answer.status_code == 200
+    assert "x-d3-ignored-fields" not in answer.headers
+
+
+def test_fields_that_nobody_knows_are_taken_and_named(http: httpx.Client) -> None:
+    unknown = {"mirostat": 2, "dry_multiplier": 1.0, "stream": True, "stream_options": {"later": True}, "a\r\nb: c": 1}
+    answer = http.post("/v1/completions", json=COMPLETION | unknown)
+    assert answer.status_code == 200
+    named = answer.headers["x-d3-ignored-fields"]
+    assert named == "mirostat, dry_multiplier, (unprintable), stream_options.later"
+    many = http.post("/v1/completions", json=COMPLETION | {f"unknown_{i}": i for i in range(5000)})
+    assert len(many.headers["x-d3-ignored-fields"]) < 500
+    assert many.headers["x-d3-ignored-fields"].endswith("and 4984 more")
