@@ -1,6 +1,6 @@
 """Deadlines: of a whole answer, and of a client that does not read what it is sent.
 
-The one idea: sending costs two assignments. One timer for a request looks now and then whether a `send` has been
+The one idea: sending costs a few assignments. One timer for a request looks now and then whether a `send` has been
 waiting since too long ago; no timer is set for each piece of a stream.
 """
 
@@ -70,6 +70,7 @@ class _WatchedWrites:
         self._task = asyncio.current_task()
         self._loop = asyncio.get_running_loop()
         self._since: float | None = None
+        self._num_waiting = 0  # a stream and what keeps it alive may write at the same time
         self._timer = self._loop.call_later(timeout, self._look)
         self.has_stalled = False
         self.has_begun = False
@@ -83,9 +84,13 @@ class _WatchedWrites:
             self.is_stream = kind.startswith(b"text/event-stream")
         elif not message.get("more_body", False):
             self.is_complete = True
-        self._since = self._loop.time()
+        self._num_waiting += 1
+        if self._num_waiting == 1:
+            self._since = self._loop.time()
         await self._send(message)
-        self._since = None
+        self._num_waiting -= 1
+        if not self._num_waiting:
+            self._since = None
 
     def _look(self) -> None:
         now = self._loop.time()

@@ -1,0 +1,109 @@
+"""Connections: HTTP as uvicorn speaks it, with limits that it does not have.
+
+The one idea: an app sees a request when its head is complete, and nothing after its answer; so a head that never ends,
+and a body that goes on after the answer, are bounded here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from d3engine.server.errors import RequestError, error_body
+
+MAX_HEAD_BYTES = 64 * 1024
+MAX_HEADERS = 256
+LINGER_SECONDS = 5.0
+"""For a client to end a body that was refused, so that it reads why; what comes is thrown away."""
+
+
+class GuardedConnection(HttpToolsProtocol):
+    """One connection. `header_timeout`: seconds until the head of a request is there."""
+
+    def __init__(self, header_timeout: float, **uvicorns: Any) -> None:
+        super().__init__(**uvicorns)
+        self._header_timeout = header_timeout
+        self._timer: asyncio.TimerHandle | None = None
+        self._in_head = True
+        self._in_message = False
+        self._head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._set_timer(self._header_timeout, self._head_is_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        has_begun = self._in_head and self._in_message
+        super().data_received(data)
+        if has_begun and self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(431, f"The head of the request is longer than {MAX_HEAD_BYTES} bytes.", "head_too_long")
+
+    # -- what the parser calls -----------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if not self._in_head or self._timer is None:
+            self._set_timer(self._header_timeout, self._head_is_late)
+        self._in_head = self._in_message = True
+        self._head_bytes = 0
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            raise ValueError("too many headers")
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._stop_timer()
+        super().on_headers_complete()
+        self.scope["state"]["abort_connection"] = self.transport.abort
+
+    def on_message_complete(self) -> None:
+        self._in_message = False
+        self._stop_timer()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_message and not self._in_head and self.cycle.response_complete:
+            self._set_timer(LINGER_SECONDS, self.transport.abort)
+
+    # -- how it ends -----------------------------------------------------------------------------------------------
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "This is not HTTP that the server reads.", "invalid_http")
+
+    def _head_is_late(self) -> None:
+        if self._in_message:
+            seconds = f"{self._header_timeout:g}"
+            self._refuse(408, f"The head of the request did not come within {seconds} seconds.", "head_timeout")
+        elif self.transport is not None:
+            self.transport.close()
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        """Answer what is no request, unless another is being answered, and end the connection."""
+        if self.transport is None or self.transport.is_closing():
+            return
+        cycle = self.cycle
+        if not self.pipeline and (cycle is None or cycle.response_complete or not cycle.response_started):
+            body = error_body(RequestError(status, message, code=code))
+            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+            self.transport.write(STATUS_LINE[status] + head + body)
+        self.transport.close()
+
+    def _set_timer(self, seconds: float, act: Any) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, act)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

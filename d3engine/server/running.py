@@ -1,0 +1,106 @@
+"""Running an app: its socket, its signals, and how it ends.
+
+The one idea: the first signal begins a drain and the second ends the process at once. While it drains, the port stays
+open, so that whoever asks hears that the server is going, and /health says so.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from d3engine.errors import FailedError
+from d3engine.server.connections import GuardedConnection
+from d3engine.server.guards.settings import GuardSettings
+from d3engine.server.guards.traffic import Traffic
+
+CUT_SECONDS = 1
+"""For requests that a drain has cut off to end."""
+BACKLOG = 2048
+
+
+def bind(settings: GuardSettings) -> socket.socket:
+    """The socket of the server, which nobody can connect to before it runs. Raises `FailedError`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        raise FailedError(f"cannot listen at {address_of(settings.host, settings.port)}: {error.strerror}") from None
+    return bound
+
+
+def address_of(host: str, port: int) -> str:
+    """Where a browser finds it."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+class GuardedServer(uvicorn.Server):
+    """Serves an app until a signal comes, then until its requests are answered.
+
+    Args:
+        app: the app.
+        settings: its limits of time.
+        traffic: that of the app.
+        say: tells whoever started it, in a line, how it ends.
+    """
+
+    def __init__(self, app: ASGIApp, settings: GuardSettings, traffic: Traffic, say: Callable[[str], None]) -> None:
+        connection: Any = partial(GuardedConnection, settings.header_timeout)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=connection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="critical",  # what goes wrong with a request, the guards say
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]
+                timeout_graceful_shutdown=CUT_SECONDS,
+            )
+        )
+        self._traffic = traffic
+        self._drain_timeout = settings.drain_timeout
+        self._say = say
+        self._until: float | None = None
+        self.num_cut = 0
+        """Requests that were not answered to their end."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal has come."""
+        if self._traffic.is_draining:
+            print("ended at once, at a second signal", file=sys.stderr, flush=True)
+            os._exit(128 + sig)
+        self.drain(signal.Signals(sig).name)
+
+    def drain(self, why: str = "asked to") -> None:
+        """Take no new requests, and end when those that are there have been answered."""
+        self._traffic.is_draining = True
+        self._until = time.monotonic() + self._drain_timeout
+        if self._traffic.taken:
+            seconds = f"{self._drain_timeout:g}"
+            self._say(f"{why}: answers in progress have {seconds} seconds to end; a second signal ends them at once")
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second; true when the server is to end."""
+        if self._until is not None and (not self._traffic.taken or time.monotonic() >= self._until):
+            self.num_cut = self._traffic.taken
+            self.should_exit = True
+        return await super().on_tick(counter)

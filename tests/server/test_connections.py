@@ -1,0 +1,220 @@
+"""What no app gets to see: heads and bodies that never end, clients that do not read, and how a server ends."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+
+import pytest
+from guarded_apps import GuardedApp
+from served_apps import GUARD, ServedApp, read_answer, read_to_the_end, request, served
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from d3engine.errors import FailedError
+from d3engine.server import connections
+from d3engine.server.guards.settings import GuardSettings
+from d3engine.server.running import bind
+
+HASTY = GuardSettings(port=0, header_timeout=0.2, body_timeout=0.2, write_timeout=0.2, max_body_bytes=100_000)
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[ServedApp]:
+    app = GuardedApp(HASTY)
+    with served(app.app, app.traffic, HASTY) as running:
+        yield running
+
+
+def ask(running: ServedApp, data: bytes) -> tuple[int, dict[str, dict[str, str]]]:
+    with running.connect() as client:
+        client.sendall(data)
+        return read_answer(client)
+
+
+@pytest.mark.parametrize("begun", [b"G", b"POST /echo HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "])
+def test_a_head_that_does_not_come_whole_is_not_waited_for(hasty: ServedApp, begun: bytes) -> None:
+    with hasty.connect() as client:
+        client.sendall(begun)
+        status, body = read_answer(client)
+        assert (status, body["error"]["code"]) == (408, "head_timeout")
+        assert client.recv(1) == b""
+
+
+def test_nor_is_a_connection_kept_that_says_nothing(hasty: ServedApp) -> None:
+    with hasty.connect() as client:
+        assert client.recv(1) == b""
+
+
+def test_the_limit_of_a_head_is_not_that_of_a_connection(hasty: ServedApp) -> None:
+    with hasty.connect() as client:
+        for _ in range(3):
+            client.sendall(request("/hello", method="GET"))
+            assert read_answer(client)[0] == 200
+
+
+def test_a_body_that_stalls_is_answered_and_its_connection_ends(
+    hasty: ServedApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "LINGER_SECONDS", 0.05)
+    with hasty.connect() as client:
+        client.sendall(request("/echo", b"{", Content_Length="1000"))
+        status, body = read_answer(client)
+        assert (status, body["error"]["code"]) == (408, "body_timeout")
+        assert read_to_the_end(client) == b""
+
+
+def test_a_head_is_of_bounded_length(hasty: ServedApp) -> None:
+    with hasty.connect() as client:
+        client.sendall(b"GET /hello HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+        with suppress(ConnectionError):  # it stops reading before all of this is sent
+            for _ in range(100):
+                client.sendall(b"X-Long: " + b"x" * 8000 + b"\r\n")
+        assert read_to_the_end(client)[:12] in (b"HTTP/1.1 431", b"HTTP/1.1 400", b"")
+    assert ask(hasty, request("/hello", method="GET"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"NOTHING\r\n\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+        b"POST /echo HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /hello HTTP/1.1\r\nHost: 127.0.0.1\r\n" + b"A: b\r\n" * 300 + b"\r\n",
+    ],
+)
+def test_what_is_not_http_is_said_to_be_so_in_the_form_of_all_errors(hasty: ServedApp, data: bytes) -> None:
+    with hasty.connect() as client:
+        client.sendall(data)
+        status, body = read_answer(client)
+    assert (status, body["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_who_sends_too_much_reads_why_and_may_ask_again(hasty: ServedApp) -> None:
+    """Row 15 of the security list, over the wire: what comes after the refusal is thrown away."""
+    with hasty.connect() as client:
+        client.sendall(request("/echo", b"x" * 3_000_000))
+        status, body = read_answer(client)
+        assert (status, body["error"]["code"]) == (413, "body_too_long")
+        client.sendall(request("/echo", b'"again"'))
+        assert read_answer(client) == (200, "again")
+
+
+def test_a_refused_body_that_never_ends_is_thrown_away_for_a_while_only(
+    hasty: ServedApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "LINGER_SECONDS", 0.05)
+    with hasty.connect() as client:
+        client.sendall(request("/echo", Content_Length=str(2**40)))
+        with suppress(ConnectionError):
+            while True:
+                client.sendall(b"x" * 10_000)
+
+
+class Endless(Response):
+    """A stream that goes on as long as somebody reads it."""
+
+    def __init__(self, ended: threading.Event) -> None:
+        super().__init__()
+        self._ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        try:
+            while True:
+                await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+        finally:
+            self._ended.set()
+
+
+def test_who_does_not_read_loses_the_connection_and_the_stream_ends() -> None:
+    ended = threading.Event()
+
+    async def stream(request: Request) -> Response:
+        return Endless(ended)
+
+    app = GuardedApp(HASTY, stream=stream)
+    with served(app.app, app.traffic, HASTY) as running, running.connect(receive_bytes=4096) as client:
+        client.sendall(request("/stream", b"{}"))
+        assert ended.wait(GUARD)
+        read_to_the_end(client)  # which ends, although the stream does not
+        assert ask(running, request("/echo", b'"next"')) == (200, "next")
+    assert app.traffic.taken == 0
+
+
+# -- how it ends -----------------------------------------------------------------------------------------------------
+
+
+class Held:
+    """An app with a stream that waits in its middle until it is told to go on."""
+
+    def __init__(self, settings: GuardSettings) -> None:
+        self.go_on = asyncio.Event()
+        self.settings = settings
+        self.guarded = GuardedApp(settings, stream=self._stream)
+
+    async def _stream(self, request: Request) -> Response:
+        self.loop = asyncio.get_running_loop()
+
+        async def events() -> AsyncIterator[bytes]:
+            yield b"data: first\n\n"
+            await self.go_on.wait()
+            yield b"data: last\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    def begin(self, running: ServedApp) -> socket.socket:
+        """A client that has read the first event."""
+        client = running.connect()
+        client.sendall(request("/stream", b"{}"))
+        data = b""
+        while b"data: first" not in data:
+            data += client.recv(65536)
+        return client
+
+
+def test_a_drain_finishes_what_has_begun_and_says_503_to_what_is_new() -> None:
+    held = Held(GuardSettings(port=0))
+    with served(held.guarded.app, held.guarded.traffic, held.settings) as running, held.begin(running) as client:
+        running.server.drain("SIGTERM")
+        status, body = ask(running, request("/echo", b"{}"))
+        assert (status, body["error"]["code"]) == (503, "draining")
+        assert ask(running, request("/health", method="GET"))[0] == 200  # the app's own; guards let it through
+        held.loop.call_soon_threadsafe(held.go_on.set)
+        assert b"data: last\n\n" in read_to_the_end(client)
+        running.join()
+    assert running.server.num_cut == 0
+    assert running.said == ["SIGTERM: answers in progress have 30 seconds to end; a second signal ends them at once"]
+
+
+def test_a_drain_cuts_off_what_takes_longer_than_it_may() -> None:
+    held = Held(GuardSettings(port=0, drain_timeout=0.05))
+    with served(held.guarded.app, held.guarded.traffic, held.settings) as running, held.begin(running) as client:
+        running.server.drain()
+        running.join()
+        assert b"data: last" not in read_to_the_end(client)
+    assert running.server.num_cut == 1
+
+
+def test_an_idle_server_ends_at_once() -> None:
+    app = GuardedApp()
+    with served(app.app, app.traffic) as running:
+        running.server.drain()
+        running.join()
+    assert running.said == []
+
+
+def test_a_port_that_is_taken_is_said_so_before_anything_is_loaded() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(FailedError, match=rf"cannot listen at http://127\.0\.0\.1:{port}: Address already in use"):
+            bind(GuardSettings(port=port))
