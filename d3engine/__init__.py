@@ -21,6 +21,7 @@ _PUBLIC = {
     "AsyncEngine": "d3engine.async_engine.async_engine",
     "LLM": "d3engine.integrations.llm",
     "SamplingParams": "d3engine.request.params",
+    "StructuredOutputsParams": "d3engine.request.structured",
     "RequestOutput": "d3engine.request.outputs",
     "RequestOutputKind": "d3engine.request.params",
     "CompletionOutput": "d3engine.request.outputs",
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from d3engine.request.outputs import RequestOutput as RequestOutput
     from d3engine.request.params import RequestOutputKind as RequestOutputKind
     from d3engine.request.params import SamplingParams as SamplingParams
+    from d3engine.request.structured import StructuredOutputsParams as StructuredOutputsParams
     from d3engine.scheduling.admission import Immediate as Immediate
     from d3engine.scheduling.admission import Waves as Waves
 

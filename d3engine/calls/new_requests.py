@@ -14,6 +14,7 @@ from d3engine.request.draft import Draft
 from d3engine.request.params import SamplingParams
 from d3engine.request.prepared import Prepared
 from d3engine.request.sequence import Sequence
+from d3engine.structured.forms import Forms
 from d3engine.text.prompts import Prompt, PromptReader
 from d3engine.text.tokenizer import Tokenizer
 
@@ -33,6 +34,7 @@ class NewRequests:
     ) -> None:
         self._num_layers = config.num_layers
         self._prompts = PromptReader(config, tokenizer, max_model_len)
+        self._forms = Forms(tokenizer, config.vocab_size)
         self._depth = depth
         self._max_model_len = max_model_len
         self._seed = seed
@@ -63,6 +65,7 @@ class NewRequests:
             schedule=schedule,
             draft_rule=draft_rule,
             bad_word_ids=self._prompts.bad_word_ids(params),
+            form=None if params.structured_outputs is None else self._forms.compile(params.structured_outputs),
             owner=self,
         )
 
@@ -78,7 +81,12 @@ class NewRequests:
         require(prepared.owner is self, "prepared", prepared, "prepared by this engine")
         first = self._num_sequences
         self._num_sequences += prepared.params.n
-        return [self._sequence(prepared, request_id, i, first + i) for i in range(prepared.params.n)]
+        sequences = [self._sequence(prepared, request_id, i, first + i) for i in range(prepared.params.n)]
+        if prepared.form is not None:
+            for sequence in sequences:
+                ends = sequence.eos_token_ids.union(prepared.params.stop_token_ids or ())
+                sequence.constraint = prepared.form.begin(ends)
+        return sequences
 
     def _sequence(self, prepared: Prepared, request_id: str, index: int, number: int) -> Sequence:
         """One sequence of a request, the `number`-th of all."""

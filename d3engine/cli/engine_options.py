@@ -19,6 +19,7 @@ import typer
 from d3engine.cli.depth_options import AUTO as AUTO_DEPTH
 from d3engine.cli.depth_options import Depth
 from d3engine.cli.signatures import give_parameters, keyword
+from d3engine.cli.structured_options import STRUCTURED, with_form
 from d3engine.cli.verbosity import LOGGER, note
 from d3engine.errors import require_integer
 
@@ -91,8 +92,8 @@ TASK_SAMPLING: OptionTable = {
 }
 """Where a task asks the questions."""
 
-SAMPLES: OptionTable = {"n": ("--n", int, "Answers to each prompt (1)."), **SAMPLING}
-"""With several answers to one prompt."""
+SAMPLES: OptionTable = {"n": ("--n", int, "Answers to each prompt (1)."), **SAMPLING, **STRUCTURED}
+"""With several answers to one prompt, and forms for them."""
 
 
 def takes_engine(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,7 +112,7 @@ def takes_task_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def takes_samples(command: Callable[..., Any]) -> Callable[..., Any]:
-    """As `takes_sampling`, with `--n`."""
+    """As `takes_sampling`, with `--n` and the options of forms."""
     return _takes(command, "sampling", SAMPLES, "Sampling")
 
 
@@ -179,11 +180,11 @@ def engine_arguments(model: str, options: Options) -> Options:
 
 def sampling_params(engine: Engine, given: Options) -> SamplingParams:
     """What the model's generation_config.json says, with the options given in its place."""
-    return replace(engine.default_sampling_params, **{"max_tokens": DEFAULT_MAX_TOKENS, **given})
+    return replace(engine.default_sampling_params, **{"max_tokens": DEFAULT_MAX_TOKENS, **with_form(given)})
 
 
 def check_sampling(given: Options) -> None:
     """Refuse sampling options that no model can honour, before one is loaded."""
     from d3engine.request.params import SamplingParams
 
-    SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **given})
+    SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **with_form(given)})

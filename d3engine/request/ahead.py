@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from d3engine.request.constraint import Allowed
 from d3engine.request.params import MAX_N
 from d3engine.request.sequence import Sequence
 
@@ -25,3 +26,9 @@ class Ahead:
         self.seed = sequence.seed
         self.index = sequence.index + MAX_N * stream
         self.step = len(self.token_ids)
+        self.constraint = sequence.constraint
+        self._drafted = drafted
+
+    def allowed(self) -> Allowed | None:
+        """The tokens that the sequence's form allows next; None where it allows any."""
+        return None if self.constraint is None else self.constraint.allowed(self._drafted)

@@ -23,6 +23,8 @@ def choice_of(sequence: Sequence) -> Choice:
     wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
     if wants_logprobs or params.logit_bias or params.allowed_token_ids or sequence.bad_word_ids or params.min_tokens:
         return Choice.HOST
+    if sequence.constraint is not None:
+        return Choice.HOST  # what may come next depends on the token before it
     if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
         return Choice.PENALISE
     if params.greedy:

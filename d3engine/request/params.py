@@ -13,6 +13,7 @@ from enum import Enum
 from d3engine.depth import DepthPolicy
 from d3engine.errors import require, require_integer, require_number
 from d3engine.request.frozen_dict import FrozenDict
+from d3engine.request.structured import StructuredOutputsParams
 
 MAX_N = 64
 MAX_LOGPROBS = 64
@@ -80,6 +81,8 @@ class SamplingParams:
         output_kind: what outputs hold, of `stream` and of requests added one by one: everything so far, only what is
             new, or everything once at the end. `generate` and `chat` return whole answers in any case.
         depth: the request's own depth policy; None is the engine's.
+        structured_outputs: the form that every answer must have: JSON by a schema, a regular expression, a choice, a
+            grammar. An answer ends where its form does; before, neither end-of-sequence nor a stop token can come.
 
     Raises:
         InvalidValueError: for any value that is not allowed.
@@ -110,6 +113,7 @@ class SamplingParams:
     cache_salt: str | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     depth: DepthPolicy | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         require_integer("n", self.n, 1, MAX_N)
@@ -141,6 +145,7 @@ class SamplingParams:
         )
         kinds = "RequestOutputKind.CUMULATIVE, DELTA or FINAL_ONLY"
         require(isinstance(self.output_kind, RequestOutputKind), "output_kind", self.output_kind, kinds)
+        self._check_structured()
         self._check_strings()
         self._check_token_ids()
         self._unify()
@@ -151,6 +156,13 @@ class SamplingParams:
             object.__setattr__(self, "top_k", 0)
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
+
+    def _check_structured(self) -> None:
+        form = self.structured_outputs
+        is_form = form is None or isinstance(form, StructuredOutputsParams)
+        require(is_form, "structured_outputs", form, "StructuredOutputsParams or None")
+        allowed = "0 where structured_outputs is given, since the form says where an answer ends"
+        require(form is None or not self.min_tokens, "min_tokens", self.min_tokens, allowed)
 
     def _check_strings(self) -> None:
         if not isinstance(self.stop, str):

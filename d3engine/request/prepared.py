@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from d3engine.depth import Schedule
 from d3engine.depth.draft_rule import DraftRule
+from d3engine.request.constraint import Form
 from d3engine.request.params import SamplingParams
 
 
@@ -25,6 +26,7 @@ class Prepared:
         schedule: layers by generation step.
         draft_rule: how its sequences draft, if they do.
         bad_word_ids: token sequences that must never be completed.
+        form: what its answers must be, compiled; None: anything.
         owner: whose engine's limits it was checked against.
     """
 
@@ -36,4 +38,5 @@ class Prepared:
     schedule: Schedule
     draft_rule: DraftRule | None
     bad_word_ids: tuple[tuple[int, ...], ...]
+    form: Form | None = field(repr=False)
     owner: object = field(repr=False, compare=False)

@@ -14,6 +14,7 @@ import numpy as np
 
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import ExitRule, Schedule
+from d3engine.request.constraint import Allowed, Constraint
 from d3engine.request.draft import Draft
 from d3engine.request.outputs import FinishReason
 from d3engine.request.params import SamplingParams
@@ -52,6 +53,7 @@ class Sequence:
         prefix_keys: the prefix cache's keys of its prompt, set by the scheduler; empty when it may not share.
         streams: whether each token is wanted as soon as it is there, rather than the whole answer at the end.
         draft: what it has drafted, if it drafts; its answer, `token_ids`, holds verified tokens alone.
+        constraint: what form its answer must have, and how far it has come in it; None: any.
 
     Attributes:
         depths: how many layers each generated token took.
@@ -74,6 +76,7 @@ class Sequence:
     streams: bool = True
     exit_rule: ExitRule | None = None
     draft: Draft | None = None
+    constraint: Constraint | None = None
 
     token_ids: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
@@ -120,6 +123,19 @@ class Sequence:
             return self.schedule.same_layers_until(step)
         again = takewhile(lambda depth: depth == self.depths[step], self.depths[step:])
         return step + max(1, sum(1 for _ in again))
+
+    def allowed(self) -> Allowed | None:
+        """The tokens that its form allows next; None where it allows any."""
+        return None if self.constraint is None else self.constraint.allowed()
+
+    def end_of_form(self, token: int) -> tuple[FinishReason, str | None] | None:
+        """How the sequence ends with its new `token`, by its form: complete, or at fault; None where it goes on."""
+        if self.constraint is None:
+            return None
+        self.constraint.take(token)
+        if self.constraint.fault is not None:
+            return FinishReason.ABORT, self.constraint.fault
+        return (FinishReason.STOP, None) if self.constraint.is_over() else None
 
     def would_end(self, token: int | None, *, after: int) -> bool:
         """Whether `token`, as the `after`-th from now, ends the answer: by itself, not by a stop string."""

@@ -41,6 +41,7 @@ class Sampler:
         sequences: Rows = [plan.sequences[chunk] for chunk in plan.sampled.tolist()]
         raw, prompt = logits[:count], logits[count:]
         sampled = _chosen(with_noise(scores_of(raw, sequences), sequences)) if count else Sampled([])
+        sampled.faults.update({row: fault_of(sequences[row]) for row in sampled.faults})
         logprobs = _sampled_logprobs(raw, sequences, sampled.token_ids)
         return Sampled(sampled.token_ids, logprobs, prompt_logprobs(prompt, plan), sampled.faults)
 
@@ -52,6 +53,12 @@ def _chosen(scores: Tensor) -> Sampled:
     tokens, sound = best_of(scores)
     faults = {row: FAULT for row, is_sound in enumerate(sound) if not is_sound}
     return Sampled([[] if row in faults else [token] for row, token in enumerate(tokens)], faults=faults)
+
+
+def fault_of(sequence: Sequence | Ahead) -> str:
+    """Why a row has no token of use."""
+    constraint = sequence.constraint
+    return FAULT if constraint is None or constraint.fault is None else constraint.fault
 
 
 def best_of(scores: Tensor) -> tuple[list[int], list[bool]]:
@@ -85,7 +92,21 @@ def _adjusted(logits: Tensor, sequences: Rows) -> Tensor:
     for row, sequence in zip(logits, sequences, strict=True):
         _restrict_(row, sequence)
         _penalise_(row, sequence)
+    _keep_to_form_(logits, sequences)
     return logits
+
+
+def _keep_to_form_(logits: Tensor, sequences: Rows) -> None:
+    """Exclude what the forms of answers do not allow next, in all rows that have one at once, in place."""
+    asked = ((row, sequence.allowed()) for row, sequence in enumerate(sequences))
+    found = {row: allowed for row, allowed in asked if allowed is not None}
+    if not found:
+        return
+    packed = torch.from_numpy(np.stack(list(found.values()))).to(logits.device)
+    places = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    allowed = ((packed.unsqueeze(-1) >> places) & 1).flatten(1)[:, : logits.shape[1]].bool()
+    rows = list(found)
+    logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
 
 
 def _restrict_(row: Tensor, sequence: Sequence | Ahead) -> None:

@@ -26,10 +26,10 @@ from d3engine.request.outputs import Logprob
 from d3engine.request.params import MAX_N
 from d3engine.request.sequence import Sequence
 from d3engine.sampling.sampler import (
-    FAULT,
     Rows,
     Sampler,
     best_of,
+    fault_of,
     prompt_logprobs,
     scores_of,
     token_logprobs,
@@ -66,7 +66,7 @@ def _choose(logits: Tensor, plan: Plan, drafts: DraftWork) -> Sampled:
         if place not in proposing:
             tokens, is_sound = step.tokens(place)
             if not is_sound:
-                sampled.faults[place] = FAULT
+                sampled.faults[place] = fault_of(sequence)
         sampled.token_ids.append(tokens)
         sampled.logprobs.append(step.logprobs(place, tokens) if sequence.params.logprobs is not None else None)
     return sampled

@@ -57,7 +57,7 @@ class Drafting:
         table, slot, draft = self._table, sequence.slot, sequence.draft
         assert draft is not None
         draft.work += depth
-        draft.grow(proposal, ends_answer=sequence.would_end(proposal.token_id, after=len(draft.token_ids) + 1))
+        draft.grow(proposal, ends_answer=_ends_answer(sequence, draft.token_ids, proposal.token_id))
         known = sequence.num_tokens + len(draft.token_ids)
         if proposal.token_id is not None:
             table.tokens[slot, known - 1] = proposal.token_id
@@ -79,6 +79,15 @@ class Drafting:
         draft.verified(max(num_tokens - 1, 0))
         table.num_tokens[sequence.slot] = sequence.num_tokens
         return [work // num_tokens + (place < work % num_tokens) for place in range(num_tokens)]
+
+
+def _ends_answer(sequence: Sequence, drafted: list[int], token: int | None) -> bool:
+    """Whether a token behind these drafted ones ends the answer, or the form that the answer must have."""
+    if token is None:
+        return False
+    if sequence.would_end(token, after=len(drafted) + 1):
+        return True
+    return sequence.constraint is not None and sequence.constraint.is_over([*drafted, token])
 
 
 def resumed(chunks: Chunks, table: RunningTable) -> Chunks:

@@ -372,6 +372,8 @@ class Scheduler:
             self.finish(sequence, FinishReason.STOP)
         elif may_stop and params.stop_token_ids and token in params.stop_token_ids:
             self.finish(sequence, FinishReason.STOP, token)
+        elif (end := sequence.end_of_form(token)) is not None:
+            self.finish(sequence, *end)
         elif sequence.num_tokens >= sequence.max_length:
             self.finish(sequence, FinishReason.LENGTH)
 

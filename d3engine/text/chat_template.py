@@ -1,7 +1,7 @@
 """Chat messages to prompt text, by the Jinja template of a model directory.
 
 The one idea: a template is a program from a stranger, so it is neither compiled nor run here but in a process that is
-limited and can be killed (`template_process`); what goes to it is plain JSON (`chat_messages`).
+limited and can be killed (`limited_process`); what goes to it is plain JSON (`chat_messages`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, requir
 from d3engine.files import CONFIG_BYTES
 from d3engine.model.source import ModelSource, files_of
 from d3engine.text.chat_messages import MessageForm, check_messages, plain
+from d3engine.text.limited_process import LimitedProcessError, LimitError, ProcessLimits, ask
 from d3engine.text.special_tokens import named_special_tokens, read_tokenizer_config
-from d3engine.text.template_process import LimitError, RenderLimits, TemplateProcessError, ask
 
-__all__ = ["ChatTemplate", "ChatTemplateError", "RenderLimits", "TemplateProcessError", "load_chat_template"]
+__all__ = ["ChatTemplate", "ChatTemplateError", "LimitedProcessError", "ProcessLimits", "load_chat_template"]
 
 _TEMPLATE_FILE = "chat_template.jinja"
+_JOB = "d3engine.text.template_sandbox:answer"
 
 # Stands behind the words of a message that is to be continued; letters alone, which no filter escapes.
 _END_MARK = "endOfTheMessageThatD3engineContinues"
@@ -72,23 +73,23 @@ class ChatTemplate:
         source: str,
         *,
         special_tokens: Mapping[str, str] | None = None,
-        limits: RenderLimits | None = None,
+        limits: ProcessLimits | None = None,
         for_tools: ChatTemplate | None = None,
     ) -> None:
         """Check that `source` compiles; `special_tokens` are its variables `bos_token` etc.
 
         `for_tools` renders in place of it where tools are given.
 
-        Raises `ModelFormatError`, and `TemplateProcessError` where no process for templates can be started.
+        Raises `ModelFormatError`, and `LimitedProcessError` where no process for templates can be started.
         """
         self.source = source
         self._special_tokens = dict(special_tokens or {})
-        self._limits = limits or RenderLimits()
+        self._limits = limits or ProcessLimits()
         self._for_tools = for_tools
         if len(source) > self._limits.characters:
             raise ModelFormatError(f"chat template: {len(source)} characters, more than {self._limits.characters}")
         try:
-            reply = ask({"source": source, "variables": None}, self._limits)
+            reply = ask(_JOB, {"source": source, "variables": None}, self._limits)
         except LimitError as error:
             raise ModelFormatError(f"chat template: to compile it takes more than {error}") from None
         if "failed" in reply:
@@ -113,7 +114,7 @@ class ChatTemplate:
         list for a template that walks through parts, and is joined by line feeds for every other. `reasoning_content`,
         `reasoning` and `thinking` are one field of a message, under the name that the template reads. Keys whose value
         is None are left out. Raises `InvalidValueError` naming the field that is malformed, `ChatTemplateError` when
-        the template itself refuses, fails or goes beyond its limits, and `TemplateProcessError`.
+        the template itself refuses, fails or goes beyond its limits, and `LimitedProcessError`.
         """
         if tools is not None and self._for_tools is not None:
             return self._for_tools.render(
@@ -138,7 +139,7 @@ class ChatTemplate:
 
     def _write(self, variables: dict[str, Any], messages: object) -> str:
         try:
-            reply = ask({"source": self.source, "variables": variables}, self._limits)
+            reply = ask(_JOB, {"source": self.source, "variables": variables}, self._limits)
         except LimitError as error:
             raise ChatTemplateError(messages, f"takes more than {error}") from None
         if "failed" in reply:

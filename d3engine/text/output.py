@@ -278,8 +278,8 @@ class OutputProcessor:
             answer.cumulative_logprob += token.logprobs[token.token_id].logprob
         if answer.detokenizer is None:
             return
-        is_shown = sequence.finish_reason is not FinishReason.STOP or sequence.params.include_stop_str_in_output
-        if is_shown:  # and otherwise it is the token that stops the sequence
+        stops = sequence.finish_reason is FinishReason.STOP and sequence.would_end(token.token_id, after=0)
+        if not stops or sequence.params.include_stop_str_in_output:
             answer.add_text(answer.detokenizer.append(token.token_id))
             if answer.detokenizer.stop_reason is not None:
                 self._stop(answer)

@@ -2,14 +2,16 @@
 
 The one idea: templates are written for transformers, so they get what transformers offers them, and jinja2's sandbox
 keeps them from Python. How much time and memory one takes is not looked at here: the process around it is limited
-(`template_worker`).
+(`limited_worker`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from datetime import datetime
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import jinja2
@@ -23,6 +25,21 @@ from d3engine.text.chat_messages import REASONING_FIELDS, MessageForm
 
 _WALKING_FILTERS = frozenset(("list", "map", "reject", "rejectattr", "reverse", "select", "selectattr"))
 _PART_FIELDS = ("text", "type")
+_KEPT_TEMPLATES = 8
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """The form of the messages that a template reads; with `variables` what it writes; or why it fails."""
+    try:
+        template = _compiled(request["source"])
+        if request["variables"] is None:
+            return {"form": asdict(template.form)}
+        text = template.render(request["variables"], request["characters"])
+    except MemoryError:
+        raise
+    except Exception as error:  # a template can raise anything; its traceback shows only generated code
+        return {"failed": (str(error) or type(error).__name__)[:10_000]}
+    return {"too_long": True} if text is None else {"text": text}
 
 
 def compile_template(source: str) -> CompiledTemplate:
@@ -33,6 +50,12 @@ def compile_template(source: str) -> CompiledTemplate:
         return CompiledTemplate(environment.from_string(tree), _message_form(tree))
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"line {error.lineno}: {error.message}") from None
+
+
+@lru_cache(_KEPT_TEMPLATES)
+def _compiled(source: str) -> CompiledTemplate:
+    """The templates compiled last, by their source."""
+    return compile_template(source)
 
 
 class CompiledTemplate:

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 
 from d3engine.errors import InvalidValueError, ModelFormatError
-from d3engine.text import template_process
-from d3engine.text.chat_template import ChatTemplate, ChatTemplateError, RenderLimits, TemplateProcessError
-from d3engine.text.template_process import _Children
-from d3engine.text.template_worker import read_frame, write_frame
+from d3engine.text import limited_process
+from d3engine.text.chat_template import ChatTemplate, ChatTemplateError, LimitedProcessError, ProcessLimits
+from d3engine.text.limited_process import _Children
+from d3engine.text.limited_worker import read_frame, write_frame
 
 USER = {"role": "user", "content": "Hi"}
-TIGHT = RenderLimits(seconds=0.2, memory_bytes=100 * 1024**2, characters=100_000)
+TIGHT = ProcessLimits(seconds=0.2, memory_bytes=100 * 1024**2, characters=100_000)
 
 
-def render(source: str, limits: RenderLimits | None = None) -> str:
+def render(source: str, limits: ProcessLimits | None = None) -> str:
     return ChatTemplate(source, limits=limits).render([USER])
 
 
@@ -32,7 +32,7 @@ def render(source: str, limits: RenderLimits | None = None) -> str:
 def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Children]:
     """Processes of this test alone."""
     own = _Children()
-    monkeypatch.setattr(template_process, "_children", own)
+    monkeypatch.setattr(limited_process, "_children", own)
     yield own
     own.close()
 
@@ -72,7 +72,7 @@ class TestLimits:
     )
     def test_a_value_without_bound_ends_at_the_memory_limit(self, source: str) -> None:
         with pytest.raises(ChatTemplateError, match="more than 100 MiB of memory"):
-            render(source, RenderLimits(memory_bytes=100 * 1024**2))
+            render(source, ProcessLimits(memory_bytes=100 * 1024**2))
 
     @pytest.mark.parametrize(
         "source",
@@ -94,7 +94,7 @@ class TestLimits:
 
     def test_a_source_beyond_the_limit_is_not_even_read(self) -> None:
         with pytest.raises(ModelFormatError, match="11 characters, more than 10"):
-            ChatTemplate("x" * 11, limits=RenderLimits(characters=10))
+            ChatTemplate("x" * 11, limits=ProcessLimits(characters=10))
 
     def test_compilation_has_the_same_limits(self) -> None:
         with pytest.raises(ModelFormatError, match=r"to compile it takes more than .* of (processor time|memory)"):
@@ -103,19 +103,19 @@ class TestLimits:
     @pytest.mark.parametrize("field", ["characters", "seconds", "memory_bytes"])
     def test_limits_that_would_limit_nothing_are_refused(self, field: str) -> None:
         with pytest.raises(InvalidValueError, match=f"{field} must be "):
-            RenderLimits(**{field: -1})
+            ProcessLimits(**{field: -1})
 
     @pytest.mark.skipif(shutil.which("ps") is None, reason="there is no ps, which every macOS has")
     def test_memory_is_watched_from_outside_where_the_kernel_does_not_limit_it(
         self, monkeypatch: pytest.MonkeyPatch, children: _Children
     ) -> None:
-        monkeypatch.setattr(template_process, "_KERNEL_LIMITS_MEMORY", False)
+        monkeypatch.setattr(limited_process, "_KERNEL_LIMITS_MEMORY", False)
         hoards = (
             "{% set ns = namespace(x=[]) %}{% for i in range(100000) %}{% for j in range(100) %}"
             "{% set ns.x = [ns.x, 'y' * 2000 ~ i] %}{% set pause = range(2000) | sum %}{% endfor %}{% endfor %}"
         )
         with pytest.raises(ChatTemplateError, match="more than 20 MiB of memory"):
-            render(hoards, RenderLimits(memory_bytes=20 * 1024**2))
+            render(hoards, ProcessLimits(memory_bytes=20 * 1024**2))
 
 
 class TestProcess:
@@ -157,13 +157,13 @@ class TestProcess:
             os.kill(pid, signal.SIGKILL)
 
         with monkeypatch.context() as patched:
-            patched.setattr(template_process, "write_frame", write_and_kill)
-            with pytest.raises(TemplateProcessError, match="ended with status -9"):
+            patched.setattr(limited_process, "write_frame", write_and_kill)
+            with pytest.raises(LimitedProcessError, match="ended with status -9"):
                 template.render([USER])
         assert render("{{ messages[0].content }}") == "Hi"
 
     def test_time_without_a_processor_does_not_count(self, children: _Children) -> None:
-        template = ChatTemplate("{{ messages[0].content }}", limits=RenderLimits(seconds=0.2))
+        template = ChatTemplate("{{ messages[0].content }}", limits=ProcessLimits(seconds=0.2))
         pid = process_of(children)
         os.kill(pid, signal.SIGSTOP)
         threading.Timer(0.5, os.kill, (pid, signal.SIGCONT)).start()
@@ -174,8 +174,8 @@ class TestProcess:
     ) -> None:
         template = ChatTemplate("{{ messages[0].content }}")
         os.kill(process_of(children), signal.SIGSTOP)
-        monkeypatch.setattr(RenderLimits, "patience_seconds", 0.1)
-        with pytest.raises(TemplateProcessError, match=r"silent for 0\.1 s"):
+        monkeypatch.setattr(ProcessLimits, "patience_seconds", 0.1)
+        with pytest.raises(LimitedProcessError, match=r"silent for 0\.1 s"):
             template.render([USER])
 
     def test_ctrl_c_ends_the_process_so_that_no_answer_goes_to_the_wrong_question(
@@ -187,7 +187,7 @@ class TestProcess:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr(template_process, "read_frame", interrupted)
+            patched.setattr(limited_process, "read_frame", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 template.render([USER])
         assert template.render([{"role": "user", "content": "later"}]) == "later"
@@ -202,14 +202,14 @@ class TestProcess:
 
     def test_it_never_imports_torch_and_has_no_way_to_the_terminal(self, children: _Children) -> None:
         # Asked in a child of the same kind: what is imported there before the first request.
-        code = "import sys; from d3engine.text import template_sandbox, template_worker; print('torch' in sys.modules)"
+        code = "import sys; from d3engine.text import template_sandbox, limited_worker; print('torch' in sys.modules)"
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert run.stdout == "False\n"
 
     def test_a_fork_starts_processes_of_its_own(self) -> None:
         code = """
 import os
-from d3engine.text import template_process as process
+from d3engine.text import limited_process as process
 from d3engine.text.chat_template import ChatTemplate
 
 template = ChatTemplate("{{ messages[0].content }}")
@@ -231,8 +231,8 @@ assert process._children._idle[0]._process.pid == first
         self, children: _Children, monkeypatch: pytest.MonkeyPatch, executable: str
     ) -> None:
         monkeypatch.setattr(sys, "executable", executable)
-        monkeypatch.setattr(template_process, "_import_paths", lambda: [])
-        with pytest.raises(TemplateProcessError, match=r"cannot be started: .*(nowhere|No module named)"):
+        monkeypatch.setattr(limited_process, "_import_paths", lambda: [])
+        with pytest.raises(LimitedProcessError, match=r"cannot be started: .*(nowhere|No module named)"):
             ChatTemplate("x")
 
     @pytest.mark.parametrize(("max_bytes", "cut"), [(10, 0), (1000, 5), (1000, 100)])

@@ -1,7 +1,7 @@
-"""Chat templates run in child processes that can be killed: this is the parent's side of it.
+"""What strangers' programs make (chat templates, grammars) is made in child processes that can be killed.
 
 The one idea: a child is started once and kept warm, and one that has gone beyond a limit, or does not answer as it
-should, is ended and never asked again. Where none can be started nothing is rendered.
+should, is ended and never asked again. Where none can be started nothing is made. This is the parent's side of it.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from pathlib import Path
 from typing import Any
 
 from d3engine.errors import D3EngineError, require_integer, require_number
-from d3engine.text import template_worker
-from d3engine.text.template_worker import EXIT_OUT_OF_MEMORY, TIME_SIGNAL, read_frame, write_frame
+from d3engine.text import limited_worker
+from d3engine.text.limited_worker import EXIT_OUT_OF_MEMORY, TIME_SIGNAL, read_frame, write_frame
 
 _MOST_CHILDREN = 4  # at one time; further threads wait for one
 _START_SECONDS = 120.0
 _LOOK_SECONDS = 0.1
 _KERNEL_LIMITS_MEMORY = sys.platform == "linux"
 """Where the kernel does not hold a process to its address space (macOS), the parent looks at what it holds."""
-_CANNOT_START = "the process that renders chat templates cannot be started"
+_CANNOT_START = "the process for chat templates and grammars cannot be started"
 
 
 @dataclass(frozen=True)
-class RenderLimits:
-    """What one compilation or rendering of a chat template may use."""
+class ProcessLimits:
+    """What one question to a child may use: to compile a chat template, to render it, to check a grammar."""
 
     characters: int = 4_000_000
-    """Of the template, and of what it writes."""
+    """Of what is compiled, and of what it writes."""
     seconds: float = 10.0
-    """Processor time, so a busy machine makes no rendering fail."""
+    """Processor time, so a busy machine makes nothing fail."""
     memory_bytes: int = 512 * 1024**2
     """Beyond what the process takes when it begins."""
 
@@ -54,27 +54,31 @@ class RenderLimits:
 
 
 class LimitError(Exception):
-    """One of `RenderLimits` is used up; the text says which."""
+    """One of `ProcessLimits` is used up; the text says which."""
 
 
-class TemplateProcessError(D3EngineError, RuntimeError):
-    """The process that chat templates are rendered in cannot be started, or has ended for no fault of the template."""
+class LimitedProcessError(D3EngineError, RuntimeError):
+    """The process cannot be started, or has ended for another reason than its limits."""
 
 
-def ask(request: dict[str, Any], limits: RenderLimits) -> dict[str, Any]:
-    """Return a child's answer (see `template_worker`); threads may call it at the same time.
+class ProcessEndedError(LimitedProcessError):
+    """It ended by itself, while it was at the question: by somebody's signal, or by a crash in it."""
 
-    Raises `LimitError` where the template goes beyond `limits`, and `TemplateProcessError`.
+
+def ask(job: str, request: dict[str, Any], limits: ProcessLimits) -> dict[str, Any]:
+    """Return what the function `job` ("module:name") makes of a request, in a child (see `limited_worker`).
+
+    Threads may call it at the same time. Raises `LimitError` where that goes beyond `limits`, `LimitedProcessError`.
     """
     with _children.one() as child:
-        return child.ask(request, limits)
+        return child.ask({**request, "job": job}, limits)
 
 
 class _Child:
     """One process. One thread at a time uses it."""
 
     def __init__(self) -> None:
-        boot = f"import sys; sys.path += sys.argv[1:]; from {template_worker.__name__} import main; main()"
+        boot = f"import sys; sys.path += sys.argv[1:]; from {limited_worker.__name__} import main; main()"
         # Without the site module: a quick start, and none of the environment's own start-up code (.pth files).
         command = [sys.executable or "python3", "-P", "-S", "-c", boot, *_import_paths()]
         pipe = subprocess.PIPE
@@ -84,7 +88,7 @@ class _Child:
                 command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True
             )
         except OSError as error:
-            raise TemplateProcessError(f"{_CANNOT_START}: {error}") from error
+            raise LimitedProcessError(f"{_CANNOT_START}: {error}") from error
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._requests, self._replies = self._process.stdin.fileno(), self._process.stdout.fileno()
@@ -95,12 +99,12 @@ class _Child:
         except EOFError:
             said = self._last_words()
             self.close()
-            raise TemplateProcessError(f"{_CANNOT_START}: {said}") from None
+            raise LimitedProcessError(f"{_CANNOT_START}: {said}") from None
         except BaseException:
             self.close()
             raise
 
-    def ask(self, request: dict[str, Any], limits: RenderLimits) -> dict[str, Any]:
+    def ask(self, request: dict[str, Any], limits: ProcessLimits) -> dict[str, Any]:
         """Return the answer; after any exception the process has ended."""
         in_kernel = limits.memory_bytes if _KERNEL_LIMITS_MEMORY else None
         frame = request | {"seconds": limits.seconds, "memory_bytes": in_kernel, "characters": limits.characters}
@@ -152,7 +156,7 @@ class _Child:
                     self._process.kill()
                     return
 
-        watcher = threading.Thread(target=watch, name="d3engine-template-watch", daemon=True)
+        watcher = threading.Thread(target=watch, name="d3engine-limits-watch", daemon=True)
         watcher.start()
         try:
             yield
@@ -160,15 +164,15 @@ class _Child:
             done.set()
             watcher.join()
 
-    def _why_it_ended(self, limits: RenderLimits) -> Exception:
+    def _why_it_ended(self, limits: ProcessLimits) -> Exception:
         status = self._process.returncode
         if self._killed_for == "memory" or status == EXIT_OUT_OF_MEMORY:
             return LimitError(f"{limits.memory_bytes / 1024**2:g} MiB of memory")
         if status == -TIME_SIGNAL:
             return LimitError(f"{limits.seconds:g} seconds of processor time")
         if self._killed_for:
-            return TemplateProcessError(f"the process that renders it is silent for {limits.patience_seconds:g} s")
-        return TemplateProcessError(f"the process that renders it has ended with status {status}")
+            return LimitedProcessError(f"the process is silent for {limits.patience_seconds:g} s")
+        return ProcessEndedError(f"the process has ended with status {status}")
 
     def _last_words(self) -> str:
         if self._killed_for:
@@ -180,10 +184,11 @@ class _Child:
 
 def _import_paths() -> list[str]:
     """Where the child finds what it imports: the packages that the parent would import."""
-    specs = {name: find_spec(name) for name in ("jinja2", "markupsafe", "d3engine")}
-    missing = [name for name, spec in specs.items() if spec is None or spec.origin is None]
+    specs = {name: find_spec(name) for name in ("jinja2", "markupsafe", "d3engine", "llguidance")}
+    optional = {"llguidance"}  # of an extra: without it nobody asks for a grammar
+    missing = [name for name, spec in specs.items() if name not in optional and (spec is None or spec.origin is None)]
     if missing:
-        raise TemplateProcessError(f"{_CANNOT_START}: there is no package {missing[0]}")
+        raise LimitedProcessError(f"{_CANNOT_START}: there is no package {missing[0]}")
     origins = (spec.origin for spec in specs.values() if spec is not None and spec.origin is not None)
     return list(dict.fromkeys(str(Path(origin).absolute().parent.parent) for origin in origins))
 

@@ -1,11 +1,12 @@
-"""The child process in which chat templates are compiled and rendered, and the frames it is spoken to in.
+"""The child process in which strangers' programs are compiled and run, and the frames it is spoken to in.
 
-The one idea: what a stranger's template may use is limited by the kernel. A timer of processor time ends this process
-wherever it is, even inside one call that would take years, and a limit on its address space turns a huge value into a
-`MemoryError`. The parent starts another process then. Processor time and not wall clock, so that nothing fails
+The one idea: what a chat template or a grammar may use is limited by the kernel. A timer of processor time ends this
+process wherever it is, even inside one call that would take years, and a limit on its address space turns a huge value
+into a `MemoryError`. The parent starts another process then. Processor time and not wall clock, so that nothing fails
 because a machine is busy.
 
-Imported by the parent too, for the frames, so it imports nothing that takes time: not torch, and jinja2 in `main` only.
+Imported by the parent too, for the frames, so it imports nothing that takes time: not torch, and jinja2 with the first
+request for it only.
 """
 
 from __future__ import annotations
@@ -14,13 +15,10 @@ import json
 import os
 import signal
 import struct
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from d3engine.text.template_sandbox import CompiledTemplate
+from functools import cache
+from importlib import import_module
+from typing import Any
 
 EXIT_OUT_OF_MEMORY = 70
 """Exit status of a process that ran into its memory limit; nothing of it can be trusted to work on."""
@@ -29,7 +27,6 @@ TIME_SIGNAL = getattr(signal, "SIGPROF", 0)  # 0 where no child can be started, 
 
 _LENGTH = struct.Struct(">Q")
 _ANY_SIZE = 1 << 40  # the parent is trusted
-_KEPT_TEMPLATES = 8
 
 
 def write_frame(descriptor: int, message: dict[str, Any]) -> None:
@@ -62,11 +59,8 @@ def _read(descriptor: int, size: int) -> bytes:
 
 def main() -> None:
     """Answer requests from stdin on stdout until stdin ends, as it does when the parent ends."""
-    from d3engine.text.template_sandbox import compile_template
-
     requests, replies = os.dup(0), os.dup(1)
     _prepare_process()
-    templates = _Templates(compile_template)
     write_frame(replies, {"ready": True})
     while True:
         try:
@@ -74,13 +68,22 @@ def main() -> None:
         except EOFError:
             return
         try:
+            answer = _job(request["job"])
             _limit_memory(request["memory_bytes"])
             signal.setitimer(signal.ITIMER_PROF, request["seconds"])
-            reply = _answer(templates, request)
+            reply = answer(request)
             write_frame(replies, reply)
             signal.setitimer(signal.ITIMER_PROF, 0)
         except MemoryError:
             os._exit(EXIT_OUT_OF_MEMORY)
+
+
+@cache
+def _job(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """The function that answers, by "module:name": the parent's to choose, and imported before anything is limited."""
+    module, function = name.split(":")
+    found: Callable[[dict[str, Any]], dict[str, Any]] = getattr(import_module(module), function)
+    return found
 
 
 def _prepare_process() -> None:
@@ -106,33 +109,3 @@ def _limit_memory(more_bytes: int | None) -> None:
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     wanted = pages * resource.getpagesize() + more_bytes
     resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
-
-
-class _Templates:
-    """The templates compiled last, by their source."""
-
-    def __init__(self, compile_template: Callable[[str], CompiledTemplate]) -> None:
-        self._compile = compile_template
-        self._kept: OrderedDict[str, CompiledTemplate] = OrderedDict()
-
-    def compiled(self, source: str) -> CompiledTemplate:
-        if source not in self._kept:
-            self._kept[source] = self._compile(source)
-        self._kept.move_to_end(source)
-        while len(self._kept) > _KEPT_TEMPLATES:
-            self._kept.popitem(last=False)
-        return self._kept[source]
-
-
-def _answer(templates: _Templates, request: dict[str, Any]) -> dict[str, Any]:
-    """Return the form of the messages a template reads; with `variables` what it writes; or why it fails."""
-    try:
-        template = templates.compiled(request["source"])
-        if request["variables"] is None:
-            return {"form": asdict(template.form)}
-        text = template.render(request["variables"], request["characters"])
-    except MemoryError:
-        raise
-    except Exception as error:  # a template can raise anything; its traceback shows only generated code
-        return {"failed": (str(error) or type(error).__name__)[:10_000]}
-    return {"too_long": True} if text is None else {"text": text}

@@ -1,0 +1,47 @@
+"""The question whether a grammar can be compiled, answered in a process that is limited and can be killed.
+
+Not every grammar that compiles for ever, or until the stack is used up, is found by llguidance's own limits. What has
+passed here takes no more of them where it is compiled to be used. Imported in that process, so it imports little.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any
+
+MOST: dict[str, Any] = {"max_lexer_states": 30_000, "max_grammar_size": 100_000, "verbose_errors": False}
+"""llguidance's own limits, for compiling and for every step, where its defaults are too generous for a server."""
+
+_STACK_BYTES = 1 << 20
+"""Less than any thread has that compiles a grammar to use it."""
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Why the grammar `source` allows no answer: {"failed": why}, or nothing."""
+    failed: list[str] = []
+    threading.stack_size(_STACK_BYTES)
+    thread = threading.Thread(target=lambda: failed.append(_fault(request["source"])))
+    thread.start()
+    thread.join()
+    return {"failed": failed[0]} if failed[0] else {}
+
+
+def _fault(source: str) -> str:
+    from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import LLParserLimits
+
+    matcher = LLMatcher(LLTokenizer("byte"), source, log_level=0, limits=LLParserLimits(**MOST))
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # the first one compiles the rest
+    return in_words(matcher.get_error())
+
+
+def in_words(error: str) -> str:
+    """The sentence in an error of llguidance's, without the source that it quotes."""
+    sentence = re.split(r"\n +\d+ \|", error)[0].replace("\n<non-verbose/>", "").strip()
+    if sentence.startswith("NoExtension"):
+        return "it allows no answer"
+    if "regex parse error" in sentence:
+        return sentence.rpartition("error: ")[2]
+    return re.sub(r"^at 1\(8\): (failed to compile JSON schema: )?", "", sentence)

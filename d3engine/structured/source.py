@@ -1,0 +1,57 @@
+"""What a form is written down as: one grammar in llguidance's Lark, whatever the user wrote.
+
+The one idea: no forcing. Where only one text can follow, the model still chooses among all tokens that begin it, so an
+answer is drawn from the model's own distribution over what the form allows, whatever pieces the tokenizer has.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from d3engine.errors import InvalidValueError, require
+from d3engine.request.structured import StructuredOutputsParams
+
+WHITESPACE = r"( |\n( {0,16}|\t{0,8}))?"
+"""Between the parts of JSON: nothing, a space, or a line break and an indentation."""
+
+_OPTIONS = '%llguidance {"no_forcing": true}'
+_OWN_SETTINGS = "x-guidance"
+_ASCII_CLASSES = "dw"
+r"""\d and \w are of ASCII alone, as in the patterns of JSON Schema."""
+
+
+def grammar_of(params: StructuredOutputsParams) -> str:
+    """The form as a grammar. Raises `InvalidValueError` for what would undo the way it is compiled."""
+    if params.grammar is not None:
+        require("%llguidance" not in params.grammar, "grammar", params.grammar, "a grammar without %llguidance")
+        return f"{params.grammar}\n{_OPTIONS}\n"
+    if params.regex is not None:
+        return _with_start(_regex(params.regex))
+    if params.choice is not None:
+        return _with_start(_regex("|".join(map(_literally, params.choice))))
+    schema = json.loads(str(params.json)) if params.json is not None else {"type": "object"}
+    if _OWN_SETTINGS in schema:
+        raise InvalidValueError("json", params.json, f"a schema without {_OWN_SETTINGS}")
+    return _with_start(f"%json {json.dumps({_OWN_SETTINGS: _settings(params), **schema})}")
+
+
+def _with_start(rule: str) -> str:
+    return f"start: {rule}\n{_OPTIONS}\n"
+
+
+def _settings(params: StructuredOutputsParams) -> dict[str, object]:
+    if params.disable_any_whitespace:
+        return {"whitespace_flexible": False}
+    return {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
+
+
+def _regex(pattern: str) -> str:
+    """A regular expression as a terminal; its slashes and line breaks do not end it."""
+    from llguidance import regex_to_lark
+
+    return f"/{regex_to_lark(pattern, _ASCII_CLASSES)}/"
+
+
+def _literally(text: str) -> str:
+    return re.sub(r"[^0-9A-Za-z]", lambda char: f"\\x{{{ord(char[0]):x}}}", text)
