@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -68,8 +69,13 @@ def test_several_choices_of_several_prompts_come_each_in_its_order(events: Event
         assert [one["finish_reason"] for one in own if one["finish_reason"]] == [choice.finish_reason]
         assert own[-1]["finish_reason"]
         assert choice.logprobs is not None
-        for name, values in choice.logprobs.model_dump().items():
-            assert [value for one in own for value in one["logprobs"][name]] == values
+        whole_of = choice.logprobs.model_dump()
+        found_of = {name: [value for one in own for value in one["logprobs"][name]] for name in whole_of}
+        assert found_of["tokens"] == whole_of["tokens"]
+        assert found_of["text_offset"] == whole_of["text_offset"]
+        assert found_of["token_logprobs"] == pytest.approx(whole_of["token_logprobs"], abs=1e-3)
+        keys = [[one and set(one) for one in of["top_logprobs"]] for of in (found_of, whole_of)]
+        assert keys[0] == keys[1]
 
 
 def test_a_stop_string_is_never_seen_in_a_stream(events: Events, question: str) -> None:
@@ -85,3 +91,47 @@ def test_a_stop_string_is_never_seen_in_a_stream(events: Events, question: str) 
 def test_an_answer_without_tokens_is_one_chunk(events: Events) -> None:
     (found,) = events("/v1/completions", {"prompt": "Tom has", "max_tokens": 0, "echo": True})
     assert found["choices"] == [{"index": 0, "text": "Tom has", "logprobs": None, "finish_reason": "length"}]
+
+
+SHALLOW = {"policy": "d3", "alpha": 0.7, "start": 0.6}
+MIXED: list[dict[str, Any]] = [
+    {"prompt": "Question: Tom has 5 pens. Tom buys 3.", "max_tokens": 9},
+    {"prompt": "Ann has 4 cups", "max_tokens": 7, "depth": "full", "return_depths": True},
+    {"prompt": "Tom", "max_tokens": 8, "temperature": 1, "seed": 1, "n": 2, "depth": SHALLOW, "return_depths": True},
+    {"prompt": ["Tom has", "Ann has"], "max_tokens": 4, "logprobs": 2, "echo": True},
+    {"messages": [{"role": "user", "content": "Tom has 5 pens."}], "max_tokens": 6, "logprobs": True},
+    {"messages": [{"role": "user", "content": "Ann"}], "max_tokens": 5, "temperature": 1, "seed": 2, "depth": "full"},
+]
+
+
+def test_64_streams_at_once_are_the_same_requests_alone(url: str) -> None:
+    """Each choice's text to the byte, its depths and its end. PyTorch computes prompts, and rounds their
+    log-probabilities by the rows that are computed with them."""
+
+    async def read(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[Any, Any]:
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        answer = await http.post(path, json=body | {"stream": True})
+        assert answer.status_code == 200, answer.text
+        events = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+        exact: dict[int, list[Any]] = {}
+        logprobs: dict[int, list[float]] = {}
+        for choice in (choice for one in events for choice in one["choices"]):
+            own = exact.setdefault(choice["index"], ["", [], []])
+            own[0] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+            own[1] += choice.get("d3ext", {}).get("depths", [])
+            own[2] += [choice["finish_reason"]] if choice["finish_reason"] else []
+            entries = choice["logprobs"] or {}
+            found = entries.get("token_logprobs") or [one["logprob"] for one in entries.get("content") or []]
+            logprobs.setdefault(choice["index"], []).extend(value or 0.0 for value in found)
+        return exact, logprobs
+
+    async def main() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=600) as http:
+            alone = [await read(http, body) for body in MIXED]
+            together = await asyncio.gather(*(read(http, MIXED[nth % len(MIXED)]) for nth in range(64)))
+        for nth, (exact, logprobs) in enumerate(together):
+            assert exact == alone[nth % len(MIXED)][0]
+            for index, values in alone[nth % len(MIXED)][1].items():
+                assert logprobs[index] == pytest.approx(values, abs=1e-3)
+
+    asyncio.run(main())
