@@ -1,0 +1,55 @@
+"""docs/serving.md says what the server does: its commands run, and its tables have every field."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import httpx
+import pytest
+
+PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+SHELL = re.compile(r"```sh\n(.*?)```", re.DOTALL)
+CURLS = [
+    line
+    for block in SHELL.findall(PAGE)
+    for line in block.replace("\\\n", "").splitlines()
+    if (line.startswith("curl ") and "/v1/" in line) or "tokenize" in line
+]
+
+
+def test_the_page_has_a_command_for_each_route() -> None:
+    from d3engine.server.app import ROUTES
+
+    paths = {httpx.URL(shlex.split(line)[1]).path for line in CURLS}
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize"} <= paths
+    assert [route.path for route in ROUTES if f"`{route.path.replace('name:path', 'id')}`" not in PAGE] == []
+
+
+@pytest.mark.parametrize("line", CURLS)
+def test_a_command_of_the_page_is_answered(http: httpx.Client, line: str) -> None:
+    _, address, *words = shlex.split(line)
+    path = httpx.URL(address).path
+    options = dict(zip(words[::2], words[1::2], strict=True))
+    headers = dict(word.split(": ") for flag, word in zip(words[::2], words[1::2], strict=True) if flag == "-H")
+    if "-d" in options:
+        answer = http.post(path, content=options["-d"], headers=headers)
+        assert json.loads(options["-d"])
+    else:
+        answer = http.get(path)
+    assert answer.status_code == 200, answer.text
+    assert "x-d3-ignored-fields" not in answer.headers
+    assert answer.content
+
+
+def test_the_page_has_every_field_that_is_honoured_refused_or_taken() -> None:
+    from d3engine.server.asking.refused import ASK_NOTHING, REFUSED
+    from d3engine.server.shapes.requests import ChatRequest, CompletionRequest, StreamOptions
+
+    names = {*ASK_NOTHING}
+    for shape in (ChatRequest, CompletionRequest, StreamOptions):
+        names |= {*shape.__struct_fields__, *REFUSED.get(shape, {})}
+    later = {"response_format", "structured_outputs", "tools", "tool_choice", "parallel_tool_calls"}
+    assert sorted(name for name in names - later if f"`{name}`" not in PAGE) == []
