@@ -71,8 +71,9 @@ class Engine(Facts):
         enable_prefix_caching: let prompts share the blocks of a common beginning.
         admission: when waiting requests join the batch: `Immediate()` or `Waves(steps)`.
         enforce_eager: run without CUDA graphs and without the native library: each operation is called by the host.
-        num_scheduler_steps: tokens that a batch which only decodes may generate before the host looks at them, for
-            requests of `generate` and `chat`; None: 16 with CUDA graphs or the native library, and always 1 without.
+        num_scheduler_steps: tokens that a batch which only decodes may generate without the host: it looks at them
+            afterwards, or meanwhile for requests that stream; None: 16 with CUDA graphs or the native library, and
+            always 1 without.
         num_threads: threads that decode on a CPU in the native library; None: as many as PyTorch uses, whose own number
             (for prompts) it leaves alone.
         seed: from which requests without a seed get theirs.

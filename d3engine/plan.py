@@ -60,6 +60,32 @@ class PromptRows:
     rows: range
 
 
+class Course:
+    """What host and device know of each other in a run whose steps the host takes one by one, as they are made.
+
+    `words` int32 [2] lie in memory that the device's own code may use as well, while the host does: whether no further
+    step is to begin, and how many have begun.
+    """
+
+    __slots__ = ("words",)
+
+    def __init__(self) -> None:
+        self.words: npt.NDArray[np.int32] = np.zeros(2, np.int32)
+
+    def end(self) -> None:
+        """Let the device begin no further step."""
+        self.words[0] = 1
+
+    @property
+    def is_ended(self) -> bool:
+        return bool(self.words[0])
+
+    @property
+    def num_begun(self) -> int:
+        """Steps of the run that the device has begun; it may be more by the time that the caller looks at it."""
+        return int(self.words[1])
+
+
 @dataclass(frozen=True, slots=True)
 class RunAhead:
     """The next `num_steps` steps of a batch in which every row decodes one token per step.
@@ -71,6 +97,7 @@ class RunAhead:
     steps: IntArray  # [C] generation steps of the first of them
     cutoffs: IntArray  # [C, L]
     choice: Choice  # what choosing a token takes, for the row that asks for most
+    course: Course | None = None  # of steps that the host takes one by one: the plan comes again for each of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +166,7 @@ class Plan:
     @property
     def num_steps(self) -> int:
         """Steps that the plan stands for: tokens that each of its rows yields."""
-        return self.ahead.num_steps if self.ahead else 1
+        return self.ahead.num_steps if self.ahead and self.ahead.course is None else 1
 
     @property
     def num_rows(self) -> int:

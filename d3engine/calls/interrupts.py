@@ -6,7 +6,7 @@ handler of his own (asyncio does) keeps it.
 
 from __future__ import annotations
 
-import signal
+import _signal  # type: ignore[import-not-found]  # what `signal` wraps: its search for enum members costs more than a call
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,13 +37,13 @@ def held_back() -> Iterator[Interrupt]:
         interrupt.seen = True
 
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if not is_main or _signal.getsignal(_signal.SIGINT) is not _signal.default_int_handler:
         yield interrupt
         return
-    signal.signal(signal.SIGINT, on_signal)
+    _signal.signal(_signal.SIGINT, on_signal)
     try:
         yield interrupt
     finally:
-        now = signal.signal(signal.SIGINT, signal.default_int_handler)
+        now = _signal.signal(_signal.SIGINT, _signal.default_int_handler)
         if now is not on_signal:  # somebody has installed his own meanwhile
-            signal.signal(signal.SIGINT, now)
+            _signal.signal(_signal.SIGINT, now)

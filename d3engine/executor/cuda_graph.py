@@ -3,7 +3,7 @@
 Which layers a step runs is known on the host, from positions alone: a step of depth d replays a graph that holds d
 layers. Inside it, kernels read from device memory how many rows are young enough for each layer, so one graph serves
 every mixture of ages below its youngest row. Tokens, positions, steps and block tables stay on the device and are
-advanced there: the host starts a run of steps, and looks at the tokens when it is over.
+advanced there: the host starts a run of steps, and looks at the tokens when it is over, or while it goes on.
 
 Prompts, replays and whatever else is not plain decoding go through the eager executor, on the same kernels and pool.
 """
@@ -24,6 +24,7 @@ from d3engine.executor.block_tables import DeviceBlockTables
 from d3engine.executor.choosing import DeviceChoice
 from d3engine.executor.computed import Computed
 from d3engine.executor.eager import EagerExecutor
+from d3engine.executor.followed import FollowedRun, HostTokens
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.model.llama import Llama
 from d3engine.plan import Chosen, Plan, RunAhead
@@ -132,6 +133,8 @@ class GraphExecutor:
         self._rows = DecodeRows.empty(
             self._sizes[-1], config.num_layers, blocks, config.head_dim, max_steps, eager.device
         )
+        self._host_tokens = HostTokens(self._rows)
+        self._followed: FollowedRun | None = None
         self._tables = DeviceBlockTables(max_num_seqs, config.num_layers, blocks, eager.device)
         self._query_starts = torch.arange(self._sizes[-1] + 1, dtype=torch.int32, device=eager.device)
         numbers = self._sizes[-1] * (3 + config.num_layers)
@@ -157,13 +160,20 @@ class GraphExecutor:
         """Run the steps of a plan: tokens, where the device has chosen them itself, or logits as `eager` gives them."""
         if plan.ahead is None:
             return self._eager.run(plan)
-        shapes = self._shapes(plan.ahead)
-        steps = [self._graph(shape) for shape in shapes]  # all before the rows are there
-        self._upload(plan, plan.ahead)
-        for step in steps:
-            step()
-        self.stats.graph_steps += len(steps)
-        return Computed(self._download(plan.ahead))
+        self.stats.graph_steps += plan.num_steps
+        return Computed(self._run_ahead(plan, plan.ahead))
+
+    def _run_ahead(self, plan: Plan, ahead: RunAhead) -> Chosen:
+        course = ahead.course
+        if self._followed is None or self._followed.course is not course:
+            steps = [self._graph(shape) for shape in self._shapes(ahead)]  # all before the rows are there
+            self._upload(plan, ahead)
+            if course is None:
+                for step in steps:
+                    step()
+                return self._download(ahead)
+            self._followed = FollowedRun(course, steps, plan.num_rows, self._host_tokens)
+        return self._followed.next_step()
 
     def take_largest(self) -> None:
         """Capture a graph that needs most memory: all rows through all layers, and a choice that needs logits."""

@@ -20,9 +20,8 @@ from d3engine.executor.eager import EagerExecutor
 from d3engine.kernels.native.library import Decoder, Draws, Linear, NativeError, NativeLayer, NativeModel, Rows
 from d3engine.model.llama import Llama
 from d3engine.model.weights import LayerWeights
-from d3engine.plan import Chosen, Plan, RunAhead
+from d3engine.plan import Chosen, Course, Plan, RunAhead
 from d3engine.request.choice import Choice
-from d3engine.request.sequence import Sequence
 
 MAX_SINGLE_ROWS = 64
 """Rows of a single step at most: of more, which are a long prompt's, a matrix library makes the better products."""
@@ -66,6 +65,7 @@ class NativeExecutor:
         )
         self._choice = DeviceChoice(eager.model, max_num_seqs, eager.device)
         self._vocab = eager.model.config.vocab_size
+        self._course: Course | None = None
         self.stats = eager.stats
         self.stats.executor = f"native ({self._decoder.isa}, threads: {num_threads})"
 
@@ -82,12 +82,12 @@ class NativeExecutor:
     def take_largest(self) -> None:
         """Nothing: the decoder has all its memory from the beginning."""
 
-    @torch.inference_mode()
     def run(self, plan: Plan) -> Computed:
         """Run the steps of a plan: tokens of a run, logits of a single step that is the host's to choose from."""
         if plan.ahead is not None:
             self.stats.native_steps += plan.num_steps
             return Computed(self._run_ahead(plan, plan.ahead))
+        self._end_course()
         if self._is_simple(plan):
             self.stats.native_steps += 1
             return Computed(self._single(plan))
@@ -96,19 +96,34 @@ class NativeExecutor:
     # -- runs --------------------------------------------------------------------------------------------------
 
     def _run_ahead(self, plan: Plan, ahead: RunAhead) -> Chosen:
-        rows = Rows(plan.token_ids, plan.positions, ahead.steps, plan.slots, ahead.cutoffs, plan.tables)
+        course = ahead.course
+        if course is not None and course is self._course:
+            return Chosen(*self._decoder.take())
+        self._end_course()
         if ahead.choice > Choice.DRAW:
-            return self._choose_by_torch(rows, plan, ahead)
-        draws = None if ahead.choice is Choice.GREEDY else _draws(plan.sequences)
-        return Chosen(*self._decoder.run(rows, ahead.num_steps, draws=draws))
+            if course is not None:
+                course.end()
+            return self._choose_by_torch(plan, ahead)
+        rows, draws = _rows(plan, ahead), _draws(plan, ahead)
+        if course is None:
+            return Chosen(*self._decoder.run(rows, ahead.num_steps, draws=draws))
+        self._decoder.begin(rows, ahead.num_steps, course.words, draws=draws)
+        self._course = course
+        return Chosen(*self._decoder.take())
 
-    def _choose_by_torch(self, rows: Rows, plan: Plan, ahead: RunAhead) -> Chosen:
+    def _end_course(self) -> None:
+        """Whatever goes on by itself comes to rest: the pool is the caller's."""
+        self._decoder.finish()
+        self._course = None
+
+    @torch.inference_mode()
+    def _choose_by_torch(self, plan: Plan, ahead: RunAhead) -> Chosen:
         """Step by step, each token chosen from the native logits by the operations that choose on a GPU."""
-        count = plan.num_rows
+        rows, count = _rows(plan, ahead), plan.num_rows
         self._choice.write(plan.sequences, ahead.choice)
         tokens, chosen, scores = rows.tokens, [], []
         logits = np.empty((1, count, self._vocab), np.float32)
-        for taken in range(ahead.num_steps):
+        for taken in range(plan.num_steps):
             now = Rows(tokens, rows.positions + taken, rows.generation + taken, rows.slots, rows.cutoffs, rows.tables)
             self._decoder.run(now, 1, logits=logits)
             steps = torch.from_numpy(np.asarray(now.generation, dtype=np.int64))
@@ -133,6 +148,7 @@ class NativeExecutor:
             and (not self._eager.rope.depends_on_length or bool((plan.steps >= 0).all()))
         )
 
+    @torch.inference_mode()
     def _single(self, plan: Plan) -> Tensor:
         """Logits [plan.logit_rows, V]. A layer runs at "step" 0 for the rows whose cutoff is 1."""
         active = np.zeros((plan.num_rows, plan.tables.shape[1]), np.int32)
@@ -153,7 +169,15 @@ def _mask(plan: Plan) -> npt.NDArray[np.bool_]:
     return mask
 
 
-def _draws(sequences: list[Sequence]) -> Draws:
+def _rows(plan: Plan, ahead: RunAhead) -> Rows:
+    return Rows(plan.token_ids, plan.positions, ahead.steps, plan.slots, ahead.cutoffs, plan.tables)
+
+
+def _draws(plan: Plan, ahead: RunAhead) -> Draws | None:
+    """How the rows of a run draw; None if all take the likeliest token."""
+    if ahead.choice is Choice.GREEDY:
+        return None
+    sequences = plan.sequences
     params = [sequence.params for sequence in sequences]
     return Draws(
         np.array([0.0 if asked.greedy else asked.temperature for asked in params], np.float32),

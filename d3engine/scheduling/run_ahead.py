@@ -1,14 +1,14 @@
 """How many steps a batch can take before the host must look: none of them needs anything that is not known now.
 
 A step's layers follow from positions alone, so a device that holds tokens, positions and block tables can decode on by
-itself. The host must look again when a sequence reaches its end, when someone reads along, or when the rows that run a
-layer would no longer come first in the batch.
+itself. The host must look again when a sequence reaches its end, or when the rows that run a layer would no longer come
+first in the batch. Where someone reads along, it takes each step's tokens while the device is at the next one.
 """
 
 from __future__ import annotations
 
 from d3engine.cache.kv_cache import IntArray
-from d3engine.plan import RunAhead
+from d3engine.plan import Course, RunAhead
 from d3engine.request.choice import Choice
 from d3engine.scheduling.chunks import Chunks
 from d3engine.scheduling.running import RunningTable
@@ -22,13 +22,14 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int) -> RunAhead | Non
     simple = (table.choice[slots] != Choice.HOST) & ~table.fills[slots] & ~table.drafts[slots]
     if limit == 0 or not (decode & simple).all():
         return None
-    if table.streams[slots].any():
-        limit = 1
     limit = min(limit, int((table.max_length[slots] - table.num_tokens[slots]).min()))
     cutoffs = table.cutoffs[slots]
     num_steps = _steps_in_order(chunks.steps, cutoffs, limit)
     choice = Choice(int(table.choice[slots].max()))
-    return RunAhead(num_steps, chunks.steps, cutoffs, choice) if num_steps else None
+    if not num_steps:
+        return None
+    course = Course() if num_steps > 1 and table.streams[slots].any() else None
+    return RunAhead(num_steps, chunks.steps, cutoffs, choice, course)
 
 
 def _steps_in_order(steps: IntArray, cutoffs: IntArray, limit: int) -> int:

@@ -29,6 +29,7 @@ from d3engine.scheduling.run_ahead import reaching, run_ahead
 from d3engine.scheduling.running import RunningTable
 from d3engine.scheduling.second_model_rows import SecondModelRows
 from d3engine.scheduling.shared_prompts import SharedPrompts
+from d3engine.scheduling.under_way import UnderWay
 from d3engine.scheduling.waiting import WaitingQueue
 
 
@@ -100,6 +101,7 @@ class Scheduler:
         self._table = RunningTable(config.max_num_seqs, cache.num_layers, config.max_model_len)
         self._allocator = Allocator(cache, self._table)
         self._drafting = Drafting(self._table)
+        self._under_way = UnderWay()
         self._second = None if second_cache is None else SecondModelRows(second_cache, self._table)
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []
@@ -185,6 +187,10 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """The plan of the next step, its blocks allocated; None when there is nothing to do."""
+        if self._waiting and self.cache.num_free_slots:
+            self._under_way.end()  # whoever waits is not kept waiting by a run
+        if (plan := self._under_way.next_step()) is not None:
+            return plan
         self._admit()
         if not self._running:
             return None
@@ -193,6 +199,7 @@ class Scheduler:
         ahead, missing = self._look_ahead(chunks, missing)
         before, after = self._allocator.allocate(chunks, missing)
         plan = build_plan(chunks, self._table, self.cache.tables, before, after, ahead)
+        self._under_way.begin(plan)
         if self._second is None or (nested := self._second.plan(self._second_chunks())) is None:
             return plan
         return replace(plan, drafts=replace(plan.drafts or DraftWork(frozenset(), {}), model=nested))
@@ -208,18 +215,21 @@ class Scheduler:
         there (a stop string was found), and the tokens beyond are dropped. They must be read to the end. `depths` [C]
         are the layers that the chunks really ran, where some left early; None: those of the plan.
         """
-        self._table.num_computed[plan.slots] = plan.stops
         self.counters.steps += plan.num_steps
-        self._shared_prompts.keep(plan)
+        if plan.ahead is None:  # otherwise no prompt is computed, and every row gets its token
+            self._table.num_computed[plan.slots] = plan.stops
+            self._shared_prompts.keep(plan)
         return self._take(plan, sampled, plan.depths if depths is None else depths)
 
     def _take(self, plan: Plan, sampled: Sampled, ran: IntArray) -> Iterator[TokenOutput]:
         """Add the sampled tokens to their sequences, then give back the blocks of layers that have fallen asleep."""
-        depths = sampled.depths or [[depth] for depth in ran[plan.sampled].tolist()]
+        depths = sampled.depths or (
+            [[]] * len(plan.sampled) if plan.ahead else [[d] for d in ran[plan.sampled].tolist()]
+        )
         for row, chunk in enumerate(plan.sampled.tolist()):
             sequence = plan.sequences[chunk]
-            if sequence.status is Status.FINISHED:
-                continue  # with another of its request, whose token had a fault
+            if sequence.slot == NO_SLOT:
+                continue  # it ended with another of its request, whose token had a fault, or while a run went on
             if row in sampled.proposals:
                 self._drafting.propose(sequence, sampled.proposals[row], int(plan.depths[chunk]))
                 continue
@@ -303,6 +313,7 @@ class Scheduler:
             self.counters.cached_prompt_tokens += sequence.num_cached_tokens
 
     def _leave(self, sequence: Sequence) -> None:
+        self._under_way.end()
         self.cache.close(sequence.slot)
         if self._second is not None:
             self._second.close(sequence.slot)
@@ -348,7 +359,7 @@ class Scheduler:
             further, needed = self._allocator.missing(reaching(chunks, ahead))
             if self.prefix_cache.reserve(needed):
                 return ahead, further
-            ahead = replace(ahead, num_steps=1)  # nobody is sent away for the sake of running ahead
+            ahead = replace(ahead, num_steps=1, course=None)  # nobody is sent away for the sake of running ahead
         return ahead, missing
 
     # -- after the step ----------------------------------------------------------------------------------------

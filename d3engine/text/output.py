@@ -123,17 +123,18 @@ class _Request:
         sequences = [answer.sequence for answer in self.answers]
         scheduled = [sequence.scheduled_time for sequence in sequences if sequence.scheduled_time is not None]
         drafts = [sequence.draft for sequence in sequences if sequence.draft is not None]
+        finished = self.finished
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=prompt_token_ids,
             prompt_logprobs=None if self.prompt_logprobs is None else self.prompt_logprobs[since:],
             outputs=answers,
-            finished=self.finished,
+            finished=finished,
             metrics=RequestMetrics(
                 arrival_time=self.arrival_time,
                 first_token_time=self.first_token_time,
-                finished_time=time.monotonic() if self.finished else None,
+                finished_time=time.monotonic() if finished else None,
                 num_preemptions=sum(sequence.num_preemptions for sequence in sequences),
                 num_drafted_tokens=sum(draft.num_drafted for draft in drafts),
                 num_accepted_tokens=sum(draft.num_accepted for draft in drafts),
@@ -239,9 +240,10 @@ class OutputProcessor:
     def _outputs(self, requests: Iterable[_Request]) -> list[RequestOutput]:
         outputs = []
         for request in requests:
-            if request.finished:
+            finished = request.finished
+            if finished:
                 del self._requests[request.request_id]
-            if request.finished or request.kind is not RequestOutputKind.FINAL_ONLY:
+            if finished or request.kind is not RequestOutputKind.FINAL_ONLY:
                 outputs.append(request.output())
         return outputs
 

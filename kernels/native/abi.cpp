@@ -1,6 +1,7 @@
 // The C entry points: everything is checked here, and nothing throws beyond.
 #include "abi.h"
 
+#include <exception>
 #include <new>
 
 #include "decoder.h"
@@ -68,6 +69,33 @@ int32_t d3_run(D3Decoder* decoder, const D3Run* run) {
     }
     decoder->busy.store(false, std::memory_order_release);
     return status;
+}
+
+int32_t d3_begin(D3Decoder* decoder, const D3Run* run) {
+    if (decoder->busy.exchange(true, std::memory_order_acquire)) return D3_BUSY;
+    int32_t status = D3_OK;
+    try {
+        status = run->course ? decoder->check(*run) : D3_BAD_RUN;
+        if (status == D3_OK) decoder->begin(*run);
+    } catch (const std::exception&) {  // no memory, or no thread
+        status = D3_NO_MEMORY;
+    }
+    if (status != D3_OK) decoder->busy.store(false, std::memory_order_release);
+    return status;
+}
+
+int32_t d3_await(D3Decoder* decoder, int32_t steps) {
+    try {
+        decoder->runner.await(steps);
+    } catch (const std::bad_alloc&) {
+        return D3_NO_MEMORY;
+    }
+    return D3_OK;
+}
+
+void d3_finish(D3Decoder* decoder) {
+    decoder->runner.finish();
+    decoder->busy.store(false, std::memory_order_release);
 }
 
 void d3_destroy(D3Decoder* decoder) { delete decoder; }

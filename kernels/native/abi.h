@@ -60,6 +60,9 @@ struct D3Run {
     float* scores;                    // [steps, rows] written: what the chosen token won with
     float* logits;                    // [steps, rows, vocab] written, or null
     const uint8_t* yields;            // [rows], of a single step: which rows are asked for the three above; null: all
+    // Two words that others may look at and write while the run goes on, or null: as long as the first is 0 further
+    // steps are begun, and the second says how many have been.
+    int32_t* course;
 };
 
 struct D3Decoder;
@@ -73,4 +76,10 @@ D3_EXPORT const char* d3_source_digest();
 
 D3_EXPORT int32_t d3_create(const D3Model* model, D3Decoder** made);
 D3_EXPORT int32_t d3_run(D3Decoder* decoder, const D3Run* run);
+// The same in a thread of the decoder's own: `d3_begin` returns at once, and all memory of the run belongs to it until
+// `d3_finish` does. `d3_await` returns when so many steps are done; their tokens may be read then. `d3_finish` lets no
+// further step begin and waits for the one that is under way. These three and `d3_run` are called in turns.
+D3_EXPORT int32_t d3_begin(D3Decoder* decoder, const D3Run* run);
+D3_EXPORT int32_t d3_await(D3Decoder* decoder, int32_t steps);
+D3_EXPORT void d3_finish(D3Decoder* decoder);
 D3_EXPORT void d3_destroy(D3Decoder* decoder);

@@ -72,6 +72,11 @@ void D3Decoder::run(const D3Run& run) {
     for (int taken = 0; taken < run.steps; taken++) step({run, taken});
 }
 
+void D3Decoder::begin(const D3Run& run) {
+    run_ = run;
+    runner.begin({run.steps, run.course, [this](int taken) { step({run_, taken}); }});
+}
+
 void D3Decoder::step(const Step& step) {
     embed(step);
     for (int layer = 0; layer < model_.num_layers; layer++) {

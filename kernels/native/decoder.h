@@ -10,6 +10,7 @@
 #include "abi.h"
 #include "choosing.h"
 #include "kernels.h"
+#include "runner.h"
 #include "team.h"
 
 // Rows of floats with zeros behind them: up to a whole group of int4, and some more, so that neighbouring rows do not
@@ -40,6 +41,8 @@ struct D3Decoder {
     // Whether everything that `run` would touch is there; D3_OK, or what is not.
     D3Status check(const D3Run& run) const;
     void run(const D3Run& run);
+    // The same in the runner's thread.
+    void begin(const D3Run& run);
 
     std::atomic<bool> busy{false};
 
@@ -86,4 +89,8 @@ private:
     std::vector<int> active_;
     std::vector<Scratch> scratch_;
     std::vector<Best> best_;  // [workers, rows]
+    D3Run run_;               // that the runner is at
+
+public:
+    Runner runner;  // the last member, so that it has come to rest before anything that it works with goes
 };

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -89,8 +89,11 @@ class _Model(Structure):
 
 _ARRAYS = (
     *("tokens", "positions", "generation", "slots", "cutoffs", "tables", "temperatures", "seeds", "indices"),
-    *("chosen", "scores", "logits", "yields"),
+    *("chosen", "scores", "logits", "yields", "course"),
 )
+
+
+_INTEGERS = ("tokens", "positions", "generation", "slots")
 
 
 class _Run(Structure):
@@ -219,6 +222,7 @@ class Decoder:
         _check(self._library.d3_create(byref(structure), byref(made)))
         self._handle = made
         self._finalizer = weakref.finalize(self, self._library.d3_destroy, made)
+        self._under_way: tuple[Any, ...] | None = None
 
     def run(
         self,
@@ -236,27 +240,67 @@ class Decoder:
         `NativeError` for what would be read or written out of bounds, before anything is.
         """
         count = len(rows.tokens)
-        chosen, scores = np.empty((steps, count), np.int64), np.empty((steps, count), np.float32)
-        tables = np.ascontiguousarray(rows.tables, np.int32)
-        if tables.shape != self._table_shape or rows.cutoffs.shape != (count, self._table_shape[1]):
-            raise NativeError(f"tables must have the shape {self._table_shape}; got {tables.shape}")
+        self._check_tables(rows)
         if logits is not None and (logits.shape != (steps, count, self._vocab) or not logits.flags.c_contiguous):
             raise NativeError(f"logits must be a contiguous array [{steps}, {count}, {self._vocab}]")
-        given: list[npt.NDArray[Any] | None] = [
-            *(np.ascontiguousarray(a, np.int64) for a in (rows.tokens, rows.positions, rows.generation, rows.slots)),
-            np.ascontiguousarray(rows.cutoffs, np.int32),
-            tables,
-            None if draws is None else np.ascontiguousarray(draws.temperatures, np.float32),
-            None if draws is None else np.ascontiguousarray(draws.seeds, np.int64),
-            None if draws is None else np.ascontiguousarray(draws.indices, np.int64),
-            chosen,
-            scores,
-            logits,
-            None if yields is None else np.ascontiguousarray(yields, np.uint8),
-        ]
-        run = _Run(count, steps, *(None if array is None else array.ctypes.data for array in given))
+        asks = None if yields is None else np.ascontiguousarray(yields, np.uint8)
+        run, given = _run_of(rows, steps, draws, logits=logits, yields=asks)
         _check(self._library.d3_run(self._handle, byref(run)))
-        return chosen, scores
+        return given["chosen"], given["scores"]
+
+    def begin(self, rows: Rows, steps: int, course: npt.NDArray[np.int32], *, draws: Draws | None = None) -> None:
+        """Begin `steps` steps in a thread of the library's own, and return; `take` gives what they bring.
+
+        `course` int32 [2] may be looked at and written while they go on: as long as the first is 0 further steps are
+        begun, and the second says how many have been. The tables are copied; until `finish` no other run may be asked
+        for. Raises `NativeError` as `run` does.
+        """
+        self._check_tables(rows)
+        own = np.arange(len(rows.tokens))
+        run, given = _run_of(replace(rows, slots=own, tables=rows.tables[rows.slots]), steps, draws, course=course)
+        _check(self._library.d3_begin(self._handle, byref(run)))
+        self._under_way = (given, given["chosen"], given["scores"])
+        self._taken = 0
+
+    def take(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Wait for the next step of the run that was begun: its tokens and scores, both [1, rows]."""
+        assert self._under_way is not None, "no run was begun"
+        _, chosen, scores = self._under_way
+        taken, self._taken = self._taken, self._taken + 1
+        _check(self._library.d3_await(self._handle, taken + 1))
+        return chosen[taken : taken + 1], scores[taken : taken + 1]
+
+    def finish(self) -> None:
+        """Let no further step begin, and wait for the one that is under way; nothing happens where there is none."""
+        if self._under_way is not None:
+            self._library.d3_finish(self._handle)
+            self._under_way = None
+
+    def _check_tables(self, rows: Rows) -> None:
+        count, shape = len(rows.tokens), rows.tables.shape
+        if shape != self._table_shape or rows.cutoffs.shape != (count, self._table_shape[1]):
+            raise NativeError(f"tables must have the shape {self._table_shape}; got {shape}")
+
+
+def _run_of(
+    rows: Rows, steps: int, draws: Draws | None, **further: npt.NDArray[Any] | None
+) -> tuple[_Run, dict[str, npt.NDArray[Any]]]:
+    """The structure of a run, and the arrays that it points to, which must live as long as it goes on."""
+    count = len(rows.tokens)
+    given: dict[str, npt.NDArray[Any] | None] = {
+        **{name: np.ascontiguousarray(getattr(rows, name), np.int64) for name in _INTEGERS},
+        "cutoffs": np.ascontiguousarray(rows.cutoffs, np.int32),
+        "tables": np.ascontiguousarray(rows.tables, np.int32),
+        "chosen": np.empty((steps, count), np.int64),
+        "scores": np.empty((steps, count), np.float32),
+        **further,
+    }
+    if draws is not None:
+        given["temperatures"] = np.ascontiguousarray(draws.temperatures, np.float32)
+        given["seeds"] = np.ascontiguousarray(draws.seeds, np.int64)
+        given["indices"] = np.ascontiguousarray(draws.indices, np.int64)
+    held = {name: array for name, array in given.items() if array is not None}
+    return _Run(count, steps, **{name: array.ctypes.data for name, array in held.items()}), held
 
 
 @cache
@@ -282,6 +326,10 @@ def load(path: Path) -> ctypes.CDLL:
     found.d3_isa_runs_here.argtypes = [c_int32]
     found.d3_create.argtypes = [POINTER(_Model), POINTER(c_void_p)]
     found.d3_run.argtypes = [c_void_p, POINTER(_Run)]
+    found.d3_begin.argtypes = [c_void_p, POINTER(_Run)]
+    found.d3_await.argtypes = [c_void_p, c_int32]
+    found.d3_finish.argtypes = [c_void_p]
+    found.d3_finish.restype = None
     found.d3_destroy.argtypes = [c_void_p]
     found.d3_destroy.restype = None
     return found

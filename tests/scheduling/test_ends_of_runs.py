@@ -231,10 +231,12 @@ def test_a_run_ends_where_the_rows_of_a_layer_would_no_longer_come_first() -> No
     short = run_ahead(chunks, table, 16)
     assert short is not None
     assert short.num_steps == 4
+    assert short.course is None
     table.streams[0] = True
     streamed = run_ahead(chunks, table, 16)
     assert streamed is not None
-    assert streamed.num_steps == 1
+    assert streamed.num_steps == 4
+    assert streamed.course is not None, "the host takes its steps one by one"
     table.choice[1] = Choice.PENALISE
     penalised = run_ahead(chunks, table, 16)
     assert penalised is not None

@@ -330,6 +330,24 @@ def check_writes(scheduler: Scheduler, plan: Plan) -> None:
                     assert other >= layer
 
 
+def staying(plan: Plan) -> Plan:
+    """A plan of decoded tokens, without the chunks of sequences that have left since it was made."""
+    assert plan.ahead is not None
+    chunks = np.array([sequence.slot == slot for sequence, slot in zip(plan.sequences, plan.slots, strict=True)])
+    each = np.arange(chunks.sum())
+    parts = ("slots", "starts", "stops", "steps", "token_ids", "positions", "prompt_lengths", "depths")
+    return replace(
+        plan,
+        sequences=[sequence for sequence, stays in zip(plan.sequences, chunks, strict=True) if stays],
+        query_starts=np.arange(each.size + 1),
+        row_chunks=each,
+        sampled=each,
+        sample_rows=each,
+        ahead=replace(plan.ahead, steps=plan.ahead.steps[chunks], cutoffs=plan.ahead.cutoffs[chunks]),
+        **{part: getattr(plan, part)[chunks] for part in parts},
+    )
+
+
 def later_step(plan: Plan, taken: int) -> Plan:
     """The plan of the step that a device takes by itself after `taken` others."""
     assert plan.ahead is not None

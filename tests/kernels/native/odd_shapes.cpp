@@ -116,7 +116,11 @@ public:
                 if (memcmp(whole, &some.logits[step * part], part * sizeof(float))) fail("other bits in a batch", isa);
             }
         }
-        d3_destroy(decoder);
+        int32_t course[2] = {0, 0};
+        Found again(found.pool, s.rows, STEPS, s.vocab);
+        const D3Run followed = run_of(again, 0, s.rows, course);
+        if (d3_begin(decoder, &followed) != D3_OK || d3_await(decoder, 1) != D3_OK) fail("a run not followed", isa);
+        d3_destroy(decoder);  // in the middle of the run
         return found;
     }
 
@@ -135,14 +139,30 @@ private:
         std::exit(1);
     }
 
+    // In one call, and again while this thread waits for each step.
     void run(D3Decoder* decoder, int isa, Found& found, int start, int rows) const {
+        int32_t course[2] = {0, 0};
+        const D3Run run = run_of(found, start, rows, course);
+        if (d3_run(decoder, &run) != D3_OK) fail("a run that was refused", isa);
+        const std::vector<int64_t> tokens = found.chosen;
+        if (d3_begin(decoder, &run) != D3_OK) fail("a run that does not begin", isa);
+        for (int step = 0; step < STEPS; step++) {
+            if (d3_await(decoder, step + 1) != D3_OK) fail("a step that does not come", isa);
+            if (memcmp(&tokens[step * rows], &found.chosen[step * rows], rows * sizeof(int64_t)))
+                fail("other tokens in a run that is followed", isa);
+        }
+        d3_finish(decoder);
+    }
+
+    D3Run run_of(Found& found, int start, int rows, int32_t* course) const {
         D3Run run{};
         run.rows = rows, run.steps = STEPS;
         run.tokens = &tokens[start], run.positions = &positions[start], run.generation = &generation[start];
         run.slots = &slots[start], run.cutoffs = &cutoffs[start * LAYERS], run.tables = tables.data();
         run.temperatures = &temperatures[start], run.seeds = &seeds[start], run.indices = &indices[start];
         run.chosen = found.chosen.data(), run.scores = found.scores.data(), run.logits = found.logits.data();
-        if (d3_run(decoder, &run) != D3_OK) fail("a run that was refused", isa);
+        run.course = course;
+        return run;
     }
 
     // The difference of a row, by its length; a sum of thousands of products is rounded in another order.

@@ -1,0 +1,70 @@
+"""A run of graphs whose tokens the host takes step by step: the device is always given a few steps more.
+
+What is launched cannot be taken back. So the host launches some steps ahead of the one that it waits for, which keeps
+the device busy while the host reads, and no more: whoever comes in between waits for these alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from d3engine.kernels.decode_rows import DecodeRows
+from d3engine.plan import Chosen, Course
+
+LAUNCHED_AHEAD = 4
+"""Steps that the device has been given and the host has not seen, at most."""
+
+
+class HostTokens:
+    """Memory of the host, [steps, rows], to which a device copies what its steps have chosen, in its own time."""
+
+    def __init__(self, rows: DecodeRows) -> None:
+        self._rows = rows
+        self._is_pinned = rows.chosen.is_cuda
+        self._chosen = torch.empty_like(rows.chosen, device="cpu", pin_memory=self._is_pinned)
+        self._scores = torch.empty_like(rows.scores, device="cpu", pin_memory=self._is_pinned)
+
+    def fetch(self, taken: int) -> Callable[[], None]:
+        """Let the device copy a step's tokens when it has chosen them; the result waits until it has."""
+        for host, device in ((self._chosen, self._rows.chosen), (self._scores, self._rows.scores)):
+            host[taken].copy_(device[taken], non_blocking=True)
+        if not self._is_pinned:
+            return _nothing
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event.synchronize
+
+    def of_step(self, taken: int, count: int) -> Chosen:
+        """What the first `count` rows have chosen in a step that was waited for."""
+        part: tuple[Tensor, Tensor] = self._chosen[taken : taken + 1, :count], self._scores[taken : taken + 1, :count]
+        return Chosen(*(tensor.numpy().copy() for tensor in part))
+
+
+class FollowedRun:
+    """`launches`, one for each step, of a run of `count` rows that has this course."""
+
+    def __init__(self, course: Course, launches: list[Callable[[], None]], count: int, tokens: HostTokens) -> None:
+        self.course = course
+        self._launches = launches
+        self._count = count
+        self._tokens = tokens
+        self._waits: list[Callable[[], None]] = []
+        self._num_taken = 0
+
+    def next_step(self) -> Chosen:
+        """Wait for the next step's tokens, and launch what may be launched before."""
+        most = min(self._num_taken + 1 + LAUNCHED_AHEAD, len(self._launches))
+        while len(self._waits) < most and not self.course.is_ended:
+            self._launches[len(self._waits)]()
+            self._waits.append(self._tokens.fetch(len(self._waits)))
+            self.course.words[1] = len(self._waits)
+        taken, self._num_taken = self._num_taken, self._num_taken + 1
+        self._waits[taken]()
+        return self._tokens.of_step(taken, self._count)
+
+
+def _nothing() -> None:
+    """Without a device of its own a step is done when its launch returns."""

@@ -1,0 +1,32 @@
+// A thread that takes the steps of a run while its caller reads what they have brought.
+#pragma once
+#include <cstdint>
+#include <functional>
+
+class Runner {
+public:
+    struct Run {
+        int steps;
+        int32_t* course;  // see abi.h
+        std::function<void(int taken)> step;
+    };
+
+    Runner() = default;
+    ~Runner();
+    Runner(const Runner&) = delete;
+    Runner& operator=(const Runner&) = delete;
+
+    // Only when the last run is finished. Throws where the system has no memory or no thread to give.
+    void begin(Run run);
+    // Returns when `steps` steps are done; those that the thread has left undone are taken here.
+    void await(int steps);
+    // Lets no further step begin, and waits for the one that is under way.
+    void finish();
+
+    struct State;
+
+private:
+    bool has_thread() const;
+
+    State* state_ = nullptr;
+};

@@ -1,0 +1,131 @@
+"""A run that goes on by itself while its caller takes each step's tokens gives what the same run gives in one call."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from native_models import Case, Shape
+
+from d3engine.kernels.native.library import Decoder, Draws, NativeError
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return Case(Shape(layers=3, hidden=128, intermediate=320, rows=4, vocab=2000))
+
+
+def course() -> np.ndarray:
+    return np.zeros(2, np.int32)
+
+
+def assert_takes(decoder: Decoder, wanted: tuple[np.ndarray, np.ndarray], first: int = 0, end: int = STEPS) -> None:
+    for step in range(first, end):
+        tokens, scores = decoder.take()
+        np.testing.assert_array_equal(tokens[0], wanted[0][step])
+        np.testing.assert_array_equal(scores[0], wanted[1][step])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_each_step_is_that_of_the_run_in_one_call(case: Case, threads: int) -> None:
+    draws = Draws(np.array([0.0, 0.5, 1.0, 3.0], np.float32), np.arange(4), np.zeros(4, np.int64))
+    decoder = case.decoder(num_threads=threads)
+    for asked in (None, draws):
+        wanted = decoder.run(case.rows, STEPS, draws=asked)
+        words = course()
+        decoder.begin(case.rows, STEPS, words, draws=asked)
+        assert_takes(decoder, wanted)
+        assert words.tolist() == [0, STEPS]
+        decoder.finish()
+
+
+def test_the_tables_may_be_written_while_the_run_goes_on(case: Case) -> None:
+    decoder = case.decoder()
+    wanted = decoder.run(case.rows, STEPS)
+    rows = replace(case.rows, tables=case.rows.tables.copy())
+    decoder.begin(rows, STEPS, course())
+    rows.tables[:] = -1
+    assert_takes(decoder, wanted)
+    decoder.finish()
+
+
+def test_a_run_that_is_ended_takes_no_further_step_and_the_next_one_begins(case: Case) -> None:
+    decoder = case.decoder()
+    wanted = decoder.run(case.rows, STEPS)
+    words = course()
+    decoder.begin(case.rows, STEPS, words)
+    assert_takes(decoder, wanted, end=2)
+    words[0] = 1
+    decoder.finish()
+    begun = int(words[1])
+    assert 2 <= begun <= STEPS
+    assert_takes_again(decoder, case, wanted)
+    assert words[1] == begun
+
+
+def assert_takes_again(decoder: Decoder, case: Case, wanted: tuple[np.ndarray, np.ndarray]) -> None:
+    decoder.begin(case.rows, STEPS, course())
+    assert_takes(decoder, wanted)
+    decoder.finish()
+
+
+def test_a_step_that_was_announced_and_not_taken_is_taken_for_who_asks(case: Case) -> None:
+    decoder = case.decoder()
+    wanted = decoder.run(case.rows, STEPS)
+    words = np.array([1, 0], np.int32)  # ended before its thread comes to it
+    decoder.begin(case.rows, STEPS, words)
+    assert_takes(decoder, wanted, end=1)
+    assert words[1] == 1
+    decoder.finish()
+
+
+def test_a_decoder_that_is_at_a_run_takes_no_other_until_that_is_finished(case: Case) -> None:
+    decoder = case.decoder()
+    wanted = decoder.run(case.rows, STEPS)
+    decoder.begin(case.rows, STEPS, course())
+    with pytest.raises(NativeError, match="at work"):
+        decoder.run(case.rows, 1)
+    decoder.finish()
+    np.testing.assert_array_equal(decoder.run(case.rows, STEPS)[0], wanted[0])
+
+
+def test_what_would_leave_its_memory_is_refused_before_it_begins(case: Case) -> None:
+    decoder = case.decoder()
+    with pytest.raises(NativeError, match="a token id"):
+        decoder.begin(replace(case.rows, tokens=case.rows.tokens + 2000), 1, course())
+    decoder.finish()
+    assert_takes_again(decoder, case, decoder.run(case.rows, STEPS))
+
+
+def test_a_decoder_may_go_in_the_middle_of_a_run(case: Case) -> None:
+    decoder = case.decoder(num_threads=2)
+    decoder.begin(case.rows, STEPS, course())
+    decoder.take()
+    del decoder
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_forked_process_takes_the_rest_of_a_run_by_itself(case: Case, threads: int) -> None:
+    decoder = case.decoder(num_threads=threads)
+    wanted = decoder.run(case.rows, STEPS)
+    decoder.begin(case.rows, STEPS, course())
+    assert_takes(decoder, wanted, end=1)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(300)  # rather than hang
+        status = 1
+        try:
+            assert_takes(decoder, wanted, first=1)
+            decoder.finish()
+            assert_takes_again(decoder, case, wanted)
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert_takes(decoder, wanted, first=1)
+    decoder.finish()

@@ -1,0 +1,148 @@
+"""Whoever streams gets one token a step, out of runs that the device takes by itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from ahead import NESTED, Solo, greedy, steps_by_itself
+from batches import Request, assert_same, kv_is_back
+
+from d3engine import D3, Engine, FullDepth
+from d3engine.plan import Course
+from d3engine.request.outputs import RequestOutput
+from d3engine.request.params import RequestOutputKind
+
+
+@pytest.fixture
+def courses(monkeypatch: pytest.MonkeyPatch) -> list[Course]:
+    """Those of all runs that are followed, in the order in which they begin."""
+    found: list[Course] = []
+
+    def made() -> Course:
+        found.append(Course())
+        return found[-1]
+
+    monkeypatch.setattr("d3engine.scheduling.run_ahead.Course", made)
+    return found
+
+
+def deltas(params: Any) -> Any:
+    return replace(params, output_kind=RequestOutputKind.DELTA)
+
+
+def test_a_stream_is_a_few_runs_of_the_device_and_each_step_brings_a_token(
+    ahead: Callable[..., Engine], solo: Solo, courses: list[Course]
+) -> None:
+    request = Request(tuple(range(50, 60)), greedy(D3(0.9, 0.5), 50))
+    engine = ahead(num_scheduler_steps=12)
+    found = list(engine.stream(list(request.prompt), deltas(request.params)))
+    assert [len(output.outputs[0].token_ids) for output in found] == [1] * 50
+    wanted = solo(request).outputs[0]
+    assert [token for output in found for token in output.outputs[0].token_ids] == wanted.token_ids
+    assert [depth for output in found for depth in output.outputs[0].depths] == wanted.depths
+    assert [course.num_begun for course in courses] == [12, 12, 12, 12]  # of 49 steps, and one alone
+    assert kv_is_back(engine)
+
+
+def test_streams_and_whole_answers_of_any_schedules_share_steps(ahead: Callable[..., Engine], solo: Solo) -> None:
+    requests = [Request(tuple(range(40, 44 + n)), greedy(NESTED[n % 5], 25 - n)) for n in range(9)]
+    engine = ahead(max_num_seqs=5, num_scheduler_steps=7)
+    for nth, request in enumerate(requests):
+        kind = RequestOutputKind.FINAL_ONLY if nth % 3 else RequestOutputKind.CUMULATIVE
+        engine.add_request(str(nth), list(request.prompt), replace(request.params, output_kind=kind))
+    done: dict[int, RequestOutput] = {}
+    while engine.has_unfinished_requests():
+        done |= {int(output.request_id): output for output in engine.step() if output.finished}
+        engine.scheduler.check_integrity()
+    for nth, request in enumerate(requests):
+        assert_same(done[nth], solo(request))
+    assert kv_is_back(engine)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_who_comes_and_goes_while_a_run_is_under_way_changes_nothing_for_the_others(
+    ahead: Callable[..., Engine], solo: Solo, seed: int
+) -> None:
+    numbers = random.Random(seed)
+    requests = [Request(tuple(range(40 + n, 60 - n)), greedy(NESTED[n % 5], 30)) for n in range(8)]
+    engine = ahead(max_num_seqs=4, num_scheduler_steps=9)
+    waiting, left, done = list(range(8)), set(), {}
+    while waiting or engine.has_unfinished_requests():
+        if waiting and numbers.random() < 0.2:
+            nth = waiting.pop()
+            engine.add_request(str(nth), list(requests[nth].prompt), deltas(requests[nth].params))
+        for sequence in engine.scheduler.running:
+            fate = numbers.random()
+            if fate < 0.02:
+                engine.abort_request(sequence.request_id)
+                left.add(int(sequence.request_id))
+            elif fate < 0.03:
+                engine.scheduler._preempt(sequence)
+        for output in engine.step():
+            tokens = done.setdefault(int(output.request_id), [])
+            assert sum(len(completion.token_ids) for completion in output.outputs) <= 1
+            tokens += [token for completion in output.outputs for token in completion.token_ids]
+        engine.scheduler.check_integrity()
+    for nth, request in enumerate(requests):
+        wanted = solo(request).outputs[0].token_ids
+        assert done[nth] == (wanted[: len(done[nth])] if nth in left else wanted)
+    assert 0 < len(left) < 8
+    assert kv_is_back(engine)
+
+
+def test_who_leaves_a_stream_ends_its_run(ahead: Callable[..., Engine], solo: Solo, courses: list[Course]) -> None:
+    request = Request(tuple(range(50, 60)), greedy(FullDepth(), 45))
+    engine = ahead(num_scheduler_steps=40)
+    stream = engine.stream(list(request.prompt), request.params)
+    for _ in range(3):
+        next(stream)
+    assert not courses[0].is_ended
+    assert isinstance(stream, Iterator)
+    stream.close()  # type: ignore[attr-defined]
+    assert courses[0].is_ended
+    assert engine.stats().num_running == 0
+    assert_same(engine.generate(list(request.prompt), request.params, use_tqdm=False)[0], solo(request))
+    assert kv_is_back(engine)
+
+
+def test_who_comes_waits_for_no_step_that_had_not_begun(ahead: Callable[..., Engine], courses: list[Course]) -> None:
+    engine = ahead(num_scheduler_steps=40)
+    engine.add_request("first", [1, 2, 3], deltas(greedy(FullDepth(), 45)))
+    for _ in range(3):
+        engine.step()
+    engine.add_request("second", [4, 5, 6], deltas(greedy(FullDepth(), 5)))
+    taken, came = 2, []
+    while not came:
+        came = [output for output in engine.step() if output.request_id == "second"]
+        taken += 1
+    assert courses[0].is_ended
+    assert taken - 1 <= courses[0].num_begun
+    begun = steps_by_itself(engine)
+    assert begun <= courses[0].num_begun + 3  # the prompts, and the step that the second has come with
+
+
+def test_a_stop_in_a_stream_s_run_leaves_the_tokens_beyond_it(
+    ahead: Callable[..., Engine], solo: Solo, courses: list[Course]
+) -> None:
+    request, beside = (Request(tuple(range(n, 60)), greedy(D3(0.9, 0.5), 30)) for n in (50, 45))
+    whole = solo(request).outputs[0].token_ids
+    stop = next(token for place, token in enumerate(whole) if place > 5 and token not in whole[:place])
+    engine = ahead(num_scheduler_steps=32)
+    engine.add_request("stops", list(request.prompt), deltas(replace(request.params, stop_token_ids=[stop])))
+    engine.add_request("goes on", list(beside.prompt), beside.params)
+    tokens: list[int] = []
+    last: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.request_id == "stops":
+                tokens += output.outputs[0].token_ids
+            last[output.request_id] = output
+    assert tokens == whole[: whole.index(stop) + 1]
+    assert last["stops"].outputs[0].finish_reason == "stop"
+    assert_same(last["goes on"], solo(beside))
+    assert engine.stats().generated_tokens == len(tokens) + 30
+    assert courses[0].is_ended
