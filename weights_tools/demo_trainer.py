@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from d3engine.evaluation.word_problems import PROMPT_PREFIX, PROMPT_SUFFIX
+from d3engine.weights_tools.demo_text import text_files
 
 NEVER = 1 << 30
 BOS, EOS = 1, 2
@@ -243,7 +243,6 @@ def export(model: DemoModel, tokenizer_model: bytes, training: dict[str, object]
     tensors = {name: tensor.detach().to(torch.bfloat16).clone() for name, tensor in hf_weights(model).items()}
     safetensors.torch.save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "tokenizer.model").write_bytes(tokenizer_model)
-    tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     files: dict[str, dict[str, object]] = {
         "config.json": hf_config(c),
         "generation_config.json": {
@@ -252,19 +251,11 @@ def export(model: DemoModel, tokenizer_model: bytes, training: dict[str, object]
             "do_sample": False,
             "temperature": 0.0,
         },
-        "tokenizer_config.json": {
-            "tokenizer_class": "LlamaTokenizer",
-            "add_bos_token": True,
-            "add_eos_token": False,
-            "legacy": True,
-            "model_max_length": c.max_positions,
-            **tokens,
-        },
-        "prompt_form.json": {"before": PROMPT_PREFIX, "after": PROMPT_SUFFIX},
         "training.json": training,
     }
-    for name, content in files.items():
-        (out / name).write_text(json.dumps(content, indent=2) + "\n")
+    texts = {name: json.dumps(content, indent=2) + "\n" for name, content in files.items()}
+    for name, text in (texts | text_files(tokenizer_model, c.max_positions)).items():
+        (out / name).write_text(text, encoding="utf-8")
 
 
 def load(model: DemoModel, directory: Path) -> bytes:

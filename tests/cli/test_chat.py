@@ -95,8 +95,18 @@ def test_what_is_not_allowed_is_told_and_the_conversation_goes_on(model: Path) -
     assert len(result.stdout.splitlines()) == 1
 
 
-def test_a_model_without_a_chat_template_is_refused_before_it_is_loaded() -> None:
-    result = chat("demo", QUESTION)
+def test_the_bundled_model_answers_each_line_as_a_question_of_its_own() -> None:
+    result = chat("demo", QUESTION, "Say something.", QUESTION, options=("--max-tokens", "60"))
+    assert result.exit_code == 0, result.output
+    first, *_, last = result.stdout.split("#### ")
+    assert last == "10\n"
+    assert first.startswith(" Adding 3 makes 5 + 3 = 8.")
+
+
+def test_a_model_without_a_chat_template_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    shutil.copytree(model_directory("demo"), tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    result = chat(tmp_path / "model", QUESTION)
     assert result.exit_code == 2
     assert result.stdout == ""
     assert "chat template" in result.stderr

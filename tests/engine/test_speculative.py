@@ -170,6 +170,7 @@ def test_a_draft_model_that_does_not_fit_its_target_is_refused_by_name(
 def test_a_draft_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     shutil.copytree(model_directory("demo"), tmp_path / "model")
     Engine("demo", device="cpu", depth=Speculative(str(tmp_path / "model"))).close()
+    (tmp_path / "model" / "tokenizer.json").unlink()
     model = (tmp_path / "model" / "tokenizer.model").read_bytes()
     (tmp_path / "model" / "tokenizer.model").write_bytes(model.replace(b"the", b"hte", 1))
     with pytest.raises(InvalidValueError, match=r"^draft_model must be .*1 tokens differ"):

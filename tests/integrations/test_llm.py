@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,8 +92,10 @@ def test_a_template_of_the_caller_has_the_limits_of_the_models_own(llm: LLM) -> 
         llm.chat(ASKED, chat_template=endless, use_tqdm=False)
 
 
-def test_a_model_without_a_template_or_a_tokenizer_says_what_is_missing() -> None:
-    with Engine("demo", **SMALL) as engine, pytest.raises(InvalidValueError, match=r"^chat_template"):
+def test_a_model_without_a_template_or_a_tokenizer_says_what_is_missing(tmp_path: Path) -> None:
+    shutil.copytree(model_directory("demo"), tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    with Engine(tmp_path / "model", **SMALL) as engine, pytest.raises(InvalidValueError, match=r"^chat_template"):
         engine.chat(ASKED, use_tqdm=False)
     with Engine("demo", skip_tokenizer_init=True, **SMALL) as engine:
         for call in (engine.get_tokenizer, lambda: engine.chat(ASKED)):

@@ -21,6 +21,8 @@ from d3engine.weights_tools.demo_options import earlier_model, exit_depths, pars
 from d3engine.weights_tools.demo_trainer import DemoConfig, DemoModel, export, load
 from d3engine.weights_tools.train_demo import DemoRun
 
+TOKENIZER = (model_directory("demo") / "tokenizer.model").read_bytes()
+
 
 @pytest.fixture(scope="module")
 def model() -> DemoModel:
@@ -164,9 +166,9 @@ def test_only_a_run_that_has_a_start_can_keep_a_share_of_it(tmp_path: Path, caps
 
 
 def test_training_goes_on_from_what_was_exported(model: DemoModel, tmp_path: Path) -> None:
-    export(model, b"a tokenizer", {}, tmp_path)
+    export(model, TOKENIZER, {}, tmp_path)
     found = DemoModel(model.config)
-    assert load(found, tmp_path) == b"a tokenizer"
+    assert load(found, tmp_path) == TOKENIZER
     for name, parameter in model.named_parameters():
         assert torch.equal(dict(found.named_parameters())[name], parameter.to(torch.bfloat16).float()), name
         assert parameter.requires_grad
@@ -208,8 +210,8 @@ def test_tasks_that_do_not_exist_are_named() -> None:
 def test_a_model_to_start_from_is_one_that_the_trainer_made(model: DemoModel, tmp_path: Path) -> None:
     with pytest.raises(ArgumentTypeError, match=r"must be .*; got '.*nowhere', without config.json"):
         earlier_model(str(tmp_path / "nowhere"))
-    export(model, b"a tokenizer", {}, tmp_path)
+    export(model, TOKENIZER, {}, tmp_path)
     with pytest.raises(ArgumentTypeError, match="must be a model of the shape that this script trains"):
         earlier_model(str(tmp_path))
-    export(DemoModel(DemoConfig()), b"a tokenizer", {}, tmp_path)
+    export(DemoModel(DemoConfig()), TOKENIZER, {}, tmp_path)
     assert earlier_model(str(tmp_path)) == tmp_path

@@ -1,0 +1,134 @@
+"""The bundled model's text files: every tokenizer gives the ids that the model was trained with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from d3engine.depth.policy import calibrated_for
+from d3engine.errors import InvalidValueError
+from d3engine.evaluation.procedural import all_problems
+from d3engine.loading.model_directory import model_directory
+from d3engine.model.fingerprint import fingerprint
+from d3engine.model.source import files_of
+from d3engine.text.chat_template import load_chat_template
+from d3engine.text.prompt_form import load_prompt_form
+from d3engine.text.special_tokens import read_tokenizer_config
+from d3engine.text.tokenizer import FastTokenizer, SentencePieceTokenizer, load_tokenizer
+from d3engine.weights_tools.demo_text import text_files
+
+DEMO = model_directory("demo")
+TRAPS = [
+    "",
+    " ",
+    "   three  spaces   ",
+    "5",
+    " 5",
+    "05 5 100 1000",
+    "5\u2581 5\u25815",
+    "<0x41> 5<0x41> 6",
+    "5<unk>",
+    "a</s> 5<s> b",
+    "é日🙂\u200d\ufeff\x00",
+    "\n\n\tx\r\n",
+    "Question: Tom has 5 pens.\nAnswer:",
+    " Adding 3 makes 5 + 3 = 8.\n#### 8",
+]
+
+
+@pytest.fixture(scope="module")
+def trained() -> SentencePieceTokenizer:
+    """What the model was trained with."""
+    files = files_of(DEMO)
+    return SentencePieceTokenizer(files, files.read_bytes("tokenizer.model"), read_tokenizer_config(files))
+
+
+def texts() -> Iterator[str]:
+    """Texts that the model knows, traps, and heaps of pieces of both."""
+    yield from TRAPS
+    known = [problem.solved for problem in islice(all_problems("word-problems", "test", 5), 200)]
+    yield from known
+    random_ = random.Random(3)
+    parts = [*TRAPS, *(word for text in known for word in text.split()), *"abes #=+\u2581"]
+    for _ in range(2000):
+        yield random_.choice(("", " ")).join(random_.choices(parts, k=random_.randrange(12)))
+
+
+def test_tokenizer_json_gives_the_ids_of_tokenizer_model_and_reads_any_ids_as_it_does(
+    trained: SentencePieceTokenizer,
+) -> None:
+    ours = load_tokenizer(DEMO)
+    assert isinstance(ours, FastTokenizer), "tokenizer.json comes first, as everywhere"
+    assert ours.vocab_size == trained.vocab_size
+    assert ours.special_ids == trained.special_ids
+    assert (ours.bos_token_id, ours.eos_token_id) == (trained.bos_token_id, trained.eos_token_id)
+    for text in texts():
+        for add_special_tokens in (True, False):
+            assert ours.encode(text, add_special_tokens) == trained.encode(text, add_special_tokens), text
+    random_ = random.Random(4)
+    for _ in range(300):
+        ids = random_.choices(range(ours.vocab_size), k=random_.randrange(12))
+        for skip in (True, False):
+            assert ours.decode(ids, skip) == trained.decode(ids, skip), ids
+
+
+def test_transformers_gives_the_same_ids_and_texts() -> None:
+    from transformers import AutoTokenizer
+
+    ours, theirs = load_tokenizer(DEMO), AutoTokenizer.from_pretrained(DEMO)
+    for text in islice(texts(), 400):
+        ids = ours.encode(text)
+        assert theirs(text)["input_ids"] == ids, text
+        assert theirs.encode(text, add_special_tokens=False) == ours.encode(text, add_special_tokens=False), text
+        assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids), text
+    messages = [{"role": "user", "content": "Tom has 5 pens."}]
+    template = load_chat_template(DEMO)
+    assert template is not None
+    assert theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == template.render(messages)
+
+
+def test_the_files_are_those_that_the_trainer_writes_and_the_calibration_is_of_these_weights() -> None:
+    for name, content in text_files((DEMO / "tokenizer.model").read_bytes(), 1024).items():
+        if name != "tokenizer.json":  # another version of `tokenizers` may write the same otherwise
+            assert (DEMO / name).read_text(encoding="utf-8") == content, name
+    assert calibrated_for(DEMO) == fingerprint(DEMO)
+
+
+def prompt_of(*turns: tuple[str, str], **arguments: Any) -> str:
+    template = load_chat_template(DEMO)
+    assert template is not None
+    return template.render([{"role": role, "content": content} for role, content in turns], **arguments)
+
+
+def test_a_question_of_a_chat_is_asked_in_the_form_that_the_model_was_trained_in() -> None:
+    question, tokenizer, form = "Tom has 5 pens. Tom finds 3. How many?", load_tokenizer(DEMO), load_prompt_form(DEMO)
+    assert form is not None
+    ids = tokenizer.encode(prompt_of(("user", question)), add_special_tokens=False)
+    assert ids == tokenizer.encode(form.complete(question))
+
+
+def test_of_a_conversation_the_last_question_stands_alone() -> None:
+    alone = prompt_of(("user", "What is left?"))
+    assert prompt_of(("system", "Be brief."), ("user", "Hi"), ("assistant", "8"), ("user", "What is left?")) == alone
+    begun = prompt_of(
+        ("user", "Hi"), ("assistant", "Adding 3"), add_generation_prompt=False, continue_final_message=True
+    )
+    assert begun == "<s>Question: Hi\nAnswer: Adding 3"
+    assert prompt_of(("user", "Hi"), add_generation_prompt=False) == "<s>Question: Hi"
+
+
+@pytest.mark.parametrize(
+    ("turns", "arguments", "said"),
+    [
+        ((("system", "Be brief."),), {}, "needs a message of the user"),
+        ((("tool", "8"),), {}, "roles system, user and assistant alone"),
+        ((("user", "Hi"),), {"tools": [{"type": "function"}]}, "knows nothing of tools"),
+    ],
+)
+def test_what_the_model_was_never_shown_is_refused(turns: Any, arguments: Any, said: str) -> None:
+    with pytest.raises(InvalidValueError, match=said):
+        prompt_of(*turns, **arguments)
