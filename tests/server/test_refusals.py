@@ -26,6 +26,8 @@ CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content"
         ({"prompt": [1.5]}, "prompt"),
         ({"prompt": [768]}, "prompt_token_ids"),
         ({"prompt": ["a"] * 257}, "prompt"),
+        ({"prompt": [5] * 1025}, "prompt"),
+        ({"prompt": [5] * 1024}, "prompt"),
         ({"n": 0}, "n"),
         ({"n": 65}, "n"),
         ({"n": 2}, "n"),  # of greedy answers, which would be the same

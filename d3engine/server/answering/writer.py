@@ -110,6 +110,8 @@ class _Frame:
     def events(self, choices: Sequence[Mapping[str, Any]], first: Mapping[str, Any], last: Mapping[str, Any]) -> bytes:
         """One event for each choice, since some clients look at the first alone; with what goes into the first of them
         and into the last."""
+        if len(choices) == 1:
+            return self.event(choices, {**first, **last})
         end = len(choices) - 1
         tails = [{**(first if i == 0 else {}), **(last if i == end else {})} for i in range(len(choices))]
         return b"".join(self.event([choice], tail) for choice, tail in zip(choices, tails, strict=True))

@@ -34,7 +34,7 @@ async def completion_job(request: Request) -> tuple[Job[CompletionRequest], dict
         raise invalid("max_tokens", must_be("max_tokens", 0, "at least 1, unless echo is true") + ".")
     decided = {"max_tokens": max_tokens or 1, **_several(asked)}
     params = sampling_params(asked, served.client.default_sampling_params, depth, **decided)
-    prompts = prompts_of(asked.prompt, served.settings.max_prompts)
+    prompts = prompts_of(asked.prompt, served)
     if asked.add_special_tokens is False:
         prompts = await without_special_tokens(served, prompts)
     prepared = await prepare_all(served, prompts, params, priority=asked.priority, max_tokens=max_tokens)

@@ -17,19 +17,26 @@ TOO_LONG = "context_length_exceeded"
 """OpenAI's word, by which clients know that a shorter prompt would help."""
 
 
-def prompts_of(given: Prompt, most: int) -> list[str | list[int]]:
-    """The prompts of a request: a text, token ids, or a list of texts or of token ids."""
+def prompts_of(given: Prompt, served: Served) -> list[str | list[int]]:
+    """The prompts of a request: a text, token ids, or a list of texts or of token ids.
+
+    What is far too long is refused by its length alone, since to look through it would hold up everybody else.
+    """
     if isinstance(given, str):
         return [given]
     if len(given) == 0:
         raise invalid("prompt", "prompt must hold at least one prompt.")
-    if all(isinstance(item, int) for item in given):
-        return [[item for item in given if isinstance(item, int)]]
-    if not (all(isinstance(item, str) for item in given) or all(isinstance(item, list) for item in given)):
-        raise invalid("prompt", "prompt must be a text, token ids, a list of texts, or a list of lists of token ids.")
+    is_one = isinstance(given[0], int)
+    most = served.client.max_model_len if is_one else served.settings.max_prompts
     if len(given) > most:
-        raise invalid("prompt", must_be("prompt", f"{len(given)} prompts", f"of at most {most} prompts") + ".")
-    return [item for item in given if not isinstance(item, int)]
+        kind = "token ids" if is_one else "prompts"
+        message = must_be("prompt", f"{len(given)} {kind}", f"of at most {most} {kind}") + "."
+        raise invalid("prompt", message, TOO_LONG if is_one else None)
+    kinds = {type(item) for item in given}
+    if len(kinds) > 1:
+        raise invalid("prompt", "prompt must be a text, token ids, a list of texts, or a list of lists of token ids.")
+    ids = [item for item in given if isinstance(item, int)]
+    return [ids] if is_one else [item for item in given if not isinstance(item, int)]
 
 
 async def prepare_all(
