@@ -9,30 +9,62 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, Self
+from importlib.util import find_spec
+from typing import Any, Protocol, Self
+
+import torch
 
 from d3engine.async_engine.answers import AsyncAnswer, check_alone
 from d3engine.async_engine.client import Heartbeat
 from d3engine.async_engine.engine_thread import EngineThread
+from d3engine.async_engine.switchboard import Switchboard
 from d3engine.async_engine.sync_engine import SyncEngine
 from d3engine.async_engine.wakers import LoopWaker
 from d3engine.engine import Engine
-from d3engine.errors import EngineClosedError
+from d3engine.errors import EngineClosedError, MissingExtraError, require
 from d3engine.loading.facts import Facts
+from d3engine.loading.settings import EngineSettings
 from d3engine.request.params import SamplingParams
 from d3engine.request.prepared import Prepared
 from d3engine.stats import EngineStats
 from d3engine.text.chat_prompts import Messages
 from d3engine.text.prompts import Prompt
+from d3engine.text.tokenizer import Tokenizer
 
 STOP_SECONDS = 30.0
 """How long `close` waits for the step that is running."""
 
 _READERS = 2  # threads that read prompts: enough to keep a step fed, and few enough to leave it the interpreter
+
+
+class Front(Protocol):
+    """What is known of an engine, and what reads requests for it: the engine itself, where it is in this process."""
+
+    settings: EngineSettings
+    tokenizer: Tokenizer | None
+    default_sampling_params: SamplingParams
+
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None, priority: int = 0
+    ) -> Prepared: ...
+
+    @property
+    def chat_prompt(self) -> Callable[..., dict[str, list[int]]]: ...
+
+
+class Transport(Protocol):
+    """Where an engine's loop runs, and how to reach it."""
+
+    switchboard: Switchboard
+
+    @property
+    def last_turn(self) -> float: ...
+
+    def stop(self, timeout: float) -> None: ...
 
 
 class AsyncEngine(Facts):
@@ -42,14 +74,24 @@ class AsyncEngine(Facts):
 
     Args:
         model: as for `Engine`.
+        transport: where the engine runs: on a "thread" of this process, or in a "process" of its own, which leaves this
+            one its whole interpreter and needs the extra `serve`. "auto": a process where it computes on a GPU and
+            the extra is installed, and a thread otherwise.
         engine_arguments: as for `Engine`.
 
     Raises:
         InvalidValueError, ModelFormatError, MissingExtraError, FailedError: as `Engine` does.
     """
 
-    def __init__(self, model: str | os.PathLike[str], **engine_arguments: Any) -> None:
-        self._begin(Engine(model, **engine_arguments))
+    def __init__(self, model: str | os.PathLike[str], *, transport: str = "auto", **engine_arguments: Any) -> None:
+        require(transport in ("auto", "thread", "process"), "transport", transport, "'auto', 'thread' or 'process'")
+        if transport == "auto":
+            transport = "process" if _suits_process(engine_arguments) else "thread"
+        if transport == "thread":
+            engine = Engine(model, **engine_arguments)
+            self._begin(engine, EngineThread(engine))
+        else:
+            self._begin(*start_process(model, engine_arguments))
 
     @classmethod
     def from_engine(cls, engine: Engine, *, before_step: Callable[[], object] | None = None) -> Self:
@@ -58,19 +100,19 @@ class AsyncEngine(Facts):
         `before_step` is called before each step, on the engine's thread: for tests, which make it hang or fail there.
         """
         self = cls.__new__(cls)
-        self._begin(engine, before_step)
+        self._begin(engine, EngineThread(engine, before_step))
         return self
 
-    def _begin(self, engine: Engine, before_step: Callable[[], object] | None = None) -> None:
-        self.settings = engine.settings
-        self.tokenizer = engine.tokenizer
-        self.default_sampling_params = engine.default_sampling_params
-        self._engine = engine
+    def _begin(self, front: Front, transport: Transport) -> None:
+        self.settings = front.settings
+        self.tokenizer = front.tokenizer
+        self.default_sampling_params = front.default_sampling_params
+        self._front = front
         self._pool = ThreadPoolExecutor(_READERS, "d3engine-reader")
-        self._thread = EngineThread(engine, before_step)
-        self._switchboard = self._thread.switchboard
+        self._transport = transport
+        self._switchboard = transport.switchboard
         self._wakers: weakref.WeakValueDictionary[int, LoopWaker] = weakref.WeakValueDictionary()
-        self._end = weakref.finalize(self, _end, self._thread, self._pool, STOP_SECONDS)
+        self._end = weakref.finalize(self, _end, transport, self._pool, STOP_SECONDS)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -83,7 +125,7 @@ class AsyncEngine(Facts):
         priority: int = 0,
     ) -> Prepared:
         """Read and check a request for `generate`, without side effects. Raises `InvalidValueError`."""
-        prepared: Prepared = await self._in_pool(self._engine.prepare, prompt, params, request_id, priority)
+        prepared: Prepared = await self._in_pool(self._front.prepare, prompt, params, request_id, priority)
         return prepared
 
     def generate(
@@ -132,7 +174,7 @@ class AsyncEngine(Facts):
 
     async def chat_prompt(self, messages: Messages, **template_arguments: Any) -> dict[str, list[int]]:
         """The prompt of a conversation as token ids, for `generate`; the arguments are those of `Engine.chat`."""
-        prompt: dict[str, list[int]] = await self._in_pool(self._engine.chat_prompt, messages, **template_arguments)
+        prompt: dict[str, list[int]] = await self._in_pool(self._front.chat_prompt, messages, **template_arguments)
         return prompt
 
     async def abort(self, request_id: str) -> None:
@@ -141,7 +183,7 @@ class AsyncEngine(Facts):
 
     def sync(self) -> SyncEngine:
         """The same engine for threads, which block for what they want."""
-        prepare, chat_prompt = (partial(self._read, read) for read in (self._engine.prepare, self._engine.chat_prompt))
+        prepare, chat_prompt = (partial(self._read, read) for read in (self._front.prepare, self._front.chat_prompt))
         return SyncEngine(self, self._switchboard, prepare, chat_prompt)
 
     # -- the engine itself -----------------------------------------------------------------------------------------
@@ -158,7 +200,7 @@ class AsyncEngine(Facts):
     def heartbeat(self) -> Heartbeat:
         """Whether the engine still works, without asking it."""
         switchboard = self._switchboard
-        last_turn = max(self._thread.last_turn, switchboard.busy_since)
+        last_turn = max(self._transport.last_turn, switchboard.busy_since)
         return Heartbeat(last_turn, switchboard.is_working, None if switchboard.end is None else str(switchboard.end))
 
     async def drain(self, timeout: float | None = None) -> bool:
@@ -216,7 +258,32 @@ class AsyncEngine(Facts):
             raise
 
 
-def _end(thread: EngineThread, pool: ThreadPoolExecutor, timeout: float) -> None:
+def _suits_process(engine_arguments: Mapping[str, Any]) -> bool:
+    """Whether an engine of these arguments is better off in a process of its own, and can be."""
+    device = str(engine_arguments.get("device", "auto"))
+    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    has_extra = all(find_spec(package) is not None for package in ("zmq", "msgspec"))
+    return on_gpu and has_extra and engine_arguments.get("weights") is None
+
+
+def start_process(model: str | os.PathLike[str], arguments: Mapping[str, Any]) -> tuple[Front, Transport]:
+    """An engine in a process of its own, and what it leaves to this one. Raises as `Engine` does."""
+    try:
+        from d3engine.async_engine.engine_process import EngineProcess, plain_arguments
+        from d3engine.async_engine.process_front import ProcessFront
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or "pyzmq", "serve", "an engine in a process of its own") from None
+    process = EngineProcess(os.fspath(model), plain_arguments(arguments))
+    try:
+        front = ProcessFront(process.ready, arguments)
+    except BaseException:
+        process.stop(timeout=0)
+        raise
+    process.owns = front.owns
+    return front, process
+
+
+def _end(transport: Transport, pool: ThreadPoolExecutor, timeout: float) -> None:
     """Holds nothing of the AsyncEngine's, so that it can be forgotten."""
-    thread.stop(timeout)
+    transport.stop(timeout)
     pool.shutdown(wait=False)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeAlias
 
-from d3engine.async_engine.messages import ASKED, Abort, Add, Ask, Leave, Message, Stop
+from d3engine.async_engine.messages import ASKED, Abort, Add, Ask, Leave, Message, Refuse, Stop
 from d3engine.errors import EngineDeadError
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.prepared import Prepared
@@ -37,6 +37,19 @@ class Steppable(Protocol):
     def reset_prefix_cache(self) -> None: ...
 
 
+class Pulse(Protocol):
+    """When a loop last began to wait or to step, in seconds of `time.monotonic()`."""
+
+    last_turn: float
+
+
+class OwnPulse:
+    """Of a loop in this process."""
+
+    def __init__(self) -> None:
+        self.last_turn = time.monotonic()
+
+
 class EngineLoop:
     """One engine, which nobody else may touch from now on.
 
@@ -44,10 +57,10 @@ class EngineLoop:
         engine: the engine, which whoever has called `run` closes.
         hand_over: gets the replies of a step; must not raise.
         before_step: called before each step; for tests, which make it hang or fail there.
+        pulse: where it writes at every turn when that was.
 
     Attributes:
         inbox: where messages are put, by any thread.
-        last_turn: when it last began to wait or to step, in seconds of `time.monotonic()`.
     """
 
     def __init__(
@@ -55,9 +68,10 @@ class EngineLoop:
         engine: Steppable,
         hand_over: Callable[[list[Reply]], None],
         before_step: Callable[[], object] | None = None,
+        pulse: Pulse | None = None,
     ) -> None:
         self.inbox: SimpleQueue[Message] = SimpleQueue()
-        self.last_turn = time.monotonic()
+        self.pulse = pulse or OwnPulse()
         self._engine = engine
         self._hand_over = hand_over
         self._before_step = before_step
@@ -102,6 +116,8 @@ class EngineLoop:
             case Ask(key, method):
                 assert method in ASKED
                 self._answer(key, lambda: self._replies.append((key, getattr(self._engine, method)())))
+            case Refuse(key, error):
+                self._replies.append((key, error))
             case Stop():
                 self._stopped = True
 
@@ -146,4 +162,4 @@ class EngineLoop:
             self._hand_over(replies)
 
     def _turn(self) -> None:
-        self.last_turn = time.monotonic()
+        self.pulse.last_turn = time.monotonic()

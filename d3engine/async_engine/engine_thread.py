@@ -26,7 +26,7 @@ class EngineThread:
     @property
     def last_turn(self) -> float:
         """When the loop last began to wait or to step, in seconds of `time.monotonic()`."""
-        return self._loop.last_turn
+        return self._loop.pulse.last_turn
 
     def send(self, message: Message) -> None:
         """Tell the loop; any thread may."""

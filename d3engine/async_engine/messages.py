@@ -39,6 +39,14 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
+class Refuse:
+    """What came for `key` cannot be done: it is told so in its turn."""
+
+    key: int
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the loop."""
 
@@ -46,4 +54,4 @@ class Stop:
 ASKED: Final = frozenset({"stats", "reset_prefix_cache"})
 """The methods that may be asked for."""
 
-Message: TypeAlias = Add | Leave | Abort | Ask | Stop
+Message: TypeAlias = Add | Leave | Abort | Ask | Refuse | Stop

@@ -30,11 +30,11 @@ class ChatPrompts:
         self,
         messages: Messages,
         *,
-        chat_template: str | None,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        chat_template_kwargs: Mapping[str, Any] | None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The prompt of a conversation; the arguments are those of `Engine.chat`."""
         for name, value in (

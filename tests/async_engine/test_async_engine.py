@@ -266,7 +266,7 @@ def test_a_mistake_of_one_caller_is_raised_to_him_alone(
         with pytest.raises(InvalidValueError, match="prompt_token_ids must be"):
             await anext(engine.generate([10**6], greedy()))
         taken = asyncio.create_task(anext(engine.generate(OTHER, greedy(), request_id="a")))
-        while not engine._thread._loop.inbox.qsize():
+        while not engine._transport._loop.inbox.qsize():
             await asyncio.sleep(0)
         gate.open()
         with pytest.raises(InvalidValueError, match="request_id must be an id of no unfinished request"):
@@ -329,7 +329,7 @@ def test_an_engine_that_hangs_is_left_behind_by_close(make_async: Make, gate: An
         gate.shut()
         task = asyncio.create_task(last_of(engine.generate(PROMPT, greedy())))
         await asyncio.to_thread(gate.wait_until_held)
-        await asyncio.to_thread(engine._thread.stop, 0)
+        await asyncio.to_thread(engine._transport.stop, 0)
         with pytest.raises(EngineDeadError, match="has not ended within 0 seconds"):
             await task
 
@@ -378,7 +378,7 @@ def test_closing_ends_whoever_still_waits(make_async: Make, gate: Any) -> None:
 
 def test_an_engine_that_nobody_holds_ends_its_thread(make_engine: Callable[..., Engine]) -> None:
     engine = AsyncEngine.from_engine(make_engine())
-    thread, gone = engine._thread._thread, weakref.ref(engine)
+    thread, gone = engine._transport._thread, weakref.ref(engine)
     del engine
     gc.collect()
     assert gone() is None

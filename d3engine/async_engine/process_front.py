@@ -1,0 +1,72 @@
+"""What an engine in another process leaves to this one: its facts, and reading prompts.
+
+The one idea: nothing here touches weights or a device. Requests are checked against a scheduler like the engine's own,
+which plans nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from d3engine.async_engine import wire
+from d3engine.calls.new_requests import NewRequests
+from d3engine.depth import policy_from_dict
+from d3engine.loading.defaults import default_sampling_params
+from d3engine.loading.facts import Facts
+from d3engine.loading.parts import new_cache
+from d3engine.loading.settings import EngineSettings
+from d3engine.model.config import ModelConfig
+from d3engine.request.params import SamplingParams
+from d3engine.request.prepared import Prepared
+from d3engine.scheduling.admission import Admission, Immediate
+from d3engine.scheduling.scheduler import Scheduler
+from d3engine.text.chat_prompts import ChatPrompts, Messages
+from d3engine.text.prompts import Prompt
+from d3engine.text.tokenizer import load_tokenizer
+
+
+class ProcessFront(Facts):
+    """Of the engine that `ready` describes, made with `arguments`."""
+
+    def __init__(self, ready: wire.Ready, arguments: Mapping[str, Any]) -> None:
+        self.settings = settings_of(ready, arguments.get("admission") or Immediate())
+        self.default_sampling_params = default_sampling_params(self.settings.directory)
+        tokenizer = Path(arguments.get("tokenizer") or self.settings.directory)
+        self.tokenizer = None if arguments.get("skip_tokenizer_init") else load_tokenizer(tokenizer)
+        self._requests = NewRequests(
+            self.config, self.tokenizer, depth=self.depth, max_model_len=self.max_model_len, seed=0
+        )
+        cache = new_cache(self.settings, self.config, ready.num_blocks)
+        self._scheduler = Scheduler(self.settings.scheduler_config, cache)
+        self._chat_prompts = ChatPrompts(self.directory, self.tokenizer)
+
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None, priority: int = 0
+    ) -> Prepared:
+        """As `Engine.prepare`."""
+        given = self.default_sampling_params if params is None else params
+        prepared = self._requests.prepare(prompt, given, request_id, priority)
+        self._scheduler.fit(self._requests.probe(prepared))
+        wire.plain_params(given)
+        return prepared
+
+    def chat_prompt(self, messages: Messages, **template_arguments: Any) -> dict[str, list[int]]:
+        """As `Engine.chat_prompt`."""
+        return {"prompt_token_ids": self._chat_prompts.token_ids(messages, **template_arguments)}
+
+    def owns(self, prepared: Prepared) -> bool:
+        """Whether a request was checked against this engine's limits."""
+        return prepared.owner is self._requests
+
+
+def settings_of(ready: wire.Ready, admission: Admission) -> EngineSettings:
+    """The settings of the engine over there; the model's config is read from its files again."""
+    plain = dict(ready.settings)
+    plain |= {name: getattr(torch, plain[name]) for name in ("dtype", "weight_dtype")}
+    plain |= {"directory": Path(plain["directory"]), "device": torch.device(plain["device"])}
+    plain["depth"] = policy_from_dict(plain["depth"])
+    return EngineSettings(config=ModelConfig.from_directory(plain["directory"]), admission=admission, **plain)

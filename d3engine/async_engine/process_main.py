@@ -1,0 +1,134 @@
+"""The process of an engine: it makes the engine, runs its loop, and ends when its parent does.
+
+Its standard input is how it knows its parent: the first message comes there, and its end is the parent's end.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from d3engine.async_engine import messages, wire
+from d3engine.async_engine.engine_loop import EngineLoop, Reply
+from d3engine.async_engine.shared_pulse import SharedPulse
+from d3engine.depth import policy_from_dict
+from d3engine.engine import Engine
+from d3engine.errors import EngineClosedError, EngineDeadError
+from d3engine.loading.settings import EngineSettings
+from d3engine.request.outputs import RequestOutput
+from d3engine.scheduling.admission import Waves
+
+_LOOK_SECONDS = 1.0
+_PATIENCE_SECONDS = 60.0
+
+
+def main() -> None:
+    """Read what to do from the standard input, and do it until told to stop."""
+    parent = os.getppid()
+    start: wire.Start = wire.decode_message(bytes.fromhex(sys.stdin.readline()))
+    threading.Thread(target=_end_with, args=(parent,), name="d3engine-parent", daemon=True).start()
+    context = zmq.Context()
+    replies = context.socket(zmq.PUSH)
+    replies.connect(start.replies)
+    try:
+        engine = Engine(start.model, **arguments_of(start.arguments))
+    except BaseException as error:
+        _end(replies, error)
+        return
+    _send(replies, [_ready(engine)])
+    loop = EngineLoop(engine, lambda batch: _send(replies, map(_reply, batch)), pulse=SharedPulse(Path(start.pulse)))
+    threading.Thread(target=_receive, args=(context, start.requests, engine, loop), daemon=True).start()
+    end: BaseException = EngineClosedError("the engine is closed")
+    try:
+        loop.run()
+    except EngineDeadError as error:
+        end = error
+    except BaseException as fault:
+        end = EngineDeadError(f"the engine has ended: {fault!r}")
+        end.__cause__ = fault
+    _end(replies, end)
+
+
+def _end(replies: Any, error: BaseException) -> None:
+    """Say why, and wait for the parent to have heard it: it closes the standard input then."""
+    _send(replies, [wire.End(wire.failure_of(error))])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    threading.Event().wait(_PATIENCE_SECONDS)
+    os._exit(1)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent has ended, whatever it is doing."""
+    while True:
+        readable, _, _ = select.select([sys.stdin], [], [], _LOOK_SECONDS)
+        if (readable and not os.read(sys.stdin.fileno(), 1)) or os.getppid() != parent:
+            os._exit(1)
+
+
+def _send(socket: Any, replies: Any) -> None:
+    socket.send(wire.encode(list(replies)))
+
+
+def _reply(reply: Reply) -> Any:
+    key, what = reply
+    if isinstance(what, RequestOutput):
+        return wire.output_without_prompt(key, what)
+    if isinstance(what, BaseException):
+        return wire.Refused(key, wire.failure_of(what))
+    return wire.Value(key, what)
+
+
+def _receive(context: Any, address: str, engine: Engine, loop: EngineLoop) -> None:
+    """Put what comes into the loop's inbox, requests checked again: this process believes nobody."""
+    socket = context.socket(zmq.PULL)
+    socket.connect(address)
+    while True:
+        match wire.decode_message(socket.recv()):
+            case wire.Add() as add:
+                loop.inbox.put(_prepared(engine, add))
+            case wire.Leave(key):
+                loop.inbox.put(messages.Leave(key))
+            case wire.Abort(request_id):
+                loop.inbox.put(messages.Abort(request_id))
+            case wire.Ask(key, method):
+                loop.inbox.put(messages.Ask(key, method))
+            case wire.Stop():
+                loop.inbox.put(messages.Stop())
+
+
+def _prepared(engine: Engine, add: wire.Add) -> messages.Message:
+    try:
+        params = wire.params_of(add.params)
+        prepared = engine.prepare(add.token_ids, params, add.request_id, add.priority)
+    except Exception as error:
+        return messages.Refuse(add.key, error)
+    return messages.Add(add.key, replace(prepared, prompt=add.prompt))
+
+
+def arguments_of(plain: dict[str, Any]) -> dict[str, Any]:
+    """The engine's arguments again; see `engine_process.plain_arguments`."""
+    arguments = dict(plain)
+    if isinstance(arguments.get("depth"), dict):
+        arguments["depth"] = policy_from_dict(arguments["depth"])
+    if arguments.get("admission") is not None:
+        arguments["admission"] = Waves(arguments["admission"])
+    return arguments
+
+
+def _ready(engine: Engine) -> wire.Ready:
+    """What the other process must know, but for what it reads from the model's files itself."""
+    settings = engine.settings
+    plain = {field.name: getattr(settings, field.name) for field in fields(EngineSettings)}
+    del plain["config"], plain["admission"]
+    plain |= {"directory": str(settings.directory), "device": str(settings.device)}
+    plain |= {name: str(plain[name]).removeprefix("torch.") for name in ("dtype", "weight_dtype")}
+    plain["depth"] = settings.depth.describe()
+    return wire.Ready(plain, engine.scheduler.cache.pool.num_blocks)
