@@ -287,9 +287,9 @@ def test_a_dead_engine_is_told_to_every_caller_at_once_and_to_those_who_come_lat
         threaded = engine.sync()
         gate.fault = ZeroDivisionError("in the middle of a step")
         gate.open()
-        calls: list[Any] = [*readers, asked, last_of(engine.generate(PROMPT)), engine.stats()]
-        calls += [engine.prepare(PROMPT), engine.abort("a"), asyncio.to_thread(threaded.stats)]
-        told = await asyncio.gather(*calls, return_exceptions=True)
+        told = await asyncio.gather(*readers, asked, return_exceptions=True)
+        later: list[Any] = [last_of(engine.generate(PROMPT)), engine.stats(), engine.prepare(PROMPT), engine.abort("a")]
+        told += await asyncio.gather(*later, asyncio.to_thread(threaded.stats), return_exceptions=True)
         assert {type(error) for error in told} == {EngineDeadError}
         assert {error.__cause__ for error in told} == {gate.fault}
         assert len(set(map(id, told))) == len(told)
