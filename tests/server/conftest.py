@@ -6,9 +6,7 @@ As in all such files, what imports Triton waits for a fixture: `tests/conftest.p
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -21,39 +19,21 @@ if TYPE_CHECKING:
 QUESTION = "Question: Tom has 5 pens. Tom finds 3. Tom buys 2. How many pens does Tom have now?\nAnswer:"
 
 
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ 'Question: ' if message.role == 'user' else '\\nAnswer: ' }}{{ message.content }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '\\nAnswer:' }}{% endif %}"
-)
-
-
 @pytest.fixture(scope="session")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model with a template for chats."""
-    import d3engine
-
-    folder = tmp_path_factory.mktemp("served") / "demo"
-    shutil.copytree(Path(d3engine.__file__).parent / "demo_model", folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def demo(directory: Path) -> Iterator[Engine]:
+def demo() -> Iterator[Engine]:
     """The bundled model in an engine of the test's own: what it says is what the server must say."""
     from d3engine import Engine
 
-    with Engine(directory, device="cpu", kv_cache_memory_bytes=2**25) as engine:
+    with Engine("demo", device="cpu", kv_cache_memory_bytes=2**25) as engine:
         yield engine
 
 
 @pytest.fixture(scope="session")
-def client(directory: Path) -> Iterator[AsyncEngine]:
+def client() -> Iterator[AsyncEngine]:
     """The engine behind the server."""
     from d3engine import AsyncEngine
 
-    engine = AsyncEngine(directory, device="cpu", kv_cache_memory_bytes=2**25)
+    engine = AsyncEngine("demo", device="cpu", kv_cache_memory_bytes=2**25)
     yield engine
     asyncio.run(engine.close())
 

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 from openai import BadRequestError, OpenAI
+from serving import serving
 
 from d3engine import SamplingParams
+from d3engine.server.app import create_app
+from d3engine.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from d3engine import Engine
+    from d3engine import AsyncEngine, Engine
 
 QUESTION = "Tom has 5 pens. Tom finds 3. Tom buys 2. How many pens does Tom have now?"
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
@@ -122,6 +125,18 @@ def test_depth_is_told_in_a_chat_as_in_a_completion(openai: OpenAI, demo: Engine
     assert [offset for one in told for offset in one["token_offsets"]] == found["token_offsets"]
     assert chunks[-1].model_extra is not None
     assert chunks[-1].model_extra["d3ext"] == whole["d3ext"]
+
+
+def test_a_request_may_bring_a_template_where_the_servers_owner_trusts_it(client: AsyncEngine, openai: OpenAI) -> None:
+    settings = ServerSettings(model_names=("demo",), trust_request_chat_template=True)
+    body = ASKED | {"chat_template": "{{ messages[0].content }}\nAnswer:", "max_tokens": 8}
+    with serving(create_app(client, settings)) as address:
+        found = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=120).json()
+    assert found["choices"][0]["message"]["content"]
+    bare = openai.completions.create(
+        model="demo", prompt=f"{QUESTION}\nAnswer:", max_tokens=8, extra_body={"add_special_tokens": False}
+    )
+    assert bare.choices[0].text.removeprefix(" ") == found["choices"][0]["message"]["content"]
 
 
 @pytest.mark.parametrize(
