@@ -90,7 +90,8 @@ class Course:
 class RunAhead:
     """The next `num_steps` steps of a batch in which every row decodes one token per step.
 
-    At each of them layer l runs for the rows with `steps + taken < cutoffs[:, l]`, and these rows come first.
+    At each of them layer l runs for the rows with `steps + taken < cutoffs[:, l]`, and these rows come first. Where the
+    rows draft, `verifies` says whether the drafts end with these steps, and one more, at full depth, judges them.
     """
 
     num_steps: int
@@ -98,6 +99,7 @@ class RunAhead:
     cutoffs: IntArray  # [C, L]
     choice: Choice  # what choosing a token takes, for the row that asks for most
     course: Course | None = None  # of steps that the host takes one by one: the plan comes again for each of them
+    verifies: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +167,9 @@ class Plan:
 
     @property
     def num_steps(self) -> int:
-        """Steps that the plan stands for: tokens that each of its rows yields."""
-        return self.ahead.num_steps if self.ahead and self.ahead.course is None else 1
+        """Steps that the plan stands for: tokens that each of its rows yields, and a verification of drafted ones."""
+        ahead = self.ahead
+        return 1 if ahead is None or ahead.course is not None else ahead.num_steps + ahead.verifies
 
     @property
     def num_rows(self) -> int:
@@ -184,10 +187,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What a device that runs ahead has chosen by itself: S steps of the plan's C chunks."""
+    """What a device that runs ahead has chosen by itself: S steps of the plan's C chunks.
+
+    Where these were drafts that it has verified too, `judged` are full depth's S + 1 tokens after those before it.
+    """
 
     token_ids: IntArray  # [S, C]
     scores: npt.NDArray[np.float32]  # [S, C]; a row without a finite one has met a fault
+    judged: Chosen | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +204,7 @@ class Sampled:
     `logprobs[row]` holds one entry for each token, or None for rows that did not ask. `depths[row]` are the layers that
     each token took, where they are not those of its schedule. `prompt_logprobs[k]` belongs to the plan's k-th prompt
     rows. `faults` maps rows that end after their tokens (if any) to what went wrong. `proposals` are the drafted tokens
-    of rows that have none to give yet.
+    of rows that have none to give yet, or, where they are verified already, none but those that were accepted and one.
     """
 
     token_ids: list[list[int]]
@@ -205,7 +212,7 @@ class Sampled:
     prompt_logprobs: list[list[dict[int, Logprob]]] = field(default_factory=list)
     faults: dict[int, str] = field(default_factory=dict)
     depths: list[list[int]] | None = None
-    proposals: dict[int, Proposal] = field(default_factory=dict)
+    proposals: dict[int, list[Proposal]] = field(default_factory=dict)
 
 
 def spans_of(active: BoolArray, projected: BoolArray | None, query_starts: IntArray) -> tuple[Span, ...]:

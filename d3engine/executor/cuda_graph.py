@@ -142,6 +142,7 @@ class GraphExecutor:
         self._choice = DeviceChoice(eager.model, self._sizes[-1], eager.device)
         self._graphs: OrderedDict[_Shape, Step] = OrderedDict()  # the one used last stands last
         self.max_steps = max_steps
+        self.drafts_ahead = False
         self.stats = eager.stats
         self.stats.executor = "CUDA graphs"
 

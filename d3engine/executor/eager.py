@@ -39,6 +39,7 @@ class EagerExecutor:
     """Owns the KV pool's tensor; `run(plan)` computes float32 logits for the plan's `logit_rows`."""
 
     max_steps = 0
+    drafts_ahead = False
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class EagerExecutor:
         shape = (num_blocks + 1, 2, block_size, config.num_kv_heads, config.head_dim)
         self.pool = _zeros(shape, dtype, device)
         self.stats = ExecutorStats()
-        self._kept_states = KeptStates(config.hidden_size, dtype, device)
+        self.kept_states = KeptStates(config.hidden_size, dtype, device)
 
     def take_largest(self) -> None:
         """Nothing: what a step needs is gone after it."""
@@ -74,7 +75,7 @@ class EagerExecutor:
             self._copy(plan.copies_before)
         inputs = self._inputs(plan)
         hidden = self.model.embed(self._tensor(plan.token_ids))
-        kept = self._kept_states.follow(plan.drafts, hidden)
+        kept = self.kept_states.follow(plan.drafts, hidden)
         exits = EarlyExits(plan, self.model, hidden) if plan.exits else None
         for span in plan.spans if exits is None else exits.spans():
             kept.up_to(span.layers.start)

@@ -48,6 +48,11 @@ class Executor(Protocol):
         """Steps that a plan may stand for (`plan.ahead`); 0 where the host tells of every step."""
         ...
 
+    @property
+    def drafts_ahead(self) -> bool:
+        """Whether these steps may be those of drafts, whose hidden states are to be kept."""
+        ...
+
     def run(self, plan: Plan) -> Computed:
         """Run the steps of a plan: its entries are written, and logits or chosen tokens returned."""
         ...

@@ -29,10 +29,14 @@ class KeptStates:
 
     def keep(self, rows: HiddenRows, hidden: Tensor) -> None:
         """Copy rows of `hidden` to their places."""
-        lacking = int(rows.places.max()) + 1 - len(self._states)
+        self.with_room(int(rows.places.max()) + 1)[self._tensor(rows.places)] = hidden[self._tensor(rows.rows)]
+
+    def with_room(self, num_places: int) -> Tensor:
+        """The buffer itself, [places, H], with at least so many; good until it is asked for again."""
+        lacking = num_places - len(self._states)
         if lacking > 0:
             self._states = torch.cat((self._states, self._states.new_empty((lacking, self._states.shape[1]))))
-        self._states[self._tensor(rows.places)] = hidden[self._tensor(rows.rows)]
+        return self._states
 
     def _tensor(self, array: IntArray) -> Tensor:
         return torch.from_numpy(array).to(self._states.device)

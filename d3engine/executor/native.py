@@ -7,7 +7,7 @@ through the eager executor on the same weights and the same pool.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,16 @@ from torch import Tensor
 from d3engine.executor.choosing import DeviceChoice
 from d3engine.executor.computed import Computed
 from d3engine.executor.eager import EagerExecutor
-from d3engine.kernels.native.library import Decoder, Draws, Linear, NativeError, NativeLayer, NativeModel, Rows
+from d3engine.kernels.native.library import (
+    Decoder,
+    Draws,
+    HiddenStates,
+    Linear,
+    NativeError,
+    NativeLayer,
+    NativeModel,
+    Rows,
+)
 from d3engine.model.llama import Llama
 from d3engine.model.weights import LayerWeights
 from d3engine.plan import Chosen, Course, Plan, RunAhead
@@ -54,6 +63,7 @@ class NativeExecutor:
     ) -> None:
         self._eager = eager
         self.max_steps = max_steps
+        self.drafts_ahead = True
         self._max_rows = max(max_num_seqs, MAX_SINGLE_ROWS)
         self._decoder = Decoder(
             native_model(eager),
@@ -106,10 +116,38 @@ class NativeExecutor:
             return self._choose_by_torch(plan, ahead)
         rows, draws = _rows(plan, ahead), _draws(plan, ahead)
         if course is None:
-            return Chosen(*self._decoder.run(rows, ahead.num_steps, draws=draws))
+            states = self._states(plan)
+            chosen = Chosen(*self._decoder.run(rows, ahead.num_steps, draws=draws, states=states))
+            return replace(chosen, judged=self._verify(rows, chosen, states)) if ahead.verifies else chosen
         self._decoder.begin(rows, ahead.num_steps, course.words, draws=draws)
         self._course = course
         return Chosen(*self._decoder.take())
+
+    def _verify(self, rows: Rows, drafted: Chosen, states: HiddenStates | None) -> Chosen:
+        """Full depth's tokens in place of drafted ones: a step of S + 1 rows for each sequence, in as many as it takes.
+
+        The rows of a draft go on from the states that they have left; the last one has not been computed before.
+        """
+        steps, count = drafted.token_ids.shape
+        at_once = self._max_rows // (steps + 1)
+        found = []
+        for first in range(0, count, at_once):
+            which = np.arange(first, min(first + at_once, count)).repeat(steps + 1)
+            nth = np.arange(which.size) % (steps + 1)
+            known = np.concatenate((rows.tokens[None], drafted.token_ids))
+            active = np.ones((which.size, rows.cutoffs.shape[1]), np.int32)
+            resumed = None
+            if states is not None:
+                goes_on = (states.kept_places[which] >= 0) & (nth < steps)
+                places = np.where(goes_on, states.kept_places[which] + nth, -1)
+                none = np.full(which.size, -1)
+                resumed = HiddenStates(states.states, none, none, places)
+                below = np.arange(active.shape[1]) < states.kept_layers[which][:, None]
+                active[below & goes_on[:, None]] = 0
+            step = Rows(known[nth, which], rows.positions[which] + nth, nth * 0, rows.slots[which], active, rows.tables)
+            chosen, scores = self._decoder.run(step, 1, states=resumed)
+            found.append((chosen.reshape(-1, steps + 1).T, scores.reshape(-1, steps + 1).T))
+        return Chosen(*(np.concatenate(parts, axis=1) for parts in zip(*found, strict=True)))
 
     def _end_course(self) -> None:
         """Whatever goes on by itself comes to rest: the pool is the caller's."""
@@ -137,13 +175,11 @@ class NativeExecutor:
 
     def _is_simple(self, plan: Plan) -> bool:
         """Whether the plan is nothing but rows through layers: of answers, or of short prompts."""
-        drafts = plan.drafts
         return (
             0 < plan.num_rows <= MAX_SINGLE_ROWS
             and plan.copies_before is None
             and plan.copies_after is None
             and not plan.exits
-            and (drafts is None or not (drafts.kept or drafts.resumed))
             and all(span.projected_rows is None for span in plan.spans)
             and (not self._eager.rope.depends_on_length or bool((plan.steps >= 0).all()))
         )
@@ -158,8 +194,21 @@ class NativeExecutor:
         slots, step = plan.slots[plan.row_chunks], np.zeros(plan.num_rows, np.int64)
         rows, yields = Rows(plan.token_ids, plan.positions, step, slots, active, plan.tables), _mask(plan)
         logits = np.empty((1, plan.num_rows, self._vocab), np.float32)
-        self._decoder.run(rows, 1, logits=logits, yields=yields)
+        self._decoder.run(rows, 1, logits=logits, yields=yields, states=self._states(plan))
         return torch.from_numpy(logits[0][plan.logit_rows])
+
+    def _states(self, plan: Plan) -> HiddenStates | None:
+        """What the rows of drafts leave behind, at each step of a run one place further, and what they go on from."""
+        drafts = plan.drafts
+        if drafts is None or not (drafts.kept or drafts.resumed):
+            return None
+        layers, kept, resumed = np.full((3, plan.num_rows), -1)
+        for rows in drafts.kept:
+            layers[rows.rows], kept[rows.rows] = rows.layer, rows.places
+        for rows in drafts.resumed:
+            resumed[rows.rows] = rows.places
+        most = int(max(kept.max(), resumed.max())) + plan.num_steps
+        return HiddenStates(self._eager.kept_states.with_room(most).numpy(), layers, kept, resumed)
 
 
 def _mask(plan: Plan) -> npt.NDArray[np.bool_]:

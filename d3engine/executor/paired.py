@@ -34,6 +34,11 @@ class PairedExecutor:
         """Steps that a plan without a nested one may stand for."""
         return self.first.max_steps
 
+    @property
+    def drafts_ahead(self) -> bool:
+        """Those of the first model."""
+        return self.first.drafts_ahead
+
     def take_largest(self) -> None:
         """As the first executor does; the second's steps are small."""
         self.first.take_largest()

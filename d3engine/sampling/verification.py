@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,9 +42,34 @@ class VerifyingSampler(Sampler):
     """The sampler for steps in which some sequences draft or verify; it leaves all others to the plain one."""
 
     def __call__(self, logits: Tensor | Chosen, plan: Plan) -> Sampled:
-        if plan.drafts is None or isinstance(logits, Chosen):
+        if plan.drafts is None:
             return super().__call__(logits, plan)
+        if isinstance(logits, Chosen):
+            return _drafted(logits, plan)
         return _choose(logits, plan, plan.drafts)
+
+
+def _drafted(chosen: Chosen, plan: Plan) -> Sampled:
+    """What the rows of a run have drafted, and, if it has been verified, what is accepted of it and one token more."""
+    drafts = _likeliest(chosen)
+    proposals = {row: [Proposal(token) for token in drafted] for row, drafted in enumerate(drafts)}
+    sampled = Sampled([[] for _ in drafts], proposals=proposals)
+    if chosen.judged is not None:
+        for row, (drafted, judged) in enumerate(zip(drafts, _likeliest(chosen.judged), strict=True)):
+            accepted = _first_false(a == b for a, b in zip(drafted, judged, strict=False))
+            for token in judged[: accepted + 1]:
+                if token is None:
+                    sampled.faults[row] = fault_of(plan.sequences[row])
+                    break
+                sampled.token_ids[row].append(token)
+    return sampled
+
+
+def _likeliest(chosen: Chosen) -> list[list[int | None]]:
+    """The tokens of each row, None for one without a finite score."""
+    healthy = np.isfinite(chosen.scores).T.tolist()
+    rows = zip(chosen.token_ids.T.tolist(), healthy, strict=True)
+    return [[t if is_healthy else None for t, is_healthy in zip(*row, strict=True)] for row in rows]
 
 
 def _choose(logits: Tensor, plan: Plan, drafts: DraftWork) -> Sampled:
@@ -60,7 +86,7 @@ def _choose(logits: Tensor, plan: Plan, drafts: DraftWork) -> Sampled:
     sampled = Sampled([], logprobs=[], prompt_logprobs=prompt_logprobs(prompt, plan))
     assert sampled.logprobs is not None
     for place in proposing:
-        sampled.proposals[place] = step.proposal(place)
+        sampled.proposals[place] = [step.proposal(place)]
     for place, sequence in enumerate(sequences):
         tokens: list[int] = []
         if place not in proposing:

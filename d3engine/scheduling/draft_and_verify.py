@@ -7,6 +7,7 @@ and the whole draft at full depth. The verified rows count as not computed, so v
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth.draft_rule import MAX_DRAFT_LENGTH
 from d3engine.plan import DraftWork, HiddenRows
-from d3engine.request.draft import Proposal
+from d3engine.request.draft import Draft, Proposal
 from d3engine.request.sequence import Sequence
 from d3engine.scheduling.chunks import Chunks
 from d3engine.scheduling.running import RunningTable
@@ -52,10 +53,16 @@ class Drafting:
             return len(sequence.draft.token_ids) + 1
         return sequence.num_tokens - 1 - int(self._table.num_computed[sequence.slot])
 
-    def propose(self, sequence: Sequence, proposal: Proposal, depth: int) -> None:
-        """Take in a drafted token, for which `depth` layers have run."""
-        table, slot, draft = self._table, sequence.slot, sequence.draft
-        assert draft is not None
+    def propose(self, sequence: Sequence, proposals: Iterable[Proposal], depth: int) -> None:
+        """Take in drafted tokens, for each of which `depth` layers have run, up to the one that ends the draft."""
+        assert sequence.draft is not None
+        for proposal in proposals:
+            self._propose(sequence, sequence.draft, proposal, depth)
+            if sequence.draft.ended:
+                return
+
+    def _propose(self, sequence: Sequence, draft: Draft, proposal: Proposal, depth: int) -> None:
+        table, slot = self._table, sequence.slot
         draft.work += depth
         draft.grow(proposal, ends_answer=_ends_answer(sequence, draft.token_ids, proposal.token_id))
         known = sequence.num_tokens + len(draft.token_ids)
@@ -65,6 +72,8 @@ class Drafting:
         if draft.ended:
             table.drafting[slot] = False
             table.num_computed[slot] = sequence.num_tokens - 1
+        elif not table.by_second_model[slot]:
+            table.num_computed[slot] = known - 1
 
     def settle(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """End the draft, of which verification made `num_tokens` tokens; returns each one's share of the layers run.

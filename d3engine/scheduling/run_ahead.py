@@ -7,16 +7,24 @@ first in the batch. Where someone reads along, it takes each step's tokens while
 
 from __future__ import annotations
 
+import numpy as np
+
 from d3engine.cache.kv_cache import IntArray
+from d3engine.depth import NEVER
 from d3engine.plan import Course, RunAhead
 from d3engine.request.choice import Choice
 from d3engine.scheduling.chunks import Chunks
 from d3engine.scheduling.running import RunningTable
 
 
-def run_ahead(chunks: Chunks, table: RunningTable, limit: int) -> RunAhead | None:
-    """The steps, `limit` at most, that `chunks` (deepest first) can take on their own; None if not even one."""
+def run_ahead(chunks: Chunks, table: RunningTable, limit: int, *, drafts: bool = False) -> RunAhead | None:
+    """The steps, `limit` at most, that `chunks` (deepest first) can take on their own; None if not even one.
+
+    `drafts` says whether they may be steps of drafts: the device then keeps their hidden states at every step.
+    """
     slots = chunks.slots
+    if table.drafting[slots].all():
+        return _draft_ahead(chunks, table, limit) if drafts else None
     decode = (chunks.steps >= 1) & (chunks.stops == table.num_tokens[slots]) & (chunks.stops - chunks.starts == 1)
     # A schedule that is not nested fills the layers that it skips, so it is never simple.
     simple = (table.choice[slots] != Choice.HOST) & ~table.fills[slots] & ~table.drafts[slots]
@@ -32,6 +40,24 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int) -> RunAhead | Non
     return RunAhead(num_steps, chunks.steps, cutoffs, choice, course)
 
 
+def _draft_ahead(chunks: Chunks, table: RunningTable, limit: int) -> RunAhead | None:
+    """The steps of a batch in which everybody drafts, up to where the first draft is as long as it may be.
+
+    All tokens of a draft go through the same layers. Who draws, or stops where the draft is unsure, needs the host.
+    """
+    slots = chunks.slots
+    if limit == 0 or (table.choice[slots] != Choice.GREEDY).any():
+        return None
+    drafts = [draft for slot in slots.tolist() if (draft := table.sequence(slot).draft) is not None]
+    if any(draft.rule.stop_probability > 0 for draft in drafts):
+        return None
+    left = [draft.most - len(draft.token_ids) for draft in drafts]
+    num_steps = min(limit, *left)
+    # What is verified is what these steps draft, so it must be all of it.
+    verifies = max(left) == num_steps and not any(draft.token_ids for draft in drafts)
+    return RunAhead(num_steps, chunks.steps, np.where(chunks.active, NEVER, 0), Choice.GREEDY, verifies=verifies)
+
+
 def _steps_in_order(steps: IntArray, cutoffs: IntArray, limit: int) -> int:
     """For how many steps, `limit` at most, the rows that run a layer come before those that do not."""
     if (cutoffs == cutoffs[0]).all() and (steps[1:] >= steps[:-1]).all():
@@ -45,5 +71,6 @@ def _steps_in_order(steps: IntArray, cutoffs: IntArray, limit: int) -> int:
 
 def reaching(chunks: Chunks, ahead: RunAhead) -> Chunks:
     """The chunks as they will be at the last of these steps: what the cache must have room for."""
-    stops = chunks.stops + (ahead.num_steps - 1)
-    return Chunks(chunks.slots, chunks.starts, stops, chunks.steps, chunks.active)
+    stops = chunks.stops + (ahead.num_steps - 1 + ahead.verifies)
+    active = np.ones_like(chunks.active) if ahead.verifies else chunks.active
+    return Chunks(chunks.slots, chunks.starts, stops, chunks.steps, active)

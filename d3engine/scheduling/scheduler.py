@@ -38,7 +38,7 @@ class SchedulerConfig:
     """Bounds of a step: rows in all, sequences at once, and tokens a sequence may grow to.
 
     `num_scheduler_steps`: how many steps a batch that only decodes may take before the host looks; 0 where the
-    executor is told of every step.
+    executor is told of every step. `drafts_ahead`: whether these steps may be those of drafts.
     """
 
     max_num_seqs: int
@@ -47,6 +47,7 @@ class SchedulerConfig:
     admission: Admission = field(default_factory=Immediate)
     enable_prefix_caching: bool = True
     num_scheduler_steps: int = 0
+    drafts_ahead: bool = False
 
     def __post_init__(self) -> None:
         require(
@@ -230,12 +231,17 @@ class Scheduler:
             sequence = plan.sequences[chunk]
             if sequence.slot == NO_SLOT:
                 continue  # it ended with another of its request, whose token had a fault, or while a run went on
+            tokens, fault = sampled.token_ids[row], sampled.faults.get(row)
             if row in sampled.proposals:
                 self._drafting.propose(sequence, sampled.proposals[row], int(plan.depths[chunk]))
-                continue
-            given = depths[row] if sequence.draft is None else self._settle(sequence, len(sampled.token_ids[row]))
+                if not tokens and fault is None:
+                    continue  # to be verified by a later step
+                assert sequence.draft is not None
+                if len(sequence.draft.token_ids) < len(tokens):  # the draft had ended before the run did
+                    tokens, fault = tokens[: len(sequence.draft.token_ids) + 1], None
+            given = depths[row] if sequence.draft is None else self._settle(sequence, len(tokens))
             logprobs = sampled.logprobs[row] if sampled.logprobs else None
-            for place, token in enumerate(sampled.token_ids[row]):
+            for place, token in enumerate(tokens):
                 depth = given[place] if place < len(given) else sequence.schedule.depth_at(sequence.step)
                 self._append(sequence, token, depth)
                 yield TokenOutput(sequence, token, depth, logprobs[place] if logprobs else None)
@@ -245,8 +251,8 @@ class Scheduler:
                         sequence.draft.discard(given[place + 1 :])
                     break
             else:
-                if row in sampled.faults:
-                    self.finish(sequence, FinishReason.ABORT, sampled.faults[row])
+                if fault is not None:
+                    self.finish(sequence, FinishReason.ABORT, fault)
                     yield TokenOutput(sequence, None, 0, None)
             if self._second is not None and sequence.status is Status.RUNNING:
                 self._second.forget(sequence.slot, sequence.num_tokens - 1)
@@ -354,12 +360,14 @@ class Scheduler:
             return None, missing  # what the second model drafts, the host must see before the next step
         may_join = bool(self._waiting) and self.cache.num_free_slots > 0
         limit = self.config.num_scheduler_steps
-        ahead = run_ahead(chunks, self._table, min(limit, 1) if may_join else limit)
-        if ahead is not None and ahead.num_steps > 1:
+        limit = min(limit, 1) if may_join else limit
+        ahead = run_ahead(chunks, self._table, limit, drafts=self.config.drafts_ahead)
+        if ahead is not None and (ahead.num_steps > 1 or ahead.verifies):
             further, needed = self._allocator.missing(reaching(chunks, ahead))
             if self.prefix_cache.reserve(needed):
                 return ahead, further
-            ahead = replace(ahead, num_steps=1, course=None)  # nobody is sent away for the sake of running ahead
+            # Nobody is sent away for the sake of running ahead.
+            ahead = replace(ahead, num_steps=1, course=None, verifies=False)
         return ahead, missing
 
     # -- after the step ----------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ enum D3Status : int32_t {
     D3_BAD_SLOT = 7,
     D3_BAD_BLOCK = 8,     // a layer runs for a row whose table has no block of the pool there
     D3_BUSY = 9,          // another thread is in the same decoder
+    D3_BAD_STATE = 10,    // a place is outside the hidden states that the run brings
 };
 
 // A matrix [rows, columns] as it lies in memory; see quantized.py for int8 and int4.
@@ -63,6 +64,12 @@ struct D3Run {
     // Two words that others may look at and write while the run goes on, or null: as long as the first is 0 further
     // steps are begun, and the second says how many have been.
     int32_t* course;
+    // Hidden states that outlive a run, [num_states, hidden], or null: before its layer `kept_layers`, a row leaves its
+    // state at `kept_places` + n at the n-th step; and in place of an embedding it begins with that at `resumed_places`
+    // + n. A place below 0 stands for none; [rows] each.
+    float* states;
+    int64_t num_states;
+    const int64_t *kept_layers, *kept_places, *resumed_places;
 };
 
 struct D3Decoder;

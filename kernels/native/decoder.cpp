@@ -56,6 +56,8 @@ D3Status D3Decoder::check(const D3Run& run) const {
         const int64_t room = std::min<int64_t>(model_.max_positions, int64_t(model_.max_blocks) * model_.block_size);
         if (first < 0 || last >= room) return D3_BAD_POSITION;
         if (run.slots[row] < 0 || run.slots[row] >= model_.num_slots) return D3_BAD_SLOT;
+        for (const int64_t* places : {run.kept_places, run.resumed_places})
+            if (run.states && places[row] >= 0 && places[row] + run.steps > run.num_states) return D3_BAD_STATE;
         for (int layer = 0; layer < model_.num_layers; layer++) {
             const int64_t awake = run.cutoffs[row * model_.num_layers + layer] - run.generation[row];
             if (awake <= 0) continue;  // the layer sleeps: it has no blocks
@@ -80,6 +82,7 @@ void D3Decoder::begin(const D3Run& run) {
 void D3Decoder::step(const Step& step) {
     embed(step);
     for (int layer = 0; layer < model_.num_layers; layer++) {
+        if (step.run.states) keep_states(step, layer);
         find_active(step, layer);
         if (active_.empty()) continue;
         qkv(step, layer);
@@ -94,6 +97,10 @@ void D3Decoder::step(const Step& step) {
 void D3Decoder::embed(const Step& step) {
     const D3Matrix& table = model_.embedding;
     for (int row = 0; row < step.run.rows; row++) {
+        if (step.run.states && step.run.resumed_places[row] >= 0) {
+            memcpy(hidden_.row(row), state(step, step.run.resumed_places[row]), model_.hidden * sizeof(float));
+            continue;
+        }
         const int64_t* tokens = step.taken ? step.run.chosen + (step.taken - 1) * step.run.rows : step.run.tokens;
         const char* from = static_cast<const char*>(table.values) + tokens[row] * bytes_of_row(table);
         if (table.kind == D3_FLOAT32) {
@@ -107,6 +114,17 @@ void D3Decoder::embed(const Step& step) {
             memcpy(hidden_.row(row) + i, &bits, sizeof bits);
         }
     }
+}
+
+float* D3Decoder::state(const Step& step, int64_t place) const {
+    return step.run.states + (place + step.taken) * model_.hidden;
+}
+
+void D3Decoder::keep_states(const Step& step, int layer) {
+    const D3Run& run = step.run;
+    for (int row = 0; row < run.rows; row++)
+        if (run.kept_layers[row] == layer && run.kept_places[row] >= 0)
+            memcpy(state(step, run.kept_places[row]), hidden_.row(row), model_.hidden * sizeof(float));
 }
 
 void D3Decoder::find_active(const Step& step, int layer) {

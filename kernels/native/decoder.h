@@ -64,6 +64,7 @@ private:
 
     void step(const Step& step);
     void embed(const Step& step);
+    void keep_states(const Step& step, int layer);
     void find_active(const Step& step, int layer);
     void qkv(const Step& step, int layer);
     void place(const Step& step, int layer, int nth, int channel, const float* from, int count);
@@ -76,6 +77,7 @@ private:
     Product product(const D3Matrix& matrix, const Rows& x) const;
     int rows_of_piece(const D3Matrix& matrix) const;
     template <class Use> void multiply(const D3Matrix& matrix, const Rows& x, Use use);
+    float* state(const Step& step, int64_t place) const;
     float* entry(const Step& step, int row, int layer, int half) const;
     Choosing choosing(const Step& step, int row) const;
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_void_p
+from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -46,6 +46,7 @@ _REFUSALS = {
     7: "a slot is outside the block tables",
     8: "a layer runs for a row whose table has no block of the pool there",
     9: "the decoder is at work in another thread",
+    10: "a place is outside the hidden states that the run brings",
 }
 
 
@@ -94,10 +95,17 @@ _ARRAYS = (
 
 
 _INTEGERS = ("tokens", "positions", "generation", "slots")
+_OF_STATES = ("kept_layers", "kept_places", "resumed_places")
 
 
 class _Run(Structure):
-    _fields_ = (("rows", c_int32), ("steps", c_int32), *((name, c_void_p) for name in _ARRAYS))
+    _fields_ = (
+        ("rows", c_int32),
+        ("steps", c_int32),
+        *((name, c_void_p) for name in (*_ARRAYS, "states")),
+        ("num_states", c_int64),
+        *((name, c_void_p) for name in _OF_STATES),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,6 +186,20 @@ class Draws:
 
 
 @dataclass(frozen=True, eq=False)
+class HiddenStates:
+    """Hidden states that outlive a run: float32 `states` [places, H], and who leaves or takes which, int64 [rows] each.
+
+    At the n-th step a row leaves its state below layer `kept_layers` at `kept_places` + n, and begins, in place of its
+    token's embedding, with the state at `resumed_places` + n. A place of -1 stands for none.
+    """
+
+    states: npt.NDArray[np.float32]
+    kept_layers: npt.NDArray[np.int64]
+    kept_places: npt.NDArray[np.int64]
+    resumed_places: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
 class Rows:
     """What a run begins with, [rows] integers each; `cutoffs` [rows, L], `tables` int32 [slots, L, blocks]."""
 
@@ -197,7 +219,7 @@ class Decoder:
     ) -> None:
         self._library = library()
         self._keeps = model  # its memory is read at every step
-        self._vocab = model.lm_head.shape[0]
+        self._vocab, self._hidden = model.lm_head.shape
         self._table_shape = (num_slots, len(model.layers), max_blocks)
         self.num_threads = num_threads
         self.isa = isas_here()[0] if isa == "auto" else isa
@@ -232,6 +254,7 @@ class Decoder:
         draws: Draws | None = None,
         logits: npt.NDArray[np.float32] | None = None,
         yields: npt.NDArray[np.bool_] | None = None,
+        states: HiddenStates | None = None,
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Take `steps` steps; returns the chosen tokens and their scores, both [steps, rows].
 
@@ -244,7 +267,9 @@ class Decoder:
         if logits is not None and (logits.shape != (steps, count, self._vocab) or not logits.flags.c_contiguous):
             raise NativeError(f"logits must be a contiguous array [{steps}, {count}, {self._vocab}]")
         asks = None if yields is None else np.ascontiguousarray(yields, np.uint8)
-        run, given = _run_of(rows, steps, draws, logits=logits, yields=asks)
+        run, given = _run_of(rows, steps, draws, logits=logits, yields=asks, **self._arrays_of(states))
+        if states is not None:
+            run.num_states = len(states.states)
         _check(self._library.d3_run(self._handle, byref(run)))
         return given["chosen"], given["scores"]
 
@@ -275,6 +300,14 @@ class Decoder:
         if self._under_way is not None:
             self._library.d3_finish(self._handle)
             self._under_way = None
+
+    def _arrays_of(self, states: HiddenStates | None) -> dict[str, npt.NDArray[Any]]:
+        if states is None:
+            return {}
+        if states.states.shape[1] != self._hidden or not states.states.flags.c_contiguous:
+            raise NativeError(f"hidden states must be a contiguous array [places, {self._hidden}]")
+        of_rows = {name: np.ascontiguousarray(getattr(states, name), np.int64) for name in _OF_STATES}
+        return {"states": states.states, **of_rows}
 
     def _check_tables(self, rows: Rows) -> None:
         count, shape = len(rows.tokens), rows.tables.shape

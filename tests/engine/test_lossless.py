@@ -276,7 +276,7 @@ def test_the_prefix_cache_and_an_abort_in_the_middle_of_a_draft_change_nothing_f
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, depth=Lossless(D3(0.9, 0.5), 4))
     prompt = list(range(40, 57))
-    engine = make_engine()
+    engine = make_engine(num_scheduler_steps=1)  # or a draft and its verification would be one
     engine.add_request("first", prompt, params)
     while not any(sequence.draft and sequence.draft.token_ids for sequence in engine.scheduler.running):
         engine.step()
@@ -314,7 +314,7 @@ def watch(engine: Engine) -> list[Plan]:
 def test_every_layer_run_for_every_row_of_drafts_and_verifications_is_counted(
     make_engine: Callable[..., Engine], policy: SelfSpeculative
 ) -> None:
-    engine = make_engine()
+    engine = make_engine(enforce_eager=True)  # so that the host plans every row
     plans = watch(engine)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, depth=policy)
     (output,) = engine.generate(some_prompts(4, 2)[1:], params, use_tqdm=False)
@@ -338,7 +338,7 @@ def test_every_layer_run_for_every_row_of_drafts_and_verifications_is_counted(
 
 def test_a_draft_ends_where_the_rule_says_so_and_its_length_adapts(make_engine: Callable[..., Engine]) -> None:
     def lengths(policy: DepthPolicy, max_tokens: int = 30) -> list[int]:
-        engine = make_engine()
+        engine = make_engine(enforce_eager=True)  # so that the host plans every row
         plans = watch(engine)
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, depth=policy)
         engine.generate(some_prompts(1, 2)[1:], params, use_tqdm=False)

@@ -182,7 +182,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._run(plan, exits)
         chosen = [plan.sequences[chunk] for chunk in plan.sampled.tolist()]
         proposing = plan.drafts.proposing if plan.drafts else frozenset()
-        proposals = {place: guess(chosen[place]) for place in proposing}
+        proposals = {place: [guess(chosen[place])] for place in proposing}
         rows = [self._tokens_of(plan, s) if place not in proposing else [] for place, s in enumerate(chosen)]
         failing = [place for place in range(len(chosen)) if place not in proposing][:1] if faults else []
         for place in failing:
