@@ -10,7 +10,7 @@ import pytest
 import torch
 from native_models import FORMS, Case, Shape, at_places
 
-from d3engine.kernels.native.library import Draws, LibraryMissing, isas_here
+from d3engine.kernels.native.library import Draws, HiddenStates, LibraryMissing, isas_here
 
 SHAPES = {
     "the smallest": Shape(
@@ -86,6 +86,26 @@ def test_rows_that_are_not_asked_for_logits_change_nothing_for_those_that_are() 
             np.testing.assert_array_equal(found[:, yields], wanted[:, yields])
         assert np.isnan(some[2][:, ~yields]).all()
         assert torch.equal(case.entries, entries)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_goes_on_from_the_state_that_it_left_with_the_same_bits(form: str) -> None:
+    """One step up to layer 1, whose states are kept, and one from there on, as a draft's verification takes it."""
+    case = Case(Shape(rows=6, layers=3, form=form))
+    rows, none, places = case.rows, np.full(6, -1), np.array([4, 0, 9, -1, 2, 7])
+    everywhere = replace(rows, cutoffs=np.full_like(rows.cutoffs, 1000))
+    _, _, wanted = case.decode(1, everywhere, num_threads=2)
+    decoder, logits = case.decoder(num_threads=2), np.zeros_like(wanted)
+    states, kept = np.zeros((10, case.shape.hidden), np.float32), case.pool.clone()
+    below, above = np.array([[1000, 0, 0]] * 6), np.array([[0, 1000, 1000]] * 6)
+    left = HiddenStates(states, np.where(places < 0, -1, 1), places, none)
+    decoder.run(replace(rows, cutoffs=below), 1, states=left)
+    decoder.run(replace(rows, cutoffs=above), 1, logits=logits, states=HiddenStates(states, none, none, places))
+    case.pool.copy_(kept)
+    who = places >= 0
+    np.testing.assert_array_equal(logits[:, who].view(np.int32), wanted[:, who].view(np.int32))
+    assert not np.array_equal(logits[:, ~who], wanted[:, ~who])  # it has begun with its embedding again
+    assert not states[[1, 3, 5, 6, 8]].any()
 
 
 @pytest.mark.parametrize("vocab", [2, 301])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from native_models import Case, Shape
 
-from d3engine.kernels.native.library import Linear, NativeError
+from d3engine.kernels.native.library import HiddenStates, Linear, NativeError
 
 CASE = Case(Shape())
 ROWS = CASE.rows
@@ -51,6 +51,16 @@ def test_a_run_that_would_leave_its_memory_is_refused(said: str) -> None:
     with pytest.raises(NativeError, match=said):
         CASE.decoder().run(rows, steps)
     assert torch.equal(CASE.pool, before)
+
+
+@pytest.mark.parametrize("kind", ["kept_places", "resumed_places"])
+def test_hidden_states_stay_within_what_the_run_brings(kind: str) -> None:
+    none = np.full(len(ROWS.tokens), -1)
+    states = HiddenStates(np.zeros((4, CASE.shape.hidden), np.float32), none, none, none)
+    with pytest.raises(NativeError, match="a place is outside the hidden states"):
+        CASE.decoder().run(ROWS, 2, states=replace(states, **{kind: changed(none, 3)}))
+    with pytest.raises(NativeError, match="hidden states must be a contiguous array"):
+        CASE.decoder().run(ROWS, 2, states=replace(states, states=states.states[:, 1:]))
 
 
 def test_a_table_without_blocks_for_a_layer_that_sleeps_is_none_of_the_run_s_business() -> None:
