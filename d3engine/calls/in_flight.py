@@ -13,7 +13,8 @@ from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import RequestOutputKind
 from d3engine.request.sequence import Sequence
 from d3engine.request.timings import Timings
-from d3engine.scheduling.scheduler import Scheduler, TokenOutput
+from d3engine.scheduling.scheduler import Scheduler
+from d3engine.scheduling.tally import TokenOutput
 from d3engine.text.output import OutputProcessor
 from d3engine.text.tokenizer import Tokenizer
 

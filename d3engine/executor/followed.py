@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.plan import Chosen, Course
@@ -39,8 +38,8 @@ class HostTokens:
 
     def of_step(self, taken: int, count: int) -> Chosen:
         """What the first `count` rows have chosen in a step that was waited for."""
-        part: tuple[Tensor, Tensor] = self._chosen[taken : taken + 1, :count], self._scores[taken : taken + 1, :count]
-        return Chosen(*(tensor.numpy().copy() for tensor in part))
+        step = slice(taken, taken + 1)
+        return Chosen(self._chosen[step, :count].numpy().copy(), self._scores[step, :count].numpy().copy())
 
 
 class FollowedRun:

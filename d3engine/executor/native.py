@@ -130,7 +130,7 @@ class NativeExecutor:
         """
         steps, count = drafted.token_ids.shape
         at_once = self._max_rows // (steps + 1)
-        found = []
+        tokens_found, scores_found = [], []
         for first in range(0, count, at_once):
             which = np.arange(first, min(first + at_once, count)).repeat(steps + 1)
             nth = np.arange(which.size) % (steps + 1)
@@ -146,8 +146,9 @@ class NativeExecutor:
                 active[below & goes_on[:, None]] = 0
             step = Rows(known[nth, which], rows.positions[which] + nth, nth * 0, rows.slots[which], active, rows.tables)
             chosen, scores = self._decoder.run(step, 1, states=resumed)
-            found.append((chosen.reshape(-1, steps + 1).T, scores.reshape(-1, steps + 1).T))
-        return Chosen(*(np.concatenate(parts, axis=1) for parts in zip(*found, strict=True)))
+            tokens_found.append(chosen.reshape(-1, steps + 1).T)
+            scores_found.append(scores.reshape(-1, steps + 1).T)
+        return Chosen(np.concatenate(tokens_found, axis=1), np.concatenate(scores_found, axis=1))
 
     def _end_course(self) -> None:
         """Whatever goes on by itself comes to rest: the pool is the caller's."""

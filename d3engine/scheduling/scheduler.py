@@ -17,7 +17,7 @@ from d3engine.cache.kv_cache import IntArray, KVCache
 from d3engine.cache.prefix_cache import PrefixCache
 from d3engine.errors import require
 from d3engine.plan import DraftWork, Plan, RunAhead, Sampled
-from d3engine.request.outputs import FinishReason, Logprob
+from d3engine.request.outputs import FinishReason
 from d3engine.request.sequence import NO_SLOT, Sequence, Status
 from d3engine.scheduling.admission import Admission, Immediate
 from d3engine.scheduling.allocator import Allocator, longest_that_fits, peak_blocks
@@ -29,6 +29,7 @@ from d3engine.scheduling.run_ahead import reaching, run_ahead
 from d3engine.scheduling.running import RunningTable
 from d3engine.scheduling.second_model_rows import SecondModelRows
 from d3engine.scheduling.shared_prompts import SharedPrompts
+from d3engine.scheduling.tally import Counters, TokenOutput
 from d3engine.scheduling.under_way import UnderWay
 from d3engine.scheduling.waiting import WaitingQueue
 
@@ -56,38 +57,6 @@ class SchedulerConfig:
             self.max_num_batched_tokens,
             f"at least max_num_seqs={self.max_num_seqs}, so that every sequence can take its step",
         )
-
-
-@dataclass(slots=True)
-class Counters:
-    """What has happened since the engine began."""
-
-    steps: int = 0
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    generated_tokens: int = 0
-    generated_layers: int = 0  # layers run, summed over generated tokens, and over the rows of drafts and verifications
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    verifications: int = 0
-    token_layers: list[int] = field(
-        default_factory=list
-    )  # [L + 1] tokens by the layers that they took; the last: or more
-    blocks_saved: int = 0  # at the end of each finished sequence, against full depth
-
-
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
-    """One token that a step has yielded, the layers it took, and its log-probabilities if they were asked for.
-
-    A sequence that ends by a fault has a last one without a token.
-    """
-
-    sequence: Sequence
-    token_id: int | None
-    depth: int
-    logprobs: dict[int, Logprob] | None
 
 
 class Scheduler:

@@ -1,0 +1,38 @@
+"""What a scheduler hands out for each token, and what it counts from the engine's beginning on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from d3engine.request.outputs import Logprob
+from d3engine.request.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened since the engine began."""
+
+    steps: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    generated_layers: int = 0  # layers run, summed over generated tokens, and over the rows of drafts and verifications
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    verifications: int = 0
+    token_layers: list[int] = field(default_factory=list)  # [L + 1] tokens by the layers they took; the last: or more
+    blocks_saved: int = 0  # at the end of each finished sequence, against full depth
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """One token that a step has yielded, the layers it took, and its log-probabilities if they were asked for.
+
+    A sequence that ends by a fault has a last one without a token.
+    """
+
+    sequence: Sequence
+    token_id: int | None
+    depth: int
+    logprobs: dict[int, Logprob] | None
