@@ -60,7 +60,7 @@ CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content"
         ({"stream_options": 5, "stream": True}, "stream_options"),
         ({"stream_options": {"include_usage": 1}, "stream": True}, "stream_options"),
         ({"suffix": "."}, "suffix"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
         ({"guided_json": {}}, "guided_json"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"min_tokens": 17}, "min_tokens"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -27,9 +28,11 @@ def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
     @cache
     def place(kind: str) -> Path:
-        if kind == "sentencepiece":
-            return Path(d3engine.__file__).parent / "demo_model"
         directory = tmp_path_factory.mktemp("tokenizer")
+        if kind == "sentencepiece":
+            for name in ("tokenizer.model", "tokenizer_config.json"):
+                shutil.copy(Path(d3engine.__file__).parent / "demo_model" / name, directory)
+            return directory
         if kind == "gguf":
             return write_gguf(directory / "model.gguf", tokenizer=bpe_keys(), **SMALL)
         if kind == "byte level":

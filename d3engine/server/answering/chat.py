@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from d3engine.request.outputs import CompletionOutput, RequestOutput
+from d3engine.server.answering.calls import CallReader, Piece
 from d3engine.server.answering.job import Job
 from d3engine.server.answering.logprobs import LogprobWords, of_prompt
 from d3engine.server.answering.places import TextPlaces
-from d3engine.server.shapes.answers import ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, DepthsOfTokens
+from d3engine.server.shapes.answers import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    DepthsOfTokens,
+    FunctionCall,
+    ToolCall,
+    ToolCallDelta,
+)
 from d3engine.server.shapes.requests import ChatRequest
 
 
@@ -41,9 +52,9 @@ class ChatWriter:
             new = self._answer(answer.index)
             choice: ChatChoice = {
                 "index": answer.index,
-                "message": {"role": "assistant", "content": new.text(answer), "refusal": None},
+                "message": new.message(answer),
                 "logprobs": new.logprobs(answer),
-                "finish_reason": answer.finish_reason,  # type: ignore[typeddict-item]  # no other is left here
+                "finish_reason": new.finish_reason(answer),  # type: ignore[typeddict-item]  # no other is left here
             }
             if self._asked.return_token_ids:
                 choice["token_ids"] = answer.token_ids
@@ -57,14 +68,18 @@ class ChatWriter:
         found = []
         for answer in output.outputs:
             if answer.index not in self._answers:
-                found.append(_chunk(answer.index, {"role": "assistant", "content": ""}))
+                content = "" if self._job.calling is None else None
+                found.append(_chunk(answer.index, {"role": "assistant", "content": content}))
             new = self._answer(answer.index)
-            text = new.text(answer)
-            if not (text or answer.finish_reason or self._tells_tokens):
+            deltas = new.deltas(answer)
+            if not (deltas or answer.finish_reason or self._tells_tokens):
                 continue
-            chunk = _chunk(answer.index, {"content": text} if text or not answer.finish_reason else {})
+            nothing: ChatDelta = {} if answer.finish_reason or self._job.calling else {"content": ""}
+            *before, delta = deltas or [nothing]
+            found += [_chunk(answer.index, one) for one in before]
+            chunk = _chunk(answer.index, delta)
             chunk["logprobs"] = new.logprobs(answer)
-            chunk["finish_reason"] = answer.finish_reason  # type: ignore[typeddict-item]  # no other is left here
+            chunk["finish_reason"] = new.finish_reason(answer)  # type: ignore[typeddict-item]  # no other is left here
             if self._asked.return_token_ids:
                 chunk["token_ids"] = answer.token_ids
             if self._asked.return_depths:
@@ -98,6 +113,8 @@ class _Answer:
         hidden = job.served.hidden_ids(prepared.params)
         texts, prompt = job.served.texts, prepared.prompt_token_ids
         self._places = TextPlaces(texts, prompt, hidden, drops_space=self._drops_space)
+        self._calls = None if job.calling is None else CallReader(job.calling)
+        self._is_named = job.calling is not None and job.calling.kind == "named"
 
     def text(self, answer: CompletionOutput) -> str:
         """What is new of the message."""
@@ -106,11 +123,53 @@ class _Answer:
             text, self._drops_space = text.removeprefix(" "), False
         return text
 
+    def message(self, answer: CompletionOutput) -> ChatMessage:
+        """The whole message."""
+        if self._calls is None:
+            return {"role": "assistant", "content": self.text(answer), "refusal": None}
+        pieces = self._calls.read(self.text(answer), is_last=True)
+        said = "".join(piece.text for piece in pieces if piece.index is None)
+        calls = [_call(pieces, index) for index in range(self._calls.num_calls)]
+        found: ChatMessage = {"role": "assistant", "content": said or None, "refusal": None}
+        if calls:
+            found["tool_calls"] = calls
+        return found
+
+    def deltas(self, answer: CompletionOutput) -> list[ChatDelta]:
+        """What is new, if anything: of text, or of calls."""
+        text = self.text(answer)
+        if self._calls is None:
+            return [{"content": text}] if text else []
+        return [_delta(piece) for piece in self._calls.read(text, is_last=answer.finish_reason is not None)]
+
+    def finish_reason(self, answer: CompletionOutput) -> str | None:
+        """OpenAI's word: a function that had to be called by name is no reason of its own."""
+        if self._calls is None or self._is_named or not self._calls.num_calls or answer.finish_reason != "stop":
+            return answer.finish_reason
+        return "tool_calls"
+
     def logprobs(self, answer: CompletionOutput) -> ChatLogprobs | None:
         return self._words.of_chat(answer.token_ids, answer.logprobs or []) if self._wants_logprobs else None
 
     def depths(self, answer: CompletionOutput) -> DepthsOfTokens:
         return {"depths": answer.depths, "token_offsets": self._places.of_answer(answer.token_ids)}
+
+
+def _call(pieces: Sequence[Piece], index: int) -> ToolCall:
+    """One call of those that the pieces are of."""
+    own = [piece for piece in pieces if piece.index == index]
+    function: FunctionCall = {"name": own[0].name or "", "arguments": "".join(piece.text for piece in own)}
+    return {"id": own[0].id or "", "type": "function", "function": function}
+
+
+def _delta(piece: Piece) -> ChatDelta:
+    if piece.index is None:
+        return {"content": piece.text}
+    call: ToolCallDelta = {"index": piece.index, "function": {"arguments": piece.text}}
+    if piece.id is not None and piece.name is not None:
+        call = {"index": piece.index, "id": piece.id, "type": "function", "function": call["function"]}
+        call["function"]["name"] = piece.name
+    return {"tool_calls": [call]}
 
 
 def _chunk(index: int, delta: ChatDelta) -> ChatChunkChoice:

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from d3engine.depth import DepthPolicy
 from d3engine.request.prepared import Prepared
+from d3engine.server.asking.tools import Calling
 from d3engine.server.served import Served
 from d3engine.server.shapes.requests import Common
 
@@ -20,8 +21,8 @@ C = TypeVar("C", bound=Common)
 class Job(Generic[C]):
     """One request over HTTP, with its prompts as the engine takes them.
 
-    `depth` is the request's own policy, None where it has the engine's. `id` is for the answer alone: no client can
-    choose it.
+    `depth` is the request's own policy, None where it has the engine's. `calling` says how its answers call functions.
+    `id` is for the answer alone: no client can choose it.
     """
 
     served: Served
@@ -30,6 +31,7 @@ class Job(Generic[C]):
     prepared: Sequence[Prepared]
     depth: DepthPolicy | None
     id_prefix: str
+    calling: Calling | None = None
     id: str = field(init=False)
     created: int = field(init=False)
 

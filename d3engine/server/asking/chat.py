@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,8 @@ from d3engine.server.asking.bodies import read_body
 from d3engine.server.asking.depth import DEPTH_HEADER
 from d3engine.server.asking.prompts import prepare_all
 from d3engine.server.asking.sampling import check_num_logprobs, check_stream_options, sampling_params
+from d3engine.server.asking.structured import form_of, named
+from d3engine.server.asking.tools import Calling, calling_of, with_arguments_read
 from d3engine.server.errors import RequestError, invalid
 from d3engine.server.served import Served, served_by
 from d3engine.server.shapes.requests import ChatRequest, TokenizeRequest
@@ -27,18 +29,26 @@ async def chat_job(request: Request) -> tuple[Job[ChatRequest], dict[str, str]]:
     depth = served.depths.read(model, asked.depth, request.headers.get(DEPTH_HEADER))
     check_stream_options(asked)
     check_num_logprobs("prompt_logprobs", asked.prompt_logprobs, served.settings)
-    decided = {"max_tokens": _max_tokens(asked), "logprobs": _num_logprobs(asked, served)}
-    with _by_its_names(asked):
+    calling = calling_of(asked, served.tokenizer)
+    max_tokens = _max_tokens(asked)
+    decided = {
+        "max_tokens": max_tokens,
+        "logprobs": _num_logprobs(asked, served),
+        "structured_outputs": form_of(asked) if calling is None else calling.form,
+    }
+    with _by_its_names(asked), named(_source(asked, calling)):
         params = sampling_params(asked, served.client.default_sampling_params, depth, **decided)
-        prompt = await chat_prompt(served, asked, asked.messages)
-        prepared = await prepare_all(
-            served, [prompt], params, priority=asked.priority, max_tokens=decided["max_tokens"]
-        )
-    return Job(served, asked, model, prepared, depth, id_prefix="chatcmpl"), headers
+        tools = None if calling is None else calling.tools
+        prompt = await chat_prompt(served, asked, asked.messages, tools)
+        prepared = await prepare_all(served, [prompt], params, priority=asked.priority, max_tokens=max_tokens)
+    return Job(served, asked, model, prepared, depth, id_prefix="chatcmpl", calling=calling), headers
 
 
 async def chat_prompt(
-    served: Served, asked: ChatRequest | TokenizeRequest, messages: list[dict[str, Any]]
+    served: Served,
+    asked: ChatRequest | TokenizeRequest,
+    messages: list[dict[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Mapping[str, list[int]]:
     """The prompt of a conversation by the model's template. Raises `RequestError` and `InvalidValueError`."""
     if asked.chat_template is not None and not served.settings.trust_request_chat_template:
@@ -48,7 +58,8 @@ async def chat_prompt(
     begins = not continues if asked.add_generation_prompt is None else asked.add_generation_prompt
     try:
         found: Mapping[str, list[int]] = await served.client.chat_prompt(
-            messages,
+            with_arguments_read(messages),
+            tools=tools,
             chat_template=asked.chat_template,
             add_generation_prompt=begins,
             continue_final_message=continues,
@@ -60,6 +71,13 @@ async def chat_prompt(
             message = "The model has no chat template; POST /v1/completions takes prompts as they are."
             raise invalid("messages", message, "no_chat_template") from None
         raise
+
+
+def _source(asked: ChatRequest, calling: Calling | None) -> str:
+    """The field that the answer's form comes of, if it must have one."""
+    if calling is not None:
+        return "tools"
+    return "response_format" if asked.structured_outputs is None else "structured_outputs"
 
 
 def _max_tokens(asked: ChatRequest) -> int | None:

@@ -12,6 +12,7 @@ from d3engine.server.asking.bodies import read_body
 from d3engine.server.asking.depth import DEPTH_HEADER
 from d3engine.server.asking.prompts import prepare_all, prompts_of, without_special_tokens
 from d3engine.server.asking.sampling import check_num_logprobs, check_stream_options, sampling_params
+from d3engine.server.asking.structured import form_of, named
 from d3engine.server.errors import invalid
 from d3engine.server.served import served_by
 from d3engine.server.shapes.requests import CompletionRequest
@@ -32,12 +33,13 @@ async def completion_job(request: Request) -> tuple[Job[CompletionRequest], dict
     max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
     if max_tokens == 0 and not asked.echo:
         raise invalid("max_tokens", must_be("max_tokens", 0, "at least 1, unless echo is true") + ".")
-    decided = {"max_tokens": max_tokens or 1, **_several(asked)}
+    decided = {"max_tokens": max_tokens or 1, "structured_outputs": form_of(asked), **_several(asked)}
     params = sampling_params(asked, served.client.default_sampling_params, depth, **decided)
     prompts = prompts_of(asked.prompt, served)
     if asked.add_special_tokens is False:
         prompts = await without_special_tokens(served, prompts)
-    prepared = await prepare_all(served, prompts, params, priority=asked.priority, max_tokens=max_tokens)
+    with named("response_format" if asked.structured_outputs is None else "structured_outputs"):
+        prepared = await prepare_all(served, prompts, params, priority=asked.priority, max_tokens=max_tokens)
     return Job(served, asked, model, prepared, depth, id_prefix="cmpl"), headers
 
 

@@ -37,9 +37,8 @@ ASK_NOTHING = (
 """Who asks, for whom, and at what price: nothing that changes an answer."""
 
 _CONSTRAINTS = {
-    name: Only(why="structured output is not served")
+    name: Only(why="structured_outputs and response_format are the fields for that")
     for name in (
-        "structured_outputs",
         "guided_json",
         "guided_regex",
         "guided_choice",
@@ -56,18 +55,13 @@ _CONSTRAINTS = {
 REFUSED: Mapping[type[Struct], Mapping[str, Only]] = {
     CompletionRequest: {
         "suffix": Only(why="a text before a given end is nothing that this model was trained to write"),
-        "response_format": Only(({"type": "text"},), "structured output is not served"),
         **_CONSTRAINTS,
         "prompt_embeds": Only(why="prompts are texts or token ids"),
     },
     ChatRequest: {
-        "response_format": Only(({"type": "text"},), "structured output is not served"),
         **_CONSTRAINTS,
-        "tools": Only(why="calls of tools are not served"),
-        "tool_choice": Only(("none",), "calls of tools are not served"),
-        "parallel_tool_calls": Only((True, False), "calls of tools are not served"),
-        "functions": Only(why="calls of functions are not served"),
-        "function_call": Only(("none",), "calls of functions are not served"),
+        "functions": Only(why="tools is the field for them"),
+        "function_call": Only(("none",), "tool_choice is the field for it"),
         "modalities": Only((["text"],), "answers are text"),
         "audio": Only(why="answers are text"),
         "prediction": Only(why="predicted outputs are not served"),

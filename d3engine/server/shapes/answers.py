@@ -97,12 +97,28 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
+class FunctionCall(TypedDict):
+    """Which function, and its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """A call that the model makes."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
 class ChatMessage(TypedDict):
-    """What the model says."""
+    """What the model says; nothing where it calls functions instead."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatChoice(TypedDict):
@@ -111,7 +127,7 @@ class ChatChoice(TypedDict):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
     token_ids: NotRequired[list[int]]
     d3ext: NotRequired[DepthsOfTokens]
 
@@ -130,11 +146,28 @@ class ChatCompletion(TypedDict):
     d3ext: NotRequired[DepthSummary]
 
 
+class FunctionCallDelta(TypedDict):
+    """What is new of a call's function; its name comes once."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """What is new of a call; all but its index and arguments come once."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionCallDelta
+
+
 class ChatDelta(TypedDict):
     """What is new of a message; its role comes once."""
 
     role: NotRequired[Literal["assistant"]]
-    content: NotRequired[str]
+    content: NotRequired[str | None]
+    tool_calls: NotRequired[list[ToolCallDelta]]
 
 
 class ChatChunkChoice(TypedDict):
@@ -143,7 +176,7 @@ class ChatChunkChoice(TypedDict):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
     token_ids: NotRequired[list[int]]
     d3ext: NotRequired[DepthsOfTokens]
 

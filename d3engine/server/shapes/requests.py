@@ -6,7 +6,7 @@ it, in `SamplingParams`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -59,6 +59,9 @@ class Common(Struct, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+
     depth: Depth = None
     return_depths: bool | None = None
 
@@ -84,6 +87,38 @@ class ChatRequest(Common, kw_only=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class Function(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A function that the model may call; `strict` makes no difference where a call must come."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, kw_only=True, forbid_unknown_fields=True):
+    """One of a chat's `tools`."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Which function."""
+
+    name: str
+
+
+class NamedTool(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A `tool_choice` that names a function."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class TokenizeRequest(Struct, kw_only=True):

@@ -1,0 +1,213 @@
+"""Functions that a chat calls, by OpenAI's own client: the calls parse, whole and as streams of pieces."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from openai import OpenAI
+
+if TYPE_CHECKING:
+    from d3engine import AsyncEngine
+
+CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Tom has 5 pens."}]}
+COUNT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"what": {"$ref": "#/$defs/thing"}, "many": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["what", "many"],
+    "additionalProperties": False,
+    "$defs": {"thing": {"enum": ['a "pen"', "{book}", "\\"]}},
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "count", "description": "How many", "parameters": COUNT}},
+    {"type": "function", "function": {"name": "stop-it"}},
+]
+NAMED = {"type": "function", "function": {"name": "count"}}
+
+
+def assert_is_call(name: str, arguments: str) -> None:
+    found = json.loads(arguments)
+    if name == "stop-it":
+        assert found == {}
+        return
+    assert name == "count"
+    assert found["what"] in COUNT["$defs"]["thing"]["enum"]
+    assert 0 <= found["many"] <= 9
+
+
+def joined(chunks: list[Any], index: int = 0) -> tuple[list[tuple[str, str, str]], str, list[str]]:
+    """The calls of a stream (id, name, arguments), its text, and its finish reasons."""
+    calls: dict[int, list[str]] = {}
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices and chunk.choices[0].index == index]
+    for choice in choices:
+        for call in choice.delta.tool_calls or []:
+            if call.index not in calls:
+                assert call.type == "function"
+                calls[call.index] = [call.id or "", call.function.name or "", ""]
+            else:
+                assert (call.id, call.type, call.function.name) == (None, None, None)
+            calls[call.index][2] += call.function.arguments or ""
+    text = "".join(choice.delta.content or "" for choice in choices)
+    reasons = [choice.finish_reason for choice in choices if choice.finish_reason]
+    assert list(calls) == list(range(len(calls)))
+    return [(a, b, c) for a, b, c in calls.values()], text, reasons
+
+
+def test_a_named_function_is_called_and_its_arguments_come_in_pieces(openai: OpenAI) -> None:
+    asked: dict[str, Any] = {**CHAT, "tools": TOOLS, "tool_choice": NAMED, "temperature": 1.0, "seed": 2, "n": 2}
+    whole = openai.chat.completions.create(**asked)
+    chunks = list(openai.chat.completions.create(**asked, stream=True))
+    for choice in whole.choices:
+        (call,) = choice.message.tool_calls or []
+        assert (choice.message.content, choice.finish_reason) == (None, "stop")
+        assert_is_call(call.function.name, call.function.arguments)
+        ((id, name, arguments),), text, reasons = joined(chunks, choice.index)
+        assert (name, arguments, text, reasons) == ("count", call.function.arguments, "", ["stop"])
+        assert id.startswith("call_")
+    pieces = [chunk for chunk in chunks if chunk.choices[0].delta.tool_calls]
+    assert len(pieces) > 6, "arguments that come at once are no stream"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_required_call_comes_however_random_the_model_is(openai: OpenAI, client: AsyncEngine, seed: int) -> None:
+    assert client.tokenizer is not None
+    ending = {str(client.tokenizer.encode("]")[-1]): 4.0}  # or a list of calls would go on
+    asked: dict[str, Any] = {**CHAT, "tools": TOOLS, "tool_choice": "required", "temperature": 1.5, "seed": seed}
+    asked |= {"max_tokens": 500, "logit_bias": ending}
+    for parallel in (True, False):
+        whole = openai.chat.completions.create(**asked, parallel_tool_calls=parallel).choices[0]
+        calls = whole.message.tool_calls or []
+        assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
+        assert len(calls) == 1 if not parallel else len(calls) >= 1
+        for call in calls:
+            assert_is_call(call.function.name, call.function.arguments)
+        assert len({call.id for call in calls}) == len(calls)
+        chunks = list(openai.chat.completions.create(**asked, parallel_tool_calls=parallel, stream=True))
+        found, text, reasons = joined(chunks)
+        assert (text, reasons) == ("", ["tool_calls"])
+        assert [(name, args) for _, name, args in found] == [(c.function.name, c.function.arguments) for c in calls]
+
+
+def test_a_call_that_is_cut_says_so(openai: OpenAI) -> None:
+    answer = openai.chat.completions.create(**CHAT, tools=TOOLS, tool_choice=NAMED, max_tokens=3).choices[0]
+    assert answer.finish_reason == "length"
+    (call,) = answer.message.tool_calls or []
+    assert call.function.arguments.startswith("{")
+
+
+def test_without_calls_tools_change_nothing(openai: OpenAI) -> None:
+    plain = openai.chat.completions.create(**CHAT, max_tokens=9).choices[0].message
+    with_tools = openai.chat.completions.create(**CHAT, max_tokens=9, tools=TOOLS, tool_choice="none")
+    assert with_tools.choices[0].message == plain
+
+
+def test_earlier_calls_and_their_results_are_part_of_a_conversation(openai: OpenAI) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "count", "arguments": '{"many": 5}'}}
+    told: list[Any] = [
+        *CHAT["messages"],
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "5"},
+    ]
+    answer = openai.chat.completions.create(model="demo", messages=told, max_tokens=4)
+    assert answer.choices[0].message.tool_calls is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"tools": []}, "tools"),
+        ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools"),
+        ({"tools": TOOLS}, "tool_choice"),  # whose default, "auto", is not known of this model
+        ({"tools": TOOLS, "tool_choice": "auto"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"functions": [{"name": "a"}]}, "functions"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "object", "not": {}}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}, "messages"),
+    ],
+    ids=lambda value: str(value)[:70],
+)
+def test_what_cannot_be_called_is_refused_by_name(refusal: Any, changes: dict[str, Any], param: str) -> None:
+    status, error = refusal("/v1/chat/completions", CHAT | changes)
+    assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
+
+
+# -- calls that a model makes by itself, in Llama 3's words ------------------------------------------------------------
+
+
+def read(text: str, size: int, kind: str = "auto") -> tuple[str, list[tuple[str, str]], int]:
+    """What comes of a text that arrives `size` characters at a time: the text, the calls, and how many pieces."""
+    from d3engine.server.answering.calls import CallReader
+    from d3engine.server.asking.tools import Calling
+
+    reader = CallReader(Calling(kind, ("count", "stop-it"), None, []))  # type: ignore[arg-type]
+    parts = [text[i : i + size] for i in range(0, len(text), size)] + [""]
+    pieces = [piece for nth, part in enumerate(parts) for piece in reader.read(part, is_last=nth == len(parts) - 1)]
+    calls = []
+    for index in range(reader.num_calls):
+        own = [piece for piece in pieces if piece.index == index]
+        calls.append((own[0].name or "", "".join(piece.text for piece in own)))
+    return "".join(piece.text for piece in pieces if piece.index is None), calls, len(pieces)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 10_000])
+@pytest.mark.parametrize(
+    ("text", "said", "calls"),
+    [
+        ("Tom has 5 pens.", "Tom has 5 pens.", []),
+        ('{"name": "count", "parameters": {"many": 5}}', "", [("count", '{"many": 5}')]),
+        ('{"type": "function", "name": "count", "arguments": {}}', "", [("count", "{}")]),
+        (
+            ' {"name":"count","parameters":{"a":"}\\"{","b":[{}]}}; {"name": "stop-it", "parameters": {}}',
+            "",
+            [("count", '{"a":"}\\"{","b":[{}]}'), ("stop-it", "{}")],
+        ),
+        ('{"name": "another", "parameters": {}}', '{"name": "another", "parameters": {}}', []),
+        ('{"answer": 5}', '{"answer": 5}', []),
+        ("{" + "x" * 400, "{" + "x" * 400, []),
+        ("", "", []),
+    ],
+)
+def test_calls_are_read_from_llama_3s_words_however_they_are_cut(
+    text: str, said: str, calls: list[tuple[str, str]], size: int
+) -> None:
+    assert read(text, size)[:2] == (said, calls)
+
+
+def test_arguments_are_passed_on_while_they_come() -> None:
+    assert read('[{"name": "count", "parameters": {"many": 12345}}]', 1, "required")[2] > 10
+
+
+@pytest.fixture
+def knows_calls(client: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's tokenizer, as if one of its special tokens were the mark of Llama 3's models."""
+    tokenizer = client.tokenizer
+    assert tokenizer is not None
+    spelled = type(tokenizer).convert_id_to_token
+    monkeypatch.setattr(
+        type(tokenizer), "convert_id_to_token", lambda own, i: "<|python_tag|>" if i == 0 else spelled(own, i)
+    )
+
+
+def test_a_model_that_may_call_says_text_or_calls(openai: OpenAI, knows_calls: None) -> None:
+    asked: dict[str, Any] = {**CHAT, "tools": TOOLS, "max_tokens": 12}
+    plain = openai.chat.completions.create(**CHAT, max_tokens=12).choices[0]
+    whole = openai.chat.completions.create(**asked).choices[0]
+    assert (whole.message.content, whole.finish_reason) == (plain.message.content, plain.finish_reason)
+    assert whole.message.tool_calls is None
+    _, text, reasons = joined(list(openai.chat.completions.create(**asked, stream=True)))
+    assert (text, reasons) == (whole.message.content, [whole.finish_reason])
