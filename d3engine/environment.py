@@ -1,7 +1,7 @@
 """The environment variables that d3engine reads: all of them, in one table.
 
-They change how something is computed or where it is kept, never what: whatever a user would write in code is an
-argument instead.
+They change how something is computed or where it is kept, never what, and one holds what is secret: whatever a user
+would write in code is an argument instead.
 """
 
 from __future__ import annotations
@@ -49,4 +49,11 @@ CACHE = Variable(
     takes_any=True,
 )
 
-VARIABLES = (KERNELS, NATIVE_ISA, CACHE)
+API_KEY = Variable(
+    "D3ENGINE_API_KEY",
+    ("",),
+    "the key that `d3engine serve` asks its clients for, or several with commas between them",
+    takes_any=True,
+)
+
+VARIABLES = (KERNELS, NATIVE_ISA, CACHE, API_KEY)

@@ -17,6 +17,7 @@ from d3engine.version import __version__
 COMMANDS = {
     "generate": "d3engine.cli.generate",
     "chat": "d3engine.cli.chat",
+    "serve": "d3engine.cli.serve",
     "schedule": "d3engine.cli.schedule",
     "eval": "d3engine.cli.eval",
     "calibrate": "d3engine.cli.calibrate",

@@ -25,6 +25,7 @@ from d3engine.errors import require_integer
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
+    from d3engine.loading.facts import Facts
     from d3engine.request.params import SamplingParams
 
 Options: TypeAlias = dict[str, Any]
@@ -98,25 +99,27 @@ SAMPLES: OptionTable = {"n": ("--n", int, "Answers to each prompt (1)."), **SAMP
 
 def takes_engine(command: Callable[..., Any]) -> Callable[..., Any]:
     """Replace the parameter `engine_options` of a typer command by the options of the engine."""
-    return _takes(command, "engine_options", ENGINE, "Engine")
+    return takes_options(command, "engine_options", ENGINE, "Engine")
 
 
 def takes_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
     """Replace the parameter `sampling` of a typer command by the options of sampling, for one answer per prompt."""
-    return _takes(command, "sampling", SAMPLING, "Sampling")
+    return takes_options(command, "sampling", SAMPLING, "Sampling")
 
 
 def takes_task_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
     """As `takes_sampling`, with the defaults of a task."""
-    return _takes(command, "sampling", TASK_SAMPLING, "Sampling")
+    return takes_options(command, "sampling", TASK_SAMPLING, "Sampling")
 
 
 def takes_samples(command: Callable[..., Any]) -> Callable[..., Any]:
     """As `takes_sampling`, with `--n` and the options of forms."""
-    return _takes(command, "sampling", SAMPLES, "Sampling")
+    return takes_options(command, "sampling", SAMPLES, "Sampling")
 
 
-def _takes(command: Callable[..., Any], name: str, table: OptionTable, panel: str) -> Callable[..., Any]:
+def takes_options(command: Callable[..., Any], name: str, table: OptionTable, panel: str) -> Callable[..., Any]:
+    """Replace a parameter of a typer command by the options of a table, of which it gets those that were given."""
+
     @functools.wraps(command)
     def with_options(**arguments: Any) -> Any:
         given = {field: arguments.pop(f"{name}_{field}") for field in table}
@@ -155,7 +158,7 @@ def open_engine(model: str, options: Options, depth: Depth | None = None) -> Eng
     return engine
 
 
-def tell_own_setting(engine: Engine, model: str) -> None:
+def tell_own_setting(engine: Facts, model: str) -> None:
     """Say on stderr which setting the model's d3.json holds, and for which task; nothing without that file."""
     from d3engine.loading.depth import own_setting
 
@@ -164,8 +167,11 @@ def tell_own_setting(engine: Engine, model: str) -> None:
         note(found)
 
 
-def engine_arguments(model: str, options: Options) -> Options:
-    """The arguments of `Engine` that the options stand for; from here on PyTorch takes the threads asked for."""
+def engine_arguments(model: str, options: Options, spare_cores: int = 0) -> Options:
+    """The arguments of `Engine` that the options stand for; from here on PyTorch takes the threads asked for.
+
+    `--threads auto` leaves `spare_cores` to others.
+    """
     directory = model_directory(model)
     from d3engine.cli.threads import AUTO, use_threads
     from d3engine.model.config import ModelConfig
@@ -174,7 +180,7 @@ def engine_arguments(model: str, options: Options) -> Options:
     arguments = dict(options)
     if "admission" in arguments:
         arguments["admission"] = Waves(require_integer("--admission-waves", arguments["admission"], 1))
-    use_threads(arguments.pop("threads", AUTO), ModelConfig.from_directory(directory))
+    use_threads(arguments.pop("threads", AUTO), ModelConfig.from_directory(directory), spare_cores)
     return arguments
 
 

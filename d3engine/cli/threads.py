@@ -33,8 +33,12 @@ def threads_for(config: ModelConfig, most: int) -> int:
     return max(1, min(most, config.layer_parameters // WEIGHTS_PER_THREAD))
 
 
-def use_threads(given: str, config: ModelConfig) -> None:
-    """Let PyTorch compute with that many threads from now on; "auto" never takes more than it would by itself."""
+def use_threads(given: str, config: ModelConfig, spare_cores: int = 0) -> None:
+    """Let PyTorch compute with that many threads from now on.
+
+    "auto" never takes more than it would by itself, less the cores that are to be spared.
+    """
     import torch
 
-    torch.set_num_threads(read_threads(given) or threads_for(config, torch.get_num_threads()))
+    most = max(1, torch.get_num_threads() - spare_cores)
+    torch.set_num_threads(read_threads(given) or threads_for(config, most))

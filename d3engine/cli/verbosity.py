@@ -70,3 +70,5 @@ class _ToStderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         level = f"{record.levelname.lower()}: " if record.levelno != logging.INFO else ""
         print(f"{level}{record.getMessage()}", file=sys.stderr)
+        if record.exc_info:  # a fault of d3engine's own, of which nobody else is told
+            print(logging.Formatter().formatException(record.exc_info), file=sys.stderr)

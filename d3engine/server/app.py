@@ -13,18 +13,15 @@ from starlette.routing import Route
 
 from d3engine.async_engine.client import EngineClient
 from d3engine.server.errors import RequestError, as_request_error, error_response
-from d3engine.server.guards.exchange import log_exchange
+from d3engine.server.guards.exchange import Exchange, log_exchange
 from d3engine.server.guards.stack import guards
-from d3engine.server.guards.traffic import Traffic
 from d3engine.server.routes.chat import create_chat_completion
 from d3engine.server.routes.completions import create_completion
 from d3engine.server.routes.models import list_models, show_model
+from d3engine.server.routes.operation import show_health, show_metrics, show_readiness, show_version
 from d3engine.server.routes.tokens import detokenize, tokenize, tokenizer_info
 from d3engine.server.served import Served
 from d3engine.server.settings import ServerSettings
-
-QUEUE_PER_SEQUENCE = 4
-"""Requests that may wait for each that may run, unless the settings say otherwise."""
 
 ROUTES = (
     Route("/v1/completions", create_completion, methods=["POST"]),
@@ -34,6 +31,10 @@ ROUTES = (
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
     Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
+    Route("/health", show_health, methods=["GET"]),
+    Route("/ready", show_readiness, methods=["GET"]),
+    Route("/version", show_version, methods=["GET"]),
+    Route("/metrics", show_metrics, methods=["GET"]),
 )
 
 
@@ -44,22 +45,19 @@ def create_app(client: EngineClient, settings: ServerSettings) -> Starlette:
         client: the engine, which the caller closes after the app has ended.
         settings: what the server's owner has decided.
     """
-    traffic = Traffic(_places(client, settings))
+    served = Served(client, settings)
+
+    def note(exchange: Exchange) -> None:
+        log_exchange(exchange)
+        served.meters.count_exchange(exchange)
+
     app = Starlette(
         routes=list(ROUTES),
-        middleware=guards(settings.guards, traffic, log_exchange),
+        middleware=guards(settings.guards, served.traffic, note),
         exception_handlers={HTTPException: _no_route, Exception: _failed},
     )
-    app.state.traffic = traffic
-    app.state.served = Served(client, settings)
+    app.state.served, app.state.traffic = served, served.traffic
     return app
-
-
-def _places(client: EngineClient, settings: ServerSettings) -> int:
-    """How many sequences may run or wait."""
-    running: int = client.settings.max_num_seqs
-    waiting = settings.guards.max_queue
-    return running + (QUEUE_PER_SEQUENCE * running if waiting is None else waiting)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
@@ -69,7 +67,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 async def _no_route(request: Request, error: Exception) -> Response:
     """What the router itself refuses: a path or a method that is not there."""
     assert isinstance(error, HTTPException)
-    path = request.url.path[:256]
+    path = request.scope["path"][:256]  # not of the URL, in which Host has a say
     if error.status_code == 404:
         message, code = f"There is nothing at {path!r}.", "not_found"
     elif error.status_code == 405:

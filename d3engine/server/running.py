@@ -80,8 +80,19 @@ class GuardedServer(uvicorn.Server):
         self._drain_timeout = settings.drain_timeout
         self._say = say
         self._until: float | None = None
+        self._started: Callable[[], None] | None = None
         self.num_cut = 0
         """Requests that were not answered to their end."""
+
+    def when_started(self, act: Callable[[], None]) -> None:
+        """Call this as soon as clients can connect."""
+        self._started = act
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await super().startup(sockets)
+        if self._started is not None:
+            self._started()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal has come."""

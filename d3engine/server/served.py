@@ -13,10 +13,16 @@ from d3engine.depth.policy import calibrated_for, policy_from_directory
 from d3engine.request.params import SamplingParams
 from d3engine.server.asking.depth import DepthPolicies
 from d3engine.server.asking.ignored import IgnoredFields
+from d3engine.server.guards.traffic import Traffic
+from d3engine.server.metrics.exposition import Exposition
+from d3engine.server.metrics.meters import Meters
 from d3engine.server.model_ids import ModelIds
 from d3engine.server.settings import ServerSettings
 from d3engine.text.token_texts import TokenTexts
 from d3engine.text.tokenizer import Tokenizer
+
+QUEUE_PER_SEQUENCE = 4
+"""Requests that may wait for each that may run, unless the settings say otherwise."""
 
 
 class Served:
@@ -28,6 +34,9 @@ class Served:
         models: the ids of the model.
         depths: reads the depths of requests, and knows which are at work.
         ignored: names the fields that nobody knows.
+        traffic: the requests that have a place, and whether new ones are taken.
+        meters: what is counted of requests.
+        exposition: writes that, and what the engine counts, for Prometheus.
     """
 
     def __init__(self, client: EngineClient, settings: ServerSettings) -> None:
@@ -43,6 +52,9 @@ class Served:
         )
         self.depths = DepthPolicies(settings, client.depth)
         self.ignored = IgnoredFields()
+        self.traffic = Traffic(_places(client, settings))
+        self.meters = Meters(client.depth, client.config.num_layers)
+        self.exposition = Exposition(settings.guards.metrics_prefix)
 
     @cached_property
     def texts(self) -> TokenTexts:
@@ -63,6 +75,13 @@ class Served:
 def served_by(request: Request) -> Served:
     """The engine behind the app that took this request."""
     return cast(Served, request.app.state.served)
+
+
+def _places(client: EngineClient, settings: ServerSettings) -> int:
+    """How many sequences may run or wait."""
+    running = client.settings.max_num_seqs
+    waiting = settings.guards.max_queue
+    return running + (QUEUE_PER_SEQUENCE * running if waiting is None else waiting)
 
 
 def _is_calibrated(client: EngineClient) -> bool:

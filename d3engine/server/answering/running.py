@@ -40,9 +40,11 @@ async def _outputs(job: Job[Any], prepared: Prepared) -> AsyncGenerator[RequestO
     # What a client gives can be closed, be it a generator or not.
     given = cast("AsyncGenerator[RequestOutput, None]", job.served.client.generate(prepared))
     async with aclosing(given) as outputs:
-        async for output in outputs:
-            _check_sound(output)
-            yield output
+        with job.served.meters.request(prepared) as meter:
+            async for output in outputs:
+                meter.see(output)
+                _check_sound(output)
+                yield output
 
 
 async def _merged(job: Job[Any]) -> AsyncGenerator[tuple[int, RequestOutput], None]:

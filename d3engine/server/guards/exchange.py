@@ -22,6 +22,8 @@ _log = logging.getLogger(__name__)
 CLIENT_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """Asked every few seconds by machines: they have a line in the log only where they fail."""
+EXPECTED = frozenset({"draining", "full"})
+"""What a server says of itself by a status above 500 although nothing is wrong with it."""
 CLIENT_LEFT = 499
 """In place of a status where there was nobody left to answer."""
 
@@ -36,7 +38,7 @@ class Exchange:
     began: float = field(default_factory=time.monotonic)
     status: int = CLIENT_LEFT
     code: str | None = None
-    """Of the error that it was answered with before a byte of an answer was sent, if any."""
+    """Of the error that a guard answered with, or what /health said was wrong; None where neither did."""
 
 
 class ExchangeLog:
@@ -100,7 +102,7 @@ def _request_id(scope: Scope) -> str:
 
 def log_exchange(exchange: Exchange) -> None:
     """Its line in the log, without anything of the prompt or of the answer."""
-    failed = exchange.status >= 500
+    failed = exchange.status >= 500 and exchange.code not in EXPECTED
     if exchange.path in QUIET_PATHS and not failed:
         return
     seconds = time.monotonic() - exchange.began

@@ -1,0 +1,127 @@
+"""`d3engine serve MODEL`: the model over HTTP, for OpenAI's clients and whatever speaks their language.
+
+The one idea: whatever can be refused is refused before the weights are loaded, the port included; and nobody can
+connect before the model can answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from d3engine.cli.apps import new_app
+from d3engine.cli.depth_options import Depth, takes_depth
+from d3engine.cli.ending import ExitCode
+from d3engine.cli.engine_options import (
+    Model,
+    Options,
+    engine_arguments,
+    model_directory,
+    takes_engine,
+    tell_own_setting,
+)
+from d3engine.cli.server_options import server_settings, takes_server
+from d3engine.cli.verbosity import note
+from d3engine.errors import MissingExtraError
+from d3engine.version import __version__
+
+if TYPE_CHECKING:
+    from d3engine.async_engine.async_engine import AsyncEngine
+    from d3engine.server.running import GuardedServer
+    from d3engine.server.settings import ServerSettings
+
+app = new_app()
+
+LOOPS_CORE = 1
+"""Cores that computing leaves to the event loop, as far as there are more."""
+
+
+@app.command()
+@takes_depth
+@takes_engine
+@takes_server
+def serve(
+    engine_options: Options, who: Options, what: Options, limits: Options, depth: Depth, model: Model = "demo"
+) -> None:
+    """Serve a model over HTTP, as OpenAI's API has it.
+
+    Ctrl-C and SIGTERM let answers in progress end; a second one ends the server at once. -v logs a line per request.
+    """
+    settings = server_settings(model, who, what, limits)
+    model_directory(model)
+    _require_packages()
+    from d3engine.server.running import bind
+
+    with bind(settings.guards) as bound:
+        from d3engine.async_engine.async_engine import AsyncEngine
+
+        arguments = engine_arguments(model, engine_options, LOOPS_CORE)
+        engine = AsyncEngine(model, depth=depth, **arguments)
+        if depth == "auto":
+            tell_own_setting(engine, model)
+        raise typer.Exit(_run(engine, settings, bound, model))
+
+
+def _require_packages() -> None:
+    """Refuse to start without what the extra brings, before anything slow is done."""
+    for package in ("starlette", "uvicorn", "httptools", "msgspec", "orjson", "prometheus_client"):
+        try:
+            __import__(package)
+        except ImportError:
+            raise MissingExtraError(package.replace("_", "-"), "serve", "d3engine serve") from None
+
+
+def _run(engine: AsyncEngine, settings: ServerSettings, bound: socket.socket, model: str) -> ExitCode:
+    """Serve until a signal comes; how it ended."""
+    from d3engine.server.app import create_app
+    from d3engine.server.running import GuardedServer
+
+    served = create_app(engine, settings)
+    server = GuardedServer(served, settings.guards, served.state.traffic, note)
+
+    async def run() -> None:
+        try:
+            executor = (await engine.stats()).executor
+            server.when_started(lambda: _introduce(engine, settings, bound, model, executor))
+            await server.serve([bound])
+        finally:
+            await engine.close()
+
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        runner.run(run())
+    return _tell_end(server)
+
+
+def _introduce(engine: AsyncEngine, settings: ServerSettings, bound: socket.socket, model: str, executor: str) -> None:
+    """What is served, by what, where and to whom."""
+    from d3engine.depth.words import policy_in_words
+    from d3engine.server.running import address_of
+
+    guards = settings.guards
+    address = address_of(guards.host, bound.getsockname()[1])
+    ids = ", ".join([*settings.model_names, *settings.depth_aliases])
+    dtype = str(engine.dtype).removeprefix("torch.")
+    who = "this machine" if guards.is_local else "everybody who reaches the port"
+    lines: dict[str, Any] = {
+        "model": f"{model}, {engine.config.num_layers} layers, as {ids}",
+        "depth": policy_in_words(engine.depth),
+        "runs": f"{executor}, {dtype}",
+        "room": f"{engine.settings.max_num_seqs} sequences of at most {engine.max_model_len} tokens",
+        "open to": f"{who}, {'with a key' if guards.api_keys else 'without a key'}",
+        "address": f"{address}/v1",
+    }
+    note(f"d3engine {__version__} serves:")
+    for name, said in lines.items():
+        note(f"  {name:<9}{said}")
+    note("Ctrl-C ends it when the answers in progress are complete.")
+
+
+def _tell_end(server: GuardedServer) -> ExitCode:
+    if server.num_cut:
+        note(f"ended; {server.num_cut} answers were cut off")
+        return ExitCode.FAILED
+    note("ended; every answer was complete")
+    return ExitCode.DONE

@@ -1,0 +1,106 @@
+"""The options of `d3engine serve` that are the server's own, and the settings that they come to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from d3engine.cli.depth_options import AUTO, policy_from_words
+from d3engine.cli.engine_options import Options, OptionTable, takes_options
+from d3engine.depth import DepthPolicy
+from d3engine.environment import API_KEY
+from d3engine.errors import InvalidValueError, require
+from d3engine.files import UnreadableFileError, read_text
+from d3engine.server.guards.settings import GuardSettings
+from d3engine.server.settings import ServerSettings
+
+WHO: OptionTable = {
+    "host": ("--host", str, "The address to listen at (127.0.0.1: this machine alone)."),
+    "port": ("--port", int, "Its port; 0 is any that is free (8000)."),
+    "api_keys": (
+        "--api-key",
+        list[str],
+        f"A key to ask for; repeatable. {API_KEY.name} hides it better.",
+    ),
+    "api_key_file": ("--api-key-file", Path, "A file of such keys, one a line."),
+    "metrics_keys": ("--metrics-key", list[str], "A key that opens /metrics alone; repeatable."),
+    "allow_no_key": ("--allow-no-key", bool, "Let everybody who reaches the port use the model."),
+    "allowed_hosts": ("--allowed-hosts", list[str], "A further name that the server answers to; repeatable."),
+    "allowed_origins": ("--allowed-origins", list[str], "An origin whose pages may call it; repeatable (none)."),
+}
+WHAT: OptionTable = {
+    "model_names": ("--served-model-name", list[str], "An id for the model; repeatable (its own name)."),
+    "depth_aliases": ("--depth-alias", list[str], 'A further id at a depth: ID=full, "ID=d3 alpha=0.9 start=0.6".'),
+    "allow_depth": ("--allow-depth", list[str], "A policy that requests may ask for; repeatable (d3, full)."),
+    "lock_depth": ("--lock-depth", bool, "Refuse every depth that a request brings."),
+    "max_depth_policies": ("--max-depth-policies", int, "Policies of requests in progress at most (16)."),
+    "max_prompts": ("--max-prompts", int, "Prompts of a request at most (256)."),
+    "max_logprobs": ("--max-logprobs", int, "Log-probabilities per token at most (20)."),
+    "trust_request_chat_template": ("--trust-request-chat-template", bool, "Take chat templates from requests."),
+    "sse_keep_alive_seconds": ("--sse-keep-alive-interval", float, "Seconds of silence in a stream (15; 0: any)."),
+}
+LIMITS: OptionTable = {
+    "max_queue": ("--max-queue", int, "Requests that wait beside those that run (4 times --max-num-seqs)."),
+    "max_body_bytes": ("--max-body-bytes", int, "Bytes of a request at most (8 MiB)."),
+    "request_timeout": ("--request-timeout", float, "Seconds until an answer must be complete (no limit)."),
+    "header_timeout": ("--header-timeout", float, "Seconds for the head of a request to come (10)."),
+    "body_timeout": ("--body-timeout", float, "Seconds for its body to come (60)."),
+    "write_timeout": ("--write-timeout", float, "Seconds that a client may leave its answer unread (60)."),
+    "keep_alive_timeout": ("--timeout-keep-alive", float, "Seconds that an idle connection is kept (5)."),
+    "drain_timeout": ("--shutdown-timeout", float, "Seconds for answers to end after SIGTERM or Ctrl-C (30)."),
+    "health_stall_seconds": ("--health-stall-seconds", float, "Seconds without a step until /health says hung (60)."),
+    "metrics_prefix": ("--metrics-prefix", str, "Before the names of all metrics (d3engine)."),
+}
+TABLES = {"who": ("Access", WHO), "what": ("Model and depth", WHAT), "limits": ("Limits", LIMITS)}
+
+
+def takes_server(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace the parameters `who`, `what` and `limits` of a typer command by the options of the server."""
+    for name, (panel, table) in TABLES.items():
+        command = takes_options(command, name, table, panel)
+    return command
+
+
+def server_settings(model: str, who: Options, what: Options, limits: Options) -> ServerSettings:
+    """The settings that the options come to; raises `InvalidValueError` for what is not allowed."""
+    who = dict(who)
+    keys = [*who.pop("api_keys", ()), *_keys_of_file(who.pop("api_key_file", None)), *_keys_of_environment()]
+    guards = GuardSettings(api_keys=tuple(keys), **_frozen(who), **limits)
+    aliases = dict(_alias(given) for given in what.get("depth_aliases", ()))
+    given: Options = {"model_names": (_own_name(model),)} | _frozen(what) | {"depth_aliases": aliases}
+    return ServerSettings(guards=guards, **given)
+
+
+def _frozen(options: Options) -> Options:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+
+
+def _own_name(model: str) -> str:
+    """What clients call a model: a directory by its last name, anything else as it was given."""
+    path = Path(model)
+    return path.resolve().name if path.exists() else model
+
+
+def _keys_of_file(file: Path | None) -> list[str]:
+    if file is None:
+        return []
+    try:
+        keys = [line.strip() for line in read_text(file).splitlines() if line.strip()]
+    except UnreadableFileError as error:
+        raise InvalidValueError("--api-key-file", str(file), f"a regular file of UTF-8 text ({error})") from error
+    require(len(keys) > 0, "--api-key-file", str(file), "a file with a key in it")
+    return keys
+
+
+def _keys_of_environment() -> list[str]:
+    return [key.strip() for key in API_KEY.read().split(",") if key.strip()]
+
+
+def _alias(given: str) -> tuple[str, DepthPolicy]:
+    name, separator, words = given.partition("=")
+    require(bool(separator and name), "--depth-alias", given, "ID=POLICY, with the policy's options as option=value")
+    policy = policy_from_words(words.split(), "--depth-alias")
+    if policy == AUTO:
+        raise InvalidValueError("--depth-alias", given, "ID=POLICY; the model's own depth has ids already")
+    return name, policy

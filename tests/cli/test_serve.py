@@ -1,0 +1,161 @@
+"""`d3engine serve`: what it refuses before anything is loaded, and one run from its first line to its last."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import httpx
+import pytest
+from served_apps import read_answer, request
+from typer.testing import CliRunner
+
+from d3engine.cli import app
+from d3engine.cli.server_options import server_settings
+from d3engine.depth import D3, FullDepth
+
+
+def refused(*words: str) -> str:
+    """What is said on stderr of a command line that is refused."""
+    result = CliRunner().invoke(app, ["serve", "demo", *words])
+    assert result.exit_code == 2, result.output
+    return result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--port", "99999"], "error: port must be an integer from 0 to 65535; got 99999"),
+        (["--host", "0.0.0.0"], "host must be an address of this machine alone"),
+        (["--api-key", "short"], "api_keys must be keys of at least 8"),
+        (["--api-key-file", "/does/not/exist"], "--api-key-file must be a regular file"),
+        (["--depth-alias", "demo"], "--depth-alias must be ID=POLICY"),
+        (["--depth-alias", "deep=auto"], "--depth-alias must be ID=POLICY"),
+        (["--depth-alias", "a=d3 alpha=2 start=0.6"], "alpha"),
+        (["--allow-depth", "speculative"], "allow_depth must be"),
+        (["--max-queue", "-1"], "max_queue must be"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence_before_a_model_is_loaded(words: list[str], said: str) -> None:
+    stderr = refused(*words)
+    assert said in stderr
+    assert len(stderr.splitlines()) == 1
+
+
+def test_a_taken_port_is_said_so_before_a_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        result = CliRunner().invoke(app, ["serve", "demo", "--port", str(other.getsockname()[1])])
+    assert result.exit_code == 1
+    assert "cannot listen at http://127.0.0.1:" in result.stderr
+
+
+@pytest.mark.parametrize("package", ["uvicorn", "prometheus_client", "msgspec"])
+def test_without_its_packages_the_extra_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    stderr = refused()
+    assert stderr.startswith(f"error: d3engine serve needs the package {package.replace('_', '-')!r}: ")
+    assert "[serve]" in stderr
+
+
+def test_keys_come_from_options_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keys").write_text("of-a-file-1\n\nof-a-file-2\n")
+    monkeypatch.setenv("D3ENGINE_API_KEY", "of-the-environment, and-another-one")
+    who: dict[str, Any] = {"api_keys": ["of-an-option"], "api_key_file": tmp_path / "keys"}
+    keys = server_settings("demo", who, {}, {}).guards.api_keys
+    assert keys == ("of-an-option", "of-a-file-1", "of-a-file-2", "of-the-environment", "and-another-one")
+
+
+def test_a_model_is_called_what_it_was_named_by_or_what_is_asked_for(tmp_path: Path) -> None:
+    def names(model: str, **what: Any) -> tuple[str, ...]:
+        return server_settings(model, {}, what, {}).model_names
+
+    assert names("demo") == ("demo",)
+    assert names("owner/name") == ("owner/name",)
+    assert names(str(tmp_path)) == (tmp_path.name,)
+    assert names("demo", model_names=["a", "b/c"]) == ("a", "b/c")
+    given = ["full-one=full", "quick=d3 alpha=0.9 start=0.6"]
+    aliases = server_settings("demo", {}, {"depth_aliases": given}, {}).depth_aliases
+    assert aliases == {"full-one": FullDepth(), "quick": D3(alpha=0.9, start=0.6)}
+
+
+class Running:
+    """The command in a process of its own; the lines of its stderr as they come."""
+
+    def __init__(self, *words: str) -> None:
+        command = [sys.executable, "-m", "d3engine", "serve", "demo", "--port", "0", "--device", "cpu", *words]
+        environment = os.environ | {"D3ENGINE_API_KEY": "a-key-of-1234", "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        self.lines: SimpleQueue[str | None] = SimpleQueue()
+        self.seen: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.put(line.rstrip())
+        self.lines.put(None)
+
+    def line(self, part: str) -> str:
+        """The next line that holds this; those before it are in `seen`."""
+        while (line := self.lines.get(timeout=300)) is not None:
+            if part in line:
+                return line
+            self.seen.append(line)
+        raise AssertionError(f"{part!r} was not said: {self.seen}")
+
+
+def test_a_server_says_what_it_serves_and_ends_when_its_answers_are_complete() -> None:
+    running = Running("-v", "--depth-alias", "demo-full=full", "--kv-cache-memory-bytes", str(2**22))
+    url = running.line("address").split()[-1]
+    said = "\n".join(running.seen)
+    assert "model    demo, 16 layers, as demo, demo-full" in said
+    assert "open to  this machine, with a key" in said
+    key = {"Authorization": "Bearer a-key-of-1234"}
+    with httpx.Client(base_url=url, headers=key, timeout=300) as client, socket.socket() as slow:
+        assert client.get("/models", headers={"Authorization": "Bearer wrong"}).status_code == 401
+        slow.connect(("127.0.0.1", client.base_url.port))
+        whole = request("/v1/completions", b'{"prompt": "Once", "max_tokens": 3}', **key)
+        slow.sendall(whole[:-1])
+        while "in_flight 1.0" not in client.get(f"{url.removesuffix('/v1')}/metrics").text:
+            pass
+        running.process.send_signal(signal.SIGTERM)
+        assert "a second signal" in running.line("SIGTERM: answers in progress have 30 seconds to end")
+        assert client.get("/models").status_code == 503
+        slow.sendall(whole[-1:])
+        status, body = read_answer(slow)
+    assert (status, body["usage"]["completion_tokens"]) == (200, 3)
+    assert running.line("POST /v1/completions 200")
+    assert running.line("ended; every answer was complete")
+    assert running.process.wait(300) == 0
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    """With an app that needs no model: the answer in progress would never end."""
+    script = """
+import asyncio, sys
+from starlette.applications import Starlette
+from d3engine.server.guards.settings import GuardSettings
+from d3engine.server.guards.traffic import Traffic
+from d3engine.server.running import GuardedServer, bind
+
+settings, traffic = GuardSettings(port=0), Traffic(1)
+server = GuardedServer(Starlette(), settings, traffic, lambda text: print(text, file=sys.stderr, flush=True))
+server.when_started(lambda: print("up", file=sys.stderr, flush=True))
+with bind(settings) as bound, traffic.place():
+    asyncio.run(server.serve([bound]))
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "up\n"
+    process.send_signal(signal.SIGINT)
+    assert "a second signal ends them at once" in process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr.read() == "ended at once, at a second signal\n"
+    assert process.wait(300) == 128 + signal.SIGTERM

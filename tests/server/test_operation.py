@@ -1,0 +1,240 @@
+"""What operators ask: health that is true of an engine that hangs or has ended, readiness, metrics, version."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from d3engine.server.guards.traffic import Traffic
+
+if TYPE_CHECKING:
+    from d3engine import Engine
+
+PROMPT = {"model": "demo", "prompt": "Question: Tom has 5 pens.", "max_tokens": 3, "ignore_eos": True}
+
+
+class Heart:
+    """A heartbeat that says what a test wants."""
+
+    def __init__(self, age: float, is_working: bool, error: str | None = None) -> None:
+        self.last_turn, self.is_working, self.error = 1000.0 - age, is_working, error
+
+
+@pytest.mark.parametrize(
+    ("heart", "status"),
+    [
+        (Heart(9999, False), "ok"),
+        (Heart(0, True), "ok"),
+        (Heart(60, True), "ok"),
+        (Heart(61, True), "hung"),
+        (Heart(0, False, "a fault"), "dead"),
+        (Heart(9999, True, "a fault"), "dead"),
+    ],
+)
+def test_an_engine_hangs_when_somebody_waits_and_no_step_ends(heart: Any, status: str) -> None:
+    from d3engine.server.health import health
+
+    assert health(heart, Traffic(1), 60, now=1000.0).status == status
+
+
+def test_a_full_queue_is_healthy_but_not_ready_and_a_drain_is_neither() -> None:
+    from d3engine.server.health import health, readiness
+
+    traffic = Traffic(1)
+    with traffic.place():
+        found = health(Heart(0, True), traffic, 60, now=1000.0)  # type: ignore[arg-type]
+        assert (found.status, readiness(found, traffic).status) == ("ok", "full")
+    assert readiness(found, traffic).status == "ok"
+    traffic.is_draining = True
+    found = health(Heart(0, True), traffic, 60, now=1000.0)  # type: ignore[arg-type]
+    assert (found.status, readiness(found, traffic).status) == ("draining", "draining")
+
+
+class Stepping:
+    """An engine whose steps wait, or fail, when a test says so."""
+
+    def __init__(self, engine: Engine) -> None:
+        from d3engine import AsyncEngine
+
+        self.goes = threading.Event()
+        self.goes.set()
+        self.fault: Exception | None = None
+        self.client = AsyncEngine.from_engine(engine, before_step=self._before_step)
+
+    def _before_step(self) -> None:
+        assert self.goes.wait(60)
+        if self.fault is not None:
+            raise self.fault
+
+
+@pytest.fixture
+def stepping() -> Iterator[Stepping]:
+    from d3engine import Engine
+
+    found = Stepping(Engine("demo", device="cpu", kv_cache_memory_bytes=2**22))
+    yield found
+    found.goes.set()
+    asyncio.run(found.client.close())
+
+
+@pytest.fixture
+def asks(stepping: Stepping) -> Iterator[Callable[..., httpx.Response]]:
+    """`asks(method, path, body)` of a server over that engine, which is hung after an instant without a step."""
+    from serving import serving
+
+    from d3engine.server.app import create_app
+    from d3engine.server.guards.settings import GuardSettings
+    from d3engine.server.settings import ServerSettings
+
+    guards = GuardSettings(health_stall_seconds=1e-6)
+    with (
+        serving(create_app(stepping.client, ServerSettings(model_names=("demo",), guards=guards))) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        yield lambda method, path, body=None: client.request(method, path, json=body)
+
+
+def test_health_tells_an_engine_that_hangs_and_one_that_has_ended(
+    stepping: Stepping, asks: Callable[..., httpx.Response]
+) -> None:
+    assert asks("GET", "/health").status_code == 200
+    stepping.goes.clear()
+    waiting: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: waiting.append(asks("POST", "/v1/completions", PROMPT)))
+    thread.start()
+    while (hung := asks("GET", "/health")).status_code == 200:
+        pass
+    assert (hung.status_code, hung.json()["status"]) == (503, "hung")
+    assert "no step has ended" in hung.json()["reason"]
+    assert asks("GET", "/ready").status_code == 503
+    stepping.fault = RuntimeError("/a/secret/path")
+    stepping.goes.set()
+    thread.join(60)
+    assert (waiting[0].status_code, waiting[0].json()["error"]["code"]) == (503, "engine_dead")
+    dead = asks("GET", "/health")
+    assert (dead.status_code, dead.json()["status"]) == (503, "dead")
+    assert "secret" not in dead.text
+    metrics = asks("GET", "/metrics")
+    assert "d3engine:engine_up 0.0" in metrics.text
+    assert asks("POST", "/v1/completions", PROMPT).status_code == 503
+
+
+def test_metrics_come_while_the_engine_hangs(
+    stepping: Stepping, asks: Callable[..., httpx.Response], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from d3engine.server.metrics import exposition
+
+    monkeypatch.setattr(exposition, "STATS_SECONDS", 0.05)
+    stepping.goes.clear()
+    thread = threading.Thread(target=lambda: asks("POST", "/v1/completions", PROMPT))
+    thread.start()
+    while asks("GET", "/health").status_code == 200:
+        pass
+    assert "d3engine:num_requests_in_flight 1.0" in asks("GET", "/metrics").text
+    stepping.goes.set()
+    thread.join(60)
+
+
+# -- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def values(http: httpx.Client) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Every sample of /metrics, as Prometheus' own parser reads it."""
+    families = list(text_string_to_metric_families(http.get("/metrics").text))
+    assert all(family.documentation.endswith(".") for family in families)
+    samples = [sample for family in families for sample in family.samples]
+    found = {
+        (sample.name.removeprefix("d3engine:"), tuple(sorted(sample.labels.items()))): sample.value
+        for sample in samples
+    }
+    assert len(found) == len(samples), "a sample stands twice"
+    assert all(sample.name.startswith("d3engine:") for sample in samples)
+    return found
+
+
+def grown(http: httpx.Client, ask: Callable[[], object]) -> Callable[..., float]:
+    """`of(name, label=value)`: by how much a sample grew while something was asked."""
+    before = values(http)
+    ask()
+    after = values(http)
+    assert set(after) >= set(before)
+    return lambda name, **labels: after[name, tuple(labels.items())] - before[name, tuple(labels.items())]
+
+
+def test_a_request_is_counted_once_in_every_metric_that_it_belongs_to(http: httpx.Client) -> None:
+    two = PROMPT | {"n": 2, "max_tokens": 4, "temperature": 1}
+    of = grown(http, lambda: http.post("/v1/completions", json=two).raise_for_status())
+    assert of("request_success_total", finished_reason="length") == 2
+    assert of("generation_tokens_total") == of("request_generation_tokens_sum") == 8
+    assert of("request_generation_tokens_count") == of("e2e_request_latency_seconds_count") == 1
+    assert of("time_to_first_token_seconds_count") == of("request_queue_time_seconds_count") == 1
+    assert of("prompt_tokens_total") >= of("request_prompt_tokens_sum") > 0
+    assert of("http_requests_total", route="/v1/completions", status="2xx") == 1
+    assert of("step_seconds_count") == of("engine_steps_total") > 0
+
+
+def test_the_saving_is_the_ratio_of_layers_run_and_layers_of_full_depth(http: httpx.Client) -> None:
+    of = grown(http, lambda: http.post("/v1/completions", json=PROMPT | {"max_tokens": 8}))
+    run, full = of("layers_run_total", policy="default"), of("layers_full_total", policy="default")
+    assert full == 8 * 16
+    assert run == of("token_layers_sum") < full
+    assert of("token_layers_count") == 8
+    of = grown(http, lambda: http.post("/v1/completions", json=PROMPT | {"depth": "full"}))
+    assert of("layers_run_total", policy="full") == of("layers_full_total", policy="full") == 3 * 16
+    other = {"policy": "d3", "alpha": 0.5, "start": 0.5}
+    of = grown(http, lambda: http.post("/v1/completions", json=PROMPT | {"depth": other}))
+    assert of("layers_full_total", policy="other") == 3 * 16
+
+
+def test_a_stream_is_counted_token_by_token(http: httpx.Client) -> None:
+    def stream() -> None:
+        http.post("/v1/completions", json=PROMPT | {"stream": True, "max_tokens": 9}).raise_for_status()
+
+    of = grown(http, stream)
+    assert of("request_generation_tokens_sum") == 9
+    assert 0 < of("inter_token_latency_seconds_count") <= 8
+    assert of("request_time_per_output_token_seconds_count") == 1
+
+
+def test_no_client_can_make_the_metrics_grow(http: httpx.Client) -> None:
+    """Row 16 of the security list: every label has a closed set of values."""
+    before = set(values(http))
+    for number in range(5):
+        http.get(f"/no/such/route/{number}")
+        http.request(f"METHOD{number}", "/v1/models")
+        http.post("/v1/completions", json=PROMPT | {"model": f"model-{number}"})
+        http.post(
+            "/v1/completions", json=PROMPT | {"depth": {"policy": "d3", "alpha": 0.5 + number / 100, "start": 0.5}}
+        )
+        http.get("/v1/models", headers={"X-Request-Id": f"id-{number}"})
+    assert set(values(http)) == before
+
+
+def test_refusals_are_counted_by_their_reason(http: httpx.Client) -> None:
+    of = grown(http, lambda: http.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}))
+    assert of("admission_rejections_total", reason="unsupported_media_type") == 1
+    assert of("http_requests_total", route="/v1/completions", status="4xx") == 1
+
+
+def test_the_dashboard_shows_metrics_that_there_are(http: httpx.Client) -> None:
+    import re
+
+    page = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
+    asked = [target["expr"] for panel in page["panels"] for target in panel.get("targets", ())]
+    named = {name for text in asked for name in re.findall(r"d3engine:(\w+)", text)}
+    assert len(named) > 10
+    assert named <= {name for name, _ in values(http)}
+
+
+def test_the_version_is_the_packages(http: httpx.Client) -> None:
+    import d3engine
+
+    assert http.get("/version").json() == {"version": d3engine.__version__}
