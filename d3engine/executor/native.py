@@ -1,8 +1,8 @@
 """Decoding on a CPU by the native library: a whole run of steps is one call.
 
-Like the graphs of a GPU it takes the plans whose steps need nothing of the host, and single steps of a few rows, of
-answers or of short prompts, that the sampler chooses from. Longer prompts, and whatever else a plan may hold, go
-through the eager executor on the same weights and the same pool.
+Like the graphs of a GPU it takes the plans whose steps need nothing of the host, and single steps, of answers or of
+prompts, that the sampler chooses from. Whatever else a plan may hold goes through the eager executor on the same
+weights and the same pool.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from d3engine.model.weights import LayerWeights
 from d3engine.plan import Chosen, Course, Plan, RunAhead
 from d3engine.request.choice import Choice
 
-MAX_SINGLE_ROWS = 64
-"""Rows of a single step at most: of more, which are a long prompt's, a matrix library makes the better products."""
+MAX_ROWS = 512
+"""Rows that go through the layers at once: more go one such part after the other. Enough that weights are widened
+seldom, and few enough that what they leave behind between two products takes little memory."""
 
 
 class NativeExecutor:
@@ -64,7 +65,7 @@ class NativeExecutor:
         self._eager = eager
         self.max_steps = max_steps
         self.drafts_ahead = True
-        self._max_rows = max(max_num_seqs, MAX_SINGLE_ROWS)
+        self._max_rows = max(max_num_seqs, MAX_ROWS)
         self._decoder = Decoder(
             native_model(eager),
             max_blocks=-(-max_model_len // eager.block_size),
@@ -175,9 +176,9 @@ class NativeExecutor:
     # -- single steps ------------------------------------------------------------------------------------------
 
     def _is_simple(self, plan: Plan) -> bool:
-        """Whether the plan is nothing but rows through layers: of answers, or of short prompts."""
+        """Whether the plan is nothing but rows through layers: of answers, or of prompts."""
         return (
-            0 < plan.num_rows <= MAX_SINGLE_ROWS
+            0 < plan.num_rows <= (self._max_rows if _keeps_states(plan) else plan.num_rows)
             and plan.copies_before is None
             and plan.copies_after is None
             and not plan.exits
@@ -192,16 +193,26 @@ class NativeExecutor:
         for span in plan.spans:
             awake = slice(0, span.num_rows) if span.rows is None else span.rows
             active[awake, span.layers.start : span.layers.stop] = 1
-        slots, step = plan.slots[plan.row_chunks], np.zeros(plan.num_rows, np.int64)
-        rows, yields = Rows(plan.token_ids, plan.positions, step, slots, active, plan.tables), _mask(plan)
-        logits = np.empty((1, plan.num_rows, self._vocab), np.float32)
-        self._decoder.run(rows, 1, logits=logits, yields=yields, states=self._states(plan))
-        return torch.from_numpy(logits[0][plan.logit_rows])
+        states = self._states(plan)
+        wanted, logits = _mask(plan), np.empty((plan.num_rows, self._vocab), np.float32)
+        for start in range(0, plan.num_rows, self._max_rows):
+            # Entries of rows before these are in the pool by now, whatever their layer.
+            part = slice(start, start + self._max_rows)
+            rows = Rows(
+                plan.token_ids[part],
+                plan.positions[part],
+                np.zeros_like(plan.positions[part]),
+                plan.slots[plan.row_chunks[part]],
+                active[part],
+                plan.tables,
+            )
+            self._decoder.run(rows, 1, logits=logits[None, part], yields=wanted[part], states=states)
+        return torch.from_numpy(logits[plan.logit_rows])
 
     def _states(self, plan: Plan) -> HiddenStates | None:
         """What the rows of drafts leave behind, at each step of a run one place further, and what they go on from."""
         drafts = plan.drafts
-        if drafts is None or not (drafts.kept or drafts.resumed):
+        if drafts is None or not _keeps_states(plan):
             return None
         layers, kept, resumed = np.full((3, plan.num_rows), -1)
         for rows in drafts.kept:
@@ -210,6 +221,11 @@ class NativeExecutor:
             resumed[rows.rows] = rows.places
         most = int(max(kept.max(), resumed.max())) + plan.num_steps
         return HiddenStates(self._eager.kept_states.with_room(most).numpy(), layers, kept, resumed)
+
+
+def _keeps_states(plan: Plan) -> bool:
+    """Whether drafts leave hidden states behind or go on from them: such rows go through the layers together."""
+    return plan.drafts is not None and bool(plan.drafts.kept or plan.drafts.resumed)
 
 
 def _mask(plan: Plan) -> npt.NDArray[np.bool_]:

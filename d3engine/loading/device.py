@@ -56,7 +56,7 @@ def kernels_for(device: torch.device) -> ModuleType:
     allowed = "auto or reference on a CPU, unless Triton interprets (TRITON_INTERPRET=1)"
     require(not (chosen == "triton" and device.type == "cpu") or is_interpreted, KERNELS.name, chosen, allowed)
     require(not (chosen == "native" and device.type != "cpu"), KERNELS.name, chosen, f"another than native on {device}")
-    # What the native library does not run, prompts above all, is for the reference.
+    # What the native library does not run, copies and early exits above all, is for the reference.
     module: ModuleType = for_device(device, "auto" if chosen == "native" else chosen)
     return module
 

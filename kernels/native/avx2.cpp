@@ -20,6 +20,8 @@ INLINE float sum(V values) {
 }
 INLINE float first_lane(V values) { return values[0]; }
 INLINE V multiply_add(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE V zip_low(V a, V b) { return _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20); }
+INLINE V zip_high(V a, V b) { return _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31); }
 INLINE V choose(VI where, V yes, V no) { return where ? yes : no; }
 INLINE VI float_as_bits(V values) { return (VI)values; }
 INLINE V bits_as_float(VI bits) { return (V)bits; }
@@ -47,7 +49,7 @@ struct Nibbles {
 static bool runs_here() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
 extern const Kernels kernels;
-const Kernels kernels = {"avx2", runs_here, multiply, attend, rms_norm, rotate, swiglu, add};
+const Kernels kernels = table("avx2");
 
 }  // namespace avx2
 #endif

@@ -16,6 +16,14 @@ INLINE V all(float value) { return _mm512_set1_ps(value); }
 INLINE float sum(V values) { return _mm512_reduce_add_ps(values); }
 INLINE float first_lane(V values) { return values[0]; }
 INLINE V multiply_add(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE V zip_low(V a, V b) {
+    const __m512i turns = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    return _mm512_permutex2var_ps(a, turns, b);
+}
+INLINE V zip_high(V a, V b) {
+    const __m512i turns = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    return _mm512_permutex2var_ps(a, turns, b);
+}
 INLINE V choose(VI where, V yes, V no) { return where ? yes : no; }
 INLINE VI float_as_bits(V values) { return (VI)values; }
 INLINE V bits_as_float(VI bits) { return (V)bits; }
@@ -46,7 +54,7 @@ static bool runs_here() {
 }
 
 extern const Kernels kernels;
-const Kernels kernels = {"avx512", runs_here, multiply, attend, rms_norm, rotate, swiglu, add};
+const Kernels kernels = table("avx512");
 
 }  // namespace avx512
 #endif

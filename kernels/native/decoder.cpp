@@ -12,6 +12,10 @@ namespace {
 constexpr int MOST_PIECE_ROWS = 256;
 constexpr int64_t PIECE_BYTES = 64 * 1024;
 constexpr int64_t LEAST_PIECE_BYTES = 16 * 1024;
+constexpr int64_t PANEL_BYTES = 512 * 1024;  // of a piece's panels: they stay in a core's second cache
+constexpr int MANY_ROWS = 48;                // from here on widening a panel costs less than it saves
+constexpr int BLOCK_QUERIES = 32;            // heads that go through a chunk of entries together
+static_assert(BLOCK_QUERIES <= MOST_QUERIES);
 
 int64_t bytes_of_row(const D3Matrix& matrix) {
     switch (matrix.kind) {
@@ -21,6 +25,9 @@ int64_t bytes_of_row(const D3Matrix& matrix) {
         default: return int64_t(matrix.columns + INT4_GROUP - 1) / INT4_GROUP * (INT4_GROUP / 2);
     }
 }
+
+int num_spans(const Attention& a) { return (a.length + a.rows - 1 + ATTENTION_SPAN - 1) / ATTENTION_SPAN; }
+int64_t num_floats(const Attention& a) { return int64_t(a.rows) * a.group * (a.head_dim + 2); }
 
 }  // namespace
 
@@ -41,10 +48,17 @@ D3Decoder::D3Decoder(const D3Model& model, const Kernels& kernels)
       scratch_(model.num_threads),
       best_(size_t(model.num_threads) * model.max_rows) {
     active_.reserve(model.max_rows);
+    blocks_.reserve(model.max_rows);
+    const int widest = std::max({model.hidden, q_size_, model.intermediate});
+    const int queries = std::max(group_, BLOCK_QUERIES);
     for (auto& scratch : scratch_) {
-        scratch.outputs = Rows(2 * model.max_rows, MOST_PIECE_ROWS);
-        scratch.scores = Rows(1, group_ * ATTENTION_CHUNK);
+        scratch.outputs = Rows(2 * MANY_ROWS, MOST_PIECE_ROWS);
+        scratch.panels = Floats(std::max(PANEL_BYTES / int64_t(sizeof(float)), 2 * kernels.panel_floats(widest)));
+        scratch.scores = Floats(int64_t(queries) * ATTENTION_CHUNK);
+        scratch.keys = Floats(int64_t(ATTENTION_CHUNK) * (model.head_dim + MOST_LANES));
+        scratch.partials = Floats(2 * int64_t(queries) * (model.head_dim + 2));
     }
+    strips_ = Floats((model.max_rows / kernels.strip + 1) * kernels.strip_floats(widest));
 }
 
 D3Status D3Decoder::check(const D3Run& run) const {
@@ -158,17 +172,74 @@ int D3Decoder::rows_of_piece(const D3Matrix& matrix) const {
     return int(std::clamp<int64_t>((bytes / row + 15) / 16 * 16, 16, MOST_PIECE_ROWS));
 }
 
+// Panels of a piece, by band: what a core's second cache holds, less where that would leave somebody without work.
+int D3Decoder::panels_of_piece(const D3Matrix& matrix, int bands) const {
+    const int64_t held = PANEL_BYTES / (kernels_.panel_floats(matrix.columns) * int64_t(sizeof(float)) * bands);
+    const int64_t fair = matrix.rows / (bands * 2 * team_.size() * kernels_.panel);
+    return int(std::clamp<int64_t>(std::min(held, fair), 1, MOST_PIECE_ROWS / kernels_.panel));
+}
+
 // Calls use(worker, nth row, first channel, last channel, their values) for every active row and piece.
 template <class Use> void D3Decoder::multiply(const D3Matrix& matrix, const Rows& x, Use use) {
+    multiply_bands<1>(matrix, x, [&](int worker, int nth, int start, int stop, float* values, const float*) {
+        use(worker, nth, start, stop, values);
+    });
+}
+
+// The same where the output channels are one band or two, which lie half a matrix apart and are used together: calls
+// use(worker, nth row, first channel, last channel, their values, those of the second band).
+template <int BANDS, class Use> void D3Decoder::multiply_bands(const D3Matrix& matrix, const Rows& x, Use use) {
     const Product p = product(matrix, x);
-    const int size = rows_of_piece(matrix);
-    team_.each((matrix.rows + size - 1) / size, [&](int worker, int piece) {
+    const int channels = matrix.rows / BANDS;
+    const auto use_rows = [&](int worker, int first, int count, int start, int stop) {
         const Rows& out = scratch_[worker].outputs;
-        const int start = piece * size, stop = std::min(matrix.rows, start + size);
-        kernels_.multiply(p, start, stop, out.row(0), out.stride());
-        for (int nth = 0; nth < p.batch; nth++) {
-            if (matrix.bias) kernels_.add(out.row(nth), matrix.bias + start, stop - start);
-            use(worker, nth, start, stop, out.row(nth));
+        for (int nth = 0; nth < count; nth++) {
+            float* values[] = {out.row(nth), out.row(MANY_ROWS + nth)};
+            for (int band = 0; matrix.bias && band < BANDS; band++)
+                kernels_.add(values[band], matrix.bias + band * channels + start, stop - start);
+            use(worker, first + nth, start, stop, values[0], values[1]);
+        }
+    };
+    if (p.batch >= MANY_ROWS) return multiply_many<BANDS>(matrix, p, use_rows);
+    const int size = std::max(16, rows_of_piece(matrix) / BANDS / 16 * 16);
+    team_.each((channels + size - 1) / size, [&](int worker, int piece) {
+        const Rows& out = scratch_[worker].outputs;
+        const int start = piece * size, stop = std::min(channels, start + size);
+        for (int band = 0; band < BANDS; band++) {
+            const int before = band * channels;
+            kernels_.multiply(p, before + start, before + stop, out.row(band * MANY_ROWS), out.stride());
+        }
+        use_rows(worker, 0, p.batch, start, stop);
+    });
+}
+
+// Many rows meet weights that are widened once for all of them, panel by panel: no more than a piece's is ever there.
+template <int BANDS, class Use> void D3Decoder::multiply_many(const D3Matrix& matrix, const Product& p, Use use) {
+    const int channels = matrix.rows / BANDS, panel = kernels_.panel, strip = kernels_.strip;
+    const int64_t panel_floats = kernels_.panel_floats(p.columns), strip_floats = kernels_.strip_floats(p.columns);
+    const int strips = (p.batch + strip - 1) / strip, panels = panels_of_piece(matrix, BANDS), size = panels * panel;
+    const auto rows_of = [&](int nth) { return std::min(strip, p.batch - nth * strip); };
+    team_.each(strips, [&](int, int nth) {
+        kernels_.pack(p, nth * strip, rows_of(nth), strips_.at(nth * strip_floats));
+    });
+    team_.each((channels + size - 1) / size, [&](int worker, int piece) {
+        const Scratch& scratch = scratch_[worker];
+        const int start = piece * size, stop = std::min(channels, start + size);
+        // Calls body(a panel's floats, its first channel, its last, where their values go).
+        const auto each_panel = [&](auto body) {
+            for (int band = 0; band < BANDS; band++)
+                for (int n = start, nth = band * panels; n < stop; n += panel, nth++)
+                    body(scratch.panels.at(nth * panel_floats), band * channels + n,
+                         band * channels + std::min(stop, n + panel),
+                         scratch.outputs.row(band * MANY_ROWS) + n - start);
+        };
+        each_panel([&](float* widened, int from, int end, float*) { kernels_.widen(p, from, end, widened); });
+        for (int nth = 0; nth < strips; nth++) {
+            const float* vectors = strips_.at(nth * strip_floats);
+            each_panel([&](const float* widened, int from, int end, float* out) {
+                kernels_.multiply_panel(p, widened, from, end, vectors, rows_of(nth), out, scratch.outputs.stride());
+            });
+            use(worker, nth * strip, rows_of(nth), start, stop);
         }
     });
 }
@@ -219,15 +290,70 @@ void D3Decoder::qkv(const Step& step, int layer) {
     });
 }
 
+// Rows of one sequence that stand at neighbouring positions, as those of a prompt do; each row of an answer by itself.
+void D3Decoder::find_blocks(const Step& step) {
+    const int most = std::max(1, BLOCK_QUERIES / group_);
+    blocks_.clear();
+    for (int nth = 0; nth < int(active_.size()); nth++) {
+        const int row = active_[nth];
+        if (!blocks_.empty() && blocks_.back().rows < most) {
+            const int before = active_[nth - 1];
+            if (step.run.slots[before] == step.run.slots[row] && step.position(before) + 1 == step.position(row)) {
+                blocks_.back().rows++;
+                continue;
+            }
+        }
+        blocks_.push_back({nth, 1});
+    }
+}
+
+// What one piece is, a block's heads that share a head of keys and values.
+Attention D3Decoder::attention_of(const Step& step, int layer, int piece, int worker) const {
+    const Block& block = blocks_[piece / model_.kv_heads];
+    const int head = piece % model_.kv_heads, row = active_[block.first];
+    const int64_t first = int64_t(head) * group_ * model_.head_dim;
+    return {queries_.row(block.first) + first, attended_.row(block.first) + first, queries_.stride(),
+            scratch_[worker].scores.at(0), scratch_[worker].keys.at(0), model_.pool + head * model_.head_dim,
+            step.table(row, layer, model_),
+            int64_t(model_.block_size) * kv_size_, kv_size_, block.rows, group_, model_.head_dim, model_.block_size,
+            int32_t(step.position(row) + 1), model_.scale};
+}
+
 void D3Decoder::attention(const Step& step, int layer) {
-    team_.each(int(active_.size()) * model_.kv_heads, [&](int worker, int piece) {
-        const int nth = piece / model_.kv_heads, head = piece % model_.kv_heads, row = active_[nth];
-        const int64_t first = int64_t(head) * group_ * model_.head_dim;
-        kernels_.attend({queries_.row(nth) + first, attended_.row(nth) + first, scratch_[worker].scores.row(0),
-                         model_.pool + head * model_.head_dim, step.table(row, layer, model_),
-                         int64_t(model_.block_size) * kv_size_, kv_size_, group_, model_.head_dim, model_.block_size,
-                         int32_t(step.position(row) + 1), model_.scale});
+    find_blocks(step);
+    const int pieces = int(blocks_.size()) * model_.kv_heads;
+    int spans = 1;
+    for (int piece = 0; piece < pieces; piece += model_.kv_heads)
+        spans = std::max(spans, num_spans(attention_of(step, layer, piece, 0)));
+    if (spans > 1 && team_.size() > 1 && pieces < 2 * team_.size()) return attend_split(step, layer, spans);
+    team_.each(pieces, [&](int worker, int piece) {
+        const Attention a = attention_of(step, layer, piece, worker);
+        float *earlier = scratch_[worker].partials.at(0), *partial = earlier + num_floats(a);
+        kernels_.attend_span(a, 0, earlier);
+        for (int span = 1; span < num_spans(a); span++) {
+            kernels_.attend_span(a, span, partial);
+            kernels_.join_span(a, span, earlier, partial);
+        }
+        kernels_.finish_attention(a, earlier);
     });
+}
+
+// The same where there are too few pieces for everybody, in long texts of few heads: each span is a piece then.
+void D3Decoder::attend_split(const Step& step, int layer, int spans) {
+    const int pieces = int(blocks_.size()) * model_.kv_heads;
+    const int64_t floats = int64_t(std::max(group_, BLOCK_QUERIES)) * (model_.head_dim + 2);
+    if (int64_t(partials_.size()) < pieces * spans * floats) partials_.resize(pieces * spans * floats);
+    const auto partial = [&](int piece, int span) { return &partials_[(int64_t(piece) * spans + span) * floats]; };
+    team_.each(pieces * spans, [&](int worker, int nth) {
+        const Attention a = attention_of(step, layer, nth / spans, worker);
+        if (nth % spans < num_spans(a)) kernels_.attend_span(a, nth % spans, partial(nth / spans, nth % spans));
+    });
+    for (int piece = 0; piece < pieces; piece++) {
+        const Attention a = attention_of(step, layer, piece, 0);
+        for (int span = 1; span < num_spans(a); span++)
+            kernels_.join_span(a, span, partial(piece, 0), partial(piece, span));
+        kernels_.finish_attention(a, partial(piece, 0));
+    }
 }
 
 void D3Decoder::add_product(const D3Matrix& matrix, const Rows& x) {
@@ -239,23 +365,10 @@ void D3Decoder::add_product(const D3Matrix& matrix, const Rows& x) {
 // The rows of the gate and those of the up projection lie half a matrix apart; a piece takes some of both.
 void D3Decoder::gate_up(const D3Layer& layer) {
     norm(layer.mlp_norm);
-    const D3Matrix& matrix = layer.gate_up;
-    const Product p = product(matrix, normed_);
-    const int half = model_.intermediate, size = std::max(16, rows_of_piece(matrix) / 32 * 16);
-    team_.each((half + size - 1) / size, [&](int worker, int piece) {
-        const Rows& out = scratch_[worker].outputs;
-        const int start = piece * size, stop = std::min(half, start + size), count = stop - start;
-        kernels_.multiply(p, start, stop, out.row(0), out.stride());
-        kernels_.multiply(p, half + start, half + stop, out.row(model_.max_rows), out.stride());
-        for (int nth = 0; nth < p.batch; nth++) {
-            float *gate = out.row(nth), *up = out.row(model_.max_rows + nth);
-            if (matrix.bias) {
-                kernels_.add(gate, matrix.bias + start, count);
-                kernels_.add(up, matrix.bias + half + start, count);
-            }
-            kernels_.swiglu(gated_.row(nth) + start, gate, up, count);
-        }
-    });
+    const auto use = [&](int, int nth, int start, int stop, const float* gate, const float* up) {
+        kernels_.swiglu(gated_.row(nth) + start, gate, up, stop - start);
+    };
+    multiply_bands<2>(layer.gate_up, normed_, use);
 }
 
 Choosing D3Decoder::choosing(const Step& step, int row) const {

@@ -13,26 +13,39 @@
 #include "runner.h"
 #include "team.h"
 
+// Floats that begin at a cache line, zeros at first. The system gives their pages when they are first touched, so that
+// what is never needed costs nothing.
+class Floats {
+public:
+    Floats() = default;
+    explicit Floats(int64_t count) : memory_(std::calloc(count * sizeof(float) + LINE, 1)) {
+        if (!memory_) throw std::bad_alloc();
+        floats_ = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory_.get()) + LINE - 1) / LINE * LINE);
+    }
+    float* at(int64_t index) const { return floats_ + index; }
+
+private:
+    static constexpr size_t LINE = 64;
+    struct Free {
+        void operator()(void* memory) const { std::free(memory); }
+    };
+    std::unique_ptr<void, Free> memory_;
+    float* floats_ = nullptr;
+};
+
 // Rows of floats with zeros behind them: up to a whole group of int4, and some more, so that neighbouring rows do not
 // fall onto the same lines of a cache.
 class Rows {
 public:
     Rows() = default;
-    Rows(int rows, int columns) : stride_((columns + INT4_GROUP - 1) / INT4_GROUP * INT4_GROUP + 16) {
-        const size_t bytes = (size_t(rows) * stride_ * sizeof(float) + 63) / 64 * 64;
-        floats_.reset(static_cast<float*>(std::aligned_alloc(64, bytes)));
-        if (!floats_) throw std::bad_alloc();
-        memset(floats_.get(), 0, bytes);
-    }
-    float* row(int index) const { return floats_.get() + index * stride_; }
+    Rows(int rows, int columns)
+        : stride_((columns + INT4_GROUP - 1) / INT4_GROUP * INT4_GROUP + 16), floats_(int64_t(rows) * stride_) {}
+    float* row(int index) const { return floats_.at(index * stride_); }
     int64_t stride() const { return stride_; }
 
 private:
-    struct Free {
-        void operator()(float* floats) const { std::free(floats); }
-    };
     int64_t stride_ = 0;
-    std::unique_ptr<float[], Free> floats_;
+    Floats floats_;
 };
 
 struct D3Decoder {
@@ -49,8 +62,15 @@ struct D3Decoder {
 private:
     // What a worker writes while it has a piece.
     struct Scratch {
-        Rows outputs;  // a piece's output channels, for every row
-        Rows scores;   // a chunk of attention, for every head of a group
+        Rows outputs;     // a piece's output channels, for some rows
+        Floats panels;    // a piece's weights, for many rows
+        Floats scores;    // a chunk of attention
+        Floats keys;      // the same
+        Floats partials;  // two spans of attention
+    };
+    // Neighbouring rows of one sequence, which go through attention together.
+    struct Block {
+        int first, rows;
     };
     // One step of a run.
     struct Step {
@@ -69,6 +89,9 @@ private:
     void qkv(const Step& step, int layer);
     void place(const Step& step, int layer, int nth, int channel, const float* from, int count);
     void attention(const Step& step, int layer);
+    void find_blocks(const Step& step);
+    void attend_split(const Step& step, int layer, int spans);
+    Attention attention_of(const Step& step, int layer, int piece, int worker) const;
     void add_product(const D3Matrix& matrix, const Rows& x);
     void gate_up(const D3Layer& layer);
     void head(const Step& step);
@@ -76,8 +99,11 @@ private:
     void norm(const float* weight);
     Product product(const D3Matrix& matrix, const Rows& x) const;
     int rows_of_piece(const D3Matrix& matrix) const;
+    int panels_of_piece(const D3Matrix& matrix, int bands) const;
     template <class Use> void multiply(const D3Matrix& matrix, const Rows& x, Use use);
     float* state(const Step& step, int64_t place) const;
+    template <int BANDS, class Use> void multiply_bands(const D3Matrix& matrix, const Rows& x, Use use);
+    template <int BANDS, class Use> void multiply_many(const D3Matrix& matrix, const Product& p, Use use);
     float* entry(const Step& step, int row, int layer, int half) const;
     Choosing choosing(const Step& step, int row) const;
 
@@ -89,7 +115,10 @@ private:
     // `hidden_` has a row for each row of the run; the others for each of the rows in `active_`, in that order.
     Rows hidden_, normed_, projected_, queries_, attended_, gated_;
     std::vector<int> active_;
+    std::vector<Block> blocks_;
     std::vector<Scratch> scratch_;
+    Floats strips_;                // the vectors of a product of many rows
+    std::vector<float> partials_;  // [block and head, span], where spans are shared out
     std::vector<Best> best_;  // [workers, rows]
     D3Run run_;               // that the runner is at
 

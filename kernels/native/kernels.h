@@ -19,24 +19,33 @@ struct Product {
     int32_t batch;
 };
 
-// One row's query heads that share a key/value head, and where that head's entries lie.
+// Rows of one sequence at neighbouring positions: their query heads that share a key/value head, and where that head's
+// entries lie. At most MOST_QUERIES heads in all.
 struct Attention {
-    const float* queries;  // [group, head_dim]
-    float* out;            // [group, head_dim] written
-    float* scores;         // scratch [group, ATTENTION_CHUNK]
+    const float* queries;  // [rows, group, head_dim]
+    float* out;            // [rows, group, head_dim] written
+    int64_t stride;        // floats from one row to the next, of both
+    float* scores;         // scratch [rows, group, ATTENTION_CHUNK]
+    float* keys;           // scratch [ATTENTION_CHUNK, head_dim up to whole vectors]
     const float* pool;     // the head's channels of entry 0
-    const int32_t* table;  // blocks of the row's entries
+    const int32_t* table;  // blocks of the sequence's entries
     int64_t half_block;    // floats of the keys of a block; its values follow
     int64_t entry;         // floats from one entry to the next
-    int32_t group, head_dim, block_size, length;
+    int32_t rows, group, head_dim, block_size;
+    int32_t length;  // entries that the first row looks at, each later row at one more
     float scale;
 };
 
-// Positions whose scores are taken before their values are added up; a power of two.
+// Positions whose scores are taken before their values are added up; and those that a thread goes through at once.
 constexpr int ATTENTION_CHUNK = 64;
+constexpr int ATTENTION_SPAN = 256;
+constexpr int MOST_QUERIES = 64;
 
 // Query heads that share a key/value head, at most.
-constexpr int MOST_GROUP = 64;
+constexpr int MOST_GROUP = MOST_QUERIES;
+
+// Floats of the widest vectors.
+constexpr int MOST_LANES = 16;
 
 // Input channels that share a scale under int4: byte 64 g + j of a row holds channels 128 g + j and 128 g + 64 + j.
 constexpr int INT4_GROUP = 128;
@@ -46,7 +55,19 @@ struct Kernels {
     bool (*runs_here)();
     // out[b * ldo + n - start] for output channels n in [start, stop)
     void (*multiply)(const Product&, int start, int stop, float* out, int64_t ldo);
-    void (*attend)(const Attention&);
+    // Products of many vectors, bit for bit the same: `panel` channels at most are widened into a panel of
+    // `panel_floats(columns)` floats, `strip` vectors at most packed into a strip of `strip_floats(columns)`.
+    int panel, strip;
+    int64_t (*panel_floats)(int columns);
+    int64_t (*strip_floats)(int columns);
+    void (*pack)(const Product&, int first, int rows, float* strip);
+    void (*widen)(const Product&, int start, int stop, float* panel);
+    void (*multiply_panel)(const Product&, const float* panel, int start, int stop, const float* strip, int rows,
+                           float* out, int64_t ldo);
+    // Attention span by span, each into [rows, group, head_dim + 2] floats; the others join the first in their order.
+    void (*attend_span)(const Attention&, int span, float* partial);
+    void (*join_span)(const Attention&, int span, float* earlier, float* partial);
+    void (*finish_attention)(const Attention&, float* partial);
     void (*rms_norm)(float* out, const float* x, const float* weight, float eps, int n);
     void (*rotate)(float* out, const float* x, const float* turns, int n);  // n / 2 pairs by n / 2 pairs
     void (*swiglu)(float* out, const float* gate, const float* up, int n);

@@ -21,9 +21,6 @@ from torch import Tensor
 from d3engine.kernels.native import build
 from d3engine.kernels.quantized import Int4Weight, Int8Weight, Weight
 
-MAX_ROWS = 64
-"""Rows of a step at most: beyond, a product is a matter of arithmetic and not of memory, and a matrix library's."""
-
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _INT8, _INT4 = 2, 3
 

@@ -16,6 +16,8 @@ INLINE V all(float value) { return (V)vdupq_n_f32(value); }
 INLINE float sum(V values) { return (values[0] + values[2]) + (values[1] + values[3]); }
 INLINE float first_lane(V values) { return values[0]; }
 INLINE V multiply_add(V a, V b, V c) { return (V)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+INLINE V zip_low(V a, V b) { return (V)vzip1q_f32((float32x4_t)a, (float32x4_t)b); }
+INLINE V zip_high(V a, V b) { return (V)vzip2q_f32((float32x4_t)a, (float32x4_t)b); }
 INLINE V choose(VI where, V yes, V no) { return (V)(((VI)yes & where) | ((VI)no & ~where)); }
 INLINE VI float_as_bits(V values) { return (VI)values; }
 INLINE V bits_as_float(VI bits) { return (V)bits; }
@@ -49,7 +51,7 @@ struct Nibbles {
 static bool runs_here() { return true; }
 
 extern const Kernels kernels;
-const Kernels kernels = {"neon", runs_here, multiply, attend, rms_norm, rotate, swiglu, add};
+const Kernels kernels = table("neon");
 
 }  // namespace neon
 #endif

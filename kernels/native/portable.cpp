@@ -19,6 +19,8 @@ INLINE V all(float value) { return V{value, value, value, value}; }
 INLINE float sum(V values) { return (values[0] + values[2]) + (values[1] + values[3]); }
 INLINE float first_lane(V values) { return values[0]; }
 INLINE V multiply_add(V a, V b, V c) { return a * b + c; }
+INLINE V zip_low(V a, V b) { return V{a[0], b[0], a[1], b[1]}; }
+INLINE V zip_high(V a, V b) { return V{a[2], b[2], a[3], b[3]}; }
 INLINE V choose(VI where, V yes, V no) { return (V)(((VI)yes & where) | ((VI)no & ~where)); }
 INLINE VI float_as_bits(V values) { return (VI)values; }
 INLINE V bits_as_float(VI bits) { return (V)bits; }
@@ -46,6 +48,6 @@ struct Nibbles {
 static bool runs_here() { return true; }
 
 extern const Kernels kernels;
-const Kernels kernels = {"portable", runs_here, multiply, attend, rms_norm, rotate, swiglu, add};
+const Kernels kernels = table("portable");
 
 }  // namespace portable

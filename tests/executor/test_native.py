@@ -14,12 +14,13 @@ from tiny_models import TinyLlama
 
 from d3engine import D3, Engine, FullDepth
 from d3engine.errors import InvalidValueError
-from d3engine.executor.native import MAX_SINGLE_ROWS
+from d3engine.executor.native import MAX_ROWS
 from d3engine.kernels.native.library import LibraryMissing, library
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LayerWeights, LlamaWeights, load_weights
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**22, "skip_tokenizer_init": True}
+MODEL: dict[str, Any] = {"seed": 11, "max_position_embeddings": 1024}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,13 +33,13 @@ def _built() -> None:
 
 @pytest.fixture(scope="module")
 def engines(tiny_llama: Callable[..., TinyLlama]) -> Iterator[tuple[Engine, Engine]]:
-    directory = tiny_llama(seed=11, max_position_embeddings=256).directory
+    directory = tiny_llama(**MODEL).directory
     with Engine(directory, **OPTIONS) as native, Engine(directory, enforce_eager=True, **OPTIONS) as eager:
         yield native, eager
 
 
-@pytest.mark.parametrize("length", [1, 2, 17, MAX_SINGLE_ROWS])
-def test_a_short_prompt_is_native_and_answers_as_an_eager_one(engines: tuple[Engine, Engine], length: int) -> None:
+@pytest.mark.parametrize("length", [1, 2, 17, 65, MAX_ROWS + 70])
+def test_a_prompt_is_native_and_answers_as_an_eager_one(engines: tuple[Engine, Engine], length: int) -> None:
     native, eager = engines
     prompt = [(7 * token + length) % 250 + 3 for token in range(length)]
     before = native.stats().eager_steps
@@ -54,13 +55,20 @@ def test_a_short_prompt_is_native_and_answers_as_an_eager_one(engines: tuple[Eng
     assert eager.stats().native_steps == 0
 
 
-def test_a_longer_prompt_is_for_a_matrix_library(engines: tuple[Engine, Engine]) -> None:
+def test_a_prompt_has_the_same_bits_in_chunks_of_any_size(
+    engines: tuple[Engine, Engine], tiny_llama: Callable[..., TinyLlama]
+) -> None:
+    """Those of its tokens' log-probabilities, and those of the answers that follow."""
     native, _ = engines
-    prompt = [token % 250 + 3 for token in range(MAX_SINGLE_ROWS + 1)]
-    before = native.stats().eager_steps
-    answers = [engine.generate([prompt], greedy(FullDepth()), use_tqdm=False)[0].outputs[0] for engine in engines]
-    assert answers[0].token_ids == answers[1].token_ids
-    assert native.stats().eager_steps == before + 1
+    prompts = [[(11 * token + start) % 250 + 3 for token in range(length)] for start, length in ((1, 150), (2, 90))]
+    params = greedy(D3(0.9, 0.3), 6, prompt_logprobs=1, logprobs=1)
+    wanted = native.generate(prompts, params, use_tqdm=False)
+    for size in (16, 100):
+        with Engine(tiny_llama(**MODEL).directory, max_num_batched_tokens=size, max_num_seqs=2, **OPTIONS) as chunked:
+            found = chunked.generate(prompts, params, use_tqdm=False)
+        for mine, theirs in zip(found, wanted, strict=True):
+            assert mine.prompt_logprobs == theirs.prompt_logprobs
+            assert mine.outputs[0].logprobs == theirs.outputs[0].logprobs
 
 
 def test_short_prompts_share_a_step_with_answers_under_way(engines: tuple[Engine, Engine]) -> None:

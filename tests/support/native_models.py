@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from d3engine.kernels import reference
-from d3engine.kernels.native.library import Decoder, Draws, Linear, NativeLayer, NativeModel, Rows
+from d3engine.kernels.native.library import (
+    Decoder,
+    Draws,
+    LibraryMissing,
+    Linear,
+    NativeLayer,
+    NativeModel,
+    Rows,
+    isas_here,
+)
 from d3engine.kernels.quantized import Weight, quantize_int4, quantize_int8
 from d3engine.kernels.sampling import SamplingRows
 
@@ -115,8 +124,8 @@ class Case:
 
     def reference(self, steps: int, draws: Draws | None = None) -> tuple[Any, Any, Any]:
         """The same by the reference operations in float32, on a copy of the pool; its entries are kept afterwards."""
-        s, model, given = self.shape, self.model, self.rows
-        order = np.arange(s.rows)
+        model, given = self.model, self.rows
+        order = np.arange(len(given.tokens))
         pool = self.pool.clone()
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         tokens = torch.from_numpy(given.tokens)
@@ -190,3 +199,20 @@ def at_places(rows: Rows, places: Any) -> Rows:
         rows.cutoffs[places],
         rows.tables,
     )
+
+
+def prompt_rows(case: Case, *chunks: tuple[int, int, int]) -> Rows:
+    """Rows of prompts, each (slot, first position, how many), through every layer; tokens go by slot and position."""
+    slots = np.concatenate([np.full(count, slot) for slot, _, count in chunks])
+    positions = np.concatenate([np.arange(first, first + count) for _, first, count in chunks])
+    zeros, layers = np.zeros(len(slots), np.int64), case.shape.layers
+    tokens = (31 * positions + 7 * slots) % case.shape.vocab
+    return Rows(tokens, positions, zeros, slots, np.ones((len(slots), layers), np.int32), case.rows.tables)
+
+
+def isas() -> list[str]:
+    """The instruction sets of this machine, for a test's parameters; a name that fails where there is no library."""
+    try:
+        return isas_here()
+    except LibraryMissing:
+        return ["none"]

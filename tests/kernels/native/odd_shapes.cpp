@@ -98,8 +98,8 @@ public:
     Found decode(int isa, int threads) const {
         Found found(pool, s.rows, STEPS, s.vocab);
         D3Model model{LAYERS, s.hidden, s.intermediate, s.heads, s.kv_heads, s.head_dim, s.vocab, s.block_size, blocks,
-                      count + 1, s.rows, LENGTH, s.rows, threads, isa, 1e-5f, 0.5f, embedding, head, layers,
-                      norm.data(), found.pool.data()};
+                      count + 1, s.rows, LENGTH, std::max(s.rows, PROMPT), threads, isa, 1e-5f, 0.5f, embedding,
+                      head, layers, norm.data(), found.pool.data()};
         D3Decoder* decoder = nullptr;
         if (d3_create(&model, &decoder) != D3_OK) fail("no decoder", isa);
         run(decoder, isa, found, 0, s.rows);
@@ -116,6 +116,9 @@ public:
                 if (memcmp(whole, &some.logits[step * part], part * sizeof(float))) fail("other bits in a batch", isa);
             }
         }
+        const std::vector<float> kept = found.pool;
+        prompt(decoder, isa);
+        std::copy(kept.begin(), kept.end(), found.pool.begin());
         int32_t course[2] = {0, 0};
         Found again(found.pool, s.rows, STEPS, s.vocab);
         const D3Run followed = run_of(again, 0, s.rows, course);
@@ -132,7 +135,7 @@ public:
     }
 
 private:
-    static constexpr int LAYERS = 2, STEPS = 3, LENGTH = 3 * 64 + 5;
+    static constexpr int LAYERS = 2, STEPS = 3, LENGTH = 4 * 64 + 5, PROMPT = 58;
 
     [[noreturn]] void fail(const char* what, int isa) const {
         std::fprintf(stderr, "%s: %s, kind %d, hidden %d\n", d3_isa_name(isa), what, head.kind, s.hidden);
@@ -163,6 +166,27 @@ private:
         run.chosen = found.chosen.data(), run.scores = found.scores.data(), run.logits = found.logits.data();
         run.course = course;
         return run;
+    }
+
+    // The last rows of the first sequence in one chunk, which is one of many rows, and in two of fewer.
+    void prompt(D3Decoder* decoder, int isa) const {
+        const int chunks[][2] = {{0, PROMPT}, {0, 21}, {21, PROMPT}};
+        std::vector<int64_t> ids(PROMPT), places(PROMPT), zeros(PROMPT), chosen(PROMPT);
+        std::vector<int32_t> all(PROMPT * LAYERS, 1);
+        std::vector<float> scores(PROMPT), whole(size_t(PROMPT) * s.vocab), parts(whole);
+        for (int row = 0; row < PROMPT; row++) ids[row] = row % s.vocab, places[row] = LENGTH - PROMPT + row;
+        for (const auto& [start, stop] : chunks) {
+            D3Run run{};
+            run.rows = stop - start, run.steps = 1;
+            run.tokens = &ids[start], run.positions = &places[start], run.generation = run.slots = zeros.data();
+            run.cutoffs = all.data(), run.tables = tables.data();
+            run.chosen = chosen.data(), run.scores = scores.data();
+            run.logits = (stop - start == PROMPT ? whole : parts).data() + size_t(start) * s.vocab;
+            if (d3_run(decoder, &run) != D3_OK) fail("a prompt that was refused", isa);
+        }
+        if (memcmp(whole.data(), parts.data(), whole.size() * sizeof(float))) fail("other bits in a chunk", isa);
+        if (!std::all_of(whole.begin(), whole.end(), [](float logit) { return std::isfinite(logit); }))
+            fail("a prompt's logit that is not finite", isa);
     }
 
     // The difference of a row, by its length; a sum of thousands of products is rounded in another order.
