@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from d3engine.executor.choosing import DeviceChoice
 from d3engine.executor.computed import Computed
 from d3engine.executor.eager import EagerExecutor
+from d3engine.kernels.native.choices import Asked, Counted
 from d3engine.kernels.native.library import (
     Decoder,
     Draws,
@@ -31,6 +31,7 @@ from d3engine.model.llama import Llama
 from d3engine.model.weights import LayerWeights
 from d3engine.plan import Chosen, Course, Plan, RunAhead
 from d3engine.request.choice import Choice
+from d3engine.request.sequence import Sequence
 
 MAX_ROWS = 512
 """Rows that go through the layers at once: more go one such part after the other. Enough that weights are widened
@@ -74,7 +75,6 @@ class NativeExecutor:
             num_threads=num_threads,
             isa=isa,
         )
-        self._choice = DeviceChoice(eager.model, max_num_seqs, eager.device)
         self._vocab = eager.model.config.vocab_size
         self._course: Course | None = None
         self.stats = eager.stats
@@ -111,10 +111,6 @@ class NativeExecutor:
         if course is not None and course is self._course:
             return Chosen(*self._decoder.take())
         self._end_course()
-        if ahead.choice > Choice.DRAW:
-            if course is not None:
-                course.end()
-            return self._choose_by_torch(plan, ahead)
         rows, draws = _rows(plan, ahead), _draws(plan, ahead)
         if course is None:
             states = self._states(plan)
@@ -155,23 +151,6 @@ class NativeExecutor:
         """Whatever goes on by itself comes to rest: the pool is the caller's."""
         self._decoder.finish()
         self._course = None
-
-    @torch.inference_mode()
-    def _choose_by_torch(self, plan: Plan, ahead: RunAhead) -> Chosen:
-        """Step by step, each token chosen from the native logits by the operations that choose on a GPU."""
-        rows, count = _rows(plan, ahead), plan.num_rows
-        self._choice.write(plan.sequences, ahead.choice)
-        tokens, chosen, scores = rows.tokens, [], []
-        logits = np.empty((1, count, self._vocab), np.float32)
-        for taken in range(plan.num_steps):
-            now = Rows(tokens, rows.positions + taken, rows.generation + taken, rows.slots, rows.cutoffs, rows.tables)
-            self._decoder.run(now, 1, logits=logits)
-            steps = torch.from_numpy(np.asarray(now.generation, dtype=np.int64))
-            token, score = self._choice.from_logits(torch.from_numpy(logits[0]), steps, ahead.choice)
-            tokens = token.numpy()
-            chosen.append(tokens)
-            scores.append(score.numpy())
-        return Chosen(np.stack(chosen), np.stack(scores))
 
     # -- single steps ------------------------------------------------------------------------------------------
 
@@ -249,6 +228,20 @@ def _draws(plan: Plan, ahead: RunAhead) -> Draws | None:
         np.array([0.0 if asked.greedy else asked.temperature for asked in params], np.float32),
         np.array([sequence.seed for sequence in sequences], np.int64),
         np.array([sequence.index for sequence in sequences], np.int64),
+        [_asked(sequence) for sequence in sequences] if ahead.choice >= Choice.CUT else None,
+    )
+
+
+def _asked(sequence: Sequence) -> Asked:
+    """What a sequence asks for beside a temperature; the logarithm is torch's, as where torch chooses."""
+    params = sequence.params
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    return Asked(
+        float(torch.tensor(params.min_p).log()),
+        params.top_p,
+        params.top_k,
+        *penalties,
+        None if penalties == (1, 0, 0) else Counted.of(sequence.prompt_token_ids, sequence.token_ids),
     )
 
 

@@ -49,6 +49,23 @@ struct D3Model {
     float* pool;             // [num_blocks, 2, block_size, kv_heads, head_dim]
 };
 
+// The tokens that a row's penalties are about, each once, and how often each is in its answer. There is room for as
+// many more as a run has steps.
+struct D3Counted {
+    int64_t* tokens;
+    int32_t* counts;
+    int64_t used;
+    int64_t steps;  // of the run whose tokens are in it
+};
+
+// What a row's choice takes beside a temperature.
+struct D3Choice {
+    float log_min_p, top_p;  // minus infinity and 1 keep all
+    int32_t top_k;           // 0 keeps all
+    float repetition, presence, frequency;
+    D3Counted* counted;      // null: no penalties
+};
+
 // `steps` steps of `rows` rows. Layer l runs at the n-th of them for the rows with generation + n < cutoffs[row, l].
 struct D3Run {
     int32_t rows, steps;
@@ -64,6 +81,7 @@ struct D3Run {
     // Two words that others may look at and write while the run goes on, or null: as long as the first is 0 further
     // steps are begun, and the second says how many have been.
     int32_t* course;
+    const D3Choice* choices;  // [rows], with `temperatures`; null: nobody cuts or has penalties
     // Hidden states that outlive a run, [num_states, hidden], or null: before its layer `kept_layers`, a row leaves its
     // state at `kept_places` + n at the n-th step; and in place of an embedding it begins with that at `resumed_places`
     // + n. A place below 0 stands for none; [rows] each.

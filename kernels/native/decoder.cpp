@@ -64,7 +64,11 @@ D3Decoder::D3Decoder(const D3Model& model, const Kernels& kernels)
 D3Status D3Decoder::check(const D3Run& run) const {
     if (run.rows < 1 || run.rows > model_.max_rows || run.steps < 1) return D3_BAD_RUN;
     if (run.yields && run.steps != 1) return D3_BAD_RUN;  // the next step begins with the token of every row
+    if (run.choices && !run.temperatures) return D3_BAD_RUN;
     for (int row = 0; row < run.rows; row++) {
+        const D3Counted* counted = run.choices ? run.choices[row].counted : nullptr;
+        for (int64_t i = 0; counted && i < counted->used; i++)
+            if (counted->tokens[i] < 0 || counted->tokens[i] >= model_.vocab) return D3_BAD_TOKEN;
         const int64_t first = run.positions[row], last = first + run.steps - 1;
         if (run.tokens[row] < 0 || run.tokens[row] >= model_.vocab) return D3_BAD_TOKEN;
         const int64_t room = std::min<int64_t>(model_.max_positions, int64_t(model_.max_blocks) * model_.block_size);
@@ -378,6 +382,13 @@ Choosing D3Decoder::choosing(const Step& step, int row) const {
             uint32_t(run.generation[row] + step.taken)};
 }
 
+bool D3Decoder::needs_all(const D3Run& run, int row) const {
+    if (!run.choices) return false;
+    const D3Choice& asked = run.choices[row];
+    const bool cuts = asked.log_min_p > -INFINITY || asked.top_k > 0 || asked.top_p < 1;
+    return asked.counted || (cuts && run.temperatures[row] != 0);
+}
+
 void D3Decoder::head(const Step& step) {
     const D3Run& run = step.run;
     active_.clear();
@@ -385,6 +396,11 @@ void D3Decoder::head(const Step& step) {
         if (!run.yields || run.yields[row]) active_.push_back(row);
     if (active_.empty()) return;
     norm(model_.final_norm);
+    if (run.choices) {  // all memory is taken here: where pieces are shared nothing may throw
+        collected_.resize(size_t(model_.max_rows) * model_.vocab);
+        orders_.resize(team_.size());
+        for (auto& order : orders_) order.reserve(model_.vocab);
+    }
     std::fill(best_.begin(), best_.end(), Best::nothing());
     multiply(model_.lm_head, normed_, [&](int worker, int nth, int start, int stop, const float* values) {
         const int row = active_[nth];
@@ -392,8 +408,21 @@ void D3Decoder::head(const Step& step) {
             float* logits = run.logits + (int64_t(step.taken) * run.rows + row) * model_.vocab;
             memcpy(logits + start, values, (stop - start) * sizeof(float));
         }
+        if (needs_all(run, row)) {
+            memcpy(&collected_[size_t(row) * model_.vocab + start], values, (stop - start) * sizeof(float));
+            return;
+        }
         choose(best_[size_t(worker) * model_.max_rows + row], values, start, stop - start, choosing(step, row));
     });
+    if (run.choices) {
+        team_.each(int(active_.size()), [&](int worker, int nth) {
+            const int row = active_[nth];
+            if (!needs_all(run, row)) return;
+            if (step.taken) count(run.choices[row], step.taken, run.chosen[(step.taken - 1) * run.rows + row]);
+            float* logits = &collected_[size_t(row) * model_.vocab];
+            best_[row] = sample(logits, model_.vocab, run.choices[row], choosing(step, row), orders_[worker]);
+        });
+    }
     for (int row : active_) {
         Best best = best_[row];
         for (int worker = 1; worker < team_.size(); worker++) best.meet(best_[size_t(worker) * model_.max_rows + row]);

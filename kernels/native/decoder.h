@@ -11,6 +11,7 @@
 #include "choosing.h"
 #include "kernels.h"
 #include "runner.h"
+#include "sampling.h"
 #include "team.h"
 
 // Floats that begin at a cache line, zeros at first. The system gives their pages when they are first touched, so that
@@ -95,6 +96,7 @@ private:
     void add_product(const D3Matrix& matrix, const Rows& x);
     void gate_up(const D3Layer& layer);
     void head(const Step& step);
+    bool needs_all(const D3Run& run, int row) const;
 
     void norm(const float* weight);
     Product product(const D3Matrix& matrix, const Rows& x) const;
@@ -120,6 +122,8 @@ private:
     Floats strips_;                // the vectors of a product of many rows
     std::vector<float> partials_;  // [block and head, span], where spans are shared out
     std::vector<Best> best_;  // [workers, rows]
+    std::vector<float> collected_;                // [rows, vocab]: all logits of the rows that cut or have penalties
+    std::vector<std::vector<uint64_t>> orders_;  // [workers]: scratch of `sample`
     D3Run run_;               // that the runner is at
 
 public:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from d3engine.kernels.native import build
+from d3engine.kernels.native.choices import Asked, structures
 from d3engine.kernels.quantized import Int4Weight, Int8Weight, Weight
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
@@ -87,7 +88,7 @@ class _Model(Structure):
 
 _ARRAYS = (
     *("tokens", "positions", "generation", "slots", "cutoffs", "tables", "temperatures", "seeds", "indices"),
-    *("chosen", "scores", "logits", "yields", "course"),
+    *("chosen", "scores", "logits", "yields", "course", "choices"),
 )
 
 
@@ -175,11 +176,15 @@ class NativeModel:
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """How rows draw: `temperatures` float32, 0 for the likeliest token, int64 `seeds` and `indices`; [rows] each."""
+    """How rows draw: `temperatures` float32, 0 for the likeliest token, int64 `seeds` and `indices`; [rows] each.
+
+    `asked` has what each row asks for beside it; None where nobody cuts or has penalties.
+    """
 
     temperatures: npt.NDArray[np.float32]
     seeds: npt.NDArray[np.int64]
     indices: npt.NDArray[np.int64]
+    asked: list[Asked] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,7 +319,7 @@ class Decoder:
 
 def _run_of(
     rows: Rows, steps: int, draws: Draws | None, **further: npt.NDArray[Any] | None
-) -> tuple[_Run, dict[str, npt.NDArray[Any]]]:
+) -> tuple[_Run, dict[str, Any]]:
     """The structure of a run, and the arrays that it points to, which must live as long as it goes on."""
     count = len(rows.tokens)
     given: dict[str, npt.NDArray[Any] | None] = {
@@ -330,7 +335,12 @@ def _run_of(
         given["seeds"] = np.ascontiguousarray(draws.seeds, np.int64)
         given["indices"] = np.ascontiguousarray(draws.indices, np.int64)
     held = {name: array for name, array in given.items() if array is not None}
-    return _Run(count, steps, **{name: array.ctypes.data for name, array in held.items()}), held
+    run = _Run(count, steps, **{name: array.ctypes.data for name, array in held.items()})
+    if draws is None or draws.asked is None:
+        return run, held
+    choices, keeps = structures(draws.asked, steps)
+    run.choices = ctypes.addressof(choices)
+    return run, held | {"choices": (choices, keeps)}
 
 
 @cache
