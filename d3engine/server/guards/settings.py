@@ -38,7 +38,6 @@ class GuardSettings:
         drain_timeout: after SIGTERM, for requests to be answered.
         health_stall_seconds: without a step while requests are unfinished; after them /health says that it hangs.
         metrics_prefix: of the names of all metrics.
-        otlp_endpoint: where traces go, as an address of OTLP over HTTP; None: nowhere.
     """
 
     host: str = "127.0.0.1"
@@ -60,7 +59,6 @@ class GuardSettings:
     health_stall_seconds: float = 60.0
 
     metrics_prefix: str = "d3engine"
-    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         require_integer("port", self.port, 0, 65535)

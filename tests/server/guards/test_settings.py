@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
+from d3engine.cli.server_options import LIMITS, WHAT, WHO
 from d3engine.errors import InvalidValueError
 from d3engine.server.guards.settings import GuardSettings
+from d3engine.server.settings import ServerSettings
 
 
 @pytest.mark.parametrize(
@@ -48,3 +51,8 @@ def test_without_a_key_only_this_machine_is_served(host: str) -> None:
         GuardSettings(host=host)
     assert not GuardSettings(host=host, api_keys=("a-long-key",)).is_local
     assert not GuardSettings(host=host, allow_no_key=True).is_local
+
+
+def test_whoever_starts_the_server_can_decide_all_that_there_is_to_decide() -> None:
+    decided = {field.name for settings in (GuardSettings, ServerSettings) for field in fields(settings)} - {"guards"}
+    assert {*WHO, *WHAT, *LIMITS} - {"api_key_file"} == decided
