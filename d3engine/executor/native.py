@@ -17,16 +17,8 @@ from torch import Tensor
 from d3engine.executor.computed import Computed
 from d3engine.executor.eager import EagerExecutor
 from d3engine.kernels.native.choices import Asked, Counted
-from d3engine.kernels.native.library import (
-    Decoder,
-    Draws,
-    HiddenStates,
-    Linear,
-    NativeError,
-    NativeLayer,
-    NativeModel,
-    Rows,
-)
+from d3engine.kernels.native.library import Decoder, Draws, HiddenStates, Rows
+from d3engine.kernels.native.model import Linear, NativeError, NativeLayer, NativeModel
 from d3engine.model.llama import Llama
 from d3engine.model.weights import LayerWeights
 from d3engine.plan import Chosen, Course, Plan, RunAhead

@@ -16,7 +16,8 @@ from d3engine.errors import require
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.interface import Executor
 from d3engine.executor.native import NativeExecutor
-from d3engine.kernels.native.library import LibraryMissing, NativeError, isas_here
+from d3engine.kernels.native.library import LibraryMissing, isas_here
+from d3engine.kernels.native.model import NativeError
 from d3engine.loading.parts import eager_executor
 from d3engine.loading.settings import EngineSettings, ExecutorKind
 from d3engine.model.weights import LlamaWeights

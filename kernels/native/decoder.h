@@ -49,6 +49,9 @@ private:
     Floats floats_;
 };
 
+constexpr int BLOCK_QUERIES = 32;  // heads that go through a chunk of entries together
+static_assert(BLOCK_QUERIES <= MOST_QUERIES);
+
 struct D3Decoder {
     D3Decoder(const D3Model& model, const Kernels& kernels);
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_char_p, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -16,22 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from d3engine.kernels.native import build
 from d3engine.kernels.native.choices import Asked, structures
-from d3engine.kernels.quantized import Int4Weight, Int8Weight, Weight
-
-_KINDS = {torch.float32: 0, torch.bfloat16: 1}
-_INT8, _INT4 = 2, 3
+from d3engine.kernels.native.model import LayerStructure, Linear, ModelStructure, NativeError, NativeModel, address_of
 
 
 class LibraryMissing(Exception):
     """There is no native library here; the message says why, and what to do."""
-
-
-class NativeError(RuntimeError):
-    """The library has refused what it was given, or could not do it."""
 
 
 _REFUSALS = {
@@ -46,44 +38,6 @@ _REFUSALS = {
     9: "the decoder is at work in another thread",
     10: "a place is outside the hidden states that the run brings",
 }
-
-
-class _Matrix(Structure):
-    _fields_ = (
-        *((name, c_int32) for name in ("kind", "rows", "columns")),
-        *((name, c_void_p) for name in ("values", "scales", "bias")),
-    )
-
-
-class _Layer(Structure):
-    _fields_ = (
-        ("attention_norm", c_void_p),
-        ("qkv", _Matrix),
-        ("output", _Matrix),
-        ("mlp_norm", c_void_p),
-        ("gate_up", _Matrix),
-        ("down", _Matrix),
-        ("head_norms", c_void_p),
-        ("rotations", c_void_p),
-    )
-
-
-_SIZES = (
-    *("num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab"),
-    *("block_size", "max_blocks", "num_blocks", "num_slots", "max_positions", "max_rows", "num_threads", "isa"),
-)
-
-
-class _Model(Structure):
-    _fields_ = (
-        *((name, c_int32) for name in _SIZES),
-        ("eps", c_float),
-        ("scale", c_float),
-        ("embedding", _Matrix),
-        ("lm_head", _Matrix),
-        ("layers", POINTER(_Layer)),
-        *((name, c_void_p) for name in ("final_norm", "pool")),
-    )
 
 
 _ARRAYS = (
@@ -104,74 +58,6 @@ class _Run(Structure):
         ("num_states", c_int64),
         *((name, c_void_p) for name in _OF_STATES),
     )
-
-
-@dataclass(frozen=True, eq=False)
-class Linear:
-    """A weight matrix and its bias float32 [rows], if it has one."""
-
-    weight: Weight
-    bias: Tensor | None = None
-
-    def structure(self) -> _Matrix:
-        weight = self.weight
-        bias = None if self.bias is None else _address(self.bias, torch.float32)
-        if isinstance(weight, Int8Weight):
-            return _Matrix(_INT8, *weight.shape, *_addresses(weight.values, weight.scales), bias)
-        if isinstance(weight, Int4Weight):
-            return _Matrix(_INT4, *weight.shape, *_addresses(weight.packed, weight.scales), bias)
-        if weight.dtype not in _KINDS:
-            raise NativeError(f"the native library knows no {weight.dtype} matrices")
-        return _Matrix(_KINDS[weight.dtype], *weight.shape, _address(weight, weight.dtype), None, bias)
-
-
-@dataclass(frozen=True, eq=False)
-class NativeLayer:
-    """The weights of one layer; norms are float32.
-
-    `rotations` complex64 [positions, head_dim / 2], None for a layer without rope. `head_norms` [2, head_dim], those of
-    query heads and of key heads before rope, or None.
-    """
-
-    attention_norm: Tensor
-    qkv: Linear
-    output: Linear
-    mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
-    rotations: Tensor | None
-    head_norms: Tensor | None = None
-
-    def structure(self) -> _Layer:
-        return _Layer(
-            _address(self.attention_norm, torch.float32),
-            self.qkv.structure(),
-            self.output.structure(),
-            _address(self.mlp_norm, torch.float32),
-            self.gate_up.structure(),
-            self.down.structure(),
-            None if self.head_norms is None else _address(self.head_norms, torch.float32),
-            None if self.rotations is None else _address(self.rotations, torch.complex64),
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class NativeModel:
-    """A model whose activations are float32, and the pool [blocks, 2, block_size, kv heads, head_dim] that it fills.
-
-    Matrices are float32, bfloat16, int8 or int4, the embedding float32 or bfloat16. Rotations have `max_positions`
-    rows; `scale` is what scores are multiplied by.
-    """
-
-    layers: tuple[NativeLayer, ...]
-    embedding: Tensor
-    final_norm: Tensor
-    lm_head: Weight
-    pool: Tensor
-    num_heads: int
-    max_positions: int
-    eps: float
-    scale: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,21 +112,21 @@ class Decoder:
         self.num_threads = num_threads
         self.isa = isas_here()[0] if isa == "auto" else isa
         num_blocks, _, block_size, kv_heads, head_dim = model.pool.shape
-        layers = (_Layer * len(model.layers))(*(layer.structure() for layer in model.layers))
+        layers = (LayerStructure * len(model.layers))(*(layer.structure() for layer in model.layers))
         sizes = (
             *(len(model.layers), model.embedding.shape[1], model.layers[0].down.weight.shape[1], model.num_heads),
             *(kv_heads, head_dim, self._vocab, block_size, max_blocks, num_blocks, num_slots),
             *(model.max_positions, max_rows, num_threads, _all_isas().index(self.isa)),
         )
-        structure = _Model(
+        structure = ModelStructure(
             *sizes,
             model.eps,
             model.scale,
             Linear(model.embedding).structure(),
             Linear(model.lm_head).structure(),
             layers,
-            _address(model.final_norm, torch.float32),
-            _address(model.pool, torch.float32),
+            address_of(model.final_norm, torch.float32),
+            address_of(model.pool, torch.float32),
         )
         made = c_void_p()
         _check(self._library.d3_create(byref(structure), byref(made)))
@@ -364,7 +250,7 @@ def load(path: Path) -> ctypes.CDLL:
     found.d3_isa_name.restype = c_char_p
     found.d3_isa_name.argtypes = [c_int32]
     found.d3_isa_runs_here.argtypes = [c_int32]
-    found.d3_create.argtypes = [POINTER(_Model), POINTER(c_void_p)]
+    found.d3_create.argtypes = [POINTER(ModelStructure), POINTER(c_void_p)]
     found.d3_run.argtypes = [c_void_p, POINTER(_Run)]
     found.d3_begin.argtypes = [c_void_p, POINTER(_Run)]
     found.d3_await.argtypes = [c_void_p, c_int32]
@@ -388,14 +274,3 @@ def _all_isas() -> list[str]:
 def _check(status: int) -> None:
     if status:
         raise NativeError(_REFUSALS.get(status, f"the native library returned the unknown status {status}"))
-
-
-def _addresses(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(_address(tensor, tensor.dtype) for tensor in tensors)
-
-
-def _address(tensor: Tensor, dtype: torch.dtype) -> int:
-    """Where a tensor lies; raises `NativeError` for one that is not plain memory of `dtype` on the CPU."""
-    if tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise NativeError(f"a {tensor.dtype} tensor on {tensor.device} is not contiguous {dtype} on the CPU")
-    return tensor.data_ptr()

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from native_models import Case, Shape
 
-from d3engine.kernels.native.library import Decoder, Draws, NativeError
+from d3engine.kernels.native.library import Decoder, Draws
+from d3engine.kernels.native.model import NativeError
 
 STEPS = 6
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from native_models import Case, Shape
 
-from d3engine.kernels.native.library import NativeError
+from d3engine.kernels.native.model import NativeError
 
 SHAPE = Shape(layers=3, hidden=128, intermediate=320, rows=4, vocab=2000)
 

@@ -1,0 +1,135 @@
+"""A model as the library is told of it: where its tensors lie, and of what kind they are."""
+
+from __future__ import annotations
+
+from ctypes import POINTER, Structure, c_float, c_int32, c_void_p
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from d3engine.kernels.quantized import Int4Weight, Int8Weight, Weight
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1}
+_INT8, _INT4 = 2, 3
+
+
+class NativeError(RuntimeError):
+    """The library has refused what it was given, or could not do it."""
+
+
+class MatrixStructure(Structure):
+    _fields_ = (
+        *((name, c_int32) for name in ("kind", "rows", "columns")),
+        *((name, c_void_p) for name in ("values", "scales", "bias")),
+    )
+
+
+class LayerStructure(Structure):
+    _fields_ = (
+        ("attention_norm", c_void_p),
+        ("qkv", MatrixStructure),
+        ("output", MatrixStructure),
+        ("mlp_norm", c_void_p),
+        ("gate_up", MatrixStructure),
+        ("down", MatrixStructure),
+        ("head_norms", c_void_p),
+        ("rotations", c_void_p),
+    )
+
+
+_SIZES = (
+    *("num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab"),
+    *("block_size", "max_blocks", "num_blocks", "num_slots", "max_positions", "max_rows", "num_threads", "isa"),
+)
+
+
+class ModelStructure(Structure):
+    _fields_ = (
+        *((name, c_int32) for name in _SIZES),
+        ("eps", c_float),
+        ("scale", c_float),
+        ("embedding", MatrixStructure),
+        ("lm_head", MatrixStructure),
+        ("layers", POINTER(LayerStructure)),
+        *((name, c_void_p) for name in ("final_norm", "pool")),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """A weight matrix and its bias float32 [rows], if it has one."""
+
+    weight: Weight
+    bias: Tensor | None = None
+
+    def structure(self) -> MatrixStructure:
+        weight = self.weight
+        bias = None if self.bias is None else address_of(self.bias, torch.float32)
+        if isinstance(weight, Int8Weight):
+            return MatrixStructure(_INT8, *weight.shape, *_addresses(weight.values, weight.scales), bias)
+        if isinstance(weight, Int4Weight):
+            return MatrixStructure(_INT4, *weight.shape, *_addresses(weight.packed, weight.scales), bias)
+        if weight.dtype not in _KINDS:
+            raise NativeError(f"the native library knows no {weight.dtype} matrices")
+        return MatrixStructure(_KINDS[weight.dtype], *weight.shape, address_of(weight, weight.dtype), None, bias)
+
+
+@dataclass(frozen=True, eq=False)
+class NativeLayer:
+    """The weights of one layer; norms are float32.
+
+    `rotations` complex64 [positions, head_dim / 2], None for a layer without rope. `head_norms` [2, head_dim], those of
+    query heads and of key heads before rope, or None.
+    """
+
+    attention_norm: Tensor
+    qkv: Linear
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    rotations: Tensor | None
+    head_norms: Tensor | None = None
+
+    def structure(self) -> LayerStructure:
+        return LayerStructure(
+            address_of(self.attention_norm, torch.float32),
+            self.qkv.structure(),
+            self.output.structure(),
+            address_of(self.mlp_norm, torch.float32),
+            self.gate_up.structure(),
+            self.down.structure(),
+            None if self.head_norms is None else address_of(self.head_norms, torch.float32),
+            None if self.rotations is None else address_of(self.rotations, torch.complex64),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class NativeModel:
+    """A model whose activations are float32, and the pool [blocks, 2, block_size, kv heads, head_dim] that it fills.
+
+    Matrices are float32, bfloat16, int8 or int4, the embedding float32 or bfloat16. Rotations have `max_positions`
+    rows; `scale` is what scores are multiplied by.
+    """
+
+    layers: tuple[NativeLayer, ...]
+    embedding: Tensor
+    final_norm: Tensor
+    lm_head: Weight
+    pool: Tensor
+    num_heads: int
+    max_positions: int
+    eps: float
+    scale: float
+
+
+def _addresses(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(address_of(tensor, tensor.dtype) for tensor in tensors)
+
+
+def address_of(tensor: Tensor, dtype: torch.dtype) -> int:
+    """Where a tensor lies; raises `NativeError` for one that is not plain memory of `dtype` on the CPU."""
+    if tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise NativeError(f"a {tensor.dtype} tensor on {tensor.device} is not contiguous {dtype} on the CPU")
+    return tensor.data_ptr()
