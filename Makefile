@@ -109,9 +109,10 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) --editable ".[eval,plots,test]"
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed-test
+# It holds all that the tests need, too.
+$(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) --editable ".[dev]"
-	@touch $@
+	@touch $(VENV)/.installed-test $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
