@@ -52,8 +52,8 @@ class TagForEveryPython(bdist_wheel):
         return "py3", "none", super().get_tag()[2] if is_built else "any"
 
 
-# The bundled model's folder holds data alone, which setuptools wants to be told of as a package too.
-packages = [*find_packages(include=["d3engine", "d3engine.*"]), "d3engine.demo_model"]
+# The bundled model's folder and the page's hold data alone, which setuptools wants to be told of as packages too.
+packages = [*find_packages(include=["d3engine", "d3engine.*"]), "d3engine.demo_model", "d3engine.server.page"]
 for folder in TOP_LEVEL:
     packages.append(f"d3engine.{folder}")
     packages.extend(f"d3engine.{folder}.{name}" for name in find_packages(folder))

@@ -14,11 +14,13 @@ from starlette.routing import Route
 from d3engine.async_engine.client import EngineClient
 from d3engine.server.errors import RequestError, as_request_error, error_response
 from d3engine.server.guards.exchange import Exchange, log_exchange
+from d3engine.server.guards.keys import OPEN_PATHS
 from d3engine.server.guards.stack import guards
 from d3engine.server.routes.chat import create_chat_completion
 from d3engine.server.routes.completions import create_completion
 from d3engine.server.routes.models import list_models, show_model
 from d3engine.server.routes.operation import show_health, show_metrics, show_readiness, show_version
+from d3engine.server.routes.page import PAGE_PATHS, PAGE_ROUTES
 from d3engine.server.routes.tokens import detokenize, tokenize, tokenizer_info
 from d3engine.server.served import Served
 from d3engine.server.settings import ServerSettings
@@ -52,8 +54,8 @@ def create_app(client: EngineClient, settings: ServerSettings) -> Starlette:
         served.meters.count_exchange(exchange)
 
     app = Starlette(
-        routes=list(ROUTES),
-        middleware=guards(settings.guards, served.traffic, note),
+        routes=[*ROUTES, *PAGE_ROUTES],
+        middleware=guards(settings.guards, served.traffic, note, OPEN_PATHS | PAGE_PATHS),
         exception_handlers={HTTPException: _no_route, Exception: _failed},
     )
     app.state.served, app.state.traffic = served, served.traffic

@@ -1,0 +1,194 @@
+// The page as a whole: what is chosen, what runs, and what is said of it.
+
+import { getJson, key } from "./api.js";
+import { DepthScale } from "./colours.js";
+import { Pane } from "./pane.js";
+import { drawLegend } from "./strip.js";
+import { firstDifference } from "./tokens.js";
+
+const $ = (id) => document.getElementById(id);
+const scale = new DepthScale();
+const panes = [new Pane(scale, draw), new Pane(scale, draw)];
+$("panes").append(...panes.map((pane) => pane.element));
+let models = [];
+let running = null;
+
+const isComparing = () => $("compare").checked;
+const isChat = () => document.querySelector("input[name=mode]:checked").value === "chat";
+const maxTokens = () => Math.min(Math.max(Math.floor(Number($("max-tokens").value)) || 1, 1), 100_000);
+const shownPanes = () => (isComparing() ? panes : [panes[1]]);
+
+// -- what is there to ask ---------------------------------------------------------------------------------------------
+
+async function load() {
+  tell(null);
+  try {
+    models = (await getJson("v1/models")).data;
+    $("key-form").hidden = true;
+  } catch (error) {
+    if (error.status === 401) askForKey();
+    tell(error.status === 401 && !key.get() ? null : error.message);
+    $("run").disabled = true;
+    return;
+  }
+  const bases = models.filter(({ parent }) => parent === null);
+  $("model").replaceChildren(...bases.map(({ id }) => new Option(id, id)));
+  offer();
+  $("run").disabled = false;
+  const info = await getJson("tokenizer_info").catch(() => ({}));
+  if (info.chat_template === null) {
+    document.querySelector("input[value=completion]").checked = true;
+    changeMode();
+  }
+}
+
+function askForKey() {
+  $("key-form").hidden = false;
+  $("key").focus();
+}
+
+/** Full depth beside the server's own; where that is full depth, D3 beside it. */
+function offer() {
+  const model = models.find(({ id }) => id === $("model").value);
+  const aliases = models.filter(({ parent }) => parent !== null);
+  panes[0].offer(model, aliases, "full");
+  panes[1].offer(model, aliases, model.d3ext.depth.policy === "full" ? "d3" : "auto");
+  draw();
+}
+
+function changeMode() {
+  $("prompt-label").textContent = isChat() ? "Message" : "Prompt";
+  $("prompt").placeholder = isChat() ? "Ask the model something" : "Begin a text for the model to go on with";
+}
+
+// -- how it looks -----------------------------------------------------------------------------------------------------
+
+function draw() {
+  if (!models.length) return;
+  panes[0].element.hidden = !isComparing();
+  const layers = panes[0].layers;
+  const least = Math.min(...shownPanes().map((pane) => pane.leastLayers(maxTokens())));
+  scale.set(layers, least);
+  for (const pane of shownPanes()) pane.draw(maxTokens());
+  const legend = $("legend");
+  legend.hidden = false;
+  legend.setAttribute("aria-label", `Colours go from ${layers} layers, dark, to ${least}, light.`);
+  legend.querySelector(".legend-deep").textContent = `${layers} layers`;
+  legend.querySelector(".legend-shallow").textContent = least;
+  drawLegend(legend.querySelector("canvas"), scale);
+  showDifference();
+}
+
+/** A depth below all that were drawn so far gets a colour of its own. */
+function widenScale() {
+  const lowest = Math.min(...shownPanes().map((pane) => pane.turns.at(-1)?.tokens.depths.at(-1) ?? Infinity));
+  if (lowest < scale.least) draw();
+}
+
+function showDifference() {
+  const sentence = difference();
+  $("difference").textContent = sentence ?? "";
+  $("difference").hidden = sentence === null;
+}
+
+function difference() {
+  const turns = panes.map((pane) => pane.turns.at(-1));
+  if (!isComparing() || turns.some((turn) => !turn?.tokens.length)) return null;
+  const areComplete = turns.every((turn) => !turn.isRunning && turn.tokens.finish);
+  const number = firstDifference(turns[0].tokens, turns[1].tokens, areComplete);
+  if (number === null) return areComplete ? "Both answers are the same." : "The answers agree so far.";
+  for (const turn of turns) turn.markDifference(number);
+  return `The answers differ first at token ${number + 1}.`;
+}
+
+function tell(problem) {
+  $("problem").textContent = problem ?? "";
+  $("problem").hidden = problem === null;
+}
+
+// -- what it does -----------------------------------------------------------------------------------------------------
+
+async function run(question) {
+  running = new AbortController();
+  setButtons();
+  $("status").textContent = "Generating.";
+  const ask = { isChat: isChat(), sampling: sampling(), signal: running.signal, progress };
+  const shown = shownPanes();
+  const turns = await Promise.all(shown.map((pane) => pane.run(question, ask)));
+  running = null;
+  setButtons();
+  draw();
+  $("status").textContent = turns.map((turn, i) => spoken(shown[i].name, turn)).join(" ") + ` ${difference() ?? ""}`;
+}
+
+/** A message is sent and gone; a prompt stays, to be changed and run again. */
+function runPrompt() {
+  const question = $("prompt").value;
+  if (running || $("run").disabled || !question.trim()) return;
+  if (isChat()) $("prompt").value = "";
+  run(question);
+}
+
+function progress() {
+  widenScale();
+  showDifference();
+}
+
+/** What a screen reader says when all is done: once, not at every token. */
+function spoken(name, turn) {
+  const problem = turn.element.querySelector(".error").textContent;
+  return problem ? `${name}: ${problem}` : `${name}, ${turn.words()}: ${turn.tokens.text}`;
+}
+
+function sampling() {
+  const number = (id) => ($(id).value === "" ? {} : { [id.replace("-", "_")]: Number($(id).value) });
+  return { ...number("max-tokens"), ...number("temperature"), ...number("seed") };
+}
+
+function setButtons() {
+  const hasTurns = panes.some((pane) => pane.turns.length > 0);
+  $("run").disabled = running !== null;
+  $("stop").disabled = running === null;
+  $("retry").disabled = $("clear").disabled = running !== null || !hasTurns;
+  $("model").disabled = $("compare").disabled = running !== null;
+  for (const pane of panes) pane.select.disabled = running !== null;
+}
+
+$("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  runPrompt();
+});
+$("prompt").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  runPrompt();
+});
+$("stop").addEventListener("click", () => running?.abort());
+$("retry").addEventListener("click", () => {
+  const questions = shownPanes().map((pane) => pane.takeBack());
+  run(questions.findLast((question) => question !== null));
+});
+$("clear").addEventListener("click", () => {
+  for (const pane of panes) pane.clear();
+  setButtons();
+  draw();
+  $("prompt").focus();
+});
+$("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  key.set($("key").value.trim());
+  $("key").value = "";
+  load();
+});
+$("model").addEventListener("change", offer);
+$("compare").addEventListener("change", draw);
+$("max-tokens").addEventListener("input", draw);
+$("mode").addEventListener("change", changeMode);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+let width = 0;
+new ResizeObserver(([{ contentRect }]) => {
+  if (contentRect.width !== width) draw(); // its height changes with each line of an answer
+  width = contentRect.width;
+}).observe($("panes"));
+
+load();

@@ -1,0 +1,101 @@
+"""The page at /: its files are served whole and safely, and it asks for nothing of anybody else.
+
+What it does in a browser, test_browser.py says.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "d3engine" / "server" / "page"
+FILES = sorted(file.name for file in FOLDER.iterdir())
+SCRIPTS = [name for name in FILES if name.endswith(".js")]
+
+
+def test_the_page_is_at_the_root_under_a_policy_that_lets_it_load_its_own_files_alone(http: httpx.Client) -> None:
+    answer = http.get("/")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert answer.text == (FOLDER / "index.html").read_text()
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'self';")
+    assert "unsafe" not in policy
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_all_that_the_page_and_its_scripts_name_is_there(http: httpx.Client) -> None:
+    named = set(re.findall(r'(?:href|src)="(page/[^"]+)"', (FOLDER / "index.html").read_text()))
+    for name in SCRIPTS:
+        named |= {f"page/{other}" for other in re.findall(r'from "\./([^"]+)"', (FOLDER / name).read_text())}
+    assert named == {f"page/{name}" for name in FILES if name != "index.html"}
+    types = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+    for path in named:
+        answer = http.get(f"/{path}")
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].partition(";")[0] == types[Path(path).suffix]
+        assert "default-src 'self'" in answer.headers["content-security-policy"]
+        assert answer.content == (FOLDER / Path(path).name).read_bytes()
+
+
+def test_a_file_that_a_browser_has_is_not_sent_again(http: httpx.Client) -> None:
+    first = http.get("/page/app.js")
+    assert first.headers["cache-control"] == "no-cache"
+    again = http.get("/page/app.js", headers={"If-None-Match": f'"other", W/{first.headers["etag"]}'})
+    assert (again.status_code, again.content) == (304, b"")
+    assert again.headers["etag"] == first.headers["etag"]
+    assert http.get("/page/app.js", headers={"If-None-Match": '"other"'}).content == first.content
+    assert http.get("/page/style.css").headers["etag"] != first.headers["etag"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/page/", "/page/none.js", "/page/../app.py", "/page/%2e%2e/app.py", "/page/index.html"]
+)
+def test_nothing_else_of_the_disk_is_served(http: httpx.Client, path: str) -> None:
+    assert http.get(path).status_code == 404
+
+
+def test_the_page_needs_no_key_where_everything_it_asks_for_does() -> None:
+    from serving import serving
+    from starlette.responses import PlainTextResponse
+    from starlette.routing import Route
+
+    from d3engine.server.guards.exchange import log_exchange
+    from d3engine.server.guards.keys import OPEN_PATHS
+    from d3engine.server.guards.settings import GuardSettings
+    from d3engine.server.guards.stack import guards
+    from d3engine.server.guards.traffic import Traffic
+    from d3engine.server.routes.page import PAGE_PATHS, PAGE_ROUTES
+
+    def models(request: object) -> PlainTextResponse:
+        return PlainTextResponse("models")
+
+    keyed = GuardSettings(api_keys=("a-key-of-mine",))
+    stack = guards(keyed, Traffic(4), log_exchange, OPEN_PATHS | PAGE_PATHS)
+    with serving(Starlette(routes=[Route("/v1/models", models), *PAGE_ROUTES], middleware=stack)) as address:
+        assert httpx.get(f"{address}/v1/models").status_code == 401
+        for path in PAGE_PATHS:
+            assert httpx.get(f"{address}{path}").status_code == 200
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_file_names_another_host_or_makes_markup_of_text(name: str) -> None:
+    text = (FOLDER / name).read_text()
+    assert re.findall(r"(?:https?:)?//[a-z0-9-]+\.[a-z.]+", text.replace("http://www.w3.org/2000/svg", "")) == []
+    sinks = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|srcdoc|\beval\(|new Function|javascript:"
+    assert re.findall(sinks, text) == []
+    if name == "index.html":
+        assert re.findall(r"<style|style=|\son\w+=|<script(?![^>]*\ssrc=)", text) == []
+
+
+def test_its_colours_are_those_of_the_terminal_and_the_pictures() -> None:
+    from d3engine.pictures.colours import RAMP
+
+    found = re.search(r"RAMP = \[(.*?)\]", (FOLDER / "colours.js").read_text())
+    assert found is not None
+    assert tuple(re.findall(r'"(#\w+)"', found[1])) == RAMP
