@@ -41,7 +41,7 @@ WHAT: OptionTable = {
     "sse_keep_alive_seconds": ("--sse-keep-alive-interval", float, "Seconds of silence in a stream (15; 0: any)."),
 }
 LIMITS: OptionTable = {
-    "max_queue": ("--max-queue", int, "Requests that wait beside those that run (4 times --max-num-seqs)."),
+    "max_queue": ("--max-queue", int, "Sequences that wait beside those that run (4 times --max-num-seqs)."),
     "max_body_bytes": ("--max-body-bytes", int, "Bytes of a request at most (8 MiB)."),
     "request_timeout": ("--request-timeout", float, "Seconds until an answer must be complete (no limit)."),
     "header_timeout": ("--header-timeout", float, "Seconds for the head of a request to come (10)."),

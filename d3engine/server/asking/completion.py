@@ -39,7 +39,10 @@ async def completion_job(request: Request) -> tuple[Job[CompletionRequest], dict
     if asked.add_special_tokens is False:
         prompts = await without_special_tokens(served, prompts)
     with named("response_format" if asked.structured_outputs is None else "structured_outputs"):
-        prepared = await prepare_all(served, prompts, params, priority=asked.priority, max_tokens=max_tokens)
+        n_field = "n" if asked.best_of is None else "best_of"
+        prepared = await prepare_all(
+            served, prompts, params, priority=asked.priority, max_tokens=max_tokens, n_field=n_field
+        )
     return Job(served, asked, model, prepared, depth, id_prefix="cmpl"), headers
 
 

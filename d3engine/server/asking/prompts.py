@@ -46,11 +46,15 @@ async def prepare_all(
     *,
     priority: int | None,
     max_tokens: int | None,
+    n_field: str = "n",
 ) -> list[Prepared]:
     """Each prompt with these parameters, checked for the model and its length; `max_tokens` is what was asked for.
 
-    Raises `RequestError` or `InvalidValueError` for the first that can never run.
+    `n_field` is the field of the request that says how many answers there are for each prompt. Raises `RequestError`
+    or `InvalidValueError` for the first that can never run, and where all of them are more than the server has room
+    for.
     """
+    _check_room(served, len(prompts), params.n, n_field)
     try:
         return list(
             await asyncio.gather(
@@ -59,6 +63,17 @@ async def prepare_all(
         )
     except InvalidValueError as error:
         raise _of_length(error) or error from None
+
+
+def _check_room(served: Served, num_prompts: int, n: int, n_field: str) -> None:
+    """Refuse what would find no room in an idle server either: to be told to come back would be no help."""
+    places = served.traffic.places
+    if num_prompts * n <= places:
+        return
+    field, given, most = ("prompt", num_prompts, places // n) if n <= places else (n_field, n, places)
+    kind = "prompts" if field == "prompt" else "answers per prompt"
+    why = f"since the server has room for {places} sequences"
+    raise invalid(field, must_be(field, f"{given} {kind}", f"at most {most} {kind}, {why}") + ".", "too_many_sequences")
 
 
 async def _prepare(

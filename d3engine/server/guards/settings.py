@@ -29,7 +29,7 @@ class GuardSettings:
         allowed_hosts: names by which clients may call it; none: this machine's on a loopback address, elsewhere any.
         allowed_origins: origins whose pages may call it; none: no page of another origin.
         max_body_bytes: of a request.
-        max_queue: requests that wait for a place in the batch; None: four times max_num_seqs.
+        max_queue: sequences that wait for a place in the batch; None: four times max_num_seqs.
         header_timeout: until the head of a request is there.
         body_timeout: until its body is there.
         request_timeout: until the answer is complete; None: no limit.

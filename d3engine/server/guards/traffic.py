@@ -54,13 +54,13 @@ class Place:
         self._taken = 0
 
     def take(self, count: int) -> None:
-        """Room for `count` more sequences; raises `RequestError` (429) where others have left too little.
+        """Room for `count` more sequences; raises `RequestError` (429) where too little is left.
 
-        A request that finds nobody else there is never refused, however large it is: it would be for ever.
+        A request that is larger than all of the room is refused before it comes here: it would be told to come back
+        for ever.
         """
         traffic = self._traffic
-        others = traffic.taken - self._taken
-        if traffic.taken + count > traffic.places and others > 0:
+        if traffic.taken + count > traffic.places:
             message = "The server has as many requests as it takes; try again later."
             raise RequestError(429, message, code="queue_full", headers={"Retry-After": RETRY_AFTER})
         traffic.taken += count

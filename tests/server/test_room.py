@@ -1,0 +1,98 @@
+"""The room of a server: what a request takes of it, and what it is told when it does not fit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+    from d3engine import AsyncEngine
+
+SAMPLED: dict[str, Any] = {"max_tokens": 2, "temperature": 1, "seed": 1}
+COMPLETION = {"prompt": "Tom has", **SAMPLED}
+CHAT = {"messages": [{"role": "user", "content": "Tom has 5 pens."}], **SAMPLED}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[AsyncEngine]:
+    from d3engine import AsyncEngine
+
+    engine = AsyncEngine("demo", device="cpu", kv_cache_memory_bytes=2**22, max_num_seqs=2)
+    yield engine
+    asyncio.run(engine.close())
+
+
+@pytest.fixture(scope="module")
+def app(engine: AsyncEngine) -> Starlette:
+    """With room for two sequences that run and two that wait."""
+    from d3engine.server.app import create_app
+    from d3engine.server.guards.settings import GuardSettings
+    from d3engine.server.settings import ServerSettings
+
+    return create_app(engine, ServerSettings(model_names=("demo",), guards=GuardSettings(max_queue=2)))
+
+
+@pytest.fixture(scope="module")
+def small(app: Starlette) -> Iterator[httpx.Client]:
+    """A client of that app."""
+    from serving import serving
+
+    with serving(app) as url, httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sequences"),
+    [
+        ("/v1/completions", COMPLETION, 1),
+        ("/v1/completions", COMPLETION | {"n": 4}, 4),
+        ("/v1/completions", COMPLETION | {"prompt": ["Tom", "Ann"], "n": 2}, 4),
+        ("/v1/completions", COMPLETION | {"best_of": 3}, 3),
+        ("/v1/completions", COMPLETION | {"n": 3, "stream": True}, 3),
+        ("/v1/chat/completions", CHAT | {"n": 2}, 2),
+    ],
+    ids=str,
+)
+def test_a_request_takes_room_for_all_its_sequences(
+    app: Starlette, small: httpx.Client, path: str, body: dict[str, Any], sequences: int
+) -> None:
+    """Row 4 of the security list: what one request may set in motion is bounded, however it is written."""
+    traffic = app.state.traffic
+    while traffic.taken:  # the last request has its answer, and may not have left yet
+        small.get("/version")
+    with traffic.place() as others:
+        others.take(4 - sequences)  # one too many
+        full = small.post(path, json=body)
+        assert (full.status_code, full.headers["retry-after"]) == (429, "1")
+        assert full.json()["error"]["code"] == "queue_full"
+        others.leave()
+        others.take(4 - sequences)
+        assert small.post(path, json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/completions", COMPLETION | {"n": 5}, "n must be at most 4 answers per prompt, since"),
+        ("/v1/completions", COMPLETION | {"best_of": 5}, "best_of must be at most 4 answers per prompt, since"),
+        ("/v1/completions", COMPLETION | {"prompt": ["a"] * 5}, "prompt must be at most 4 prompts, since"),
+        ("/v1/completions", COMPLETION | {"prompt": ["a"] * 3, "n": 2}, "prompt must be at most 2 prompts, since"),
+        ("/v1/chat/completions", CHAT | {"n": 5, "stream": True}, "n must be at most 4 answers per prompt, since"),
+    ],
+    ids=str,
+)
+def test_what_is_larger_than_all_of_the_room_is_told_so_by_its_field_and_not_to_come_back(
+    small: httpx.Client, path: str, body: dict[str, Any], message: str
+) -> None:
+    answer = small.post(path, json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "too_many_sequences", message.split()[0])
+    assert error["message"].startswith(message)
+    assert "the server has room for 4 sequences" in error["message"]
+    assert "retry-after" not in answer.headers
