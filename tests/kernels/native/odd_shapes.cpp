@@ -103,6 +103,7 @@ public:
         D3Decoder* decoder = nullptr;
         if (d3_create(&model, &decoder) != D3_OK) fail("no decoder", isa);
         run(decoder, isa, found, 0, s.rows);
+        follow(decoder, isa, found);
         for (float score : found.scores)
             if (!std::isfinite(score)) fail("a score that is not finite", isa);
         for (const auto& [start, stop] : {std::pair(0, s.rows / 2), std::pair(s.rows / 2, s.rows)}) {
@@ -142,16 +143,21 @@ private:
         std::exit(1);
     }
 
-    // In one call, and again while this thread waits for each step.
     void run(D3Decoder* decoder, int isa, Found& found, int start, int rows) const {
         int32_t course[2] = {0, 0};
         const D3Run run = run_of(found, start, rows, course);
         if (d3_run(decoder, &run) != D3_OK) fail("a run that was refused", isa);
+    }
+
+    // All rows again, while this thread waits for each step.
+    void follow(D3Decoder* decoder, int isa, Found& found) const {
+        int32_t course[2] = {0, 0};
+        const D3Run run = run_of(found, 0, s.rows, course);
         const std::vector<int64_t> tokens = found.chosen;
         if (d3_begin(decoder, &run) != D3_OK) fail("a run that does not begin", isa);
         for (int step = 0; step < STEPS; step++) {
             if (d3_await(decoder, step + 1) != D3_OK) fail("a step that does not come", isa);
-            if (memcmp(&tokens[step * rows], &found.chosen[step * rows], rows * sizeof(int64_t)))
+            if (memcmp(&tokens[step * s.rows], &found.chosen[step * s.rows], s.rows * sizeof(int64_t)))
                 fail("other tokens in a run that is followed", isa);
         }
         d3_finish(decoder);
@@ -168,13 +174,15 @@ private:
         return run;
     }
 
-    // The last rows of the first sequence in one chunk, which is one of many rows, and in two of fewer.
+    // Rows of the first sequence in one chunk, which is one of many rows, and in two of fewer. Attention knows nothing
+    // of the kind of weights: with one kind they are the sequence's last rows, and with all others its first.
     void prompt(D3Decoder* decoder, int isa) const {
         const int chunks[][2] = {{0, PROMPT}, {0, 21}, {21, PROMPT}};
         std::vector<int64_t> ids(PROMPT), places(PROMPT), zeros(PROMPT), chosen(PROMPT);
         std::vector<int32_t> all(PROMPT * LAYERS, 1);
         std::vector<float> scores(PROMPT), whole(size_t(PROMPT) * s.vocab), parts(whole);
-        for (int row = 0; row < PROMPT; row++) ids[row] = row % s.vocab, places[row] = LENGTH - PROMPT + row;
+        const int before = head.kind == D3_FLOAT32 ? LENGTH - PROMPT : 0;
+        for (int row = 0; row < PROMPT; row++) ids[row] = row % s.vocab, places[row] = before + row;
         for (const auto& [start, stop] : chunks) {
             D3Run run{};
             run.rows = stop - start, run.steps = 1;
