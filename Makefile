@@ -14,12 +14,13 @@ CAN_REACH = $(BIN)/python -c "import sys, urllib.request as r; r.urlopen(sys.arg
 
 NATIVE := $(wildcard kernels/native/*.cpp kernels/native/*.h kernels/native/*.inc kernels/native/build.py)
 
-.PHONY: help setup demo chat test lint types layers shipped docs inspect ports bench clean
+.PHONY: help setup demo chat test test-server lint types layers shipped docs inspect ports bench clean
 
 help:
 	@echo "make demo     install, and answer a problem at full depth and with D3"
 	@echo "make chat     fetch SmolLM2-135M-Instruct (93 MB) and talk to it"
 	@echo "make test     all tests"
+	@echo "make test-server  the server's, with its page in Chromium"
 	@echo "make setup    everything a contributor needs, into .venv"
 	@echo "make lint     formatting, names, types, layers"
 	@echo "make docs     the pages as a site in build/site"
@@ -77,6 +78,11 @@ inspect: $(VENV)/.installed
 ports: $(VENV)/.installed-test $(VENV)/.native
 	NATIVE_TEST_FLAGS=-O3 $(BIN)/python -m pytest tests/kernels/native/test_other_builds.py \
 		tests/kernels/native/test_sanitized.py --durations=0
+
+# The server's tests with those of its page in a real browser, which need Debian's package `chromium`.
+test-server: $(VENV)/.installed-test $(VENV)/.native
+	$(PIP) "playwright>=1.60,<2"
+	$(BIN)/python -m pytest tests/server
 
 bench: $(VENV)/.installed-test $(VENV)/.native
 	$(BIN)/python -m pytest benchmarks --benchmark-only

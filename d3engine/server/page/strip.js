@@ -11,7 +11,8 @@ const HEIGHT = 72;
  * than fit; beyond a pixel each, several steps share a column, and the first of them is drawn.
  */
 export function drawStrip(canvas, depths, { layers, first, scale }) {
-  const width = canvas.parentElement.clientWidth;
+  const { paddingLeft, paddingRight } = getComputedStyle(canvas.parentElement);
+  const width = canvas.parentElement.clientWidth - parseFloat(paddingLeft) - parseFloat(paddingRight);
   const ratio = window.devicePixelRatio || 1;
   const column = Math.max(1, Math.min(WIDEST, Math.floor(width / Math.max(depths.length, 1))));
   const every = Math.max(1, Math.ceil((depths.length * column) / Math.max(width, 1)));
