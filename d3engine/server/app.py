@@ -18,6 +18,7 @@ from d3engine.server.guards.keys import OPEN_PATHS
 from d3engine.server.guards.stack import guards
 from d3engine.server.routes.chat import create_chat_completion
 from d3engine.server.routes.completions import create_completion
+from d3engine.server.routes.messages import count_message_tokens, create_message
 from d3engine.server.routes.models import list_models, show_model
 from d3engine.server.routes.operation import show_health, show_metrics, show_readiness, show_version
 from d3engine.server.routes.page import PAGE_PATHS, PAGE_ROUTES
@@ -28,6 +29,8 @@ from d3engine.server.settings import ServerSettings
 ROUTES = (
     Route("/v1/completions", create_completion, methods=["POST"]),
     Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
+    Route("/v1/messages", create_message, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_message_tokens, methods=["POST"]),
     Route("/v1/models", list_models, methods=["GET"]),
     Route("/v1/models/{name:path}", show_model, methods=["GET"]),
     Route("/tokenize", tokenize, methods=["POST"]),
@@ -63,7 +66,7 @@ def create_app(client: EngineClient, settings: ServerSettings) -> Starlette:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return error_response(as_request_error(error))
+    return error_response(as_request_error(error), request.scope["path"])
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
@@ -77,4 +80,5 @@ async def _no_route(request: Request, error: Exception) -> Response:
         message, code = f"{path!r} takes {allowed}, not {request.method}.", "method_not_allowed"
     else:
         message, code = str(error.detail), "invalid_request"
-    return error_response(RequestError(error.status_code, message, code=code, headers=error.headers))
+    found = RequestError(error.status_code, message, code=code, headers=error.headers)
+    return error_response(found, request.scope["path"])

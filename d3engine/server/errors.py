@@ -1,4 +1,7 @@
-"""Every error that a client is told of, in OpenAI's words: clients decide by `type` and `code` what to do next."""
+"""Every error that a client is told of, in OpenAI's words: clients decide by `type` and `code` what to do next.
+
+Under /v1/messages it is told in Anthropic's words.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,22 @@ TYPES: Mapping[int, str] = {
     504: "timeout_error",
 }
 """Status -> OpenAI's `type` of errors."""
+
+
+ANTHROPICS_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Status -> Anthropic's `type` of errors; of all others below 500 it is "invalid_request_error"."""
+
+ANTHROPICS_ROOT = "/v1/messages"
 
 
 class RequestError(Exception):
@@ -70,19 +89,30 @@ def invalid(param: str | None, message: str, code: str | None = None) -> Request
     return RequestError(400, message, param=param, code=code)
 
 
+def shown_message(error: RequestError) -> str:
+    """Its message, cut to size."""
+    message = error.message
+    return message if len(message) <= LONGEST_MESSAGE else message[: LONGEST_MESSAGE - 3] + "..."
+
+
 def error_body(error: RequestError) -> bytes:
     """`{"error": {message, type, param, code}}`, the body of every answer that is an error, and the event of a stream
     that fails after its first byte."""
-    message = error.message
-    if len(message) > LONGEST_MESSAGE:
-        message = message[: LONGEST_MESSAGE - 3] + "..."
-    content = {"message": message, "type": error.type, "param": error.param, "code": error.code}
+    content = {"message": shown_message(error), "type": error.type, "param": error.param, "code": error.code}
     return orjson.dumps({"error": content})
 
 
-def error_response(error: RequestError) -> Response:
-    """The answer to a request that failed."""
-    return Response(error_body(error), error.status, error.headers, media_type="application/json")
+def anthropics_error_body(error: RequestError) -> bytes:
+    """The same as Anthropic has it: `{"type": "error", "error": {type, message}}`."""
+    kind = ANTHROPICS_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return orjson.dumps({"type": "error", "error": {"type": kind, "message": shown_message(error)}})
+
+
+def error_response(error: RequestError, path: str) -> Response:
+    """The answer to a request for `path` that failed."""
+    is_anthropics = path == ANTHROPICS_ROOT or path.startswith(ANTHROPICS_ROOT + "/")
+    body = anthropics_error_body(error) if is_anthropics else error_body(error)
+    return Response(body, error.status, error.headers, media_type="application/json")
 
 
 def as_request_error(error: Exception) -> RequestError:

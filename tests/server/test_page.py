@@ -24,7 +24,8 @@ def test_the_page_has_a_command_for_each_route() -> None:
     from d3engine.server.app import ROUTES
 
     paths = {httpx.URL(shlex.split(line)[1]).path for line in CURLS}
-    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize"} <= paths
+    expected = {"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/models", "/tokenize", "/detokenize"}
+    assert expected <= paths
     assert [route.path for route in ROUTES if f"`{route.path.replace('name:path', 'id')}`" not in PAGE] == []
 
 
@@ -45,10 +46,11 @@ def test_a_command_of_the_page_is_answered(http: httpx.Client, line: str) -> Non
 
 
 def test_the_page_has_every_field_that_is_honoured_refused_or_taken() -> None:
-    from d3engine.server.asking.refused import ASK_NOTHING, REFUSED
+    from d3engine.server.asking.refused import ANTHROPICS_ASK_NOTHING, ASK_NOTHING, REFUSED
+    from d3engine.server.shapes.messages import CountTokensRequest, MessagesRequest
     from d3engine.server.shapes.requests import ChatRequest, CompletionRequest, StreamOptions
 
-    names = {*ASK_NOTHING}
-    for shape in (ChatRequest, CompletionRequest, StreamOptions):
+    names = {*ASK_NOTHING, *ANTHROPICS_ASK_NOTHING}
+    for shape in (CountTokensRequest, MessagesRequest, ChatRequest, CompletionRequest, StreamOptions):
         names |= {*shape.__struct_fields__, *REFUSED.get(shape, {})}
     assert sorted(name for name in names if f"`{name}`" not in PAGE) == []

@@ -1,4 +1,4 @@
-"""Server-sent events: one write for each output, comments into silence, and errors where a client looks for them.
+"""Server-sent events: one write for each output, pings into silence, and errors where a client looks for them.
 
 The one idea: nothing is sent before the first event is there. Until then an error is an HTTP status, as everywhere
 else; only after it does it become an event.
@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from d3engine.server.answering.running import unless_disconnected
-from d3engine.server.errors import as_request_error, error_body
+from d3engine.server.errors import RequestError, as_request_error, error_body
 
-COMMENT = b": still here\n\n"
-DONE = b"data: [DONE]\n\n"
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -25,29 +24,54 @@ HEADERS = {
 }
 
 
-def event(content: bytes) -> bytes:
-    """One event."""
-    return b"data: " + content + b"\n\n"
+class StreamForm(Protocol):
+    """What of a stream depends on whose interface it is."""
+
+    ping: bytes
+    """Goes into a silence."""
+    end: bytes
+    """Comes last, after all events."""
+
+    def failed(self, error: RequestError) -> bytes:
+        """Comes last instead, where an answer fails that has begun."""
+
+
+class OpenAIForm:
+    """Of completions and chats."""
+
+    ping = b": still here\n\n"
+    end = b"data: [DONE]\n\n"
+
+    def failed(self, error: RequestError) -> bytes:
+        return b"data: " + error_body(error) + b"\n\n" + self.end
 
 
 class EventStream(Response):
-    """A response of events, which ends with [DONE]; a client that leaves ends its requests.
+    """A response of events; a client that leaves ends its requests.
 
     Args:
         events: each item is one or more whole events. An error before the first is raised; a later one ends the stream.
         headers: further ones of the response.
-        ping_interval: seconds of silence after which a comment keeps proxies from hanging up; 0: never.
+        ping_interval: seconds of silence after which a ping keeps proxies from hanging up; 0: never.
+        form: whose events they are.
     """
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None, *, ping_interval: float
+        self,
+        events: AsyncGenerator[bytes, None],
+        headers: Mapping[str, str] | None = None,
+        *,
+        ping_interval: float,
+        form: StreamForm,
     ) -> None:
         super().__init__(headers={**HEADERS, **(headers or {})})
         del self.headers["content-length"]
         self._events = events
         self._ping_interval = ping_interval or None
+        self._form = form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})["stream_failed"] = self._form.failed  # for a guard that ends it
         await unless_disconnected(receive, self._run(send))
 
     async def _run(self, send: Send) -> None:
@@ -57,7 +81,7 @@ class EventStream(Response):
                 await asyncio.wait({first}, timeout=self._ping_interval)
                 if first.done() and (error := first.exception()) is not None:
                     raise error
-                await self._send_all(first, events, _Writer(send, self.raw_headers))
+                await self._send_all(first, events, _Writer(send, self.raw_headers, self._form.ping))
             finally:
                 first.cancel()
                 await asyncio.gather(first, return_exceptions=True)
@@ -66,26 +90,28 @@ class EventStream(Response):
         self, first: asyncio.Future[bytes], events: AsyncGenerator[bytes, None], writer: _Writer
     ) -> None:
         await writer.start()
+        last = self._form.end
         pinging = asyncio.ensure_future(writer.ping(self._ping_interval)) if self._ping_interval else None
         try:
             await writer.write(await first)
             async for content in events:
                 await writer.write(content)
         except Exception as error:
-            await writer.write(event(error_body(as_request_error(error))))
+            last = self._form.failed(as_request_error(error))
         finally:
             if pinging is not None:
                 pinging.cancel()
                 await asyncio.gather(pinging, return_exceptions=True)
-        await writer.end()
+        await writer.end(last)
 
 
 class _Writer:
-    """The sending side; each write is of whole events, so that a comment never falls into one."""
+    """The sending side; each write is of whole events, so that a ping never falls into one."""
 
-    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]], ping: bytes) -> None:
         self._send = send
         self._headers = headers
+        self._ping = ping
         self._num_writes = 0
 
     async def start(self) -> None:
@@ -96,15 +122,15 @@ class _Writer:
         await self._send(_body(content, more=True))
 
     async def ping(self, interval: float) -> None:
-        """Write a comment whenever nothing was written for an interval, until cancelled."""
+        """Write a ping whenever nothing was written for an interval, until cancelled."""
         while True:
             before = self._num_writes
             await asyncio.sleep(interval)
             if self._num_writes == before:
-                await self.write(COMMENT)
+                await self.write(self._ping)
 
-    async def end(self) -> None:
-        await self._send(_body(DONE, more=False))
+    async def end(self, last: bytes) -> None:
+        await self._send(_body(last, more=False))
 
 
 def _body(content: bytes, *, more: bool) -> Message:

@@ -36,7 +36,7 @@ class Job(Generic[C]):
     created: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "id", f"{self.id_prefix}-{uuid.uuid4().hex}")
+        object.__setattr__(self, "id", f"{self.id_prefix}{uuid.uuid4().hex}")
         object.__setattr__(self, "created", int(time.time()))
 
     @property

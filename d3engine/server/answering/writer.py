@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from d3engine.request.outputs import RequestOutput
-from d3engine.server.answering.event_stream import EventStream
+from d3engine.server.answering.event_stream import EventStream, OpenAIForm, StreamForm
 from d3engine.server.answering.job import Job
 from d3engine.server.answering.running import outputs_of, unless_disconnected
 from d3engine.server.answering.tally import Tally
@@ -41,16 +41,52 @@ class Writer(Protocol):
         """Further fields of a whole answer, or, of no outputs yet, of a stream's first chunk."""
 
 
+class Answer(Protocol):
+    """What comes of a job, in either way."""
+
+    @property
+    def form(self) -> StreamForm:
+        """Of its stream."""
+
+    async def whole(self) -> Mapping[str, Any]:
+        """Run it, and return the body."""
+
+    def events(self) -> AsyncGenerator[bytes, None]:
+        """Run it, and yield one or more whole events for each output."""
+
+
 async def answer(request: Request, job: Job[Any], writer: Writer, headers: Mapping[str, str]) -> Response:
     """Run a job and answer as its request asks for. Raises `RequestError` where the server has no room for it."""
+    return await respond(request, job, _Choices(job, writer), headers)
+
+
+async def respond(request: Request, job: Job[Any], told: Answer, headers: Mapping[str, str]) -> Response:
+    """The same for an answer of any form."""
     sequences = sum(prepared.params.n for prepared in job.prepared)
     request.state.place.take(sequences - 1)  # it has one already
     if job.asked.stream:
-        return EventStream(_events(job, writer), headers, ping_interval=job.served.settings.sse_keep_alive_seconds)
-    found = await unless_disconnected(request.receive, _whole(job, writer))
+        interval = job.served.settings.sse_keep_alive_seconds
+        return EventStream(told.events(), headers, ping_interval=interval, form=told.form)
+    found = await unless_disconnected(request.receive, told.whole())
     if found is None:
         raise RequestError(499, "The client has left.", code="client_closed_request")
     return json_response(found, headers)
+
+
+class _Choices:
+    """An answer in choices."""
+
+    form = OpenAIForm()
+
+    def __init__(self, job: Job[Any], writer: Writer) -> None:
+        self._job = job
+        self._writer = writer
+
+    async def whole(self) -> dict[str, Any]:
+        return await _whole(self._job, self._writer)
+
+    def events(self) -> AsyncGenerator[bytes, None]:
+        return _events(self._job, self._writer)
 
 
 async def _whole(job: Job[Any], writer: Writer) -> dict[str, Any]:

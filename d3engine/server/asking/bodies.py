@@ -7,6 +7,7 @@ which is not done here is refused by name (`refused.py`); any other is taken, an
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar, get_args
 
@@ -34,17 +35,21 @@ _WORDS = {
 S = TypeVar("S", bound=Struct)
 
 
-async def read_body(request: Request, shape: type[S]) -> tuple[S, dict[str, str]]:
+async def read_body(
+    request: Request, shape: type[S], unknown_deeper: Callable[[S], list[str]] | None = None
+) -> tuple[S, dict[str, str]]:
     """The body as that shape, and the header that names what of it was ignored, if anything.
 
-    Raises `RequestError` (400) for what is no JSON object, has a field of the wrong type, lacks one, or asks for
-    something that is refused.
+    `unknown_deeper` finds names that are ignored inside of lists, which shapes do not describe. Raises `RequestError`
+    (400) for what is no JSON object, has a field of the wrong type, lacks one, or asks for something that is refused.
     """
     content = _json_object(await request.body())
     check_refused(content, shape)
     asked = _as_shape(content, shape)
     unknown = [name for name in content if name not in _known(shape)]
     unknown += _unknown_inside(content, shape)
+    if unknown_deeper is not None:
+        unknown += unknown_deeper(asked)
     return asked, served_by(request).ignored.header(unknown)
 
 

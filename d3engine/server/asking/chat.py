@@ -23,8 +23,18 @@ from d3engine.server.shapes.requests import ChatRequest, TokenizeRequest
 
 async def chat_job(request: Request) -> tuple[Job[ChatRequest], dict[str, str]]:
     """What to run, wholly checked, and headers for the answer. Raises `RequestError` and `InvalidValueError`."""
-    served = served_by(request)
     asked, headers = await read_body(request, ChatRequest)
+    return await job_of(request, asked, id_prefix="chatcmpl-"), headers
+
+
+async def job_of(
+    request: Request, asked: ChatRequest, *, id_prefix: str, ends_with_context: bool = False
+) -> Job[ChatRequest]:
+    """The same for a chat that was read already.
+
+    With `ends_with_context` its length is a bound that may lie beyond the model's context; otherwise that is an error.
+    """
+    served = served_by(request)
     model = served.models.check(asked.model)
     depth = served.depths.read(model, asked.depth, request.headers.get(DEPTH_HEADER))
     check_stream_options(asked)
@@ -36,12 +46,13 @@ async def chat_job(request: Request) -> tuple[Job[ChatRequest], dict[str, str]]:
         "logprobs": _num_logprobs(asked, served),
         "structured_outputs": form_of(asked) if calling is None else calling.form,
     }
-    with _by_its_names(asked), named(_source(asked, calling)):
+    with by_names(_chats_names(asked)), named(_source(asked, calling)):
         params = sampling_params(asked, served.client.default_sampling_params, depth, **decided)
         tools = None if calling is None else calling.tools
         prompt = await chat_prompt(served, asked, asked.messages, tools)
-        prepared = await prepare_all(served, [prompt], params, priority=asked.priority, max_tokens=max_tokens)
-    return Job(served, asked, model, prepared, depth, id_prefix="chatcmpl", calling=calling), headers
+        needed = None if ends_with_context else max_tokens
+        prepared = await prepare_all(served, [prompt], params, priority=asked.priority, max_tokens=needed)
+    return Job(served, asked, model, prepared, depth, id_prefix=id_prefix, calling=calling)
 
 
 async def chat_prompt(
@@ -95,12 +106,16 @@ def _num_logprobs(asked: ChatRequest, served: Served) -> int | None:
     return asked.top_logprobs or 0 if asked.logprobs else None
 
 
-@contextmanager
-def _by_its_names(asked: ChatRequest) -> Iterator[None]:
-    """Errors from inside of here name the fields that a chat has."""
+def _chats_names(asked: ChatRequest) -> dict[str, str]:
     names = {"prompt": "messages"}
     if asked.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
+    return names
+
+
+@contextmanager
+def by_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors from inside of here name fields as the request does: engine's name -> the request's."""
     try:
         yield
     except InvalidValueError as error:

@@ -43,7 +43,7 @@ async def completion_job(request: Request) -> tuple[Job[CompletionRequest], dict
         prepared = await prepare_all(
             served, prompts, params, priority=asked.priority, max_tokens=max_tokens, n_field=n_field
         )
-    return Job(served, asked, model, prepared, depth, id_prefix="cmpl"), headers
+    return Job(served, asked, model, prepared, depth, id_prefix="cmpl-"), headers
 
 
 def _several(asked: CompletionRequest) -> dict[str, Any]:

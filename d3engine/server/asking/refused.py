@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from d3engine.errors import must_be
 from d3engine.server.errors import invalid
+from d3engine.server.shapes.messages import CountTokensRequest, MessagesRequest
 from d3engine.server.shapes.requests import ChatRequest, CompletionRequest
 
 
@@ -36,6 +37,9 @@ ASK_NOTHING = (
 )
 """Who asks, for whom, and at what price: nothing that changes an answer."""
 
+ANTHROPICS_ASK_NOTHING = ("cache_control", "user_profile_id", "workspace_id")
+"""Of Anthropic's alone."""
+
 _CONSTRAINTS = {
     name: Only(why="structured_outputs and response_format are the fields for that")
     for name in (
@@ -52,12 +56,27 @@ _CONSTRAINTS = {
 }
 """Of vLLM, SGLang and llama.cpp, old and new: whoever sends one relies on it."""
 
+_ANTHROPICS = {
+    "tools": Only(([],), "messages are text; POST /v1/chat/completions calls functions"),
+    "tool_choice": Only(({"type": "none"},), "messages are text; POST /v1/chat/completions calls functions"),
+    "thinking": Only(({"type": "disabled"},), "the model has no such setting"),
+    "output_config": Only(({},), "messages are text; POST /v1/chat/completions keeps to forms"),
+    "output_format": Only(why="messages are text; POST /v1/chat/completions keeps to forms"),
+    "mcp_servers": Only(([],), "nothing but the model is asked"),
+    "container": Only(why="no code is run"),
+    "context_management": Only(why="a conversation is read as it comes"),
+    "inference_geo": Only(why="the server computes where it is"),
+    "speed": Only(("standard",), "there is one speed"),
+}
+
 REFUSED: Mapping[type[Struct], Mapping[str, Only]] = {
     CompletionRequest: {
         "suffix": Only(why="a text before a given end is nothing that this model was trained to write"),
         **_CONSTRAINTS,
         "prompt_embeds": Only(why="prompts are texts or token ids"),
     },
+    CountTokensRequest: _ANTHROPICS,
+    MessagesRequest: _ANTHROPICS,
     ChatRequest: {
         **_CONSTRAINTS,
         "functions": Only(why="tools is the field for them"),
@@ -87,7 +106,8 @@ def check_refused(content: Mapping[str, Any], shape: type[Struct]) -> None:
 
 def taken_names(shape: type[Struct]) -> frozenset[str]:
     """Fields that the shape lacks and that are no surprise."""
-    return frozenset(REFUSED.get(shape, {})).union(ASK_NOTHING)
+    own = ANTHROPICS_ASK_NOTHING if issubclass(shape, CountTokensRequest) else ()
+    return frozenset(REFUSED.get(shape, {})).union(ASK_NOTHING, own)
 
 
 def json_text(value: Any) -> str:

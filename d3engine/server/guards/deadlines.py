@@ -32,7 +32,7 @@ class DeadlineGuard:
         except TimeoutError:
             if not limit.expired():
                 raise
-            await self._say(writes, send)
+            await self._say(scope, writes, send)
         except asyncio.CancelledError:
             if not writes.has_stalled:
                 raise
@@ -44,15 +44,19 @@ class DeadlineGuard:
         finally:
             writes.end()
 
-    async def _say(self, writes: _WatchedWrites, send: Send) -> None:
+    async def _say(self, scope: Scope, writes: _WatchedWrites, send: Send) -> None:
         """The request took too long: as a status where nothing was sent, as the last event of a stream that began."""
         message = f"The answer was not complete within the {self._request_timeout:g} seconds that it may take."
         error = RequestError(504, message, code="request_timeout")
         if not writes.has_begun:
             raise error
         if writes.is_stream and not writes.is_complete:
-            end = b"data: " + error_body(error) + b"\n\ndata: [DONE]\n\n"
-            await send({"type": "http.response.body", "body": end, "more_body": False})
+            failed = scope["state"].get("stream_failed", _openai_failed)  # a stream knows how such streams end
+            await send({"type": "http.response.body", "body": failed(error), "more_body": False})
+
+
+def _openai_failed(error: RequestError) -> bytes:
+    return b"data: " + error_body(error) + b"\n\ndata: [DONE]\n\n"
 
 
 def _uncancel() -> None:

@@ -73,7 +73,7 @@ class ExchangeLog:
 
 
 class ErrorAnswers:
-    """Answers what was raised inside of it, in OpenAI's words; a stream that has begun is cut off instead."""
+    """Answers what was raised inside of it, in the words of the path; a stream that has begun is cut off instead."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -89,7 +89,7 @@ class ErrorAnswers:
             answer = as_request_error(error)
             if exchange.status == CLIENT_LEFT:
                 exchange.code = answer.code
-                await error_response(answer)(scope, receive, send)
+                await error_response(answer, scope["path"])(scope, receive, send)
 
 
 def _request_id(scope: Scope) -> str:

@@ -1,0 +1,68 @@
+"""The one answer of a chat, for interfaces that know no choices: what is new of it, read from the chat's own writer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from d3engine.request.outputs import RequestOutput
+from d3engine.server.answering.chat import ChatWriter
+from d3engine.server.answering.job import Job
+from d3engine.server.answering.running import outputs_of
+from d3engine.server.answering.tally import Tally
+from d3engine.server.shapes.answers import DepthsOfTokens
+from d3engine.server.shapes.requests import ChatRequest
+
+
+@dataclass(frozen=True)
+class News:
+    """What is new of the answer.
+
+    `finish_reason` is None until it ends; `stop_reason` is then the string or the token that ended it, if one did.
+    `d3ext` is there where the request asks for it.
+    """
+
+    text: str
+    finish_reason: str | None
+    stop_reason: str | int | None
+    d3ext: dict[str, DepthsOfTokens]
+
+
+class SingleAnswer:
+    """Runs a chat of one answer; `tally` counts what has come of it so far."""
+
+    def __init__(self, job: Job[ChatRequest]) -> None:
+        self._job = job
+        self._writer = ChatWriter(job)
+        self.tally = Tally(job)
+
+    async def whole(self) -> News:
+        """All of it. Raises `RequestError`."""
+        found = None
+        async with aclosing(outputs_of(self._job)) as outputs:
+            async for _, output in outputs:
+                self.tally.add(0, output)
+                found = output
+        assert found is not None  # every request has a last output
+        (choice,) = self._writer.choices([found])
+        return _news(choice["message"]["content"] or "", found, _depths(choice.get("d3ext")))
+
+    async def news(self) -> AsyncGenerator[News, None]:
+        """Each time that there is something to tell. Raises `RequestError`."""
+        async with aclosing(outputs_of(self._job)) as outputs:
+            async for _, output in outputs:
+                self.tally.add(0, output)
+                chunks = self._writer.chunks(0, output)
+                if chunks:
+                    text = "".join(chunk["delta"].get("content") or "" for chunk in chunks)
+                    yield _news(text, output, _depths(chunks[-1].get("d3ext")))
+
+
+def _news(text: str, output: RequestOutput, d3ext: dict[str, DepthsOfTokens]) -> News:
+    (answer,) = output.outputs
+    return News(text, answer.finish_reason, answer.stop_reason, d3ext)
+
+
+def _depths(found: DepthsOfTokens | None) -> dict[str, DepthsOfTokens]:
+    return {} if found is None else {"d3ext": found}
