@@ -22,6 +22,7 @@ from d3engine.server.routes.messages import count_message_tokens, create_message
 from d3engine.server.routes.models import list_models, show_model
 from d3engine.server.routes.operation import show_health, show_metrics, show_readiness, show_version
 from d3engine.server.routes.page import PAGE_PATHS, PAGE_ROUTES
+from d3engine.server.routes.responses import create_response
 from d3engine.server.routes.tokens import detokenize, tokenize, tokenizer_info
 from d3engine.server.served import Served
 from d3engine.server.settings import ServerSettings
@@ -29,6 +30,7 @@ from d3engine.server.settings import ServerSettings
 ROUTES = (
     Route("/v1/completions", create_completion, methods=["POST"]),
     Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
+    Route("/v1/responses", create_response, methods=["POST"]),
     Route("/v1/messages", create_message, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_message_tokens, methods=["POST"]),
     Route("/v1/models", list_models, methods=["GET"]),

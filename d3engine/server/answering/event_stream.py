@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Protocol
+from typing import Any, Protocol
 
+import orjson
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -22,6 +23,12 @@ HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
+
+
+def named_event(content: Mapping[str, Any]) -> bytes:
+    """One event, under the name that its content has as its type."""
+    name: str = content["type"]
+    return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(content) + b"\n\n"
 
 
 class StreamForm(Protocol):

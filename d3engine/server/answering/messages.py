@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-import orjson
-
+from d3engine.server.answering.event_stream import named_event
 from d3engine.server.answering.job import Job
 from d3engine.server.answering.single import News, SingleAnswer
 from d3engine.server.errors import RequestError, anthropics_error_body
 from d3engine.server.shapes.messages import Message, MessageUsage, TextBlock
 from d3engine.server.shapes.requests import ChatRequest
-
-
-def named_event(content: Mapping[str, Any]) -> bytes:
-    """One event, under the name that its content has as its type."""
-    return _as_event(content["type"], orjson.dumps(content))
-
-
-def _as_event(name: str, content: bytes) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + content + b"\n\n"
-
 
 PING = named_event({"type": "ping"})
 
@@ -34,7 +23,7 @@ class MessageForm:
     end = b""
 
     def failed(self, error: RequestError) -> bytes:
-        return _as_event("error", anthropics_error_body(error))
+        return b"event: error\ndata: " + anthropics_error_body(error) + b"\n\n"
 
 
 class MessageAnswer:

@@ -16,6 +16,7 @@ from d3engine.errors import must_be
 from d3engine.server.errors import invalid
 from d3engine.server.shapes.messages import CountTokensRequest, MessagesRequest
 from d3engine.server.shapes.requests import ChatRequest, CompletionRequest
+from d3engine.server.shapes.responses import ResponsesRequest
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,30 @@ REFUSED: Mapping[type[Struct], Mapping[str, Only]] = {
         "prompt_embeds": Only(why="prompts are texts or token ids"),
     },
     CountTokensRequest: _ANTHROPICS,
+    ResponsesRequest: {
+        **_CONSTRAINTS,
+        "store": Only((False,), "nothing is stored"),
+        "previous_response_id": Only(why="nothing is stored: send the conversation whole"),
+        "conversation": Only(why="nothing is stored: send the conversation whole"),
+        "prompt": Only(why="nothing is stored: send the prompt itself"),
+        "background": Only((False,), "an answer is not kept for later"),
+        "background_options": Only(why="an answer is not kept for later"),
+        "tools": Only(([],), "responses are text; POST /v1/chat/completions calls functions"),
+        "tool_choice": Only(("auto", "none"), "there are no tools"),
+        "max_tool_calls": Only(why="there are no tools"),
+        "parallel_tool_calls": Only((True, False), "there are no tools"),
+        "include": Only(([],), "a response has nothing more to tell"),
+        "top_logprobs": Only((0,), "POST /v1/chat/completions tells log-probabilities"),
+        "text": Only(
+            ({}, {"format": {"type": "text"}}), "responses are text; POST /v1/chat/completions keeps to forms"
+        ),
+        "reasoning": Only(({},), "the model has no such setting"),
+        "truncation": Only(("disabled",), "a conversation is read whole"),
+        "context_management": Only(why="a conversation is read as it comes"),
+        "stream_options": Only(({}, {"include_obfuscation": False}), "events are not padded"),
+        "moderation": Only(why="nothing is moderated"),
+        "image": Only(why="responses are text"),
+    },
     MessagesRequest: _ANTHROPICS,
     ChatRequest: {
         **_CONSTRAINTS,
