@@ -20,6 +20,7 @@ from d3engine.server.routes.chat import create_chat_completion
 from d3engine.server.routes.completions import create_completion
 from d3engine.server.routes.messages import count_message_tokens, create_message
 from d3engine.server.routes.models import list_models, show_model
+from d3engine.server.routes.openapi import show_openapi
 from d3engine.server.routes.operation import show_health, show_metrics, show_readiness, show_version
 from d3engine.server.routes.page import PAGE_PATHS, PAGE_ROUTES
 from d3engine.server.routes.responses import create_response
@@ -42,6 +43,7 @@ ROUTES = (
     Route("/ready", show_readiness, methods=["GET"]),
     Route("/version", show_version, methods=["GET"]),
     Route("/metrics", show_metrics, methods=["GET"]),
+    Route("/openapi.json", show_openapi, methods=["GET"]),
 )
 
 
