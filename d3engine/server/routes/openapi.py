@@ -25,7 +25,9 @@ from d3engine.server.shapes.answers import (
     TokenizerInfo,
     Tokens,
 )
+from d3engine.server.shapes.messages import CountTokensRequest, Message, MessagesRequest, TokenCount
 from d3engine.server.shapes.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from d3engine.server.shapes.responses import ResponsesRequest
 from d3engine.version import __version__
 
 
@@ -60,11 +62,19 @@ class Described:
     answer: Any = None
     chunk: Any = None
     takes_depth: bool = False
+    has_own_errors: bool = False
 
 
 DESCRIBED = {
     "/v1/completions": Described("Go on from prompts.", CompletionRequest, Completion, Completion, True),
     "/v1/chat/completions": Described("Answer a conversation.", ChatRequest, ChatCompletion, ChatChunk, True),
+    "/v1/responses": Described("Answer a conversation, as OpenAI's responses.", ResponsesRequest, takes_depth=True),
+    "/v1/messages": Described(
+        "Answer a conversation, as Anthropic has it.", MessagesRequest, Message, takes_depth=True, has_own_errors=True
+    ),
+    "/v1/messages/count_tokens": Described(
+        "Count a conversation's tokens.", CountTokensRequest, TokenCount, has_own_errors=True
+    ),
     "/v1/models": Described("The ids of the model.", answer=ModelList),
     "/v1/models/{name}": Described("One id of the model.", answer=ModelCard),
     "/tokenize": Described("The token ids of a text or a conversation.", TokenizeRequest, Tokens),
@@ -119,7 +129,7 @@ def _operations(path: str, route: Route) -> Iterator[tuple[str, dict[str, Any]]]
             "summary": known.says,
             "operationId": f"{method.lower()}_{route.name}",
             "parameters": list(_parameters(path, known)),
-            "responses": {"200": _answers(known), "default": _content("An error.", Error)},
+            "responses": {"200": _answers(known), "default": _error(known)},
         }
         if known.body is not None:
             operation["requestBody"] = {"required": True} | _content("", known.body)
@@ -143,6 +153,10 @@ def _answers(known: Described) -> dict[str, Any]:
     if known.chunk is not None:
         found["content"]["text/event-stream"] = {"schema": _reference(known.chunk)}
     return found
+
+
+def _error(known: Described) -> dict[str, Any]:
+    return {"description": "An error, in Anthropic's form."} if known.has_own_errors else _content("An error.", Error)
 
 
 def _content(says: str, shape: Any) -> dict[str, Any]:
