@@ -74,6 +74,7 @@ class EngineProcess:
             self.ready = self._wait_until_ready()
         except BaseException:
             self._end_process(timeout=0)
+            self._requests.close(linger=0)  # a context waits for its sockets when it is collected
             self._close_sockets()
             raise
         threads = {"sender": self._send_all, "receiver": self._receive_all}

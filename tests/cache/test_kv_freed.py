@@ -68,7 +68,9 @@ def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engin
         arguments: dict[str, Any] = {"max_num_seqs": 4, "device": "cpu", "enable_prefix_caching": False}
         if blocks is not None:
             arguments["kv_cache_memory_bytes"] = blocks * 2 * block_size * KV_CHANNELS * 4
+        # Whoever steps reads along; blocks of a run of steps would be taken before its first one.
         arguments |= {"block_size": block_size, "weights": weights, "skip_tokenizer_init": True}
+        arguments |= {"num_scheduler_steps": 1}
         return Engine(directory, **(arguments | changes))
 
     return make

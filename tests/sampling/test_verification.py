@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import TinyLlama, save_without_layer
@@ -26,6 +27,7 @@ from d3engine import (
 )
 from d3engine.depth import DepthPolicy
 from d3engine.executor.computed import Computed
+from d3engine.plan import Chosen
 from d3engine.request.params import MAX_N
 from d3engine.sampling import sampler, verification
 
@@ -162,17 +164,30 @@ def test_the_chi_square_sees_the_drafts_own_distribution(llama: TinyLlama) -> No
     assert not is_drawn_from(Counter(tuple(answer[:3]) for answer in found), joint(llama, {"temperature": 1.0}))
 
 
-def test_a_draft_whose_logits_are_not_finite_ends_and_full_depth_goes_on(llama: TinyLlama) -> None:
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_draft_whose_logits_are_not_finite_ends_and_full_depth_goes_on(llama: TinyLlama, eager: bool) -> None:
     """A fault of the draft is none of the request; one of full depth ends it, after the tokens before."""
-    engine = Engine(llama.directory, skip_tokenizer_init=True, device="cpu", depth=FullDepth())
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "device": "cpu", "enforce_eager": eager}
+    engine = Engine(llama.directory, depth=FullDepth(), **options)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     (wanted,) = engine.generate(PROMPT, params, use_tqdm=False)[0].outputs
     run = engine.executor.run
     spoil: list[str] = []
 
+    def spoiled_choice(chosen: Chosen, plan: Any) -> Chosen:
+        """Of drafts that ran ahead, and were perhaps verified in the same run."""
+        if plan.drafts and "drafts" in spoil:
+            return replace(chosen, scores=np.full_like(chosen.scores, np.nan))
+        if chosen.judged is not None and "verification" in spoil:
+            scores = chosen.judged.scores.copy()
+            scores[-1] = np.inf  # of the token that would come after all drafted ones
+            return replace(chosen, judged=replace(chosen.judged, scores=scores))
+        return chosen
+
     def spoiled(plan: Any) -> Computed:
         computed = run(plan)
-        assert isinstance(computed.logits, torch.Tensor)
+        if isinstance(computed.logits, Chosen):
+            return Computed(spoiled_choice(computed.logits, plan))
         logits = computed.logits.clone()
         if plan.drafts and plan.drafts.proposing and "drafts" in spoil:
             logits[sorted(plan.drafts.proposing)] = torch.nan

@@ -34,7 +34,8 @@ def test_the_bundled_model_names_the_form_that_it_was_trained_in(tmp_path: Path)
     form = load_prompt_form(model_directory("demo"))
     assert form is not None
     assert form.complete(QUESTION) == format_prompt(QUESTION) == WHOLE
-    export(DemoModel(DemoConfig(layers=1)), b"a tokenizer", {}, tmp_path)
+    tokenizer = (model_directory("demo") / "tokenizer.model").read_bytes()
+    export(DemoModel(DemoConfig(layers=1)), tokenizer, {}, tmp_path)
     assert load_prompt_form(tmp_path) == form
 
 

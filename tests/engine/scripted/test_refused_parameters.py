@@ -14,6 +14,7 @@ from d3engine import D3, Engine, InvalidValueError, SamplingParams
 NOT_NUMBERS = [math.nan, math.inf, -math.inf, "1", True, [1.0]]
 NOT_INTEGERS = [1.5, math.nan, "1", True, [1]]
 REFUSED: dict[str, list[Any]] = {
+    "structured_outputs": [{"regex": "a"}, "a", 1],
     "n": [0, -1, 65, None, *NOT_INTEGERS],
     "temperature": [-0.1, 100.1, None, 10**400, *NOT_NUMBERS],
     "top_p": [0.0, -0.5, 1.01, None, *NOT_NUMBERS],
