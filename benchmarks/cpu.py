@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from tqdm import tqdm
 
 from benchmarks.cpu_page import show
-from benchmarks.report import environment, positive, summary, write_json
+from benchmarks.report import environment, positive, summary, tell
 from benchmarks.systems import decay_for, model_at, prompts_for, weights_of
 from benchmarks.torch_peers import DTYPES, TorchPeer
 from d3engine.depth import DepthPolicy, FullDepth, LayerTable
@@ -387,10 +386,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     report = measure(settings)
     report["environment"] = environment("benchmarks.cpu", arguments)
-    console = Console()
-    show(report, console if console.is_terminal else Console(width=150))
-    if given.json:
-        write_json(report, given.json)
+    tell(report, show, width=150, file=given.json)
     return 0
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.report import spread
+
 
 def show(report: dict[str, Any], console: Console) -> None:
     """Print a table for each part."""
@@ -26,11 +28,11 @@ def show(report: dict[str, Any], console: Console) -> None:
             table.add_row(
                 row["kind"],
                 str(row["batch"]),
-                _span(ours["seconds_per_step"], 1e3),
+                spread(ours["seconds_per_step"], 1e3),
                 *_ratios(row, peers),
-                _span(rate),
+                spread(rate),
                 f"{rate['median'] / bandwidth:.2f}",
-                _span(ours["host_share"]),
+                spread(ours["host_share"]),
             )
         console.print(table)
     if report.get("depth"):
@@ -41,9 +43,9 @@ def show(report: dict[str, Any], console: Console) -> None:
             table.add_row(
                 row["kind"],
                 str(row["batch"]),
-                _span(row["d3_over_full_depth"]),
+                spread(row["d3_over_full_depth"]),
                 f"{row['layer_bound']:.2f}",
-                _span(row["realisation_ratio"]),
+                spread(row["realisation_ratio"]),
                 f"{100 * row['largest_distance_from_a_line']:.1f} %",
             )
         console.print(table)
@@ -51,13 +53,13 @@ def show(report: dict[str, Any], console: Console) -> None:
         table = _table("weights", "tokens", "ms", *over)
         for row in report["prompt"]:
             seconds = row["systems"]["d3engine"]["seconds"]
-            table.add_row(row["kind"], str(row["tokens"]), _span(seconds, 1e3), *_ratios(row, peers))
+            table.add_row(row["kind"], str(row["tokens"]), spread(seconds, 1e3), *_ratios(row, peers))
         console.print(table)
 
 
 def _ratios(row: dict[str, Any], peers: Sequence[str]) -> list[str]:
     """How many times as fast as each peer, as cells; a peer that was not there has none."""
-    return [_span(row["over"][peer]) if peer in row["over"] else "-" for peer in peers]
+    return [spread(row["over"][peer]) if peer in row["over"] else "-" for peer in peers]
 
 
 def _table(*titles: str) -> Table:
@@ -65,8 +67,3 @@ def _table(*titles: str) -> Table:
     for title in titles:
         table.add_column(title, justify="left" if title == "weights" else "right", no_wrap=True)
     return table
-
-
-def _span(figure: dict[str, Any], scale: float = 1.0) -> str:
-    median, least, most = (figure[name] * scale for name in ("median", "min", "max"))
-    return f"{median:.3g} ({least:.3g}-{most:.3g})"

@@ -15,6 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from d3engine.files import write_whole
 
 PACKAGES = ("d3engine", "torch", "transformers", "numpy")
@@ -36,6 +38,22 @@ def environment(module: str, arguments: Sequence[str]) -> dict[str, Any]:
 def summary(values: Sequence[float]) -> dict[str, Any]:
     """Median, least and most of one value per round, and the values themselves."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "rounds": list(values)}
+
+
+def spread(figure: dict[str, Any], scale: float = 1.0) -> str:
+    """A summary in words: the median, and the least and the most, each times `scale`."""
+    median, least, most = (figure[name] * scale for name in ("median", "min", "max"))
+    return f"{median:.3g} ({least:.3g}-{most:.3g})"
+
+
+def tell(
+    report: dict[str, Any], show: Callable[[dict[str, Any], Console], None], *, width: int, file: str | None
+) -> None:
+    """Print a report, `width` columns wide where that is no terminal, and write it to a file if one is given."""
+    console = Console()
+    show(report, console if console.is_terminal else Console(width=width))
+    if file:
+        write_json(report, file)
 
 
 def write_json(report: dict[str, Any], path: str | Path) -> None:

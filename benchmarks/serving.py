@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.report import environment, positive, summary, write_json
+from benchmarks.report import environment, positive, spread, summary, tell
 
 PROMPTS = [
     f"Question: {name} has {count} pens. {name} finds {found}. {name} buys 2. How many pens does {name} have now?\n"
@@ -277,22 +277,17 @@ def show(report: dict[str, Any], console: Console) -> None:
         table = Table(*titles, "per token, ms, p50", "p99", "D3 over full depth", "the same, bare")
         for row in rows:
             gains = [f"{row[name]:.2f}" if name in row else "-" for name in ("d3_over_full", "bare_d3_over_full")]
-            shares = _span(row["of_the_bare_engine"]) if "of_the_bare_engine" in row else "-"
+            shares = spread(row["of_the_bare_engine"]) if "of_the_bare_engine" in row else "-"
             times = ("first_token_p50", "first_token_p99", "per_token_p50", "per_token_p99")
             table.add_row(
                 str(row[title]),
                 row["depth"],
-                _span(row["tokens_per_second"]),
+                spread(row["tokens_per_second"]),
                 shares,
-                *(_span(row[name], 1e3) for name in times),
+                *(spread(row[name], 1e3) for name in times),
                 *gains,
             )
         console.print(table)
-
-
-def _span(figure: dict[str, Any], scale: float = 1.0) -> str:
-    median, least, most = (figure[name] * scale for name in ("median", "min", "max"))
-    return f"{median:.3g} ({least:.3g}-{most:.3g})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -326,10 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     report = measure(settings)
     report["environment"] = environment("benchmarks.serving", arguments)
-    console = Console()
-    show(report, console if console.is_terminal else Console(width=170))
-    if given.json:
-        write_json(report, given.json)
+    tell(report, show, width=170, file=given.json)
     return 0
 
 

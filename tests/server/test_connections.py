@@ -107,15 +107,22 @@ def test_who_sends_too_much_reads_why_and_may_ask_again(hasty: ServedApp) -> Non
         assert read_answer(client) == (200, "again")
 
 
+def send_for_ever(client: socket.socket) -> None:
+    while True:
+        client.sendall(b"x" * 10_000)
+
+
 def test_a_refused_body_that_never_ends_is_thrown_away_for_a_while_only(
     hasty: ServedApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "LINGER_SECONDS", 0.05)
     with hasty.connect() as client:
         client.sendall(request("/echo", Content_Length=str(2**40)))
-        with suppress(ConnectionError):
-            while True:
-                client.sendall(b"x" * 10_000)
+        with pytest.raises(ConnectionError):
+            send_for_ever(client)
+    with hasty.connect() as client:
+        client.sendall(request("/echo", b'"next"'))
+        assert read_answer(client) == (200, "next")
 
 
 class Endless(Response):

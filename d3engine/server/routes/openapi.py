@@ -116,7 +116,7 @@ def description(routes: Sequence[Route]) -> dict[str, Any]:
 
 
 def _schema(kind: type) -> dict[str, Any]:
-    """Of what msgspec has none for: `object` may be anything."""
+    """Of what msgspec has none for: `object` may be anything. For others msgspec asks for this very exception."""
     if kind is not object:
         raise NotImplementedError
     return {"description": "anything"}

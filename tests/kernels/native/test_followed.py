@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -103,11 +105,22 @@ def test_what_would_leave_its_memory_is_refused_before_it_begins(case: Case) -> 
     assert_takes_again(decoder, case, decoder.run(case.rows, STEPS))
 
 
-def test_a_decoder_may_go_in_the_middle_of_a_run(case: Case) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads that Linux tells of")
+def test_a_decoder_that_goes_in_the_middle_of_a_run_takes_its_threads_with_it(case: Case) -> None:
+    """And writes nothing any more into a pool that may be gone as well."""
+    before = set(os.listdir("/proc/self/task"))
     decoder = case.decoder(num_threads=2)
-    decoder.begin(case.rows, STEPS, course())
+    words = course()
+    decoder.begin(case.rows, STEPS, words)
     decoder.take()
+    assert len(set(os.listdir("/proc/self/task")) - before) >= 1
+    finalizer = decoder._finalizer
     del decoder
+    assert not finalizer.alive
+    deadline = time.monotonic() + 300  # against hanging; the kernel may show a thread a moment after it was joined
+    while not set(os.listdir("/proc/self/task")) <= before:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
