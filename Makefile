@@ -25,7 +25,7 @@ help:
 	@echo "make lint     formatting, names, types, layers"
 	@echo "make docs     the pages as a site in build/site"
 	@echo "make inspect  compile every Triton kernel without a GPU"
-	@echo "make ports    the native library for Arm in an emulator, and by Clang"
+	@echo "make ports    the native library for Arm in an emulator, by Clang and under ThreadSanitizer"
 	@echo "make bench    time the parts"
 
 setup: $(VENV)/.installed-dev $(VENV)/.native
@@ -40,7 +40,7 @@ chat: $(VENV)/.installed-gguf $(VENV)/.native
 	$(BIN)/d3engine chat smollm2 --temperature 0.2 --top-p 0.9
 
 test: $(VENV)/.installed-test $(VENV)/.native
-	@echo "All tests: about six minutes on two free cores, longer on busy ones; none is judged by its time. Where there is"
+	@echo "All tests: about seven minutes on two free cores, longer on busy ones; none is judged by its time. Where there is"
 	@echo "no GPU, Triton's kernels are interpreted. What is skipped is named with its reason at the end."
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 

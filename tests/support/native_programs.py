@@ -15,6 +15,15 @@ from d3engine.kernels.native import build
 PROGRAM = Path(__file__).resolve().parents[1] / "kernels" / "native" / "odd_shapes.cpp"
 
 
+FLAGS = "NATIVE_TEST_FLAGS"
+
+
+def left_to_ports() -> None:
+    """Skip a test that takes more time than every run of the gate can have."""
+    if FLAGS not in os.environ:
+        pytest.skip("`make ports` runs it: it takes longer than the gate has time for")
+
+
 def needs(*commands: str, package: str) -> None:
     """Skip a test where one of its commands is missing, by the name of what would bring it."""
     for command in commands:
@@ -40,7 +49,7 @@ def go_through_odd_shapes(
     """
     flags = [*flags, "-Werror"]
     library, program = folder / build.LIBRARY, folder / "odd_shapes"
-    further = os.environ.get("NATIVE_TEST_FLAGS", "").split()
+    further = os.environ.get(FLAGS, "").split()
     build.compile_library(library, compiler=compiler, flags=[*flags, *further])
     paths = [f"-I{build.FOLDER}", str(PROGRAM), str(library), f"-Wl,-rpath,{folder}", "-o", str(program)]
     subprocess.run([*compiler, "-std=c++17", "-Wall", "-Wextra", *flags, *paths], check=True)

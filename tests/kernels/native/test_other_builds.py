@@ -9,7 +9,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from native_programs import go_through_odd_shapes, needs
+from native_programs import go_through_odd_shapes, left_to_ports, needs
 
 from d3engine.kernels.native.library import isas_here
 
@@ -25,5 +25,6 @@ def test_neon_finds_what_the_portable_code_finds(tmp_path: Path) -> None:
 
 
 def test_clang_builds_the_library_without_a_warning_and_it_finds_the_same(tmp_path: Path) -> None:
+    left_to_ports()
     needs("clang++", package="clang")
     assert go_through_odd_shapes(tmp_path, ["clang++"], ["-O0"]) == isas_here()

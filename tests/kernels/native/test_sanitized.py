@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from native_programs import go_through_odd_shapes, needs_to_run
+from native_programs import go_through_odd_shapes, left_to_ports, needs_to_run
 
 from d3engine.kernels.native import build
 from d3engine.kernels.native.library import isas_here
@@ -24,6 +24,7 @@ def test_odd_shapes_stay_within_their_memory(tmp_path: Path) -> None:
 
 def test_threads_that_share_a_step_do_not_race(tmp_path: Path) -> None:
     """ThreadSanitizer ends the program at the first access that no synchronization orders."""
+    left_to_ports()
     compiler = build.find_compiler()
     needs_to_run(tmp_path, compiler, THREADS)
     assert go_through_odd_shapes(tmp_path, compiler, THREADS) == ["portable"]
