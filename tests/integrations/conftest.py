@@ -1,4 +1,4 @@
-"""The harness offline, and one tiny model behind our adapter and behind the harness's own backend."""
+"""What every stack must answer; the harness offline, and one tiny model behind our adapter and behind its own."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 if TYPE_CHECKING:  # what may be missing: the test files skip without it
     from lm_eval.models.huggingface import HFLM
 
+    from d3engine import RequestOutput
     from d3engine.integrations.lm_eval import D3EngineLM
 
 MAX_LENGTH = 191
@@ -51,6 +52,17 @@ def tiny(tiny_llama: Callable[..., TinyLlama]) -> TinyLlama:
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(model.directory)
     return model
+
+
+@pytest.fixture(scope="session")
+def wanted() -> list[RequestOutput]:
+    """What the bundled model answers to the questions of the contract, in an engine of the test's own."""
+    from contract import answers_wanted
+
+    from d3engine import Engine
+
+    with Engine("demo", device="cpu", num_threads=1, kv_cache_memory_bytes=2**25) as engine:
+        return answers_wanted(engine)
 
 
 @pytest.fixture(scope="module")
