@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import httpx
@@ -129,3 +130,22 @@ def test_fields_that_nobody_knows_are_taken_and_named(http: httpx.Client) -> Non
     many = http.post("/v1/completions", json=COMPLETION | {f"unknown_{i}": i for i in range(5000)})
     assert len(many.headers["x-d3-ignored-fields"]) < 500
     assert many.headers["x-d3-ignored-fields"].endswith("and 4984 more")
+
+
+def test_a_long_body_is_read_beside_the_loop_that_serves_everybody(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from d3engine.server.asking import bodies
+
+    threads = []
+    read = bodies.check_refused
+
+    def note(content: Any, shape: Any) -> None:
+        threads.append(threading.current_thread())
+        read(content, shape)
+
+    monkeypatch.setattr(bodies, "check_refused", note)
+    for length in (10, 2**17):
+        answer = http.post("/tokenize", json={"prompt": "x" * length})
+        assert answer.status_code == 200
+    assert threads[0] is not threads[1]

@@ -77,6 +77,40 @@ def test_a_request_takes_room_for_all_its_sequences(
 
 
 @pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", COMPLETION | {"n": 2}),
+        ("/v1/completions", COMPLETION | {"prompt": ["Tom", "Ann"], "add_special_tokens": False}),
+        ("/v1/chat/completions", CHAT | {"n": 2}),
+    ],
+    ids=str,
+)
+def test_nothing_is_read_of_a_request_that_finds_no_room(
+    app: Starlette,
+    engine: AsyncEngine,
+    small: httpx.Client,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
+) -> None:
+    """Templates and tokenizers are where a refused request could cost most."""
+
+    async def read(*asked: Any, **more: Any) -> Any:
+        raise AssertionError("a request was read that has no place")
+
+    assert engine.tokenizer is not None
+    monkeypatch.setattr(engine, "prepare", read)
+    monkeypatch.setattr(engine, "chat_prompt", read)
+    monkeypatch.setattr(type(engine.tokenizer), "encode", read)
+    traffic = app.state.traffic
+    while traffic.taken:
+        small.get("/version")
+    with traffic.place() as others:
+        others.take(2)
+        assert small.post(path, json=body).status_code == 429
+
+
+@pytest.mark.parametrize(
     ("path", "body", "message"),
     [
         ("/v1/completions", COMPLETION | {"n": 5}, "n must be at most 4 answers per prompt, since"),

@@ -56,14 +56,12 @@ class Answer(Protocol):
 
 
 async def answer(request: Request, job: Job[Any], writer: Writer, headers: Mapping[str, str]) -> Response:
-    """Run a job and answer as its request asks for. Raises `RequestError` where the server has no room for it."""
+    """Run a job and answer as its request asks for."""
     return await respond(request, job, _Choices(job, writer), headers)
 
 
 async def respond(request: Request, job: Job[Any], told: Answer, headers: Mapping[str, str]) -> Response:
     """The same for an answer of any form."""
-    sequences = sum(prepared.params.n for prepared in job.prepared)
-    request.state.place.take(sequences - 1)  # it has one already
     if job.asked.stream:
         interval = job.served.settings.sse_keep_alive_seconds
         return EventStream(told.events(), headers, ping_interval=interval, form=told.form)

@@ -6,6 +6,7 @@ which is not done here is refused by name (`refused.py`); any other is taken, an
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable
 from functools import cache
@@ -32,6 +33,9 @@ _WORDS = {
     "null": "null",
 }
 
+LONG = 2**16
+"""Bytes from which on a body is read by a thread, so that everybody else has turns meanwhile."""
+
 S = TypeVar("S", bound=Struct)
 
 
@@ -43,14 +47,24 @@ async def read_body(
     `unknown_deeper` finds names that are ignored inside of lists, which shapes do not describe. Raises `RequestError`
     (400) for what is no JSON object, has a field of the wrong type, lacks one, or asks for something that is refused.
     """
-    content = _json_object(await request.body())
+    body = await request.body()
+    if len(body) < LONG:
+        asked, unknown = _read(body, shape, unknown_deeper)
+    else:
+        asked, unknown = await asyncio.to_thread(_read, body, shape, unknown_deeper)
+    return asked, served_by(request).ignored.header(unknown)
+
+
+def _read(body: bytes, shape: type[S], unknown_deeper: Callable[[S], list[str]] | None) -> tuple[S, list[str]]:
+    """The body as that shape, and the names in it that are ignored."""
+    content = _json_object(body)
     check_refused(content, shape)
     asked = _as_shape(content, shape)
     unknown = [name for name in content if name not in _known(shape)]
     unknown += _unknown_inside(content, shape)
     if unknown_deeper is not None:
         unknown += unknown_deeper(asked)
-    return asked, served_by(request).ignored.header(unknown)
+    return asked, unknown
 
 
 def _json_object(body: bytes) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from d3engine.errors import InvalidValueError
 from d3engine.server.answering.job import Job
 from d3engine.server.asking.bodies import read_body
 from d3engine.server.asking.depth import DEPTH_HEADER
-from d3engine.server.asking.prompts import prepare_all
+from d3engine.server.asking.prompts import prepare_all, take_places
 from d3engine.server.asking.sampling import check_num_logprobs, check_stream_options, sampling_params
 from d3engine.server.asking.structured import form_of, named
 from d3engine.server.asking.tools import Calling, calling_of, with_arguments_read
@@ -48,6 +48,7 @@ async def job_of(
     }
     with by_names(_chats_names(asked)), named(_source(asked, calling)):
         params = sampling_params(asked, served.client.default_sampling_params, depth, **decided)
+        take_places(request, 1, params.n)
         tools = None if calling is None else calling.tools
         prompt = await chat_prompt(served, asked, asked.messages, tools)
         needed = None if ends_with_context else max_tokens

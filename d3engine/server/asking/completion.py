@@ -10,7 +10,7 @@ from d3engine.errors import must_be
 from d3engine.server.answering.job import Job
 from d3engine.server.asking.bodies import read_body
 from d3engine.server.asking.depth import DEPTH_HEADER
-from d3engine.server.asking.prompts import prepare_all, prompts_of, without_special_tokens
+from d3engine.server.asking.prompts import prepare_all, prompts_of, take_places, without_special_tokens
 from d3engine.server.asking.sampling import check_num_logprobs, check_stream_options, sampling_params
 from d3engine.server.asking.structured import form_of, named
 from d3engine.server.errors import invalid
@@ -36,13 +36,11 @@ async def completion_job(request: Request) -> tuple[Job[CompletionRequest], dict
     decided = {"max_tokens": max_tokens or 1, "structured_outputs": form_of(asked), **_several(asked)}
     params = sampling_params(asked, served.client.default_sampling_params, depth, **decided)
     prompts = prompts_of(asked.prompt, served)
+    take_places(request, len(prompts), params.n, "n" if asked.best_of is None else "best_of")
     if asked.add_special_tokens is False:
         prompts = await without_special_tokens(served, prompts)
     with named("response_format" if asked.structured_outputs is None else "structured_outputs"):
-        n_field = "n" if asked.best_of is None else "best_of"
-        prepared = await prepare_all(
-            served, prompts, params, priority=asked.priority, max_tokens=max_tokens, n_field=n_field
-        )
+        prepared = await prepare_all(served, prompts, params, priority=asked.priority, max_tokens=max_tokens)
     return Job(served, asked, model, prepared, depth, id_prefix="cmpl-"), headers
 
 

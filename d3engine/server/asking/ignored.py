@@ -28,11 +28,11 @@ class IgnoredFields:
         if not unknown:
             return {}
         # A name is the client's own text: what could end a header or fill it is not repeated.
-        names = [name if PLAIN_NAME.fullmatch(name) else "(unprintable)" for name in unknown]
+        names = [name if PLAIN_NAME.fullmatch(name) else "(unprintable)" for name in unknown[:MOST_LOGGED]]
         fresh = sorted(set(names) - self._logged)[: MOST_LOGGED - len(self._logged)]
         if fresh:
             self._logged.update(fresh)
             _log.warning("fields of requests that nobody here knows are ignored: %s", ", ".join(fresh))
-        more = len(names) - MOST_NAMED
+        more = len(unknown) - MOST_NAMED
         shown = names[:MOST_NAMED] + ([f"and {more} more"] if more > 0 else [])
         return {IGNORED_FIELDS: ", ".join(shown)}

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from starlette.requests import Request
+
 from d3engine.errors import InvalidValueError, TokenizerError, must_be
 from d3engine.request.params import SamplingParams
 from d3engine.request.prepared import Prepared
 from d3engine.server.errors import RequestError, invalid
-from d3engine.server.served import Served
+from d3engine.server.served import Served, served_by
 from d3engine.server.shapes.requests import Prompt
 
 TOO_LONG = "context_length_exceeded"
@@ -46,15 +48,11 @@ async def prepare_all(
     *,
     priority: int | None,
     max_tokens: int | None,
-    n_field: str = "n",
 ) -> list[Prepared]:
     """Each prompt with these parameters, checked for the model and its length; `max_tokens` is what was asked for.
 
-    `n_field` is the field of the request that says how many answers there are for each prompt. Raises `RequestError`
-    or `InvalidValueError` for the first that can never run, and where all of them are more than the server has room
-    for.
+    Raises `RequestError` or `InvalidValueError` for the first that can never run.
     """
-    _check_room(served, len(prompts), params.n, n_field)
     try:
         return list(
             await asyncio.gather(
@@ -65,8 +63,18 @@ async def prepare_all(
         raise _of_length(error) or error from None
 
 
+def take_places(request: Request, num_prompts: int, n: int, n_field: str = "n") -> None:
+    """Take the room that a request needs, before any work is done for it; it has one place already.
+
+    `n_field` is the field of the request that says how many answers there are for each prompt. Raises `RequestError`:
+    429 where too little is left now, and 400 for what would find no room in an idle server either, since to be told to
+    come back would be no help there.
+    """
+    _check_room(served_by(request), num_prompts, n, n_field)
+    request.state.place.take(num_prompts * n - 1)
+
+
 def _check_room(served: Served, num_prompts: int, n: int, n_field: str) -> None:
-    """Refuse what would find no room in an idle server either: to be told to come back would be no help."""
     places = served.traffic.places
     if num_prompts * n <= places:
         return

@@ -1,7 +1,8 @@
 """Bodies: no longer, no slower and no deeper than allowed, and JSON.
 
 The one idea: a body is read here and nowhere else, whole, before a route sees its request. What Content-Length says
-too much is refused unread; what comes in pieces is counted as it comes.
+too much is refused unread; what comes in pieces is counted and looked through as it comes, with turns for everybody
+else between.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from d3engine.server.errors import RequestError
-from d3engine.server.guards.json_bounds import check_json_bounds
+from d3engine.server.guards.json_bounds import JsonBounds
 
 WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 """Methods of requests whose body is read; no route takes a body by another."""
@@ -33,7 +34,6 @@ class BodyGuard:
         body = await self._read(receive)
         if body is None:
             return  # the client has left, and there is nobody to answer
-        check_json_bounds(body)
         await self.app(scope, _Replay(body, receive), send)
 
     def _check_head(self, scope: Scope) -> None:
@@ -51,7 +51,7 @@ class BodyGuard:
 
     async def _read(self, receive: Receive) -> bytes | None:
         """The whole body; None where the client left before its end."""
-        pieces, length = [], 0
+        pieces, length, bounds = [], 0, JsonBounds()
         try:
             async with asyncio.timeout(self._timeout):
                 while True:
@@ -63,6 +63,8 @@ class BodyGuard:
                     if length > self._max_bytes:
                         raise self._too_long()
                     pieces.append(piece)
+                    for _ in bounds.read(piece):
+                        await asyncio.sleep(0)
                     if not message.get("more_body", False):
                         return b"".join(pieces)
         except TimeoutError:

@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d3engine.server.errors import RequestError
-from d3engine.server.guards.json_bounds import MAX_DEPTH, MAX_DIGITS, _without_strings, check_json_bounds, nesting
+from d3engine.server.guards.json_bounds import (
+    MAX_CONTAINERS,
+    MAX_DEPTH,
+    MAX_DIGITS,
+    MAX_MEMBERS,
+    MAX_VALUES,
+    SLICE_BYTES,
+    JsonBounds,
+    check_json_bounds,
+)
 from d3engine.server.guards.settings import GuardSettings
 
 SMALL = GuardSettings(max_body_bytes=2048)
@@ -129,7 +138,7 @@ def test_a_number_is_as_long_as_a_number_needs_to_be() -> None:
         check_json_bounds(b'{"seed": %s}' % (b"9" * (MAX_DIGITS + 1)))
 
 
-def nesting_by_the_letter(text: str) -> int:
+def depth_by_the_letter(text: str) -> int:
     """The most brackets open at once, character by character."""
     depth = most = 0
     is_string = is_escaped = False
@@ -149,11 +158,81 @@ def nesting_by_the_letter(text: str) -> int:
 PIECES = st.sampled_from(["[", "{", "]", "}", "9", '"a[\\\\"', '"\\"{"', '"[\\\\\\"]"', '"\\u005b"'])
 
 
-@settings(max_examples=50)
-@given(st.lists(PIECES), st.sampled_from(["", '"[[', '"[\\']))
-def test_brackets_in_strings_do_not_count_however_their_quotes_are_escaped(pieces: list[str], end: str) -> None:
-    text = "".join(pieces) + end
-    assert nesting(_without_strings(text.encode())) == nesting_by_the_letter(text)
+@settings(max_examples=100)
+@given(st.lists(PIECES), st.sampled_from(["", '"[[', '"[\\']), st.integers(1, 9))
+def test_brackets_in_strings_do_not_count_however_quotes_are_escaped_and_texts_are_cut(
+    pieces: list[str], end: str, size: int
+) -> None:
+    text = "[" * (MAX_DEPTH - 1) + "".join(pieces) + end
+    bounds = JsonBounds()
+    try:
+        for start in range(0, len(text), size):
+            list(bounds.read(text[start : start + size].encode()))
+        fits = True
+    except RequestError:
+        fits = False
+    assert fits == (depth_by_the_letter(text) <= MAX_DEPTH)
+
+
+@pytest.mark.parametrize("size", [1, 63, 1000])
+def test_a_long_number_is_found_however_it_is_cut(size: int) -> None:
+    def read(text: bytes) -> None:
+        bounds = JsonBounds()
+        for start in range(0, len(text), size):
+            list(bounds.read(text[start : start + size]))
+
+    nines = b"9" * MAX_DIGITS
+    read(b'[%s, "9", %s.%s, "%s9"]' % (nines, nines, nines, nines))
+    with pytest.raises(RequestError, match="more than 64 digits"):
+        read(b"[%s9]" % nines)
+
+
+@pytest.mark.parametrize(
+    ("text", "most"),
+    [
+        (b"[" + b"1," * MAX_VALUES + b"1]", f"more than {MAX_VALUES} values"),
+        (b"[" + b"[]," * (MAX_CONTAINERS - 1) + b"{}]", f"more than {MAX_CONTAINERS} objects and lists"),
+        (b"{" + b'"a":1,' * (MAX_MEMBERS - 1) + b'"a":1,"b":2}', f"more than {MAX_MEMBERS} members"),
+    ],
+    ids=["values", "containers", "members"],
+)
+def test_a_body_holds_no_more_than_a_parser_is_done_with_in_a_moment(text: bytes, most: str) -> None:
+    with pytest.raises(RequestError, match=most):
+        check_json_bounds(text)
+    check_json_bounds(text.replace(b"1,", b"1 ", 1).replace(b"[],", b"1, ", 1).replace(b'"a":1 ', b"", 1))
+    check_json_bounds(b'"' + text.replace(b'"', b"'") + b'"')
+
+
+def test_a_hostile_text_is_refused_at_the_piece_that_goes_too_far(app: GuardedApp) -> None:
+    taken = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield b"[" * (MAX_DEPTH // 2)
+
+    answer = app.call("POST", "/echo", JSON, endless())
+    assert (answer.status, answer.code, taken) == (400, "json_out_of_bounds", 3)
+
+
+def test_others_have_their_turns_while_a_long_body_is_looked_through() -> None:
+    turns = 0
+
+    async def main() -> int:
+        async def wait_for_turns() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        other = asyncio.create_task(wait_for_turns())
+        answer = await GuardedApp().answer("POST", "/echo", JSON, [json.dumps("x" * 10 * SLICE_BYTES).encode()])
+        other.cancel()
+        return answer.status
+
+    assert asyncio.run(main()) == 200
+    assert turns > 10
 
 
 @pytest.mark.parametrize("piece", [b'\\"', b'"', b"\\", b"[]", b"9 ", b"\x00\xff"])
