@@ -18,6 +18,7 @@ COMMANDS = {
     "generate": "d3engine.cli.generate",
     "chat": "d3engine.cli.chat",
     "serve": "d3engine.cli.serve",
+    "batch": "d3engine.cli.batch",
     "schedule": "d3engine.cli.schedule",
     "eval": "d3engine.cli.eval",
     "calibrate": "d3engine.cli.calibrate",

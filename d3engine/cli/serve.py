@@ -23,9 +23,8 @@ from d3engine.cli.engine_options import (
     takes_engine,
     tell_own_setting,
 )
-from d3engine.cli.server_options import server_settings, takes_server
+from d3engine.cli.server_options import require_server_packages, server_settings, takes_server
 from d3engine.cli.verbosity import note
-from d3engine.errors import MissingExtraError
 from d3engine.version import __version__
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def serve(
     """
     settings = server_settings(model, who, what, limits)
     model_directory(model)
-    _require_packages()
+    require_server_packages("d3engine serve")
     from d3engine.server.running import bind
 
     with bind(settings.guards) as bound:
@@ -63,15 +62,6 @@ def serve(
         if depth == "auto":
             tell_own_setting(engine, model)
         raise typer.Exit(_run(engine, settings, bound, model))
-
-
-def _require_packages() -> None:
-    """Refuse to start without what the extra brings, before anything slow is done."""
-    for package in ("starlette", "uvicorn", "httptools", "msgspec", "orjson", "prometheus_client"):
-        try:
-            __import__(package)
-        except ImportError:
-            raise MissingExtraError(package.replace("_", "-"), "serve", "d3engine serve") from None
 
 
 def _run(engine: AsyncEngine, settings: ServerSettings, bound: socket.socket, model: str) -> ExitCode:

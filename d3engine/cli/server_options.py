@@ -10,7 +10,7 @@ from d3engine.cli.depth_options import AUTO, policy_from_words
 from d3engine.cli.engine_options import Options, OptionTable, takes_options
 from d3engine.depth import DepthPolicy
 from d3engine.environment import API_KEY
-from d3engine.errors import InvalidValueError, require
+from d3engine.errors import InvalidValueError, MissingExtraError, require
 from d3engine.files import UnreadableFileError, read_text
 from d3engine.server.guards.settings import GuardSettings
 from d3engine.server.settings import ServerSettings
@@ -40,6 +40,16 @@ WHAT: OptionTable = {
     "trust_request_chat_template": ("--trust-request-chat-template", bool, "Take chat templates from requests."),
     "sse_keep_alive_seconds": ("--sse-keep-alive-interval", float, "Seconds of silence in a stream (15; 0: any)."),
 }
+BODIES = (
+    "model_names",
+    "depth_aliases",
+    "allow_depth",
+    "lock_depth",
+    "max_prompts",
+    "max_logprobs",
+    "trust_request_chat_template",
+)
+"""Of these, what is about the bodies of requests, be there a server or not."""
 LIMITS: OptionTable = {
     "max_queue": ("--max-queue", int, "Sequences that wait beside those that run (4 times --max-num-seqs)."),
     "max_body_bytes": ("--max-body-bytes", int, "Bytes of a request at most (8 MiB)."),
@@ -62,14 +72,33 @@ def takes_server(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def takes_bodies(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace the parameter `what` of a typer command by the options that say what bodies of requests may ask for."""
+    table = {name: WHAT[name] for name in BODIES}
+    return takes_options(command, "what", table, TABLES["what"][0])
+
+
+def require_server_packages(command: str) -> None:
+    """Refuse to start without what the extra brings, before anything slow is done."""
+    for package in ("starlette", "uvicorn", "httptools", "msgspec", "orjson", "prometheus_client"):
+        try:
+            __import__(package)
+        except ImportError:
+            raise MissingExtraError(package.replace("_", "-"), "serve", command) from None
+
+
 def server_settings(model: str, who: Options, what: Options, limits: Options) -> ServerSettings:
     """The settings that the options come to; raises `InvalidValueError` for what is not allowed."""
     who = dict(who)
     keys = [*who.pop("api_keys", ()), *_keys_of_file(who.pop("api_key_file", None)), *_keys_of_environment()]
     guards = GuardSettings(api_keys=tuple(keys), **_frozen(who), **limits)
+    return ServerSettings(guards=guards, **served_as(model, what))
+
+
+def served_as(model: str, what: Options) -> Options:
+    """The arguments of `ServerSettings` that say as what a model is served, and what may be asked of it."""
     aliases = dict(_alias(given) for given in what.get("depth_aliases", ()))
-    given: Options = {"model_names": (_own_name(model),)} | _frozen(what) | {"depth_aliases": aliases}
-    return ServerSettings(guards=guards, **given)
+    return {"model_names": (_own_name(model),)} | _frozen(what) | {"depth_aliases": aliases}
 
 
 def _frozen(options: Options) -> Options:

@@ -1,0 +1,127 @@
+"""Answers the lines of a batch by the server's own routes, many at once, without a socket.
+
+The one idea: a body means in a batch what it means to the server, so the server's app answers it, called as a function.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+
+from starlette.types import ASGIApp, Message, Scope
+
+from d3engine.async_engine.client import EngineClient
+from d3engine.batch.lines import LONGEST_LINE, Line
+from d3engine.batch.results import Result
+from d3engine.errors import FailedError
+from d3engine.server.app import create_app
+from d3engine.server.guards.settings import GuardSettings
+from d3engine.server.settings import ServerSettings
+
+LINES_PER_SEQUENCE = 2
+"""Lines under way for each sequence that runs: their prompts are read while others run."""
+
+NO_LIMIT = 1_000_000
+ENDED = 503
+"""The status of routes whose engine has ended: nothing is wrong with the line."""
+
+
+class Answers:
+    """An engine that answers the lines of batches.
+
+    Args:
+        client: the engine, which the caller closes.
+        settings: what a line may ask for, as of a server; its guards have nobody to guard against, and play no part.
+    """
+
+    def __init__(self, client: EngineClient, settings: ServerSettings) -> None:
+        self._at_once = LINES_PER_SEQUENCE * client.settings.max_num_seqs
+        guards = GuardSettings(max_body_bytes=LONGEST_LINE, max_queue=NO_LIMIT)
+        most = max(settings.max_depth_policies, self._at_once)
+        self._app: ASGIApp = create_app(client, replace(settings, guards=guards, max_depth_policies=most))
+
+    def results(self, lines: Iterable[Line]) -> Iterator[Result]:
+        """What comes of each line, as soon as it has come: not in their order.
+
+        Of `lines` no more are taken than are under way. Leaving the iterator ends those. Raises `FailedError` when the
+        engine has ended.
+        """
+        with asyncio.Runner() as runner:
+            found = self._results(lines)
+            try:
+                while (result := runner.run(_next(found))) is not None:
+                    yield result
+            finally:
+                runner.run(found.aclose())
+
+    async def _results(self, lines: Iterable[Line]) -> AsyncGenerator[Result, None]:
+        waiting = iter(lines)
+        running: set[asyncio.Task[Result]] = set()
+        try:
+            while True:
+                new = islice(waiting, self._at_once - len(running))
+                running |= {asyncio.create_task(self._answer(line)) for line in new}
+                if not running:
+                    return
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    yield task.result()
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _answer(self, line: Line) -> Result:
+        if line.fault is not None:
+            return Result(line)
+        status, request_id, body = await post(self._app, line.url, line.body)
+        if status == ENDED:
+            raise FailedError(f"the batch has stopped at line {line.number}: {body.decode()}")
+        return Result(line, status, request_id, body)
+
+
+async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, str, bytes]:
+    """POST a body of JSON to an app, called as a function; returns its status, X-Request-Id and body."""
+    status, request_id, parts = 0, "", []
+    unread = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if not unread:
+            await asyncio.Event().wait()  # nobody leaves
+        return unread.pop()
+
+    async def send(message: Message) -> None:
+        nonlocal status, request_id
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            request_id = dict(message["headers"])[b"x-request-id"].decode()
+        else:
+            parts.append(message["body"])
+
+    await app(_scope(path, len(body)), receive, send)
+    return status, request_id, b"".join(parts)
+
+
+def _scope(path: str, length: int) -> Scope:
+    headers = {"host": "localhost", "content-type": "application/json", "content-length": str(length)}
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        "client": None,
+        "server": None,
+        "state": {},
+    }
+
+
+async def _next(results: AsyncGenerator[Result, None]) -> Result | None:
+    return await anext(results, None)

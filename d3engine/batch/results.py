@@ -1,0 +1,135 @@
+"""What comes of a batch's lines, and the file that it is written to.
+
+The one idea: the file is its own record. A line is written whole when its answer is complete; what is there when a
+batch begins is not asked again, and a last line that was torn is asked anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+
+from d3engine.batch.lines import Line
+from d3engine.errors import InvalidValueError
+
+BEGINS = b'{"id":"batch_req_'
+"""Every line of a batch's results begins so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What has come of a line: `status` and `body` are the route's answer; both are empty for a line at fault."""
+
+    line: Line
+    status: int = 0
+    request_id: str = ""
+    body: bytes = b""
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether the line has been answered; otherwise it has been told why not."""
+        return self.status == 200
+
+    def written(self) -> bytes:
+        """A line of OpenAI's output file, its line feed included."""
+        line = self.line
+        response: dict[str, Any] | None = None
+        error: dict[str, str] | None = None
+        if line.fault is None:
+            body = orjson.Fragment(self.body)
+            response = {"status_code": self.status, "request_id": self.request_id, "body": body}
+        else:
+            error = {"code": line.fault.code, "message": line.fault.message}
+        content = {"id": line.id, "custom_id": line.custom_id, "response": response, "error": error}
+        return orjson.dumps(content, option=orjson.OPT_APPEND_NEWLINE)
+
+
+class _Written(msgspec.Struct):
+    id: str
+    custom_id: str | None
+
+
+class Results:
+    """A file of results that is open and nobody else's."""
+
+    def __init__(self, path: Path, file: Any) -> None:
+        self._path = path
+        self._file = file
+        self._of_names: dict[str, str] = {}
+        self._ids: set[str] = set()
+
+    def has(self, line: Line) -> bool:
+        """Whether the file has a result of this line.
+
+        Raises `InvalidValueError` where it has one of another line with the same name: it is another batch's.
+        """
+        if line.custom_id is None:
+            return line.id in self._ids
+        known = self._of_names.get(line.custom_id, line.id)
+        if known != line.id:
+            allowed = f"a new file, or the results of this very batch, but it answers another line {line.custom_id!r}"
+            raise InvalidValueError("OUT", str(self._path), allowed)
+        return line.custom_id in self._of_names
+
+    def add(self, result: Result) -> None:
+        """Write a result. Raises `OSError`."""
+        self._file.write(result.written())
+        self._file.flush()
+
+    def read(self) -> None:
+        """Take in what is there, without a last line that was torn."""
+        end = 0
+        for content in self._file:
+            if not content.endswith(b"\n"):
+                if not (content.startswith(BEGINS) or BEGINS.startswith(content)):
+                    raise self._not_ours()
+                break
+            self._note(content)
+            end += len(content)
+        self._file.truncate(end)
+        self._file.seek(end)
+
+    def _note(self, content: bytes) -> None:
+        try:
+            found = msgspec.json.decode(content, type=_Written)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise self._not_ours() from None
+        if not content.startswith(BEGINS):
+            raise self._not_ours()
+        if found.custom_id is None:
+            self._ids.add(found.id)
+        else:
+            self._of_names[found.custom_id] = found.id
+
+    def _not_ours(self) -> InvalidValueError:
+        allowed = "a new file, or the results of a batch that d3engine has begun; what is in it stays as it is"
+        return InvalidValueError("OUT", str(self._path), allowed)
+
+
+@contextmanager
+def open_results(path: Path) -> Iterator[Results]:
+    """The results at `path`, where new ones go behind those that are there.
+
+    Raises `InvalidValueError` for a file of anything else, for one that cannot be written, and while another batch
+    writes to it.
+    """
+    try:
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+    except OSError as error:
+        raise InvalidValueError("OUT", str(path), f"a file that can be written ({error.strerror})") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidValueError("OUT", str(path), "a file that no other batch is writing to") from None
+        results = Results(path, file)
+        results.read()
+        yield results

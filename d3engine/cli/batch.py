@@ -1,0 +1,135 @@
+"""`d3engine batch IN OUT`: a file of requests in OpenAI's batch format, answered as fast as the engine can.
+
+The one idea: what is done stands in OUT, so the same command goes on where it was ended, however it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+from tqdm import tqdm
+
+from d3engine.cli.apps import new_app
+from d3engine.cli.depth_options import AUTO, Depth, takes_depth
+from d3engine.cli.ending import ExitCode
+from d3engine.cli.engine_options import (
+    MODEL,
+    Options,
+    engine_arguments,
+    model_directory,
+    takes_engine,
+    tell_own_setting,
+)
+from d3engine.cli.server_options import require_server_packages, served_as, takes_bodies
+from d3engine.cli.verbosity import note
+from d3engine.errors import InvalidValueError, require
+from d3engine.progress import hides_bars
+
+if TYPE_CHECKING:
+    from d3engine.batch.lines import Line
+    from d3engine.batch.results import Result, Results
+
+app = new_app()
+
+Answering: TypeAlias = "Callable[[Iterable[Line]], Iterator[Result]]"
+"""From lines to what has come of each, as soon as it has come, in any order; whoever can do that can run a batch."""
+
+
+@app.command()
+@takes_depth
+@takes_engine
+@takes_bodies
+def batch(
+    engine_options: Options,
+    what: Options,
+    depth: Depth,
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A file with a request on each line, as JSON.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Gets a line for each; goes on if it is there.")],
+    model: Annotated[str, typer.Option("--model", help=MODEL)] = "demo",
+) -> None:
+    """Answer a file of requests, in OpenAI's batch format.
+
+    A line that cannot be run becomes a line that says why. Started again, the command goes on where it was ended.
+    """
+    require_server_packages("d3engine batch")
+    from d3engine.batch.results import open_results
+    from d3engine.server.settings import ServerSettings
+
+    settings = ServerSettings(**served_as(model, what))
+    model_directory(model)
+    _check_files(source, target)
+    total = _check_names(source)
+    with open_results(target) as results:
+        missing = sum(1 for _ in _missing(source, results))
+        if missing < total:
+            note(f"{total - missing} of {total} lines have their results in {target} already")
+        errors = 0
+        if missing:
+            with _engine(model, depth, engine_options, settings) as answering:
+                errors = _run(source, results, answering, missing)
+    note(f"{total} lines, and a result for each; {missing - errors} answered now, {errors} told why not")
+    if errors:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _check_files(source: Path, target: Path) -> None:
+    require(source.is_file(), "IN", str(source), "a regular file, since it is read more than once")
+    is_same = target.exists() and target.samefile(source)
+    require(not is_same, "OUT", str(target), "another file than IN")
+
+
+def _check_names(source: Path) -> int:
+    """How many lines there are; raises `InvalidValueError` where two have one name."""
+    from d3engine.batch.lines import read_lines
+
+    numbers: dict[str, int] = {}
+    total = 0
+    for line in read_lines(source):
+        total += 1
+        if line.custom_id is None:
+            continue
+        first = numbers.setdefault(line.custom_id, line.number)
+        if first != line.number:
+            found = f"{line.custom_id!r} in lines {first} and {line.number}"
+            raise InvalidValueError("custom_id", found, "another in each line, since results are known by it")
+    return total
+
+
+def _missing(source: Path, results: Results) -> Iterator[Line]:
+    from d3engine.batch.lines import read_lines
+
+    return (line for line in read_lines(source) if not results.has(line))
+
+
+@contextmanager
+def _engine(model: str, depth: Depth, options: Options, settings: Any) -> Iterator[Answering]:
+    """An engine of this process."""
+    from d3engine.async_engine.async_engine import AsyncEngine
+    from d3engine.batch.answering import Answers
+
+    engine = AsyncEngine(model, depth=depth, **engine_arguments(model, options))
+    try:
+        if depth == AUTO:
+            tell_own_setting(engine, model)
+        yield Answers(engine, settings).results
+    finally:
+        asyncio.run(engine.close())
+
+
+def _run(source: Path, results: Results, answering: Answering, missing: int) -> int:
+    """Write a result of each line that has none; returns how many were not answered."""
+    errors = 0
+    with (
+        tqdm(total=missing, desc="batch", unit="line", disable=hides_bars()) as bar,
+        closing(answering(_missing(source, results))) as found,  # type: ignore[type-var]  # what it gives is a generator
+    ):
+        for result in found:
+            results.add(result)
+            errors += not result.is_answer
+            bar.update()
+    return errors
