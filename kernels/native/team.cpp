@@ -14,12 +14,16 @@
 #include <thread>
 #include <vector>
 
+#include "patience.h"
+
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using std::chrono::nanoseconds;
 
 // Longer than the pauses within a step, shorter than anybody notices in an idle process.
-constexpr auto SPIN = std::chrono::microseconds(100);
+constexpr int64_t SPIN = 100'000;
+// Whoever has a piece for longer may need this core to go on with it.
+constexpr int64_t LEADER_SPIN = 50'000;
 constexpr int PAUSES_A_LOOK = 32;
 constexpr int MOST_PIECES = 0xFFFF;
 
@@ -46,10 +50,22 @@ struct alignas(64) Share {
     std::atomic<uint64_t> ticket{0};
 };
 
+// What leader and helper know of each other; the leader's own is not used.
+struct alignas(64) Helper {
+    std::atomic<bool> works{false};   // it may have a piece
+    std::atomic<bool> is_out{false};  // it takes none
+    std::atomic<bool> asleep{false};
+    std::mutex mutex;
+    std::condition_variable wake;
+    Patience patience;  // the leader's
+};
+
 }  // namespace
 
+int64_t Team::steady_clock() { return nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
 struct Team::State {
-    explicit State(int size) : shares(size), process(getpid()) {}
+    explicit State(int size) : shares(size), helpers(size), process(getpid()) {}
 
     // Takes pieces of the job `epoch` and carries them out; how many. A worker begins with its own share, which is the
     // same at every step, so that small weights stay in its core's cache; then it helps the others.
@@ -75,38 +91,95 @@ struct Team::State {
         return taken;
     }
 
+    // -- a helper ------------------------------------------------------------------------------------------------
+
     void help(int worker) {
+        Helper& me = helpers[worker];
         for (uint32_t seen = 0;;) {
-            seen = wait_for_other_than(seen);
+            seen = wait_for_other_than(seen, me);
             if (stops.load(std::memory_order_relaxed)) return;
-            if (int taken = take(worker, seen)) finished.fetch_add(taken, std::memory_order_release);
+            me.works.store(true, std::memory_order_relaxed);
+            const int taken = take(worker, seen);
+            me.works.store(false, std::memory_order_relaxed);
+            if (!taken) continue;
+            finished.fetch_add(taken);
+            if (!leader_sleeps.load()) continue;
+            std::lock_guard<std::mutex> lock(mutex);
+            done.notify_one();
         }
     }
 
-    uint32_t wait_for_other_than(uint32_t seen) {
-        const auto end = Clock::now() + SPIN;
-        do {
+    uint32_t wait_for_other_than(uint32_t seen, Helper& me) {
+        const int64_t end = steady_clock() + SPIN;
+        while (!me.is_out.load(std::memory_order_relaxed)) {
             for (int i = 0; i < PAUSES_A_LOOK; i++) {
-                uint32_t now = epoch.load(std::memory_order_acquire);
+                const uint32_t now = epoch.load(std::memory_order_acquire);
                 if (now != seen) return now;
                 pause_briefly();
             }
-        } while (Clock::now() < end);
-        std::unique_lock<std::mutex> lock(mutex);
-        asleep.fetch_add(1);  // before the look at the epoch; the leader writes the epoch before it looks here
-        wake.wait(lock, [&] { return epoch.load() != seen; });
-        asleep.fetch_sub(1);
+            if (steady_clock() >= end) break;
+        }
+        std::unique_lock<std::mutex> lock(me.mutex);
+        me.asleep.store(true);  // before the look at the epoch; the leader writes the epoch before it looks here
+        me.wake.wait(lock, [&] { return stops.load() || (!me.is_out.load() && epoch.load() != seen); });
+        me.asleep.store(false);
         return epoch.load(std::memory_order_acquire);
+    }
+
+    // -- the leader ----------------------------------------------------------------------------------------------
+
+    // Lets those back in whose time has come; whether there is anybody to help.
+    bool has_help(int64_t now) {
+        bool has = false;
+        for (size_t worker = 1; worker < helpers.size(); worker++) {
+            Helper& helper = helpers[worker];
+            const bool is_out = helper.patience.is_out(now);
+            if (is_out != helper.is_out.load(std::memory_order_relaxed)) helper.is_out.store(is_out);
+            has |= !is_out;
+        }
+        return has;
     }
 
     void announce(uint32_t next) {
         epoch.store(next);
-        if (asleep.load() == 0) return;
-        std::lock_guard<std::mutex> lock(mutex);
-        wake.notify_all();
+        for (Helper& helper : helpers) {
+            if (!helper.asleep.load() || helper.is_out.load(std::memory_order_relaxed)) continue;
+            // Nobody needs it enough to wait for it: one that is just about to sleep hears of the next job.
+            std::unique_lock<std::mutex> lock(helper.mutex, std::try_to_lock);
+            if (lock) helper.wake.notify_one();
+        }
+    }
+
+    bool is_done(int others) const { return finished.load() == others; }
+
+    // Returns when the helpers have done `others` pieces; the leader's own took `piece` each.
+    void await(int others, int64_t piece, Clock clock) {
+        for (const int64_t end = steady_clock() + LEADER_SPIN; steady_clock() < end;)
+            for (int i = 0; i < PAUSES_A_LOOK; i++) {
+                if (is_done(others)) return;
+                pause_briefly();
+            }
+        // From here on asleep, for who has a piece and no core may get this one.
+        const int64_t from = clock();
+        std::unique_lock<std::mutex> lock(mutex);
+        leader_sleeps.store(true);  // before the look at what is done; helpers add to that before they look here
+        const auto all = [&] { return is_done(others); };
+        if (!done.wait_for(lock, nanoseconds(Patience::allowance(piece)), all)) {
+            for (Helper& helper : helpers)
+                if (helper.works.load()) helper.patience.begin(), helper.is_out.store(true);
+            done.wait(lock, all);
+            const int64_t to = clock();
+            for (Helper& helper : helpers) {
+                if (!helper.patience.is_late()) continue;
+                helper.patience.end(from, to);
+                helper.is_out.store(helper.patience.is_out(to));
+            }
+        }
+        leader_sleeps.store(false);
     }
 
     std::vector<Share> shares;
+    std::vector<Helper> helpers;
     const pid_t process;
     std::vector<std::thread> threads;
     int first_piece = 0;  // written before the tickets, like `job`
@@ -114,14 +187,14 @@ struct Team::State {
     std::atomic<bool> stops{false};
     alignas(64) std::atomic<uint32_t> epoch{0};
     alignas(64) std::atomic<int> finished{0};
-    alignas(64) std::atomic<int> asleep{0};
+    std::atomic<bool> leader_sleeps{false};
     std::mutex mutex;
-    std::condition_variable wake;
+    std::condition_variable done;
 };
 
 // Helpers are made when they are first needed, and again in a process that was forked: there are none there. What the
 // parent's were at is unknown then, so the old state is left behind as it is.
-Team::State& Team::helpers() {
+Team::State& Team::state() {
     if (state_ && state_->process == getpid()) return *state_;
     state_ = new State(size_);
     sigset_t all, before;
@@ -138,7 +211,12 @@ Team::State& Team::helpers() {
 }
 
 void Team::share(int count, Job job) {
-    State& state = helpers();
+    State& state = this->state();
+    const int64_t begun = clock_();
+    if (!state.has_help(begun)) {
+        for (int piece = 0; piece < count; piece++) job.call(job.body, 0, piece);
+        return;
+    }
     for (int first = 0; first < count; first += MOST_PIECES) {
         const int pieces = std::min(count - first, MOST_PIECES);
         const uint32_t epoch = state.epoch.load(std::memory_order_relaxed) + 1;
@@ -150,19 +228,26 @@ void Team::share(int count, Job job) {
             state.shares[worker].ticket.store(ticket.word(), std::memory_order_release);
         }
         state.announce(epoch);
-        const int others = pieces - state.take(0, epoch);
-        for (int spins = 0; state.finished.load(std::memory_order_acquire) != others; spins++) {
-            if (spins < 1000) pause_briefly();
-            else std::this_thread::yield();  // whoever has the last piece may need this core
-        }
+        const int taken = state.take(0, epoch);
+        if (!state.is_done(pieces - taken)) state.await(pieces - taken, (clock_() - begun) / std::max(taken, 1), clock_);
         state.finished.store(0, std::memory_order_relaxed);
     }
+}
+
+int Team::num_out() const {
+    if (!state_) return 0;
+    const auto& helpers = state_->helpers;
+    return int(std::count_if(helpers.begin(), helpers.end(), [](const Helper& helper) { return helper.is_out.load(); }));
 }
 
 Team::~Team() {
     if (!state_ || state_->process != getpid()) return;
     state_->stops.store(true);
-    state_->announce(state_->epoch.load() + 1);
+    state_->epoch.store(state_->epoch.load() + 1);
+    for (Helper& helper : state_->helpers) {
+        std::lock_guard<std::mutex> lock(helper.mutex);
+        helper.wake.notify_one();
+    }
     for (auto& thread : state_->threads) thread.join();
     delete state_;
 }

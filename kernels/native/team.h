@@ -1,20 +1,26 @@
 // A leader and its helpers.
 //
 // The leader runs plain sequential code. Where an operation falls into pieces it offers them to the helpers, and takes
-// them itself too. It waits for pieces that somebody has taken, never for a helper that took none: one that the system
-// has put aside costs its help and nothing else, so more threads than cores are slow but never stand still.
+// them itself too. It waits for pieces that somebody has taken, never for a helper that took none. One that the system
+// has put aside with a piece in its hands is waited for, and then left out for a while (`patience.h`): beside busy
+// neighbours a team becomes its leader alone.
 #pragma once
 #include <cstdint>
 #include <type_traits>
 
 class Team {
 public:
-    explicit Team(int size) : size_(size) {}
+    using Clock = int64_t (*)();  // nanoseconds
+    static int64_t steady_clock();
+
+    explicit Team(int size, Clock clock = steady_clock) : size_(size), clock_(clock) {}
     ~Team();
     Team(const Team&) = delete;
     Team& operator=(const Team&) = delete;
 
     int size() const { return size_; }
+    // How many helpers are left out now.
+    int num_out() const;
 
     // Calls body(worker, piece) for every piece in [0, count) once, on any worker in [0, size), and returns when all
     // are done. Only one thread at a time may lead.
@@ -35,8 +41,9 @@ public:
 
 private:
     void share(int count, Job job);
-    State& helpers();
+    State& state();
 
     const int size_;
+    const Clock clock_;
     State* state_ = nullptr;
 };

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 from native_models import Case, Shape
 
+from d3engine.kernels.native import build
 from d3engine.kernels.native.model import NativeError
 
 SHAPE = Shape(layers=3, hidden=128, intermediate=320, rows=4, vocab=2000)
@@ -79,3 +82,12 @@ def test_helpers_without_work_take_no_processor_time(case: Case) -> None:
     time.sleep(0.3)
     assert time.process_time() - before < 0.15
     decoder.run(case.rows, 4)  # and wake up
+
+
+def test_a_helper_that_was_put_aside_with_a_piece_is_left_out_for_twice_as_long(tmp_path: Path) -> None:
+    """By a clock of its own: the program says what was otherwise."""
+    program, source = tmp_path / "late_helper", Path(__file__).with_name("late_helper.cpp")
+    files = [str(source), str(build.FOLDER / "team.cpp"), f"-I{build.FOLDER}", "-o", str(program)]
+    subprocess.run([*build.find_compiler(), *build.FLAGS, "-O0", *files], check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stdout.strip()) == (0, "as it should be"), done.stderr
