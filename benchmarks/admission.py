@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from benchmarks.fake_sequences import FAKE_TOKEN, fake_sequence, fake_tokens, layers_run
 from benchmarks.report import environment, keep
 from d3engine.cache.kv_cache import KVCache
 from d3engine.depth import D3, Schedule
@@ -27,15 +28,11 @@ from d3engine.depth.statistics import layer_bound
 from d3engine.depth.words import policy_in_words
 from d3engine.pictures.colours import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILION
 from d3engine.pictures.plots import new_figure, save_figure
-from d3engine.plan import Plan, Sampled
-from d3engine.request.params import SamplingParams
-from d3engine.request.sequence import Sequence as TokenSequence
 from d3engine.scheduling.admission import Admission, Immediate, Waves
 from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = BLOCK_SIZE
-FAKE_TOKEN = 7
 
 
 @dataclass(frozen=True)
@@ -103,32 +100,18 @@ class Simulation:
             enable_prefix_caching=False,
         )
         self._scheduler = Scheduler(config, cache)
-        self._schedule = settings.schedule
-        self._params = SamplingParams(temperature=0.0, max_tokens=settings.tokens, ignore_eos=True)
+        self._settings, self._schedule = settings, settings.schedule
         self._arrived: list[int] = []
         self._clock = 0
 
     def arrive(self, count: int) -> None:
         """Queue `count` sequences now."""
+        prompt = [FAKE_TOKEN] * PROMPT_TOKENS
         for _ in range(count):
-            arrival = len(self._arrived)
+            number = len(self._arrived)
             self._arrived.append(self._clock)
-            self._scheduler.add(
-                TokenSequence(
-                    request_id=str(arrival),
-                    index=0,
-                    prompt_token_ids=[FAKE_TOKEN] * PROMPT_TOKENS,
-                    params=self._params,
-                    schedule=self._schedule,
-                    eos_token_ids=frozenset(),
-                    bad_word_ids=(),
-                    seed=0,
-                    priority=0,
-                    arrival=arrival,
-                    max_length=PROMPT_TOKENS + self._params.max_tokens,
-                    shares_prompt=False,
-                )
-            )
+            tokens = self._settings.tokens
+            self._scheduler.add(fake_sequence(number, prompt, tokens, self._schedule, shares_prompt=False))
 
     def step(self) -> tuple[int, int, list[int]]:
         """Let one step pass: rows that ran, layers that any of them ran, and the waits of those that started."""
@@ -137,14 +120,9 @@ class Simulation:
         if plan is not None:
             started = [plan.sequences[chunk].arrival for chunk in np.flatnonzero(plan.starts == 0).tolist()]
             found = (len(plan.sequences), layers_run(plan), [self._clock - self._arrived[a] for a in started])
-            list(self._scheduler.update(plan, Sampled([[FAKE_TOKEN]] * len(plan.sampled))))
+            list(self._scheduler.update(plan, fake_tokens(plan)))
         self._clock += 1
         return found
-
-
-def layers_run(plan: Plan) -> int:
-    """Layers that any row of the plan runs: those whose weights the step has to read."""
-    return sum(len(span.layers) for span in plan.spans if span.num_rows)
 
 
 def simulate(settings: Settings, batch: int, admission: Admission, ticks: Iterable[int]) -> Cell:

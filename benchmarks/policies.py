@@ -29,6 +29,7 @@ from d3engine.depth import (
     D3,
     DepthPolicy,
     EarlyExit,
+    EvenSkip,
     FullDepth,
     Lossless,
     SelfSpeculative,
@@ -141,6 +142,11 @@ def _unified(budget: Budget) -> DepthPolicy:
     return budget.nearest(UnifiedSkip(f"{layers}/{kept}") for kept in range(2, layers + 1))  # type: ignore[arg-type]
 
 
+def _even(budget: Budget) -> DepthPolicy:
+    layers = budget.num_layers
+    return budget.nearest(EvenSkip(f"{layers}/{kept}") for kept in range(2, layers + 1))  # type: ignore[arg-type]
+
+
 def _speculative(budget: Budget) -> DepthPolicy:
     """No second model was trained for this vocabulary, so it is made of as many of the model's own lowest layers."""
     layers = round(budget.target)
@@ -155,6 +161,7 @@ SYSTEMS: list[System] = [
     System("tail skip", _tail_skip),
     System("SkipDecode", _skip_decode),
     System("unified skipping", _unified),
+    System("even skipping", _even),
     System("early exit, softmax", lambda budget: budget.early_exit()),
     System("early exit, softmax, upper half", lambda b: b.early_exit(min_layer=b.num_layers // 2)),
     System("early exit, softmax, batch_min", lambda b: b.early_exit(min_layer=b.num_layers // 2, batch="batch_min")),

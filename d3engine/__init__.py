@@ -29,6 +29,7 @@ _PUBLIC = {
     "D3": "d3engine.depth",
     "SkipDecode": "d3engine.depth",
     "UnifiedSkip": "d3engine.depth",
+    "EvenSkip": "d3engine.depth",
     "TailSkip": "d3engine.depth",
     "EarlyExit": "d3engine.depth",
     "LayerTable": "d3engine.depth",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from d3engine.async_engine.async_engine import AsyncEngine as AsyncEngine
     from d3engine.depth import D3 as D3
     from d3engine.depth import EarlyExit as EarlyExit
+    from d3engine.depth import EvenSkip as EvenSkip
     from d3engine.depth import FullDepth as FullDepth
     from d3engine.depth import LayerTable as LayerTable
     from d3engine.depth import Lossless as Lossless

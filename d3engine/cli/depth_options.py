@@ -30,7 +30,7 @@ OWN_NAMES = [name for name in POLICY_CLASSES if name != "table"]
 """d3engine's policies that options can spell out; a table is too long for a command line."""
 
 
-DRAFT_NAMES = ("d3", "skipdecode", "unified", "tail-skip")
+DRAFT_NAMES = ("d3", "skipdecode", "unified", "even", "tail-skip")
 """The policies that may draft on a command line."""
 
 
@@ -78,7 +78,7 @@ OPTIONS: dict[str, tuple[str, Any, str]] = {
     "min_layers": ("--min-layers", int, "skipdecode: the depth after the last of these steps."),
     "max_layers": ("--max-layers", int, "skipdecode: the depth the line starts from (all layers)."),
     "warmup": ("--warmup", int, "skipdecode: this many lowest layers always run (1)."),
-    "speedup": ("--speedup", number, "unified: layers of the model over layers kept."),
+    "speedup": ("--speedup", number, "unified, even: layers of the model over layers kept."),
     "mean_layers": ("--mean-layers", number, "tail-skip: the mean depth over --decay-steps tokens."),
     "threshold": ("--threshold", float, "early-exit: the confidence that lets a token leave, 0 to 2."),
     "confidence": ("--confidence", ConfidenceName, "early-exit: what is compared with it (softmax_max)."),

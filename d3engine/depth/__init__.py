@@ -2,6 +2,7 @@
 
 from d3engine.depth.d3 import D3
 from d3engine.depth.early_exit import EarlyExit
+from d3engine.depth.even_skip import EvenSkip
 from d3engine.depth.exit_rule import ExitRule
 from d3engine.depth.full_depth import FullDepth
 from d3engine.depth.layer_table import LayerTable
@@ -19,6 +20,7 @@ __all__ = [
     "NEVER",
     "DepthPolicy",
     "EarlyExit",
+    "EvenSkip",
     "ExitRule",
     "FullDepth",
     "LayerTable",

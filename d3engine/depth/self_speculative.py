@@ -29,7 +29,7 @@ class SelfSpeculative(DepthPolicy):
     drafted. A draft also ends with a token that would end the answer.
 
     Args:
-        draft: a scheduled policy (D3, SkipDecode, UnifiedSkip, LayerTable or one's own), or what its `describe` says.
+        draft: a scheduled policy (D3, SkipDecode, LayerTable, one's own ...), or what its `describe` says.
         draft_length: tokens of a draft at most, 1 to 32.
         stop_probability: end a draft with the first token at whose place the draft's likeliest one had less than this
             probability; 0 never does.

@@ -1,7 +1,8 @@
-"""Unified layer skipping: the same evenly spaced layers for every token, as many as the speed-up allows.
+"""Unified layer skipping: the same layers for every token, as many as the speed-up allows.
 
-The one idea: rather than a contiguous piece of the model, layers are left out in balance, so that no jump
-between two layers that run is much wider than another (Liu et al. 2024, "A Unified Layer Skipping Strategy").
+The one idea: rather than what a token needs, the wanted speed-up alone says how many layers run, and they are spread
+over the model (Liu et al. 2024, "Accelerating Inference in Large Language Models with a Unified Layer Skipping
+Strategy"). Which ones is told by the authors' code, and it is followed to the letter here.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from d3engine.errors import require, require_integer
 
 @dataclass(frozen=True)
 class UnifiedSkip(DepthPolicy):
-    """Keep K = floor(L / speedup) evenly spaced layers, the first and the last among them.
+    """Keep K = floor(L / speedup) layers: the first, the last, and every layer in between whose number is a multiple
+    of floor(L / (K - 1)), from below, until there are K.
 
-    The interval between kept layers is the real number (L - 1) / (K - 1), and kept layer j is number j times
-    the interval, halves rounded up, j = 0 .. K - 1. A whole interval would not do: at speed-ups below 2 it is
-    1, which keeps one solid piece and is not balanced. The set is the same at every step >= 1; the prompt
+    At speed-ups of 2 and more they are spread over the model. Below about 2 the interval is 1, and what is left out is
+    one piece below the last layer: then `EvenSkip` spreads them. The set is the same at every step >= 1; the prompt
     pass, which yields step 0, is full.
 
     Args:
         speedup: the wanted layer speed-up, at least 1; float, Fraction, Decimal, or text such as "4/3".
-        on_skip: what the cache holds at a skipped layer.
+        on_skip: what the cache holds at a skipped layer; the authors copy ("copy"), which changes no token.
     """
 
     speedup: float | Fraction
@@ -53,10 +54,13 @@ class UnifiedSkip(DepthPolicy):
             self.speedup,
             f"at most {num_layers / 2:g}, since the first and the last of {num_layers} layers always run",
         )
-        # j * (L - 1) / (K - 1), rounded half up in integers; the spacing is at least 1, so no two fall
-        # together.
-        gaps = max(kept - 1, 1)
-        return [(2 * j * (num_layers - 1) + gaps) // (2 * gaps) for j in range(kept)]
+        return self._spread(num_layers, kept)
+
+    def _spread(self, num_layers: int, kept: int) -> list[int]:
+        """`kept` of the layers, the first and the last among them."""
+        interval = num_layers // max(kept - 1, 1)
+        inner = range(interval, num_layers - 1, interval)[: max(kept - 2, 0)]
+        return sorted({0, *inner, num_layers - 1})
 
     def schedule(self, num_layers: int) -> Schedule:
         """The nested schedule: cutoff 1 for the layers left out."""

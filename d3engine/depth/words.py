@@ -11,6 +11,7 @@ WORDS = {
     "full": "Full depth",
     "skipdecode": "SkipDecode",
     "unified": "Unified skipping",
+    "even": "Even skipping",
     "tail-skip": "Tail skipping",
     "early-exit": "Early exit",
     "table": "Layer table",

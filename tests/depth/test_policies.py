@@ -17,6 +17,7 @@ from d3engine.depth import (
     NEVER,
     DepthPolicy,
     EarlyExit,
+    EvenSkip,
     FullDepth,
     LayerTable,
     Schedule,
@@ -115,16 +116,46 @@ def test_skip_decode_refuses_depths_beyond_the_model_by_name() -> None:
 # ------------------------------------------------------------------------------------------ unified skipping
 
 
-def test_unified_skip_keeps_evenly_spaced_layers_at_every_step_after_the_prompt_pass() -> None:
-    schedule = UnifiedSkip(speedup=2).schedule(9)
+@pytest.mark.parametrize(("policy", "kept"), [(UnifiedSkip(2), [0, 3, 6, 8]), (EvenSkip(2), [0, 3, 5, 8])])
+def test_unified_and_even_skip_keep_the_same_layers_at_every_step_after_the_prompt_pass(
+    policy: UnifiedSkip, kept: list[int]
+) -> None:
+    schedule = policy.schedule(9)
     assert layers_run(schedule, 0) == list(range(9))
-    assert layers_run(schedule, 1) == layers_run(schedule, 500) == [0, 3, 5, 8]
-    assert UnifiedSkip(speedup=1).schedule(9) == FullDepth().schedule(9)
+    assert layers_run(schedule, 1) == layers_run(schedule, 500) == kept
+    assert type(policy)(speedup=1).schedule(9) == FullDepth().schedule(9)
+
+
+def published_layers(layers: int, wanted: int) -> list[int]:
+    """The rule of the authors' code, step by step: layer numbers are tried from below until there are enough."""
+    found = {0, layers - 1}
+    for layer in range(1, layers - 1):
+        is_multiple = layer % int(layers / (wanted - 1)) == 0
+        if is_multiple and len(found) < wanted:
+            found.add(layer)
+    return sorted(found)
 
 
 @given(st.integers(2, 90), st.integers(100, 4500))
-def test_unified_skip_keeps_the_ends_the_wanted_number_and_no_uneven_gap(layers: int, hundredths: int) -> None:
+def test_unified_skip_keeps_the_layers_that_its_authors_code_keeps(layers: int, hundredths: int) -> None:
     policy = UnifiedSkip(speedup=hundredths / 100)
+    wanted = layers * 100 // hundredths
+    if wanted < 2:
+        with pytest.raises(InvalidValueError, match="speedup"):
+            policy.schedule(layers)
+        return
+    assert policy.kept_layers(layers) == published_layers(layers, wanted)
+    assert len(policy.kept_layers(layers)) == wanted
+
+
+def test_unified_skip_leaves_out_one_piece_below_a_speedup_of_two_and_even_skip_does_not() -> None:
+    assert UnifiedSkip("16/11").kept_layers(16) == [*range(10), 15]  # type: ignore[arg-type]
+    assert EvenSkip("16/11").kept_layers(16) == [0, 2, 3, 5, 6, 8, 9, 11, 12, 14, 15]  # type: ignore[arg-type]
+
+
+@given(st.integers(2, 90), st.integers(100, 4500))
+def test_even_skip_keeps_the_ends_the_wanted_number_and_no_uneven_gap(layers: int, hundredths: int) -> None:
+    policy = EvenSkip(speedup=hundredths / 100)
     wanted = layers * 100 // hundredths
     if wanted < 2:
         with pytest.raises(InvalidValueError, match="speedup"):
@@ -211,6 +242,7 @@ EXAMPLES: list[DepthPolicy] = [
     SkipDecode(max_tokens=200, min_layers=4, max_layers=7),
     UnifiedSkip(speedup=1.5, on_skip="project"),
     UnifiedSkip(speedup="4/3"),  # type: ignore[arg-type]
+    EvenSkip(speedup=1.5),
     TailSkip(mean_layers=5.5, max_tokens=20),
     TailSkip(mean_layers="16/3", max_tokens=7, on_skip="copy"),  # type: ignore[arg-type]
     EarlyExit(threshold=0.9),
@@ -241,6 +273,7 @@ def test_the_names_are_those_of_the_command_line() -> None:
         "d3",
         "skipdecode",
         "unified",
+        "even",
         "tail-skip",
         "early-exit",
         "table",
@@ -260,7 +293,7 @@ def test_the_names_are_those_of_the_command_line() -> None:
     [
         (
             {"policy": "d4", "alpha": 0.9},
-            "policy must be one of full, d3, skipdecode, unified, tail-skip, early-exit, table.*; got 'd4'",
+            "policy must be one of full, d3, skipdecode, unified, even, tail-skip, early-exit, table.*; got 'd4'",
         ),
         ({"policy": ["d3"]}, "policy must be "),
         (

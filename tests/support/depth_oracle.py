@@ -51,11 +51,11 @@ def skip_decode(
 
 
 def unified_skip(num_layers: int, speedup: float) -> ActiveLayers:
-    """floor(L / speedup) layers, evenly from the first to the last, the same at every step."""
+    """floor(L / speedup) layers, the same at every step: both ends, and from below those in whole intervals."""
     count = math.floor(num_layers / Fraction(str(speedup)))
-    interval = Fraction(num_layers - 1, count - 1)
-    kept = {math.floor(place * interval + Fraction(1, 2)) for place in range(count)}
-    return lambda step: kept
+    interval = num_layers // (count - 1)
+    inner = [layer for layer in range(1, num_layers - 1) if layer % interval == 0]
+    return lambda step: {0, num_layers - 1, *inner[: count - 2]}
 
 
 def tail_skip(num_layers: int, max_tokens: int, mean_layers: float) -> ActiveLayers:
