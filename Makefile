@@ -14,13 +14,14 @@ CAN_REACH = $(BIN)/python -c "import sys, urllib.request as r; r.urlopen(sys.arg
 
 NATIVE := $(wildcard kernels/native/*.cpp kernels/native/*.h kernels/native/*.inc kernels/native/build.py)
 
-.PHONY: help setup demo chat test test-server lint types layers shipped docs inspect ports bench clean
+.PHONY: help setup demo chat test test-server test-integrations lint types layers shipped docs inspect ports bench clean
 
 help:
 	@echo "make demo     install, and answer a problem at full depth and with D3"
 	@echo "make chat     fetch SmolLM2-135M-Instruct (93 MB) and talk to it"
 	@echo "make test     all tests"
 	@echo "make test-server  the server's, with its page in Chromium"
+	@echo "make test-integrations  with every serving stack for real; test-with-ray, test-with-triton: with one"
 	@echo "make setup    everything a contributor needs, into .venv"
 	@echo "make lint     formatting, names, types, layers"
 	@echo "make docs     the pages as a site in build/site"
@@ -84,6 +85,26 @@ test-server: $(VENV)/.installed-test $(VENV)/.native
 	$(PIP) "playwright>=1.60,<2"
 	$(BIN)/python -m pytest tests/server
 
+# The stacks behind which the engine may stand, for real: each in an environment of its own over that of the tests, since
+# what they pin contradicts each other. A stack's packages are in tests/integrations/stacks, its tests in test_STACK*.py.
+STACKS := $(patsubst tests/integrations/stacks/%.txt,%,$(wildcard tests/integrations/stacks/*.txt))
+
+test-integrations: $(STACKS:%=test-with-%)
+
+test-with-%: $(VENV)-%/.installed
+	nice $(VENV)-$*/bin/python -m pytest tests/integrations/test_$**.py --durations=5
+
+.PRECIOUS: $(VENV)-%/.installed
+$(VENV)-%/.installed: tests/integrations/stacks/%.txt $(VENV)/.installed-test $(VENV)/.native
+	rm -rf $(@D)
+	$(BIN)/python -m venv --without-pip $(@D)
+	$(BIN)/python -c "import sysconfig as s; print(f'import site; site.addsitedir({s.get_path(\"purelib\")!r})')" > \
+		$$($(@D)/bin/python -c "import sysconfig as s; print(s.get_path('purelib'))")/over.pth
+	if [ -e tests/integrations/stacks/$*.bare ]; then $(BIN)/python -m pip --python $(@D)/bin/python install --no-input \
+		--no-deps -r tests/integrations/stacks/$*.bare; fi
+	$(BIN)/python -m pip --python $(@D)/bin/python install --no-input -r $<
+	@touch $@
+
 bench: $(VENV)/.installed-test $(VENV)/.native
 	$(BIN)/python -m pytest benchmarks --benchmark-only
 
@@ -121,4 +142,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $(VENV)/.installed-test $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-* build dist *.egg-info

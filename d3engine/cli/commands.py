@@ -25,6 +25,7 @@ COMMANDS = {
     "analyze": "d3engine.cli.analyze",
     "paper": "d3engine.cli.paper",
     "weights": "d3engine.cli.weights",
+    "integrations": "d3engine.cli.integrations",
 }
 """Command -> module; the module's `app`, made by `new_app`, holds the command or its subcommands."""
 

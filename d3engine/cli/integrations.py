@@ -1,0 +1,56 @@
+"""`d3engine integrations`: what other serving stacks need to run the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from d3engine.cli.apps import Group, new_app
+from d3engine.cli.depth_options import Depth, takes_depth
+from d3engine.cli.engine_options import ENGINE, Model, Options, model_directory, takes_options
+from d3engine.cli.verbosity import note
+from d3engine.depth import DepthPolicy
+
+app = new_app(cls=Group, help="Write what other serving stacks need to run the engine.", no_args_is_help=True)
+
+PLAIN_ENGINE = {name: option for name, option in ENGINE.items() if name not in ("admission", "threads")} | {
+    "num_threads": ("--threads", int, "CPU threads (as many as there are cores).")
+}
+"""The engine's arguments that a file can hold."""
+
+
+@app.callback()
+def _integrations() -> None:
+    """Write what other serving stacks need to run the engine."""
+
+
+def _takes_plain_engine(command: typer.models.CommandFunctionType) -> typer.models.CommandFunctionType:
+    return takes_options(command, "engine_options", PLAIN_ENGINE, "Engine")  # type: ignore[return-value]  # the same
+
+
+@app.command("triton-repository")
+@takes_depth
+@_takes_plain_engine
+def triton_repository(
+    engine_options: Options,
+    depth: Depth,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The model repository; made where it is not there.")],
+    model: Model = "demo",
+    name: Annotated[str, typer.Option("--name", help="What Triton calls the model.")] = "d3",
+) -> None:
+    """Write a model for NVIDIA Triton Inference Server, which its Python backend runs.
+
+    d3engine must be installed in the Python that Triton runs its models in.
+    """
+    from d3engine.integrations.triton_repository import write_triton_repository
+
+    directory = model_directory(model)
+    arguments = dict(engine_options)
+    if isinstance(depth, DepthPolicy):
+        arguments["depth"] = depth.describe()
+    given = str(directory.resolve()) if Path(model).exists() else model
+    on_gpu = str(arguments.get("device", "")).startswith("cuda")
+    written = write_triton_repository(out, name, given, arguments, on_gpu=on_gpu)
+    note(f"{written} is written; tritonserver --model-repository {out} runs it.")

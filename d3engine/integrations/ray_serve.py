@@ -1,0 +1,179 @@
+"""Ray Serve: OpenAI's routes over several replicas of an engine, on one machine or on a cluster (extra `ray`).
+
+    from ray import serve
+    from d3engine.integrations.ray_serve import app
+
+    serve.run(app("demo", num_replicas=2))
+
+The one idea: two deployments. Each replica holds an engine behind the very app that `d3engine serve` runs; before them
+stands a door without a model, which outlives them and says what has become of a request when one of them dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from d3engine.errors import MissingExtraError, require, require_integer, require_number
+from d3engine.integrations.door import Door, ReplicaDiedError
+from d3engine.integrations.replica import Replica
+from d3engine.server.errors import RequestError
+from d3engine.server.guards.traffic import RETRY_AFTER
+from d3engine.server.settings import ServerSettings
+
+try:
+    from ray import serve
+    from ray.exceptions import RayActorError
+    from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+    from ray.serve.handle import DeploymentHandle
+except ImportError:
+    raise MissingExtraError("ray[serve]", "ray", "d3engine.integrations.ray_serve") from None
+
+DOOR_PLACES = 10_000
+"""Requests that a door passes on at once: it only carries them, so the replicas set the limit."""
+
+ASK_ALL_SECONDS = 10.0
+
+
+def app(
+    model: str | os.PathLike[str],
+    *,
+    num_replicas: int | tuple[int, int] = 1,
+    num_doors: int = 1,
+    max_ongoing_requests: int = 64,
+    max_queue: int = 256,
+    drain_timeout: float = 30.0,
+    settings: ServerSettings | None = None,
+    autoscaling: Mapping[str, Any] | None = None,
+    actor_options: Mapping[str, Any] | None = None,
+    **engine_arguments: Any,
+) -> serve.Application:
+    """An application for `ray.serve.run`, or for `serve run MODULE:NAME`.
+
+    Args:
+        model: as for `Engine`; a path must lead to it on every machine of the cluster.
+        num_replicas: engines; a pair lets Ray keep between so many and so many of them, by how many requests wait.
+        num_doors: processes that take connections' requests to them.
+        max_ongoing_requests: that one replica has at once; what comes beyond waits at the door for any of them.
+        max_queue: that may wait at a door; further ones are refused by a 429.
+        drain_timeout: seconds for the answers of a replica that is no longer wanted to end.
+        settings: of the server before each engine, as `d3engine serve` has them. Ray binds the port, but who may call,
+            under which names and with which keys is said here; by default this machine alone.
+        autoscaling: further fields of Ray's `AutoscalingConfig`, where `num_replicas` is a pair.
+        actor_options: Ray's options of a replica's process, such as `{"num_cpus": 4, "num_gpus": 1}`.
+        engine_arguments: as for `Engine`.
+
+    Raises:
+        InvalidValueError: for a value that is not allowed.
+        MissingExtraError: by the import of this module, without Ray.
+    """
+    name = os.path.basename(os.path.normpath(model))
+    settings = settings or ServerSettings(model_names=(name,))
+    require_integer("num_doors", num_doors, 1)
+    require_integer("max_ongoing_requests", max_ongoing_requests, 1)
+    require_integer("max_queue", max_queue, 0)
+    require_number("drain_timeout", drain_timeout, 0, 86400)
+    replicas = serve.deployment(_RayReplica, name="Replica").options(
+        **_how_many(num_replicas, max_ongoing_requests, autoscaling),
+        max_ongoing_requests=max_ongoing_requests,
+        max_queued_requests=max_queue,
+        graceful_shutdown_timeout_s=drain_timeout,
+        ray_actor_options={"num_cpus": 1, **(actor_options or {})},
+    )
+    doors = serve.deployment(_RayDoor, name="Door").options(
+        num_replicas=num_doors,
+        max_ongoing_requests=DOOR_PLACES,
+        graceful_shutdown_timeout_s=drain_timeout,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return doors.bind(replicas.bind(os.fspath(model), settings, engine_arguments), settings.guards.max_body_bytes)
+
+
+def _how_many(
+    num_replicas: int | tuple[int, int], at_once: int, autoscaling: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The number of replicas as Ray is told; a replica more is wanted as soon as requests wait for a place."""
+    if isinstance(num_replicas, int):
+        require(autoscaling is None, "autoscaling", autoscaling, "None where num_replicas is one number")
+        return {"num_replicas": require_integer("num_replicas", num_replicas, 1)}
+    fits = isinstance(num_replicas, tuple) and len(num_replicas) == 2
+    require(fits, "num_replicas", num_replicas, "a number, or a pair of the least and the most")
+    least, most = num_replicas
+    require_integer("num_replicas", least, 1)
+    require_integer("num_replicas", most, least)
+    bounds = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": at_once}
+    return {"autoscaling_config": {**bounds, **(autoscaling or {})}}
+
+
+class _RayReplica(Replica):
+    """A replica as Ray makes it, which calls `check_health` by itself."""
+
+    def __init__(self, model: str, settings: ServerSettings, engine_arguments: Mapping[str, Any]) -> None:
+        name = serve.get_replica_context().replica_id.unique_id
+        super().__init__(name, model, settings, engine_arguments)
+
+
+class _RayDoor:
+    """The ingress of the application."""
+
+    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
+        self._replicas = replicas
+        self._door = Door(self._ask, self._ask_all, max_body_bytes)
+
+    async def __call__(self, request: Request) -> Response:
+        """Called by Ray, which lets the response write itself."""
+        return _Written(self._door)
+
+    async def _ask(self, scope: Scope, body: bytes) -> AsyncGenerator[list[Message], None]:
+        answer: Any = self._replicas.options(stream=True).answer.remote(scope, body)
+        try:
+            async for messages in answer:
+                yield messages
+        except (GeneratorExit, asyncio.CancelledError):
+            with suppress(Exception):  # why it has ended already
+                answer.cancel()
+            raise
+        except RayActorError as error:
+            raise ReplicaDiedError(type(error).__name__) from None
+        except BackPressureError:
+            message = "The replicas have as many requests as they take; try again later."
+            raise RequestError(429, message, code="queue_full", headers={"Retry-After": RETRY_AFTER}) from None
+        except DeploymentUnavailableError:
+            raise _none_there() from None
+
+    async def _ask_all(self, scope: Scope, body: bytes) -> list[tuple[str, list[Message]]]:
+        answers = self._replicas.broadcast("whole_answer", scope, body)
+        found = await answers.results_async(timeout_s=ASK_ALL_SECONDS, return_exceptions=True)
+        sound = [answer for answer in found if not isinstance(answer, BaseException)]
+        if not sound:
+            raise _none_there()
+        return sound
+
+
+def _none_there() -> RequestError:
+    headers = {"Retry-After": RETRY_AFTER}
+    return RequestError(503, "No replica can be reached.", code="no_replica", headers=headers)
+
+
+class _Written(Response):
+    """The door's answer, which it writes itself."""
+
+    def __init__(self, door: Door) -> None:
+        super().__init__()
+        self._door = door
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_once(message: Message) -> None:
+            if message["type"] == "http.response.start":  # Ray adds the id of the request itself
+                headers = [header for header in message["headers"] if header[0] != b"x-request-id"]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await self._door(scope, receive, send_once)
