@@ -1,0 +1,262 @@
+"""An engine where code expects a causal language model of transformers: `generate`, and what it is asked around that.
+
+The one idea: tensors of token ids go in and out as they do there, and what the engine cannot honour is refused by its
+name, so code that holds such a model is right or told why not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from d3engine.depth import DepthPolicy
+from d3engine.engine import Engine
+from d3engine.errors import NOTHING, InvalidValueError, MissingExtraError, require
+from d3engine.integrations.generation import NEVER, Asked, prompts_of, read_generation
+from d3engine.model.config import GENERATION_CONFIG_FILE
+from d3engine.request.outputs import RequestOutput
+from d3engine.request.params import RequestOutputKind
+
+try:
+    from transformers import AutoConfig, GenerationConfig
+    from transformers.generation.utils import GenerateDecoderOnlyOutput
+except ImportError as error:
+    raise MissingExtraError("transformers", "transformers", "d3engine.integrations.transformers") from error
+
+LARGEST_SEED = 2**62
+
+
+class D3ForCausalLM:
+    """A model of transformers whose tokens come from an engine.
+
+    The class of an object has the name that config.json gives the model ("LlamaForCausalLM"), since transformers' own
+    pipelines ask for it.
+
+    Args:
+        model: as `Engine` takes it, or an `Engine` that is open (then nothing else is allowed); no GGUF file, whose
+            config transformers cannot read.
+        engine_arguments: `Engine`'s, such as `depth=D3(0.9, 0.6)`.
+
+    Attributes:
+        engine: the engine, which `close()` ends.
+        config: transformers' own, of the model's directory.
+        generation_config: what holds where a call says nothing; may be changed, as in transformers.
+
+    Raises:
+        InvalidValueError, ModelFormatError: as `Engine` does.
+        MissingExtraError: without transformers.
+    """
+
+    main_input_name = "input_ids"
+    input_modalities = ("text",)
+    output_modalities = ("text",)
+
+    def __init__(self, model: str | os.PathLike[str] | Engine, **engine_arguments: Any) -> None:
+        if isinstance(model, Engine):
+            require(not engine_arguments, "model", "an Engine", f"a model's name beside {', '.join(engine_arguments)}")
+            self.engine = model
+        else:
+            self.engine = Engine(model, **engine_arguments)
+        directory = self.engine.directory
+        require(directory.is_dir(), "model", str(directory), "a directory, since transformers reads its config.json")
+        self.name_or_path = str(directory)
+        self.config: Any = AutoConfig.from_pretrained(directory)
+        self.generation_config: Any = _generation_config(directory, self.config)
+        name = next(iter(self.config.architectures or ()), type(self).__name__)
+        self.__class__ = type(name, (type(self),), {"__doc__": type(self).__doc__})
+
+    @classmethod
+    def from_pretrained(cls, model: str | os.PathLike[str], **engine_arguments: Any) -> Self:
+        """The same, under the name that transformers has for it."""
+        return cls(model, **engine_arguments)
+
+    # -- generating ------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: Any = None,
+        *,
+        streamer: Any = None,
+        depth: DepthPolicy | None = None,
+        **arguments: Any,
+    ) -> Any:
+        """Go on from prompts, as transformers' `generate` does.
+
+        Args:
+            inputs: token ids [rows, tokens], also as `input_ids`; an `attention_mask` says what of a row's left is
+                padding. Without any, one answer to the beginning-of-text token.
+            generation_config: a GenerationConfig; further arguments of its names go before it.
+            streamer: gets the prompt, then each token; for one row and one answer.
+            depth: the policy of this call; None: the engine's.
+            arguments: as transformers has them. `tokenizer` is taken and not needed: the engine has the model's own.
+
+        Returns:
+            int64 [rows * num_return_sequences, tokens], each row its prompt and its answer, the token that ended it
+            included, then padding; a `GenerateDecoderOnlyOutput` with these as `sequences` where
+            `return_dict_in_generate` asks for one. Random numbers follow from torch's own generator, but are others
+            than transformers'.
+
+        Raises:
+            InvalidValueError: for what cannot be honoured, by its name.
+        """
+        own = _without_config(arguments)
+        fields = self._fields(generation_config, {name: arguments[name] for name in arguments if name not in own})
+        input_ids = self._input_ids(inputs, own.get("input_ids"), fields)
+        asked = read_generation(fields, input_ids.shape[1], depth, self.engine.max_model_len)
+        prompts = prompts_of(input_ids, own.get("attention_mask"), fields.get("pad_token_id"), asked.eos_token_ids)
+        if streamer is None:
+            outputs = self._answers(prompts, asked)
+        else:
+            outputs = [self._stream(prompts, asked, input_ids, streamer)]
+        sequences = _joined(input_ids, outputs, asked)
+        return GenerateDecoderOnlyOutput(sequences=sequences) if asked.as_dict else sequences
+
+    def _fields(self, given: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of a GenerationConfig: of the call's arguments, of its config, of the model's."""
+        fields: dict[str, Any] = {}
+        for config in (self.generation_config, given):
+            if config is not None:
+                is_config = isinstance(config, GenerationConfig)
+                require(is_config, "generation_config", config, "a GenerationConfig of transformers'")
+                named = config.to_dict().items()
+                fields |= {name: value for name, value in named if value is not None and name[0] != "_"}
+        if "max_length" in arguments and "max_new_tokens" not in arguments:
+            fields.pop("max_new_tokens", None)  # the config's, which says less than the call
+        return {**fields, **arguments}
+
+    def _input_ids(self, inputs: Tensor | None, named: Tensor | None, fields: Mapping[str, Any]) -> Tensor:
+        require(inputs is None or named is None, "input_ids", NOTHING, "left out where inputs are given")
+        given = named if inputs is None else inputs
+        if given is not None:
+            return given
+        first = fields.get("bos_token_id")
+        require(first is not None, "inputs", None, "given, since the model has no beginning-of-text token")
+        return torch.tensor([[first]], device=self.device)
+
+    def _answers(self, prompts: Sequence[list[int]], asked: Asked) -> list[RequestOutput]:
+        params = [replace(asked.params, seed=_seed()) for _ in prompts]
+        return self.engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+
+    def _stream(self, prompts: Sequence[list[int]], asked: Asked, input_ids: Tensor, streamer: Any) -> RequestOutput:
+        is_one = len(prompts) == 1 and asked.params.n == 1
+        require(is_one, "streamer", f"{len(prompts)} rows, {asked.params.n} answers each", "for one row and one answer")
+        streamer.put(input_ids.cpu())
+        params = replace(asked.params, seed=_seed(), output_kind=RequestOutputKind.CUMULATIVE)
+        shown, output = 0, None
+        for output in self.engine.stream({"prompt_token_ids": prompts[0]}, params):
+            for token in output.outputs[0].token_ids[shown:]:
+                streamer.put(torch.tensor([token]))
+            shown = len(output.outputs[0].token_ids)
+        streamer.end()
+        assert output is not None  # every request has a last output
+        return output
+
+    # -- what a model is asked -------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """What the engine runs on, where the tensors that it returns are."""
+        return self.engine.device
+
+    @property
+    def hf_device_map(self) -> dict[str, torch.device]:
+        """Says, in transformers' way, that the model stays where it is."""
+        return {"": self.device}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        return self.engine.dtype
+
+    @property
+    def training(self) -> bool:
+        """An engine does not train."""
+        return False
+
+    def can_generate(self) -> bool:
+        """It does nothing else."""
+        return True
+
+    def eval(self) -> Self:
+        """Itself."""
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        """Itself, for `train(False)`; raises `InvalidValueError` otherwise."""
+        require(not mode, "mode", mode, "False, since an engine does not train")
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Itself, for `requires_grad_(False)`; raises `InvalidValueError` otherwise."""
+        require(not requires_grad, "requires_grad", requires_grad, "False, since an engine does not train")
+        return self
+
+    def to(self, *targets: Any, **named: Any) -> Self:
+        """Itself, if it is there already and of that dtype; raises `InvalidValueError` otherwise."""
+        for target in (*targets, *named.values()):
+            if isinstance(target, torch.dtype):
+                require(target == self.dtype, "dtype", target, f"{self.dtype}, which Engine(dtype=...) chose")
+            elif target is not None:
+                wanted, allowed = torch.device(target), f"{self.device}, which Engine(device=...) chose"
+                is_here = wanted.type == self.device.type and wanted.index in (None, self.device.index or 0)
+                require(is_here, "device", str(target), allowed)
+        return self
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """Raises `InvalidValueError`: an engine returns tokens, not logits."""
+        raise InvalidValueError("forward", NOTHING, "left to transformers' own model, since an engine gives no logits")
+
+    __call__ = forward
+
+    def close(self) -> None:
+        """End the engine; calling it again does nothing."""
+        self.engine.close()
+
+
+def _generation_config(directory: Path, config: Any) -> Any:
+    if (directory / GENERATION_CONFIG_FILE).is_file():
+        return GenerationConfig.from_pretrained(directory)
+    return GenerationConfig.from_model_config(config)
+
+
+def _without_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are no field of a GenerationConfig; raises `InvalidValueError` for those that must be absent.
+
+    Empty lists, and a switch that is off, ask for nothing.
+    """
+    names = {"input_ids", "attention_mask", "tokenizer", "token_type_ids", "synced_gpus", "trust_remote_code", *NEVER}
+    own = {name: value for name, value in arguments.items() if name in names}
+    for name, allowed in NEVER.items():
+        value = own.get(name)
+        if value is not None and not (isinstance(value, list) and not value):
+            raise InvalidValueError(name, NOTHING, allowed)
+    for name in ("synced_gpus", "trust_remote_code"):
+        require(not own.get(name), name, own.get(name), "False, since the engine runs on one device its own code alone")
+    kinds = own.get("token_type_ids")
+    is_one_kind = kinds is None or not torch.as_tensor(kinds).any()
+    require(is_one_kind, "token_type_ids", NOTHING, "0, since the model knows one kind of tokens")
+    return own
+
+
+def _seed() -> int:
+    """From torch's generator, so that `torch.manual_seed` makes a call repeatable."""
+    return int(torch.randint(LARGEST_SEED, ()))
+
+
+def _joined(input_ids: Tensor, outputs: Sequence[RequestOutput], asked: Asked) -> Tensor:
+    """Each prompt as it came, with its answers behind it."""
+    answers = [answer.token_ids for output in outputs for answer in output.outputs]
+    longest = max(map(len, answers), default=0)
+    allowed = "a token's id, since the answers are of different lengths"
+    is_padded = asked.pad_token_id is not None or all(len(answer) == longest for answer in answers)
+    require(is_padded, "pad_token_id", None, allowed)
+    rows = [answer + [asked.pad_token_id or 0] * (longest - len(answer)) for answer in answers]
+    prompts = input_ids.repeat_interleave(asked.params.n, dim=0)
+    return torch.cat([prompts, torch.tensor(rows, dtype=prompts.dtype, device=prompts.device)], dim=1)
