@@ -14,6 +14,7 @@ from typing import Any
 import gguf
 from torch import Tensor
 
+from benchmarks.gguf_tokenizer import add_tokenizer
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights
 
@@ -26,8 +27,13 @@ TYPES = {
 """What comes nearest to each of our kinds of weights; Q8_0 and Q4_0 have a scale for every 32 weights."""
 
 
-def write_gguf(path: Path, config: ModelConfig, weights: LlamaWeights, kind: str) -> None:
-    """Write float32 `weights` as a GGUF file without a tokenizer, matrices in the type of `kind`."""
+def write_gguf(
+    path: Path, config: ModelConfig, weights: LlamaWeights, kind: str, tokenizer: Path | None = None
+) -> None:
+    """Write float32 `weights` as a GGUF file, matrices in the type of `kind`.
+
+    It has the tokenizer of the model directory `tokenizer`, or none.
+    """
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config.max_length)
     writer.add_embedding_length(config.hidden_size)
@@ -39,7 +45,10 @@ def write_gguf(path: Path, config: ModelConfig, weights: LlamaWeights, kind: str
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope.theta)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
+    if tokenizer is None:
+        writer.add_tokenizer_model("no_vocab")
+    else:
+        add_tokenizer(writer, tokenizer, config.vocab_size)
 
     def add(name: str, tensor: Tensor, is_matrix: bool = True) -> None:
         values = tensor.float().contiguous().numpy()

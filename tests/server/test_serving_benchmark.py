@@ -1,34 +1,114 @@
-"""The benchmark of serving asks as clients do, and its figures follow from what it saw."""
+"""The benchmark of serving asks as clients do, figures follow from what it saw, and its peer reads the same text."""
 
 from __future__ import annotations
 
-import asyncio
+import sys
+from pathlib import Path
 
 import pytest
 
-from benchmarks.serving import Answered, Settings, closed_loop, figures, open_loop, percentile
+from benchmarks.gguf_tokenizer import add_tokenizer
+from benchmarks.serving.asking import Answered, Asking, Client, bursts, figures, percentile, poisson
+from benchmarks.serving.rounds import BARE, OURS, PEER, Settings, num_rounds, rows_of
+from benchmarks.serving.tables import markdown
+from benchmarks.serving.vllm_client import VllmClient
 
 
 def test_streams_and_arrivals_bring_every_token_in_time(url: str) -> None:
-    settings = Settings(tokens=5, requests=2)
+    client = Client(Asking(url, "demo", tokens=5))
     for depth in ("full", "d3"):
-        answered = asyncio.run(closed_loop(url, settings, 3, depth))
-        assert [one.tokens for one in answered] == [5] * 6
+        answered = client.streams(3, 0.0, depth)
+        assert [one.tokens for one in answered] == [5] * 3
         assert all(one.sent < one.first <= one.last for one in answered)
-    arrived = asyncio.run(open_loop(url, Settings(tokens=2, requests=1), 1000.0, "full"))
-    assert [one.tokens for one in arrived] == [2] * 16
+    arrived = client.arrivals([0.0, 0.001, 0.0], "full")
+    assert [one.tokens for one in arrived] == [5] * 3
+    assert arrived[0].sent < arrived[1].sent
 
 
 def test_what_the_server_refuses_ends_the_benchmark_with_its_words(url: str) -> None:
     with pytest.raises(SystemExit, match=r"the server answered 400.*max_tokens"):
-        asyncio.run(closed_loop(url, Settings(tokens=10**6), 1, "full"))
+        Client(Asking(url, "demo", tokens=10**6)).streams(1, 0.0, "full")
 
 
 def test_figures_follow_from_the_times() -> None:
-    answered = [Answered(0.0, 0.5, 1.5, 11), Answered(1.0, 1.1, 2.0, 10)]
+    answered = [Answered(0.0, [0.5, 0.6, 1.5], 11), Answered(1.0, [1.1, 2.0], 10)]
     found = figures(answered)
     assert found["tokens_per_second"] == pytest.approx(21 / 2)
     assert found["first_token_p50"] == pytest.approx(0.1)
     assert found["first_token_p99"] == pytest.approx(0.5)
+    assert [found["between_tokens_p50"], found["between_tokens_p99"]] == pytest.approx([0.9, 0.9])
     assert [found["per_token_p50"], found["per_token_p99"]] == pytest.approx([0.1, 0.1])
     assert [percentile([3, 1, 2, 4], percent) for percent in (1, 25, 50, 51, 99, 100)] == [1, 1, 2, 3, 4, 4]
+
+
+def test_bursts_bring_as_many_requests_in_a_time_as_single_ones() -> None:
+    assert 4000 / sum(poisson(5.0, 4000)) == pytest.approx(5.0, rel=0.05)
+    gaps = bursts(5.0, 16000)
+    assert len(gaps) / sum(gaps) == pytest.approx(5.0, rel=0.1)
+    assert [gap > 0 for gap in gaps[:33]] == [True, *[False] * 15] * 2 + [True]
+
+
+def test_a_row_is_compared_with_the_engine_alone_with_llama_cpp_and_with_full_depth() -> None:
+    def rounds(*rates: float) -> list[dict[str, float]]:
+        return [{"tokens_per_second": rate, "cpu_per_token": 1 / rate} for rate in rates]
+
+    found = {
+        (OURS, "full"): rounds(90, 80),
+        (BARE, "full"): rounds(100, 100),
+        (OURS, "d3"): rounds(180, 160),
+        (PEER, "full"): rounds(45, 40),
+    }
+    full, alone, d3, peer = rows_of(found)
+    assert [full[name] for name in ("of_engine", "of_engine_cpu", "over_peer")] == pytest.approx([0.85, 0.85, 2.0])
+    assert [d3["over_full"], d3["over_peer_cpu"]] == pytest.approx([2.0, 4.0])
+    assert "of_engine" not in alone
+    assert not {"over_peer", "of_engine"} & set(peer)
+    report = {"models": [{"model": "demo", "streams": [{"streams": 8, **full}], "arrivals": []}]}
+    assert "| 8 | d3engine | full | 85 | 11806 | - / - | - / - | 0.85 (0.85) | 2.00 (2.00) | - |" in markdown(report)
+    assert num_rounds(Settings(arrivals=("poisson",))) == 3 * 2 * 5 + 4
+
+
+def test_a_second_client_is_read_in_our_units_and_what_it_could_not_do_is_told(tmp_path: Path) -> None:
+    command = tmp_path / "vllm"
+    command.write_text(
+        f"""#!{sys.executable}
+import json, pathlib, sys
+given = dict(zip(sys.argv[3::2], sys.argv[4::2]))
+found = dict(completed=min(8, int(given["--num-prompts"])), output_throughput=100.0, median_ttft_ms=20.0)
+found |= dict(p99_ttft_ms=30.0, median_itl_ms=1.5, p99_itl_ms=4.0)
+(pathlib.Path(given["--result-dir"]) / given["--result-filename"]).write_text(json.dumps(found))
+"""
+    )
+    command.chmod(0o755)
+    client = VllmClient(str(command), tmp_path)
+    found = client.streams("http://127.0.0.1:1", "demo", 2, 8, 16)
+    assert found["tokens_per_second"] == 100
+    assert [found["first_token_p99"], found["between_tokens_p50"]] == pytest.approx([0.03, 0.0015])
+    with pytest.raises(SystemExit, match="8 of 9 requests answered"):
+        client.streams("http://127.0.0.1:1", "demo", 2, 9, 16)
+
+
+def test_the_peer_gets_the_tokenizer_that_the_model_has(tmp_path: Path) -> None:
+    import gguf
+    from sentencepiece import SentencePieceProcessor
+
+    from d3engine.loading.model_directory import model_directory
+    from d3engine.model.gguf_file import open_gguf
+
+    def written(name: str, directory: Path) -> dict[str, object]:
+        file = tmp_path / name / "of.gguf"
+        file.parent.mkdir()
+        writer = gguf.GGUFWriter(file, "llama")
+        add_tokenizer(writer, directory, 770)
+        for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+            write()
+        writer.close()
+        return {key: value for key, value in open_gguf(file).metadata.items() if key.startswith("tokenizer.")}
+
+    demo = model_directory("demo")
+    pieces = SentencePieceProcessor(model_file=str(demo / "tokenizer.model"))
+    found = written("of-pieces", demo)
+    assert found["tokenizer.ggml.tokens"][:768] == [pieces.id_to_piece(i) for i in range(768)]  # type: ignore[index]
+    assert found["tokenizer.ggml.token_type"][:4] == [2, 3, 3, 4]  # type: ignore[index]
+    assert found["tokenizer.ggml.token_type"][768:] == [5, 5]  # type: ignore[index]
+    assert written("copied", tmp_path / "of-pieces") == found

@@ -1,0 +1,234 @@
+"""The rounds of one model: every number of streams, then requests at random times and in bursts, systems in turns."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.report import summary
+from benchmarks.serving.asking import Answered, Asking, Client, bursts, figures, poisson
+from benchmarks.serving.processes import Bare, Place, Server, d3engine_server, llama_server
+
+OURS, BARE, PEER = "d3engine", "engine alone", "llama.cpp"
+PATTERNS: dict[str, Callable[[float, int], list[float]]] = {"poisson": poisson, "bursts": bursts}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured: `repeats` rounds of each number of streams, of at least `seconds` each, and arrivals for so
+    many seconds at `load` times what the slowest system could answer."""
+
+    models: tuple[str, ...] = ("demo",)
+    streams: tuple[int, ...] = (1, 8, 64)
+    depths: tuple[str, ...] = ("full", "d3")
+    arrivals: tuple[str, ...] = ()
+    load: float = 0.7
+    waves: int = 16
+    tokens: int = 64
+    seconds: float = 1.5
+    repeats: int = 2
+    threads: int = 1
+    weight_dtype: str = "auto"
+    peer: bool = True
+
+
+class Running:
+    """The servers of one model; llama.cpp's, which sets its slots aside when it starts, one for each number of them."""
+
+    def __init__(self, place: Place, settings: Settings, file: Path | None) -> None:
+        self._stack = contextlib.ExitStack()
+        self._place = place
+        self._file = file
+        self._tokens = settings.tokens
+        rows = max(settings.streams)
+        self.ours = self._client(OURS, self._stack.enter_context(d3engine_server(place, rows)))
+        self.bare = Bare(place, rows, settings.tokens)
+        self._stack.callback(self.bare.close)
+
+    def _client(self, name: str, server: Server) -> Measured:
+        return Measured(name, server, Client(Asking(server.url, self._place.model, self._tokens)))
+
+    @contextlib.contextmanager
+    def peer(self, rows: int) -> Iterator[Measured | None]:
+        """llama.cpp's server, where there is one."""
+        if self._file is None:
+            yield None
+            return
+        with llama_server(str(self._file), self._place, rows) as server:
+            yield self._client(PEER, server)
+
+    @contextlib.contextmanager
+    def in_waves(self, rows: int, steps: int) -> Iterator[Measured]:
+        """Ours, where requests join the batch every so many steps."""
+        with d3engine_server(self._place, rows, "--admission-waves", str(steps)) as server:
+            yield self._client(f"{OURS}, waves of {steps}", server)
+
+    def close(self) -> None:
+        """End all of them."""
+        self._stack.close()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A server and who asks it."""
+
+    name: str
+    server: Server
+    client: Client
+
+    def streams(self, count: int, seconds: float, depth: str) -> dict[str, float]:
+        """The figures of so many streams, the server's processor time per token among them."""
+        return self._round(lambda: self.client.streams(count, seconds, depth))
+
+    def arrivals(self, gaps: Sequence[float], depth: str) -> dict[str, float]:
+        """The same of requests that come one after each of the gaps."""
+        return self._round(lambda: self.client.arrivals(gaps, depth))
+
+    def _round(self, ask: Callable[[], list[Answered]]) -> dict[str, float]:
+        before = self.server.cpu_seconds()
+        found = figures(ask())
+        return {**found, "cpu_per_token": (self.server.cpu_seconds() - before) / found["tokens"]}
+
+
+Rounds = dict[tuple[str, str], list[dict[str, float]]]
+"""By system and depth."""
+
+
+def measure(settings: Settings, model: str, file: Path | None, bar: tqdm[Any]) -> dict[str, Any]:
+    """All rounds of one model; `file` has the same weights for llama.cpp."""
+    running = Running(Place(model, settings.weight_dtype, settings.threads), settings, file)
+    try:
+        streams = []
+        for count in settings.streams:
+            bar.set_description(f"{model}, {count} streams")
+            streams += _closed_loops(settings, running, count, bar)
+        arrivals = []
+        if settings.arrivals:
+            rate = settings.load * _slowest(streams) / settings.tokens
+            for pattern in settings.arrivals:
+                bar.set_description(f"{model}, {pattern}")
+                arrivals += _open_loops(settings, running, pattern, rate, bar)
+    finally:
+        running.close()
+    return {"model": model, "streams": streams, "arrivals": arrivals}
+
+
+def num_rounds(settings: Settings) -> int:
+    """How often the bar of one model moves."""
+    systems = 2 * len(settings.depths) + settings.peer
+    closed = len(settings.streams) * settings.repeats * systems
+    return closed + len(settings.arrivals) * (len(settings.depths) + ("d3" in settings.depths) + settings.peer)
+
+
+def _closed_loops(settings: Settings, running: Running, count: int, bar: tqdm[Any]) -> list[dict[str, Any]]:
+    found: Rounds = {}
+    with running.peer(count) as peer:
+        for number in range(settings.repeats + 1):
+            many, seconds = (count, settings.seconds) if number else (1, 0.0)  # the round that warms up is a short one
+            for depth in settings.depths:
+                values = running.ours.streams(many, seconds, depth)
+                alone = running.bare.round(many, seconds, depth)
+                _keep(found, (OURS, depth), values, number, bar)
+                _keep(found, (BARE, depth), _of_bare(alone), number, bar)
+            if peer is not None:
+                _keep(found, (PEER, "full"), peer.streams(many, seconds, "full"), number, bar)
+    return [{"streams": count, **row} for row in rows_of(found)]
+
+
+def _of_bare(found: dict[str, float]) -> dict[str, float]:
+    tokens = found["tokens"]
+    rate, cost = tokens / found["seconds"], found["cpu_seconds"] / tokens
+    return {"tokens": tokens, "tokens_per_second": rate, "cpu_per_token": cost}
+
+
+def _open_loops(
+    settings: Settings, running: Running, pattern: str, rate: float, bar: tqdm[Any]
+) -> list[dict[str, Any]]:
+    """One round each: the same times of arrival for everyone."""
+    rows, found = max(settings.streams), Rounds()
+    gaps = PATTERNS[pattern](rate, max(16, round(rate * 4 * settings.seconds)))
+    with running.peer(rows) as peer, running.in_waves(rows, settings.waves) as waves:
+        asked = [(running.ours, depth) for depth in settings.depths]
+        asked += [(waves, "d3")] if "d3" in settings.depths else []
+        asked += [(peer, "full")] if peer is not None else []
+        for measured, depth in asked:
+            measured.streams(1, 0.0, depth)
+            _keep(found, (measured.name, depth), measured.arrivals(gaps, depth), 1, bar)
+    return [{"pattern": pattern, "requests_per_second": rate, **row} for row in rows_of(found)]
+
+
+def _keep(found: Rounds, key: tuple[str, str], values: dict[str, float], number: int, bar: tqdm[Any]) -> None:
+    """The round before the first counts for nothing."""
+    if number:
+        found.setdefault(key, []).append(values)
+        bar.update()
+
+
+def rows_of(found: Rounds) -> list[dict[str, Any]]:
+    """A row for each system and depth, with what it is beside the others, round by round."""
+    rows = []
+    for (system, depth), rounds in found.items():
+        names = rounds[0]
+        row: dict[str, Any] = {"system": system, "depth": depth}
+        row |= {name: summary([values[name] for values in rounds]) for name in names}
+        for title, other in _compared(system, depth).items():
+            if other in found:
+                row[title] = _ratio(rounds, found[other], "tokens_per_second")
+                row[f"{title}_cpu"] = _ratio(found[other], rounds, "cpu_per_token")
+        rows.append(row)
+    return rows
+
+
+def _compared(system: str, depth: str) -> dict[str, tuple[str, str]]:
+    """With which rows one is compared, by the name of the ratio."""
+    if system == PEER:
+        return {}
+    over_full = {"over_full": (system, "full")} if depth != "full" else {}
+    return {"over_peer": (PEER, "full"), **({} if system == BARE else {"of_engine": (BARE, depth)}), **over_full}
+
+
+def _ratio(ours: Sequence[dict[str, float]], theirs: Sequence[dict[str, float]], name: str) -> float:
+    return statistics.median(a[name] / b[name] for a, b in zip(ours, theirs, strict=True))
+
+
+def _slowest(streams: Sequence[dict[str, Any]]) -> float:
+    """Tokens per second at full depth of the slowest server, with as many streams as there may be."""
+    most = max(row["streams"] for row in streams)
+    rows = [row for row in streams if row["streams"] == most and row["system"] != BARE]
+    return float(min(row["tokens_per_second"]["median"] for row in rows))
+
+
+@contextlib.contextmanager
+def weights_for_peer(model: str, weight_dtype: str) -> Iterator[Path | None]:
+    """A GGUF file of the model's weights in the type in which d3engine holds them."""
+    import torch
+
+    from benchmarks.llama_cpp import write_gguf
+    from benchmarks.systems import weights_of
+    from d3engine.loading.model_directory import model_directory
+    from d3engine.model.config import ModelConfig
+
+    directory = model_directory(model)
+    config = ModelConfig.from_directory(directory)
+    held = _held(directory, config) if weight_dtype == "auto" else weight_dtype
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "weights.gguf"
+        kind = {"float32": "f32", "bfloat16": "16-bit"}[held]
+        with torch.inference_mode():
+            write_gguf(file, config, weights_of(directory, config), kind, directory)
+        yield file
+
+
+def _held(directory: Path, config: Any) -> str:
+    """The type of weights that "auto" comes to."""
+    from d3engine import Engine
+
+    with Engine(directory, device="cpu", kv_cache_memory_bytes=2**24, skip_tokenizer_init=True) as engine:
+        return str(engine.settings.weight_dtype).removeprefix("torch.")

@@ -1,0 +1,80 @@
+"""The tables that `benchmarks.serving` prints, for a terminal or as Markdown for a page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+TIMES = {"first token": "first_token", "between tokens": "between_tokens"}
+TITLES = (
+    *("server", "depth", "tokens/s", "CPU µs per token"),
+    *(f"{name}, ms: p50 / p99" for name in TIMES),
+    *("of the engine alone", "over llama.cpp", "over full depth"),
+)
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print a table for each model and kind of load."""
+    settings = report["settings"]
+    console.print(
+        f"{settings['threads']} threads, {settings['repeats']} rounds of at least {settings['seconds']:g} s, medians;"
+        " in brackets by processor time. The client runs on the same machine. Left out: "
+        + (", ".join(report["left_out"]) or "nothing")
+    )
+    for title, columns, rows in _tables(report):
+        table = Table(*columns, title=title)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The same for a page."""
+    parts = []
+    for title, columns, rows in _tables(report):
+        lines = [f"| {' | '.join(cells)} |" for cells in (columns, ("---",) * len(columns), *rows)]
+        parts.append("\n".join((f"{title}:", "", *lines)))
+    return "\n\n".join(parts)
+
+
+def _tables(report: dict[str, Any]) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    found = []
+    for model in report["models"]:
+        name = model["model"]
+        if model["streams"]:
+            rows = [(str(row["streams"]), *_cells(row)) for row in model["streams"]]
+            found.append((f"{name}, streams", ("streams", *TITLES), rows))
+        if model["arrivals"]:
+            rate = model["arrivals"][0]["requests_per_second"]
+            rows = [(row["pattern"], *_cells(row)) for row in model["arrivals"]]
+            found.append((f"{name}, {rate:.3g} requests a second", ("arrivals", *TITLES), rows))
+        if model.get("vllm_client"):
+            rows = [(str(row["streams"]), *_cells(row)) for row in model["vllm_client"]]
+            found.append((f"{name}, by vllm bench serve", ("streams", *TITLES), rows))
+    return found
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    times = [(_ms(row, f"{name}_p50"), _ms(row, f"{name}_p99")) for name in TIMES.values()]
+    return (
+        row["system"],
+        row["depth"],
+        f"{row['tokens_per_second']['median']:.0f}",
+        f"{row['cpu_per_token']['median'] * 1e6:.0f}" if "cpu_per_token" in row else "-",
+        *(f"{p50} / {p99}" for p50, p99 in times),
+        *(_ratio(row, name) for name in ("of_engine", "over_peer", "over_full")),
+    )
+
+
+def _ms(row: dict[str, Any], name: str) -> str:
+    return f"{row[name]['median'] * 1e3:.3g}" if name in row else "-"
+
+
+def _ratio(row: dict[str, Any], name: str) -> str:
+    """By the clock, and by processor time in brackets."""
+    if name not in row:
+        return "-"
+    by_cpu = f" ({row[f'{name}_cpu']:.2f})" if f"{name}_cpu" in row else ""
+    return f"{row[name]:.2f}{by_cpu}"
