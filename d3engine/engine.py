@@ -384,6 +384,7 @@ class Engine(Facts):
             plan = self.scheduler.schedule()
             if plan is not None:
                 computed = self.executor.run(plan)
+                plan = computed.carried_out(plan)
                 tokens = self.sampler(computed.logits, plan)
                 outputs = self.scheduler.update(plan, tokens, computed.depths)
                 self._in_flight.deliver(plan, tokens, outputs, begun)

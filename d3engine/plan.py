@@ -8,7 +8,7 @@ the spans, and no branch for a token or a layer is left.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -175,6 +175,13 @@ class Plan:
     def num_rows(self) -> int:
         return int(self.query_starts[-1])
 
+    def ended_after(self, num_steps: int) -> Plan:
+        """The same, if its run was over after so many steps, since every answer was."""
+        ahead = self.ahead
+        if ahead is None or ahead.course is not None or ahead.verifies or num_steps == ahead.num_steps:
+            return self
+        return replace(self, ahead=replace(ahead, num_steps=num_steps))
+
     @property
     def logit_rows(self) -> IntArray:
         """The rows that go through the LM head: those to sample, then the prompt rows, then those that judge drafts."""
@@ -195,6 +202,11 @@ class Chosen:
     token_ids: IntArray  # [S, C]
     scores: npt.NDArray[np.float32]  # [S, C]; a row without a finite one has met a fault
     judged: Chosen | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were taken, the verification of drafted tokens among them."""
+        return len(self.token_ids) + (self.judged is not None)
 
 
 @dataclass(frozen=True, slots=True)

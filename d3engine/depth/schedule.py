@@ -7,6 +7,7 @@ no such vector; it stays a table, and the entries its sleeping layers miss must 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -57,6 +58,7 @@ class Schedule:
         check_on_skip(self.on_skip)
         _set(self, "cutoffs", _checked_cutoffs(self.cutoffs))
         _set(self, "_sorted_cutoffs", np.sort(self.cutoffs))
+        self.__dict__["_listed_cutoffs"] = self._cutoffs_in_order.tolist()
         if self.table is not None:
             _set(self, "table", _checked_table(self.table))
             _set(self, "_depth_rows", self.table.sum(axis=1, dtype=np.int64))
@@ -131,7 +133,8 @@ class Schedule:
     def depth_at(self, step: int) -> int:
         """How many layers run at `step`."""
         if self.table is None:
-            return self.num_layers - int(self._cutoffs_in_order.searchsorted(step, side="right"))
+            # Asked for every token: of so few numbers a list is looked through sooner than an array.
+            return len(self._cutoffs_listed) - bisect_right(self._cutoffs_listed, step)
         return int(self._depth_of_row[self._row(step)])
 
     def depths(self, num_steps: int) -> npt.NDArray[np.int64]:
@@ -180,6 +183,11 @@ class Schedule:
     def _cutoffs_in_order(self) -> Int32Array:
         in_order: Int32Array = self.__dict__["_sorted_cutoffs"]
         return in_order
+
+    @property
+    def _cutoffs_listed(self) -> list[int]:
+        listed: list[int] = self.__dict__["_listed_cutoffs"]
+        return listed
 
     @property
     def _depth_of_row(self) -> npt.NDArray[np.int64]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from d3engine.cache.kv_cache import IntArray
-from d3engine.plan import Chosen
+from d3engine.plan import Chosen, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +21,7 @@ class Computed:
 
     logits: Tensor | Chosen
     depths: IntArray | None = None
+
+    def carried_out(self, plan: Plan) -> Plan:
+        """The plan that this comes of, with as many steps as were really taken."""
+        return plan.ended_after(self.logits.num_steps) if isinstance(self.logits, Chosen) else plan

@@ -88,8 +88,9 @@ class NativeExecutor:
     def run(self, plan: Plan) -> Computed:
         """Run the steps of a plan: tokens of a run, logits of a single step that is the host's to choose from."""
         if plan.ahead is not None:
-            self.stats.native_steps += plan.num_steps
-            return Computed(self._run_ahead(plan, plan.ahead))
+            chosen = self._run_ahead(plan, plan.ahead)
+            self.stats.native_steps += chosen.num_steps
+            return Computed(chosen)
         self._end_course()
         if self._is_simple(plan):
             self.stats.native_steps += 1
@@ -105,8 +106,8 @@ class NativeExecutor:
         self._end_course()
         rows, draws = _rows(plan, ahead), _draws(plan, ahead)
         if course is None:
-            states = self._states(plan)
-            chosen = Chosen(*self._decoder.run(rows, ahead.num_steps, draws=draws, states=states))
+            states, ends = self._states(plan), _ends(plan)
+            chosen = Chosen(*self._decoder.run(rows, ahead.num_steps, draws=draws, states=states, ends=ends))
             return replace(chosen, judged=self._verify(rows, chosen, states)) if ahead.verifies else chosen
         self._decoder.begin(rows, ahead.num_steps, course.words, draws=draws)
         self._course = course
@@ -208,6 +209,15 @@ def _mask(plan: Plan) -> npt.NDArray[np.bool_]:
 
 def _rows(plan: Plan, ahead: RunAhead) -> Rows:
     return Rows(plan.token_ids, plan.positions, ahead.steps, plan.slots, ahead.cutoffs, plan.tables)
+
+
+def _ends(plan: Plan) -> npt.NDArray[np.int64] | None:
+    """The tokens [C, n] that end each row's answer, filled up with -1; None where some row has none, or drafts."""
+    ends = [[*sequence.eos_token_ids, *(sequence.params.stop_token_ids or ())] for sequence in plan.sequences]
+    if plan.drafts is not None or not all(ends):
+        return None
+    most = max(map(len, ends))
+    return np.array([tokens + [-1] * (most - len(tokens)) for tokens in ends], np.int64)
 
 
 def _draws(plan: Plan, ahead: RunAhead) -> Draws | None:

@@ -70,9 +70,9 @@ def best_of(scores: Tensor) -> tuple[list[int], list[bool]]:
 
 def _until_faults(chosen: Chosen) -> Sampled:
     """The tokens of each row, up to the first one whose score was not finite: there the row ends by a fault."""
-    healthy = np.isfinite(chosen.scores)
-    if healthy.all():
+    if math.isfinite(chosen.scores.sum(dtype=np.float64)):  # all of them are: no sum of so few float32 leaves float64
         return Sampled(chosen.token_ids.T.tolist())
+    healthy = np.isfinite(chosen.scores)
     counts = np.where(healthy.all(axis=0), len(healthy), healthy.argmin(axis=0)).tolist()
     tokens = [row[:count] for row, count in zip(chosen.token_ids.T.tolist(), counts, strict=True)]
     return Sampled(tokens, faults={row: FAULT for row, count in enumerate(counts) if count < len(healthy)})

@@ -346,7 +346,7 @@ class Scheduler:
         table, slot = self._table, sequence.slot
         sequence.token_ids.append(token)
         sequence.depths.append(depth)
-        count = table.num_tokens[slot]
+        count = sequence.num_tokens - 1
         if count < table.tokens.shape[1]:
             table.tokens[slot, count] = token
         table.num_tokens[slot] = count + 1
@@ -355,14 +355,14 @@ class Scheduler:
         self.counters.generated_layers += depth
         self.counters.token_layers[min(depth, self.cache.num_layers)] += 1
         params = sequence.params
-        may_stop = sequence.step >= params.min_tokens
+        may_stop = len(sequence.token_ids) >= params.min_tokens
         if may_stop and token in sequence.eos_token_ids:
             self.finish(sequence, FinishReason.STOP)
         elif may_stop and params.stop_token_ids and token in params.stop_token_ids:
             self.finish(sequence, FinishReason.STOP, token)
-        elif (end := sequence.end_of_form(token)) is not None:
+        elif sequence.constraint is not None and (end := sequence.end_of_form(token)) is not None:
             self.finish(sequence, *end)
-        elif sequence.num_tokens >= sequence.max_length:
+        elif count + 1 >= sequence.max_length:
             self.finish(sequence, FinishReason.LENGTH)
 
     # -- what holds --------------------------------------------------------------------------------------------

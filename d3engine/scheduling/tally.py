@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from d3engine.request.outputs import Logprob
 from d3engine.request.sequence import Sequence
@@ -25,8 +26,7 @@ class Counters:
     blocks_saved: int = 0  # at the end of each finished sequence, against full depth
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
+class TokenOutput(NamedTuple):
     """One token that a step has yielded, the layers it took, and its log-probabilities if they were asked for.
 
     A sequence that ends by a fault has a last one without a token.

@@ -88,6 +88,11 @@ struct D3Run {
     float* states;
     int64_t num_states;
     const int64_t *kept_layers, *kept_places, *resumed_places;
+    // The tokens that end a row's answer, [rows, most_ends] filled up with -1, or null: `d3_run` begins no further step
+    // once every row has come to one of its own, or to a score that is not finite.
+    const int64_t* ends;
+    int64_t most_ends;
+    int32_t* taken;  // written by `d3_run`: its steps; or null
 };
 
 struct D3Decoder;

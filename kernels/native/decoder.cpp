@@ -44,6 +44,7 @@ D3Decoder::D3Decoder(const D3Model& model, const Kernels& kernels)
       best_(size_t(model.num_threads) * model.max_rows) {
     active_.reserve(model.max_rows);
     blocks_.reserve(model.max_rows);
+    ended_.reserve(model.max_rows);
     const int widest = std::max({model.hidden, q_size_, model.intermediate});
     const int queries = std::max(group_, BLOCK_QUERIES);
     for (auto& scratch : scratch_) {
@@ -84,7 +85,26 @@ D3Status D3Decoder::check(const D3Run& run) const {
 }
 
 void D3Decoder::run(const D3Run& run) {
-    for (int taken = 0; taken < run.steps; taken++) step({run, taken});
+    ended_.assign(run.rows, false);
+    int taken = 0;
+    while (taken < run.steps) {
+        step({run, taken++});
+        if (run.ends && have_ended(run, taken - 1)) break;
+    }
+    if (run.taken) *run.taken = taken;
+}
+
+// Whether every row has come to its end, at this step or at one before.
+bool D3Decoder::have_ended(const D3Run& run, int taken) {
+    bool all = true;
+    for (int row = 0; row < run.rows; row++) {
+        const int64_t place = int64_t(taken) * run.rows + row, *ends = run.ends + row * run.most_ends;
+        if (!ended_[row])
+            ended_[row] = !std::isfinite(run.scores[place]) ||
+                          std::find(ends, ends + run.most_ends, run.chosen[place]) != ends + run.most_ends;
+        all &= ended_[row];
+    }
+    return all;
 }
 
 void D3Decoder::begin(const D3Run& run) {

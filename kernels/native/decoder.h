@@ -86,6 +86,7 @@ private:
         }
     };
 
+    bool have_ended(const D3Run& run, int taken);
     void step(const Step& step);
     void embed(const Step& step);
     void keep_states(const Step& step, int layer);
@@ -127,7 +128,8 @@ private:
     std::vector<Best> best_;  // [workers, rows]
     std::vector<float> collected_;                // [rows, vocab]: all logits of the rows that cut or have penalties
     std::vector<std::vector<uint64_t>> orders_;  // [workers]: scratch of `sample`
-    D3Run run_;               // that the runner is at
+    std::vector<bool> ended_;  // [rows] of a run
+    D3Run run_;                // that the runner is at
 
 public:
     Runner runner;  // the last member, so that it has come to rest before anything that it works with goes

@@ -56,7 +56,9 @@ class _Run(Structure):
         ("steps", c_int32),
         *((name, c_void_p) for name in (*_ARRAYS, "states")),
         ("num_states", c_int64),
-        *((name, c_void_p) for name in _OF_STATES),
+        *((name, c_void_p) for name in (*_OF_STATES, "ends")),
+        ("most_ends", c_int64),
+        ("taken", POINTER(c_int32)),
     )
 
 
@@ -143,9 +145,12 @@ class Decoder:
         logits: npt.NDArray[np.float32] | None = None,
         yields: npt.NDArray[np.bool_] | None = None,
         states: HiddenStates | None = None,
+        ends: npt.NDArray[np.int64] | None = None,
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Take `steps` steps; returns the chosen tokens and their scores, both [steps, rows].
 
+        With `ends` [rows, n], tokens that end an answer and -1 for none, they are fewer if every row has come to one of
+        its own, or to a score that is not finite.
         Without `draws` every row takes its likeliest token. `logits` float32 [steps, rows, V] is written. Of a single
         step `yields` [rows] may say which rows are asked for these three; those of the others are undefined. Raises
         `NativeError` for what would be read or written out of bounds, before anything is.
@@ -155,11 +160,16 @@ class Decoder:
         if logits is not None and (logits.shape != (steps, count, self._vocab) or not logits.flags.c_contiguous):
             raise NativeError(f"logits must be a contiguous array [{steps}, {count}, {self._vocab}]")
         asks = None if yields is None else np.ascontiguousarray(yields, np.uint8)
-        run, given = _run_of(rows, steps, draws, logits=logits, yields=asks, **self._arrays_of(states))
+        stops = None if ends is None else np.ascontiguousarray(ends, np.int64)
+        run, given = _run_of(rows, steps, draws, logits=logits, yields=asks, ends=stops, **self._arrays_of(states))
         if states is not None:
             run.num_states = len(states.states)
+        if ends is not None:
+            run.most_ends = ends.shape[1]
+        taken = c_int32()
+        run.taken = ctypes.pointer(taken)
         _check(self._library.d3_run(self._handle, byref(run)))
-        return given["chosen"], given["scores"]
+        return given["chosen"][: taken.value], given["scores"][: taken.value]
 
     def begin(self, rows: Rows, steps: int, course: npt.NDArray[np.int32], *, draws: Draws | None = None) -> None:
         """Begin `steps` steps in a thread of the library's own, and return; `take` gives what they bring.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ahead import greedy
+from ahead import greedy, unread
 from tiny_models import TinyLlama
 
 from d3engine import D3, Engine, FullDepth
@@ -69,6 +69,23 @@ def test_a_prompt_has_the_same_bits_in_chunks_of_any_size(
         for mine, theirs in zip(found, wanted, strict=True):
             assert mine.prompt_logprobs == theirs.prompt_logprobs
             assert mine.outputs[0].logprobs == theirs.outputs[0].logprobs
+
+
+def test_no_step_is_taken_after_the_last_answer_has_come_to_its_end(tiny_llama: Callable[..., TinyLlama]) -> None:
+    prompts = [[5, 9, 200, 31], [7] * 20]
+    with Engine(tiny_llama(**MODEL).directory, num_scheduler_steps=16, **OPTIONS) as engine:
+        free = [o.outputs[0].token_ids for o in engine.generate(prompts, greedy(FullDepth(), 16), use_tqdm=False)]
+        params = [unread(greedy(FullDepth(), 16, stop_token_ids=[tokens[5]])) for tokens in free]
+        before = engine.stats()
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        after = engine.stats()
+    lengths = [tokens.index(tokens[5]) + 1 for tokens in free]
+    assert [output.outputs[0].token_ids for output in outputs] == [
+        tokens[:length] for tokens, length in zip(free, lengths, strict=True)
+    ]
+    assert after.num_steps - before.num_steps == max(lengths)
+    assert after.native_steps - before.native_steps == max(lengths)
+    assert after.step_seconds.count - before.step_seconds.count == max(lengths)
 
 
 def test_short_prompts_share_a_step_with_answers_under_way(engines: tuple[Engine, Engine]) -> None:
