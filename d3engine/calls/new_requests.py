@@ -8,10 +8,10 @@ from functools import lru_cache, partial
 
 from d3engine.depth import NEVER, DepthPolicy, Schedule
 from d3engine.depth.draft_rule import DraftRule
-from d3engine.errors import require, require_integer
+from d3engine.errors import require
 from d3engine.model.config import ModelConfig
 from d3engine.request.draft import Draft
-from d3engine.request.params import SamplingParams
+from d3engine.request.params import PRIORITIES, SamplingParams
 from d3engine.request.prepared import Prepared
 from d3engine.request.sequence import Sequence
 from d3engine.structured.forms import Forms
@@ -52,7 +52,7 @@ class NewRequests:
         is_name = request_id is None or (isinstance(request_id, str) and request_id != "")
         require(is_name, "request_id", request_id, "a non-empty string")
         require(isinstance(params, SamplingParams), "sampling_params", params, "SamplingParams")
-        require_integer("priority", priority, -(2**31), 2**31 - 1)
+        PRIORITIES.check("priority", priority)
         text, token_ids = self._prompts.read(prompt)
         self._prompts.check_params(params)
         schedule, draft_rule = self._fit(params.depth or self._depth)

@@ -12,6 +12,7 @@ from enum import Enum
 
 from d3engine.depth import DepthPolicy
 from d3engine.errors import require, require_integer, require_number
+from d3engine.request.bounds import Integers, Numbers
 from d3engine.request.frozen_dict import FrozenDict
 from d3engine.request.structured import StructuredOutputsParams
 
@@ -29,6 +30,28 @@ MAX_TOP_K = 2**31 - 1
 ALL_LOGPROBS = -1
 """As many log-probabilities as the vocabulary has tokens."""
 
+BOUNDS: Mapping[str, Integers | Numbers] = {
+    "n": Integers(1, MAX_N),
+    "temperature": Numbers(0.0, 100.0),
+    "top_p": Numbers(0.0, 1.0, open_low=True),
+    "top_k": Integers(-1, MAX_TOP_K),
+    "min_p": Numbers(0.0, 1.0),
+    "presence_penalty": Numbers(-2.0, 2.0),
+    "frequency_penalty": Numbers(-2.0, 2.0),
+    "repetition_penalty": Numbers(0.0, 100.0, open_low=True),
+    "seed": Integers(-1, 2**63 - 1),
+    "max_tokens": Integers(1, MAX_TOKENS),
+    "min_tokens": Integers(0),
+    "logprobs": Integers(ALL_LOGPROBS, MAX_LOGPROBS),
+    "prompt_logprobs": Integers(ALL_LOGPROBS, MAX_LOGPROBS),
+}
+"""Of the numbers among the parameters."""
+MAY_BE_NONE = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
+PRIORITIES = Integers(-(2**31), 2**31 - 1)
+"""Of requests, beside their parameters."""
+BIASES = Numbers(-100.0, 100.0)
+TOKEN_IDS = Integers(0)
+"""Whatever the vocabulary; the engine knows its end."""
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing by it would only overflow."""
@@ -116,25 +139,13 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        require_integer("n", self.n, 1, MAX_N)
-        require_number("temperature", self.temperature, 0.0, 100.0)
-        require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        require_integer("top_k", self.top_k, -1, MAX_TOP_K)
-        require_number("min_p", self.min_p, 0.0, 1.0)
-        require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        require_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        if self.seed is not None:
-            require_integer("seed", self.seed, -1, 2**63 - 1)
+        for name, bounds in BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None or name not in MAY_BE_NONE:
+                bounds.check(name, value)
         require(self.n == 1 or not self.greedy, "n", self.n, "1 where temperature is 0, since all would be the same")
-        if self.max_tokens is not None:
-            require_integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
         longest = MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        require_integer("min_tokens", self.min_tokens, 0)
         require(self.min_tokens <= longest, "min_tokens", self.min_tokens, "at most max_tokens")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                require_integer(name, getattr(self, name), ALL_LOGPROBS, MAX_LOGPROBS)
         for name in ("ignore_eos", "skip_special_tokens", "detokenize", "include_stop_str_in_output"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         require(
@@ -191,7 +202,7 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", FrozenDict(_bias_by_id(bias)))
         for name in ("stop_token_ids", "allowed_token_ids"):
             for token in getattr(self, name) or ():
-                require_integer(name, token, 0)
+                TOKEN_IDS.check(name, token)
 
     def _keep_tuple(self, name: str, most: int) -> None:
         """Refuse what is no list of at most `most` items; keep a copy of one that is."""
@@ -228,7 +239,7 @@ def _bias_by_id(bias: Mapping[int, float] | Mapping[str, float]) -> dict[int, fl
     found: dict[int, float] = {}
     for key, value in bias.items():
         is_number = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20
-        token = require_integer("logit_bias", int(key) if is_number else key, 0)
+        token = require_integer("logit_bias", int(key) if is_number else key, TOKEN_IDS.low)
         require(token not in found, "logit_bias", key, "a mapping that names each token id once")
-        found[token] = require_number("logit_bias", value, -100.0, 100.0)
+        found[token] = require_number("logit_bias", value, BIASES.low, BIASES.high)
     return found

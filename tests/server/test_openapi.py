@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 from openai import OpenAI
+
+if TYPE_CHECKING:
+    from d3engine import AsyncEngine
 
 
 @pytest.fixture(scope="module")
@@ -15,38 +18,32 @@ def described(http: httpx.Client) -> Any:
     return http.get("/openapi.json").json()
 
 
-def fits(value: Any, schema: dict[str, Any], schemas: dict[str, Any]) -> bool:
-    """Whether a value satisfies a schema, by the few words that these schemas are made of."""
-    if "$ref" in schema:
-        return fits(value, schemas[schema["$ref"].rpartition("/")[2]], schemas)
-    if "anyOf" in schema:
-        return any(fits(value, one, schemas) for one in schema["anyOf"])
-    if "enum" in schema:
-        return value in schema["enum"]
-    match schema.get("type"):
-        case "object":
-            properties = schema.get("properties", {})
-            return (
-                isinstance(value, dict)
-                and set(schema.get("required", ())) <= set(value)
-                and all(fits(value[name], one, schemas) for name, one in properties.items() if name in value)
-                and (not properties or set(value) <= set(properties))
-            )
-        case "array":
-            return isinstance(value, list) and all(fits(item, schema.get("items", {}), schemas) for item in value)
-        case "integer":
-            return isinstance(value, int) and not isinstance(value, bool)
-        case "number":
-            return isinstance(value, int | float) and not isinstance(value, bool)
-        case "string":
-            return isinstance(value, str)
-        case "boolean":
-            return isinstance(value, bool)
-        case "null":
-            return value is None
-        case None:
-            return True
-    raise AssertionError(schema)
+@pytest.fixture(scope="module")
+def faults(described: Any) -> Any:
+    """`faults(value, "Shape")`: what of a value is not as the description says; an undescribed field is a fault too."""
+    from jsonschema import Draft202012Validator
+    from referencing import Registry
+    from referencing.jsonschema import DRAFT202012
+
+    closed = json.loads(json.dumps(described))
+    for schema in closed["components"]["schemas"].values():
+        if "properties" in schema:
+            schema["additionalProperties"] = False
+    registry: Any = Registry().with_resource("urn:openapi", DRAFT202012.create_resource(closed))
+
+    def find(value: Any, shape: str) -> list[str]:
+        schema = {"$ref": f"urn:openapi#/components/schemas/{shape}"}
+        return [
+            f"{e.json_path}: {e.message}" for e in Draft202012Validator(schema, registry=registry).iter_errors(value)
+        ]
+
+    return find
+
+
+def shape_of(content: Any) -> str:
+    """The name of the shape of a JSON body."""
+    found: str = content["application/json"]["schema"]["$ref"]
+    return found.rpartition("/")[2]
 
 
 def test_every_route_of_the_app_is_in_it(described: Any) -> None:
@@ -66,7 +63,7 @@ def test_every_shape_that_it_refers_to_is_in_it(described: Any) -> None:
     assert named == set(described["components"]["schemas"])
 
 
-def test_it_says_what_the_official_client_sends_and_gets(described: Any, url: str) -> None:
+def test_it_says_what_the_official_client_sends_and_gets(described: Any, faults: Any, url: str) -> None:
     seen = []
 
     def note(answer: httpx.Response) -> None:
@@ -80,18 +77,128 @@ def test_it_says_what_the_official_client_sends_and_gets(described: Any, url: st
         client.completions.create(prompt=["Tom has", "Ann"], logprobs=2, logit_bias={"5": 1}, **asked)
         messages: Any = [{"role": "user", "content": "Tom has 5 pens."}]
         client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=2, **asked)
+        client.responses.create(model="demo", input=messages, max_output_tokens=3, instructions="Be brief.")
         client.models.list()
-    schemas = described["components"]["schemas"]
     for path, sent, got in seen:
         (operation,) = described["paths"][path].values()
         if sent:
-            body = operation["requestBody"]["content"]["application/json"]["schema"]
-            assert fits(json.loads(sent), body, schemas)
-            assert not fits(json.loads(sent) | {"n": "2"}, body, schemas)
-        assert fits(json.loads(got), operation["responses"]["200"]["content"]["application/json"]["schema"], schemas)
-    assert len(seen) == 3
+            body = shape_of(operation["requestBody"]["content"])
+            assert faults(json.loads(sent), body) == []
+            assert faults(json.loads(sent) | {"temperature": "2"}, body)
+        assert faults(json.loads(got), shape_of(operation["responses"]["200"]["content"])) == []
+    assert len(seen) == 4
 
 
-def test_errors_are_what_it_says(described: Any, http: httpx.Client) -> None:
-    error = described["paths"]["/v1/completions"]["post"]["responses"]["default"]["content"]["application/json"]
-    assert fits(http.post("/v1/completions", json={}).json(), error["schema"], described["components"]["schemas"])
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Tom has 5 pens."}], "max_tokens": 3}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "Tom has 5 pens."}]}),
+        ("/tokenize", {"prompt": "Tom", "return_token_strs": True}),
+        ("/detokenize", {"tokens": [5, 6]}),
+        ("/tokenizer_info", None),
+        ("/v1/models/demo", None),
+        ("/health", None),
+        ("/ready", None),
+        ("/version", None),
+    ],
+)
+def test_answers_of_every_route_are_what_it_says(
+    described: Any, faults: Any, http: httpx.Client, path: str, asked: Any
+) -> None:
+    if asked is None:
+        answer = http.get(path)
+        operation = described["paths"][path.replace("demo", "{name}")]["get"]
+    else:
+        answer = http.post(path, json=asked)
+        operation = described["paths"][path]["post"]
+        assert faults(asked, shape_of(operation["requestBody"]["content"])) == []
+    assert answer.status_code == 200
+    assert faults(answer.json(), shape_of(operation["responses"]["200"]["content"])) == []
+    for name in operation["responses"]["200"]["headers"]:
+        assert name == "X-D3-Ignored-Fields" or name in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": "Tom has", "logprobs": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Tom has 5 pens."}]}),
+        ("/v1/responses", {"input": "Tom has 5 pens.", "max_output_tokens": 5}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Tom has 5 pens."}], "max_tokens": 5}),
+    ],
+)
+def test_events_of_every_stream_are_what_it_says(
+    described: Any, faults: Any, http: httpx.Client, path: str, asked: Any
+) -> None:
+    text = http.post(path, json=asked | {"stream": True, "return_depths": True}).text
+    says = described["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
+    data = says["properties"]["data"]
+    kinds = data.get("anyOf", [data])
+    shapes = [one["$ref"].rpartition("/")[2] for one in kinds[-1]["contentSchema"]["anyOf"]]
+    lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+    assert ("[DONE]" in lines) == (len(kinds) == 2)
+    seen = set()
+    for line in lines:
+        if line != "[DONE]":
+            fitting = [shape for shape in shapes if not faults(json.loads(line), shape)]
+            assert fitting, (line, [faults(json.loads(line), shape) for shape in shapes])
+            seen.update(fitting)
+    assert len(seen) >= (1 if len(kinds) == 2 else 4)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "status"),
+    [
+        ("/v1/completions", {}, 400),
+        ("/v1/completions", {"prompt": "a", "model": "gpt"}, 404),
+        ("/v1/messages", {}, 400),
+        ("/v1/messages", {"messages": [], "max_tokens": 1, "model": "claude"}, 400),
+        ("/v1/responses", {"input": "a", "store": True}, 400),
+    ],
+)
+def test_errors_are_what_it_says_by_their_status(
+    described: Any, faults: Any, http: httpx.Client, path: str, asked: Any, status: int
+) -> None:
+    answer = http.post(path, json=asked)
+    assert answer.status_code == status
+    said = described["paths"][path]["post"]["responses"][str(status)]
+    assert faults(answer.json(), shape_of(said["content"])) == []
+    assert "default" not in described["paths"][path]["post"]["responses"]
+
+
+LISTED = {"stop": 16, "stop_token_ids": 256, "bad_words": 256}
+
+
+def test_every_bound_that_it_tells_is_one_that_is_kept(described: Any, http: httpx.Client) -> None:
+    """What is just beyond a bound is refused by its field, and what is just within is not refused for that."""
+    schemas = described["components"]["schemas"]
+    checked = set()
+    for path, shape, asked in (
+        ("/v1/completions", "CompletionRequest", {"prompt": "Tom"}),
+        ("/v1/chat/completions", "ChatRequest", {"messages": [{"role": "user", "content": "Tom"}]}),
+        ("/v1/responses", "ResponsesRequest", {"input": "Tom"}),
+        ("/v1/messages", "MessagesRequest", {"messages": [{"role": "user", "content": "Tom"}], "max_tokens": 2}),
+    ):
+        for field, schema in schemas[shape]["properties"].items():
+            for kind in schema.get("anyOf", [schema]):
+                for bound, step in (("minimum", -1), ("maximum", 1)):
+                    if bound not in kind:
+                        continue
+                    answer = http.post(path, json=asked | {field: kind[bound] + step})
+                    assert answer.status_code == 400, (path, field, kind)
+                    assert answer.json()["error"].get("param", field) in (field, "max_tokens")
+                    checked.add(field)
+                if kind.get("type") == "array" and field in LISTED:
+                    item = "a" if field != "stop_token_ids" else 5
+                    assert kind["maxItems"] == LISTED[field]
+                    answer = http.post(path, json=asked | {field: [item] * (LISTED[field] + 1)})
+                    assert (answer.status_code, answer.json()["error"].get("param", field)) == (400, field)
+                    checked.add(field)
+    assert checked >= {*LISTED, "n", "temperature", "top_k", "seed", "priority", "logprobs", "prompt_logprobs"}
+
+
+def test_the_models_own_bounds_are_in_it(described: Any, client: AsyncEngine) -> None:
+    kinds = described["components"]["schemas"]["CompletionRequest"]["properties"]["prompt"]["anyOf"]
+    ids = next(kind for kind in kinds if kind["type"] == "array" and kind["items"]["type"] == "integer")
+    assert (ids["maxItems"], ids["items"]["maximum"]) == (client.max_model_len - 1, client.config.vocab_size - 1)

@@ -97,6 +97,28 @@ def test_the_official_client_raises_its_own_errors(openai: OpenAI) -> None:
     assert "1024 tokens" in both.value.message
 
 
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"tools": [{"type": "mcp", "name": "f"}]}, "tools", 'tools[0].type must be "function".'),
+        ({"tools": [{"type": "function"}]}, "tools", "tools[0].name must be given."),
+        ({"tools": [{"type": "function", "name": "f", "a": 1}]}, "tools", "tools[0].a must be absent."),
+        (
+            {"text": {"format": {"type": "x"}}},
+            "text",
+            'text.format.type must be "json_object" or "json_schema" or "text".',
+        ),
+        ({"text": {"format": 5}}, "text", "text.format must be an object or null."),
+    ],
+    ids=str,
+)
+def test_a_mistake_deep_inside_is_named_by_its_place(
+    refusal: Refusal, body: dict[str, Any], param: str, message: str
+) -> None:
+    status, error = refusal("/v1/responses", {"input": "Tom"} | body)
+    assert (status, error["param"], error["message"]) == (400, param, message)
+
+
 def test_a_stream_that_cannot_begin_is_an_error_status_and_no_event(refusal: Refusal) -> None:
     status, error = refusal("/v1/completions", COMPLETION | {"stream": True, "max_tokens": 5000})
     assert (status, error["code"]) == (400, "context_length_exceeded")

@@ -1,4 +1,4 @@
-"""The answer of a chat as Anthropic's message: one block of text, and in a stream the events around it."""
+"""The answer of a chat as Anthropic's message: its blocks, and in a stream the events around them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 from d3engine.server.answering.event_stream import named_event
 from d3engine.server.answering.job import Job
+from d3engine.server.answering.message_blocks import MessageBlocks, whole_blocks
 from d3engine.server.answering.single import News, SingleAnswer
 from d3engine.server.errors import RequestError, anthropics_error_body
-from d3engine.server.shapes.messages import Message, MessageUsage, TextBlock
+from d3engine.server.shapes.messages import Message, MessageUsage, StopReason
 from d3engine.server.shapes.requests import ChatRequest
 
 PING = named_event({"type": "ping"})
@@ -34,32 +35,33 @@ class MessageAnswer:
     def __init__(self, job: Job[ChatRequest]) -> None:
         self._job = job
         self._answer = SingleAnswer(job)
+        self._has_calls = False
 
     async def whole(self) -> Message:
         news = await self._answer.whole()
-        block: TextBlock = {"type": "text", "text": news.text, **news.d3ext}  # type: ignore[typeddict-item]  # its own
-        return {**self._message([block], news), **self._answer.tally.depth()}  # type: ignore[typeddict-item]  # as well
+        content = whole_blocks(news, begins_with_text=self._job.calling is None)
+        self._has_calls = bool(news.calls)
+        return {**self._message(content, news), **self._answer.tally.depth()}  # type: ignore[typeddict-item]  # its own
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         has_begun = False
+        blocks = MessageBlocks(begins_with_text=self._job.calling is None)
         async with aclosing(self._answer.news()) as found:
             async for news in found:
-                events = [] if has_begun else self._first_events()
+                events = [] if has_begun else self._first_events(blocks)
                 has_begun = True
-                if news.text or news.d3ext:
-                    delta = {"type": "text_delta", "text": news.text}
-                    events.append({"type": "content_block_delta", "index": 0, "delta": delta, **news.d3ext})
+                events += blocks.events(news)
+                self._has_calls = blocks.has_calls
                 if news.finish_reason is not None:
-                    events += self._last_events(news)
+                    events += [*blocks.close(), *self._last_events(news)]
                 yield b"".join(map(named_event, events))
 
-    def _first_events(self) -> list[dict[str, Any]]:
-        block: TextBlock = {"type": "text", "text": ""}
+    def _first_events(self, blocks: MessageBlocks) -> list[dict[str, Any]]:
         start = self._message([], None)
         start["usage"]["output_tokens"] = 0
         return [
             {"type": "message_start", "message": start},
-            {"type": "content_block_start", "index": 0, "content_block": block},
+            *blocks.first_events(),
             {"type": "ping"},
         ]
 
@@ -67,12 +69,11 @@ class MessageAnswer:
         reason, sequence = self._stop(news)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         return [
-            {"type": "content_block_stop", "index": 0},
             {"type": "message_delta", "delta": delta, "usage": self._usage(), **self._answer.tally.depth()},
             {"type": "message_stop"},
         ]
 
-    def _message(self, content: list[TextBlock], news: News | None) -> Message:
+    def _message(self, content: list[dict[str, Any]], news: News | None) -> Message:
         reason, sequence = (None, None) if news is None else self._stop(news)
         return {
             "id": self._job.id,
@@ -80,16 +81,18 @@ class MessageAnswer:
             "role": "assistant",
             "model": self._job.model,
             "content": content,
-            "stop_reason": reason,  # type: ignore[typeddict-item]  # one of those
+            "stop_reason": reason,
             "stop_sequence": sequence,
             "usage": self._usage(),
         }
 
-    def _stop(self, news: News) -> tuple[str, str | None]:
+    def _stop(self, news: News) -> tuple[StopReason, str | None]:
         """Why it ended, and the string that ended it, if one did."""
         if news.finish_reason == "length":
             is_whole = self._answer.tally.usage()["completion_tokens"] == self._job.asked.max_tokens
             return "max_tokens" if is_whole else "model_context_window_exceeded", None
+        if self._has_calls:
+            return "tool_use", None
         if isinstance(news.stop_reason, str):
             return "stop_sequence", news.stop_reason
         return "end_turn", None

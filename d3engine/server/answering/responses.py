@@ -1,19 +1,21 @@
-"""The answer of a chat as OpenAI's response: one message of one text, and in a stream the events around it."""
+"""The answer of a chat as OpenAI's response: its items, and in a stream the events around them."""
 
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from d3engine.server.answering.event_stream import OpenAIForm, StreamForm, named_event
 from d3engine.server.answering.job import Job
+from d3engine.server.answering.output_items import OutputItems
 from d3engine.server.answering.single import News, SingleAnswer
 from d3engine.server.errors import RequestError, shown_message
 from d3engine.server.shapes.requests import ChatRequest
-from d3engine.server.shapes.responses import ModelResponse, OutputMessage, OutputText, ResponsesRequest
+from d3engine.server.shapes.responses import ModelResponse, ResponsesRequest, ResponseUsage, TextFormat
 
 
 class ResponseAnswer:
@@ -26,27 +28,32 @@ class ResponseAnswer:
         self._job = job
         self._asked = asked
         self._answer = SingleAnswer(job)
-        self._item_id = f"msg_{uuid.uuid4().hex}"
+        self._items = OutputItems(begins_with_text=job.calling is None)
         self._num_events = 0
-        self._text = ""
 
     @property
     def form(self) -> StreamForm:
         return self
 
     async def whole(self) -> ModelResponse:
-        return self._ended(await self._answer.whole())
+        news = await self._answer.whole()
+        self._items.first_events()
+        self._items.events(news)
+        self._items.end(_status(news))
+        response = self._ended(news)
+        first = response["output"][0] if news.d3ext and response["output"] else {}
+        first.get("content", [first])[0].update(news.d3ext)
+        return response
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         async with aclosing(self._answer.news()) as found:
             async for news in found:
                 events = [] if self._num_events else self._first_events()
-                if news.text or news.d3ext:
-                    self._text += news.text
-                    delta = self._of_part("response.output_text.delta", delta=news.text, logprobs=[])
-                    events.append({**delta, **news.d3ext})
+                events += self._items.events(news)
                 if news.finish_reason is not None:
-                    events += self._last_events(news)
+                    events += self._items.end(_status(news))
+                    response = self._ended(news)
+                    events.append({"type": f"response.{response['status']}", "response": response})
                 yield b"".join(map(self._numbered, events))
 
     def failed(self, error: RequestError) -> bytes:
@@ -63,57 +70,29 @@ class ResponseAnswer:
 
     def _first_events(self) -> list[dict[str, Any]]:
         response = self._response("in_progress")
-        item: OutputMessage = {**self._item(""), "status": "in_progress", "content": []}
         return [
             {"type": "response.created", "response": response},
             {"type": "response.in_progress", "response": response},
-            {"type": "response.output_item.added", "output_index": 0, "item": item},
-            self._of_part("response.content_part.added", part=_part("")),
+            *self._items.first_events(),
         ]
-
-    def _last_events(self, news: News) -> list[dict[str, Any]]:
-        whole = News(self._text, news.finish_reason, news.stop_reason, {})
-        response = self._ended(whole)
-        return [
-            self._of_part("response.output_text.done", text=self._text, logprobs=[]),
-            self._of_part("response.content_part.done", part=_part(self._text)),
-            {"type": "response.output_item.done", "output_index": 0, "item": response["output"][0]},
-            {"type": f"response.{response['status']}", "response": response},
-        ]
-
-    def _of_part(self, kind: str, **fields: Any) -> dict[str, Any]:
-        return {"type": kind, "item_id": self._item_id, "output_index": 0, "content_index": 0, **fields}
 
     # -- the response ------------------------------------------------------------------------------------------------
 
     def _ended(self, news: News) -> ModelResponse:
-        is_cut = news.finish_reason == "length"
-        response = self._response("incomplete" if is_cut else "completed")
-        item = self._item(news.text)
-        if is_cut:
+        status = _status(news)
+        response = self._response(status)
+        if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-            item["status"] = "incomplete"
         else:
             response["completed_at"] = int(time.time())
-        if news.d3ext:
-            item["content"][0]["d3ext"] = news.d3ext["d3ext"]
-        response["output"] = [item]
+        response["output"] = [dict(item) for item in self._items.done]
         response["usage"] = self._usage()
         return {**response, **self._answer.tally.depth()}  # type: ignore[typeddict-item]  # its own
-
-    def _item(self, text: str) -> OutputMessage:
-        content = [_part(text)]
-        return {
-            "id": self._item_id,
-            "type": "message",
-            "role": "assistant",
-            "status": "completed",
-            "content": content,
-        }
 
     def _response(self, status: Any) -> ModelResponse:
         """The response without what comes at its end."""
         params = self._job.prepared[0].params
+        form = None if self._asked.text is None else self._asked.text.format
         return {
             "id": self._job.id,
             "object": "response",
@@ -128,19 +107,19 @@ class ResponseAnswer:
             "model": self._job.model,
             "output": [],
             "background": False,
-            "parallel_tool_calls": False,
+            "parallel_tool_calls": bool(self._asked.tools) and self._asked.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "none",
-            "tools": [],
+            "text": {"format": _without_nulls(form) if form is not None else {"type": "text"}},
+            "tool_choice": _choice(self._asked),
+            "tools": [msgspec.to_builtins(tool) for tool in self._asked.tools or ()],
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
         }
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> ResponseUsage:
         usage = self._answer.tally.usage()
         return {
             "input_tokens": usage["prompt_tokens"],
@@ -151,5 +130,17 @@ class ResponseAnswer:
         }
 
 
-def _part(text: str) -> OutputText:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _status(news: News) -> Literal["completed", "incomplete"]:
+    return "incomplete" if news.finish_reason == "length" else "completed"
+
+
+def _choice(asked: ResponsesRequest) -> str | dict[str, Any]:
+    """What the request's `tool_choice` came to."""
+    if not asked.tools:
+        return "none"
+    found: str | dict[str, Any] = msgspec.to_builtins("auto" if asked.tool_choice is None else asked.tool_choice)
+    return found
+
+
+def _without_nulls(form: TextFormat) -> dict[str, Any]:
+    return {name: value for name, value in msgspec.structs.asdict(form).items() if value is not None}

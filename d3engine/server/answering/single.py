@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from d3engine.server.answering.chat import ChatWriter
 from d3engine.server.answering.job import Job
 from d3engine.server.answering.running import outputs_of
 from d3engine.server.answering.tally import Tally
-from d3engine.server.shapes.answers import DepthsOfTokens
+from d3engine.server.shapes.answers import DepthsOfTokens, ToolCallDelta
 from d3engine.server.shapes.requests import ChatRequest
 
 
@@ -19,14 +19,16 @@ from d3engine.server.shapes.requests import ChatRequest
 class News:
     """What is new of the answer.
 
-    `finish_reason` is None until it ends; `stop_reason` is then the string or the token that ended it, if one did.
-    `d3ext` is there where the request asks for it.
+    `calls` are pieces of the functions that it calls: of a whole answer each is whole, otherwise its id and its name
+    come first and then its arguments as they are written. `finish_reason` is None until it ends; `stop_reason` is then
+    the string or the token that ended it, if one did. `d3ext` is there where the request asks for it.
     """
 
     text: str
     finish_reason: str | None
     stop_reason: str | int | None
     d3ext: dict[str, DepthsOfTokens]
+    calls: Sequence[ToolCallDelta] = ()
 
 
 class SingleAnswer:
@@ -46,7 +48,11 @@ class SingleAnswer:
                 found = output
         assert found is not None  # every request has a last output
         (choice,) = self._writer.choices([found])
-        return _news(choice["message"]["content"] or "", found, _depths(choice.get("d3ext")))
+        whole: list[ToolCallDelta] = [
+            {"index": index, "id": call["id"], "type": "function", "function": {**call["function"]}}
+            for index, call in enumerate(choice["message"].get("tool_calls", ()))
+        ]
+        return _news(choice["message"]["content"] or "", whole, found, _depths(choice.get("d3ext")))
 
     async def news(self) -> AsyncGenerator[News, None]:
         """Each time that there is something to tell. Raises `RequestError`."""
@@ -56,12 +62,13 @@ class SingleAnswer:
                 chunks = self._writer.chunks(0, output)
                 if chunks:
                     text = "".join(chunk["delta"].get("content") or "" for chunk in chunks)
-                    yield _news(text, output, _depths(chunks[-1].get("d3ext")))
+                    calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", ())]
+                    yield _news(text, calls, output, _depths(chunks[-1].get("d3ext")))
 
 
-def _news(text: str, output: RequestOutput, d3ext: dict[str, DepthsOfTokens]) -> News:
+def _news(text: str, calls: Sequence[ToolCallDelta], output: RequestOutput, d3ext: dict[str, DepthsOfTokens]) -> News:
     (answer,) = output.outputs
-    return News(text, answer.finish_reason, answer.stop_reason, d3ext)
+    return News(text, answer.finish_reason, answer.stop_reason, d3ext, calls)
 
 
 def _depths(found: DepthsOfTokens | None) -> dict[str, DepthsOfTokens]:

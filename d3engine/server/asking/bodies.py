@@ -7,7 +7,6 @@ which is not done here is refused by name (`refused.py`); any other is taken, an
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar, get_args
@@ -16,22 +15,10 @@ import msgspec
 from msgspec import Struct
 from starlette.requests import Request
 
-from d3engine.errors import NOTHING, must_be
 from d3engine.server.asking.refused import check_refused, taken_names
+from d3engine.server.asking.type_errors import wrong_type
 from d3engine.server.errors import invalid
 from d3engine.server.served import served_by
-
-_EXPECTED = re.compile(r"Expected `([^`]+)`(?:, got `[^`]+`)?(?: - at `\$(.*)`)?")
-_MISSING = re.compile(r"Object missing required field `(\w+)`")
-_WORDS = {
-    "str": "a string",
-    "int": "an integer",
-    "float": "a number",
-    "bool": "true or false",
-    "array": "a list",
-    "object": "an object",
-    "null": "null",
-}
 
 LONG = 2**16
 """Bytes from which on a body is read by a thread, so that everybody else has turns meanwhile."""
@@ -81,21 +68,7 @@ def _as_shape(content: dict[str, Any], shape: type[S]) -> S:
     try:
         return msgspec.convert(content, shape)
     except msgspec.ValidationError as error:
-        raise _wrong(content, str(error)) from None
-
-
-def _wrong(content: dict[str, Any], said: str) -> Exception:
-    """What msgspec says, in the words of all other errors."""
-    if missing := _MISSING.match(said):
-        return invalid(missing[1], f"{missing[1]} must be given.", "missing_required_parameter")
-    found = _EXPECTED.match(said)
-    if found is None:
-        return invalid(None, f"The body does not fit: {said}.", "invalid_type")
-    kinds = [_WORDS.get(kind, kind) for kind in found[1].split(" | ")]
-    place = (found[2] or "").removeprefix(".")
-    param = re.split(r"[.\[]", place, maxsplit=1)[0]
-    value = content.get(param, NOTHING) if place == param else NOTHING
-    return invalid(param or None, must_be(place or "the body", value, " or ".join(kinds)) + ".", "invalid_type")
+        raise wrong_type(content, shape, str(error)) from None
 
 
 @cache

@@ -7,6 +7,7 @@ from typing import Any
 from starlette.requests import Request
 
 from d3engine.errors import must_be
+from d3engine.request.params import BOUNDS
 from d3engine.server.answering.job import Job
 from d3engine.server.asking.bodies import read_body
 from d3engine.server.asking.depth import DEPTH_HEADER
@@ -51,6 +52,7 @@ def _several(asked: CompletionRequest) -> dict[str, Any]:
         decided["prompt_logprobs"] = max(asked.logprobs, asked.prompt_logprobs or 0)
     n = 1 if asked.n is None else asked.n
     if asked.best_of is not None and asked.best_of != n:
+        BOUNDS["n"].check("best_of", asked.best_of)
         if asked.best_of < n:
             raise invalid("best_of", must_be("best_of", asked.best_of, f"at least n={n}") + ".")
         if asked.stream:

@@ -6,28 +6,18 @@ from typing import Any
 
 from starlette.requests import Request
 
+from d3engine.errors import must_be
 from d3engine.server.answering.job import Job
 from d3engine.server.asking.bodies import read_body
 from d3engine.server.asking.chat import by_names, chat_prompt, job_of
-from d3engine.server.asking.turns import (
-    TurnForm,
-    merged,
-    read_content,
-    read_turns,
-    unknown_in_parts,
-    unknown_in_turns,
-)
+from d3engine.server.asking.message_turns import TURNS, read_message_turns
+from d3engine.server.asking.tools import calling_of
+from d3engine.server.asking.turns import read_content, unknown_in_parts, unknown_in_turns
+from d3engine.server.errors import invalid
 from d3engine.server.served import served_by
 from d3engine.server.shapes.messages import CountTokensRequest, MessagesRequest
 from d3engine.server.shapes.requests import ChatRequest
 
-TURNS = TurnForm(
-    field="messages",
-    roles={"user": "user", "assistant": "assistant", "system": "system"},
-    kinds=("text",),
-    beside={},
-    beside_text=frozenset({"cache_control", "citations"}),
-)
 SAME_NAMES = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "seed", "priority", "cache_salt")
 DEPTH_NAMES = ("depth", "return_depths")
 
@@ -36,8 +26,8 @@ async def message_job(request: Request) -> tuple[Job[ChatRequest], dict[str, str
     """What to run, wholly checked, and headers for the answer. Raises `RequestError` and `InvalidValueError`."""
     asked, headers = await read_body(request, MessagesRequest, _unknown_in)
     same = {name: getattr(asked, name) for name in (*SAME_NAMES, *DEPTH_NAMES)}
-    chat = _chat_of(asked, stop=asked.stop_sequences or None, **same)
-    with by_names({"stop": "stop_sequences"}):
+    chat = _chat_of(asked, stop=asked.stop_sequences or None, response_format=_form_of(asked), **same)
+    with by_names({"stop": "stop_sequences", "response_format": "output_config"}):
         return await job_of(request, chat, id_prefix="msg_", ends_with_context=True), headers
 
 
@@ -47,17 +37,53 @@ async def count_tokens(request: Request) -> tuple[int, dict[str, str]]:
     asked, headers = await read_body(request, CountTokensRequest, _unknown_in)
     served.models.check(asked.model)
     chat = _chat_of(asked)
-    prompt = await chat_prompt(served, chat, chat.messages)
+    calling = calling_of(chat, served.tokenizer)
+    prompt = await chat_prompt(served, chat, chat.messages, None if calling is None else calling.tools)
     return len(prompt["prompt_token_ids"]), headers
 
 
 def _chat_of(asked: CountTokensRequest, **fields: Any) -> ChatRequest:
     """The same as a chat. An answer goes on where the last turn ends if that is the assistant's."""
-    messages = merged(read_turns(asked.messages, TURNS))
-    continues = messages[-1]["role"] == "assistant"
+    messages = read_message_turns(asked.messages)
+    continues = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     if asked.system is not None and asked.system != []:
         messages.insert(0, {"role": "system", "content": read_content("system", asked.system, TURNS)})
-    return ChatRequest(messages=messages, continue_final_message=continues, **fields)
+    return ChatRequest(messages=messages, continue_final_message=continues, **_tools_of(asked), **fields)
+
+
+def _form_of(asked: MessagesRequest) -> dict[str, Any] | None:
+    """`output_config` as a chat's response_format."""
+    if asked.output_config is None or asked.output_config.format is None:
+        return None
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": asked.output_config.format.schema}}
+
+
+def _tools_of(asked: CountTokensRequest) -> dict[str, Any]:
+    """`tools` and `tool_choice` as a chat has them."""
+    names = [tool.name for tool in asked.tools or ()]
+    choice = asked.tool_choice
+    if choice is not None:
+        is_named = choice.type == "tool"
+        if is_named != (choice.name is not None) or (is_named and choice.name not in names):
+            allowed = 'with a name out of tools where its type is "tool", and with none elsewhere'
+            raise invalid("tool_choice", must_be("tool_choice", choice, allowed) + ".")
+        if not names and choice.type != "none":
+            raise invalid("tool_choice", must_be("tool_choice", choice.type, 'absent or "none" without tools') + ".")
+    if not asked.tools:
+        return {}
+    words: dict[str, Any] = {"none": "none", "any": "required"}
+    named = {"type": "function", "function": {"name": choice.name}} if choice is not None else None
+    return {
+        "tools": [
+            {
+                "type": "function",
+                "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
+            }
+            for tool in asked.tools
+        ],
+        "tool_choice": "auto" if choice is None or choice.type == "auto" else words.get(choice.type, named),
+        "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
+    }
 
 
 def _unknown_in(asked: CountTokensRequest) -> list[str]:

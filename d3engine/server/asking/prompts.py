@@ -41,6 +41,20 @@ def prompts_of(given: Prompt, served: Served) -> list[str | list[int]]:
     return [ids] if is_one else [item for item in given if not isinstance(item, int)]
 
 
+def prompt_schema(served: Served) -> dict[str, Any]:
+    """What `prompts_of` and the engine take, in JSON Schema's words."""
+    ids = {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 0, "maximum": served.client.config.vocab_size - 1},
+        "minItems": 1,
+        "maxItems": served.client.max_model_len - 1,
+    }
+    text = {"type": "string"}
+    several = {"type": "array", "minItems": 1, "maxItems": served.settings.max_prompts}
+    kinds = [text, ids, {**several, "items": text}, {**several, "items": ids}]
+    return {"description": "a text, token ids, or a list of either", "anyOf": kinds}
+
+
 async def prepare_all(
     served: Served,
     prompts: Sequence[Any],

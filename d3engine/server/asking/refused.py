@@ -58,11 +58,8 @@ _CONSTRAINTS = {
 """Of vLLM, SGLang and llama.cpp, old and new: whoever sends one relies on it."""
 
 _ANTHROPICS = {
-    "tools": Only(([],), "messages are text; POST /v1/chat/completions calls functions"),
-    "tool_choice": Only(({"type": "none"},), "messages are text; POST /v1/chat/completions calls functions"),
     "thinking": Only(({"type": "disabled"},), "the model has no such setting"),
-    "output_config": Only(({},), "messages are text; POST /v1/chat/completions keeps to forms"),
-    "output_format": Only(why="messages are text; POST /v1/chat/completions keeps to forms"),
+    "output_format": Only(why="output_config.format is the field for it"),
     "mcp_servers": Only(([],), "nothing but the model is asked"),
     "container": Only(why="no code is run"),
     "context_management": Only(why="a conversation is read as it comes"),
@@ -85,15 +82,9 @@ REFUSED: Mapping[type[Struct], Mapping[str, Only]] = {
         "prompt": Only(why="nothing is stored: send the prompt itself"),
         "background": Only((False,), "an answer is not kept for later"),
         "background_options": Only(why="an answer is not kept for later"),
-        "tools": Only(([],), "responses are text; POST /v1/chat/completions calls functions"),
-        "tool_choice": Only(("auto", "none"), "there are no tools"),
-        "max_tool_calls": Only(why="there are no tools"),
-        "parallel_tool_calls": Only((True, False), "there are no tools"),
+        "max_tool_calls": Only(why="there are no tools of the server's own"),
         "include": Only(([],), "a response has nothing more to tell"),
         "top_logprobs": Only((0,), "POST /v1/chat/completions tells log-probabilities"),
-        "text": Only(
-            ({}, {"format": {"type": "text"}}), "responses are text; POST /v1/chat/completions keeps to forms"
-        ),
         "reasoning": Only(({},), "the model has no such setting"),
         "truncation": Only(("disabled",), "a conversation is read whole"),
         "context_management": Only(why="a conversation is read as it comes"),

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from d3engine.depth import DepthPolicy
-from d3engine.errors import must_be
+from d3engine.request.bounds import Integers
 from d3engine.request.params import RequestOutputKind, SamplingParams
 from d3engine.server.errors import invalid
 from d3engine.server.settings import ServerSettings
+from d3engine.server.shapes.fields import TEMPERATURES
 from d3engine.server.shapes.requests import Common
 
 SAME_NAMES = (
@@ -37,9 +38,6 @@ SAME_NAMES = (
 )
 """Fields of a request that are `SamplingParams`' own."""
 
-HOTTEST = 2.0
-"""OpenAI's bound on the temperature."""
-
 
 def sampling_params(
     asked: Common, defaults: SamplingParams, depth: DepthPolicy | None, **decided: Any
@@ -49,8 +47,8 @@ def sampling_params(
     Raises `InvalidValueError` or `RequestError` for values that are not allowed.
     """
     given = {name: getattr(asked, name) for name in SAME_NAMES}
-    if asked.temperature is not None and asked.temperature > HOTTEST:
-        raise invalid("temperature", must_be("temperature", asked.temperature, f"at most {HOTTEST:g}") + ".")
+    if asked.temperature is not None:
+        TEMPERATURES.check("temperature", asked.temperature)
     if asked.stop == "":
         raise invalid("stop", "stop must be null or of at least one character.")
     if asked.stream and asked.prompt_logprobs is not None:
@@ -68,6 +66,10 @@ def check_stream_options(asked: Common) -> None:
 
 def check_num_logprobs(name: str, number: int | None, settings: ServerSettings) -> None:
     """Refuse more log-probabilities of a token than the server gives."""
-    most = settings.max_logprobs
-    if number is not None and not 0 <= number <= most:
-        raise invalid(name, must_be(name, number, f"an integer from 0 to {most}") + ".")
+    if number is not None:
+        logprob_bounds(settings).check(name, number)
+
+
+def logprob_bounds(settings: ServerSettings) -> Integers:
+    """How many log-probabilities of a token may be asked for."""
+    return Integers(0, settings.max_logprobs)

@@ -19,11 +19,11 @@ from d3engine.errors import must_be
 from d3engine.request.structured import StructuredOutputsParams
 from d3engine.server.asking.structured import named
 from d3engine.server.errors import invalid
+from d3engine.server.shapes.fields import FUNCTIONS_NAME, MAX_TOOLS
 from d3engine.server.shapes.requests import ChatRequest, NamedTool, Tool
 from d3engine.text.tokenizer import Tokenizer
 
-MAX_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_NAME = re.compile(FUNCTIONS_NAME)
 _LLAMA3_MARK = "<|python_tag|>"
 
 

@@ -6,6 +6,7 @@ a text without changing it is taken.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ class TurnForm:
         beside: of a turn, the fields that are taken beside its role and content, with the values that they may have;
             None: any.
         beside_text: of a part, those that are taken beside its type and text.
+        others: kinds of parts that are no texts and are read by whoever has them -> the fields that such a part has.
     """
 
     field: str
@@ -31,36 +33,47 @@ class TurnForm:
     kinds: tuple[str, ...]
     beside: Mapping[str, tuple[object, ...] | None]
     beside_text: frozenset[str]
+    others: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
 
 
 def read_turns(turns: Sequence[Any], form: TurnForm) -> list[dict[str, Any]]:
     """The messages of a chat. Raises `InvalidValueError` naming the place of what is none."""
     require(len(turns) > 0, form.field, turns, "a list of at least one message")
-    return [_read_turn(f"{form.field}[{place}]", turn, form) for place, turn in enumerate(turns)]
+    return [read_turn(f"{form.field}[{place}]", turn, form) for place, turn in enumerate(turns)]
 
 
-def _read_turn(name: str, turn: Any, form: TurnForm) -> dict[str, Any]:
+def read_turn(name: str, turn: Any, form: TurnForm) -> dict[str, Any]:
+    """The message of one turn."""
+    role = read_role(name, turn, form)
+    return {"role": role, "content": read_content(f"{name}.content", turn.get("content"), form)}
+
+
+def read_role(name: str, turn: Any, form: TurnForm) -> str:
+    """Whose turn it is, as a chat has it, where it is one."""
     require(isinstance(turn, dict), name, turn, "an object with role and content")
-    for field, values in form.beside.items():
-        given = turn.get(field)
+    for beside, values in form.beside.items():
+        given = turn.get(beside)
         fits = values is None or given is None or given in values
-        require(fits, f"{name}.{field}", given, " or ".join(map(repr, values or ())))
+        require(fits, f"{name}.{beside}", given, " or ".join(map(repr, values or ())))
     role = turn.get("role")
     require(isinstance(role, str) and role in form.roles, f"{name}.role", role, " or ".join(map(repr, form.roles)))
-    return {"role": form.roles[role], "content": read_content(f"{name}.content", turn.get("content"), form)}
+    return form.roles[role]
 
 
 def read_content(name: str, content: Any, form: TurnForm) -> str | list[dict[str, str]]:
     """A text, or the text parts of a chat's message. Raises `InvalidValueError`."""
     if isinstance(content, str):
         return content
-    kinds = " or ".join(f'"{kind}"' for kind in form.kinds)
     require(isinstance(content, list) and content != [], name, content, "a string or a list of texts")
-    for place, part in enumerate(content):
-        is_text = isinstance(part, dict) and part.get("type") in form.kinds and isinstance(part.get("text"), str)
-        allowed = f'{{"type": {kinds}, "text": a string}}, since the model reads nothing but text'
-        require(is_text, f"{name}[{place}]", part, allowed)
-    return [{"type": "text", "text": part["text"]} for part in content]
+    return [read_text(f"{name}[{place}]", part, form) for place, part in enumerate(content)]
+
+
+def read_text(name: str, part: Any, form: TurnForm) -> dict[str, str]:
+    """The text part of a chat's message."""
+    kinds = " or ".join(f'"{kind}"' for kind in form.kinds)
+    is_text = isinstance(part, dict) and part.get("type") in form.kinds and isinstance(part.get("text"), str)
+    require(is_text, name, part, f'{{"type": {kinds}, "text": a string}}, since the model reads nothing but text')
+    return {"type": "text", "text": part["text"]}
 
 
 def unknown_in_turns(turns: object, form: TurnForm) -> list[str]:
@@ -76,16 +89,18 @@ def unknown_in_turns(turns: object, form: TurnForm) -> list[str]:
 
 def unknown_in_parts(name: str, content: object, form: TurnForm) -> list[str]:
     """The same for parts."""
-    known = {"type", "text", *form.beside_text}
+    texts = frozenset({"type", "text", *form.beside_text})
     parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-    return [f"{name}.{field}" for part in parts for field in part if field not in known]
+    known = [form.others.get(str(part.get("type")), texts) for part in parts]
+    return [f"{name}.{one}" for part, names in zip(parts, known, strict=True) for one in part if one not in names]
 
 
 def merged(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The same conversation, in which no two turns of one role follow each other."""
+    """The same conversation, in which no two turns of one role follow each other, but for calls and their results."""
     found: list[dict[str, Any]] = []
     for message in messages:
-        if found and found[-1]["role"] == message["role"]:
+        is_plain = message["role"] != "tool" and "tool_calls" not in message
+        if found and found[-1]["role"] == message["role"] and is_plain and "tool_calls" not in found[-1]:
             found[-1]["content"] = [*_parts(found[-1]["content"]), *_parts(message["content"])]
         else:
             found.append(dict(message))

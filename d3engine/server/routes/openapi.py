@@ -1,13 +1,14 @@
 """GET /openapi.json: the routes in OpenAPI's words, from the very shapes that bodies are read and written by.
 
-The one idea: what a route takes and gives stands here once, and schemas are made of it; nothing is written twice.
+The one idea: what a route takes and gives stands once, in its shapes and in the rules that check them, and schemas are
+made of that; nothing is written twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from http import HTTPStatus
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -15,89 +16,48 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from d3engine.server.answers import json_response
-from d3engine.server.asking.depth import DEPTH_HEADER
-from d3engine.server.model_ids import ModelCard
-from d3engine.server.shapes.answers import (
-    ChatChunk,
-    ChatCompletion,
-    Completion,
-    Text,
-    TokenizerInfo,
-    Tokens,
-)
-from d3engine.server.shapes.messages import CountTokensRequest, Message, MessagesRequest, TokenCount
-from d3engine.server.shapes.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from d3engine.server.shapes.responses import ResponsesRequest
+from d3engine.server.asking.depth import DEPTH_HEADER, LONGEST_HEADER
+from d3engine.server.asking.ignored import IGNORED_FIELDS
+from d3engine.server.asking.prompts import prompt_schema
+from d3engine.server.asking.sampling import logprob_bounds
+from d3engine.server.errors import TYPES
+from d3engine.server.guards.exchange import CLIENT_ID
+from d3engine.server.routes.described import DESCRIBED, REFERRED, Described
+from d3engine.server.served import Served, served_by
+from d3engine.server.shapes.fields import REFERENCE
 from d3engine.version import __version__
 
+ALWAYS = (400, 401, 404, 408, 421, 431, 500, 503, 504)
+"""Statuses of errors that any request may meet: what it calls, by which name, with which key, and when."""
+WITH_BODY = (413, 415, 429, 499)
+"""And those of a request that has a body."""
+RETRY = frozenset({429, 503})
+"""Statuses that may say when to come back."""
 
-class ErrorDetail(TypedDict):
-    """What is wrong, and with which field."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class Error(TypedDict):
-    """Every answer that is an error."""
-
-    error: ErrorDetail
-
-
-class ModelList(TypedDict):
-    """The answer to GET /v1/models."""
-
-    object: str
-    data: list[ModelCard]
-
-
-@dataclass(frozen=True)
-class Described:
-    """What a route takes and gives, as shapes; `chunk` is that of an event where an answer may be a stream."""
-
-    says: str
-    body: Any = None
-    answer: Any = None
-    chunk: Any = None
-    takes_depth: bool = False
-    has_own_errors: bool = False
-
-
-DESCRIBED = {
-    "/v1/completions": Described("Go on from prompts.", CompletionRequest, Completion, Completion, True),
-    "/v1/chat/completions": Described("Answer a conversation.", ChatRequest, ChatCompletion, ChatChunk, True),
-    "/v1/responses": Described("Answer a conversation, as OpenAI's responses.", ResponsesRequest, takes_depth=True),
-    "/v1/messages": Described(
-        "Answer a conversation, as Anthropic has it.", MessagesRequest, Message, takes_depth=True, has_own_errors=True
-    ),
-    "/v1/messages/count_tokens": Described(
-        "Count a conversation's tokens.", CountTokensRequest, TokenCount, has_own_errors=True
-    ),
-    "/v1/models": Described("The ids of the model.", answer=ModelList),
-    "/v1/models/{name}": Described("One id of the model.", answer=ModelCard),
-    "/tokenize": Described("The token ids of a text or a conversation.", TokenizeRequest, Tokens),
-    "/detokenize": Described("The text of token ids.", DetokenizeRequest, Text),
-    "/tokenizer_info": Described("Special tokens and chat template.", answer=TokenizerInfo),
+_HEADERS: dict[str, dict[str, Any]] = {
+    "X-Request-Id": {
+        "description": "The client's own, or a new one.",
+        "schema": {"type": "string", "pattern": f"^{CLIENT_ID.pattern.decode()}$"},
+    },
+    IGNORED_FIELDS: {
+        "description": "Fields of the request that nobody here knows.",
+        "schema": {"type": "string"},
+    },
+    "Retry-After": {"description": "Seconds.", "schema": {"type": "string", "pattern": "^[0-9]+$"}},
 }
-"""Path -> what is known of it; a route that is not here has an answer of any form."""
-
-_REFERENCE = "#/components/schemas/{name}"
 
 
 async def show_openapi(request: Request) -> Response:
     """The description of all routes of the app that took this request."""
     state = request.app.state
     if not hasattr(state, "openapi"):  # it takes a while, and stays the same
-        state.openapi = description([route for route in request.app.routes if isinstance(route, Route)])
+        routes = [route for route in request.app.routes if isinstance(route, Route)]
+        state.openapi = description(routes, served_by(request))
     return json_response(state.openapi)
 
 
-def description(routes: Sequence[Route]) -> dict[str, Any]:
+def description(routes: Sequence[Route], served: Served) -> dict[str, Any]:
     """An OpenAPI 3.1 document of these routes."""
-    shapes = [shape for known in DESCRIBED.values() for shape in (known.body, known.answer, known.chunk) if shape]
-    _, schemas = msgspec.json.schema_components([*shapes, Error], schema_hook=_schema, ref_template=_REFERENCE)
     paths: dict[str, Any] = {}
     for route in routes:
         path = route.path.replace(":path}", "}")
@@ -106,13 +66,28 @@ def description(routes: Sequence[Route]) -> dict[str, Any]:
         "bearer": {"type": "http", "scheme": "bearer"},
         "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     }
+    components = {"schemas": _schemas(served), "headers": _HEADERS, "securitySchemes": keys}
     return {
         "openapi": "3.1.0",
         "security": [{"bearer": []}, {"key": []}, {}],
         "info": {"title": "d3engine", "version": __version__},
         "paths": paths,
-        "components": {"schemas": schemas, "securitySchemes": keys},
+        "components": components,
     }
+
+
+def _schemas(served: Served) -> dict[str, Any]:
+    """All shapes, with the bounds that depend on the model and the server's settings."""
+    named = [one for known in DESCRIBED.values() for one in (known.body, known.answer, *known.events, known.error)]
+    shapes = [one for one in (*named, *REFERRED) if isinstance(one, type)]
+    _, schemas = msgspec.json.schema_components(shapes, schema_hook=_schema, ref_template=REFERENCE)
+    schemas["CompletionRequest"]["properties"]["prompt"] = prompt_schema(served)
+    for name in ("CompletionRequest", "ChatRequest"):
+        for field in ("logprobs", "top_logprobs", "prompt_logprobs"):
+            for kind in schemas[name]["properties"].get(field, {}).get("anyOf", ()):
+                if kind["type"] == "integer":
+                    kind |= logprob_bounds(served.settings).schema
+    return schemas
 
 
 def _schema(kind: type) -> dict[str, Any]:
@@ -123,45 +98,85 @@ def _schema(kind: type) -> dict[str, Any]:
 
 
 def _operations(path: str, route: Route) -> Iterator[tuple[str, dict[str, Any]]]:
-    known = DESCRIBED.get(path) or Described((route.endpoint.__doc__ or route.name).split("\n")[0])
+    known = DESCRIBED.get(path) or Described("A file of the page.", media=_media(path))
     for method in sorted(set(route.methods or ()) - {"HEAD"}):
         operation: dict[str, Any] = {
             "summary": known.says,
-            "operationId": f"{method.lower()}_{route.name}",
+            "operationId": f"{method.lower()}_{route.name}{'' if path in DESCRIBED else path.replace('/', '_')}",
             "parameters": list(_parameters(path, known)),
-            "responses": {"200": _answers(known), "default": _error(known)},
+            "responses": {"200": _answer(known), **_errors(known)},
         }
         if known.body is not None:
-            operation["requestBody"] = {"required": True} | _content("", known.body)
-            del operation["requestBody"]["description"]
+            operation["requestBody"] = {"required": True, "content": _content(known.body)}
         yield method.lower(), operation
+
+
+def _media(path: str) -> str:
+    from d3engine.server.routes.page import TYPES as MEDIA
+
+    return MEDIA[f".{path.rpartition('.')[2]}"] if "." in path else "text/html"
 
 
 def _parameters(path: str, known: Described) -> Iterator[dict[str, Any]]:
     text = {"type": "string"}
     if "{name}" in path:
-        yield {"name": "name", "in": "path", "required": True, "schema": text}
+        yield {"name": "name", "in": "path", "required": True, "schema": {**text, "minLength": 1}}
     yield {"name": "X-Request-Id", "in": "header", "required": False, "schema": text}
     if known.takes_depth:
-        yield {"name": DEPTH_HEADER, "in": "header", "required": False, "schema": text}
+        says = "As the field `depth`, for clients that cannot add one: a name, or an object as JSON."
+        schema = {**text, "maxLength": LONGEST_HEADER}
+        yield {"name": DEPTH_HEADER, "in": "header", "required": False, "description": says, "schema": schema}
 
 
-def _answers(known: Described) -> dict[str, Any]:
-    if known.answer is None:
-        return {"description": "The answer."}
-    found = _content("The answer.", known.answer)
-    if known.chunk is not None:
-        found["content"]["text/event-stream"] = {"schema": _reference(known.chunk)}
+def _answer(known: Described) -> dict[str, Any]:
+    content = _content(known.answer, known.media)
+    if known.events:
+        content["text/event-stream"] = {"schema": _event(known)}
+    names = ["X-Request-Id", *([IGNORED_FIELDS] if known.body is not None else [])]
+    return {"description": "The answer.", "headers": _headers(*names), "content": content}
+
+
+def _event(known: Described) -> dict[str, Any]:
+    """One event: its data are JSON of one of these shapes, and its name, where it has one, is their type."""
+    shapes = [_reference(shape) for shape in known.events]
+    data: dict[str, Any] = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": shapes},
+    }
+    if known.ends_with_done:
+        data = {"anyOf": [{"const": "[DONE]"}, data]}
+    return {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
+
+
+def _errors(known: Described) -> dict[str, dict[str, Any]]:
+    """What is told by each status."""
+    found = {}
+    for status in sorted((*ALWAYS, *(WITH_BODY if known.body is not None else ()))):
+        is_unwell = status == 503 and known.unwell is not None
+        names = ["X-Request-Id", *(["Retry-After"] if status in RETRY and not is_unwell else [])]
+        found[str(status)] = {
+            "description": _says(status),
+            "headers": _headers(*names),
+            "content": _content(known.unwell if is_unwell else known.error),
+        }
     return found
 
 
-def _error(known: Described) -> dict[str, Any]:
-    return {"description": "An error, in Anthropic's form."} if known.has_own_errors else _content("An error.", Error)
+def _says(status: int) -> str:
+    phrase = "Client Closed Request" if status == 499 else HTTPStatus(status).phrase
+    return f"{phrase}: {TYPES.get(status, 'invalid_request_error')}."
 
 
-def _content(says: str, shape: Any) -> dict[str, Any]:
-    return {"description": says, "content": {"application/json": {"schema": _reference(shape)}}}
+def _headers(*names: str) -> dict[str, Any]:
+    return {name: {"$ref": f"#/components/headers/{name}"} for name in names}
+
+
+def _content(shape: Any, media: str = "application/json") -> dict[str, Any]:
+    if media != "application/json":
+        return {media: {"schema": {"type": "string"}}}
+    return {media: {"schema": _reference(shape) if isinstance(shape, type) else {"type": "object"}}}
 
 
 def _reference(shape: Any) -> dict[str, str]:
-    return {"$ref": _REFERENCE.format(name=shape.__name__)}
+    return {"$ref": REFERENCE.format(name=shape.__name__)}

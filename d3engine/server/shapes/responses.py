@@ -2,31 +2,81 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from msgspec import Struct
 
 from d3engine.server.shapes.answers import DepthsOfTokens, DepthSummary
-from d3engine.server.shapes.requests import Depth
+from d3engine.server.shapes.fields import (
+    CacheSalt,
+    Depth,
+    FunctionsName,
+    MaxTokens,
+    Priority,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    described,
+    one_of,
+)
+
+
+class ResponseTool(Struct, kw_only=True, forbid_unknown_fields=True):
+    """One of the `tools`: a function that the model may call; `strict` makes no difference where a call must come."""
+
+    type: Literal["function"]
+    name: FunctionsName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedResponseTool(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A `tool_choice` that names a function."""
+
+    type: Literal["function"]
+    name: FunctionsName
+
+
+class TextFormat(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The form of an answer; name and schema are there where the type is "json_schema", and only there."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseText(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the text must be; `verbosity` is no setting of the model and must be null."""
+
+    format: TextFormat | None = None
+    verbosity: None = None
 
 
 class ResponsesRequest(Struct, kw_only=True):
-    """POST /v1/responses: `input` is a text or a list of messages. What OpenAI has no name for here is named as in a
-    chat."""
+    """POST /v1/responses: `input` is a text, or a list of messages, calls (function_call) and their results
+    (function_call_output). What OpenAI has no name for here is named as in a chat."""
 
     model: str | None = None
-    input: str | list[Any]
+    input: str | Annotated[list[Any], described(minItems=1)]
     instructions: str | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    max_output_tokens: MaxTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
+    text: ResponseText | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | None = None
+    parallel_tool_calls: bool | None = None
 
-    top_k: int | None = None
-    seed: int | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
+    top_k: TopK | None = None
+    seed: Seed | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
     depth: Depth = None
     return_depths: bool | None = None
 
@@ -51,8 +101,46 @@ class OutputMessage(TypedDict):
     content: list[OutputText]
 
 
+class OutputCall(TypedDict):
+    """A call of a function, its arguments as JSON."""
+
+    id: str
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    d3ext: NotRequired[DepthsOfTokens]
+
+
+OutputItem = Annotated[dict[str, Any], one_of("OutputMessage", "OutputCall")]
+
+
+class ReusedTokens(TypedDict):
+    """How many tokens of the prompt were computed before."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class ReasoningTokens(TypedDict):
+    """There are none."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    """Tokens that went in and came out."""
+
+    input_tokens: int
+    input_tokens_details: ReusedTokens
+    output_tokens: int
+    output_tokens_details: ReasoningTokens
+    total_tokens: int
+
+
 class ModelResponse(TypedDict):
-    """The answer to POST /v1/responses; of what is not served here it says so (`store` false, no tools)."""
+    """The answer to POST /v1/responses; of what is not served here it says so (`store` false)."""
 
     id: str
     object: Literal["response"]
@@ -65,16 +153,16 @@ class ModelResponse(TypedDict):
     max_output_tokens: int | None
     metadata: dict[str, Any]
     model: str
-    output: list[OutputMessage]
+    output: list[OutputItem]
     background: bool
     parallel_tool_calls: bool
     previous_response_id: None
     store: bool
     temperature: float
     text: dict[str, Any]
-    tool_choice: Literal["none"]
-    tools: list[Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
     top_p: float
     truncation: Literal["disabled"]
-    usage: dict[str, Any] | None
+    usage: ResponseUsage | None
     d3ext: NotRequired[DepthSummary]

@@ -1,0 +1,212 @@
+"""Forms and calls of functions in responses and messages, by the official clients: what a chat would answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from openai import OpenAI
+from serving import serving
+
+if TYPE_CHECKING:
+    from anthropic import Anthropic
+
+    from d3engine import AsyncEngine
+
+TEMPLATE = (
+    "Question: {% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls or [] %} {{ call.function.name }}{{ call.function.arguments | tojson }}"
+    "{% endfor %}{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}\nAnswer:"
+)
+"""The bundled model's own refuses tools."""
+COUNT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"what": {"enum": ["pens", 'a "cup"']}, "many": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["what", "many"],
+    "additionalProperties": False,
+}
+QUESTION = "Tom has 5 pens."
+SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 2}
+
+
+@pytest.fixture(scope="module")
+def address(client: AsyncEngine) -> Iterator[str]:
+    """A server whose model's template knows of tools."""
+    from d3engine.server.app import create_app
+    from d3engine.server.settings import ServerSettings
+
+    class WithTools:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(client, name)
+
+        async def chat_prompt(self, messages: Any, **more: Any) -> Any:
+            return await client.chat_prompt(messages, **more | {"chat_template": TEMPLATE})
+
+    with serving(create_app(WithTools(), ServerSettings(model_names=("demo",)))) as url:  # type: ignore[arg-type]
+        yield url
+
+
+@pytest.fixture(scope="module")
+def openai(address: str) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def anthropic(address: str) -> Iterator[Anthropic]:
+    from anthropic import Anthropic
+
+    with Anthropic(base_url=address, api_key="none", max_retries=0) as made:
+        yield made
+
+
+def assert_is_count(arguments: Any) -> None:
+    assert arguments["what"] in COUNT["properties"]["what"]["enum"]
+    assert 0 <= arguments["many"] <= 9
+
+
+# -- responses ---------------------------------------------------------------------------------------------------------
+
+FUNCTION: dict[str, Any] = {"type": "function", "name": "count", "parameters": COUNT, "strict": True}
+ASKED: dict[str, Any] = {"model": "demo", "input": QUESTION, "tools": [FUNCTION], "extra_body": {"seed": 2}}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "count"}], ids=str)
+def test_a_response_that_calls_is_whole_and_streamed_the_chats_call(openai: OpenAI, choice: Any) -> None:
+    asked = {**ASKED, "tool_choice": choice, "temperature": 1.0, "parallel_tool_calls": False}
+    whole = openai.responses.create(**asked)
+    events = list(openai.responses.create(**asked, stream=True))
+    named = choice if choice == "required" else {"type": "function", "function": {"name": "count"}}
+    said = openai.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": QUESTION}],
+        tools=[{"type": "function", "function": {"name": "count", "description": "", "parameters": COUNT}}],
+        tool_choice=named,
+        parallel_tool_calls=False,
+        **SEEDED,
+    )
+    (call,) = said.choices[0].message.tool_calls or []
+    (item,) = whole.output
+    assert item.type == "function_call"
+    assert (item.name, item.arguments, item.status) == ("count", call.function.arguments, "completed")  # type: ignore[union-attr]
+    assert_is_count(json.loads(item.arguments))
+    assert (whole.status, whole.output_text) == ("completed", "")
+    assert (whole.tools[0].type, whole.parallel_tool_calls) == ("function", False)
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:3] == ["created", "in_progress", "output_item.added"]
+    assert set(kinds[3:-3]) == {"function_call_arguments.delta"}
+    assert kinds[-3:] == ["function_call_arguments.done", "output_item.done", "completed"]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert len(pieces) > 3
+    assert "".join(pieces) == item.arguments
+    last = events[-1]
+    assert last.type == "response.completed"
+    assert last.response.output[0].arguments == item.arguments  # type: ignore[union-attr]
+    assert len({event.item_id for event in events if hasattr(event, "item_id")}) == 1
+
+
+def test_calls_and_results_are_part_of_a_responses_input(openai: OpenAI) -> None:
+    call = {"type": "function_call", "call_id": "call_1", "name": "count", "arguments": '{"many": 5}'}
+    items: list[Any] = [
+        {"role": "user", "content": QUESTION},
+        call,
+        call | {"call_id": "call_2"},
+        {"type": "function_call_output", "call_id": "call_1", "output": "5"},
+        {"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "6"}]},
+    ]
+    found = openai.responses.create(model="demo", input=items, max_output_tokens=8)
+    told = {"type": "function", "function": {"name": "count", "arguments": '{"many": 5}'}}
+    messages: list[Any] = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "call_1", **told}, {"id": "call_2", **told}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "5"},
+        {"role": "tool", "tool_call_id": "call_2", "content": "6"},
+    ]
+    said = openai.chat.completions.create(model="demo", messages=messages, max_tokens=8)
+    assert found.output_text == said.choices[0].message.content
+    assert found.usage is not None
+    assert said.usage is not None
+    assert found.usage.input_tokens == said.usage.prompt_tokens
+
+
+def test_a_response_keeps_to_the_form_of_its_text(openai: OpenAI) -> None:
+    form: Any = {"format": {"type": "json_schema", "name": "count", "schema": COUNT, "strict": True}}
+    asked: dict[str, Any] = {"model": "demo", "input": QUESTION, "text": form, "temperature": 1.0}
+    for seed in (1, 2):
+        found = openai.responses.create(**asked, extra_body={"seed": seed})
+        assert_is_count(json.loads(found.output_text))
+    assert found.text is not None
+    assert found.text.format is not None
+    assert found.text.format.type == "json_schema"
+    any_object = openai.responses.create(model="demo", input=QUESTION, text={"format": {"type": "json_object"}})
+    assert any_object.output_text.startswith("{")
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+TURNS: list[Any] = [{"role": "user", "content": QUESTION}]
+TOOL: dict[str, Any] = {"name": "count", "description": "How many", "input_schema": COUNT}
+MESSAGE: dict[str, Any] = {"model": "demo", "messages": TURNS, "max_tokens": 200, "tools": [TOOL]}
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "count"}], ids=str)
+def test_a_message_that_calls_has_blocks_of_tool_use_whole_and_streamed(anthropic: Anthropic, choice: Any) -> None:
+    asked = {**MESSAGE, "tool_choice": choice | {"disable_parallel_tool_use": True}}
+    asked["extra_body"] = SEEDED | {"return_depths": True}
+    whole = anthropic.messages.create(**asked)
+    (block,) = whole.content
+    assert (block.type, whole.stop_reason) == ("tool_use", "tool_use")
+    assert block.name == "count"  # type: ignore[union-attr]
+    assert_is_count(block.input)  # type: ignore[union-attr]
+    with anthropic.messages.stream(**asked) as stream:
+        events = list(stream)
+        streamed = stream.get_final_message()
+    assert streamed.content[0].input == block.input  # type: ignore[union-attr]
+    assert (streamed.content[0].type, streamed.stop_reason, len(streamed.content)) == ("tool_use", "tool_use", 1)
+    raw = [event for event in events if event.type == "content_block_delta"]
+    assert len(raw) > 3
+    assert {event.delta.type for event in raw} == {"input_json_delta"}
+    told = [depth for event in raw for depth in ((event.model_extra or {}).get("d3ext") or {"depths": []})["depths"]]
+    assert block.model_extra is not None
+    assert told == block.model_extra["d3ext"]["depths"]
+    assert len(told) == whole.usage.output_tokens
+
+
+def test_uses_and_results_of_tools_are_part_of_a_conversation(anthropic: Anthropic, openai: OpenAI) -> None:
+    uses = {"type": "tool_use", "id": "toolu_1", "name": "count", "input": {"many": 5}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "5"}]}
+    turns = [
+        *TURNS,
+        {"role": "assistant", "content": [{"type": "text", "text": "I count."}, uses]},
+        {"role": "user", "content": [result, {"type": "text", "text": "And now?"}]},
+    ]
+    call = {"id": "toolu_1", "type": "function", "function": {"name": "count", "arguments": '{"many": 5}'}}
+    chat: list[Any] = [
+        *TURNS,
+        {"role": "assistant", "content": [{"type": "text", "text": "I count."}], "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "toolu_1", "content": [{"type": "text", "text": "5"}]},
+        {"role": "user", "content": [{"type": "text", "text": "And now?"}]},
+    ]
+    found = anthropic.messages.create(model="demo", messages=turns, max_tokens=8)  # type: ignore[arg-type]
+    said = openai.chat.completions.create(model="demo", messages=chat, max_tokens=8)
+    assert found.content[0].text == said.choices[0].message.content  # type: ignore[union-attr]
+    assert said.usage is not None
+    assert anthropic.messages.count_tokens(model="demo", messages=turns).input_tokens == said.usage.prompt_tokens  # type: ignore[arg-type]
+    none: Any = {"tools": [TOOL], "tool_choice": {"type": "none"}}
+    plain = anthropic.messages.create(model="demo", messages=TURNS, max_tokens=8)
+    assert anthropic.messages.create(model="demo", messages=TURNS, max_tokens=8, **none).content == plain.content
+
+
+def test_a_call_that_is_cut_is_no_block_of_a_whole_message(anthropic: Anthropic) -> None:
+    found = anthropic.messages.create(**MESSAGE | {"max_tokens": 3, "tool_choice": {"type": "tool", "name": "count"}})
+    assert (found.content, found.stop_reason) == ([], "max_tokens")
+
+
+def test_a_message_keeps_to_the_form_of_its_output(anthropic: Anthropic) -> None:
+    config: Any = {"format": {"type": "json_schema", "schema": COUNT}}
+    asked: dict[str, Any] = {"model": "demo", "messages": TURNS, "max_tokens": 99}
+    found = anthropic.messages.create(**asked, output_config=config, extra_body=SEEDED)
+    assert_is_count(json.loads(found.content[0].text))  # type: ignore[union-attr]
