@@ -308,6 +308,31 @@ def test_of_several_prompts_the_others_end_with_the_one_that_fails(make_world: M
     asyncio.run(main())
 
 
+def test_a_request_that_fails_takes_nobody_along(make_world: Make) -> None:
+    """Row 7 of the security list: the fault of one request is its own."""
+
+    class First(Container[str]):
+        """The request that is asked for first."""
+
+        request_id: object = None
+
+        def __contains__(self, request_id: object) -> bool:
+            self.request_id = self.request_id or request_id
+            return request_id == self.request_id
+
+    async def main() -> None:
+        world = make_world(SPARKLING)
+        world.model.poisoned = First()  # type: ignore[assignment]
+        one, other = Caller(world), Caller(world, prompt=OTHER)
+        await asyncio.gather(one.run(), other.run())
+        failed, answered = sorted((one, other), key=lambda caller: -caller.status)
+        assert (failed.status, answered.status) == (500, 200)
+        assert "".join(answered.texts) == SPARKLING
+        assert await world.holds_nothing()
+
+    asyncio.run(main())
+
+
 # -- clients that leave or wait --------------------------------------------------------------------------------------
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from demo_server import WithTools
 from openai import OpenAI
 from serving import serving
 
@@ -15,12 +16,6 @@ if TYPE_CHECKING:
 
     from d3engine import AsyncEngine
 
-TEMPLATE = (
-    "Question: {% for message in messages %}{{ message.role }}: {{ message.content }}"
-    "{% for call in message.tool_calls or [] %} {{ call.function.name }}{{ call.function.arguments | tojson }}"
-    "{% endfor %}{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}\nAnswer:"
-)
-"""The bundled model's own refuses tools."""
 COUNT: dict[str, Any] = {
     "type": "object",
     "properties": {"what": {"enum": ["pens", 'a "cup"']}, "many": {"type": "integer", "minimum": 0, "maximum": 9}},
@@ -37,14 +32,7 @@ def address(client: AsyncEngine) -> Iterator[str]:
     from d3engine.server.app import create_app
     from d3engine.server.settings import ServerSettings
 
-    class WithTools:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(client, name)
-
-        async def chat_prompt(self, messages: Any, **more: Any) -> Any:
-            return await client.chat_prompt(messages, **more | {"chat_template": TEMPLATE})
-
-    with serving(create_app(WithTools(), ServerSettings(model_names=("demo",)))) as url:  # type: ignore[arg-type]
+    with serving(create_app(cast(Any, WithTools(client)), ServerSettings(model_names=("demo",)))) as url:
         yield url
 
 

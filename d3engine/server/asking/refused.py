@@ -57,7 +57,11 @@ _CONSTRAINTS = {
 }
 """Of vLLM, SGLang and llama.cpp, old and new: whoever sends one relies on it."""
 
+_EMBEDDED = {"prompt_embeds": Only(why="prompts are texts or token ids")}
+"""Tensors of a stranger are never loaded."""
+
 _ANTHROPICS = {
+    **_EMBEDDED,
     "thinking": Only(({"type": "disabled"},), "the model has no such setting"),
     "output_format": Only(why="output_config.format is the field for it"),
     "mcp_servers": Only(([],), "nothing but the model is asked"),
@@ -71,11 +75,12 @@ REFUSED: Mapping[type[Struct], Mapping[str, Only]] = {
     CompletionRequest: {
         "suffix": Only(why="a text before a given end is nothing that this model was trained to write"),
         **_CONSTRAINTS,
-        "prompt_embeds": Only(why="prompts are texts or token ids"),
+        **_EMBEDDED,
     },
     CountTokensRequest: _ANTHROPICS,
     ResponsesRequest: {
         **_CONSTRAINTS,
+        **_EMBEDDED,
         "store": Only((False,), "nothing is stored"),
         "previous_response_id": Only(why="nothing is stored: send the conversation whole"),
         "conversation": Only(why="nothing is stored: send the conversation whole"),
@@ -95,6 +100,7 @@ REFUSED: Mapping[type[Struct], Mapping[str, Only]] = {
     MessagesRequest: _ANTHROPICS,
     ChatRequest: {
         **_CONSTRAINTS,
+        **_EMBEDDED,
         "functions": Only(why="tools is the field for them"),
         "function_call": Only(("none",), "tool_choice is the field for it"),
         "modalities": Only((["text"],), "answers are text"),

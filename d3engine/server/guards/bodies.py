@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from d3engine.server.errors import RequestError
 from d3engine.server.guards.json_bounds import JsonBounds
 
-WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
-"""Methods of requests whose body is read; no route takes a body by another."""
+WITH_BODY = frozenset({"POST"})
+"""Methods of requests whose body is read; no route takes a body by another, and the router refuses those unread."""
 
 
 class BodyGuard:

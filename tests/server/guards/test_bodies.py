@@ -87,6 +87,11 @@ def test_a_type_may_have_parameters_and_a_packed_body_is_refused(app: GuardedApp
     assert app.call("POST", "/echo", JSON | {"content-encoding": "gzip"}, [b"{}"]).status == 415
 
 
+@pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE", "GET"])
+def test_a_method_that_no_route_has_is_refused_as_such_and_its_body_unread(app: GuardedApp, method: str) -> None:
+    assert app.call(method, "/echo", {"content-type": "text/plain"}, _never()).status == 405
+
+
 def test_a_body_that_does_not_come_is_not_waited_for_for_ever() -> None:
     async def half() -> AsyncIterator[bytes]:
         yield b'{"prompt": '

@@ -1,0 +1,100 @@
+"""LangChain against our server: completions, chats, streams, tools and structured output, as its users write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from demo_server import demo_server
+
+pytest.importorskip("langchain_openai", reason="langchain-openai is not installed: make test-with-clients does it")
+
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
+
+QUESTION = "Tom has 5 pens."
+COUNT: dict[str, Any] = {
+    "title": "count",
+    "description": "How many there are",
+    "type": "object",
+    "properties": {"what": {"enum": ["pens", "cups"]}, "many": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["what", "many"],
+    "additionalProperties": False,
+}
+SHORT: dict[str, Any] = {"model": "demo", "api_key": "none", "max_retries": 0}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with demo_server(with_tools=True) as address:
+        yield f"{address}/v1"
+
+
+@pytest.fixture(scope="module")
+def chat(url: str) -> Any:
+    return ChatOpenAI(base_url=url, temperature=0, max_completion_tokens=24, **SHORT)
+
+
+def said(url: str, **body: Any) -> str:
+    """What the server itself says."""
+    answer = httpx.post(f"{url}/chat/completions", json={"model": "demo", **body}, timeout=120).json()
+    found: str = answer["choices"][0]["message"]["content"]
+    return found
+
+
+def test_a_chat_is_answered_whole_and_in_pieces(url: str, chat: Any) -> None:
+    wanted = said(url, messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=24)
+    whole = chat.invoke(QUESTION)
+    assert whole.content == wanted
+    assert whole.usage_metadata["output_tokens"] > 0
+    pieces = [chunk.content for chunk in chat.stream([HumanMessage(QUESTION)])]
+    assert len(pieces) > 2
+    assert "".join(pieces) == wanted
+
+
+def test_a_completion_is_answered_whole_and_in_pieces(url: str) -> None:
+    model = OpenAI(base_url=url, temperature=0, max_tokens=24, **SHORT)
+    whole = model.invoke(QUESTION)
+    assert whole
+    assert "".join(model.stream(QUESTION)) == whole
+    assert model.batch([QUESTION, QUESTION]) == [whole, whole]
+
+
+def test_a_tool_is_called_and_its_result_goes_back(url: str) -> None:
+    model = ChatOpenAI(base_url=url, temperature=1, seed=3, max_completion_tokens=200, **SHORT)
+    calling = model.bind_tools([COUNT], tool_choice="count")
+    called = calling.invoke(QUESTION)
+    (call,) = called.tool_calls
+    assert call["name"] == "count"
+    assert call["args"]["what"] in ("pens", "cups")
+    streamed = None
+    for chunk in calling.stream(QUESTION):
+        streamed = chunk if streamed is None else streamed + chunk
+    assert streamed is not None
+    assert [(one["name"], one["args"]) for one in streamed.tool_calls] == [(call["name"], call["args"])]
+    back = model.invoke([HumanMessage(QUESTION), called, ToolMessage("5", tool_call_id=call["id"])])
+    assert isinstance(back.content, str)
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_structured_output_satisfies_its_schema(url: str, method: str) -> None:
+    model = ChatOpenAI(base_url=url, temperature=1, seed=5, max_completion_tokens=200, **SHORT)
+    found = model.with_structured_output(COUNT, method=method).invoke(QUESTION)
+    assert found["what"] in ("pens", "cups")
+    assert 0 <= found["many"] <= 9
+
+
+def test_responses_are_what_chats_are(url: str, chat: Any) -> None:
+    model = ChatOpenAI(base_url=url, temperature=0, max_completion_tokens=24, use_responses_api=True, **SHORT)
+    assert model.invoke(QUESTION).text == chat.invoke(QUESTION).content
+    assert "".join(chunk.text for chunk in model.stream(QUESTION)) == chat.invoke(QUESTION).content
+
+
+def test_embeddings_are_refused_with_a_sentence(url: str) -> None:
+    from openai import NotFoundError
+
+    embeddings = OpenAIEmbeddings(base_url=url, check_embedding_ctx_length=False, **SHORT)
+    with pytest.raises(NotFoundError, match="There is nothing at '/v1/embeddings'"):
+        embeddings.embed_query(QUESTION)

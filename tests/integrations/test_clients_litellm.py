@@ -1,0 +1,47 @@
+"""LiteLLM against our server; it reads errors by their words, and must find its own in ours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from demo_server import demo_server
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or it asks for one from elsewhere
+pytest.importorskip("litellm", reason="litellm is not installed: make test-with-clients does it")
+
+import litellm
+
+QUESTION = "Tom has 5 pens."
+TURNS = [{"role": "user", "content": QUESTION}]
+
+
+@pytest.fixture(scope="module")
+def asked() -> Iterator[dict[str, Any]]:
+    with demo_server() as address:
+        yield {"model": "openai/demo", "api_base": f"{address}/v1", "api_key": "none", "num_retries": 0}
+
+
+def test_chats_are_answered_whole_and_in_pieces(asked: dict[str, Any]) -> None:
+    whole: Any = litellm.completion(messages=TURNS, temperature=0, max_tokens=24, **asked)
+    chunks: Any = litellm.completion(messages=TURNS, temperature=0, max_tokens=24, stream=True, **asked)
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks]
+    assert len(pieces) > 2
+    assert "".join(pieces) == whole.choices[0].message.content
+    assert whole.usage.completion_tokens > 0
+
+
+def test_completions_are_answered(asked: dict[str, Any]) -> None:
+    found: Any = litellm.text_completion(prompt=QUESTION, temperature=0, max_tokens=8, **asked)
+    assert found.choices[0].text
+
+
+def test_errors_are_those_that_its_users_catch(asked: dict[str, Any]) -> None:
+    with pytest.raises(litellm.NotFoundError):
+        litellm.completion(messages=TURNS, **asked | {"model": "openai/gpt-4"})
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(messages=[{"role": "user", "content": "Tom " * 3000}], **asked)
+    with pytest.raises(litellm.BadRequestError):
+        litellm.completion(messages=TURNS, top_p=5, **asked)
