@@ -20,7 +20,7 @@ help:
 	@echo "make demo     install, and answer a problem at full depth and with D3"
 	@echo "make chat     fetch SmolLM2-135M-Instruct (93 MB) and talk to it"
 	@echo "make test     all tests"
-	@echo "make test-server  the server's, with its page in Chromium"
+	@echo "make test-server  the server's, with its page in Chromium, schemathesis and other libraries' clients"
 	@echo "make test-integrations  with every serving stack for real; test-with-ray, test-with-triton: with one"
 	@echo "make setup    everything a contributor needs, into .venv"
 	@echo "make lint     formatting, names, types, layers"
@@ -80,9 +80,10 @@ ports: $(VENV)/.installed-test $(VENV)/.native
 	NATIVE_TEST_FLAGS=-O3 $(BIN)/python -m pytest tests/kernels/native/test_other_builds.py \
 		tests/kernels/native/test_sanitized.py --durations=0
 
-# The server's tests with those of its page in a real browser, which need Debian's package `chromium`.
-test-server: $(VENV)/.installed-test $(VENV)/.native
-	$(PIP) "playwright>=1.60,<2"
+# The server's tests with those of its page in a real browser, which need Debian's package `chromium`, with thousands of
+# requests made of its description, and with the clients of other libraries.
+test-server: $(VENV)/.installed-test $(VENV)/.native test-with-clients
+	$(PIP) "playwright>=1.60,<2" "schemathesis>=4.32,<5"
 	$(BIN)/python -m pytest tests/server
 
 # The stacks behind which the engine may stand, for real: each in an environment of its own over that of the tests, since
