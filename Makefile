@@ -14,7 +14,7 @@ CAN_REACH = $(BIN)/python -c "import sys, urllib.request as r; r.urlopen(sys.arg
 
 NATIVE := $(wildcard kernels/native/*.cpp kernels/native/*.h kernels/native/*.inc kernels/native/build.py)
 
-.PHONY: help setup demo chat test test-server test-integrations lint types layers shipped docs inspect ports bench clean
+.PHONY: help setup demo chat test test-server test-parallel test-integrations lint types layers shipped docs inspect ports bench clean
 
 help:
 	@echo "make demo     install, and answer a problem at full depth and with D3"
@@ -22,6 +22,7 @@ help:
 	@echo "make test     all tests"
 	@echo "make test-server  the server's, with its page in Chromium, schemathesis and other libraries' clients"
 	@echo "make test-integrations  with every serving stack for real; test-with-ray, test-with-triton: with one"
+	@echo "make test-parallel  a model over several devices: more ranks, torchrun"
 	@echo "make setup    everything a contributor needs, into .venv"
 	@echo "make lint     formatting, names, types, layers"
 	@echo "make docs     the pages as a site in build/site"
@@ -105,6 +106,10 @@ $(VENV)-%/.installed: tests/integrations/stacks/%.txt $(VENV)/.installed-test $(
 		--no-deps -r tests/integrations/stacks/$*.bare; fi
 	$(BIN)/python -m pip --python $(@D)/bin/python install --no-input -r $<
 	@touch $@
+
+# A model over several devices: four ranks, torchrun, and mixtures of requests, beside what the gate runs of it.
+test-parallel: $(VENV)/.installed-test $(VENV)/.native
+	PARALLEL_TESTS=all $(BIN)/python -m pytest tests/executor tests/model/test_part.py
 
 bench: $(VENV)/.installed-test $(VENV)/.native
 	$(BIN)/python -m pytest benchmarks --benchmark-only

@@ -76,6 +76,8 @@ class Engine(Facts):
             always 1 without.
         num_threads: threads that decode on a CPU in the native library; None: as many as PyTorch uses, whose own number
             (for prompts) it leaves alone.
+        tensor_parallel_size: devices that the model is spread over, each a process of its own: of this machine, or of
+            those that torchrun has started. On CPUs without the native library.
         seed: from which requests without a seed get theirs.
         tokenizer: a directory or a GGUF file to take the tokenizer from; None: the model's.
         skip_tokenizer_init: work with token ids alone.
@@ -107,6 +109,7 @@ class Engine(Facts):
         enforce_eager: bool = False,
         num_scheduler_steps: int | None = None,
         num_threads: int | None = None,
+        tensor_parallel_size: int = 1,
         seed: int = 0,
         tokenizer: str | os.PathLike[str] | None = None,
         skip_tokenizer_init: bool = False,
@@ -133,6 +136,7 @@ class Engine(Facts):
             enforce_eager=enforce_eager,
             num_scheduler_steps=num_scheduler_steps,
             num_threads=num_threads,
+            tensor_parallel_size=tensor_parallel_size,
         )
         self.settings = settings
         self.default_sampling_params = default_sampling_params(settings.directory)
@@ -362,6 +366,7 @@ class Engine(Facts):
         """Drop weights, cache and requests; calling it again does nothing."""
         with self._call():
             if self._life.close():
+                self.executor.close()
                 del self.executor
                 self._in_flight = InFlight(self.scheduler, self.tokenizer, self._life)
 

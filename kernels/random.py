@@ -34,16 +34,17 @@ def _multiply(word: Tensor, constant: int) -> tuple[Tensor, Tensor]:
     return (product >> 32) & _LOW, product & _LOW
 
 
-def gumbel(seeds: Tensor, indices: Tensor, steps: Tensor, num_tokens: int) -> Tensor:
+def gumbel(seeds: Tensor, indices: Tensor, steps: Tensor, num_tokens: int, first_token: int = 0) -> Tensor:
     """Standard Gumbel noise, float32 [rows, num_tokens], from int64 `seeds`, `indices` and `steps`, each [rows].
 
-    argmax(logits + noise) is a draw from softmax(logits). Token t uses word t % 4 of the counter
-    (t // 4, step, index, 0) under the key (seed's low word, seed's high word).
+    It is that of the tokens from `first_token` on. argmax(logits + noise) is a draw from softmax(logits). Token t uses
+    word t % 4 of the counter (t // 4, step, index, 0) under the key (seed's low word, seed's high word).
     """
-    groups = torch.arange(-(-num_tokens // 4), device=seeds.device)
+    skipped = first_token % 4
+    groups = torch.arange(first_token // 4, -(-(first_token + num_tokens) // 4), device=seeds.device)
     counter = (groups[None, :], steps[:, None], indices[:, None], torch.zeros_like(steps)[:, None])
     key = (seeds[:, None] & _LOW, (seeds[:, None] >> 32) & _LOW)
-    words = torch.stack(philox(key, counter), dim=-1).flatten(1)[:, :num_tokens]
+    words = torch.stack(philox(key, counter), dim=-1).flatten(1)[:, skipped : skipped + num_tokens]
     # 23 bits and a half: the most that float32 keeps apart from both 0 and 1, where the logarithms end.
     uniform = ((words >> 9).float() + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))

@@ -232,23 +232,27 @@ def lm_head_sample(
     indices: Tensor,
     steps: Tensor,
     *,
+    first_token: int = 0,
     num_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A draw from the softmax of logits / temperature in each row: `lm_head`, and `sample` without cuts and penalties.
 
-    `temperature`, `seeds`, `indices` and `steps` as there. Returns tokens int64 [T] and scores float32 [T].
+    `temperature`, `seeds`, `indices`, `steps` and `first_token` as there. Returns tokens int64 [T], rows of `weight`,
+    and scores float32 [T].
     """
     logits = lm_head(hidden, norm_weight, eps, weight, num_rows=num_rows)
-    return sample(logits, SamplingRows(temperature, seeds, indices), steps, num_rows=num_rows)
+    rows = SamplingRows(temperature, seeds, indices)
+    return sample(logits, rows, steps, first_token=first_token, num_rows=num_rows)
 
 
 def sample(
-    logits: Tensor, rows: SamplingRows, steps: Tensor, *, num_rows: Tensor | None = None
+    logits: Tensor, rows: SamplingRows, steps: Tensor, *, first_token: int = 0, num_rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Choose a token of each row of `logits` float32 [T, V]: penalties, temperature, min-p, top-k, top-p, and a draw.
 
     A draw is the argmax of score / temperature + Gumbel noise, whose numbers depend on the row's seed, index and step
-    (`steps` int64 [T] in [0, 2**32)) and the token alone. A row of temperature 0 takes the argmax of its scores.
+    (`steps` int64 [T] in [0, 2**32)) and the token alone. A row of temperature 0 takes the argmax of its scores. Where
+    `logits` are a part of the vocabulary's, `first_token` is the token of their first column.
 
     Returns tokens int64 [T] and the winning values float32 [T]. Such a value is finite unless the row's logits held a
     NaN or infinity, or were all -inf; then the token means nothing.
@@ -259,7 +263,7 @@ def sample(
     drawn = scores / rows.temperature.unsqueeze(1).masked_fill(greedy, 1.0)
     if rows.cuts is not None:
         drawn = cut_top(cut_min_p_(drawn, rows.cuts.min_p), rows.cuts.top_k, rows.cuts.top_p)
-    drawn += gumbel(rows.seeds, rows.indices, steps, vocab)
+    drawn += gumbel(rows.seeds, rows.indices, steps, vocab, first_token)
     return _best(torch.where(greedy, scores, drawn), num_rows)
 
 

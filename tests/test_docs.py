@@ -68,7 +68,9 @@ def test_a_command_of_the_pages_parses(line: str) -> None:
     command.make_context(command.name, words, parent=context)
 
 
-@pytest.mark.parametrize("line", [line for line in commands("d3engine") if line.split()[1] in ("schedule", "paper")])
+@pytest.mark.parametrize(
+    "line", [line for line in commands("d3engine") if line.split()[1] in ("schedule", "paper", "plan")]
+)
 def test_a_command_that_needs_no_model_runs(line: str) -> None:
     result = CliRunner().invoke(app, shlex.split(line, comments=True)[1:])
     assert result.exit_code == 0, result.output

@@ -10,19 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from d3engine.async_engine import wire
 from d3engine.calls.new_requests import NewRequests
-from d3engine.depth import policy_from_dict
 from d3engine.loading.defaults import default_sampling_params
 from d3engine.loading.facts import Facts
 from d3engine.loading.parts import new_cache
-from d3engine.loading.settings import EngineSettings
-from d3engine.model.config import ModelConfig
+from d3engine.loading.settings import settings_of_plain
 from d3engine.request.params import SamplingParams
 from d3engine.request.prepared import Prepared
-from d3engine.scheduling.admission import Admission, Immediate
+from d3engine.scheduling.admission import Immediate
 from d3engine.scheduling.scheduler import Scheduler
 from d3engine.text.chat_prompts import ChatPrompts, Messages
 from d3engine.text.prompts import Prompt
@@ -33,7 +29,7 @@ class ProcessFront(Facts):
     """Of the engine that `ready` describes, made with `arguments`."""
 
     def __init__(self, ready: wire.Ready, arguments: Mapping[str, Any]) -> None:
-        self.settings = settings_of(ready, arguments.get("admission") or Immediate())
+        self.settings = settings_of_plain(ready.settings, arguments.get("admission") or Immediate())
         self.default_sampling_params = default_sampling_params(self.settings.directory)
         tokenizer = Path(arguments.get("tokenizer") or self.settings.directory)
         self.tokenizer = None if arguments.get("skip_tokenizer_init") else load_tokenizer(tokenizer)
@@ -61,12 +57,3 @@ class ProcessFront(Facts):
     def owns(self, prepared: Prepared) -> bool:
         """Whether a request was checked against this engine's limits."""
         return prepared.owner is self._requests
-
-
-def settings_of(ready: wire.Ready, admission: Admission) -> EngineSettings:
-    """The settings of the engine over there; the model's config is read from its files again."""
-    plain = dict(ready.settings)
-    plain |= {name: getattr(torch, plain[name]) for name in ("dtype", "weight_dtype")}
-    plain |= {"directory": Path(plain["directory"]), "device": torch.device(plain["device"])}
-    plain["depth"] = policy_from_dict(plain["depth"])
-    return EngineSettings(config=ModelConfig.from_directory(plain["directory"]), admission=admission, **plain)

@@ -9,7 +9,7 @@ import os
 import select
 import sys
 import threading
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from d3engine.async_engine.shared_pulse import SharedPulse
 from d3engine.depth import policy_from_dict
 from d3engine.engine import Engine
 from d3engine.errors import EngineClosedError, EngineDeadError
-from d3engine.loading.settings import EngineSettings
+from d3engine.loading.settings import plain_settings
 from d3engine.request.outputs import RequestOutput
 from d3engine.scheduling.admission import Waves
 
@@ -125,10 +125,5 @@ def arguments_of(plain: dict[str, Any]) -> dict[str, Any]:
 
 def _ready(engine: Engine) -> wire.Ready:
     """What the other process must know, but for what it reads from the model's files itself."""
-    settings = engine.settings
-    plain = {field.name: getattr(settings, field.name) for field in fields(EngineSettings)}
-    del plain["config"], plain["admission"]
-    plain |= {"directory": str(settings.directory), "device": str(settings.device)}
-    plain |= {name: str(plain[name]).removeprefix("torch.") for name in ("dtype", "weight_dtype")}
-    plain["depth"] = settings.depth.describe()
+    plain = plain_settings(engine.settings)
     return wire.Ready(plain, engine.scheduler.cache.pool.num_blocks)

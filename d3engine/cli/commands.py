@@ -20,6 +20,7 @@ COMMANDS = {
     "serve": "d3engine.cli.serve",
     "batch": "d3engine.cli.batch",
     "schedule": "d3engine.cli.schedule",
+    "plan": "d3engine.cli.plan",
     "eval": "d3engine.cli.eval",
     "calibrate": "d3engine.cli.calibrate",
     "analyze": "d3engine.cli.analyze",

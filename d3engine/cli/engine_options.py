@@ -58,6 +58,7 @@ ENGINE: OptionTable = {
         "Let prompts share the KV cache of a common beginning (yes).",
     ),
     "admission": ("--admission-waves", int, "Admit waiting requests only every so many steps (each step)."),
+    "tensor_parallel_size": ("--tensor-parallel-size", int, "Devices to spread the model over (1)."),
     "seed": ("--seed", int, "From which every sequence gets the seed of its sampling (0)."),
     "threads": ("--threads", str, "CPU threads: a number, or auto, which gives a small model one (auto)."),
 }

@@ -8,11 +8,43 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from d3engine.cache.kv_cache import IntArray
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.sampling import Cuts, Penalties, SamplingRows
 from d3engine.model.llama import Llama
-from d3engine.request.choice import Choice
+from d3engine.plan import Chosen, Plan
+from d3engine.request.choice import Choice, choice_of
 from d3engine.request.sequence import Sequence
+
+
+def choice_of_step(plan: Plan) -> Choice:
+    """What choosing the tokens of one step takes; HOST where logits are wanted for more than a token of each row."""
+    if plan.prompt_rows or plan.drafts is not None:
+        return Choice.HOST
+    return max((choice_of(plan.sequences[chunk]) for chunk in plan.sampled.tolist()), default=Choice.GREEDY)
+
+
+def choose_across_ranks(model: Llama, hidden: Tensor, plan: Plan, kind: Choice) -> Tensor | Chosen:
+    """The tokens of final `hidden` [S, H], the step's sampled rows, without anybody's having all of their logits.
+
+    Where it takes the whole row of logits to choose, those are returned: float32 [S, V].
+    """
+    if kind > Choice.DRAW or not plan.sampled.size:
+        return model.logits(hidden)
+    if kind is Choice.GREEDY:
+        tokens, scores = model.likeliest(hidden)
+    else:
+        choice = DeviceChoice(model, plan.sampled.size, hidden.device)
+        steps = torch.from_numpy(sampled_steps(plan)).to(hidden.device)
+        choice.write([plan.sequences[chunk] for chunk in plan.sampled.tolist()], kind)
+        tokens, scores = choice.draw(hidden, steps)
+    return Chosen(tokens.cpu().numpy()[None], scores.cpu().numpy()[None])
+
+
+def sampled_steps(plan: Plan) -> IntArray:
+    """The generation step of the token that each sampled chunk yields; a prompt's last row yields that of step 0."""
+    last = plan.steps + np.diff(plan.query_starts) - 1
+    return np.where(plan.steps < 0, 0, last)[plan.sampled].astype(np.int64)
 
 
 class DeviceChoice:
@@ -30,9 +62,12 @@ class DeviceChoice:
         if kind is Choice.GREEDY:
             return self._model.likeliest(hidden, rows.num_rows)
         if kind is Choice.DRAW:
-            given = self._rows(hidden.shape[0], kind)
-            return self._model.draw(hidden, given, rows.steps, rows.num_rows)
+            return self.draw(hidden, rows.steps, rows.num_rows)
         return self.from_logits(self._model.logits(hidden, rows.num_rows), rows.steps, kind, rows.num_rows)
+
+    def draw(self, hidden: Tensor, steps: Tensor, num_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The same where every row draws, or takes the likeliest, for the steps int64 [B]."""
+        return self._model.draw(hidden, self._rows(hidden.shape[0], Choice.DRAW), steps, num_rows)
 
     def from_logits(
         self, logits: Tensor, steps: Tensor, kind: Choice, num_rows: Tensor | None = None

@@ -46,10 +46,15 @@ class Recorder(Protocol):
 
 
 class CudaGraphs:
-    """Captures steps as CUDA graphs that share one memory pool: they run one after another."""
+    """Captures steps as CUDA graphs that share one memory pool: they run one after another.
 
-    def __init__(self, device: torch.device) -> None:
+    `has_ranks`: steps hold collectives. NCCL's own thread then asks the device for what it still waits for, which
+    must not spoil a capture; the capture itself is of this thread's launches either way.
+    """
+
+    def __init__(self, device: torch.device, *, has_ranks: bool = False) -> None:
         self._device = device
+        self._error_mode = "thread_local" if has_ranks else "global"
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._memory = 0
@@ -65,7 +70,7 @@ class CudaGraphs:
         torch.cuda.empty_cache()  # a capture begins with it; what it gives back must not be counted
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=self._error_mode):
             step()
         self._memory += torch.cuda.memory_reserved(self._device) - before
         replay: Step = graph.replay
@@ -126,7 +131,10 @@ class GraphExecutor:
         self._model = eager.model
         self._kernels = eager.kernels
         self._device = eager.device
-        self._recorder: Recorder = CudaGraphs(eager.device) if eager.device.type == "cuda" else Repeats()
+        has_ranks = eager.model.ranks is not None
+        self._recorder: Recorder = (
+            CudaGraphs(eager.device, has_ranks=has_ranks) if eager.device.type == "cuda" else Repeats()
+        )
         self._max_model_len = max_model_len
         blocks = -(-max_model_len // eager.block_size)
         self._sizes = batch_sizes(max_num_seqs)
@@ -155,6 +163,9 @@ class GraphExecutor:
     def pool(self) -> Tensor:
         """The KV pool; see `EagerExecutor`."""
         return self._eager.pool
+
+    def close(self) -> None:
+        """Nothing: the graphs go with this object."""
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Computed:

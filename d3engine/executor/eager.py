@@ -15,15 +15,18 @@ import torch
 from torch import Tensor
 
 from d3engine.cache.kv_cache import IntArray
+from d3engine.executor.choosing import choice_of_step, choose_across_ranks
 from d3engine.executor.computed import Computed
 from d3engine.executor.early_exit import EarlyExits
 from d3engine.executor.interface import ExecutorStats
 from d3engine.executor.kept_states import KeptStates
 from d3engine.model.config import ModelConfig
 from d3engine.model.llama import Llama
+from d3engine.model.parallel import Ranks
 from d3engine.model.rope import Rope
 from d3engine.model.weights import LlamaWeights
 from d3engine.plan import Plan, Span
+from d3engine.request.choice import Choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +55,13 @@ class EagerExecutor:
         dtype: torch.dtype,
         device: torch.device,
         kernels: Any,
+        ranks: Ranks | None = None,
     ) -> None:
+        """`config` and `weights` are those of this rank's part where there are `ranks`."""
         self.device = device
         self.block_size = block_size
         self.kernels = kernels
-        self.model = Llama(config, weights, self.kernels)
+        self.model = Llama(config, weights, self.kernels, ranks)
         self.rope = Rope(config, max_model_len, device)
         # One block more than the pool hands out: id 0 is what an empty table entry reads.
         shape = (num_blocks + 1, 2, block_size, config.num_kv_heads, config.head_dim)
@@ -66,6 +71,9 @@ class EagerExecutor:
 
     def take_largest(self) -> None:
         """Nothing: what a step needs is gone after it."""
+
+    def close(self) -> None:
+        """Nothing: all that there is goes with this object."""
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Computed:
@@ -87,6 +95,8 @@ class EagerExecutor:
             exits.copy_entries(self.pool, inputs.entries)
             return exits.computed()
         rows = plan.logit_rows
+        if self.model.ranks is not None and (kind := choice_of_step(plan)) is not Choice.HOST:
+            return Computed(choose_across_ranks(self.model, hidden[self._tensor(rows)], plan, kind))
         if rows.size == plan.num_rows and not plan.prompt_rows and plan.drafts is None:
             return Computed(self.model.logits(hidden))
         return Computed(self.model.logits(hidden[self._tensor(rows)]))

@@ -133,6 +133,8 @@ class EarlyExits:
         else:
             logits = self._model.logits(after)
             confidence = _SOFTMAX[group.rule.confidence](logits)
+        if self._model.ranks is not None:  # ranks must never part over a rounding
+            self._model.ranks.collectives.agree_(confidence)
         leaving: BoolArray = confidence.cpu().double().numpy() >= group.thresholds[here]
         if group.rule.batch == "batch_min":
             leaving[:] = leaving.all()

@@ -60,3 +60,7 @@ class Executor(Protocol):
     def take_largest(self) -> None:
         """Take the memory that the largest step by itself will need, if that is not taken from the beginning."""
         ...
+
+    def close(self) -> None:
+        """Let go of what lives beside this object; calling it again does nothing."""
+        ...

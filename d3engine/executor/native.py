@@ -85,6 +85,9 @@ class NativeExecutor:
     def take_largest(self) -> None:
         """Nothing: the decoder has all its memory from the beginning."""
 
+    def close(self) -> None:
+        """Nothing: the library goes with this object."""
+
     def run(self, plan: Plan) -> Computed:
         """Run the steps of a plan: tokens of a run, logits of a single step that is the host's to choose from."""
         if plan.ahead is not None:

@@ -43,6 +43,11 @@ class PairedExecutor:
         """As the first executor does; the second's steps are small."""
         self.first.take_largest()
 
+    def close(self) -> None:
+        """Close both."""
+        self.first.close()
+        self.second.close()
+
     @torch.inference_mode()
     def run(self, plan: Plan) -> Computed:
         nested = None if plan.drafts is None else plan.drafts.model

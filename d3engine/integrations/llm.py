@@ -15,14 +15,13 @@ from d3engine.engine import Engine
 from d3engine.errors import InvalidValueError
 from d3engine.loading.hub import at_revision
 
-ONE_DEVICE = "1, since the engine runs on one device"
+ONE_DEVICE = "1, since tensor_parallel_size alone spreads a model over devices"
 ONE_REVISION = "None, since the tokenizer is of the model's own revision"
 BY_ENVIRONMENT = "None, since HF_HOME and HF_TOKEN say that to huggingface_hub, which fetches what is not there yet"
 BY_DIRECTORY = "None, since the model's directory says how its weights are stored"
 POLICY = "None: name a policy that drafts instead, such as depth=SelfSpeculative(D3(0.9, 0.6))"
 
 SAME: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "tensor_parallel_size": ((1,), ONE_DEVICE),
     "pipeline_parallel_size": ((1,), ONE_DEVICE),
     "data_parallel_size": ((1,), ONE_DEVICE),
     "trust_remote_code": ((False,), "False, since no code of a model's directory is ever run"),

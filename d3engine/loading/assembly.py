@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeAlias
 
 import torch
 
@@ -22,7 +23,10 @@ from d3engine.loading.cache_size import num_blocks
 from d3engine.loading.draft_model import load_draft_weights, with_cache
 from d3engine.loading.executors import build_executor
 from d3engine.loading.parts import new_cache
+from d3engine.loading.rank_processes import is_under_torchrun, meet_under_torchrun, start_ranks
+from d3engine.loading.ranks import lead
 from d3engine.loading.settings import EngineSettings
+from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, load_weights
 from d3engine.scheduling.scheduler import Scheduler
 from d3engine.text.tokenizer import Tokenizer
@@ -45,23 +49,13 @@ def assemble(settings: EngineSettings, tokenizer: Tokenizer | None, weights: Lla
     Raises `ModelFormatError` for files that cannot be loaded, `InvalidValueError` for what does not fit together.
     """
     config = settings.config
-    if weights is None:
-        weights = load_weights(
-            settings.directory,
-            config,
-            dtype=settings.dtype,
-            weight_dtype=settings.weight_dtype,
-            device=settings.device,
-        )
-    _check_weights(weights, settings)
+    make = _on_one_device(settings, weights) if settings.tensor_parallel_size == 1 else _on_ranks(settings)
     rule = settings.depth.draft_rule(config.num_layers)
     draft = None
     if rule is not None and rule.model is not None:
         draft = load_draft_weights(rule.model, settings, tokenizer)
-    build = partial(build_executor, settings, weights)
-    blocks = num_blocks(settings, lambda: _workspace_bytes(settings, build), None if draft is None else draft.config)
+    executor, blocks = make(None if draft is None else draft.config)
     cache = new_cache(settings, config, blocks)
-    executor = build(blocks)
     _log_ready(settings, blocks, executor.stats.executor)
     # How far plans may run ahead is the executor's to say: it may be another than the settings hoped for.
     scheduler_config = replace(
@@ -71,6 +65,38 @@ def assemble(settings: EngineSettings, tokenizer: Tokenizer | None, weights: Lla
         return Core(Scheduler(scheduler_config, cache), executor)
     second = with_cache(draft, blocks, settings)
     return Core(Scheduler(scheduler_config, cache, second.cache), PairedExecutor(executor, second.executor))
+
+
+_Make: TypeAlias = Callable[[ModelConfig | None], tuple[Executor, int]]
+"""Makes the executor and says how many blocks it has, beside a second model of this config that drafts."""
+
+
+def _on_one_device(settings: EngineSettings, weights: LlamaWeights | None) -> _Make:
+    if weights is None:
+        weights = load_weights(
+            settings.directory,
+            settings.config,
+            dtype=settings.dtype,
+            weight_dtype=settings.weight_dtype,
+            device=settings.device,
+        )
+    _check_weights(weights, settings)
+    build = partial(build_executor, settings, weights)
+
+    def make(draft: ModelConfig | None) -> tuple[Executor, int]:
+        blocks = num_blocks(settings, lambda: _workspace_bytes(settings, build), draft)
+        return build(blocks), blocks
+
+    return make
+
+
+def _on_ranks(settings: EngineSettings) -> _Make:
+    def make(draft: ModelConfig | None) -> tuple[Executor, int]:
+        """Under torchrun this is where other ranks than 0 stay."""
+        meet = meet_under_torchrun if is_under_torchrun() else start_ranks
+        return lead(settings, *meet(settings.tensor_parallel_size), draft)
+
+    return make
 
 
 def _workspace_bytes(settings: EngineSettings, build: Callable[[int], Executor]) -> int:

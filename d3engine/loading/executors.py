@@ -20,6 +20,7 @@ from d3engine.kernels.native.library import LibraryMissing, isas_here
 from d3engine.kernels.native.model import NativeError
 from d3engine.loading.parts import eager_executor
 from d3engine.loading.settings import EngineSettings, ExecutorKind
+from d3engine.model.parallel import Ranks
 from d3engine.model.weights import LlamaWeights
 
 _log = logging.getLogger(__name__)
@@ -50,9 +51,11 @@ def _what_is_missing() -> str | None:
     return None
 
 
-def build_executor(settings: EngineSettings, weights: LlamaWeights, num_blocks: int) -> Executor:
-    """The executor of these settings over a pool of `num_blocks` blocks."""
-    eager = eager_executor(settings, settings.config, weights, num_blocks)
+def build_executor(
+    settings: EngineSettings, weights: LlamaWeights, num_blocks: int, ranks: Ranks | None = None
+) -> Executor:
+    """The executor of these settings over a pool of `num_blocks` blocks; with `ranks`, of one of them."""
+    eager = eager_executor(settings, settings.config, weights, num_blocks, ranks)
     if settings.executor == "eager":
         return eager
     if settings.executor == "graphs":

@@ -7,6 +7,7 @@ from d3engine.executor.eager import EagerExecutor
 from d3engine.loading.device import kernels_for
 from d3engine.loading.settings import EngineSettings
 from d3engine.model.config import ModelConfig
+from d3engine.model.parallel import Ranks
 from d3engine.model.weights import LlamaWeights
 
 
@@ -22,9 +23,13 @@ def new_cache(settings: EngineSettings, config: ModelConfig, num_blocks: int) ->
 
 
 def eager_executor(
-    settings: EngineSettings, config: ModelConfig, weights: LlamaWeights, num_blocks: int
+    settings: EngineSettings,
+    config: ModelConfig,
+    weights: LlamaWeights,
+    num_blocks: int,
+    ranks: Ranks | None = None,
 ) -> EagerExecutor:
-    """What runs a model of `config` step by step, over a pool of `num_blocks` blocks."""
+    """What runs a model of `config`, or with `ranks` a part of one, step by step, over a pool of `num_blocks`."""
     return EagerExecutor(
         config,
         weights,
@@ -34,4 +39,5 @@ def eager_executor(
         dtype=settings.dtype,
         device=settings.device,
         kernels=kernels_for(settings.device),
+        ranks=ranks,
     )

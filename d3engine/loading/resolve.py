@@ -7,7 +7,7 @@ import os
 import torch
 
 from d3engine.depth import DepthPolicy
-from d3engine.errors import require, require_integer, require_number
+from d3engine.errors import NOTHING, require, require_integer, require_number
 from d3engine.loading.cache_size import check_memory
 from d3engine.loading.defaults import resolve_max_model_len
 from d3engine.loading.depth import resolve_depth
@@ -16,9 +16,12 @@ from d3engine.loading.device import num_threads as resolve_threads
 from d3engine.loading.device import resolve_device, resolve_dtype
 from d3engine.loading.executors import executor_for
 from d3engine.loading.model_directory import model_directory
+from d3engine.loading.rank_processes import is_under_torchrun, own_index
+from d3engine.loading.ranks import rank_device
 from d3engine.loading.settings import EngineSettings
 from d3engine.loading.weight_dtype import kept_by_default, resolve_weight_dtype
 from d3engine.model.config import ModelConfig
+from d3engine.model.part import ARGUMENT, Part, part_of
 from d3engine.scheduling.admission import Admission, Immediate
 
 
@@ -41,6 +44,7 @@ def resolve_settings(
     enforce_eager: bool,
     num_scheduler_steps: int | None,
     num_threads: int | None,
+    tensor_parallel_size: int,
 ) -> EngineSettings:
     """The settings of an engine, from its arguments and the model's own files; no weights are read.
 
@@ -58,7 +62,10 @@ def resolve_settings(
     config = ModelConfig.from_directory(directory)
     there = resolve_device(device)
     computed = resolve_dtype(dtype, config, there)
-    executor = executor_for(there, computed, enforce_eager)
+    part = check_ranks(tensor_parallel_size, config, there, held)
+    # The native library knows nothing of ranks.
+    on_cpus = tensor_parallel_size > 1 and there.type == "cpu"
+    executor = executor_for(there, computed, enforce_eager or on_cpus)
     kept = held or kept_by_default(dtype, directory, config, executor)
     settings = EngineSettings(
         directory=directory,
@@ -78,9 +85,24 @@ def resolve_settings(
         executor=executor,
         num_threads=resolve_threads(num_threads),
         num_scheduler_steps=resolve_scheduler_steps(num_scheduler_steps, executor != "eager"),
+        tensor_parallel_size=tensor_parallel_size,
     )
-    check_memory(settings)
+    check_memory(settings if part is None else settings.of_part(part, rank_device(there, own_index())))
     return settings
+
+
+def check_ranks(size: int, config: ModelConfig, device: torch.device, held: torch.dtype | None) -> Part | None:
+    """Refuse a number of ranks that the model or the machine has not enough for; rank 0's part, None for one rank."""
+    require_integer(ARGUMENT, size, 1, 1024)
+    if size == 1:
+        return None
+    require(torch.distributed.is_available(), ARGUMENT, size, "1 with a PyTorch that was built without distributed")
+    require(held is None, "weights", NOTHING, f"None beside {ARGUMENT}={size}, where each rank loads its own part")
+    if device.type == "cuda":
+        require(device.index is None, "device", str(device), f'"auto" or "cuda" beside {ARGUMENT}={size}')
+        here = torch.cuda.device_count()
+        require(is_under_torchrun() or size <= here, ARGUMENT, size, f"at most the GPUs of this machine, {here}")
+    return part_of(config, 0, size)
 
 
 def check_switches(**switches: object) -> None:

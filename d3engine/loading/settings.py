@@ -5,14 +5,16 @@ The one idea: settings are a value. Whoever assembles an engine reads them and h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
-from d3engine.depth import DepthPolicy
+from d3engine.depth import DepthPolicy, policy_from_dict
 from d3engine.model.config import ModelConfig
+from d3engine.model.part import Part
 from d3engine.scheduling.admission import Admission
 from d3engine.scheduling.scheduler import SchedulerConfig
 
@@ -44,6 +46,7 @@ class EngineSettings:
     executor: ExecutorKind
     num_threads: int
     num_scheduler_steps: int
+    tensor_parallel_size: int = 1
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
@@ -56,6 +59,10 @@ class EngineSettings:
             enable_prefix_caching=self.enable_prefix_caching,
             num_scheduler_steps=self.num_scheduler_steps,
         )
+
+    def of_part(self, part: Part, device: torch.device) -> EngineSettings:
+        """The settings of one rank, which has that part of the model on that device."""
+        return replace(self, config=part.config(self.config), device=device)
 
     @property
     def block_bytes(self) -> int:
@@ -71,3 +78,25 @@ class EngineSettings:
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block: keys and values of `block_size` positions of one layer."""
     return 2 * block_size * config.kv_size * dtype.itemsize
+
+
+def plain_settings(settings: EngineSettings) -> dict[str, Any]:
+    """The settings as they go to another process: all but the config, which lies in the model's files, and admission.
+
+    `settings_of_plain` makes settings of them again.
+    """
+    plain = {field.name: getattr(settings, field.name) for field in fields(EngineSettings)}
+    del plain["config"], plain["admission"]
+    plain |= {"directory": str(settings.directory), "device": str(settings.device)}
+    plain |= {name: str(plain[name]).removeprefix("torch.") for name in ("dtype", "weight_dtype")}
+    plain["depth"] = settings.depth.describe()
+    return plain
+
+
+def settings_of_plain(plain: Mapping[str, Any], admission: Admission) -> EngineSettings:
+    """The settings of an engine in another process; the model's config is read from its files again."""
+    given = dict(plain)
+    given |= {name: getattr(torch, given[name]) for name in ("dtype", "weight_dtype")}
+    given |= {"directory": Path(given["directory"]), "device": torch.device(given["device"])}
+    given["depth"] = policy_from_dict(given["depth"])
+    return EngineSettings(config=ModelConfig.from_directory(given["directory"]), admission=admission, **given)

@@ -11,22 +11,30 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from d3engine.kernels.quantized import Weight
 from d3engine.kernels.sampling import SamplingRows
 from d3engine.model.config import ModelConfig
+from d3engine.model.parallel import Ranks
 from d3engine.model.weights import LlamaWeights
 
 
 class Llama:
-    """The weights of one model and the operations that run it."""
+    """The weights of one model and the operations that run it; with `ranks`, of the part of it that is this rank's.
 
-    def __init__(self, config: ModelConfig, weights: LlamaWeights, kernels: Any) -> None:
+    What comes out of the methods is the whole model's: every rank calls them alike, with the same rows.
+    """
+
+    def __init__(self, config: ModelConfig, weights: LlamaWeights, kernels: Any, ranks: Ranks | None = None) -> None:
         self.config = config
         self.weights = weights
         self.kernels = kernels
+        self.ranks = ranks
         self._scale = config.attention_scale
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Hidden states [T, H] of int64 `token_ids` [T]."""
+        if self.ranks is not None:
+            return self.ranks.embed(token_ids, self.weights.embedding, self.weights.dtype)
         return F.embedding(token_ids, self.weights.embedding).to(self.weights.dtype)
 
     def layer(
@@ -47,9 +55,18 @@ class Llama:
         weights, kernels, eps = self.weights.layers[index], self.kernels, self.config.rms_norm_eps
         queries = self._qkv(index, hidden, rotations, pool, entries, num_rows)
         attended = kernels.paged_attention(queries, pool, attention, self._scale, num_rows=num_rows)
-        kernels.linear_residual(attended, weights.output, weights.output_bias, hidden, num_rows=num_rows)
+        self._add(attended, weights.output, weights.output_bias, hidden, num_rows)
         gated = kernels.gate_up(hidden, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias, num_rows=num_rows)
-        kernels.linear_residual(gated, weights.down, weights.down_bias, hidden, num_rows=num_rows)
+        self._add(gated, weights.down, weights.down_bias, hidden, num_rows)
+
+    def _add(self, x: Tensor, weight: Weight, bias: Tensor | None, hidden: Tensor, num_rows: Tensor | None) -> None:
+        """Add `x` [T, K] times `weight` [H, K] transposed, of all ranks, to the residual stream `hidden` [T, H]."""
+        if self.ranks is None:
+            self.kernels.linear_residual(x, weight, bias, hidden, num_rows=num_rows)
+            return
+        self.ranks.begin_term_(hidden)
+        self.kernels.linear_residual(x, weight, bias, hidden, num_rows=num_rows)
+        self.ranks.collectives.sum_(hidden)
 
     def project(self, index: int, hidden: Tensor, rotations: Tensor, pool: Tensor, entries: Tensor) -> None:
         """Write only the KV entries that layer `index` would have for `hidden` [T, H] (CALM's rule for an exit)."""
@@ -81,15 +98,17 @@ class Llama:
         )
         return queries
 
-    def likeliest(self, hidden: Tensor, num_rows: Tensor) -> tuple[Tensor, Tensor]:
+    def likeliest(self, hidden: Tensor, num_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The likeliest token int64 [T] of final hidden states [T, H], and its logit float32 [T]."""
         weights, eps = self.weights, self.config.rms_norm_eps
         best: tuple[Tensor, Tensor] = self.kernels.lm_head_argmax(
             hidden, weights.final_norm, eps, weights.lm_head, num_rows=num_rows
         )
-        return best
+        return best if self.ranks is None else self.ranks.best(*best)
 
-    def draw(self, hidden: Tensor, rows: SamplingRows, steps: Tensor, num_rows: Tensor) -> tuple[Tensor, Tensor]:
+    def draw(
+        self, hidden: Tensor, rows: SamplingRows, steps: Tensor, num_rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """A draw int64 [T] at each row's temperature for its step, and the score float32 [T] with which it won."""
         weights, eps = self.weights, self.config.rms_norm_eps
         drawn: tuple[Tensor, Tensor] = self.kernels.lm_head_sample(
@@ -101,12 +120,13 @@ class Llama:
             rows.seeds,
             rows.indices,
             steps,
+            first_token=0 if self.ranks is None else self.ranks.part.tokens.start,
             num_rows=num_rows,
         )
-        return drawn
+        return drawn if self.ranks is None else self.ranks.best(*drawn)
 
     def logits(self, hidden: Tensor, num_rows: Tensor | None = None) -> Tensor:
         """Float32 logits [T, V] of final hidden states [T, H]."""
         weights, eps = self.weights, self.config.rms_norm_eps
         logits: Tensor = self.kernels.lm_head(hidden, weights.final_norm, eps, weights.lm_head, num_rows=num_rows)
-        return logits
+        return logits if self.ranks is None else self.ranks.logits(logits)

@@ -32,6 +32,8 @@ from d3engine.model.expected_tensors import (
     rows_of,
 )
 from d3engine.model.mapped_file import dtype_of
+from d3engine.model.part import Part
+from d3engine.model.part_tensors import part_of_checkpoint
 from d3engine.model.source import ModelSource, open_checkpoint
 from d3engine.progress import hides_bars
 
@@ -110,6 +112,7 @@ def load_weights(
     device: torch.device | str,
     weight_dtype: torch.dtype | None = None,
     show_progress: bool = True,
+    part: Part | None = None,
 ) -> LlamaWeights:
     """Load a model directory's safetensors, or a GGUF file, on `device`; a progress bar only on a terminal.
 
@@ -122,9 +125,13 @@ def load_weights(
     and dtypes are checked against `config` before anything is allocated. Raises `ModelFormatError` naming tensor and
     file for what is missing, unexpected, doubled, wrongly shaped, of another dtype than allowed, not finite or too
     large for `dtype`; see `check_tensors` for a tied lm_head.
+
+    With `part` only what a rank holds is read, and its values are checked; `config` is still the whole model's.
     """
     with open_checkpoint(model) as checkpoint:
         check_tensors(checkpoint, config)
+        if part is not None:
+            checkpoint, config = part_of_checkpoint(checkpoint, config, part), part.config(config)
         total = sum(checkpoint.entries[name].nbytes for name in expected_tensors(config))
         with tqdm(
             total=total,

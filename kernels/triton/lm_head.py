@@ -71,12 +71,14 @@ def lm_head_sample(
     indices: Tensor,
     steps: Tensor,
     *,
+    first_token: int = 0,
     num_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A draw from the softmax of logits / temperature in each row; temperature 0 takes the likeliest token.
 
     `temperature` float32 [T], `seeds`, `indices` and `steps` int64 [T], as for `sample`; the others as for `lm_head`.
-    Returns tokens int64 [T] and the winning values float32 [T], which are finite where the logits are.
+    `first_token`, a multiple of 4, is the token of the first row of `weight`, for the noise alone. Returns tokens int64
+    [T], rows of `weight`, and the winning values float32 [T], which are finite where the logits are.
     """
     need_unit_stride(hidden=hidden, norm_weight=norm_weight, weight=weight, steps=steps)
     count, vocab = hidden.shape[0], weight.shape[0]
@@ -84,9 +86,10 @@ def lm_head_sample(
     need_unit_strides(rows)
     tile = product_tile(count, weight, hidden.dtype)
     if tile is None:
-        return sample(lm_head(hidden, norm_weight, eps, weight, num_rows=num_rows), rows, steps, num_rows=num_rows)
+        logits = lm_head(hidden, norm_weight, eps, weight, num_rows=num_rows)
+        return sample(logits, rows, steps, first_token=first_token, num_rows=num_rows)
     candidates = torch.empty(count, triton.cdiv(vocab, tile.outputs), dtype=torch.int64, device=hidden.device)
-    choice_launch(tile, hidden, norm_weight, eps, weight, rows, steps, candidates, num_rows).run()
+    choice_launch(tile, hidden, norm_weight, eps, weight, rows, steps, candidates, num_rows, first_token).run()
     return best_of(candidates, num_rows)
 
 
@@ -114,6 +117,7 @@ def choice_launch(
     steps: Tensor | None,
     candidates: Tensor,
     num_rows: Tensor | None,
+    first_token: int = 0,
 ) -> Launch:
     """The best candidate of every tile, `candidates` int64 [T, tiles] (written): by logit, or a draw of `rows`."""
     choice = {
@@ -122,6 +126,7 @@ def choice_launch(
         "indices_ptr": None if rows is None else rows.indices,
         "steps_ptr": steps,
         "candidates_ptr": candidates,
+        "first_token": first_token,
         "TILES": candidates.shape[1],
         "V": weight.shape[0],
     }
@@ -212,6 +217,7 @@ def _choice_kernel(
     indices_ptr,
     steps_ptr,
     candidates_ptr,
+    first_token,
     K: tl.constexpr,
     V: tl.constexpr,
     TILES: tl.constexpr,
@@ -235,7 +241,7 @@ def _choice_kernel(
         seeds = tl.load(seeds_ptr + rows, mask=live, other=0)[:, None]
         indices = tl.load(indices_ptr + rows, mask=live, other=0)[:, None]
         steps = tl.load(steps_ptr + rows, mask=live, other=0)[:, None]
-        noise = gumbel(token_words(seeds, indices, steps, tokens[None, :]))
+        noise = gumbel(token_words(seeds, indices, steps, first_token + tokens[None, :]))
         drawn = tl.div_rn(sums, tl.where(temperature == 0, 1.0, temperature)) + noise
         sums = tl.where(temperature == 0, sums, drawn)
     best = tl.max(candidate(ordered(sums), tokens[None, :]), 1)

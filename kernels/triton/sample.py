@@ -31,7 +31,7 @@ _UNFUSED = {"enable_fp_fusion": False}
 
 
 def sample(
-    logits: Tensor, rows: SamplingRows, steps: Tensor, *, num_rows: Tensor | None = None
+    logits: Tensor, rows: SamplingRows, steps: Tensor, *, first_token: int = 0, num_rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Choose a token of each row of `logits` float32 [T, V]: penalties, temperature, min-p, top-k, top-p, and a draw.
 
@@ -40,7 +40,8 @@ def sample(
     a sum is that close to top_p: the sums here are exact to 2**-40 of the likeliest token for each token, and their
     exponentials to a few units of the last place). Top-k and all ties are exact.
 
-    `num_rows` int32 [1]: rows at or beyond it are neither read nor chosen; None means all rows.
+    `first_token`, a multiple of 4, is the token of the first column, for the noise alone. `num_rows` int32 [1]: rows at
+    or beyond it are neither read nor chosen; None means all rows.
     """
     need_unit_stride(logits=logits, steps=steps)
     need_unit_strides(rows)
@@ -51,7 +52,7 @@ def sample(
         borders = borders_of(keys, rows, num_rows)
     total, vocab = logits.shape
     candidates = torch.empty(total, triton.cdiv(vocab, tuning(vocab)), dtype=torch.int64, device=logits.device)
-    draw_launch(logits, rows, steps, borders, candidates, num_rows).run()
+    draw_launch(logits, rows, steps, borders, candidates, num_rows, first_token).run()
     return best_of(candidates, num_rows)
 
 
@@ -83,6 +84,7 @@ def draw_launch(
     borders: Tensor | None,
     candidates: Tensor,
     num_rows: Tensor | None,
+    first_token: int = 0,
 ) -> Launch:
     """`candidates` int64 [T, tiles] is written: the best of each tile, of what `borders` int64 [T] keeps."""
     draw: dict[str, object] = {
@@ -91,6 +93,7 @@ def draw_launch(
         "steps_ptr": steps,
         "borders_ptr": borders,
         "candidates_ptr": candidates,
+        "first_token": first_token,
     }
     return _tiled(_draw_kernel, logits, rows, num_rows, draw)
 
@@ -178,6 +181,7 @@ def _draw_kernel(
     steps_ptr,
     borders_ptr,
     candidates_ptr,
+    first_token,
     num_rows_ptr,
     total_rows,
     V: tl.constexpr,
@@ -209,7 +213,7 @@ def _draw_kernel(
             is_kept = candidate(ordered(scores), tokens) >= tl.load(borders_ptr + row)
             kept = tl.where(is_kept, scores, float("-inf"))
         seed, index, step = tl.load(seeds_ptr + row), tl.load(indices_ptr + row), tl.load(steps_ptr + row)
-        scores = kept + gumbel(tile_words(seed, index, step, first, BLOCK))
+        scores = kept + gumbel(tile_words(seed, index, step, first_token + first, BLOCK))
     # Tokens beyond V score -inf, and lose against any token below them.
     best = tl.max(candidate(ordered(scores), tokens), 0)
     tl.store(candidates_ptr + row * tl.num_programs(1) + tl.program_id(1), best)

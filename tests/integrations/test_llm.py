@@ -126,8 +126,9 @@ def test_an_llm_is_an_engine_with_vllms_arguments() -> None:
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("tensor_parallel_size", 2),
-        ("tensor_parallel_size", True),
+        ("pipeline_parallel_size", 2),
+        ("pipeline_parallel_size", True),
+        ("tensor_parallel_size", 0),
         ("trust_remote_code", True),
         ("quantization", "awq"),
         ("speculative_config", {"model": "x"}),

@@ -343,6 +343,17 @@ def test_the_heads_draw_is_the_draw_of_its_logits(
     assert bool(scores[live:].isnan().all())
 
 
+@pytest.mark.parametrize("rows", [1, 5, 26])  # the paths of kernels, and that of torch.matmul
+def test_a_part_of_the_head_draws_with_the_noise_of_its_own_tokens(
+    rows: int, device: torch.device, generator: torch.Generator
+) -> None:
+    given = head(rows, torch.float32, device, generator)
+    draws, steps = rows_like([0.7, 0.0, 1.0, 4.0, 0.2] * 9, device, step=11)
+    numbers = [one[:rows] for one in (draws.temperature, draws.seeds, draws.indices, steps)]
+    expected = reference.sample(kernels.lm_head(*given), SamplingRows(*numbers[:3]), numbers[3], first_token=36)
+    assert_same_choice(kernels.lm_head_sample(*given, *numbers, first_token=36), expected)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_a_faulty_row_shows_in_the_score_of_the_heads_draw(device: torch.device, generator: torch.Generator) -> None:
     hidden, norm, eps, weight = head(3, torch.float32, device, generator)

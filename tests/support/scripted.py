@@ -53,6 +53,9 @@ class Scripted:
                 logits[row, 5] = math.nan
         return Computed(logits)
 
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
 
 def executor_of(engine: Engine) -> Scripted:
     executor = engine.executor

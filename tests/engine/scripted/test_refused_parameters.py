@@ -90,8 +90,8 @@ def test_values_at_their_bounds_are_taken_as_they_are(values: dict[str, Any]) ->
 def test_unknown_names_raise(engine: Engine, directory: Path) -> None:
     with pytest.raises(TypeError, match="best_of"):
         SamplingParams(best_of=2)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="tensor_parallel_size"):
-        Engine(directory, tensor_parallel_size=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="pipeline_parallel_size"):
+        Engine(directory, pipeline_parallel_size=2)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="max_tokens"):
         engine.generate("a", max_tokens=5)  # type: ignore[call-arg]
     with pytest.raises(TypeError):

@@ -1,0 +1,152 @@
+"""`d3engine plan`: whether a model fits on some devices, with which weights and how many sequences at once.
+
+The one idea: nothing is loaded and no device is asked; sizes come from config.json, or from a model known by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from d3engine.cli.apps import new_app
+from d3engine.cli.depth_options import AUTO, Depth, takes_depth
+from d3engine.cli.engine_options import model_directory
+from d3engine.depth import FullDepth
+from d3engine.depth.words import policy_in_words
+from d3engine.errors import InvalidValueError, require, require_number
+
+if TYPE_CHECKING:
+    from d3engine.loading.fitting import Fit
+    from d3engine.model.config import ModelConfig
+
+app = new_app()
+
+MOST_TOKENS = 10_000_000
+
+_UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
+
+_LLAMA_2 = {"model_type": "llama", "vocab_size": 32_000, "max_position_embeddings": 4096}
+_LLAMA_3 = {"model_type": "llama", "vocab_size": 128_256, "max_position_embeddings": 8192}
+
+
+def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, int]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
+
+
+KNOWN: dict[str, dict[str, Any]] = {
+    "llama-2-7b": _LLAMA_2 | _sizes(4096, 11008, 32, 32, 32),
+    "llama-2-13b": _LLAMA_2 | _sizes(5120, 13824, 40, 40, 40),
+    "llama-2-70b": _LLAMA_2 | _sizes(8192, 28672, 80, 64, 8),
+    "llama-3-8b": _LLAMA_3 | _sizes(4096, 14336, 32, 32, 8),
+    "llama-3-70b": _LLAMA_3 | _sizes(8192, 28672, 80, 64, 8),
+}
+"""Models whose sizes are known here, so that no file is needed."""
+
+
+@app.command()
+@takes_depth
+def plan(
+    depth: Depth,
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help=f"As elsewhere, a config.json, or one of {', '.join(KNOWN)}."),
+    ],
+    gpus: Annotated[str, typer.Option("--gpus", help="Memory of each device, such as 80GB,80GB (or GiB).")],
+    context: Annotated[int, typer.Option("--context", help="Tokens of prompt and answer.")] = 4096,
+    answer: Annotated[int, typer.Option("--answer", help="Of these, tokens generated.")] = 256,
+    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="Sequences that are to run at once.")] = 64,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option("--max-num-batched-tokens", help="Tokens computed in one step at most.")
+    ] = 2048,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option("--gpu-memory-utilization", help="Share of each device's memory to use.")
+    ] = 0.9,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say whether a model fits on some devices, in bfloat16, int8 and int4, and for how many sequences at once.
+
+    Needs no weights and no GPU: a calculation, with an estimate of what a step takes beside weights and KV cache.
+    """
+    devices = [
+        int(require_number("--gpu-memory-utilization", gpu_memory_utilization, 0, 1, open_low=True) * size)
+        for size in _sizes_of(gpus)
+    ]
+    for flag, value in (
+        ("--context", context),
+        ("--answer", answer),
+        ("--max-num-seqs", max_num_seqs),
+        ("--max-num-batched-tokens", max_num_batched_tokens),
+    ):
+        require(1 <= value <= MOST_TOKENS, flag, value, f"an integer from 1 to {MOST_TOKENS}")
+    require(answer < context, "--answer", answer, f"less than --context {context}, which has the prompt too")
+    from d3engine.loading.fitting import Demand, fit
+
+    config = _config_of(model)
+    policy = FullDepth() if depth == AUTO else depth
+    rule = policy.exit_rule(config.num_layers)
+    require(rule is None, "--depth", policy.name, "a policy of fixed depths (under this one each token decides)")
+    demand = Demand(
+        context=context,
+        answer=answer,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=16,
+        schedule=policy.schedule(config.num_layers),
+    )
+    schemes = (None, "int8", "int4") if config.quantization is None else (config.quantization,)
+    fits = [fit(config, scheme, devices, demand) for scheme in schemes]
+    if as_json:
+        typer.echo(json.dumps([asdict(found) | {"fits": found.fits} for found in fits], indent=2))
+        return
+    from d3engine.cli.terminal import print_table
+
+    title = f"{model} on {gpus}: {context} tokens a sequence, {max_num_seqs} at once, {policy_in_words(policy)}"
+    header = ("weights", "a device", "left for KV", "fits", "sequences", "of mixed ages")
+    print_table(title, header, [_row(found, max_num_seqs) for found in fits])
+
+
+def _row(found: Fit, wanted: int) -> tuple[str, ...]:
+    if found.reason is not None:
+        return found.weights, "", "", f"no: {found.reason}", "", ""
+    if found.fits:
+        verdict = "yes" if found.sequences >= wanted else f"not {wanted} at full length"
+    else:
+        verdict = f"no: {(found.sequence_bytes - found.room) / 2**30:.1f} GiB short of one sequence"
+    room = f"{max(0, found.room) / 2**30:.1f} GiB"
+    counts = f"{found.sequences}", f"{found.sequences_by_depth}"
+    return found.weights, f"{found.weight_bytes / 2**30:.1f} GiB", room, verdict, *counts
+
+
+def _sizes_of(gpus: str) -> list[int]:
+    """Bytes of each device of "80GB,80GB"."""
+    found = []
+    for size in gpus.split(","):
+        match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)(GB|GiB|MB|MiB)", size.strip())
+        if match is None or not float(match[1]):
+            raise InvalidValueError("--gpus", gpus, "the memory of each device, such as 80GB,80GB or 24GiB")
+        found.append(int(float(match[1]) * _UNITS[match[2]]))
+    return found
+
+
+def _config_of(model: str) -> ModelConfig:
+    from d3engine.files import CONFIG_BYTES, read_bytes
+    from d3engine.model.config import ModelConfig
+    from d3engine.model.fields import json_object
+
+    if model in KNOWN:
+        return ModelConfig.from_dict(KNOWN[model])
+    path = Path(model)
+    if path.suffix == ".json" and path.is_file():
+        return ModelConfig.from_dict(json_object(read_bytes(path, CONFIG_BYTES), path))
+    advice = f", a config.json, or one of {', '.join(KNOWN)}"
+    return ModelConfig.from_directory(model_directory(model, advice))

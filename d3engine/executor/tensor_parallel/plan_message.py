@@ -1,0 +1,194 @@
+"""A plan on its way from the rank that plans to those that run it with it.
+
+The one idea: each side keeps what it has told or heard, so a message holds what is new: of the block tables the entries
+that have changed, of a sequence what choosing its tokens takes, once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from d3engine.cache.kv_cache import IntArray
+from d3engine.depth import NEVER, ExitRule, Schedule
+from d3engine.executor.tensor_parallel.packing import pack, unpack
+from d3engine.plan import Course, DraftWork, ExitingChunks, HiddenRows, Plan, PromptRows, RunAhead, Span
+from d3engine.request.choice import Choice, choice_of
+from d3engine.request.params import SamplingParams
+from d3engine.request.sequence import Sequence
+
+_CHOOSING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+"""What of a sequence's parameters choosing a token on a device takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Changes:
+    """Entries of the block tables: where they lie in the flat tables of this shape, and what stands there now."""
+
+    shape: tuple[int, ...]
+    places: IntArray
+    blocks: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """One plan. `plan` is None where it is the last one again, for its next step; `is_ended` as of its course."""
+
+    plan: dict[str, Any] | None
+    num_preemptions: IntArray | None  # of each chunk's sequence
+    facts: dict[int, dict[str, Any]]  # of sequences that are new, by chunk
+    answers: dict[int, list[int]]  # by chunk, where penalties count their tokens
+    changes: _Changes | None
+    drafts: DraftWork | None
+    prompt_rows: list[tuple[int, range]]
+    is_followed: bool
+    is_ended: bool
+
+
+_RECORDS = (_Message, _Changes, Span, ExitingChunks, ExitRule, HiddenRows, DraftWork, RunAhead)
+_KINDS: dict[str, type] = {kind.__name__: kind for kind in _RECORDS}
+_AS_THEY_ARE = [
+    field.name for field in fields(Plan) if field.name not in ("sequences", "tables", "prompt_rows", "drafts")
+]
+
+
+class PlanSender:
+    """Makes messages of plans, for ranks that hear all of them in order."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._tables: IntArray | None = None  # as the others have them
+        self._known: dict[int, Sequence] = {}  # who was told of, by slot
+        self._course: Course | None = None
+
+    def message(self, plan: Plan) -> bytes:
+        """The plan as bytes; in a run whose steps the host takes one by one, it is told once and then referred to."""
+        course = None if plan.ahead is None else plan.ahead.course
+        is_ended = course is not None and course.is_ended
+        if course is not None and course is self._course:
+            return pack(_Message(None, None, {}, {}, None, None, [], True, is_ended))
+        self._course = course
+        bare = replace(plan, ahead=None if plan.ahead is None else replace(plan.ahead, course=None))
+        return pack(
+            _Message(
+                plan={name: getattr(bare, name) for name in _AS_THEY_ARE},
+                num_preemptions=np.array([sequence.num_preemptions for sequence in plan.sequences]),
+                facts=self._facts_of_new(plan),
+                answers=_answers(plan),
+                changes=self._changes(plan),
+                drafts=None if plan.drafts is None else replace(plan.drafts, model=None),
+                prompt_rows=[(prompt.position, prompt.rows) for prompt in plan.prompt_rows],
+                is_followed=course is not None,
+                is_ended=is_ended,
+            )
+        )
+
+    def _facts_of_new(self, plan: Plan) -> dict[int, dict[str, Any]]:
+        found = {}
+        for chunk, (slot, sequence) in enumerate(zip(plan.slots.tolist(), plan.sequences, strict=True)):
+            if self._known.get(slot) is not sequence:
+                self._known[slot] = sequence
+                found[chunk] = _facts(sequence)
+        return found
+
+    def _changes(self, plan: Plan) -> _Changes:
+        tables, slots = plan.tables, plan.slots
+        if self._tables is None:
+            self._tables = np.zeros_like(tables)
+        steps = 1 if plan.ahead is None else plan.ahead.num_steps + plan.ahead.verifies
+        columns = -(-int(plan.stops.max() + steps - 1) // self._block_size)
+        now = tables[slots, :, :columns]
+        chunks, layers, places = (now != self._tables[slots, :, :columns]).nonzero()
+        changed = slots[chunks], layers, places
+        blocks = tables[changed]
+        self._tables[changed] = blocks
+        return _Changes(tables.shape, np.ravel_multi_index(changed, tables.shape), blocks)
+
+
+class PlanReceiver:
+    """Makes plans of messages again. Their sequences stand in for the real ones: no more than executors ask for."""
+
+    def __init__(self) -> None:
+        self._tables: IntArray = np.empty(0, np.int32)
+        self._known: dict[int, Sequence] = {}
+        self._last: Plan | None = None
+
+    def plan(self, message: bytes) -> Plan:
+        """The next plan; that of a run again where its next step is to be taken."""
+        heard: _Message = unpack(message, _KINDS)
+        if heard.plan is not None:
+            self._last = self._new_plan(heard.plan, heard)
+        assert self._last is not None
+        course = None if self._last.ahead is None else self._last.ahead.course
+        if course is not None and heard.is_ended:
+            course.end()
+        return self._last
+
+    def _new_plan(self, given: dict[str, Any], heard: _Message) -> Plan:
+        assert heard.changes is not None
+        if not self._tables.size:
+            self._tables = np.zeros(heard.changes.shape, np.int32)
+        self._tables.reshape(-1)[heard.changes.places] = heard.changes.blocks
+        sequences = [self._sequence(chunk, slot, heard) for chunk, slot in enumerate(given["slots"].tolist())]
+        ahead: RunAhead | None = given["ahead"]
+        if ahead is not None:
+            course = Course() if heard.is_followed else None
+            given = given | {"ahead": replace(ahead, choice=Choice(ahead.choice), course=course)}
+        prompt_rows = tuple(PromptRows(sequences[0], position, rows) for position, rows in heard.prompt_rows)
+        return Plan(sequences=sequences, tables=self._tables, prompt_rows=prompt_rows, drafts=heard.drafts, **given)
+
+    def _sequence(self, chunk: int, slot: int, heard: _Message) -> Sequence:
+        if chunk in heard.facts:
+            self._known[slot] = _stand_in(self._tables.shape[1], **heard.facts[chunk])
+        sequence = self._known[slot]
+        assert heard.num_preemptions is not None
+        sequence.num_preemptions = int(heard.num_preemptions[chunk])
+        sequence.token_ids = heard.answers.get(chunk, sequence.token_ids)
+        return sequence
+
+
+def _answers(plan: Plan) -> dict[int, list[int]]:
+    if plan.ahead is None or plan.ahead.choice is not Choice.PENALISE:
+        return {}
+    return {chunk: sequence.token_ids for chunk, sequence in enumerate(plan.sequences)}
+
+
+def _facts(sequence: Sequence) -> dict[str, Any]:
+    choice = choice_of(sequence)
+    return {
+        "params": {name: getattr(sequence.params, name) for name in _CHOOSING},
+        "is_hosts": choice is Choice.HOST,
+        "seed": sequence.seed,
+        "index": sequence.index,
+        "on_skip": sequence.schedule.on_skip,
+        "prompt": sequence.prompt_token_ids if choice is Choice.PENALISE else [],
+    }
+
+
+def _stand_in(
+    num_layers: int, *, params: dict[str, Any], is_hosts: bool, seed: int, index: int, on_skip: Any, prompt: list[int]
+) -> Sequence:
+    """A sequence of which executors find what they ask for; that only the host can choose its tokens shows in them."""
+    return Sequence(
+        request_id="",
+        index=index,
+        prompt_token_ids=prompt,
+        params=SamplingParams(**params, logprobs=0 if is_hosts else None),
+        schedule=Schedule.nested([NEVER] * num_layers, on_skip),
+        eos_token_ids=frozenset(),
+        bad_word_ids=(),
+        seed=seed,
+        priority=0,
+        arrival=0,
+        max_length=0,
+    )

@@ -1,0 +1,104 @@
+"""`d3engine plan`: its weights are those that ranks load, its room is what is left, and depth makes room for more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import TinyLlama
+from typer.testing import CliRunner
+
+from d3engine.cli.plan import app
+from d3engine.loading.fitting import weight_bytes
+from d3engine.model.config import ModelConfig
+from d3engine.model.part import part_of
+from d3engine.model.weights import load_weights
+from d3engine.weights_tools.quantize import quantize_model
+
+GIB = 2**30
+
+
+def planned(*words: str) -> list[dict[str, Any]]:
+    result = CliRunner().invoke(app, [*words, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_llama_2_70b_on_one_device_has_its_parameters_and_its_keys_and_values() -> None:
+    floats, int8, int4 = planned("llama-2-70b", "--gpus", "200GiB", "--gpu-memory-utilization", "1")
+    assert floats["weight_bytes"] == 2 * 68_976_648_192
+    matrices = 80 * (2 * 8192 * (8192 + 1024) + 3 * 8192 * 28672) + 32_000 * 8192
+    others = 68_976_648_192 - matrices
+    rows = 80 * (2 * 8192 + 2 * 1024 + 2 * 28672 + 8192) + 32_000
+    assert int8["weight_bytes"] == matrices + 4 * rows + 2 * others
+    assert int4["weight_bytes"] == matrices // 2 + 4 * matrices // 128 + 2 * others
+    assert floats["sequence_bytes"] == 4096 * 80 * 2 * 8 * 128 * 2
+    assert floats["room"] == 200 * GIB - floats["weight_bytes"] - floats["step_bytes"]
+    assert floats["sequences"] == floats["room"] // floats["sequence_bytes"]
+
+
+def test_two_devices_share_matrices_and_keys_and_depth_makes_room_for_more_sequences() -> None:
+    (alone, *_), (shared, *_) = (planned("llama-2-70b", "--gpus", gpus) for gpus in ("80GB", "80GB,80GB"))
+    assert not alone["fits"]
+    assert shared["fits"]
+    assert shared["sequence_bytes"] * 2 == alone["sequence_bytes"]
+    norms = 2 * 8192 * (2 * 80 + 1)  # which both have
+    assert (shared["weight_bytes"] - norms) * 2 == alone["weight_bytes"] - norms
+    deep, *_ = planned("llama-2-70b", "--gpus", "80GB,80GB", "--depth", "d3", "--alpha", "0.9", "--start", "0.6")
+    assert deep["sequences"] == shared["sequences"]
+    assert deep["sequences_by_depth"] > shared["sequences_by_depth"] == shared["sequences"]
+
+
+def test_the_smallest_device_decides() -> None:
+    uneven, even = (planned("llama-3-8b", "--gpus", gpus)[0] for gpus in ("80GB,24GB", "24GB,24GB"))
+    assert uneven == even
+
+
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_the_weights_are_those_that_a_rank_loads(
+    scheme: str | None, tiny_llama: Callable[..., TinyLlama], tmp_path: Path
+) -> None:
+    directory, _ = tiny_llama(attention_bias=True, num_key_value_heads=4)
+    if scheme is not None:
+        quantize_model(directory, tmp_path / scheme, scheme)
+        directory = tmp_path / scheme
+    config = ModelConfig.from_directory(directory)
+    part = part_of(config, 0, 3)
+    loaded = load_weights(directory, config, dtype=torch.bfloat16, device="cpu", show_progress=False, part=part)
+    assert weight_bytes(config, part) == loaded.nbytes
+    found = planned(str(directory), "--gpus", "1GiB,1GiB,1GiB", "--context", "64", "--answer", "8")
+    assert [fit["weights"] for fit in found] == (["bfloat16", "int8", "int4"] if scheme is None else [scheme])
+
+
+def test_a_config_alone_is_enough_and_what_cannot_be_parted_says_why(tiny_llama: Callable[..., TinyLlama]) -> None:
+    config = str(tiny_llama().directory / "config.json")
+    *floats, int4 = planned(config, "--gpus", "1GiB,1GiB", "--context", "64", "--answer", "8")
+    assert all(fit["fits"] for fit in floats)
+    assert "int4 parts them at multiples of 128 channels" in int4["reason"]
+    result = CliRunner().invoke(app, [config, "--gpus", "1MiB", "--context", "64", "--answer", "8"])
+    assert result.exit_code == 0
+    assert "GiB short of one sequence" in result.output
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--gpus", "80"],
+        ["--gpus", "0GB"],
+        ["--gpus", "80GB,"],
+        ["--gpus", "80GB", "--context", "0"],
+        ["--gpus", "80GB", "--context", "100", "--answer", "100"],
+        ["--gpus", "80GB", "--gpu-memory-utilization", "1.5"],
+        ["--gpus", "80GB", "--depth", "early-exit", "--threshold", "0.9"],
+    ],
+    ids=" ".join,
+)
+def test_what_makes_no_sense_is_refused_by_its_option(words: list[str]) -> None:
+    result = CliRunner().invoke(app, ["llama-2-7b", *words])
+    option = "--depth" if "--depth" in words else next(word for word in reversed(words) if word.startswith("--"))
+    assert result.exit_code != 0
+    assert option in str(result.exception or result.output)

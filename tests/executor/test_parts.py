@@ -1,0 +1,142 @@
+"""A model that is spread over ranks answers as one that is not: parts, sums and messages, with threads as ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batches import BLOCK, LAYERS, MAX_LENGTH, assert_same, kv_is_back, run_together, some_requests
+from rank_tests import left_to_test_parallel
+from thread_ranks import ThreadRanks, over_threads
+from tiny_models import TinyLlama
+
+from d3engine import D3, Engine, Lossless, RequestOutput, SamplingParams, SelfSpeculative, UnifiedSkip
+from d3engine.depth import DepthPolicy
+from d3engine.loading import resolve
+from d3engine.weights_tools.quantize import quantize_model
+
+MakeModel = Callable[..., TinyLlama]
+MakePrompts = Callable[..., list[list[int]]]
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "grouped-query": {"num_key_value_heads": 2},
+    "multi-head": {"num_key_value_heads": 4},
+    "multi-query, so that ranks hold the same key head": {"num_key_value_heads": 1},
+    "three key heads, dealt out unevenly": {"num_attention_heads": 6, "num_key_value_heads": 3},
+    "tied embeddings": {"tie_word_embeddings": True},
+    "biases, which are added once": {"attention_bias": True, "mlp_bias": True},
+    "odd sizes": {"vocab_size": 123, "hidden_size": 45, "intermediate_size": 53, "num_attention_heads": 5}
+    | {"num_key_value_heads": 5, "head_dim": 14},
+}
+
+
+def answers(engine: Engine, prompts: list[list[int]], **params: Any) -> list[Any]:
+    asked = SamplingParams(**{"temperature": 0, "max_tokens": 12, "ignore_eos": True} | params)
+    with engine:
+        outputs = engine.generate(prompts, asked, use_tqdm=False)
+    return [(output.outputs[0].token_ids, output.outputs[0].depths) for output in outputs]
+
+
+def engine_of(directory: Any, **options: Any) -> Engine:
+    given = {"max_num_seqs": 4, "block_size": 4, "max_model_len": 64, "enforce_eager": True} | options
+    return Engine(directory, dtype="float32", skip_tokenizer_init=True, **given)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_model_over_ranks_answers_as_one_that_is_whole(
+    name: str, size: int, tiny_llama: MakeModel, make_prompts: MakePrompts
+) -> None:
+    if size > 2:
+        left_to_test_parallel()
+    directory, model = tiny_llama(**LAYOUTS[name])
+    prompts = make_prompts([1, 9, 17], vocab_size=model.config.vocab_size)
+    wanted = answers(engine_of(directory), prompts)
+    assert answers(over_threads(engine_of(directory), size), prompts) == wanted
+
+
+def run_mixed(engine: Engine, seed: int) -> dict[int, RequestOutput]:
+    """Requests of every policy and kind of sampling, with common beginnings, in little memory."""
+    requests = some_requests(seed, 12)
+    with engine:
+        done = run_together(engine, requests, random.Random(seed))
+        stats = engine.stats()
+        assert stats.num_preemptions > 0
+        assert stats.cached_prompt_tokens > 0
+        assert kv_is_back(engine)
+    return done
+
+
+@pytest.mark.parametrize(("seed", "graphs"), [(0, True), (1, False), (3, True), (4, False), (5, True)])
+def test_every_policy_and_kind_of_sampling_with_preemptions_and_prefix_hits_answers_alike_over_two_ranks(
+    seed: int, graphs: bool, tiny_llama: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if seed:
+        left_to_test_parallel()
+    directory, _ = tiny_llama(num_hidden_layers=LAYERS, max_position_embeddings=MAX_LENGTH)
+    blocks = LAYERS * -(-46 // BLOCK)
+    options: dict[str, Any] = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 24,
+        "kv_cache_memory_bytes": blocks * 2 * BLOCK * 2 * 16 * 4,
+    }
+    wanted = run_mixed(engine_of(directory, **options), seed)
+    if graphs:
+        monkeypatch.setattr(resolve, "executor_for", lambda *_: "graphs")
+        options["enforce_eager"] = False
+    engine = over_threads(engine_of(directory, **options), 2)
+    found = run_mixed(engine, seed)
+    assert found.keys() == wanted.keys()
+    for nth, output in found.items():
+        assert_same(output, wanted[nth])
+
+
+@pytest.mark.parametrize("policy", [Lossless(D3(0.8, 0.3), 4), SelfSpeculative(UnifiedSkip(2), 3)], ids=repr)
+def test_drafts_are_verified_alike_over_two_ranks(
+    policy: DepthPolicy, tiny_llama: MakeModel, make_prompts: MakePrompts
+) -> None:
+    if not isinstance(policy, Lossless):
+        left_to_test_parallel()
+    directory, _ = tiny_llama(num_hidden_layers=LAYERS, max_position_embeddings=MAX_LENGTH)
+    prompts = make_prompts([5, 11])
+    for temperature in (0.0, 1.5):
+        params = {"depth": policy, "temperature": temperature, "seed": 3}
+        wanted = answers(engine_of(directory), prompts, **params)
+        assert answers(over_threads(engine_of(directory), 2), prompts, **params) == wanted
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_quantized_matrices_answer_alike_over_two_ranks(
+    scheme: str, tiny_llama: MakeModel, make_prompts: MakePrompts, tmp_path: Path
+) -> None:
+    quantize_model(tiny_llama(head_dim=64, intermediate_size=256).directory, tmp_path / scheme, scheme)
+    prompts = make_prompts([3, 14])
+    wanted = answers(engine_of(tmp_path / scheme), prompts)
+    assert answers(over_threads(engine_of(tmp_path / scheme), 2), prompts) == wanted
+
+
+def test_a_step_of_decoding_is_told_by_what_has_changed_and_not_by_its_tables(
+    tiny_llama: MakeModel, make_prompts: MakePrompts
+) -> None:
+    directory, _ = tiny_llama(num_hidden_layers=LAYERS)
+    engine = over_threads(engine_of(directory, max_model_len=512, max_num_seqs=8), 2)
+    ranks = engine.executor
+    assert isinstance(ranks, ThreadRanks)
+    answers(engine, make_prompts([40] * 8))
+    assert engine.scheduler.cache.tables.nbytes > 20_000
+    assert 0 < max(ranks.bytes_sent[1:]) < 3_000
+
+
+def test_a_layer_that_is_skipped_needs_no_sum_and_one_that_runs_two(
+    tiny_llama: MakeModel, make_prompts: MakePrompts
+) -> None:
+    directory, _ = tiny_llama(num_hidden_layers=LAYERS)
+    engine = over_threads(engine_of(directory), 2)
+    ranks = engine.executor
+    assert isinstance(ranks, ThreadRanks)
+    ((_, depths),) = answers(engine, make_prompts([5]), depth=D3(0.8, 0.3))
+    assert min(depths) < LAYERS
+    assert ranks.sums == [1 + 2 * depth for depth in depths]  # one is the embedding's

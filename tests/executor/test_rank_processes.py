@@ -1,0 +1,245 @@
+"""The ranks of a model as processes: how they begin, agree, and end, each for itself and all together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from rank_tests import PROMPT, asked, left_to_test_parallel
+from stepping import finish
+from tiny_models import TinyLlama
+
+from d3engine import D3, AsyncEngine, EarlyExit, Engine, InvalidValueError, Lossless, SamplingParams
+from d3engine.errors import EngineDeadError, ModelFormatError
+from d3engine.executor.tensor_parallel.follower import Leader
+from d3engine.executor.tensor_parallel.team import Team
+
+MakeModel = Callable[..., TinyLlama]
+MakePrompts = Callable[..., list[list[int]]]
+
+HANG_GUARD_SECONDS = 300
+
+
+def engine_of(directory: Path, **options: Any) -> Engine:
+    given = {"max_num_seqs": 4, "block_size": 4, "max_model_len": 64, "enforce_eager": True} | options
+    return Engine(directory, dtype="float32", skip_tokenizer_init=True, **given)
+
+
+def asked_of_each() -> list[SamplingParams]:
+    """A request of every kind that ranks run differently: greedy, drawn, cut, leaving early, drafted."""
+    common: dict[str, Any] = {"max_tokens": 10, "ignore_eos": True, "seed": 5}
+    return [
+        SamplingParams(temperature=0, depth=D3(0.8, 0.3), **common),
+        SamplingParams(temperature=1.5, depth=D3(0.8, 0.3), **common),
+        SamplingParams(temperature=1.5, top_p=0.8, logprobs=2, **common),
+        SamplingParams(temperature=0, depth=EarlyExit(0.9, "cosine"), **common),
+        SamplingParams(temperature=0, depth=Lossless(D3(0.8, 0.3), 3), **common),
+    ]
+
+
+def tokens_of(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    outputs = engine.generate(prompts, asked_of_each(), use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def children() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "rank_processes" in " ".join(child.cmdline())]
+
+
+def test_ranks_that_are_processes_answer_as_one_and_the_death_of_one_ends_the_engine_by_its_name(
+    tiny_llama: MakeModel, make_prompts: MakePrompts
+) -> None:
+    directory, _ = tiny_llama(num_hidden_layers=4)
+    prompts = make_prompts([3, 17, 9, 5, 11])
+    with engine_of(directory) as whole:
+        wanted = tokens_of(whole, prompts)
+    engine = engine_of(directory, tensor_parallel_size=2)
+    (rank,) = children()
+    assert tokens_of(engine, prompts) == wanted
+    assert engine.stats().executor == "eager, on 2 ranks"
+    engine.add_request("one", prompts[0], asked_of_each()[0])
+    engine.step()
+    os.kill(rank.pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="rank 1 of 2 has ended by signal 9"):
+        finish(engine)
+    assert not children()
+    with pytest.raises(EngineDeadError, match="rank 1 of 2 has ended by signal 9"):
+        engine.step()
+    engine.close()
+
+
+# -- the two ends of a rank's connection, without a process ----------------------------------------------------------
+
+
+def joined() -> tuple[Team, Any]:
+    ours, theirs = Pipe()
+    return Team([ours]), theirs
+
+
+def test_a_rank_that_cannot_begin_says_why() -> None:
+    team, link = joined()
+    Leader(link).fail(ModelFormatError("model.safetensors: tensor 'x' holds NaN or infinity"))
+    with pytest.raises(ModelFormatError, match="tensor 'x' holds NaN"):
+        team.hear()
+    Leader(link).fail(MemoryError("too little"))
+    with pytest.raises(EngineDeadError, match="rank 1 of 2 could not begin: too little"):
+        team.hear()
+
+
+def test_a_rank_that_ends_before_it_is_ready_is_not_waited_for() -> None:
+    team, link = joined()
+    link.close()
+    with pytest.raises(EngineDeadError, match="rank 1 of 2 has ended or cannot be reached before it was ready"):
+        team.hear()
+
+
+def test_the_fault_of_one_rank_is_the_reason_and_not_that_others_miss_it() -> None:
+    pairs = [Pipe() for _ in range(3)]
+    team = Team([ours for ours, _ in pairs])
+    Leader(pairs[0][1]).fail(EngineDeadError("other ranks cannot be reached"))
+    Leader(pairs[1][1]).fail(ValueError("the fault itself"))
+    Leader(pairs[2][1]).fail(EngineDeadError("other ranks cannot be reached"))
+    freed: list[bool] = []
+    team.watch(lambda: freed.append(True))
+    reason = team.explain(EngineDeadError("lost"))
+    assert str(reason) == "rank 2 of 4: the fault itself"
+    with pytest.raises(EngineDeadError, match="rank 2 of 4: the fault itself"):
+        team.send_plan(b"")
+    team.close()
+    assert freed == [True]
+
+
+def test_a_fault_of_rank_0_is_every_ranks_and_its_end_ends_them() -> None:
+    team, link = joined()
+    leader = Leader(link)
+    team.close("rank 0 has run out of memory")
+    with pytest.raises(EngineDeadError, match="rank 0 has run out of memory"):
+        leader.hear()
+    ours, theirs = Pipe()
+    ours.close()
+    with pytest.raises(EngineDeadError, match="rank 0 has ended"):
+        Leader(theirs).hear()
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "allowed"),
+    [
+        (0, "an integer from 1 to 1024"),
+        (True, "an integer from 1 to 1024"),
+        (5, "so few that each rank has a head of its own: there are 4 query heads over 2 key/value heads"),
+    ],
+)
+def test_a_number_of_ranks_that_the_model_has_not_enough_heads_for_is_refused(
+    size: Any, allowed: str, tiny_llama: MakeModel
+) -> None:
+    with pytest.raises(InvalidValueError, match=f"tensor_parallel_size must be {allowed}"):
+        engine_of(tiny_llama().directory, tensor_parallel_size=size)
+
+
+def test_ready_weights_beside_ranks_are_refused(make_engine: Callable[..., Engine]) -> None:
+    with pytest.raises(InvalidValueError, match="weights must be None beside tensor_parallel_size=2"):
+        make_engine(tensor_parallel_size=2)
+
+
+# -- with more processes -----------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import os, sys
+from d3engine import D3, Engine, SamplingParams
+from rank_tests import PROMPT, asked
+if __name__ == "__main__":
+    size = int(sys.argv[2])
+    with Engine(sys.argv[1], tensor_parallel_size=size, skip_tokenizer_init=True, dtype="float32") as engine:
+        print(os.getpid(), engine.generate([PROMPT], asked(), use_tqdm=False)[0].outputs[0].token_ids, flush=True)
+        if len(sys.argv) > 3:
+            os.kill(os.getpid(), 9)
+"""
+
+
+def run_program(tmp_path: Path, command: list[str], *arguments: object) -> subprocess.Popen[str]:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    support = str(Path(__file__).parents[1] / "support")
+    environment = os.environ | {"PYTHONPATH": support, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *command, str(program), *map(str, arguments)],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def wanted_of(directory: Path) -> list[int]:
+    with Engine(directory, skip_tokenizer_init=True, dtype="float32", enforce_eager=True) as engine:
+        return engine.generate([PROMPT], asked(), use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_four_processes_answer_as_one_and_end_with_the_one_that_plans_however_it_ends(
+    tiny_llama: MakeModel, tmp_path: Path
+) -> None:
+    left_to_test_parallel()
+    directory, _ = tiny_llama(num_attention_heads=8, num_key_value_heads=4)
+    program = run_program(tmp_path, [], directory, 4, "and is killed")
+    assert program.stdout is not None
+    line = program.stdout.readline()
+    ranks = psutil.Process(int(line.split()[0])).children() if program.poll() is None else []
+    program.communicate(timeout=HANG_GUARD_SECONDS)
+    assert line.split(maxsplit=1)[1].strip() == str(wanted_of(directory))
+    assert program.returncode == -signal.SIGKILL
+    _, alive = psutil.wait_procs(ranks, timeout=HANG_GUARD_SECONDS)
+    assert not alive
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_program_under_torchrun_prints_once_and_ends_everywhere(
+    size: int, tiny_llama: MakeModel, tmp_path: Path
+) -> None:
+    left_to_test_parallel()
+    directory, _ = tiny_llama(num_attention_heads=8, num_key_value_heads=4)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    program = run_program(tmp_path, torchrun, directory, size)
+    output, errors = program.communicate(timeout=HANG_GUARD_SECONDS)
+    assert program.returncode == 0, errors
+    assert [line.split(maxsplit=1)[1] for line in output.splitlines()] == [str(wanted_of(directory))]
+
+
+def test_another_number_of_ranks_than_torchrun_has_started_is_refused(tiny_llama: MakeModel, tmp_path: Path) -> None:
+    left_to_test_parallel()
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    program = run_program(tmp_path, torchrun, tiny_llama().directory, 4)
+    _, errors = program.communicate(timeout=HANG_GUARD_SECONDS)
+    assert program.returncode != 0
+    assert "tensor_parallel_size must be the number of ranks that torchrun has started, 2; got 4" in errors
+
+
+def test_the_death_of_an_engines_process_ends_its_ranks(tiny_llama: MakeModel) -> None:
+    left_to_test_parallel()
+    directory, _ = tiny_llama()
+
+    async def kill() -> list[psutil.Process]:
+        arguments: dict[str, Any] = {"tensor_parallel_size": 2, "skip_tokenizer_init": True, "device": "cpu"}
+        async with AsyncEngine(directory, transport="process", **arguments) as engine:
+            (process,) = psutil.Process().children()
+            ranks = process.children()
+            assert len(ranks) == 1
+            process.kill()
+            with pytest.raises(EngineDeadError, match="by signal 9"):
+                async for _ in engine.generate(PROMPT, asked(), request_id="one"):
+                    pass
+            return ranks
+
+    _, alive = psutil.wait_procs(asyncio.run(kill()), timeout=HANG_GUARD_SECONDS)
+    assert not alive
