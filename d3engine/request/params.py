@@ -38,7 +38,7 @@ BOUNDS: Mapping[str, Integers | Numbers] = {
     "min_p": Numbers(0.0, 1.0),
     "presence_penalty": Numbers(-2.0, 2.0),
     "frequency_penalty": Numbers(-2.0, 2.0),
-    "repetition_penalty": Numbers(0.0, 100.0, open_low=True),
+    "repetition_penalty": Numbers(0.01, 100.0),  # logits that are divided by less may be finite no more
     "seed": Integers(-1, 2**63 - 1),
     "max_tokens": Integers(1, MAX_TOKENS),
     "min_tokens": Integers(0),
@@ -82,7 +82,7 @@ class SamplingParams:
         min_p: drop tokens less likely than this times the likeliest.
         presence_penalty: subtracted from the logit of every token already generated.
         frequency_penalty: subtracted once for each time the token was generated.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output; 0.01 to 100.
         seed: the random numbers of a sequence depend on (seed, step) alone. None and -1: the engine gives one.
         stop: a string or several that end the text, which then stops before them.
         stop_token_ids: token ids that end the sequence and are not shown.

@@ -46,6 +46,8 @@ ROUTES = (
     Route("/openapi.json", show_openapi, methods=["GET"]),
 )
 
+BODY_PATHS = frozenset(route.path for route in ROUTES if "POST" in (route.methods or ()))
+
 
 def create_app(client: EngineClient, settings: ServerSettings) -> Starlette:
     """The app that answers for an engine.
@@ -62,7 +64,7 @@ def create_app(client: EngineClient, settings: ServerSettings) -> Starlette:
 
     app = Starlette(
         routes=[*ROUTES, *PAGE_ROUTES],
-        middleware=guards(settings.guards, served.traffic, note, OPEN_PATHS | PAGE_PATHS),
+        middleware=guards(settings.guards, served.traffic, note, OPEN_PATHS | PAGE_PATHS, BODY_PATHS),
         exception_handlers={HTTPException: _no_route, Exception: _failed},
     )
     app.state.served, app.state.traffic = served, served.traffic

@@ -64,9 +64,8 @@ def write_tasks(folder: Path) -> list[str]:
 
 def test_a_task_over_http_has_the_samples_of_the_same_task_in_this_process(url: str, tmp_path: Path) -> None:
     tasks = write_tasks(tmp_path)
-    arguments = (
-        f"base_url={url},model=demo,tokenizer={DEMO},tokenizer_backend=huggingface,max_length=1023,num_concurrent=1"
-    )
+    arguments = f"base_url={url},model=demo,tokenizer={DEMO},tokenizer_backend=huggingface,add_bos_token=True"
+    arguments += ",max_length=1023,num_concurrent=1"
 
     def evaluate(**model: Any) -> Any:
         manager = TaskManager(include_path=str(tmp_path), include_defaults=False)

@@ -43,6 +43,24 @@ def test_no_value_of_any_field_is_a_fault_of_the_servers(http: httpx.Client, pat
     assert refused > 5
 
 
+def test_every_number_at_its_bound_is_answered(http: httpx.Client) -> None:
+    """A penalty of nearly nothing once made logits that were no numbers, and so a fault of what could be foreseen."""
+    shape = http.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]["properties"]
+    asked = {"prompt": "Tom has <unk>", "max_tokens": 3, "temperature": 1, "seed": 1}
+    tried = 0
+    for field, schema in shape.items():
+        for kind in schema.get("anyOf", ()):
+            bounds = {name: kind[name] for name in ("minimum", "maximum", "exclusiveMinimum") if name in kind}
+            if field in ("n", "best_of", "max_tokens", "min_tokens"):
+                continue  # whose bounds depend on each other, and on the room that there is
+            for name, bound in bounds.items():
+                value = 5e-324 if name == "exclusiveMinimum" else bound
+                answer = http.post("/v1/completions", json=asked | {field: value})
+                assert answer.status_code == 200, (field, value, answer.text)
+                tried += 1
+    assert tried > 15
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
 @pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "frequency_penalty", "repetition_penalty"])
 def test_what_is_no_finite_number_is_refused(http: httpx.Client, field: str, number: str) -> None:

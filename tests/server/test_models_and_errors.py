@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 from starlette.testclient import TestClient
 
@@ -15,6 +16,13 @@ def http() -> TestClient:
     settings = ServerSettings(model_names=("demo", "org/demo"), depth_aliases={"demo-full": FullDepth()})
     engine = Engine("demo", device="cpu", kv_cache_memory_bytes=2**22)
     return TestClient(create_app(engine, settings), base_url="http://127.0.0.1:8000")
+
+
+def test_a_method_that_a_route_lacks_is_told_whatever_its_body(http: httpx.Client) -> None:
+    for path in ("/health", "/v1/models", "/v1/models/demo", "/metrics", "/"):
+        answer = http.post(path, content=b"<a/>", headers={"content-type": "text/xml"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
+        assert "GET" in answer.headers["allow"]
 
 
 def test_every_id_is_listed_with_the_depth_that_it_stands_for(http: TestClient) -> None:

@@ -74,7 +74,7 @@ def test_a_completion_that_cannot_be_honoured_names_the_field(
 ) -> None:
     status, error = refusal("/v1/completions", COMPLETION | changes)
     assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
-    assert error["message"].startswith((param, "The model's context", "In depth"))
+    assert error["message"].startswith((param, "This model's maximum context length is 1024 tokens, but", "In depth"))
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"a"', b'{"prompt": NaN}', b"\xff"])
@@ -91,6 +91,7 @@ def test_the_official_client_raises_its_own_errors(openai: OpenAI) -> None:
     with pytest.raises(BadRequestError) as long:
         openai.completions.create(model="demo", prompt="Tom " * 2000)
     assert (long.value.code, long.value.param) == ("context_length_exceeded", "prompt")
+    assert "This model's maximum context length is 1024 tokens" in long.value.message  # which LiteLLM looks for
     with pytest.raises(BadRequestError) as both:
         openai.completions.create(model="demo", prompt="Tom has", max_tokens=1022)
     assert both.value.code == "context_length_exceeded"

@@ -17,6 +17,8 @@ from d3engine.server.shapes.requests import Prompt
 
 TOO_LONG = "context_length_exceeded"
 """OpenAI's word, by which clients know that a shorter prompt would help."""
+_LONGEST = "This model's maximum context length is {} tokens"
+"""By which LiteLLM knows it: it reads messages alone."""
 
 
 def prompts_of(given: Prompt, served: Served) -> list[str | list[int]]:
@@ -74,7 +76,7 @@ async def prepare_all(
             )
         )
     except InvalidValueError as error:
-        raise _of_length(error) or error from None
+        raise _of_length(error, served.client.max_model_len) or error from None
 
 
 def take_places(request: Request, num_prompts: int, n: int, n_field: str = "n") -> None:
@@ -105,18 +107,20 @@ async def _prepare(
     length, most = len(prepared.prompt_token_ids), served.client.max_model_len
     if max_tokens is not None and length + max_tokens > most:
         message = (
-            f"The model's context has room for {most} tokens, but {length + max_tokens} are asked for: {length} in the"
-            f" prompt, {max_tokens} in the answer."
+            f"{_LONGEST.format(most)}, but {length + max_tokens} are asked for: {length} in the prompt, {max_tokens} in"
+            " the answer."
         )
         raise invalid("max_tokens", message, TOO_LONG)
     return prepared
 
 
-def _of_length(error: InvalidValueError) -> RequestError | None:
+def _of_length(error: InvalidValueError, most: int) -> RequestError | None:
     """The same error by OpenAI's word, if it is about a prompt or an answer that is too long."""
     is_prompt = error.field == "prompt" and "max_model_len" in error.allowed
     is_cache = error.field == "max_tokens" and "KV cache" in error.allowed
-    return invalid(error.field, f"{error}.", TOO_LONG) if is_prompt or is_cache else None
+    if is_prompt:
+        return invalid(error.field, f"{error}. {_LONGEST.format(most)}.", TOO_LONG)
+    return invalid(error.field, f"{error}.", TOO_LONG) if is_cache else None
 
 
 async def without_special_tokens(served: Served, prompts: Sequence[str | list[int]]) -> list[str | list[int]]:

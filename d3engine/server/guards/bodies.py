@@ -19,15 +19,20 @@ WITH_BODY = frozenset({"POST"})
 
 
 class BodyGuard:
-    """Reads the bodies of all requests that may have one."""
+    """Reads the bodies of all requests that may have one.
 
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout: float) -> None:
+    `paths` are those that take one, None: all; of any other a body is not even looked at, since the router refuses it.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout: float, paths: frozenset[str] | None = None) -> None:
         self.app = app
+        self._paths = paths
         self._max_bytes = max_bytes
         self._timeout = timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] not in WITH_BODY:
+        takes_one = self._paths is None or scope.get("path") in self._paths
+        if scope["type"] != "http" or scope["method"] not in WITH_BODY or not takes_one:
             await self.app(scope, receive, send)
             return
         self._check_head(scope)

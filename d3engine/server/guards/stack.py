@@ -24,8 +24,9 @@ def guards(
     traffic: Traffic,
     note: Callable[[Exchange], None],
     open_paths: frozenset[str] = OPEN_PATHS,
+    body_paths: frozenset[str] | None = None,
 ) -> list[Middleware]:
-    """What `Starlette(middleware=...)` takes: the outermost first.
+    """What `Starlette(middleware=...)` takes: the outermost first; None are `body_paths` where any may take a body.
 
     Who may call is asked before anything of a body is read; what is refused is still an answer that a page of an
     allowed origin can read, and has its line in the log.
@@ -50,5 +51,5 @@ def guards(
         Middleware(KeyGuard, api_keys=settings.api_keys, metrics_keys=settings.metrics_keys, open_paths=open_paths),
         Middleware(DeadlineGuard, request_timeout=settings.request_timeout, write_timeout=settings.write_timeout),
         Middleware(TrafficGuard, traffic=traffic),
-        Middleware(BodyGuard, max_bytes=settings.max_body_bytes, timeout=settings.body_timeout),
+        Middleware(BodyGuard, max_bytes=settings.max_body_bytes, timeout=settings.body_timeout, paths=body_paths),
     ]
