@@ -82,7 +82,8 @@ class SamplingParams:
         min_p: drop tokens less likely than this times the likeliest.
         presence_penalty: subtracted from the logit of every token already generated.
         frequency_penalty: subtracted once for each time the token was generated.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output; 0.01 to 100.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output; from
+            0.01 to 100.
         seed: the random numbers of a sequence depend on (seed, step) alone. None and -1: the engine gives one.
         stop: a string or several that end the text, which then stops before them.
         stop_token_ids: token ids that end the sequence and are not shown.
