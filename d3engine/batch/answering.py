@@ -62,7 +62,7 @@ class Answers:
         try:
             while True:
                 new = islice(waiting, self._at_once - len(running))
-                running |= {asyncio.create_task(self._answer(line)) for line in new}
+                running |= {asyncio.create_task(self.answer(line)) for line in new}
                 if not running:
                     return
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -73,7 +73,8 @@ class Answers:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _answer(self, line: Line) -> Result:
+    async def answer(self, line: Line) -> Result:
+        """What comes of one line. Raises `FailedError` when the engine has ended."""
         if line.fault is not None:
             return Result(line)
         status, request_id, body = await post(self._app, line.url, line.body)

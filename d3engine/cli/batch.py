@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 app = new_app()
 
+RAY = 'Let engines of this Ray cluster answer; "auto" is the one that runs here, "local" one of its own (extra ray).'
+
 Answering: TypeAlias = "Callable[[Iterable[Line]], Iterator[Result]]"
 """From lines to what has come of each, as soon as it has come, in any order; whoever can do that can run a batch."""
 
@@ -51,12 +54,15 @@ def batch(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A file with a request on each line, as JSON.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Gets a line for each; goes on if it is there.")],
     model: Annotated[str, typer.Option("--model", help=MODEL)] = "demo",
+    ray: Annotated[str | None, typer.Option("--ray", metavar="ADDRESS", help=RAY, show_default=False)] = None,
+    ray_engines: Annotated[int, typer.Option("--ray-engines", help="Engines on that cluster.", min=1)] = 1,
 ) -> None:
     """Answer a file of requests, in OpenAI's batch format.
 
     A line that cannot be run becomes a line that says why. Started again, the command goes on where it was ended.
     """
     require_server_packages("d3engine batch")
+    require(ray is not None or ray_engines == 1, "--ray-engines", ray_engines, "given with --ray alone")
     from d3engine.batch.results import open_results
     from d3engine.server.settings import ServerSettings
 
@@ -70,7 +76,11 @@ def batch(
             note(f"{total - missing} of {total} lines have their results in {target} already")
         errors = 0
         if missing:
-            with _engine(model, depth, engine_options, settings) as answering:
+            if ray is None:
+                answerers = _engine(model, depth, engine_options, settings)
+            else:
+                answerers = _engines_on_ray(ray, ray_engines, model, depth, engine_options, settings)
+            with answerers as answering:
                 errors = _run(source, results, answering, missing)
     note(f"{total} lines, and a result for each; {missing - errors} answered now, {errors} told why not")
     if errors:
@@ -119,6 +129,31 @@ def _engine(model: str, depth: Depth, options: Options, settings: Any) -> Iterat
         yield Answers(engine, settings).results
     finally:
         asyncio.run(engine.close())
+
+
+@contextmanager
+def _engines_on_ray(
+    address: str, num_engines: int, model: str, depth: Depth, options: Options, settings: Any
+) -> Iterator[Answering]:
+    """Engines of a Ray cluster; each reads the options where it runs."""
+    from d3engine.integrations.ray_batch import RayAnswers
+
+    on_gpu = str(options.get("device", "")).startswith("cuda")
+    answers = RayAnswers(
+        address,
+        partial(_arguments, model, depth, options),
+        settings,
+        num_engines=num_engines,
+        actor_options={"num_gpus": 1} if on_gpu else None,
+    )
+    try:
+        yield answers.results
+    finally:
+        answers.close()
+
+
+def _arguments(model: str, depth: Depth, options: Options) -> dict[str, Any]:
+    return {"model": model, "depth": depth, **engine_arguments(model, options)}
 
 
 def _run(source: Path, results: Results, answering: Answering, missing: int) -> int:

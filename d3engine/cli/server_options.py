@@ -78,6 +78,12 @@ def takes_bodies(command: Callable[..., Any]) -> Callable[..., Any]:
     return takes_options(command, "what", table, TABLES["what"][0])
 
 
+def takes_ids(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace the parameter `what` of a typer command by the options that give the model its ids."""
+    table = {name: WHAT[name] for name in ("model_names", "depth_aliases")}
+    return takes_options(command, "what", table, TABLES["what"][0])
+
+
 def require_server_packages(command: str) -> None:
     """Refuse to start without what the extra brings, before anything slow is done."""
     for package in ("starlette", "uvicorn", "httptools", "msgspec", "orjson", "prometheus_client"):

@@ -59,7 +59,7 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ports]:
 
 
 class OverTriton:
-    """Answers come over HTTP; over gRPC who leaves, since Triton tells a model of that there alone."""
+    """Answers come over HTTP; of those who leave, one leaves a stream of either protocol."""
 
     def __init__(self, ports: Ports) -> None:
         self._ports = ports
@@ -108,7 +108,8 @@ class OverTriton:
                 client.stop_stream(cancel_requests=True)
 
     def leave(self, question: Question) -> None:
-        with closing(self.over_grpc(question)) as pieces:
+        read = self.over_http if question == LEFT[0] else self.over_grpc
+        with closing(read(question)) as pieces:
             next(pieces)
 
     def figures(self) -> Figures:

@@ -1,0 +1,122 @@
+"""Batches on Ray: the lines of a file go through Ray Data to engines on one machine or on a cluster (extra `ray`).
+
+The one idea: an engine answers several blocks of lines at once, so that it is not idle while the last line of one of
+them is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+
+from d3engine.async_engine.async_engine import AsyncEngine
+from d3engine.batch.answering import Answers
+from d3engine.batch.lines import Line
+from d3engine.batch.results import Result
+from d3engine.errors import FailedError, MissingExtraError
+from d3engine.server.settings import ServerSettings
+
+try:
+    import pyarrow
+    import ray
+    import ray.data
+except ImportError:
+    raise MissingExtraError("ray[data]", "ray", "d3engine batch --ray") from None
+
+LINES_PER_BLOCK = 64
+LINES_PER_CALL = LINES_PER_BLOCK // 4
+"""Ray Data makes four such calls at once for each block."""
+BLOCKS_AT_ONCE = 3
+"""Of one engine."""
+CONNECT_SECONDS = 10.0
+
+Arguments: TypeAlias = Callable[[], Mapping[str, Any]]
+"""Gives `AsyncEngine`'s arguments where the engine is; it is pickled."""
+
+
+class RayAnswers:
+    """Engines that a Ray cluster runs, as `Answers` is one of this process.
+
+    Args:
+        address: of the cluster, as `ray.init` takes it: "auto" the one that runs here, "local" one of our own.
+        arguments: of each engine.
+        settings: what a line may ask for.
+        num_engines: how many engines answer.
+        actor_options: Ray's of each engine's process.
+
+    Raises:
+        FailedError: for a cluster that cannot be reached.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        arguments: Arguments,
+        settings: ServerSettings,
+        *,
+        num_engines: int = 1,
+        actor_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        _check_there(address)
+        try:
+            ray.init(address, log_to_driver=False, logging_level=logging.WARNING, include_dashboard=False)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise FailedError(f"cannot reach Ray at {address!r}: {error}") from None
+        self._arguments = arguments, settings
+        self._num_engines = num_engines
+        self._options = {"num_cpus": 1, "max_concurrency": BLOCKS_AT_ONCE, **(actor_options or {})}
+
+    def close(self) -> None:
+        """Leave the cluster; one of our own ends."""
+        ray.shutdown()
+
+    def results(self, lines: Iterable[Line]) -> Iterator[Result]:
+        """What comes of each line, block by block as they are complete; the lines are all taken at once."""
+        logging.getLogger("ray.data").setLevel(logging.WARNING)
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        rows = [{"line": msgspec.msgpack.encode(line)} for line in lines]
+        blocks = -(-len(rows) // LINES_PER_BLOCK)
+        pool = ray.data.ActorPoolStrategy(size=self._num_engines, max_tasks_in_flight_per_actor=BLOCKS_AT_ONCE + 1)
+        with warnings.catch_warnings(action="ignore"):  # `max_concurrency` will get another place in Ray 2.64
+            found = ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
+                _Engine,
+                fn_constructor_args=self._arguments,
+                batch_size=LINES_PER_CALL,
+                batch_format="pyarrow",
+                compute=pool,
+                **self._options,
+            )
+        try:
+            for row in found.iter_rows():
+                yield msgspec.msgpack.decode(row["result"], type=Result)
+        except ray.exceptions.RayError as error:
+            raise FailedError(f"the batch has stopped: {error}") from None
+
+
+def _check_there(address: str) -> None:
+    """Raise `FailedError` for a machine that does not answer: Ray would try for minutes, and then end the process."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not (colon and port.isdecimal()):
+        return  # a word of Ray's
+    try:
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise FailedError(f"cannot reach Ray at {address!r}: {error}") from None
+
+
+class _Engine:
+    """One engine, in a process that Ray has made for it."""
+
+    def __init__(self, arguments: Arguments, settings: ServerSettings) -> None:
+        self._answers = Answers(AsyncEngine(**arguments()), settings)
+
+    async def __call__(self, batch: pyarrow.Table) -> pyarrow.Table:
+        lines = [msgspec.msgpack.decode(line, type=Line) for line in batch["line"].to_pylist()]
+        results = await asyncio.gather(*map(self._answers.answer, lines))
+        return pyarrow.table({"result": pyarrow.array(map(msgspec.msgpack.encode, results), pyarrow.binary())})
