@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 COUNT: dict[str, Any] = {
     "type": "object",
-    "properties": {"what": {"enum": ["pens", 'a "cup"']}, "many": {"type": "integer", "minimum": 0, "maximum": 9}},
-    "required": ["what", "many"],
+    "properties": {"many": {"enum": [5, '"6"']}},
+    "required": ["many"],
     "additionalProperties": False,
 }
 QUESTION = "Tom has 5 pens."
@@ -51,8 +51,7 @@ def anthropic(address: str) -> Iterator[Anthropic]:
 
 
 def assert_is_count(arguments: Any) -> None:
-    assert arguments["what"] in COUNT["properties"]["what"]["enum"]
-    assert 0 <= arguments["many"] <= 9
+    assert arguments["many"] in COUNT["properties"]["many"]["enum"]
 
 
 # -- responses ---------------------------------------------------------------------------------------------------------
@@ -61,17 +60,16 @@ FUNCTION: dict[str, Any] = {"type": "function", "name": "count", "parameters": C
 ASKED: dict[str, Any] = {"model": "demo", "input": QUESTION, "tools": [FUNCTION], "extra_body": {"seed": 2}}
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "count"}], ids=str)
-def test_a_response_that_calls_is_whole_and_streamed_the_chats_call(openai: OpenAI, choice: Any) -> None:
+def test_a_response_that_calls_is_whole_and_streamed_the_chats_call(openai: OpenAI) -> None:
+    choice = {"type": "function", "name": "count"}
     asked = {**ASKED, "tool_choice": choice, "temperature": 1.0, "parallel_tool_calls": False}
     whole = openai.responses.create(**asked)
     events = list(openai.responses.create(**asked, stream=True))
-    named = choice if choice == "required" else {"type": "function", "function": {"name": "count"}}
     said = openai.chat.completions.create(
         model="demo",
         messages=[{"role": "user", "content": QUESTION}],
         tools=[{"type": "function", "function": {"name": "count", "description": "", "parameters": COUNT}}],
-        tool_choice=named,
+        tool_choice={"type": "function", "function": {"name": "count"}},
         parallel_tool_calls=False,
         **SEEDED,
     )
@@ -123,13 +121,13 @@ def test_calls_and_results_are_part_of_a_responses_input(openai: OpenAI) -> None
 def test_a_response_keeps_to_the_form_of_its_text(openai: OpenAI) -> None:
     form: Any = {"format": {"type": "json_schema", "name": "count", "schema": COUNT, "strict": True}}
     asked: dict[str, Any] = {"model": "demo", "input": QUESTION, "text": form, "temperature": 1.0}
-    for seed in (1, 2):
-        found = openai.responses.create(**asked, extra_body={"seed": seed})
-        assert_is_count(json.loads(found.output_text))
+    found = openai.responses.create(**asked, extra_body={"seed": 1})
+    assert_is_count(json.loads(found.output_text))
     assert found.text is not None
     assert found.text.format is not None
     assert found.text.format.type == "json_schema"
-    any_object = openai.responses.create(model="demo", input=QUESTION, text={"format": {"type": "json_object"}})
+    form = {"format": {"type": "json_object"}}
+    any_object = openai.responses.create(model="demo", input=QUESTION, text=form, max_output_tokens=3)
     assert any_object.output_text.startswith("{")
 
 
@@ -140,9 +138,8 @@ TOOL: dict[str, Any] = {"name": "count", "description": "How many", "input_schem
 MESSAGE: dict[str, Any] = {"model": "demo", "messages": TURNS, "max_tokens": 200, "tools": [TOOL]}
 
 
-@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "count"}], ids=str)
-def test_a_message_that_calls_has_blocks_of_tool_use_whole_and_streamed(anthropic: Anthropic, choice: Any) -> None:
-    asked = {**MESSAGE, "tool_choice": choice | {"disable_parallel_tool_use": True}}
+def test_a_message_that_calls_has_blocks_of_tool_use_whole_and_streamed(anthropic: Anthropic) -> None:
+    asked = {**MESSAGE, "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
     asked["extra_body"] = SEEDED | {"return_depths": True}
     whole = anthropic.messages.create(**asked)
     (block,) = whole.content

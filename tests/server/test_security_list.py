@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -15,6 +17,7 @@ from d3engine.text.limited_process import ProcessLimits
 if TYPE_CHECKING:
     from d3engine import AsyncEngine
 
+ROOT = Path(__file__).parents[2]
 TURNS = [{"role": "user", "content": "Tom has 5 pens."}]
 GOOD: dict[str, Any] = {"prompt": "Tom has 5 pens.", "max_tokens": 60, "temperature": 1, "seed": 7, "ignore_eos": True}
 BAD: list[dict[str, Any]] = [
@@ -132,3 +135,11 @@ def test_no_part_but_text_is_read_so_nothing_is_fetched(http: httpx.Client, part
         answer = http.post(path, json=body)
         assert answer.status_code == 400, path
         assert "[0].content[0] must be" in answer.json()["error"]["message"]
+
+
+def test_litellm_is_nothing_that_an_installation_brings() -> None:
+    """Row 21 of the security list: it is tried as a client, in an environment of its own."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    assert needed
+    assert not [one for one in needed if "litellm" in one.lower()]
