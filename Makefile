@@ -82,10 +82,11 @@ ports: $(VENV)/.installed-test $(VENV)/.native
 		tests/kernels/native/test_sanitized.py --durations=0
 
 # The server's tests with those of its page in a real browser, which need Debian's package `chromium`, with thousands of
-# requests made of its description, and with the clients of other libraries.
+# requests made of its description, with the clients of other libraries, and a short soak.
 test-server: $(VENV)/.installed-test $(VENV)/.native test-with-clients
-	$(PIP) "playwright>=1.60,<2" "schemathesis>=4.32,<5"
+	$(PIP) "playwright>=1.60,<2" "schemathesis>=4.32,<5" aiohttp
 	$(BIN)/python -m pytest tests/server
+	$(BIN)/python -m benchmarks.soak --minutes 1
 
 # The stacks behind which the engine may stand, for real: each in an environment of its own over that of the tests, since
 # what they pin contradicts each other. A stack's packages are in tests/integrations/stacks, its tests in test_STACK*.py.

@@ -1,0 +1,36 @@
+"""What a soak calls a fault is one."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.soak import GROWTH, Soak, _text, requests
+
+
+def test_an_answer_that_is_another_than_alone_is_a_fault() -> None:
+    soak = Soak("http://127.0.0.1:1", alone=["five", "six"])
+    soak._compare(1, "six")
+    assert not soak.faults
+    soak._compare(1, "sixteen")
+    assert soak.faults == ["request 1 answered 'sixteen'; alone 'six'"]
+
+
+def test_memory_that_rises_to_the_end_is_told_from_memory_that_has_risen() -> None:
+    def growth(sizes: list[float]) -> float:
+        found = Soak("", memory=[(float(second), size) for second, size in enumerate(sizes)]).growth()
+        assert found is not None
+        return found
+
+    risen = [100.0 + min(second, 20) for second in range(60)]
+    rises = [100.0 + 0.2 * second for second in range(60)]
+    assert growth(risen) == pytest.approx(0)
+    assert growth(rises) > GROWTH
+
+
+def test_pieces_of_a_stream_and_whole_answers_are_read_alike() -> None:
+    assert _text({"choices": [{"text": "a", "delta": {}}]}, "message") == "a"
+    assert _text({"choices": [{"delta": {"role": "assistant", "content": None}}]}, "delta") == ""
+    assert _text({"choices": [{"message": {"content": "b"}}]}, "message") == "b"
+    with pytest.raises(AssertionError):
+        _text({"error": {"message": "it failed"}}, "delta")
+    assert len({path for path, _ in requests()}) == 2
