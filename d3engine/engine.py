@@ -74,10 +74,10 @@ class Engine(Facts):
         num_scheduler_steps: tokens that a batch which only decodes may generate without the host: it looks at them
             afterwards, or meanwhile for requests that stream; None: 16 with CUDA graphs or the native library, and
             always 1 without.
-        num_threads: threads that decode on a CPU in the native library; None: as many as PyTorch uses, whose own number
-            (for prompts) it leaves alone.
+        num_threads: threads that decode on a CPU in the native library; None: as many as PyTorch uses for prompts.
         tensor_parallel_size: devices that the model is spread over, each a process of its own: of this machine, or of
             those that torchrun has started. On CPUs without the native library.
+        stream_interval: tokens from one output of a request to the next; its first and its last come at once.
         seed: from which requests without a seed get theirs.
         tokenizer: a directory or a GGUF file to take the tokenizer from; None: the model's.
         skip_tokenizer_init: work with token ids alone.
@@ -110,6 +110,7 @@ class Engine(Facts):
         num_scheduler_steps: int | None = None,
         num_threads: int | None = None,
         tensor_parallel_size: int = 1,
+        stream_interval: int = 1,
         seed: int = 0,
         tokenizer: str | os.PathLike[str] | None = None,
         skip_tokenizer_init: bool = False,
@@ -137,6 +138,7 @@ class Engine(Facts):
             num_scheduler_steps=num_scheduler_steps,
             num_threads=num_threads,
             tensor_parallel_size=tensor_parallel_size,
+            stream_interval=stream_interval,
         )
         self.settings = settings
         self.default_sampling_params = default_sampling_params(settings.directory)
@@ -149,7 +151,7 @@ class Engine(Facts):
         self.sampler = VerifyingSampler()
         self._chat_prompts = ChatPrompts(self.directory, self.tokenizer)
         self._life = Life()
-        self._in_flight = InFlight(self.scheduler, self.tokenizer, self._life)
+        self._in_flight = InFlight(self.scheduler, self.tokenizer, self._life, settings.stream_interval)
         self._caller = OneCaller()
 
     # -- whole answers -----------------------------------------------------------------------------------------

@@ -7,8 +7,7 @@ the garbage collector all lead to the same place, and what has not finished by t
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from typing import Self
 
 from d3engine.async_engine.slots import Slot, Waker
@@ -32,14 +31,10 @@ class _Reading:
         self._is_over = False
         self._reading = threading.Lock()
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _begin_reading(self) -> None:
+        """Until `_reading` is released; a context manager of our own would take longer than all else here."""
         if not self._reading.acquire(blocking=False):
             raise RuntimeError("these outputs are being read already: one reader at a time")
-        try:
-            yield
-        finally:
-            self._reading.release()
 
     def _begin(self, prepared: Prepared, waker: Waker) -> Slot:
         if self._is_over:
@@ -82,18 +77,20 @@ class AsyncAnswer(_Reading):
     async def __anext__(self) -> RequestOutput:
         if self._is_over:
             raise StopAsyncIteration
-        with self._alone():
-            try:
-                if self._slot is None or self._waker is None:
-                    prepared = await self._prepare()
-                    self._waker = self._find_waker()
-                    self._slot = self._begin(prepared, self._waker)
-                output: RequestOutput = await self._waker.take(self._slot)
-            except _LeftError:
-                raise StopAsyncIteration from None
-            except BaseException:
-                self._leave()
-                raise
+        self._begin_reading()
+        try:
+            if self._slot is None or self._waker is None:
+                prepared = await self._prepare()
+                self._waker = self._find_waker()
+                self._slot = self._begin(prepared, self._waker)
+            output: RequestOutput = await self._waker.take(self._slot)
+        except _LeftError:
+            raise StopAsyncIteration from None
+        except BaseException:
+            self._leave()
+            raise
+        finally:
+            self._reading.release()
         if output.finished:
             self._leave()
         return output
@@ -126,16 +123,18 @@ class Answer(_Reading):
     def __next__(self) -> RequestOutput:
         if self._is_over:
             raise StopIteration
-        with self._alone():
-            try:
-                if self._slot is None:
-                    self._slot = self._begin(self._prepare(), self._waker)
-                output: RequestOutput = self._waker.take(self._slot)
-            except _LeftError:
-                raise StopIteration from None
-            except BaseException:
-                self._leave()
-                raise
+        self._begin_reading()
+        try:
+            if self._slot is None:
+                self._slot = self._begin(self._prepare(), self._waker)
+            output: RequestOutput = self._waker.take(self._slot)
+        except _LeftError:
+            raise StopIteration from None
+        except BaseException:
+            self._leave()
+            raise
+        finally:
+            self._reading.release()
         if output.finished:
             self._leave()
         return output

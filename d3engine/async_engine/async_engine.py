@@ -188,6 +188,11 @@ class AsyncEngine(Facts):
 
     # -- the engine itself -----------------------------------------------------------------------------------------
 
+    @property
+    def has_process(self) -> bool:
+        """Whether it runs in a process of its own."""
+        return not isinstance(self._transport, EngineThread)
+
     async def stats(self) -> EngineStats:
         """What the engine holds now, and what it has done since it began; asked between two steps."""
         stats: EngineStats = await self._ask("stats")

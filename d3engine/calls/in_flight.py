@@ -25,8 +25,8 @@ class InFlight:
     A request stands in the scheduler, in `outputs` and perhaps in `delivery`; it enters and leaves them together.
     """
 
-    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer | None, life: Life) -> None:
-        self.outputs = OutputProcessor(tokenizer, scheduler.finish)
+    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer | None, life: Life, stream_interval: int = 1) -> None:
+        self.outputs = OutputProcessor(tokenizer, scheduler.finish, stream_interval)
         self.delivery = Delivery()
         self.nominal = NominalDepth()
         self.timings = Timings()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -25,6 +25,7 @@ from d3engine.cli.engine_options import (
 )
 from d3engine.cli.server_options import require_server_packages, server_settings, takes_server
 from d3engine.cli.verbosity import note
+from d3engine.errors import require_integer
 from d3engine.version import __version__
 
 if TYPE_CHECKING:
@@ -33,6 +34,25 @@ if TYPE_CHECKING:
     from d3engine.server.settings import ServerSettings
 
 app = new_app()
+
+EngineProcess: TypeAlias = Annotated[
+    bool | None,
+    typer.Option(
+        "--engine-process/--no-engine-process",
+        help="Run the engine in a process of its own (on a GPU).",
+        show_default=False,
+        rich_help_panel="Engine",
+    ),
+]
+StreamInterval: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        "--stream-interval",
+        help="Tokens between two events of a stream; the first and the last come at once (1).",
+        show_default=False,
+        rich_help_panel="Engine",
+    ),
+]
 
 LOOPS_CORE = 1
 """Cores that computing leaves to the event loop, as far as there are more."""
@@ -43,13 +63,21 @@ LOOPS_CORE = 1
 @takes_engine
 @takes_server
 def serve(
-    engine_options: Options, who: Options, what: Options, limits: Options, depth: Depth, model: Model = "demo"
+    engine_options: Options,
+    who: Options,
+    what: Options,
+    limits: Options,
+    depth: Depth,
+    model: Model = "demo",
+    engine_process: EngineProcess = None,
+    stream_interval: StreamInterval = 1,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API has it.
 
     Ctrl-C and SIGTERM let answers in progress end; a second one ends the server at once. -v logs a line per request.
     """
     settings = server_settings(model, who, what, limits)
+    require_integer("--stream-interval", stream_interval, 1)
     model_directory(model)
     require_server_packages("d3engine serve")
     from d3engine.server.running import bind
@@ -58,7 +86,8 @@ def serve(
         from d3engine.async_engine.async_engine import AsyncEngine
 
         arguments = engine_arguments(model, engine_options, LOOPS_CORE)
-        engine = AsyncEngine(model, depth=depth, **arguments)
+        transport = {None: "auto", True: "process", False: "thread"}[engine_process]
+        engine = AsyncEngine(model, transport=transport, depth=depth, stream_interval=stream_interval, **arguments)
         if depth == "auto":
             tell_own_setting(engine, model)
         raise typer.Exit(_run(engine, settings, bound, model))
@@ -98,7 +127,7 @@ def _introduce(engine: AsyncEngine, settings: ServerSettings, bound: socket.sock
     lines: dict[str, Any] = {
         "model": f"{model}, {engine.config.num_layers} layers, as {ids}",
         "depth": policy_in_words(engine.depth),
-        "runs": f"{executor}, {dtype}",
+        "runs": f"{executor}, {dtype}{', in a process of its own' if engine.has_process else ''}",
         "room": f"{engine.settings.max_num_seqs} sequences of at most {engine.max_model_len} tokens",
         "open to": f"{who}, {'with a key' if guards.api_keys else 'without a key'}",
         "address": f"{address}/v1",

@@ -45,6 +45,7 @@ def resolve_settings(
     num_scheduler_steps: int | None,
     num_threads: int | None,
     tensor_parallel_size: int,
+    stream_interval: int,
 ) -> EngineSettings:
     """The settings of an engine, from its arguments and the model's own files; no weights are read.
 
@@ -86,6 +87,7 @@ def resolve_settings(
         num_threads=resolve_threads(num_threads),
         num_scheduler_steps=resolve_scheduler_steps(num_scheduler_steps, executor != "eager"),
         tensor_parallel_size=tensor_parallel_size,
+        stream_interval=require_integer("stream_interval", stream_interval, 1),
     )
     check_memory(settings if part is None else settings.of_part(part, rank_device(there, own_index())))
     return settings

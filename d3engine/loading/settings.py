@@ -47,6 +47,7 @@ class EngineSettings:
     num_threads: int
     num_scheduler_steps: int
     tensor_parallel_size: int = 1
+    stream_interval: int = 1
 
     @property
     def scheduler_config(self) -> SchedulerConfig:

@@ -102,6 +102,22 @@ class _Request:
     last_token_time: float | None = None
     prompt_given: list[int] | None = None
     num_prompt_logprobs_given: int = 0
+    num_waiting: int | None = None
+
+    def is_due(self, interval: int) -> bool:
+        """Whether what is new of it is worth an output; what follows is counted anew then.
+
+        So it is where no token is among it, and where the first one is.
+        """
+        if self.num_waiting is not None and 0 < self.num_waiting < interval:
+            return False
+        self.num_waiting = None if self.first_token_time is None else 0
+        return True
+
+    def count_token(self) -> None:
+        """A token is new."""
+        if self.num_waiting is not None:
+            self.num_waiting += 1
 
     @property
     def finished(self) -> bool:
@@ -151,8 +167,9 @@ class _Request:
 class OutputProcessor:
     """All unfinished requests, as text."""
 
-    def __init__(self, tokenizer: Tokenizer | None, finish: Finish) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, finish: Finish, stream_interval: int = 1) -> None:
         self._tokenizer = tokenizer
+        self._stream_interval = stream_interval
         self._finish = finish
         self._requests: dict[str, _Request] = {}
         self._texts = None if tokenizer is None else TokenTexts(tokenizer)
@@ -243,7 +260,8 @@ class OutputProcessor:
             finished = request.finished
             if finished:
                 del self._requests[request.request_id]
-            if finished or request.kind is not RequestOutputKind.FINAL_ONLY:
+            streams = request.kind is not RequestOutputKind.FINAL_ONLY
+            if finished or (streams and request.is_due(self._stream_interval)):
                 outputs.append(request.output())
         return outputs
 
@@ -251,6 +269,7 @@ class OutputProcessor:
         """Add one token, taken at the time `now`, to its answer; a fault here ends the request and nobody else's."""
         if token.token_id is not None:
             request.last_token_time = now
+            request.count_token()
             if request.first_token_time is None:
                 request.first_token_time = now
         answer = request.answers[token.sequence.index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from served_apps import read_answer, request
 from typer.testing import CliRunner
@@ -41,6 +43,7 @@ def refused(*words: str) -> str:
         (["--depth-alias", "a=d3 alpha=2 start=0.6"], "alpha"),
         (["--allow-depth", "speculative"], "allow_depth must be"),
         (["--max-queue", "-1"], "max_queue must be"),
+        (["--stream-interval", "0"], "--stream-interval must be an integer of at least 1; got 0"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence_before_a_model_is_loaded(words: list[str], said: str) -> None:
@@ -132,6 +135,27 @@ def test_a_server_says_what_it_serves_and_ends_when_its_answers_are_complete() -
         status, body = read_answer(slow)
     assert (status, body["usage"]["completion_tokens"]) == (200, 3)
     assert running.line("POST /v1/completions 200")
+    assert running.line("ended; every answer was complete")
+    assert running.process.wait(300) == 0
+
+
+def test_an_engine_in_a_process_of_its_own_is_served_and_its_end_is_told() -> None:
+    running = Running("--engine-process", "--stream-interval", "4", "--kv-cache-memory-bytes", str(2**22))
+    url = running.line("address").split()[-1]
+    assert ", in a process of its own" in "\n".join(running.seen)
+    (engine,) = psutil.Process(running.process.pid).children()
+    with httpx.Client(base_url=url, headers={"Authorization": "Bearer a-key-of-1234"}, timeout=300) as client:
+        body = {"prompt": "Once", "max_tokens": 30, "ignore_eos": True, "stream": True, "return_token_ids": True}
+        events = [json.loads(line[6:]) for line in client.post("/completions", json=body).iter_lines() if "{" in line]
+        tokens = [len(event["choices"][0]["token_ids"]) for event in events]
+        assert (tokens[0], sum(tokens)) == (1, 30)
+        assert min(tokens[1:-1]) >= 4
+        engine.kill()
+        assert client.post("/completions", json={"prompt": "Once"}).json()["error"]["code"] == "engine_dead"
+        health = client.get(url.replace("/v1", "/health"))
+        assert health.status_code == 503
+        assert "dead" in health.text
+    running.process.send_signal(signal.SIGTERM)
     assert running.line("ended; every answer was complete")
     assert running.process.wait(300) == 0
 

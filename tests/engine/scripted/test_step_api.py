@@ -8,12 +8,34 @@ import pytest
 from scripted import greedy, likeliest
 from stepping import finish
 
-from d3engine import Engine, FullDepth, InvalidValueError, RequestOutput, Waves
+from d3engine import Engine, FullDepth, InvalidValueError, RequestOutput, RequestOutputKind, Waves
 
 
 def test_streams_grow_by_what_each_step_brings(engine: Engine) -> None:
     lengths = [len(output.outputs[0].token_ids) for output in engine.stream("a", greedy(6))]
     assert lengths == [1, 2, 3, 4, 5, 6]
+
+
+def test_between_the_first_token_and_the_last_a_stream_waits_for_as_many_as_its_interval(
+    make_engine: Callable[..., Engine],
+) -> None:
+    engine = make_engine(stream_interval=4)
+    whole = engine.generate("a", greedy(11), use_tqdm=False)[0].outputs[0]
+    deltas = [o.outputs[0] for o in engine.stream("a", greedy(11, output_kind=RequestOutputKind.DELTA))]
+    assert [len(delta.token_ids) for delta in deltas] == [1, 4, 4, 2]
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert [len(o.outputs[0].token_ids) for o in engine.stream("a", greedy(6))] == [1, 5, 6]
+    engine.add_request("two", "a", likeliest(9, n=2, output_kind=RequestOutputKind.DELTA))
+    found: list[int] = []
+    while engine.has_unfinished_requests():
+        found += [sum(len(answer.token_ids) for answer in output.outputs) for output in engine.step()]
+    assert found == [2, 4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("interval", [0, 2.5, True])
+def test_an_interval_of_no_whole_tokens_is_refused(make_engine: Callable[..., Engine], interval: object) -> None:
+    with pytest.raises(InvalidValueError, match="stream_interval must be an integer of at least 1"):
+        make_engine(stream_interval=interval)
 
 
 def test_leaving_a_stream_aborts_its_request(engine: Engine) -> None:
