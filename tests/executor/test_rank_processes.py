@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,10 +17,11 @@ from typing import Any
 import psutil
 import pytest
 from rank_tests import PROMPT, asked, left_to_test_parallel
+from saved_llama import change
 from stepping import finish
-from tiny_models import TinyLlama
+from tiny_models import TinyLlama, save_without_layer
 
-from d3engine import D3, AsyncEngine, EarlyExit, Engine, InvalidValueError, Lossless, SamplingParams
+from d3engine import D3, AsyncEngine, EarlyExit, Engine, InvalidValueError, Lossless, SamplingParams, Speculative
 from d3engine.errors import EngineDeadError, ModelFormatError
 from d3engine.executor.tensor_parallel.follower import Leader
 from d3engine.executor.tensor_parallel.team import Team
@@ -243,3 +246,31 @@ def test_the_death_of_an_engines_process_ends_its_ranks(tiny_llama: MakeModel) -
 
     _, alive = psutil.wait_procs(asyncio.run(kill()), timeout=HANG_GUARD_SECONDS)
     assert not alive
+
+
+def test_a_second_model_that_drafts_does_so_beside_the_ranks_of_the_first(
+    tiny_llama: MakeModel, make_prompts: MakePrompts, tmp_path: Path
+) -> None:
+    left_to_test_parallel()
+    tiny = tiny_llama(num_hidden_layers=4)
+    policy = Speculative(save_without_layer(tiny, 2, tmp_path / "draft"), 3)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    found = []
+    for size in (1, 2):
+        with engine_of(tiny.directory, tensor_parallel_size=size, depth=policy) as engine:
+            outputs = engine.generate(make_prompts([3, 9]), params, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+            assert engine.stats().drafted_tokens > 0
+    assert found[0] == found[1]
+
+
+def test_a_fault_in_the_part_of_one_rank_is_told_by_tensor_and_no_process_is_left(
+    tiny_llama: MakeModel, tmp_path: Path
+) -> None:
+    left_to_test_parallel()
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_llama().directory, directory)
+    change(directory, lambda tensors: tensors["lm_head.weight"][-1].fill_(math.nan))  # of rank 1's tokens
+    with pytest.raises(ModelFormatError, match=r"'lm_head.weight' holds NaN or infinity"):
+        engine_of(directory, tensor_parallel_size=2)
+    assert not children()

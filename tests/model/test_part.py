@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf_files import SMALL, bpe_keys, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import TinyLlama, save_random
@@ -98,6 +99,11 @@ def test_a_rank_loads_its_part_of_projections_that_are_one_tensor_in_the_file(tm
     model = Phi3ForCausalLM(Phi3Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
     save_random(tmp_path, model)
     assert_parts(tmp_path, 2)
+
+
+def test_a_rank_loads_its_part_of_a_gguf_file_with_its_heads_in_the_engines_order(tmp_path: Path) -> None:
+    sizes = SMALL | {"heads": 4, "kv_heads": 2, "head_dim": 8, "types": ("Q8_0", "F16")}
+    assert_parts(write_gguf(tmp_path / "model.gguf", tokenizer=bpe_keys(), **sizes), 2)
 
 
 def test_int4_is_parted_between_its_groups_alone(tiny_llama: MakeModel, tmp_path: Path) -> None:
