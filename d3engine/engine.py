@@ -73,7 +73,7 @@ class Engine(Facts):
         enforce_eager: run without CUDA graphs and without the native library: each operation is called by the host.
         num_scheduler_steps: tokens that a batch which only decodes may generate without the host: it looks at them
             afterwards, or meanwhile for requests that stream; None: 16 with CUDA graphs or the native library, and
-            always 1 without.
+            always 1 without. None lets a small model's native runs of few answers be longer, up to 64 tokens.
         num_threads: threads that decode on a CPU in the native library; None: as many as PyTorch uses for prompts.
         tensor_parallel_size: devices that the model is spread over, each a process of its own: of this machine, or of
             those that torchrun has started. On CPUs without the native library.

@@ -16,6 +16,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 STEPS_AHEAD = 16
 """Steps that CUDA graphs or the native library take before the host looks: what it does between, about one small
 model's step on a CPU, is then a few hundredths of the time."""
+MOST_TOKENS_AHEAD = 64
+WEIGHTS_AHEAD = 3 * 2**26
+"""Weights that a native run of one row goes through at most: some thirty milliseconds of one core, during which nobody
+joins the batch and nothing is interrupted."""
 MOST_THREADS = 1024
 
 
@@ -70,6 +74,18 @@ def num_scheduler_steps(given: int | None, runs_ahead: bool) -> int:
     if not runs_ahead:
         return 0
     return STEPS_AHEAD if given is None else given
+
+
+def num_tokens_ahead(given: int | None, executor: str, config: ModelConfig) -> int:
+    """Tokens up to which a native run of few rows is longer than `num_scheduler_steps`, if nobody has named these.
+
+    The smaller the model, the more of its time would be the host's; a model with long steps gets 0.
+    """
+    if given is not None or executor != "native":
+        return 0
+    weights = config.num_layers * config.layer_parameters + config.vocab_size * config.hidden_size
+    tokens = min(MOST_TOKENS_AHEAD, WEIGHTS_AHEAD // weights)
+    return tokens if tokens > STEPS_AHEAD else 0
 
 
 def num_threads(given: int | None) -> int:

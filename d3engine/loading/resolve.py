@@ -13,6 +13,7 @@ from d3engine.loading.defaults import resolve_max_model_len
 from d3engine.loading.depth import resolve_depth
 from d3engine.loading.device import num_scheduler_steps as resolve_scheduler_steps
 from d3engine.loading.device import num_threads as resolve_threads
+from d3engine.loading.device import num_tokens_ahead as resolve_tokens_ahead
 from d3engine.loading.device import resolve_device, resolve_dtype
 from d3engine.loading.executors import executor_for
 from d3engine.loading.model_directory import model_directory
@@ -88,6 +89,7 @@ def resolve_settings(
         num_scheduler_steps=resolve_scheduler_steps(num_scheduler_steps, executor != "eager"),
         tensor_parallel_size=tensor_parallel_size,
         stream_interval=require_integer("stream_interval", stream_interval, 1),
+        num_tokens_ahead=resolve_tokens_ahead(num_scheduler_steps, executor, config),
     )
     check_memory(settings if part is None else settings.of_part(part, rank_device(there, own_index())))
     return settings

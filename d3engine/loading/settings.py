@@ -46,6 +46,7 @@ class EngineSettings:
     executor: ExecutorKind
     num_threads: int
     num_scheduler_steps: int
+    num_tokens_ahead: int
     tensor_parallel_size: int = 1
     stream_interval: int = 1
 
@@ -59,6 +60,7 @@ class EngineSettings:
             admission=self.admission,
             enable_prefix_caching=self.enable_prefix_caching,
             num_scheduler_steps=self.num_scheduler_steps,
+            num_tokens_ahead=self.num_tokens_ahead,
         )
 
     def of_part(self, part: Part, device: torch.device) -> EngineSettings:

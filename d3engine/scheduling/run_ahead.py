@@ -17,6 +17,16 @@ from d3engine.scheduling.chunks import Chunks
 from d3engine.scheduling.running import RunningTable
 
 
+def longest_run(chunks: Chunks, table: RunningTable, num_steps: int, num_tokens: int) -> int:
+    """Steps of a run at most: `num_steps`, or more of few rows, up to `num_tokens` tokens of all of them.
+
+    Where a text may end an answer, which the host alone sees, little is to be computed beyond it.
+    """
+    if num_steps <= 1 or any(table.sequence(slot).params.stop_strings for slot in chunks.slots.tolist()):
+        return num_steps
+    return max(num_steps, num_tokens // chunks.slots.size)
+
+
 def run_ahead(chunks: Chunks, table: RunningTable, limit: int, *, drafts: bool = False) -> RunAhead | None:
     """The steps, `limit` at most, that `chunks` (deepest first) can take on their own; None if not even one.
 

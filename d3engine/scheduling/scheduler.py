@@ -25,7 +25,7 @@ from d3engine.scheduling.catching_up import next_chunks
 from d3engine.scheduling.chunks import Chunks
 from d3engine.scheduling.draft_and_verify import Drafting
 from d3engine.scheduling.planner import build_plan
-from d3engine.scheduling.run_ahead import reaching, run_ahead
+from d3engine.scheduling.run_ahead import longest_run, reaching, run_ahead
 from d3engine.scheduling.running import RunningTable
 from d3engine.scheduling.second_model_rows import SecondModelRows
 from d3engine.scheduling.shared_prompts import SharedPrompts
@@ -39,7 +39,8 @@ class SchedulerConfig:
     """Bounds of a step: rows in all, sequences at once, and tokens a sequence may grow to.
 
     `num_scheduler_steps`: how many steps a batch that only decodes may take before the host looks; 0 where the
-    executor is told of every step. `drafts_ahead`: whether these steps may be those of drafts.
+    executor is told of every step. `num_tokens_ahead`: until how many tokens these may be more, for few sequences.
+    `drafts_ahead`: whether these steps may be those of drafts.
     """
 
     max_num_seqs: int
@@ -48,6 +49,7 @@ class SchedulerConfig:
     admission: Admission = field(default_factory=Immediate)
     enable_prefix_caching: bool = True
     num_scheduler_steps: int = 0
+    num_tokens_ahead: int = 0
     drafts_ahead: bool = False
 
     def __post_init__(self) -> None:
@@ -327,17 +329,21 @@ class Scheduler:
         """The steps that the device may take by itself, and the blocks [C, L] that the chunks lack for all of them."""
         if self._second is not None and self._second_chunks().slots.size:
             return None, missing  # what the second model drafts, the host must see before the next step
-        may_join = bool(self._waiting) and self.cache.num_free_slots > 0
-        limit = self.config.num_scheduler_steps
-        limit = min(limit, 1) if may_join else limit
-        ahead = run_ahead(chunks, self._table, limit, drafts=self.config.drafts_ahead)
-        if ahead is not None and (ahead.num_steps > 1 or ahead.verifies):
+        few = self.config.num_scheduler_steps
+        if self._waiting and self.cache.num_free_slots > 0:
+            few = longest = min(few, 1)  # somebody may join
+        else:
+            longest = longest_run(chunks, self._table, few, self.config.num_tokens_ahead)
+        ahead = None
+        for limit in dict.fromkeys((longest, few)):
+            ahead = run_ahead(chunks, self._table, limit, drafts=self.config.drafts_ahead)
+            if ahead is None or (ahead.num_steps == 1 and not ahead.verifies):
+                return ahead, missing
             further, needed = self._allocator.missing(reaching(chunks, ahead))
             if self.prefix_cache.reserve(needed):
                 return ahead, further
-            # Nobody is sent away for the sake of running ahead.
-            ahead = replace(ahead, num_steps=1, course=None, verifies=False)
-        return ahead, missing
+        # Nobody is sent away for the sake of running ahead.
+        return ahead and replace(ahead, num_steps=1, course=None, verifies=False), missing
 
     # -- after the step ----------------------------------------------------------------------------------------
 

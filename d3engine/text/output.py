@@ -138,7 +138,6 @@ class _Request:
     def _output(self, prompt_token_ids: list[int], answers: list[CompletionOutput], since: int) -> RequestOutput:
         sequences = [answer.sequence for answer in self.answers]
         scheduled = [sequence.scheduled_time for sequence in sequences if sequence.scheduled_time is not None]
-        drafts = [sequence.draft for sequence in sequences if sequence.draft is not None]
         finished = self.finished
         return RequestOutput(
             request_id=self.request_id,
@@ -152,16 +151,26 @@ class _Request:
                 first_token_time=self.first_token_time,
                 finished_time=time.monotonic() if finished else None,
                 num_preemptions=sum(sequence.num_preemptions for sequence in sequences),
-                num_drafted_tokens=sum(draft.num_drafted for draft in drafts),
-                num_accepted_tokens=sum(draft.num_accepted for draft in drafts),
-                num_discarded_tokens=sum(draft.num_discarded for draft in drafts),
-                num_discarded_layers=sum(draft.discarded_layers for draft in drafts),
-                num_verifications=sum(draft.num_verifications for draft in drafts),
                 first_scheduled_time=min(scheduled, default=None),
                 last_token_time=self.last_token_time,
+                **_counts_of_drafts(sequences),
             ),
             num_cached_tokens=max(sequence.num_cached_tokens for sequence in sequences),
         )
+
+
+def _counts_of_drafts(sequences: list[Sequence]) -> dict[str, int]:
+    """What `RequestMetrics` counts of drafts; nothing where none are made."""
+    drafts = [sequence.draft for sequence in sequences if sequence.draft is not None]
+    if not drafts:
+        return {}
+    return {
+        "num_drafted_tokens": sum(draft.num_drafted for draft in drafts),
+        "num_accepted_tokens": sum(draft.num_accepted for draft in drafts),
+        "num_discarded_tokens": sum(draft.num_discarded for draft in drafts),
+        "num_discarded_layers": sum(draft.discarded_layers for draft in drafts),
+        "num_verifications": sum(draft.num_verifications for draft in drafts),
+    }
 
 
 class OutputProcessor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from ahead import greedy, unread
@@ -16,8 +18,12 @@ from d3engine import D3, Engine, FullDepth
 from d3engine.errors import InvalidValueError
 from d3engine.executor.native import MAX_ROWS
 from d3engine.kernels.native.library import LibraryMissing, library
+from d3engine.loading.device import num_tokens_ahead
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LayerWeights, LlamaWeights, load_weights
+from d3engine.scheduling.chunks import Chunks
+from d3engine.scheduling.run_ahead import longest_run
+from d3engine.scheduling.running import RunningTable
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**22, "skip_tokenizer_init": True}
 MODEL: dict[str, Any] = {"seed": 11, "max_position_embeddings": 1024}
@@ -86,6 +92,57 @@ def test_no_step_is_taken_after_the_last_answer_has_come_to_its_end(tiny_llama: 
     assert after.num_steps - before.num_steps == max(lengths)
     assert after.native_steps - before.native_steps == max(lengths)
     assert after.step_seconds.count - before.step_seconds.count == max(lengths)
+
+
+def test_a_small_model_takes_longer_runs_of_few_answers(tiny_llama: Callable[..., TinyLlama]) -> None:
+    with Engine(tiny_llama(**MODEL).directory, **OPTIONS) as engine:
+        for count, steps in ((1, 64), (2, 32), (4, 16), (5, 16)):
+            for number in range(count):
+                engine.add_request(str(number), [5, 9, 31], unread(greedy(FullDepth(), 80)))
+            engine.step()
+            before = engine.stats().native_steps
+            engine.step()
+            assert engine.stats().native_steps - before == steps
+            engine.abort_request(map(str, range(count)))
+            engine.step()
+
+
+def test_a_run_is_short_where_a_text_may_end_it_or_memory_is_short(tiny_llama: Callable[..., TinyLlama]) -> None:
+    """Of no more than 16 steps; and where these have no room either, of one."""
+    table = RunningTable(2, 2, 512)
+    for slot, stop in enumerate((None, "end")):
+        table.sequences[slot] = cast(Any, SimpleNamespace(params=greedy(FullDepth(), stop=stop)))
+    alone, both = (Chunks(*np.zeros((4, n), np.int64), np.ones((n, 2), bool)) for n in (1, 2))
+    assert longest_run(alone, table, 16, 64) == 64
+    assert longest_run(replace(both, slots=np.arange(2)), table, 16, 64) == 16
+    assert longest_run(alone, table, 1, 64) == 1
+    with Engine(tiny_llama(**MODEL).directory, max_num_seqs=2, **OPTIONS) as engine:
+        found = []
+        for spare in (4, 2, 0):  # blocks of each layer that are free behind the prompt
+            engine.add_request("one", [5, 9, 31], unread(greedy(FullDepth(), 80)))
+            engine.step()
+            pool = engine.scheduler.cache.pool
+            engine.reset_prefix_cache()
+            held = pool.allocate(pool.num_free - spare * engine.config.num_layers)
+            before = engine.stats().native_steps
+            engine.step()
+            found.append(engine.stats().native_steps - before)
+            pool.release(held)
+            engine.abort_request("one")
+            engine.step()
+    assert found == [64, 16, 1]
+
+
+def test_a_large_model_takes_no_longer_runs_than_it_is_told() -> None:
+    def tokens(given: int | None, executor: str, **sizes: int) -> int:
+        config: Any = SimpleNamespace(**{"num_layers": 16, "layer_parameters": 2**17, "hidden_size": 128, **sizes})
+        config.vocab_size = 2048
+        return num_tokens_ahead(given, executor, config)
+
+    assert tokens(None, "native") == 64
+    assert 16 < tokens(None, "native", layer_parameters=2**18) < 64
+    assert tokens(None, "native", layer_parameters=2**21) == 0
+    assert tokens(16, "native") == tokens(None, "graphs") == tokens(None, "eager") == 0
 
 
 def test_short_prompts_share_a_step_with_answers_under_way(engines: tuple[Engine, Engine]) -> None:
