@@ -16,7 +16,7 @@ from typing import Protocol
 
 from d3engine.errors import require
 from d3engine.text.byte_level import bytes_of_piece
-from d3engine.text.tokenizer import DecoderKind, Tokenizer, byte_of_token, text_of_byte_run
+from d3engine.text.tokenizer import SPACE_MARK, DecoderKind, Tokenizer, byte_of_token, text_of_byte_run
 
 
 class Detokenizer:
@@ -289,9 +289,12 @@ class _ByteFallbackStream:
             self._read(byte)
 
     def push(self, token_id: int) -> str:
-        byte, text = self._tokenizer.byte_or_text(token_id)
+        piece = self._tokenizer.convert_id_to_token(token_id)
+        if piece is None:
+            return ""
+        byte = byte_of_token(piece)
         if byte is None:
-            return self._settle(self._end_run() + text) if text else ""
+            return self._settle(self._end_run() + piece.replace(SPACE_MARK, " "))
         self._run.append(byte)
         self._read(byte)
         return ""

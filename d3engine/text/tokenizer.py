@@ -13,7 +13,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -84,22 +83,6 @@ class Tokenizer(ABC):
     @abstractmethod
     def is_byte_fallback(self, token_id: int) -> bool:
         """Return whether the id is a `<0xNN>` piece that decodes to one byte."""
-
-    def byte_or_text(self, token_id: int) -> tuple[int | None, str]:
-        """Return what a byte-fallback piece stands for: one byte, or text; ("" outside the vocabulary).
-
-        A piece is read once, since an answer asks for each of its tokens while the model waits.
-        """
-        known = self._read.get(token_id)
-        if known is None:
-            piece = self.convert_id_to_token(token_id)
-            known = (None, "") if piece is None else (byte_of_token(piece), piece.replace(SPACE_MARK, " "))
-            self._read[token_id] = known
-        return known
-
-    @cached_property
-    def _read(self) -> dict[int, tuple[int | None, str]]:
-        return {}
 
 
 def load_tokenizer(model: ModelSource) -> Tokenizer:
@@ -249,7 +232,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 def byte_of_token(token: str) -> int | None:
     """Return the byte that a `<0xNN>` piece stands for, None for every other piece."""
-    match = _BYTE_TOKEN.fullmatch(token)
+    match = _BYTE_TOKEN.fullmatch(token) if token.startswith("<0x") else None  # as few do
     return int(match[1], 16) if match else None
 
 
