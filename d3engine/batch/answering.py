@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import ASGIApp
 
 from d3engine.async_engine.client import EngineClient
 from d3engine.batch.lines import LONGEST_LINE, Line
@@ -18,6 +18,7 @@ from d3engine.batch.results import Result
 from d3engine.errors import FailedError
 from d3engine.server.app import create_app
 from d3engine.server.guards.settings import GuardSettings
+from d3engine.server.in_process import post
 from d3engine.server.settings import ServerSettings
 
 LINES_PER_SEQUENCE = 2
@@ -77,51 +78,10 @@ class Answers:
         """What comes of one line. Raises `FailedError` when the engine has ended."""
         if line.fault is not None:
             return Result(line)
-        status, request_id, body = await post(self._app, line.url, line.body)
-        if status == ENDED:
-            raise FailedError(f"the batch has stopped at line {line.number}: {body.decode()}")
-        return Result(line, status, request_id, body)
-
-
-async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, str, bytes]:
-    """POST a body of JSON to an app, called as a function; returns its status, X-Request-Id and body."""
-    status, request_id, parts = 0, "", []
-    unread = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Message:
-        if not unread:
-            await asyncio.Event().wait()  # nobody leaves
-        return unread.pop()
-
-    async def send(message: Message) -> None:
-        nonlocal status, request_id
-        if message["type"] == "http.response.start":
-            status = message["status"]
-            request_id = dict(message["headers"])[b"x-request-id"].decode()
-        else:
-            parts.append(message["body"])
-
-    await app(_scope(path, len(body)), receive, send)
-    return status, request_id, b"".join(parts)
-
-
-def _scope(path: str, length: int) -> Scope:
-    headers = {"host": "localhost", "content-type": "application/json", "content-length": str(length)}
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-        "client": None,
-        "server": None,
-        "state": {},
-    }
+        answered = await post(self._app, line.url, line.body)
+        if answered.status == ENDED:
+            raise FailedError(f"the batch has stopped at line {line.number}: {answered.body.decode()}")
+        return Result(line, answered.status, answered.request_id, answered.body)
 
 
 async def _next(results: AsyncGenerator[Result, None]) -> Result | None:

@@ -47,9 +47,9 @@ def ends(tiny: TinyLlama) -> list[int]:
         {"max_length": 15},
         {},
         {"max_new_tokens": 12, "repetition_penalty": 1.4, "do_sample": False},
-        {"max_new_tokens": 30, "ends": True},
-        {"max_new_tokens": 30, "ends": True, "min_new_tokens": 9},
-        {"max_length": 40, "ends": True, "min_length": 17, "use_cache": True, "num_beams": 1, "logits_processor": []},
+        {"max_new_tokens": 16, "ends": True},
+        {"max_new_tokens": 16, "ends": True, "min_new_tokens": 9},
+        {"max_length": 20, "ends": True, "min_length": 17, "use_cache": True, "num_beams": 1, "logits_processor": []},
     ],
 )
 def test_greedy_tokens_are_those_of_the_model_itself_row_by_row(

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -27,10 +28,10 @@ class _Server(uvicorn.Server):
 
 
 @contextmanager
-def serving(app: ASGIApp) -> Iterator[str]:
+def serving(app: ASGIApp, lifespan: Literal["on", "off"] = "off") -> Iterator[str]:
     """The address of an app that is served on a free port: `http://127.0.0.1:PORT`."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = _Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=5))
+    server = _Server(uvicorn.Config(app, log_config=None, lifespan=lifespan, timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
