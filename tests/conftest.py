@@ -26,11 +26,17 @@ if TYPE_CHECKING:
 
 
 def pytest_collectstart() -> None:
-    """Before a test file is imported: where there is no GPU, Triton is to interpret its kernels in this process."""
+    """Before a test file is imported: where there is no GPU, Triton is to interpret its kernels in this process.
+
+    Hypothesis, whose settings a test takes when it is imported, is to judge no example by its time.
+    """
     import torch
+    from hypothesis import HealthCheck, settings
 
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
+    settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("no clock")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
