@@ -77,8 +77,8 @@ class Settings:
     prefix_tokens: int = 256
     own_tokens: int = 64
     kept_prefixes: int = 16  # that a replica has room for, beside its running sequences
-    seconds: float = 16.0
-    warm_up: float = 6.0
+    seconds: float = 8.0
+    warm_up: float = 3.0
     window: float = 0.2
     admit_every: int = 1
     seeds: int = 3
@@ -349,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=getattr(default, name))
     for name in ("alpha", "start", "seconds", "warm_up", "window"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(default, name))
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.7, 1.5], help="over what full depth could serve")
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.8], help="over what full depth could serve")
     parser.add_argument("--arrivals", nargs="+", choices=ARRIVALS, default=list(ARRIVALS))
     parser.add_argument("--routings", nargs="+", choices=list(ROUTERS), default=list(ROUTERS))
     parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")

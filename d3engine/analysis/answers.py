@@ -16,8 +16,6 @@ from d3engine.analysis.observer import Observer
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.engine import Engine
 from d3engine.errors import InvalidValueError, require
-from d3engine.evaluation.accuracy import take_problems
-from d3engine.evaluation.word_problems import format_prompt
 from d3engine.files import read_text
 from d3engine.loading.device import resolve_device, resolve_dtype
 from d3engine.loading.model_directory import model_directory
@@ -79,21 +77,19 @@ def read_prompts(path: Path, limit: int) -> list[str]:
     return prompts[:limit]
 
 
-def default_prompts(seed: int, limit: int) -> list[str]:
-    """Held-out word problems, the task of the bundled model."""
-    return [format_prompt(problem.question) for problem in take_problems("test", seed, limit)]
-
-
 def answer(
     engine: Engine,
     prompts: Sequence[str],
     max_tokens: int,
     policy: DepthPolicy | None = None,
     *,
+    stop: Sequence[str] = (),
     progress: bool = False,
 ) -> list[Answered]:
-    """The model's greedy answers, in one batch, up to its end-of-sequence token."""
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=0, depth=policy or FullDepth())
+    """The model's greedy answers, in one batch, up to its end-of-sequence token or one of the texts in `stop`."""
+    params = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, logprobs=0, stop=list(stop) or None, depth=policy or FullDepth()
+    )
     found = []
     for prompt, output in zip(prompts, engine.generate(list(prompts), params, use_tqdm=progress), strict=True):
         best = output.outputs[0]

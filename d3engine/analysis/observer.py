@@ -53,18 +53,17 @@ class Observer:
         """
         require_integer("prompt_length", prompt_length, 1, len(token_ids))
         require(schedule is None or schedule.is_nested, "schedule", schedule, "one whose skipped layers stay skipped")
-        ids = torch.tensor(token_ids, device=self._device)
         positions = torch.arange(len(token_ids), device=self._device)
         rope = Rope(self.config, len(token_ids), self._device)
         lengths = torch.clamp(positions + 1, min=prompt_length) if rope.depends_on_length else None
         rotations = rope.of_layers(rope.rotations(positions, lengths))
-        hidden = self._weights.embedding[ids].to(self._weights.dtype)
+        hidden = self.embedded(token_ids)
         for layer in range(self.config.num_layers):
             rows = len(token_ids)
             if schedule is not None:  # generation step s is fed at position prompt_length - 1 + s, and runs below it
                 rows = min(rows, prompt_length - 1 + int(schedule.cutoffs[layer]))
             before = hidden.clone()
-            self._attention(layer, hidden[:rows], rotations[layer][:rows])
+            self._attention(layer, hidden[:rows], rotations[layer][:rows], self.new_pool(rows))
             after_attention = hidden.clone()
             self._mlp(layer, hidden[:rows])
             yield LayerStates(layer, rows, before, after_attention, hidden.clone())
@@ -76,13 +75,33 @@ class Observer:
         logits: Tensor = reference.lm_head(hidden, weights.final_norm, eps, weights.lm_head)
         return logits
 
-    def _attention(self, layer: int, hidden: Tensor, rotations: Tensor) -> None:
-        """Add a layer's causal attention to `hidden` [T, H]; the keys and values live in a block of their own."""
+    # -- the parts of a pass, over entries that the caller keeps -------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def embedded(self, token_ids: Sequence[int]) -> Tensor:
+        """The residual stream [T, H] before the first layer."""
+        hidden: Tensor = self._weights.embedding[torch.tensor(token_ids, device=self._device)].to(self._weights.dtype)
+        return hidden
+
+    def new_pool(self, length: int) -> Tensor:
+        """Room for the keys and values of so many positions of one layer, [1, 2, length, kv heads, head dim]."""
+        config = self.config
+        shape = (1, 2, length, config.num_kv_heads, config.head_dim)
+        return torch.zeros(shape, dtype=self._weights.dtype, device=self._device)
+
+    def run_layer(self, layer: int, hidden: Tensor, rotations: Tensor, pool: Tensor, first: int = 0) -> None:
+        """Let a layer work on `hidden` [T, H], the tokens at positions `first` and after, with the entries before."""
+        self._attention(layer, hidden, rotations, pool, first)
+        self._mlp(layer, hidden)
+
+    def write_entries(self, layer: int, hidden: Tensor, rotations: Tensor, pool: Tensor, first: int) -> Tensor:
+        """Write the layer's keys and values of `hidden` [T, H] at positions `first` and after; returns the queries."""
         weights, config = self._weights.layers[layer], self.config
-        rows = hidden.shape[0]
-        pool = hidden.new_zeros(1, 2, rows, config.num_kv_heads, config.head_dim)
-        keys = torch.arange(rows, device=hidden.device)
-        queries = reference.qkv(
+        keys = torch.arange(first, first + hidden.shape[0], device=hidden.device)
+        return reference.qkv(
             hidden,
             weights.attention_norm,
             config.rms_norm_eps,
@@ -90,12 +109,17 @@ class Observer:
             weights.qkv_bias,
             rotations,
             pool,
-            torch.stack((keys, keys + rows), dim=-1),
+            torch.stack((keys, keys + pool.shape[2]), dim=-1),
             config.num_heads,
             head_norms=weights.head_norms,
         )
+
+    def _attention(self, layer: int, hidden: Tensor, rotations: Tensor, pool: Tensor, first: int = 0) -> None:
+        """Add a layer's causal attention to `hidden` [T, H]."""
+        weights, rows = self._weights.layers[layer], hidden.shape[0]
+        queries = self.write_entries(layer, hidden, rotations, pool, first)
         table = torch.zeros(1, 1, 1, dtype=torch.int64, device=hidden.device)
-        (inputs,) = reference.attention_inputs([0, rows], [rows], table)
+        (inputs,) = reference.attention_inputs([0, rows], [first + rows], table)
         attended = reference.paged_attention(queries, pool, inputs, self._scale)
         reference.linear_residual(attended, weights.output, weights.output_bias, hidden)
 
@@ -104,3 +128,49 @@ class Observer:
         weights, eps = self._weights.layers[layer], self.config.rms_norm_eps
         gated = reference.gate_up(hidden, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias)
         reference.linear_residual(gated, weights.down, weights.down_bias, hidden)
+
+
+class CachedPass:
+    """One sequence through the model piece by piece; the entries of every layer lie in the open, to be changed.
+
+    Entries are kept for `max_length` positions of each layer. `prompt_length` matters to ropes that depend on the
+    length of a sequence alone.
+    """
+
+    def __init__(self, observer: Observer, prompt_length: int, max_length: int) -> None:
+        self._observer, self._prompt_length = observer, prompt_length
+        self._length = 0
+        self._rope = Rope(observer.config, max_length, observer.device)
+        self._pools = [observer.new_pool(max_length) for _ in range(self.num_layers)]
+
+    @property
+    def num_layers(self) -> int:
+        return self._observer.config.num_layers
+
+    @torch.inference_mode()
+    def feed(self, token_ids: Sequence[int]) -> list[Tensor]:
+        """The residual stream [T, H] of the next T tokens after each layer."""
+        observer = self._observer
+        positions = torch.arange(self._length, self._length + len(token_ids), device=observer.device)
+        hidden, rotations = observer.embedded(token_ids), self._rotations(positions)
+        states = []
+        for layer, pool in enumerate(self._pools):
+            observer.run_layer(layer, hidden, rotations[layer], pool, self._length)
+            states.append(hidden.clone())
+        self._length += len(token_ids)
+        return states
+
+    def copy_newest(self, source: int, target: int) -> None:
+        """Let the newest token's entry of layer `source` stand in layer `target`."""
+        self._pools[target][:, :, self._length - 1] = self._pools[source][:, :, self._length - 1]
+
+    @torch.inference_mode()
+    def project_newest(self, layer: int, hidden: Tensor) -> None:
+        """Let the newest token's entry of `layer` be what its state `hidden` [1, H] gives there."""
+        position = torch.tensor([self._length - 1], device=hidden.device)
+        rotations = self._rotations(position)[layer]
+        self._observer.write_entries(layer, hidden, rotations, self._pools[layer], self._length - 1)
+
+    def _rotations(self, positions: Tensor) -> list[Tensor]:
+        lengths = torch.clamp(positions + 1, min=self._prompt_length) if self._rope.depends_on_length else None
+        return self._rope.of_layers(self._rope.rotations(positions, lengths))

@@ -14,6 +14,7 @@ import numpy as np
 from d3engine.analysis.copying import Copying
 from d3engine.analysis.flow import NAMES, PARTS, ROWS, Flow
 from d3engine.analysis.perplexity import Perplexity
+from d3engine.analysis.perturbing import Perturbing
 from d3engine.analysis.report import step_groups, steps_in_words
 from d3engine.analysis.sample import Sample, SampleAnswer
 from d3engine.analysis.saturation import Saturation
@@ -21,6 +22,7 @@ from d3engine.pictures.colours import BLUE, GREY, INK, ORANGE, VERMILION, depth_
 from d3engine.pictures.plots import MARKERS, STEPS, new_figure, save_figure
 
 PART_STYLES = {"block": (INK, "o"), "attention": (BLUE, "s"), "mlp": (VERMILION, "^")}
+BESIDE: dict[str, Any] = {"loc": "outside right center", "fontsize": "small", "frameon": False}
 ABOVE = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3, "frameon": False, "fontsize": "small"}
 
 
@@ -130,6 +132,31 @@ def plot_copying(result: Copying, path: str | Path, title: str) -> None:
     """A line for each number of copied layers, over the step from which they are copied; bars are 95 % intervals."""
     figure = new_figure(width=8, height=4.8)
     axes = figure.subplots()
+    _draw_grid(axes, result)
+    axes.set_xlabel("generation step (from 0) from which they are copied; below it, the answers that reach it")
+    most = max(outcome.cut_off for outcomes in result.outcomes for outcome in outcomes)
+    cut_off = f"cut off at {result.max_tokens} tokens: {result.full.cut_off} at full depth, at most {most} when copied"
+    axes.set_title(f"bars: 95 % intervals; {cut_off}", fontsize="small")
+    figure.legend(*axes.get_legend_handles_labels(), title="last layers copied", **BESIDE)
+    figure.suptitle(title, fontsize="medium")
+    save_figure(figure, Path(path))
+
+
+def plot_perturbing(result: Perturbing, path: str | Path, title: str) -> None:
+    """As `plot_copying`, over the one step at which layers are copied; a panel for each kind of entries."""
+    figure = new_figure(width=12, height=4.8)
+    panels = figure.subplots(1, len(result.grids), sharey=True)
+    for axes, (entries, grid) in zip(panels, result.grids.items(), strict=True):
+        _draw_grid(axes, grid)
+        axes.set_xlabel("the generation step (from 0) that is perturbed; below it, the answers that reach it")
+        axes.set_title(f"entries {entries}; bars: 95 % intervals", fontsize="small")
+    figure.legend(*panels[0].get_legend_handles_labels(), title="last layers copied", **BESIDE)
+    figure.suptitle(title, fontsize="medium")
+    save_figure(figure, Path(path))
+
+
+def _draw_grid(axes: Any, result: Copying) -> None:
+    """The lines of a grid of layers and steps, and a dashed one for full depth."""
     places = np.arange(len(result.steps))
     aside = min(0.08, 0.6 / len(result.layers))  # beside each other, so that no bar or marker hides another
     for number, (layers, outcomes) in enumerate(zip(result.layers, result.outcomes, strict=True)):
@@ -144,15 +171,8 @@ def plot_copying(result: Copying, path: str | Path, title: str) -> None:
     axes.set_xticks(places, [f"{step}\n{result.reaching(step)}" for step in result.steps])
     axes.set_xlim(-0.5, len(places) - 0.5)
     axes.set_ylim(-3, 103)
-    axes.set_xlabel("generation step (from 0) from which they are copied; below it, the answers that reach it")
     axes.set_ylabel(f"{result.measure}, %")
-    most = max(outcome.cut_off for outcomes in result.outcomes for outcome in outcomes)
-    cut_off = f"cut off at {result.max_tokens} tokens: {result.full.cut_off} at full depth, at most {most} when copied"
-    axes.set_title(f"bars: 95 % intervals; {cut_off}", fontsize="small")
     axes.grid(alpha=0.3)
-    figure.legend(title="last layers copied", loc="outside right center", fontsize="small", frameon=False)
-    figure.suptitle(title, fontsize="medium")
-    save_figure(figure, Path(path))
 
 
 COLUMNS = 96

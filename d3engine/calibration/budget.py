@@ -14,7 +14,7 @@ from statistics import NormalDist
 from d3engine.calibration.exact import PASS_LEVEL, exact_p
 from d3engine.calibration.floor import FLOOR, fewest_to_know
 from d3engine.calibration.noninferiority import Pairs, Tolerance
-from d3engine.errors import InvalidValueError, require_integer
+from d3engine.errors import InvalidValueError, require, require_integer
 
 ROUNDS = 3
 PER_FIRST_ROUND = 1 << (ROUNDS - 1)  # problems of all rounds, for each of the first: every round doubles them
@@ -85,6 +85,16 @@ def plan_budget(
         raise InvalidValueError("--limit and --budget", f"{asked} and {answers}", allowed)
     first_round = (answers - proving) // per_problem
     return Budget(first_round if has is None else min(first_round, has.screening // PER_FIRST_ROUND), asked, answers)
+
+
+def plan_check(certification: int | None, tolerance: Tolerance, has: Has | None = None) -> Budget:
+    """The certificate of one given setting, without screening; raises `InvalidValueError` where it is too small."""
+    most = has.certification if has else sys.maxsize
+    asked = min(USUAL_CERTIFICATION, most) if certification is None else require_integer("--limit", certification, 1)
+    fewest = fewest_problems(tolerance)
+    allowed = f"at least {fewest} for a tolerance of {tolerance}" + (f", at most {most}" if has else "")
+    require(fewest <= asked <= most, "--limit", asked, allowed)
+    return Budget(0, asked, 2 * asked)
 
 
 def least_tolerance(problems: int) -> Tolerance | None:

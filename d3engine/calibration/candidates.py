@@ -12,7 +12,10 @@ from d3engine.errors import require_integer
 
 STARTS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 ALPHAS = (0.8, 0.9, 0.99, 0.999, 0.9999)
-"""The search space of the D3 paper (Table 5 and Table 9)."""
+"""The search space of the D3 paper's Table 5, and 0.99, which lies in the gap that the paper leaves."""
+
+PAPER_ALPHAS = tuple(alpha for alpha in ALPHAS if alpha != 0.99)
+"""Those of the paper alone."""
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ def policy_file(result: Calibration, about: dict[str, Any], fingerprint: str) ->
             **_tolerance(result.tolerance),
             "least_saving": result.least_saving,
             "num_layers": result.num_layers,
-            "settings_tried": len(result.trials),
+            "settings_tried": max(len(result.trials), len(result.certificates)),
             "best_constant_answer": result.guess,
             "test": _evidence(result.certificate),
         },

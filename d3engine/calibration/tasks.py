@@ -37,7 +37,7 @@ class CalibrationTask:
 
     def parts(self, screening: int, certification: int) -> dict[Part, list[Question]]:
         """So many questions for each part. Raises `InvalidValueError` where the task has fewer different ones."""
-        validation = _different(self.load("validation", screening))
+        validation = _different(self.load("validation", screening)) if screening else []
         test = _different(self.load("test", certification))
         wanted = f"{screening} to search, {certification} to certify"
         has = f"within what {self.name} has questions for ({len(validation)} to search, {len(test)} to certify)"

@@ -7,7 +7,6 @@ file of yours) and shows one result in the three ways.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -20,25 +19,22 @@ from d3engine.cli.engine_options import Model, Options, model_directory, takes_e
 from d3engine.cli.observing import (
     AsJson,
     Limit,
-    MaxTokens,
     Png,
-    Prompts,
+    grid_of,
     observe,
     picture_title,
+    settings_bar,
     show_result,
+    takes_questions,
     with_bar,
 )
 from d3engine.cli.output_files import check_output, printing_last, write_output
 from d3engine.depth import D3, DepthPolicy, FullDepth, Schedule
 from d3engine.depth.statistics import ModelShape, flops_ratio, mean_depth
 from d3engine.errors import require, require_integer
-from d3engine.progress import hides_bars
 
 if TYPE_CHECKING:
-    from d3engine.analysis.answers import Answered
-    from d3engine.analysis.copying import Outcome, TailCopied
     from d3engine.analysis.sample import Sample
-    from d3engine.engine import Engine
 
 app = new_app(
     help="Look into a model while it answers: the D3 paper's analyses, each as table, picture and JSON.",
@@ -51,21 +47,21 @@ SAMPLE_DEPTH = D3(alpha=0.9, start=0.6)
 
 
 @app.command()
+@takes_questions
 @takes_engine
 def saturation(
     engine_options: Options,
+    asking: Options,
     model: Model = "demo",
-    prompts: Prompts = None,
     limit: Limit = 100,
-    max_tokens: MaxTokens = 128,
     png: Png = None,
     as_json: AsJson = False,
 ) -> None:
     """After how many layers each token's prediction is settled, and how sure it is then (Table 2)."""
     from d3engine.analysis.saturation import measure_saturation
 
-    _, observer, answered = observe(model, engine_options, prompts, limit, max_tokens, png)
-    result = measure_saturation(observer, with_bar(answered, "saturation"))
+    seen = observe(model, engine_options, asking, limit, png)
+    result = measure_saturation(seen.observer, with_bar(seen.answered, "saturation"))
     with printing_last(partial(show_result, result, as_json)):
         if png:
             from d3engine.analysis.pictures import plot_saturation
@@ -74,21 +70,20 @@ def saturation(
 
 
 @app.command()
+@takes_questions
 @takes_engine
 def perplexity(
     engine_options: Options,
+    asking: Options,
     model: Model = "demo",
-    prompts: Prompts = None,
     limit: Limit = 500,
-    max_tokens: MaxTokens = 128,
     png: Png = None,
     as_json: AsJson = False,
 ) -> None:
     """How sure the model is of its own answer, by generation step (Figure 2b)."""
     from d3engine.analysis.perplexity import measure_perplexity
 
-    _, _, answered = observe(model, engine_options, prompts, limit, max_tokens, png)
-    result = measure_perplexity(answered)
+    result = measure_perplexity(observe(model, engine_options, asking, limit, png).answered)
     with printing_last(partial(show_result, result, as_json)):
         if png:
             from d3engine.analysis.pictures import plot_perplexity
@@ -97,21 +92,21 @@ def perplexity(
 
 
 @app.command()
+@takes_questions
 @takes_engine
 def flow(
     engine_options: Options,
+    asking: Options,
     model: Model = "demo",
-    prompts: Prompts = None,
     limit: Limit = 50,
-    max_tokens: MaxTokens = 128,
     png: Png = None,
     as_json: AsJson = False,
 ) -> None:
     """How much each layer, its attention and its MLP change what passes through (Figure 3)."""
     from d3engine.analysis.flow import measure_flow
 
-    _, observer, answered = observe(model, engine_options, prompts, limit, max_tokens, png)
-    result = measure_flow(observer, with_bar(answered, "flow"))
+    seen = observe(model, engine_options, asking, limit, png)
+    result = measure_flow(seen.observer, with_bar(seen.answered, "flow"))
     with printing_last(partial(show_result, result, as_json)):
         if png:
             from d3engine.analysis.pictures import plot_flow
@@ -120,13 +115,13 @@ def flow(
 
 
 @app.command()
+@takes_questions
 @takes_engine
 def copy(
     engine_options: Options,
+    asking: Options,
     model: Model = "demo",
-    prompts: Prompts = None,
     limit: Limit = 50,
-    max_tokens: MaxTokens = 128,
     layers: Annotated[
         list[int] | None,
         typer.Option("--layers", help="Last layers to copy; may be repeated (1, 1/8, 1/4 and 1/2 of all)."),
@@ -140,65 +135,88 @@ def copy(
 ) -> None:
     """What is still right when the last layers are copied from some step on (Figure 2a).
 
-    Right is the word problem's answer; with --prompts it is the answer that the model gives at full depth.
+    Right is a question's own answer; with --prompts it is the answer that the model gives at full depth.
     """
-    from tqdm import tqdm
-
     from d3engine.analysis.copying import measure_copying
     from d3engine.analysis.report import counted
-    from d3engine.model.config import ModelConfig
 
-    total = ModelConfig.from_directory(model_directory(model)).num_layers
-    counts = sorted(set(layers or [1, max(total // 8, 1), max(total // 4, 1), max(total // 2, 1)]))
-    from_steps = sorted(set(steps or [1, 2, 4, 8, 16, 32]))
-    for count in counts:
-        require_integer("--layers", count, 1, total)
-    for step in from_steps:
-        require_integer("--from-step", step, 1)
-    engine, _, answered = observe(model, engine_options, prompts, limit, max_tokens, png)
-    outcome, measure = _outcome(engine, prompts, engine_options, answered, max_tokens)
-    lengths = [len(one.token_ids) for one in answered]
-    with tqdm(
-        total=1 + len(counts) * len(from_steps), desc="copy", unit="setting", disable=hides_bars(), leave=False
-    ) as bar:
-        result = measure_copying(
-            outcome, measure, max_tokens, lengths, counts, from_steps, lambda: bar.update() and None
-        )
+    counts, from_steps = grid_of(model, layers, steps, "--from-step")
+    seen = observe(model, engine_options, asking, limit, png)
+    outcome, measure = seen.judge()
+    lengths = [len(one.token_ids) for one in seen.answered]
+    with settings_bar("copy", 1 + len(counts) * len(from_steps)) as progress:
+        result = measure_copying(outcome, measure, seen.asked.max_tokens, lengths, counts, from_steps, progress)
     with printing_last(partial(show_result, result, as_json)):
         if png:
             from d3engine.analysis.pictures import plot_copying
 
-            plot_copying(result, png, f"{Path(model).name}: last layers copied, {counted(len(answered), 'answer')}")
+            plot_copying(result, png, f"{Path(model).name}: last layers copied, {counted(len(lengths), 'answer')}")
 
 
-def _outcome(
-    engine: Engine, prompts: Path | None, options: Options, answered: Sequence[Answered], max_tokens: int
-) -> tuple[Callable[[TailCopied], Outcome], str]:
-    """How a policy's answers are judged, and the name of that measure."""
-    from d3engine.analysis.copying import Outcome
+@app.command()
+@takes_questions
+@takes_engine
+def perturb(
+    engine_options: Options,
+    asking: Options,
+    model: Model = "demo",
+    limit: Limit = 50,
+    layers: Annotated[
+        list[int] | None,
+        typer.Option("--layers", help="Last layers to copy; may be repeated (1, 1/8, 1/4 and 1/2 of all)."),
+    ] = None,
+    steps: Annotated[
+        list[int] | None,
+        typer.Option("--at-step", help="The step to copy at; may be repeated (1, 2, 4, 8, 16 and 32)."),
+    ] = None,
+    png: Png = None,
+    as_json: AsJson = False,
+) -> None:
+    """What one perturbed step costs: the last layers are copied there alone, and run again after it (Figure 2a).
 
-    if prompts is not None:
-        return partial(_agreement, engine, answered, max_tokens), "answers equal to full depth's"
-    from d3engine.evaluation.accuracy import measure, take_problems
-    from d3engine.request.params import SamplingParams
+    What these layers hold of that token is copied from the layer below, or recomputed from the state that passed them;
+    later tokens read it. Right is as for `copy`.
+    """
+    from d3engine.analysis.perturbing import ENTRIES, measure_perturbing
+    from d3engine.analysis.report import counted
 
-    problems = take_problems("test", options.get("seed", 0), len(answered))
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    counts, at_steps = grid_of(model, layers, steps, "--at-step", spare=1)
+    seen = observe(model, engine_options, asking, limit, png)
+    outcome, measure = seen.judge()
+    lengths = [len(one.token_ids) for one in seen.answered]
+    with settings_bar("perturb", 1 + len(ENTRIES) * len(counts) * len(at_steps)) as progress:
+        result = measure_perturbing(outcome, measure, seen.asked.max_tokens, lengths, counts, at_steps, progress)
+    with printing_last(partial(show_result, result, as_json)):
+        if png:
+            from d3engine.analysis.pictures import plot_perturbing
 
-    def exact_match(policy: TailCopied) -> Outcome:
-        score = measure(engine, problems, policy, params)
-        return Outcome(len(problems), score.correct, score.unfinished)
-
-    return exact_match, "exact match"
+            plot_perturbing(result, png, f"{Path(model).name}: one step perturbed, {counted(len(lengths), 'answer')}")
 
 
-def _agreement(engine: Engine, full: Sequence[Answered], max_tokens: int, policy: TailCopied) -> Outcome:
-    from d3engine.analysis.answers import answer
-    from d3engine.analysis.copying import Outcome
+@app.command()
+@takes_questions
+@takes_engine
+def oracle(
+    engine_options: Options, asking: Options, model: Model = "demo", limit: Limit = 20, as_json: AsJson = False
+) -> None:
+    """What is lost if every token leaves at the layer where its prediction is settled (section 3.2).
 
-    found = answer(engine, [one.prompt for one in full], max_tokens, policy)
-    right = sum(a.token_ids == b.token_ids for a, b in zip(found, full, strict=True))
-    return Outcome(len(full), right, sum(one.cut_off for one in found))
+    The layers above hold a copied or a recomputed entry of it. Token by token, one answer after the other: slow.
+    """
+    from d3engine.analysis.oracle import ask_oracle
+
+    seen = observe(model, engine_options, asking, limit, None)
+    require(seen.engine.tokenizer is not None, "model", model, "a model with a tokenizer")
+    assert seen.engine.tokenizer is not None
+    result = ask_oracle(
+        seen.observer,
+        seen.engine.tokenizer,
+        with_bar(seen.answered, "oracle"),
+        seen.asked.max_tokens,
+        seen.asked.stop,
+        seen.asked.questions,
+    )
+    show_result(result, as_json)
 
 
 @app.command("schedule")
@@ -271,15 +289,15 @@ def _decay(schedule: Schedule, steps: int, shape: ModelShape) -> dict[str, Any]:
 
 
 @app.command()
+@takes_questions
 @takes_depth
 @takes_engine
 def sample(
     engine_options: Options,
+    asking: Options,
     depth: Depth,
     model: Model = "demo",
-    prompts: Prompts = None,
     limit: Limit = 1,
-    answer_tokens: MaxTokens = 128,  # depth has a max_tokens of its own
     guesses: Annotated[
         int,
         typer.Option("--guess-layers", help="After so many layers (all at most), evenly spread, show the guesses."),
@@ -298,18 +316,23 @@ def sample(
 
     require_integer("--guess-layers", guesses, 1)
     check_output("--html", html)
-    engine, observer, answered = observe(model, engine_options, prompts, limit, answer_tokens, png)
+    seen = observe(model, engine_options, asking, limit, png)
+    engine = seen.engine
     require(engine.tokenizer is not None, "model", model, "a model with a tokenizer")
     assert engine.tokenizer is not None
     policy = _sample_policy(model, depth)
     layers = guess_layers(engine.config.num_layers, guesses)
     answers = []
-    for full in with_bar(answered, "sample"):
+    for full in with_bar(seen.answered, "sample"):
         for one in dict.fromkeys([FullDepth(), policy]):
-            found = full if isinstance(one, FullDepth) else answer(engine, [full.prompt], answer_tokens, one)[0]
-            answers.append(take_sample(observer, engine.tokenizer, found, one, layers))
+            found = (
+                full
+                if isinstance(one, FullDepth)
+                else answer(engine, [full.prompt], seen.asked.max_tokens, one, stop=seen.asked.stop)[0]
+            )
+            answers.append(take_sample(seen.observer, engine.tokenizer, found, one, layers))
     result = Sample(engine.config.num_layers, answers)
-    title = f"{Path(model).name}: {counted(len(answered), 'prompt')}, by layers run"
+    title = f"{Path(model).name}: {counted(len(seen.answered), 'prompt')}, by layers run"
     with printing_last(partial(_print_sample, result, as_json)):
         if png:
             from d3engine.analysis.pictures import plot_sample

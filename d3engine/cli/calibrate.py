@@ -11,17 +11,26 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from d3engine.calibration.budget import USUAL_CERTIFICATION, plan_budget
-from d3engine.calibration.candidates import ALPHAS, STARTS, Candidate, make_candidates
+from d3engine.calibration.budget import USUAL_CERTIFICATION, plan_budget, plan_check
+from d3engine.calibration.candidates import ALPHAS, PAPER_ALPHAS, STARTS, Candidate, make_candidates
 from d3engine.calibration.floor import FLOOR
 from d3engine.calibration.noninferiority import Tolerance
 from d3engine.calibration.outcome import Outcome, outcome, reason
-from d3engine.calibration.search import Calibration, Check, Fate, Trial, best_at_each_speed, calibrate
+from d3engine.calibration.search import (
+    Calibration,
+    Check,
+    Fate,
+    Trial,
+    best_at_each_speed,
+    calibrate,
+    check_setting,
+)
 from d3engine.cli.apps import new_app
 from d3engine.cli.ending import ExitCode
 from d3engine.cli.engine_options import Model, Options, model_directory, open_engine, sampling_params, takes_engine
@@ -39,6 +48,14 @@ if TYPE_CHECKING:
     from d3engine.calibration.scoring import Answers
 
 app = new_app()
+
+
+class GridName(StrEnum):
+    """The values of `--grid`."""
+
+    ours = "ours"
+    paper = "paper"
+
 
 EXIT_CODES = {
     Outcome.CHOSEN: ExitCode.DONE,
@@ -99,6 +116,13 @@ def calibrate_command(
         typer.Option("--alpha", help="An alpha to try; may be repeated (0.8, 0.9, 0.99, 0.999 and 0.9999)."),
     ] = None,
     tails: Annotated[list[int] | None, typer.Option("--tail", help="A tail to try; may be repeated (0).")] = None,
+    grid: Annotated[
+        GridName, typer.Option("--grid", help="Which settings without --start and --alpha: ours, or the paper's 28.")
+    ] = GridName.ours,
+    check: Annotated[
+        str | None,
+        typer.Option("--check", help='Certify this setting alone, such as "d3 alpha=0.9 start=0.6", and search none.'),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help=f"Where to write the setting ({POLICY_FILE} beside the weights).")
     ] = None,
@@ -107,7 +131,8 @@ def calibrate_command(
 ) -> None:
     """Find the fastest depth setting that is safe, by a paired test against full depth, and write it to d3.json.
 
-    Settings are sorted out on the validation split and certified on the test split. Exit code 3 says that none could
+    Settings are sorted out on the validation split and certified on the test split; --check takes one that was found
+    elsewhere, as on a smaller model. Exit code 3 says that none could
     be shown to be safe with so many problems, 4 that full depth knows too little of the task for a loss to mean
     anything; nothing is written then. Greedy; --seed also picks the problems.
     """
@@ -125,18 +150,23 @@ def calibrate_command(
     asked = calibration_task(task, data, seed=seed, shots=num_fewshot)
     most = require_integer("--max-tokens", asked.max_tokens if max_tokens is None else max_tokens, 2)
     layers = ModelConfig.from_directory(directory).num_layers
-    candidates = make_candidates(layers, most, starts or STARTS, alphas or ALPHAS, tails or (0,))
+    given = _given_setting(check, layers, most, {"--start": starts, "--alpha": alphas, "--tail": tails, "--plot": plot})
+    usual = PAPER_ALPHAS if grid is GridName.paper else ALPHAS
+    candidates = [given] if given else make_candidates(layers, most, starts or STARTS, alphas or usual, tails or (0,))
     require(
         len(candidates) > 0, "--start, --alpha, --tail", (starts, alphas, tails), "such that a setting skips something"
     )
-    plan = plan_budget(len(candidates), budget, limit, accepted, asked.has)
+    if given:
+        plan = plan_check(limit, accepted, asked.has)
+    else:
+        plan = plan_budget(len(candidates), budget, limit, accepted, asked.has)
     parts = asked.parts(plan.screening, plan.certification)
     _tell_plan(plan, accepted, len(candidates))
     engine = open_engine(model, engine_options, FullDepth())
     params = sampling_params(engine, {"max_tokens": most, "temperature": 0.0, "stop": list(asked.stop) or None})
     name = fingerprint(directory)
     scorer = EngineScorer(engine, params, parts)
-    result = _search(scorer, candidates, plan, accepted, least_saving / 100)
+    result = _search(scorer, candidates, plan, accepted, least_saving / 100, only=given)
     about: Options = {"task": task, "seed": seed, "max_tokens": most, "dtype": str(engine.dtype).removeprefix("torch.")}
     about |= {"device": engine.device.type} | ({} if num_fewshot is None else {"shots": num_fewshot})
     report = _report(result, {"model": model, "fingerprint": name, **about})
@@ -210,8 +240,29 @@ def _check_plot(plot: Path | None) -> None:
         check_picture("--plot", plot)
 
 
+def _given_setting(words: str | None, num_layers: int, max_tokens: int, others: dict[str, Any]) -> Candidate | None:
+    """The setting of `--check`, beside which no grid is given."""
+    if words is None:
+        return None
+    from d3engine.cli.depth_options import policy_from_words
+
+    for flag, value in others.items():
+        require(value is None or value == [], flag, value, "absent beside --check, which tries one setting")
+    policy = policy_from_words(words.split(), "--check")
+    if not isinstance(policy, D3):
+        raise InvalidValueError("--check", words, 'a setting of d3, such as "d3 alpha=0.9 start=0.6"')
+    skips = policy.schedule(num_layers).first_skipping_step < max_tokens
+    require(skips, "--check", words, f"a setting that skips something within {max_tokens} tokens")
+    return Candidate(policy, (policy,))
+
+
 def _search(
-    scorer: Any, candidates: Sequence[Candidate], plan: Budget, tolerance: Tolerance, least_saving: float
+    scorer: Any,
+    candidates: Sequence[Candidate],
+    plan: Budget,
+    tolerance: Tolerance,
+    least_saving: float,
+    only: Candidate | None = None,
 ) -> Calibration:
     from tqdm import tqdm
 
@@ -221,6 +272,8 @@ def _search(
             bar.set_description(step)
             bar.update(answers)
 
+        if only is not None:
+            return check_setting(scorer, only.policy, plan, tolerance, progress)
         return calibrate(scorer, candidates, plan, tolerance, progress, least_saving=least_saving)
 
 
@@ -262,6 +315,8 @@ def _cell(trial: Trial | None, place: tuple[float, float, int]) -> str:
 def _show(result: Calibration, task: str, target: Path) -> None:
     if result.full is not None:
         _show_tables(result, result.full)
+    if result.certificates:
+        _show_certificates(result)
     typer.echo(reason(result))
     if result.chosen is None:
         full_depth = " Full depth is the setting for this model and task." if result.knows_enough else ""
@@ -289,12 +344,16 @@ def _show_tables(result: Calibration, full: Answers) -> None:
     chain = [_speed_row(trial) for trial in best_at_each_speed(result.trials)]
     columns = ("setting", "layers", "exact match", "95 % interval", "problems")
     print_table("The best in screening at each speed", columns, chain)
-    if result.certificates:
-        header = ("setting", "layers", "exact match", "full depth", "difference, 95 % interval", "p", "")
-        rows = [_check_row(check) for check in result.certificates]
-        problems = result.budget.certification
-        print_table(f"Certificates on {problems} problems of the test split, the slowest setting first", header, rows)
-        typer.echo(f"p: of the hypothesis that {result.tolerance} or more are lost.\n")
+
+
+def _show_certificates(result: Calibration) -> None:
+    from d3engine.cli.terminal import print_table
+
+    header = ("setting", "layers", "exact match", "full depth", "difference, 95 % interval", "p", "")
+    rows = [_check_row(check) for check in result.certificates]
+    problems = result.budget.certification
+    print_table(f"Certificates on {problems} problems of the test split, the slowest setting first", header, rows)
+    typer.echo(f"p: of the hypothesis that {result.tolerance} or more are lost.\n")
 
 
 def _speed_row(trial: Trial) -> tuple[str, ...]:

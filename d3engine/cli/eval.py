@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,8 +32,8 @@ from d3engine.depth import D3, DepthPolicy, FullDepth
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer
 from d3engine.evaluation import catalogue
 from d3engine.evaluation.accuracy import measure
-from d3engine.evaluation.baselines import at_equal_depth
-from d3engine.evaluation.benchmark import Benchmark, check_prompts
+from d3engine.evaluation.baselines import BISECTIONS, at_equal_depth, early_exit_at_depth
+from d3engine.evaluation.benchmark import Benchmark, Question, check_prompts
 from d3engine.evaluation.report import (
     Chart,
     Result,
@@ -53,7 +54,11 @@ if TYPE_CHECKING:
 app = new_app()
 
 HARNESS_MAX_TOKENS = 256
-"""Tokens of an answer whose task in lm-evaluation-harness does not say, as in the harness itself."""
+"""Tokens of an answer whose task in lm-evaluation-harness does not say, as in the harness itself; gsm8k and bbh have
+those of the paper."""
+
+VALIDATION_QUESTIONS = 64
+"""By which the threshold of early exit is found, at most."""
 
 
 class SplitName(StrEnum):
@@ -100,7 +105,10 @@ def evaluate(
     compare_full: Annotated[bool, typer.Option("--compare-full", help="Full depth first, to compare with.")] = False,
     baselines: Annotated[
         bool,
-        typer.Option("--baselines", help="After each D3: other skips at its nominal mean depth."),
+        typer.Option(
+            "--baselines",
+            help="After each D3: other skips at its nominal mean depth, and Early Exit at its depth on validation.",
+        ),
     ] = False,
     include_path: Annotated[
         Path | None, typer.Option("--include-path", help="Folder with task files of your own for the harness.")
@@ -131,15 +139,19 @@ def evaluate(
         require(split is SplitName.test, "--split", split.value, "'test', since harness tasks split for themselves")
         found = find_tasks(names, str(include_path) if include_path else None)
         engine = open_engine(model, engine_options, AUTO if AUTO in wanted else None)
-        max_tokens = sampling.get("max_tokens", HARNESS_MAX_TOKENS)
-        policies = resolve_policies(engine, wanted, compare_full, baselines, max_tokens)
-        run.with_harness(engine, found, policies, max_tokens)
+        lengths = {sampling.get("max_tokens", catalogue.harness_length(name, HARNESS_MAX_TOKENS)) for name in names}
+        same = f"tasks of one length beside --baselines, whose depth is over it (here {sorted(lengths)} tokens)"
+        require(not baselines or len(lengths) == 1, "--tasks", tasks, same)
+        policies = resolve_policies(engine, wanted, compare_full, baselines, max(lengths))
+        run.with_harness(engine, found, policies, sampling.get("max_tokens"))
         return
     check_sampling(sampling)
     given = {"split": split.value, "seed": seed, "limit": limit, "shots": num_fewshot}
     benchmarks = catalogue.from_files(names, data, **given) if data else catalogue.generated(names, **given)
     engine = open_engine(model, engine_options, AUTO if AUTO in wanted else None)
-    run.with_benchmarks(engine, benchmarks, wanted, sampling, compare_full, baselines)
+    more = {"seed": seed, "shots": num_fewshot, "most": VALIDATION_QUESTIONS}
+    depth_questions = partial(catalogue.depth_questions, folder=data, **more) if baselines else None
+    run.with_benchmarks(engine, benchmarks, wanted, sampling, compare_full, depth_questions)
 
 
 def resolve_policies(
@@ -189,15 +201,22 @@ class Run:
         wanted: Sequence[Depth],
         sampling: Options,
         compare_full: bool,
-        baselines: bool,
+        depth_questions: Callable[[Benchmark], Sequence[Question]] | None,
     ) -> None:
         """Measure every benchmark under every policy, and show each one's results when it is done.
 
+        With `depth_questions`, the baselines at each D3's depth too; by those questions that of early exit is set.
         Whatever would end the run halfway is refused before it begins: prompts too long, policies that do not fit.
         """
         assert engine.tokenizer is not None
         check_prompts(benchmarks, engine.tokenizer.encode, engine.max_model_len)
+        baselines = depth_questions is not None
         planned = [_plan(engine, benchmark, wanted, sampling, compare_full, baselines) for benchmark in benchmarks]
+        if depth_questions is not None:
+            planned = [
+                (_with_early_exits(engine, depth_questions(benchmark), policies, params), params)
+                for benchmark, (policies, params) in zip(benchmarks, planned, strict=True)
+            ]
         results = []
         for benchmark, (policies, params) in zip(benchmarks, planned, strict=True):
             results.append(_measure(engine, benchmark, policies, params))
@@ -208,7 +227,7 @@ class Run:
             self._print([side_by_side(results)])
         self._write(tables(results), described, [chart(result) for result in results])
 
-    def with_harness(self, engine: Engine, found: Any, policies: Sequence[DepthPolicy], max_tokens: int) -> None:
+    def with_harness(self, engine: Engine, found: Any, policies: Sequence[DepthPolicy], max_tokens: int | None) -> None:
         """Let lm-evaluation-harness run its tasks under every policy, and show the results."""
         from d3engine.depth.words import policy_in_words
 
@@ -219,7 +238,9 @@ class Run:
             shots=self._shots,
             limit=self._facts["limit"],
             seed=self._facts["seed"],
-            max_gen_toks=max_tokens,
+            max_gen_toks=partial(catalogue.harness_length, otherwise=HARNESS_MAX_TOKENS)
+            if max_tokens is None
+            else max_tokens,
             manager=found,
         )
         self._facts |= _machine(engine)
@@ -268,6 +289,24 @@ def _plan(
     params = sampling_params(engine, options)
     assert params.max_tokens is not None  # every benchmark has a number, and so has --max-tokens
     return resolve_policies(engine, wanted, compare_full, baselines, params.max_tokens), params
+
+
+def _with_early_exits(
+    engine: Engine, questions: Sequence[Question], policies: Sequence[DepthPolicy], params: SamplingParams
+) -> list[DepthPolicy]:
+    """The policies, and after the last an early exit for each D3 that runs as many layers on these questions."""
+    from tqdm import tqdm
+
+    decays = [policy for policy in policies if isinstance(policy, D3)]
+    total = len(decays) * (1 + BISECTIONS)
+    with tqdm(total=total, desc="early exit", unit="run", disable=hides_bars(), leave=False) as bar:
+
+        def depth_of(policy: DepthPolicy) -> float:
+            bar.update()
+            return measure(engine, questions, policy, params).realised_mean_layers
+
+        exits = [early_exit_at_depth(depth_of, depth_of(policy)) for policy in decays]
+    return [*policies, *(one for one in dict.fromkeys(exits) if one not in policies)]
 
 
 def _measure(engine: Engine, benchmark: Benchmark, policies: Sequence[DepthPolicy], params: SamplingParams) -> Result:

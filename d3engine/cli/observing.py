@@ -1,42 +1,88 @@
-"""What the subcommands of `d3engine analyze` share: flags, the answers that they observe, and how a result is shown."""
+"""What the subcommands of `d3engine analyze` share: what is asked, the answers that they observe, and how a result is
+shown."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from d3engine.cli.engine_options import Options, engine_arguments, model_directory
-from d3engine.errors import require_integer
+from d3engine.cli.engine_options import Options, OptionTable, engine_arguments, model_directory, takes_options
+from d3engine.errors import require, require_integer
 from d3engine.progress import hides_bars
 
 if TYPE_CHECKING:
     from d3engine.analysis.answers import Answered
+    from d3engine.analysis.copying import Outcome
     from d3engine.analysis.observer import Observer
     from d3engine.analysis.report import Analysis, Table
+    from d3engine.depth import DepthPolicy
     from d3engine.engine import Engine
+    from d3engine.evaluation.benchmark import Question
 
-Prompts: TypeAlias = Annotated[
-    Path | None,
-    typer.Option("--prompts", help="One prompt per line, or a .json list of texts (held-out word problems)."),
-]
-Limit: TypeAlias = Annotated[int, typer.Option("--limit", help="How many prompts.")]
-MaxTokens: TypeAlias = Annotated[int, typer.Option("--max-tokens", help="Tokens of an answer at most.")]
+DEFAULT_MAX_TOKENS = 128
+
+ASKING: OptionTable = {
+    "prompts": ("--prompts", Path, "One prompt per line, or a .json list of texts, instead of a task."),
+    "task": (
+        "--task",
+        str,
+        "What is asked: a generated task (word-problems); gsm8k, bbh or bbh/<task> with --data, by the paper's rules.",
+    ),
+    "data": ("--data", Path, "Folder with gsm8k/ and bbh/ to read questions from."),
+    "shots": ("--num-fewshot", int, "Solved examples before a question (3; none if generated)."),
+    "max_tokens": ("--max-tokens", int, f"Tokens of an answer at most (the task's own; {DEFAULT_MAX_TOKENS} without)."),
+}
+"""What a command asks the model -> flag, type, help."""
+
+Limit: TypeAlias = Annotated[int, typer.Option("--limit", help="How many prompts (of each task).")]
 Png: TypeAlias = Annotated[
     Path | None, typer.Option("--png", help="Also draw it to this file (PNG, or what its suffix says).")
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def observe(
-    model: str, options: Options, prompts: Path | None, limit: int, max_tokens: int, png: Path | None
-) -> tuple[Engine, Observer, list[Answered]]:
+@dataclass(frozen=True)
+class Asked:
+    """What the model is asked, and how: `questions` judge their answers; None where the prompts are a user's own."""
+
+    prompts: Sequence[str]
+    questions: Sequence[Question] | None
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The model, an observer of its weights, and its answers at full depth."""
+
+    engine: Engine
+    observer: Observer
+    asked: Asked
+    answered: list[Answered]
+
+    def judge(self) -> tuple[Callable[[DepthPolicy], Outcome], str]:
+        """How a policy's answers to the same prompts come out, and the name of that measure."""
+        if self.asked.questions is None:
+            return partial(_agreement, self), "answers equal to full depth's"
+        return partial(_exact_match, self), "exact match"
+
+
+def takes_questions(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace the parameter `asking` of a typer command by the options of what is asked."""
+    return takes_options(command, "asking", ASKING, "What is asked")
+
+
+def observe(model: str, options: Options, asking: Options, limit: int, png: Path | None) -> Observed:
     """The model, and its answers at full depth. What can be refused is refused before the model is loaded."""
-    from d3engine.analysis.answers import MAX_PROMPTS, answer, default_prompts, open_model, read_prompts
+    from d3engine.analysis.answers import MAX_PROMPTS, answer, open_model
 
     require_integer("--limit", limit, 1, MAX_PROMPTS)
     model_directory(model)
@@ -44,9 +90,83 @@ def observe(
         from d3engine.pictures.plots import check_picture
 
         check_picture("--png", png)
-    texts = default_prompts(options.get("seed", 0), limit) if prompts is None else read_prompts(prompts, limit)
+    asked = questions_of(asking, options.get("seed", 0), limit)
     engine, observer = open_model(model, engine_arguments(model, options))
-    return engine, observer, answer(engine, texts, max_tokens, progress=sys.stderr.isatty() and not hides_bars())
+    progress = sys.stderr.isatty() and not hides_bars()
+    answered = answer(engine, asked.prompts, asked.max_tokens, stop=asked.stop, progress=progress)
+    return Observed(engine, observer, asked, answered)
+
+
+def questions_of(asking: Options, seed: int, limit: int) -> Asked:
+    """The questions of a task, or the prompts of a file; word problems where neither is named."""
+    from d3engine.analysis.answers import read_prompts
+    from d3engine.evaluation import catalogue
+    from d3engine.evaluation.procedural import NAMES
+
+    prompts, task, data = (asking.get(name) for name in ("prompts", "task", "data"))
+    given: Any = {"split": "test", "seed": seed, "limit": limit, "shots": asking.get("shots")}
+    if prompts is not None:
+        for name, flag in (("task", "--task"), ("data", "--data"), ("shots", "--num-fewshot")):
+            require(name not in asking, flag, asking.get(name), "absent beside --prompts")
+        max_tokens = require_integer("--max-tokens", asking.get("max_tokens", DEFAULT_MAX_TOKENS), 1)
+        return Asked(read_prompts(prompts, limit), None, max_tokens)
+    if data is None:
+        allowed = f"one of {', '.join(NAMES)}, or with --data one of gsm8k, bbh and bbh/<task>"
+        require(task is None or task in NAMES, "--task", task, allowed)
+        (benchmark,) = catalogue.generated([task or "word-problems"], **given)
+    else:
+        require(task is not None, "--task", task, "one of gsm8k, bbh and bbh/<task> beside --data")
+        (benchmark,) = catalogue.from_files([task], data, **given)
+    own = DEFAULT_MAX_TOKENS if task is None else benchmark.max_tokens
+    max_tokens = require_integer("--max-tokens", asking.get("max_tokens", own), 1)
+    questions = benchmark.questions
+    return Asked([question.prompt for question in questions], questions, max_tokens, benchmark.stop)
+
+
+def _exact_match(seen: Observed, policy: DepthPolicy) -> Outcome:
+    from d3engine.analysis.copying import Outcome
+    from d3engine.evaluation.accuracy import measure
+    from d3engine.request.params import SamplingParams
+
+    asked = seen.asked
+    assert asked.questions is not None
+    params = SamplingParams(temperature=0.0, max_tokens=asked.max_tokens, stop=list(asked.stop) or None)
+    score = measure(seen.engine, asked.questions, policy, params)
+    return Outcome(len(asked.questions), score.correct, score.unfinished)
+
+
+def _agreement(seen: Observed, policy: DepthPolicy) -> Outcome:
+    from d3engine.analysis.answers import answer
+    from d3engine.analysis.copying import Outcome
+
+    found = answer(seen.engine, seen.asked.prompts, seen.asked.max_tokens, policy)
+    right = sum(a.token_ids == b.token_ids for a, b in zip(found, seen.answered, strict=True))
+    return Outcome(len(found), right, sum(one.cut_off for one in found))
+
+
+def grid_of(
+    model: str, layers: Sequence[int] | None, steps: Sequence[int] | None, flag: str, spare: int = 0
+) -> tuple[list[int], list[int]]:
+    """The numbers of layers and the steps of a grid, in order; of all layers `spare` must be left."""
+    from d3engine.model.config import ModelConfig
+
+    total = ModelConfig.from_directory(model_directory(model)).num_layers
+    counts = sorted(set(layers or [1, max(total // 8, 1), max(total // 4, 1), max(total // 2, 1)]))
+    chosen = sorted(set(steps or [1, 2, 4, 8, 16, 32]))
+    for count in counts:
+        require_integer("--layers", count, 1, total - spare)
+    for step in chosen:
+        require_integer(flag, step, 1)
+    return counts, chosen
+
+
+@contextmanager
+def settings_bar(name: str, total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar over so many settings; yields what is to be called after each."""
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc=name, unit="setting", disable=hides_bars(), leave=False) as bar:
+        yield lambda: bar.update() and None
 
 
 def with_bar(answered: Sequence[Answered], name: str) -> Any:

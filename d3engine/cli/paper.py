@@ -8,28 +8,55 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from d3engine.cli.apps import new_app
+from d3engine.errors import require
 from d3engine.evaluation.paper import Compared, PaperReport, report
+from d3engine.evaluation.paper_setup import Reference, further_notes, reference, setup_tables
+from d3engine.evaluation.paper_tables import BENCHMARKS
 from d3engine.evaluation.report import Table
 
 app = new_app()
 
 
 @app.command()
-def paper(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Compare our mean layers, FLOPs ratios, layer bounds and averages with the tables of the D3 paper.
+def paper(
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Folder with gsm8k/ and bbh/: count their answers again.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", help="Directory with the tokenizer that counts (with --data).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Set our mean layers, FLOPs ratios, layer bounds and averages beside the tables of the D3 paper.
 
     Needs no weights. Llama-2 7B, 13B and 70B have 32, 40 and 80 layers.
     """
-    found = report()
+    require((data is None) == (tokenizer is None), "--data, --tokenizer", (data, tokenizer), "given both or neither")
+    counted = None if data is None or tokenizer is None else _count(data, tokenizer)
+    found, setup, notes = report(), setup_tables(counted), further_notes()
     if as_json:
-        typer.echo(json.dumps(as_dict(found), indent=2))
+        tables = [asdict(table) for table in setup]
+        typer.echo(json.dumps({**as_dict(found), "setup": tables, "further_notes": notes}, indent=2))
     else:
-        _show(found)
+        _show(found, setup, notes)
+
+
+def _count(data: Path, tokenizer: Path) -> dict[str, Reference]:
+    """The reference answers in tokens of the tokenizer in a directory."""
+    from d3engine.evaluation.catalogue import reference_answers
+    from d3engine.text.tokenizer import load_tokenizer
+
+    encode = load_tokenizer(tokenizer).encode
+    return {
+        name: reference(name, [len(encode(text, add_special_tokens=False)) for text in reference_answers(name, data)])
+        for name in BENCHMARKS
+    }
 
 
 def as_dict(found: PaperReport) -> dict[str, Any]:
@@ -47,10 +74,11 @@ def as_dict(found: PaperReport) -> dict[str, Any]:
     return described
 
 
-def _show(found: PaperReport) -> None:
+def _show(found: PaperReport, setup: list[Table], notes: list[str]) -> None:
     from d3engine.cli.terminal import print_table
 
     for table in (
+        *setup,
         _mean_layers(found),
         _flops_ratios(found),
         _wall_clock(found),
@@ -59,10 +87,9 @@ def _show(found: PaperReport) -> None:
         _grid(found),
     ):
         print_table(table.title, table.header, table.rows)
-        typer.echo("\n".join(table.notes) + "\n")
-    typer.echo(
-        "With the weights of Llama-2, the data sets in a folder DATA (DATA/gsm8k, DATA/bbh) and prompts in a file:"
-    )
+        typer.echo("".join(f"{note}\n" for note in table.notes))
+    typer.echo("Also:\n" + "\n".join(notes) + "\n")
+    typer.echo("With the weights of Llama-2 and the data sets in a folder DATA (DATA/gsm8k, DATA/bbh):")
     typer.echo("13B takes start 0.5 on BBH and 0.7 on GSM8K.")
     for reproduction in found.reproduce:
         typer.echo(f"\n# {reproduction.shows}\n{reproduction.command}")

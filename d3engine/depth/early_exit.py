@@ -13,6 +13,7 @@ import numpy as np
 
 from d3engine.depth.exit_rule import BatchRule, Confidence, ExitRule
 from d3engine.depth.policy import DepthPolicy
+from d3engine.depth.presets import EXIT_CONFIDENCES, of_layers
 from d3engine.depth.schedule import NEVER, OnSkip, Schedule
 from d3engine.errors import require, require_integer
 
@@ -69,6 +70,11 @@ class EarlyExit(DepthPolicy):
         require_integer("num_layers", num_layers, 1)
         require_integer("min_layer", self.min_layer, 0, num_layers - 1)
         return self._rule()
+
+    @classmethod
+    def preset(cls, num_layers: int) -> EarlyExit:
+        """The confidence that the D3 paper's Table 2 prints for a Llama-2 of so many layers, as the threshold."""
+        return cls(of_layers({"early-exit": EXIT_CONFIDENCES}, "early-exit", num_layers))
 
     def _rule(self) -> ExitRule:
         return ExitRule(self.confidence, self.threshold, self.decay, self.min_layer, self.every, self.batch)

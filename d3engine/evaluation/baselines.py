@@ -1,16 +1,21 @@
 """Other policies at the mean depth of a given one, so that a comparison is between ways to spend the same layers.
 
 The one idea: a method that is better only because it runs more layers is not better. SkipDecode and unified
-skipping have one whole number to choose, so the mean is met to a fraction of a layer; the result says by how much.
+skipping have one whole number to choose, so the mean is met to a fraction of a layer; the result says by how much. Of
+early exit nothing is known beforehand: its threshold is found by answering other questions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 
-from d3engine.depth import DepthPolicy, SkipDecode, TailSkip, UnifiedSkip
+from d3engine.depth import DepthPolicy, EarlyExit, SkipDecode, TailSkip, UnifiedSkip
 from d3engine.depth.statistics import mean_depth
 from d3engine.errors import require_integer
+
+BISECTIONS = 8
+"""Thresholds that are tried: the nearest is then within 1/256 of the best one, if depth grows with the threshold."""
 
 
 def at_equal_depth(policy: DepthPolicy, *, num_layers: int, max_tokens: int) -> list[DepthPolicy]:
@@ -54,3 +59,19 @@ def tail_skip_for_mean(mean_layers: float, *, num_layers: int, max_tokens: int) 
     """
     lowest = Fraction(num_layers + max_tokens - 1, max_tokens)
     return TailSkip(lowest if mean_layers < lowest else mean_layers, max_tokens)
+
+
+def early_exit_at_depth(depth_of: Callable[[DepthPolicy], float], mean_layers: float) -> EarlyExit:
+    """Early exit whose mean depth is nearest, by bisection of its threshold over CALM's range [0, 1].
+
+    `depth_of` answers some questions under a policy and tells the layers run per token; it is asked `BISECTIONS` times.
+    Where even the threshold 1 leaves too soon, it is what is returned: the depth that is measured then says so.
+    """
+    low, high = 0.0, 1.0
+    tried = [(abs(depth_of(EarlyExit(high)) - mean_layers), EarlyExit(high))]
+    for _ in range(BISECTIONS - 1):
+        policy = EarlyExit((low + high) / 2)
+        depth = depth_of(policy)
+        tried.append((abs(depth - mean_layers), policy))
+        low, high = (low, policy.threshold) if depth > mean_layers else (policy.threshold, high)
+    return min(tried, key=lambda one: one[0])[1]

@@ -12,7 +12,7 @@ from pathlib import Path
 from d3engine.errors import require
 from d3engine.evaluation import procedural
 from d3engine.evaluation.bbh import load_bbh
-from d3engine.evaluation.benchmark import Benchmark
+from d3engine.evaluation.benchmark import Asked, Benchmark, Question
 from d3engine.evaluation.gsm8k import load_gsm8k
 from d3engine.evaluation.word_problems import Split
 
@@ -24,6 +24,16 @@ DEFAULT_PROBLEMS = 500
 
 PUBLISHED_SHOTS = 3
 """Examples before each question, as in the D3 paper; generated tasks are asked without."""
+
+
+HARNESS_LENGTHS = {"gsm8k": 1024, "bbh": 200}
+"""Tokens of an answer, as in the D3 paper, to tasks of lm-evaluation-harness of these names and those that begin with
+them and an underscore, where the task itself does not say."""
+
+
+def harness_length(name: str, otherwise: int) -> int:
+    """Tokens of an answer to a task of lm-evaluation-harness that does not say."""
+    return next((n for known, n in HARNESS_LENGTHS.items() if name == known or name.startswith(f"{known}_")), otherwise)
 
 
 def are_generated(names: Sequence[str]) -> bool:
@@ -40,6 +50,27 @@ def generated(
     """The generated tasks of these names."""
     count = DEFAULT_PROBLEMS if limit is None else limit
     return [procedural.procedural(name, split=split, seed=seed, limit=count, shots=shots or 0) for name in names]
+
+
+def depth_questions(
+    benchmark: Benchmark, folder: Path | None, *, seed: int, shots: int | None, most: int
+) -> list[Question]:
+    """Questions by which a policy's depth is set, which takes no answers: of the validation split, where there is one.
+
+    BBH has none; of its own questions every so manieth is taken, from all tasks.
+    """
+    if benchmark.name == "bbh":
+        return benchmark.questions[:: -(-len(benchmark.questions) // most)]
+    if folder is None:
+        return generated([benchmark.name], split="validation", seed=seed, limit=most, shots=shots)[0].questions
+    return from_files([benchmark.name], folder, split="validation", seed=seed, limit=most, shots=shots)[0].questions
+
+
+def reference_answers(name: str, folder: Path) -> list[str]:
+    """What the test questions of `gsm8k` or `bbh` in a folder should be answered with, as published."""
+    (benchmark,) = from_files([name], folder, split="test", seed=0, limit=None, shots=0)
+    own = [asked.question for asked in benchmark.questions if isinstance(asked, Asked)]
+    return [getattr(question, "target", None) or getattr(question, "answer", "") for question in own]
 
 
 def from_files(

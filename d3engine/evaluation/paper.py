@@ -156,6 +156,7 @@ class PaperReport:
 
 
 _BBH, _GSM8K = '--policy "d3 alpha=0.9 start=0.6"', '--policy "d3 alpha=0.9999 start=0.8"'
+_SORTING = "LLAMA2_7B --task bbh/word_sorting --data DATA"
 
 REPRODUCE = (
     Reproduction(
@@ -163,8 +164,17 @@ REPRODUCE = (
         f"d3engine eval LLAMA2_7B --tasks bbh --data DATA --compare-full {_BBH} --baselines",
     ),
     Reproduction(
-        "Table 6, GSM8K, and Table 7: the wall clock is in the same table",
+        "the same with SkipDecode at the depth that Table 6 prints, which is above D3's",
+        f"d3engine eval LLAMA2_7B --tasks bbh --data DATA --compare-full {_BBH} "
+        '--policy "skipdecode mean-layers=24.68 decay-steps=200"',
+    ),
+    Reproduction(
+        "Table 6, GSM8K, and Table 7: the wall clock is in the same table; Early Exit at D3's depth is a baseline",
         f"d3engine eval LLAMA2_7B --tasks gsm8k --data DATA --compare-full {_GSM8K} --baselines",
+    ),
+    Reproduction(
+        "Table 6, Early Exit at the confidence of Table 2",
+        f'd3engine eval LLAMA2_7B --tasks bbh --data DATA --compare-full {_BBH} --policy "early-exit threshold=0.8"',
     ),
     Reproduction(
         "the same through lm-evaluation-harness, whose scores the paper reports",
@@ -176,7 +186,8 @@ REPRODUCE = (
     ),
     Reproduction(
         "Table 7 against transformers: its side, by the harness's own backend",
-        "lm_eval --model hf --model_args pretrained=LLAMA2_7B --tasks gsm8k --num_fewshot 3 --batch_size 4",
+        "lm_eval --model hf --model_args pretrained=LLAMA2_7B --tasks gsm8k --num_fewshot 3 --batch_size 4 "
+        "--gen_kwargs max_gen_toks=1024",
     ),
     Reproduction(
         "Table 9 and Figure 6: one start and decay a policy",
@@ -184,29 +195,36 @@ REPRODUCE = (
         + " ".join(f'--policy "d3 alpha=0.9999 start={start}"' for start in TABLE_9_STARTS),
     ),
     Reproduction(
-        "the same grid, all 35 settings by successive halving, and a setting that is safe or none",
-        "d3engine calibrate LLAMA2_7B --task gsm8k --data DATA --plot grid.png --out d3.json",
+        "Table 5: all 28 settings by successive halving, and a setting that is safe or none",
+        "d3engine calibrate LLAMA2_7B --task gsm8k --data DATA --grid paper --plot grid.png --out d3.json",
     ),
     Reproduction(
-        "Table 6, the rows of early exit: the threshold that gives D3's mean depth is the reader's to find",
-        f"d3engine eval LLAMA2_7B --tasks gsm8k --data DATA --compare-full {_GSM8K} "
-        '--policy "early-exit threshold=0.9 exit-min-layer=16"',
+        "section 4.1, transfer: 7B's setting, checked on a larger model and nothing else",
+        'd3engine calibrate LLAMA2_13B --task gsm8k --data DATA --check "d3 alpha=0.9999 start=0.8" --out d3.json',
     ),
     Reproduction(
         "Table 2: the layer after which a prediction is settled, and how sure the model is there",
-        "d3engine analyze saturation LLAMA2_7B --prompts PROMPTS --png saturation.png",
+        f"d3engine analyze saturation {_SORTING} --png saturation.png",
     ),
     Reproduction(
-        "Figure 2a: the last layers copied from some step on",
-        "d3engine analyze copy LLAMA2_7B --prompts PROMPTS --png copy.png",
+        "section 3.2: every token leaves there, with copied and with recomputed entries",
+        f"d3engine analyze oracle {_SORTING}",
+    ),
+    Reproduction(
+        "Figure 2a: the last layers copied at one step, with copied and with recomputed entries",
+        f"d3engine analyze perturb {_SORTING} --png perturb.png",
+    ),
+    Reproduction(
+        "the same from a step on, for the rest of the answer",
+        f"d3engine analyze copy {_SORTING} --png copy.png",
     ),
     Reproduction(
         "Figure 2b: perplexity by position",
-        "d3engine analyze perplexity LLAMA2_7B --prompts PROMPTS --png perplexity.png",
+        "d3engine analyze perplexity LLAMA2_7B --task gsm8k --data DATA --png perplexity.png",
     ),
     Reproduction(
         "Figure 3: what each layer changes, its attention and its MLP",
-        "d3engine analyze flow LLAMA2_7B --prompts PROMPTS --png flow.png",
+        "d3engine analyze flow LLAMA2_7B --task gsm8k --data DATA --png flow.png",
     ),
     Reproduction(
         "Figure 4: the schedules",
@@ -214,10 +232,15 @@ REPRODUCE = (
     ),
     Reproduction(
         "Figure 7: an answer coloured by the layers that its tokens used",
-        "d3engine analyze sample LLAMA2_7B --prompts PROMPTS --depth d3 --alpha 0.9 --start 0.6 --html sample.html",
+        "d3engine analyze sample LLAMA2_7B --task gsm8k --data DATA --depth d3 --alpha 0.9 --start 0.6 "
+        "--html sample.html",
+    ),
+    Reproduction(
+        "Table 4 in tokens, counted again",
+        "d3engine paper --data DATA --tokenizer LLAMA2_7B",
     ),
 )
-"""Directory, data sets and prompts (one per line) are the reader's. 13B takes start 0.5 on BBH, 0.7 on GSM8K."""
+"""Directory and data sets are the reader's. 13B takes start 0.5 on BBH, 0.7 on GSM8K."""
 
 
 def report() -> PaperReport:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,7 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
             their own: `depth=d3,alpha=0.9,start=0.6`.
         max_length: tokens of context and answer at most; longer contexts lose their beginning, as in the harness's HF
             backend. None: one fewer than the engine's max_model_len.
-        max_gen_toks: tokens of an answer whose task does not say.
+        max_gen_toks: tokens of an answer whose task does not say, or a function that tells them by the task's name.
         add_bos_token: False encodes without the tokenizer's special tokens; None and True with them, as its files say.
         prefix_token_id: what stands for an empty context. None: BOS, else EOS.
         batch_size: sequences that run at once at most; "auto" is the engine's default.
@@ -95,7 +95,7 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
         *,
         depth: DepthPolicy | str = "auto",
         max_length: int | None = None,
-        max_gen_toks: int = DEFAULT_MAX_GEN_TOKS,
+        max_gen_toks: int | Callable[[str], int] = DEFAULT_MAX_GEN_TOKS,
         add_bos_token: bool | None = None,
         prefix_token_id: int | None = None,
         batch_size: int | str | None = None,
@@ -122,7 +122,7 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
         self._tokenizer: Tokenizer = self.engine.tokenizer
         longest = self.engine.max_model_len - 1
         self.max_length = longest if max_length is None else require_integer("max_length", max_length, 2, longest)
-        self.max_gen_toks = require_integer("max_gen_toks", max_gen_toks, 1)
+        self.max_gen_toks = max_gen_toks if callable(max_gen_toks) else require_integer("max_gen_toks", max_gen_toks, 1)
         self._add_bos_token = add_bos_token
         self._prefix_token_id = prefix_token_id
         self.usage: dict[str, Usage] = {}
@@ -185,7 +185,7 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
         prompts, params = [], []
         for request in requests:
             context, gen_kwargs = request.args
-            options = self._sampling_params(gen_kwargs)
+            options = self._sampling_params(gen_kwargs, str(getattr(request, "task_name", None) or ""))
             assert options.max_tokens is not None  # the harness has a default
             room = self.max_length - options.max_tokens
             require(room > 0, "max_gen_toks", options.max_tokens, f"less than max_length={self.max_length}")
@@ -205,8 +205,9 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
         is_known = is_known_beforehand(self.policy, self.engine.config.num_layers)
         return self.schedule.depths(max_tokens).tolist() if is_known else []
 
-    def _sampling_params(self, gen_kwargs: Mapping[str, Any]) -> SamplingParams:
-        given = dict(normalize_gen_kwargs(dict(gen_kwargs), self.max_gen_toks))
+    def _sampling_params(self, gen_kwargs: Mapping[str, Any], task: str) -> SamplingParams:
+        most = self.max_gen_toks(task) if callable(self.max_gen_toks) else self.max_gen_toks
+        given = dict(normalize_gen_kwargs(dict(gen_kwargs), most))
         until, max_tokens, samples = given.pop("until"), given.pop("max_gen_toks"), given.pop("do_sample")
         for name, value in given.items():
             require(name in SAMPLING_OPTIONS, name, value, f"an option of {', '.join(SAMPLING_OPTIONS)}")

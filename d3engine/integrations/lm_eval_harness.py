@@ -8,7 +8,7 @@ answer with our own intervals; of other means the usual interval is shown, of an
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from math import isclose, sqrt
@@ -95,7 +95,7 @@ def run_tasks(
     shots: int | None,
     limit: int | None,
     seed: int,
-    max_gen_toks: int,
+    max_gen_toks: int | Callable[[str], int],
     manager: Any,
 ) -> list[HarnessRun]:
     """Evaluate the tasks under each (title, policy) in turn; raises `D3EngineError` for a task that there is not."""

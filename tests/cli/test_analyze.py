@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from d3engine.cli import app
+from d3engine.cli.observing import questions_of
 from d3engine.errors import install_command
 
 SMALL = ("--limit", "2", "--max-tokens", "8", "--device", "cpu", "--kv-cache-memory-bytes", str(2**24))
@@ -88,6 +89,40 @@ def test_copy_of_word_problems_and_of_prompts_of_ones_own(png: Path, tmp_path: P
     assert [(cell["layers_copied"], cell["from_step"]) for cell in report["grid"]] == [(2, 1), (8, 1)]
 
 
+def test_one_perturbed_step_in_three_forms(png: Path) -> None:
+    grid = ("--layers", "8", "--at-step", "2", "--limit", "1")
+    result = run("perturb", "demo", *SMALL, *grid, "--png", str(png))
+    assert result.exit_code == 0, result.output
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert result.stdout.startswith("One step perturbed: exact match, 1 answer")
+    report = run_json("perturb", "demo", *SMALL, *grid)
+    assert list(report["entries"]) == ["copied", "recomputed"]
+    assert [(cell["layers_copied"], cell["from_step"]) for cell in report["entries"]["copied"]["grid"]] == [(8, 2)]
+
+
+def test_leaving_where_predictions_are_settled_in_two_forms() -> None:
+    small = ("--limit", "1", "--max-tokens", "4", "--device", "cpu")
+    result = run("oracle", "demo", *small)
+    assert result.exit_code == 0, result.output
+    assert [row[0] for row in cells(result.stdout)[2:]] == ["kept", "copied", "recomputed"]
+    report = run_json("oracle", "demo", *small)
+    assert [len(found["answers"][0]["depths"]) for found in report["entries"].values()] == [4, 4, 4]
+
+
+def test_the_papers_tasks_are_asked_from_files_behind_examples_and_judged_by_their_own_rule(tmp_path: Path) -> None:
+    (tmp_path / "bbh" / "cot-prompts").mkdir(parents=True)
+    examples = [{"input": f"Sort: b{i} a", "target": f"a b{i}"} for i in range(3)]
+    (tmp_path / "bbh" / "word_sorting.json").write_text(json.dumps({"examples": examples}))
+    solved = "Q: Sort: d c\nA: Let's think step by step.\nSo the answer is c d."
+    (tmp_path / "bbh" / "cot-prompts" / "word_sorting.txt").write_text(f"canary\n-----\nSort the words.\n\n{solved}")
+    asking = ("--task", "bbh/word_sorting", "--data", str(tmp_path), "--num-fewshot", "1", "--limit", "2")
+    report = run_json("copy", "demo", *SMALL, *asking, "--layers", "8", "--from-step", "1")
+    assert (report["measure"], report["answers"]) == ("exact match", 2)
+    found = questions_of({"task": "bbh/word_sorting", "data": tmp_path, "shots": 1}, seed=0, limit=2)
+    assert (found.max_tokens, found.stop) == (200, ("Q:", "</s>", "\n\n"))
+    assert found.prompts[0] == "Sort the words.\n\nQ: Sort: d c\nA: c d\n\nQ: Sort: b0 a\nA:"
+
+
 def test_copy_says_where_nothing_was_copied_and_nothing_was_finished() -> None:
     result = run("copy", "demo", *SMALL, "--layers", "1", "--from-step", "1000")
     assert result.exit_code == 0, result.output
@@ -137,6 +172,12 @@ def test_a_sample_as_text_picture_page_and_json(png: Path, tmp_path: Path) -> No
         (["perplexity", "--png", "no-such-directory/a.png"], "--png"),
         (["copy", "--layers", "17", "--limit", "1", "--max-tokens", "1"], "--layers"),
         (["copy", "--from-step", "0", "--limit", "1", "--max-tokens", "1"], "--from-step"),
+        (["perturb", "--layers", "16"], "--layers must be an integer from 1 to 15; got 16"),
+        (["perturb", "--at-step", "0"], "--at-step"),
+        (["saturation", "--task", "bbh"], "--task"),
+        (["saturation", "--task", "bbh", "--data", "nowhere"], "--data"),
+        (["saturation", "--data", "."], "--task"),
+        (["saturation", "--prompts", "a.txt", "--task", "gsm8k"], "--task"),
         (["schedule", "--start", "1.5"], "start"),
         (["schedule", "--steps", "0"], "--steps"),
         (["flow", "--png", "picture.foo"], "got 'picture.foo'"),

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from d3engine.calibration.candidates import ALPHAS, PAPER_ALPHAS, STARTS, make_candidates
 from d3engine.cli import app
 from d3engine.depth import D3
+from d3engine.evaluation.paper_tables import TABLE_5_ALPHAS, TABLE_5_STARTS
 from d3engine.loading.model_directory import model_directory
 from d3engine.model.fingerprint import fingerprint
 
@@ -50,6 +52,28 @@ def test_the_command_writes_what_it_chose_on_the_bundled_model(tmp_path: Path) -
     )
     assert f"written to {out}" in result.stdout
     assert result.stdout.isascii()
+
+
+def test_one_given_setting_is_certified_alone_and_written(tmp_path: Path) -> None:
+    out = tmp_path / "d3.json"
+    small = ("--tolerance", "16", "--limit", "23", "--max-tokens", "64", "--device", "cpu")
+    result = run("demo", *small, "--check", "d3 alpha=0.9 start=0.7", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert written["depth"] == D3(alpha=0.9, start=0.7).describe()
+    assert written["evidence"]["settings_tried"] == 1
+    assert "Certificates on 23 problems" in result.stdout
+    assert "Screening" not in result.stdout
+    refused = run("demo", *small, "--check", "d3 alpha=0.9 start=0.2", "--out", str(out), "--json")
+    assert refused.exit_code == 3, refused.output
+    report = json.loads(refused.stdout)
+    assert (report["settings"], report["depth"], len(report["certificates"])) == ([], None, 1)
+
+
+def test_the_papers_grid_has_no_0_99_and_ours_has() -> None:
+    ours, papers = ({one.policy.alpha for one in make_candidates(32, 1024, alphas=a)} for a in (ALPHAS, PAPER_ALPHAS))
+    assert papers == set(TABLE_5_ALPHAS) == ours - {0.99}
+    assert set(STARTS) == set(TABLE_5_STARTS)
 
 
 def test_the_command_refuses_with_its_own_exit_code_and_writes_nothing(tmp_path: Path) -> None:
@@ -93,6 +117,10 @@ def test_the_command_tells_a_task_that_the_model_cannot_do_by_its_exit_code_afte
         (["demo", "--out", "d3.json", "--task", "gsm8k"], "got 'gsm8k'"),
         (["demo", "--out", "d3.json", "--task", "gsm8k", "--data", "nowhere"], "--data"),
         (["demo", "--out", "d3.json", "--num-fewshot", "-1"], "--num-fewshot"),
+        (["demo", "--out", "d3.json", "--check", "full"], "--check"),
+        (["demo", "--out", "d3.json", "--check", "d3 alpha=1 start=0.5"], "--check"),
+        (["demo", "--out", "d3.json", "--check", "d3 alpha=0.9 start=0.5", "--alpha", "0.8"], "--alpha"),
+        (["demo", "--out", "d3.json", "--check", "d3 alpha=0.9 start=0.5", "--limit", "100"], "--limit"),
     ],
 )
 def test_what_cannot_work_is_refused_before_it_begins(

@@ -83,6 +83,7 @@ def test_policies_in_words_run_in_turn_each_compared_with_the_first() -> None:
         "unified",
         "tail-skip",
         "full",
+        "early-exit",
     ]
     means = [score["nominal_mean_layers"] for score in found["scores"]]
     assert means[1:4] == pytest.approx([means[0]] * 3, abs=0.5)

@@ -113,6 +113,32 @@ def test_skip_decode_refuses_depths_beyond_the_model_by_name() -> None:
         SkipDecode(10, 4, 9).schedule(8)
 
 
+@pytest.mark.parametrize(("layers", "printed"), [(32, 24.68), (40, 30.99), (80, 62.48)])
+def test_skip_decode_of_a_mean_depth_runs_what_the_paper_prints_for_it(layers: int, printed: float) -> None:
+    policy = SkipDecode(200, mean_layers=printed)
+    assert policy == SkipDecode.preset("bbh", layers)
+    assert mean_depth(policy.schedule(layers), 200) == pytest.approx(printed, abs=0.26)
+    assert policy.schedule(layers) == SkipDecode.for_mean(printed, num_layers=layers, max_tokens=200).schedule(layers)
+    on_skip = SkipDecode(200, mean_layers=printed, on_skip="copy").schedule(layers).on_skip
+    assert on_skip == "copy"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [({}, "min_layers"), ({"mean_layers": 6, "min_layers": 4}, "min_layers"), ({"mean_layers": -1}, "mean_layers")],
+)
+def test_skip_decode_takes_a_lowest_depth_or_a_mean_one(arguments: dict, field: str) -> None:
+    with pytest.raises(InvalidValueError, match=field):
+        SkipDecode(10, **arguments)
+
+
+def test_presets_of_the_rivals_are_the_papers_and_of_its_models_alone() -> None:
+    assert [EarlyExit.preset(layers).threshold for layers in (32, 40, 80)] == [0.8, 0.7, 0.8]
+    for make in (EarlyExit.preset, lambda layers: SkipDecode.preset("gsm8k", layers)):
+        with pytest.raises(InvalidValueError, match="num_layers must be one of 32, 40, 80"):
+            make(16)
+
+
 # ------------------------------------------------------------------------------------------ unified skipping
 
 
@@ -240,6 +266,7 @@ EXAMPLES: list[DepthPolicy] = [
     D3(alpha=0.99, start=Fraction(2, 3), tail=1, on_skip="copy"),
     SkipDecode(max_tokens=200, min_layers=4, warmup=2),
     SkipDecode(max_tokens=200, min_layers=4, max_layers=7),
+    SkipDecode(max_tokens=20, mean_layers=5.5),
     UnifiedSkip(speedup=1.5, on_skip="project"),
     UnifiedSkip(speedup="4/3"),  # type: ignore[arg-type]
     EvenSkip(speedup=1.5),

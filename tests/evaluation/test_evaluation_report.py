@@ -22,7 +22,7 @@ from d3engine.depth import (
 )
 from d3engine.depth.statistics import LLAMA2_7B, mean_depth
 from d3engine.evaluation.accuracy import Interval, Score, paired, wilson_interval
-from d3engine.evaluation.baselines import at_equal_depth, unified_for_mean
+from d3engine.evaluation.baselines import BISECTIONS, at_equal_depth, early_exit_at_depth, unified_for_mean
 from d3engine.evaluation.benchmark import Asked, Benchmark
 from d3engine.evaluation.generated import GeneratedProblem
 from d3engine.evaluation.html_page import page
@@ -56,6 +56,21 @@ def test_unified_skipping_takes_the_nearest_of_all_means() -> None:
         means = {kept: mean_depth(UnifiedSkip(Fraction(16, kept)).schedule(16), 50) for kept in range(2, 17)}
         best = min(abs(mean - wanted) for mean in means.values())
         assert abs(mean_depth(chosen.schedule(16), 50) - wanted) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(("wanted", "nearest"), [(4.0, 0.5), (6.4, 0.8), (1.0, 0.125), (12.0, 1.0)])
+def test_the_threshold_of_early_exit_is_found_within_0_and_1(wanted: float, nearest: float) -> None:
+    asked: list[float] = []
+
+    def depth_of(policy: DepthPolicy) -> float:
+        assert isinstance(policy, EarlyExit)
+        asked.append(policy.threshold)
+        return 8 * policy.threshold
+
+    found = early_exit_at_depth(depth_of, wanted)
+    assert found.threshold == pytest.approx(nearest, abs=1 / 128)
+    assert len(asked) == BISECTIONS
+    assert max(asked) <= 1
 
 
 class Tags(HTMLParser):

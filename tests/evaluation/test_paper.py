@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,12 @@ from typer.testing import CliRunner
 
 from d3engine.cli import app
 from d3engine.cli.commands import COMMANDS
+from d3engine.depth import D3
+from d3engine.depth.statistics import LLAMA2_7B
 from d3engine.evaluation import paper
+from d3engine.evaluation.paper_setup import reference
 from d3engine.evaluation.paper_tables import ITEMS, SIZES, TABLE_6, TABLE_8
+from d3engine.loading.model_directory import model_directory
 
 GOLDEN_MEANS = {
     ("7B", "gsm8k"): 29.904297,
@@ -124,6 +129,46 @@ def test_the_tables_show_the_figures_of_the_json(shown: str, as_json: dict[str, 
     assert all(f"{w['layer_bound']:.3f}x" in shown for w in as_json["wall_clock"])
     assert [w["size"] for w in as_json["wall_clock"]] == list(SIZES)
     assert "Misprint: word_sorting, 7B" in shown
+
+
+def test_tables_1_to_5_are_printed_with_what_does_not_agree(shown: str, as_json: dict[str, Any]) -> None:
+    assert [table["title"].split(",")[0] for table in as_json["setup"]] == [f"Table {n}" for n in range(1, 6)]
+    for table in as_json["setup"]:
+        assert table["title"] in shown
+    assert ["7B", "32", "21", "66%", "0.8"] in [line.split() for line in shown.splitlines()]
+    for note in as_json["further_notes"]:
+        assert note in shown
+    assert "average 1.40x; the abstract says 1.5x" in shown
+    assert "printed as 22.74, which is the number of 13B" in shown
+    assert "11.76 on validation and the setting that was chosen 11.36" in shown
+
+
+def test_ratios_over_reference_answers_are_those_of_their_depths_step_by_step() -> None:
+    lengths = [1, 1, 3]
+    found = reference("bbh", lengths)
+    depths = D3(0.9, 0.6).schedule(32).depths(3)
+    layers = sum(int(depth) for length in lengths for depth in depths[:length])
+    assert (found.fewest, found.most, found.mean) == (1, 3, pytest.approx(5 / 3))
+    p, h = LLAMA2_7B.layer_parameters, LLAMA2_7B.head_parameters
+    assert found.ratios[0] == pytest.approx(5 * (32 * p + h) / (layers * p + 5 * h))
+
+
+def test_reference_answers_are_counted_again_from_files(tmp_path: Path) -> None:
+    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "bbh" / "cot-prompts").mkdir(parents=True)
+    line = json.dumps({"question": "Tom has 2?", "answer": "He has 2.\n#### 2"}) + "\n"
+    for split in ("train", "test"):
+        (tmp_path / "gsm8k" / f"{split}.jsonl").write_text(line * 2)
+    (tmp_path / "bbh" / "one.json").write_text(json.dumps({"examples": [{"input": "?", "target": "Tom"}]}))
+    (tmp_path / "bbh" / "cot-prompts" / "one.txt").write_text("canary\n-----\nSort.")
+    arguments = ["--data", str(tmp_path), "--tokenizer", str(model_directory("demo"))]
+    result = CliRunner().invoke(app, ["paper", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    bbh, gsm8k = json.loads(result.stdout)["setup"][3]["rows"]
+    assert (bbh[1], gsm8k[1]) == ("2 to 182", "50 to 1230")
+    assert bbh[2].split(" to ")[0] == bbh[2].split(" to ")[1]  # one answer
+    assert bbh[2] != gsm8k[2]
+    assert CliRunner().invoke(app, ["paper", "--data", str(tmp_path)]).exit_code == 2
 
 
 @pytest.mark.parametrize("command", [r.command for r in paper.REPRODUCE if r.command.startswith("d3engine ")])
