@@ -58,7 +58,7 @@ HARNESS_MAX_TOKENS = 256
 those of the paper."""
 
 VALIDATION_QUESTIONS = 64
-"""By which the threshold of early exit is found, at most."""
+"""By which the threshold of early exit is found, at most; no more than --limit."""
 
 
 class SplitName(StrEnum):
@@ -149,7 +149,7 @@ def evaluate(
     given = {"split": split.value, "seed": seed, "limit": limit, "shots": num_fewshot}
     benchmarks = catalogue.from_files(names, data, **given) if data else catalogue.generated(names, **given)
     engine = open_engine(model, engine_options, AUTO if AUTO in wanted else None)
-    more = {"seed": seed, "shots": num_fewshot, "most": VALIDATION_QUESTIONS}
+    more = {"seed": seed, "shots": num_fewshot, "most": min(VALIDATION_QUESTIONS, limit or VALIDATION_QUESTIONS)}
     depth_questions = partial(catalogue.depth_questions, folder=data, **more) if baselines else None
     run.with_benchmarks(engine, benchmarks, wanted, sampling, compare_full, depth_questions)
 

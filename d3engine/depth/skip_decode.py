@@ -63,7 +63,7 @@ class SkipDecode(DepthPolicy):
             require(self.min_layers is not None, "min_layers", None, "given, or mean_layers in its place")
             object.__setattr__(self, "min_layers", require_integer("min_layers", self.min_layers, max(1, self.warmup)))
         if self.max_layers is not None:
-            object.__setattr__(self, "max_layers", require_integer("max_layers", self.max_layers, self.min_layers))
+            object.__setattr__(self, "max_layers", require_integer("max_layers", self.max_layers, self.min_layers or 1))
         check_on_skip(self.on_skip)
 
     def layers_at(self, step: int, num_layers: int) -> int:

@@ -70,7 +70,7 @@ def reference_answers(name: str, folder: Path) -> list[str]:
     """What the test questions of `gsm8k` or `bbh` in a folder should be answered with, as published."""
     (benchmark,) = from_files([name], folder, split="test", seed=0, limit=None, shots=0)
     own = [asked.question for asked in benchmark.questions if isinstance(asked, Asked)]
-    return [getattr(question, "target", None) or getattr(question, "answer", "") for question in own]
+    return [str(getattr(question, "target", None) or getattr(question, "answer", "")) for question in own]
 
 
 def from_files(

@@ -105,8 +105,8 @@ def _table_3() -> Table:
         shape = LLAMA2_BY_LAYERS[LAYERS[size]]
         total = shape.num_layers * shape.layer_parameters + 2 * shape.head_parameters
         grouped = "yes" if shape.num_kv_heads < shape.num_heads else "no"
-        rows.append((size, f"{total / 1e9:.2f} thousand million", f"{shape.num_layers}", grouped))
-    return Table("Table 3, the models", ("Llama-2", "parameters of matrices", "layers", "GQA"), rows)
+        rows.append((size, f"{total / 1e9:.2f} billion", f"{shape.num_layers}", grouped))
+    return Table("Table 3, the models", ("Llama-2", "parameters", "layers", "GQA"), rows)
 
 
 def _table_4(references: dict[str, Reference]) -> Table:

@@ -87,7 +87,7 @@ def test_policies_in_words_run_in_turn_each_compared_with_the_first() -> None:
     ]
     means = [score["nominal_mean_layers"] for score in found["scores"]]
     assert means[1:4] == pytest.approx([means[0]] * 3, abs=0.5)
-    assert [score["minus_first"] is None for score in found["scores"]] == [True, False, False, False, False]
+    assert [score["minus_first"] is None for score in found["scores"]] == [True, False, False, False, False, False]
     assert found["about"] == "validation split, seed 0"
 
 

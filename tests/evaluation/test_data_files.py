@@ -9,7 +9,7 @@ import pytest
 
 from d3engine.errors import D3EngineError, InvalidValueError
 from d3engine.evaluation.bbh import load_bbh
-from d3engine.evaluation.catalogue import are_generated, from_files, generated
+from d3engine.evaluation.catalogue import are_generated, depth_questions, from_files, generated, harness_length
 from d3engine.evaluation.gsm8k import final_number, load_gsm8k
 from d3engine.evaluation.word_problems import Split
 
@@ -190,3 +190,26 @@ def test_the_published_files_have_three_examples_and_answers_that_are_right(shar
         answers = [json.loads(line)["answer"] for line in lines]
     assert all(question.is_right(f" {answer}") for question, answer in zip(gsm8k.questions, answers, strict=True))
     assert not any(gsm8k.questions[0].is_right(answer) for answer in answers[1:10])
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [("gsm8k", 1024), ("gsm8k_cot", 1024), ("bbh_fewshot", 200), ("bbh", 200), ("bbhx", 7), ("arc_easy", 7)],
+)
+def test_answers_to_the_papers_tasks_have_its_lengths_in_the_harness_too(name: str, tokens: int) -> None:
+    assert harness_length(name, otherwise=7) == tokens
+
+
+def test_a_depth_is_set_by_questions_of_the_validation_split_and_of_bbh_by_some_of_each_task(folder: Path) -> None:
+    (gsm8k,) = from_files(["gsm8k"], folder, split="test", seed=0, limit=None, shots=1)
+    found = depth_questions(gsm8k, folder, seed=0, shots=1, most=2)
+    assert [question.prompt.split("\n\n")[-1] for question in found] == [
+        "Question: train 0?\nAnswer:",
+        "Question: train 10?\nAnswer:",
+    ]
+    (bbh,) = from_files(["bbh"], folder, split="test", seed=0, limit=None, shots=1)
+    assert depth_questions(bbh, folder, seed=0, shots=1, most=4) == bbh.questions[::2]
+    (words,) = generated(["word-problems"], split="test", seed=0, limit=3, shots=None)
+    own = depth_questions(words, None, seed=0, shots=None, most=5)
+    assert len(own) == 5
+    assert not {one.prompt for one in own} & {one.prompt for one in words.questions}
