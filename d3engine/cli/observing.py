@@ -103,7 +103,9 @@ def questions_of(asking: Options, seed: int, limit: int) -> Asked:
     from d3engine.evaluation import catalogue
     from d3engine.evaluation.procedural import NAMES
 
-    prompts, task, data = (asking.get(name) for name in ("prompts", "task", "data"))
+    prompts: Path | None = asking.get("prompts")
+    task: str | None = asking.get("task")
+    data: Path | None = asking.get("data")
     given: Any = {"split": "test", "seed": seed, "limit": limit, "shots": asking.get("shots")}
     if prompts is not None:
         for name, flag in (("task", "--task"), ("data", "--data"), ("shots", "--num-fewshot")):
@@ -116,7 +118,7 @@ def questions_of(asking: Options, seed: int, limit: int) -> Asked:
         (benchmark,) = catalogue.generated([task or "word-problems"], **given)
     else:
         require(task is not None, "--task", task, "one of gsm8k, bbh and bbh/<task> beside --data")
-        (benchmark,) = catalogue.from_files([task], data, **given)
+        (benchmark,) = catalogue.from_files([task or ""], data, **given)
     own = DEFAULT_MAX_TOKENS if task is None else benchmark.max_tokens
     max_tokens = require_integer("--max-tokens", asking.get("max_tokens", own), 1)
     questions = benchmark.questions

@@ -157,7 +157,7 @@ def further_notes() -> list[str]:
     as_printed = sum(round(one.ours, 2) == one.papers for one in compared)
     within = sum(one.agrees for one in compared)
     early = {key: next(row.exact_match for row in rows if row.method == EARLY_EXIT) for key, rows in TABLE_6.items()}
-    chosen = TABLE_9["7B"][1].validation[TABLE_9_STARTS.index(policy_of("7B", "gsm8k").start)]  # type: ignore[arg-type]
+    chosen = TABLE_9["7B"][1].validation[TABLE_9_STARTS.index(policy_of("7B", "gsm8k").start)]
     full = TABLE_9_FULL_DEPTH["7B"].validation
     return [
         f"The six printed ratios of D3 average {fmean(printed):.2f}x; the abstract says 1.5x.",
