@@ -6,7 +6,7 @@ id of the model, as from our server's aliases, since that is the one field of a 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -16,7 +16,9 @@ from d3engine.errors import MissingExtraError, require
 from d3engine.integrations.fields import FIELDS, FieldReader
 from d3engine.request.outputs import CompletionOutput, RequestOutput
 from d3engine.request.params import RequestOutputKind
+from d3engine.server.metrics.exposition import COUNTERS, GAUGES
 from d3engine.server.settings import ServerSettings
+from d3engine.stats import EngineStats
 
 try:
     from dynamo.common.backend.engine import EngineConfig, LLMEngine, LlmRegistration
@@ -84,6 +86,12 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc]  # untyped
                 if context.is_stopped():
                     return
 
+    async def register_prometheus(self, metrics: Any) -> None:
+        """Let the worker's /metrics have the engine's figures, under the names that our server gives them."""
+        assert self._engine is not None
+        engine = self._engine.sync()
+        metrics.register_prometheus_expfmt_callback(lambda: "".join(_figures(engine.stats())))
+
     async def cleanup(self) -> None:
         """End the engine; called by the worker when it ends, also where `start` has failed."""
         if self._engine is not None:
@@ -91,7 +99,7 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc]  # untyped
 
     def _fields(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The request's parameters under our names. Raises `InvalidValueError` for what cannot be honoured."""
-        asked = dict(request.get("sampling_options") or {}) | dict(request.get("stop_conditions") or {})
+        asked: dict[str, Any] = {**(request.get("sampling_options") or {}), **(request.get("stop_conditions") or {})}
         fields: dict[str, Any] = {}
         for name, value in asked.items():
             own = RENAMED.get(name, name)
@@ -105,6 +113,14 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc]  # untyped
         if request.get("model") in self._aliases:
             fields["depth"] = request["model"]
         return fields
+
+
+def _figures(stats: EngineStats) -> Iterator[str]:
+    """In Prometheus' text format."""
+    for kind, suffix, table in (("gauge", "", GAUGES), ("counter", "_total", COUNTERS)):
+        for name, text, of in table:
+            full = f"d3engine:{name}{suffix}"
+            yield f"# HELP {full} {text}\n# TYPE {full} {kind}\n{full} {float(of(stats) or 0)}\n"
 
 
 def _chunk(output: RequestOutput, answer: CompletionOutput, num_tokens: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from contract import ANSWERED, HANG_SECONDS
+from contract import ANSWERED, HANG_SECONDS, metric
 
 if TYPE_CHECKING:
     from d3engine import RequestOutput
@@ -25,6 +25,7 @@ pytest.importorskip("dynamo", reason="Dynamo is not installed: `make test-integr
 WAYS = ["--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq"]
 START_SECONDS = 300.0
 NUM_AT_ONCE = 8
+LONG = 900
 
 
 @contextmanager
@@ -41,12 +42,19 @@ def running(log: Path, environment: dict[str, str], *command: str) -> Iterator[s
             process.kill()
 
 
+def free_port(least: int) -> int:
+    """Below 32768, since Dynamo keeps one of its ports in sixteen bits with a sign."""
+    for port in range(least, 2**15):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")
+
+
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """Dynamo's frontend, before a worker that it has found."""
     scratch = tmp_path_factory.mktemp("dynamo")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port, system_port = free_port(20_000), free_port(26_000)
     environment = os.environ | {
         "DYN_FILE_KV": str(scratch / "kv"),
         "DYN_TCP_RPC_HOST": "127.0.0.1",
@@ -59,11 +67,15 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     worker = ["d3engine", "integrations", "dynamo", "demo", "--depth-alias", "demo-full=full", *options, *WAYS]
     with ExitStack() as stack:
         processes = [
-            stack.enter_context(running(scratch / name, environment, *command))
-            for name, command in (("frontend", frontend), ("worker", worker))
+            stack.enter_context(running(scratch / name, environment | own, *command))
+            for name, command, own in (
+                ("frontend", frontend, {}),
+                ("worker", worker, {"DYN_SYSTEM_PORT": str(system_port), "DYN_SYSTEM_HOST": "127.0.0.1"}),
+            )
         ]
         client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=HANG_SECONDS))
         _wait_for_models(client, processes, scratch)
+        client.headers["x-metrics"] = f"http://127.0.0.1:{system_port}/metrics"
         yield client
 
 
@@ -99,3 +111,19 @@ def test_an_alias_is_the_model_at_its_depth(client: httpx.Client, wanted: list[R
     nth = next(nth for nth, asked in enumerate(ANSWERED) if asked.depth == {"policy": "full"} and not asked.temperature)
     body = {"prompt": wanted[nth].prompt_token_ids, "max_tokens": ANSWERED[nth].max_tokens, "temperature": 0}
     assert text_of(client, "demo-full", **body).strip() == wanted[nth].outputs[0].text.strip()
+
+
+def test_who_leaves_a_stream_ends_its_request_in_the_engine(client: httpx.Client) -> None:
+    def figure(name: str) -> float:
+        return metric(httpx.get(client.headers["x-metrics"], timeout=HANG_SECONDS).text, name)
+
+    before = figure("generation_tokens_total")
+    body = {"model": "demo", "prompt": "Tom has", "max_tokens": LONG, "stream": True, "ignore_eos": True}
+    with client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200, answer.read()
+        next(line for line in answer.iter_lines() if line.startswith("data: "))
+    until = time.monotonic() + HANG_SECONDS
+    while figure("num_requests_running") and time.monotonic() < until:
+        time.sleep(0.05)
+    assert figure("kv_cache_usage_perc") == 0
+    assert 0 < figure("generation_tokens_total") - before < LONG
