@@ -59,7 +59,8 @@ class FieldReader:
 def _form(given: object) -> StructuredOutputsParams:
     require(isinstance(given, Mapping), "structured_outputs", given, "an object")
     assert isinstance(given, Mapping)
-    for name, value in given.items():
+    said = {name: value for name, value in given.items() if value is not None}
+    for name, value in said.items():
         names = StructuredOutputsParams.names()
         require(name in names, f"structured_outputs.{name}", value, f"absent; there are {', '.join(names)}")
-    return StructuredOutputsParams(**given)
+    return StructuredOutputsParams(**said)
