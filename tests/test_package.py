@@ -26,10 +26,10 @@ def test_importing_the_package_loads_neither_transformers_nor_torch_nor_an_extra
     assert not {"torch", "transformers", "matplotlib", "typer", "rich"} & set(loaded)
 
 
-def test_the_engine_loads_no_optional_package() -> None:
-    loaded = run("from d3engine import Engine; import sys; print(*sys.modules)").split()
-    assert "torch" in loaded
-    assert not {"transformers", "matplotlib", "pytest", "lm_eval", "typer"} & set(loaded)
+def test_neither_engine_nor_server_loads_an_optional_package_that_nobody_asked_for() -> None:
+    loaded = run("from d3engine import Engine; import d3engine.server.app, sys; print(*sys.modules)").split()
+    assert {"torch", "d3engine.server.guards.tracing"} <= set(loaded)
+    assert not {"transformers", "matplotlib", "pytest", "lm_eval", "typer", "opentelemetry"} & set(loaded)
 
 
 def test_a_bare_checkout_finds_kernels_and_tools_without_an_installation() -> None:

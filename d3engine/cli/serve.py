@@ -80,6 +80,10 @@ def serve(
     require_integer("--stream-interval", stream_interval, 1)
     model_directory(model)
     require_server_packages("d3engine serve")
+    if settings.otlp_traces_endpoint is not None:
+        from d3engine.server.tracing.tracer import require_tracing_packages
+
+        require_tracing_packages("--otlp-traces-endpoint")
     from d3engine.server.running import bind
 
     with bind(settings.guards) as bound:
@@ -110,7 +114,11 @@ def _run(engine: AsyncEngine, settings: ServerSettings, bound: socket.socket, mo
             await engine.close()
 
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        runner.run(run())
+        try:
+            runner.run(run())
+        finally:
+            if (tracer := served.state.served.tracer) is not None:
+                tracer.close()
     return _tell_end(server)
 
 

@@ -55,6 +55,8 @@ def create_app(client: EngineClient, settings: ServerSettings) -> Starlette:
     Args:
         client: the engine, which the caller closes after the app has ended.
         settings: what the server's owner has decided.
+
+    Raises `MissingExtraError` where it is to be traced without the extra `otel`.
     """
     served = Served(client, settings)
 
@@ -64,7 +66,9 @@ def create_app(client: EngineClient, settings: ServerSettings) -> Starlette:
 
     app = Starlette(
         routes=[*ROUTES, *PAGE_ROUTES],
-        middleware=guards(settings.guards, served.traffic, note, OPEN_PATHS | PAGE_PATHS, BODY_PATHS),
+        middleware=guards(
+            settings.guards, served.traffic, note, OPEN_PATHS | PAGE_PATHS, BODY_PATHS, tracer=served.tracer
+        ),
         exception_handlers={HTTPException: _no_route, Exception: _failed},
     )
     app.state.served, app.state.traffic = served, served.traffic

@@ -18,6 +18,7 @@ from d3engine.server.metrics.exposition import Exposition
 from d3engine.server.metrics.meters import Meters
 from d3engine.server.model_ids import ModelIds
 from d3engine.server.settings import ServerSettings
+from d3engine.server.tracing.tracer import Tracer
 from d3engine.text.token_texts import TokenTexts
 from d3engine.text.tokenizer import Tokenizer
 
@@ -37,6 +38,7 @@ class Served:
         traffic: the requests that have a place, and whether new ones are taken.
         meters: what is counted of requests.
         exposition: writes that, and what the engine counts, for Prometheus.
+        tracer: makes spans of requests, None where nobody wants them; to be closed when the app has ended.
     """
 
     def __init__(self, client: EngineClient, settings: ServerSettings) -> None:
@@ -55,6 +57,8 @@ class Served:
         self.traffic = Traffic(_places(client, settings))
         self.meters = Meters(client.depth, client.config.num_layers)
         self.exposition = Exposition(settings.guards.metrics_prefix)
+        endpoint = settings.otlp_traces_endpoint
+        self.tracer = None if endpoint is None else Tracer(endpoint)
 
     @cached_property
     def texts(self) -> TokenTexts:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import POLICY_CLASSES
-from d3engine.errors import require, require_integer, require_number
+from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
 from d3engine.server.guards.settings import GuardSettings
 
 NEVER_BY_REQUEST = ("speculative", "table")
 """Policies that no request may name: one loads a model from a path, the other may be as long as its sender likes."""
+
+TRACES_ENDPOINT = re.compile(r"https?://[^/\s?#@]+/[^\s?#]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,7 @@ class ServerSettings:
         max_logprobs: of one token, at most, that a request may ask for.
         trust_request_chat_template: let a request bring a chat template of its own.
         sse_keep_alive_seconds: a silent stream says this often that it is alive; 0: never.
+        otlp_traces_endpoint: where spans of requests go, as OTLP over HTTP (extra `otel`); None: there are none.
         guards: who may call, how much they may send and how long anything may take.
     """
 
@@ -40,6 +44,7 @@ class ServerSettings:
     max_logprobs: int = 20
     trust_request_chat_template: bool = False
     sse_keep_alive_seconds: float = 15.0
+    otlp_traces_endpoint: str | None = None
     guards: GuardSettings = field(default_factory=GuardSettings)
 
     def __post_init__(self) -> None:
@@ -56,3 +61,12 @@ class ServerSettings:
         require_integer("max_prompts", self.max_prompts, 1)
         require_integer("max_logprobs", self.max_logprobs, 0)
         require_number("sse_keep_alive_seconds", self.sse_keep_alive_seconds, 0, 86400)
+        if self.otlp_traces_endpoint is not None:
+            _check_traces_endpoint(self.otlp_traces_endpoint)
+
+
+def _check_traces_endpoint(endpoint: str) -> None:
+    if TRACES_ENDPOINT.fullmatch(endpoint) is None:
+        shown = NOTHING if "@" in endpoint else endpoint  # never a password
+        words = 'a whole URL like "http://127.0.0.1:4318/v1/traces", without a name or a password'
+        raise InvalidValueError("otlp_traces_endpoint", shown, words)

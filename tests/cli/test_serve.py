@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from otlp_receiver import Receiver, receiving
 from served_apps import read_answer, request
 from typer.testing import CliRunner
 
@@ -114,8 +116,16 @@ class Running:
         raise AssertionError(f"{part!r} was not said: {self.seen}")
 
 
-def test_a_server_says_what_it_serves_and_ends_when_its_answers_are_complete() -> None:
-    running = Running("-v", "--depth-alias", "demo-full=full", "--kv-cache-memory-bytes", str(2**22))
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    """Of traces."""
+    with receiving() as found:
+        yield found
+
+
+def test_a_server_says_what_it_serves_and_ends_when_its_answers_are_complete(receiver: Receiver) -> None:
+    traces = ("--otlp-traces-endpoint", receiver.url)
+    running = Running("-v", "--depth-alias", "demo-full=full", "--kv-cache-memory-bytes", str(2**22), *traces)
     url = running.line("address").split()[-1]
     said = "\n".join(running.seen)
     assert "model    demo, 16 layers, as demo, demo-full" in said
@@ -137,6 +147,7 @@ def test_a_server_says_what_it_serves_and_ends_when_its_answers_are_complete() -
     assert running.line("POST /v1/completions 200")
     assert running.line("ended; every answer was complete")
     assert running.process.wait(300) == 0
+    assert [span.name for span in receiver.spans] == ["text_completion demo"]  # sent before the process ended
 
 
 def test_an_engine_in_a_process_of_its_own_is_served_and_its_end_is_told() -> None:

@@ -76,10 +76,17 @@ class EventStream(Response):
         self._events = events
         self._ping_interval = ping_interval or None
         self._form = form
+        self._state: dict[str, Any] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope.setdefault("state", {})["stream_failed"] = self._form.failed  # for a guard that ends it
+        self._state = scope.setdefault("state", {})
+        self._state["stream_failed"] = self._failed  # for a guard that ends it
         await unless_disconnected(receive, self._run(send))
+
+    def _failed(self, error: RequestError) -> bytes:
+        """The last event instead; a guard finds there what no status says any more."""
+        self._state["stream_error"] = error
+        return self._form.failed(error)
 
     async def _run(self, send: Send) -> None:
         async with aclosing(self._events) as events:
@@ -104,7 +111,7 @@ class EventStream(Response):
             async for content in events:
                 await writer.write(content)
         except Exception as error:
-            last = self._form.failed(as_request_error(error))
+            last = self._failed(as_request_error(error))
         finally:
             if pinging is not None:
                 pinging.cancel()

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from d3engine.depth import DepthPolicy
+from d3engine.depth.words import policy_in_words
 from d3engine.request.prepared import Prepared
 from d3engine.server.asking.tools import Calling
 from d3engine.server.served import Served
 from d3engine.server.shapes.requests import Common
+from d3engine.server.tracing.request_trace import RequestTrace
 
 C = TypeVar("C", bound=Common)
 
@@ -22,7 +24,7 @@ class Job(Generic[C]):
     """One request over HTTP, with its prompts as the engine takes them.
 
     `depth` is the request's own policy, None where it has the engine's. `calling` says how its answers call functions.
-    `id` is for the answer alone: no client can choose it.
+    `trace` is told what comes of it. `id` is for the answer alone: no client can choose it.
     """
 
     served: Served
@@ -32,12 +34,16 @@ class Job(Generic[C]):
     depth: DepthPolicy | None
     id_prefix: str
     calling: Calling | None = None
+    trace: RequestTrace | None = None
     id: str = field(init=False)
     created: int = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "id", f"{self.id_prefix}{uuid.uuid4().hex}")
         object.__setattr__(self, "created", int(time.time()))
+        if self.trace is not None:
+            num_layers = self.served.client.config.num_layers
+            self.trace.asked(self.id, self.model, policy_in_words(self.policy), num_layers, self.prepared)
 
     @property
     def policy(self) -> DepthPolicy:

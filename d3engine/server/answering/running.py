@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 from starlette.types import Receive
 
 from d3engine.request.outputs import RequestOutput
-from d3engine.request.prepared import Prepared
 from d3engine.server.answering.job import Job
 from d3engine.server.errors import RequestError
 
@@ -27,7 +26,7 @@ async def outputs_of(job: Job[Any]) -> AsyncGenerator[tuple[int, RequestOutput],
     """
     with job.served.depths.at_work(job.depth):
         if len(job.prepared) == 1:
-            async with aclosing(_outputs(job, job.prepared[0])) as outputs:
+            async with aclosing(_outputs(job, 0)) as outputs:
                 async for output in outputs:
                     yield 0, output
             return
@@ -36,13 +35,16 @@ async def outputs_of(job: Job[Any]) -> AsyncGenerator[tuple[int, RequestOutput],
                 yield found
 
 
-async def _outputs(job: Job[Any], prepared: Prepared) -> AsyncGenerator[RequestOutput, None]:
+async def _outputs(job: Job[Any], number: int) -> AsyncGenerator[RequestOutput, None]:
+    prepared = job.prepared[number]
     # What a client gives can be closed, be it a generator or not.
     given = cast("AsyncGenerator[RequestOutput, None]", job.served.client.generate(prepared))
     async with aclosing(given) as outputs:
         with job.served.meters.request(prepared) as meter:
             async for output in outputs:
                 meter.see(output)
+                if job.trace is not None:
+                    job.trace.see(number, output)
                 _check_sound(output)
                 yield output
 
@@ -53,7 +55,7 @@ async def _merged(job: Job[Any]) -> AsyncGenerator[tuple[int, RequestOutput], No
 
     async def read(number: int) -> None:
         try:
-            async with aclosing(_outputs(job, job.prepared[number])) as outputs:
+            async with aclosing(_outputs(job, number)) as outputs:
                 async for output in outputs:
                     await found.put((number, output))
         except Exception as error:

@@ -19,6 +19,7 @@ from d3engine.server.asking.tools import Calling, calling_of, with_arguments_rea
 from d3engine.server.errors import RequestError, invalid
 from d3engine.server.served import Served, served_by
 from d3engine.server.shapes.requests import ChatRequest, TokenizeRequest
+from d3engine.server.tracing.tracer import trace_of
 
 
 async def chat_job(request: Request) -> tuple[Job[ChatRequest], dict[str, str]]:
@@ -53,7 +54,8 @@ async def job_of(
         prompt = await chat_prompt(served, asked, asked.messages, tools)
         needed = None if ends_with_context else max_tokens
         prepared = await prepare_all(served, [prompt], params, priority=asked.priority, max_tokens=needed)
-    return Job(served, asked, model, prepared, depth, id_prefix=id_prefix, calling=calling)
+    trace = trace_of(request.scope)
+    return Job(served, asked, model, prepared, depth, id_prefix=id_prefix, calling=calling, trace=trace)
 
 
 async def chat_prompt(

@@ -17,6 +17,7 @@ from d3engine.server.asking.structured import form_of, named
 from d3engine.server.errors import invalid
 from d3engine.server.served import served_by
 from d3engine.server.shapes.requests import CompletionRequest
+from d3engine.server.tracing.tracer import trace_of
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -42,7 +43,8 @@ async def completion_job(request: Request) -> tuple[Job[CompletionRequest], dict
         prompts = await without_special_tokens(served, prompts)
     with named("response_format" if asked.structured_outputs is None else "structured_outputs"):
         prepared = await prepare_all(served, prompts, params, priority=asked.priority, max_tokens=max_tokens)
-    return Job(served, asked, model, prepared, depth, id_prefix="cmpl-"), headers
+    trace = trace_of(request.scope)
+    return Job(served, asked, model, prepared, depth, id_prefix="cmpl-", trace=trace), headers
 
 
 def _several(asked: CompletionRequest) -> dict[str, Any]:

@@ -13,7 +13,9 @@ from d3engine.server.guards.exchange import ErrorAnswers, Exchange, ExchangeLog
 from d3engine.server.guards.hosts import HostGuard, hosts_of
 from d3engine.server.guards.keys import OPEN_PATHS, KeyGuard
 from d3engine.server.guards.settings import GuardSettings
+from d3engine.server.guards.tracing import TracingGuard
 from d3engine.server.guards.traffic import Traffic, TrafficGuard
+from d3engine.server.tracing.tracer import Tracer
 
 SHOWN_HEADERS = ("X-Request-Id", "X-D3-Ignored-Fields", "Retry-After")
 """What pages of other origins may read of an answer, where they may call at all."""
@@ -25,6 +27,7 @@ def guards(
     note: Callable[[Exchange], None],
     open_paths: frozenset[str] = OPEN_PATHS,
     body_paths: frozenset[str] | None = None,
+    tracer: Tracer | None = None,
 ) -> list[Middleware]:
     """What `Starlette(middleware=...)` takes: the outermost first; None are `body_paths` where any may take a body.
 
@@ -32,6 +35,8 @@ def guards(
     allowed origin can read, and has its line in the log.
     """
     stack = [Middleware(ExchangeLog, note=note)]
+    if tracer is not None:
+        stack.append(Middleware(TracingGuard, tracer=tracer))
     if settings.allowed_origins:
         stack.append(
             Middleware(
