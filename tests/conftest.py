@@ -8,6 +8,7 @@ tests to others needs none of it, and Triton's interpreter must be chosen before
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -76,6 +77,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def as_loud_as_before() -> Iterator[None]:
+    """A command that runs in this process is told how much to say, and says so little to its end."""
+    logger = logging.getLogger("d3engine")
+    before = logger.level
+    yield
+    logger.setLevel(before)
 
 
 @pytest.fixture(scope="session")

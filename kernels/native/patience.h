@@ -1,8 +1,8 @@
 // When a team does without a helper: the rule alone, in nanoseconds of any clock.
 //
-// A helper that the system puts aside in the middle of a piece holds everybody up, beside busy neighbours for a tenth of
-// a second. Whoever was waited for is left out for twice as long, so that a team which is outnumbered spends at most a
-// third of its time on waiting: it takes one and a half times as long as its leader alone, whatever else there is.
+// A helper that the system puts aside in the middle of a piece holds everybody up, beside busy neighbours for a tenth
+// of a second. Whoever was waited for is left out for twice as long, so that a team which is outnumbered spends at most
+// a third of its time on waiting: it takes one and a half times as long as its leader alone, whatever else there is.
 #pragma once
 #include <algorithm>
 #include <cstdint>

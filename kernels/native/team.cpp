@@ -229,7 +229,10 @@ void Team::share(int count, Job job) {
         }
         state.announce(epoch);
         const int taken = state.take(0, epoch);
-        if (!state.is_done(pieces - taken)) state.await(pieces - taken, (clock_() - begun) / std::max(taken, 1), clock_);
+        if (!state.is_done(pieces - taken)) {
+            const int64_t piece = (clock_() - begun) / std::max(taken, 1);
+            state.await(pieces - taken, piece, clock_);
+        }
         state.finished.store(0, std::memory_order_relaxed);
     }
 }
@@ -237,7 +240,8 @@ void Team::share(int count, Job job) {
 int Team::num_out() const {
     if (!state_) return 0;
     const auto& helpers = state_->helpers;
-    return int(std::count_if(helpers.begin(), helpers.end(), [](const Helper& helper) { return helper.is_out.load(); }));
+    auto is_out = [](const Helper& helper) { return helper.is_out.load(); };
+    return int(std::count_if(helpers.begin(), helpers.end(), is_out));
 }
 
 Team::~Team() {

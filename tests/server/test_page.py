@@ -16,7 +16,7 @@ CURLS = [
     line
     for block in SHELL.findall(PAGE)
     for line in block.replace("\\\n", "").splitlines()
-    if (line.startswith("curl ") and "/v1/" in line) or "tokenize" in line
+    if line.startswith("curl ") and ("/v1/" in line or "tokenize" in line)
 ]
 
 

@@ -166,7 +166,7 @@ def test_a_sentencepiece_tokenizer_is_the_model_it_came_from(tmp_path: Path) -> 
     path = write_gguf(tmp_path / "model.gguf", tokenizer=sentencepiece_keys(model), **SMALL)
     ours, original = load_tokenizer(path), sentencepiece.SentencePieceProcessor(model_proto=model)
     for text in TEXTS:
-        if "<|im_end|>" not in text:  # which sentencepiece would cut into pieces
+        if not any(special in text for special in ("<|im_end|>", "</s>")):  # sentencepiece cuts these into pieces
             assert ours.encode(text) == [original.bos_id(), *original.encode(text)], text
             assert ours.decode(ours.encode(text)) == original.decode(original.encode(text)), text
     theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
