@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,16 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     link = tmp_path_factory.mktemp("smollm2") / "model.gguf"
     link.symlink_to(found[0])
     return link
+
+
+@pytest.fixture(scope="module", autouse=True)
+def header_read_once() -> Iterator[None]:
+    """transformers reads the 100 thousand texts of a header, which takes seconds, for each thing that it loads."""
+    import gguf
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))
+        yield
 
 
 @pytest.fixture(scope="module")

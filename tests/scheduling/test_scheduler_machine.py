@@ -296,7 +296,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestAnyOrderOfEventsLeavesEveryEntryWhereItsReaderLooks = SchedulerMachine.TestCase
 TestAnyOrderOfEventsLeavesEveryEntryWhereItsReaderLooks.settings = settings(
-    max_examples=200,
+    max_examples=100,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
