@@ -42,6 +42,10 @@ app = new_app(
 )
 
 DEFAULT_DECAYS = (0.8, 0.9, 0.99, 0.999, 0.9999)
+LastLayers = Annotated[
+    list[int] | None,
+    typer.Option("--layers", help="Last layers to copy; may be repeated (1, 1/8, 1/4 and 1/2 of all)."),
+]
 SAMPLE_DEPTH = D3(alpha=0.9, start=0.6)
 """What `sample` shows where neither --depth nor d3.json names a policy."""
 
@@ -122,10 +126,7 @@ def copy(
     asking: Options,
     model: Model = "demo",
     limit: Limit = 50,
-    layers: Annotated[
-        list[int] | None,
-        typer.Option("--layers", help="Last layers to copy; may be repeated (1, 1/8, 1/4 and 1/2 of all)."),
-    ] = None,
+    layers: LastLayers = None,
     steps: Annotated[
         list[int] | None,
         typer.Option("--from-step", help="Step to copy from; may be repeated (1, 2, 4, 8, 16 and 32)."),
@@ -161,10 +162,7 @@ def perturb(
     asking: Options,
     model: Model = "demo",
     limit: Limit = 50,
-    layers: Annotated[
-        list[int] | None,
-        typer.Option("--layers", help="Last layers to copy; may be repeated (1, 1/8, 1/4 and 1/2 of all)."),
-    ] = None,
+    layers: LastLayers = None,
     steps: Annotated[
         list[int] | None,
         typer.Option("--at-step", help="The step to copy at; may be repeated (1, 2, 4, 8, 16 and 32)."),

@@ -54,8 +54,8 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc]  # untyped
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> Any:
-        """Not used: `d3engine integrations dynamo` reads the options."""
-        raise NotImplementedError
+        """Dynamo's own launcher would call it, to read options of its own; ours are those of the command."""
+        raise NotImplementedError("a worker is started by `d3engine integrations dynamo`, which reads the options")
 
     async def start(self, worker_id: int) -> EngineConfig:
         """Load the engine, and say how much room it has."""

@@ -10,12 +10,13 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from starlette.types import Message, Receive, Scope
+from starlette.types import Message, Scope
 
 from d3engine.async_engine.async_engine import AsyncEngine
 from d3engine.errors import EngineDeadError
 from d3engine.server.app import create_app
 from d3engine.server.health import health
+from d3engine.server.in_process import whole
 from d3engine.server.settings import ServerSettings
 
 
@@ -41,7 +42,7 @@ class Replica:
         Closing it, or cancelling who reads it, ends the request.
         """
         outbox = _Outbox()
-        answering = asyncio.create_task(self._app(scope, _whole(body), outbox.send))
+        answering = asyncio.create_task(self._app(scope, whole(body), outbox.send))
         answering.add_done_callback(outbox.end)
         try:
             while messages := await outbox.take():
@@ -90,15 +91,3 @@ class _Outbox:
             self._news.clear()
         taken, self._messages = self._messages, []
         return taken
-
-
-def _whole(body: bytes) -> Receive:
-    """A request that has come whole, and whose client never leaves: who does is told of by cancelling."""
-    unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Message:
-        if not unread:
-            await asyncio.get_running_loop().create_future()
-        return unread.pop()
-
-    return receive

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import ASGIApp, Message, Receive, Scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,10 @@ async def messages_of(app: ASGIApp, path: str, body: bytes) -> AsyncGenerator[Me
     """
     # The app waits for its reader, as for a socket.
     sent: asyncio.Queue[Message | Exception | None] = asyncio.Queue(1)
-    unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Message:
-        if not unread:
-            await asyncio.get_running_loop().create_future()  # leaving is told by cancelling
-        return unread.pop()
 
     async def run() -> None:
         try:
-            await app(_scope(path, len(body)), receive, sent.put)
+            await app(_scope(path, len(body)), whole(body), sent.put)
             await sent.put(None)
         except Exception as error:
             await sent.put(error)
@@ -61,6 +55,18 @@ async def messages_of(app: ASGIApp, path: str, body: bytes) -> AsyncGenerator[Me
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+def whole(body: bytes) -> Receive:
+    """A request that has come whole, and whose client never leaves: who does is told of by cancelling."""
+    unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if not unread:
+            await asyncio.get_running_loop().create_future()
+        return unread.pop()
+
+    return receive
 
 
 def _scope(path: str, length: int) -> Scope:
