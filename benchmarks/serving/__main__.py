@@ -63,7 +63,7 @@ def _by_vllm(settings: Settings, model: str, file: Path | None, vllm: str, bar: 
     rows = []
     for name, start in servers.items():
         with start() as server:
-            found = client.streams(server.url, model, VLLM_STREAMS, VLLM_REQUESTS, settings.tokens)
+            found = client.streams(server.url, server.model_name(), VLLM_STREAMS, VLLM_REQUESTS, settings.tokens)
         values = {figure: summary([value]) for figure, value in found.items()}
         rows.append({"streams": VLLM_STREAMS, "system": name, "depth": "full", **values})
         bar.update()

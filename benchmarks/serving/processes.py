@@ -33,6 +33,11 @@ class Server:
     url: str
     pid: int
 
+    def model_name(self) -> str:
+        """What requests must call its model, which may be another name than the one by which it was started."""
+        with urllib.request.urlopen(f"{self.url}/v1/models", timeout=30) as answer:
+            return str(json.load(answer)["data"][0]["id"])
+
     def cpu_seconds(self) -> float:
         """Processor time of it and of what it has started, so far."""
         import psutil

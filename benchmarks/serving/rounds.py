@@ -48,12 +48,9 @@ class Running:
         self._file = file
         self._tokens = settings.tokens
         rows = max(settings.streams)
-        self.ours = self._client(OURS, self._stack.enter_context(d3engine_server(place, rows)))
+        self.ours = Measured.of(OURS, self._stack.enter_context(d3engine_server(place, rows)), settings.tokens)
         self.bare = Bare(place, rows, settings.tokens)
         self._stack.callback(self.bare.close)
-
-    def _client(self, name: str, server: Server) -> Measured:
-        return Measured(name, server, Client(Asking(server.url, self._place.model, self._tokens)))
 
     @contextlib.contextmanager
     def peer(self, rows: int) -> Iterator[Measured | None]:
@@ -62,13 +59,13 @@ class Running:
             yield None
             return
         with llama_server(str(self._file), self._place, rows) as server:
-            yield self._client(PEER, server)
+            yield Measured.of(PEER, server, self._tokens)
 
     @contextlib.contextmanager
     def in_waves(self, rows: int, steps: int) -> Iterator[Measured]:
         """Ours, where requests join the batch every so many steps."""
         with d3engine_server(self._place, rows, "--admission-waves", str(steps)) as server:
-            yield self._client(f"{OURS}, waves of {steps}", server)
+            yield Measured.of(f"{OURS}, waves of {steps}", server, self._tokens)
 
     def close(self) -> None:
         """End all of them."""
@@ -82,6 +79,11 @@ class Measured:
     name: str
     server: Server
     client: Client
+
+    @classmethod
+    def of(cls, name: str, server: Server, tokens: int) -> Measured:
+        """A client of its own, which asks for so many tokens."""
+        return cls(name, server, Client(Asking(server.url, server.model_name(), tokens)))
 
     def streams(self, count: int, seconds: float, depth: str) -> dict[str, float]:
         """The figures of so many streams, the server's processor time per token among them."""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from benchmarks.gguf_tokenizer import add_tokenizer
 from benchmarks.serving.asking import Answered, Asking, Client, bursts, figures, percentile, poisson
-from benchmarks.serving.rounds import BARE, OURS, PEER, Settings, num_rounds, rows_of
+from benchmarks.serving.processes import Server
+from benchmarks.serving.rounds import BARE, OURS, PEER, Measured, Settings, num_rounds, rows_of
 from benchmarks.serving.tables import markdown
 from benchmarks.serving.vllm_client import VllmClient
+
+if TYPE_CHECKING:
+    from d3engine import AsyncEngine
 
 
 def test_streams_and_arrivals_bring_every_token_in_time(url: str) -> None:
@@ -23,6 +29,17 @@ def test_streams_and_arrivals_bring_every_token_in_time(url: str) -> None:
     arrived = client.arrivals([0.0, 0.001, 0.0], "full")
     assert [one.tokens for one in arrived] == [5] * 3
     assert arrived[0].sent < arrived[1].sent
+
+
+def test_a_server_is_asked_for_its_model_by_the_name_that_it_lists(client: AsyncEngine) -> None:
+    from serving import serving
+
+    from d3engine.server.app import create_app
+    from d3engine.server.settings import ServerSettings
+
+    with serving(create_app(client, ServerSettings(model_names=("of-a-directory",)))) as url:
+        measured = Measured.of(OURS, Server(url, os.getpid()), tokens=5)
+        assert measured.streams(2, 0.0, "full")["tokens"] == 10
 
 
 def test_what_the_server_refuses_ends_the_benchmark_with_its_words(url: str) -> None:
