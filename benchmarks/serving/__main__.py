@@ -41,7 +41,8 @@ def run(settings: Settings, vllm: str | None, budget: float) -> dict[str, Any]:
             with _peer_file(model, settings) as file:
                 report["models"].append(measure(own, model, file, bar))
                 if vllm and model == settings.models[0]:
-                    report["models"][-1]["vllm_client"] = _by_vllm(own, model, file, vllm, bar)
+                    rows = report["models"][-1]["vllm_client"] = _by_vllm(own, model, file, vllm, bar)
+                    report["left_out"] += _unanswered(rows)
     report["seconds"] = time.monotonic() - began
     return report
 
@@ -63,13 +64,25 @@ def _by_vllm(settings: Settings, model: str, file: Path | None, vllm: str, bar: 
     rows = []
     for name, start in servers.items():
         with start() as server:
+            before = server.cpu_seconds()
             found = client.streams(server.url, server.model_name(), VLLM_STREAMS, VLLM_REQUESTS, settings.tokens)
+            found["cpu_per_token"] = (server.cpu_seconds() - before) / found["tokens"]
+        if found["unanswered"] and name == OURS:
+            raise SystemExit(f"vllm bench serve had no answer to {found['unanswered']:.0f} of {VLLM_REQUESTS} requests")
         values = {figure: summary([value]) for figure, value in found.items()}
         rows.append({"streams": VLLM_STREAMS, "system": name, "depth": "full", **values})
         bar.update()
     if len(rows) > 1:
-        rows[0]["over_peer"] = rows[0]["tokens_per_second"]["median"] / rows[1]["tokens_per_second"]["median"]
+        ours, peer = rows
+        ours["over_peer"] = ours["tokens_per_second"]["median"] / peer["tokens_per_second"]["median"]
+        ours["over_peer_cpu"] = peer["cpu_per_token"]["median"] / ours["cpu_per_token"]["median"]
     return rows
+
+
+def _unanswered(rows: list[dict[str, Any]]) -> list[str]:
+    """What the peer's figures leave out."""
+    lost = {row["system"]: int(row["unanswered"]["median"]) for row in rows}
+    return [f"{many} requests of vllm bench serve without an answer of {name}" for name, many in lost.items() if many]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

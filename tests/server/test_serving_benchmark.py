@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from tqdm import tqdm
 
 from benchmarks.gguf_tokenizer import add_tokenizer
+from benchmarks.serving import __main__ as program
 from benchmarks.serving.asking import Answered, Asking, Client, bursts, figures, percentile, poisson
 from benchmarks.serving.processes import Server
 from benchmarks.serving.rounds import BARE, OURS, PEER, Measured, Settings, num_rounds, rows_of
@@ -91,8 +96,8 @@ def test_a_second_client_is_read_in_our_units_and_what_it_could_not_do_is_told(t
         f"""#!{sys.executable}
 import json, pathlib, sys
 given = dict(zip(sys.argv[3::2], sys.argv[4::2]))
-found = dict(completed=min(8, int(given["--num-prompts"])), output_throughput=100.0, median_ttft_ms=20.0)
-found |= dict(p99_ttft_ms=30.0, median_itl_ms=1.5, p99_itl_ms=4.0)
+found = dict(completed=min(8, int(given["--num-prompts"])), output_throughput=100.0, total_output_tokens=128)
+found |= dict(median_ttft_ms=20.0, p99_ttft_ms=30.0, median_itl_ms=1.5, p99_itl_ms=4.0)
 (pathlib.Path(given["--result-dir"]) / given["--result-filename"]).write_text(json.dumps(found))
 """
     )
@@ -101,8 +106,36 @@ found |= dict(p99_ttft_ms=30.0, median_itl_ms=1.5, p99_itl_ms=4.0)
     found = client.streams("http://127.0.0.1:1", "demo", 2, 8, 16)
     assert found["tokens_per_second"] == 100
     assert [found["first_token_p99"], found["between_tokens_p50"]] == pytest.approx([0.03, 0.0015])
-    with pytest.raises(SystemExit, match="8 of 9 requests answered"):
-        client.streams("http://127.0.0.1:1", "demo", 2, 9, 16)
+    assert found["unanswered"] == 0
+    assert client.streams("http://127.0.0.1:1", "demo", 2, 9, 16)["unanswered"] == 1
+
+
+def test_what_the_peer_left_unanswered_is_told_and_ours_may_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Named(Server):
+        def model_name(self) -> str:
+            return self.url
+
+        def cpu_seconds(self) -> float:
+            return next(clock)
+
+    def started(name: str, lost: float) -> Callable[..., contextlib.AbstractContextManager[Server]]:
+        found[name] = {"tokens": 64.0, "tokens_per_second": 100.0, "unanswered": lost}
+        return lambda *_: contextlib.nullcontext(Named(name, os.getpid()))
+
+    def by_vllm() -> list[dict[str, Any]]:
+        return program._by_vllm(Settings(), "demo", Path("weights.gguf"), "vllm", tqdm(disable=True))
+
+    found: dict[str, dict[str, float]] = {}
+    clock = itertools.accumulate(itertools.repeat(1.0))
+    monkeypatch.setattr(VllmClient, "streams", lambda self, url, *_: found[url])
+    monkeypatch.setattr(program, "llama_server", started("peer", 3.0))
+    monkeypatch.setattr(program, "d3engine_server", started("ours", 0.0))
+    rows = by_vllm()
+    assert rows[0]["over_peer"] == rows[0]["over_peer_cpu"] == 1
+    assert program._unanswered(rows) == ["3 requests of vllm bench serve without an answer of llama.cpp"]
+    monkeypatch.setattr(program, "d3engine_server", started("ours", 1.0))
+    with pytest.raises(SystemExit, match="no answer to 1 of 256"):
+        by_vllm()
 
 
 def test_the_peer_gets_the_tokenizer_that_the_model_has(tmp_path: Path) -> None:
