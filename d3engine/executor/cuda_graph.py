@@ -188,9 +188,12 @@ class GraphExecutor:
         return self._followed.next_step()
 
     def take_largest(self) -> None:
-        """Capture a graph that needs most memory: all rows through all layers, and a choice that needs logits."""
+        """Capture a graph that needs most memory: all rows through all layers, and a choice that needs logits and more.
+
+        Penalties also need to know the tokens that each row has seen, of the whole vocabulary.
+        """
         with torch.inference_mode():
-            self._graph(_Shape(self._sizes[-1], tuple(range(self._model.config.num_layers)), Choice.CUT))
+            self._graph(_Shape(self._sizes[-1], tuple(range(self._model.config.num_layers)), Choice.PENALISE))
 
     # -- graphs ------------------------------------------------------------------------------------------------
 

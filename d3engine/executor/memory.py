@@ -1,7 +1,8 @@
 """What a device must keep free beside weights and KV cache: the largest step, and the graphs.
 
-It is measured, not estimated: the largest step that the scheduler may plan is run once, and the largest graph captured,
-over a cache that holds just that step. What memory the device then has less is what they need.
+It is measured, not estimated: the largest graph is captured, then the largest step that the scheduler may plan is run
+once, and as many tokens drawn as a step may draw, over a cache that holds just that step. What memory the device then
+has less is what they need. In this order, since a capture gives back to the device what steps before it have left.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from d3engine.cache.kv_cache import KVCache
 from d3engine.depth import FullDepth
+from d3engine.executor.computed import Computed
 from d3engine.executor.interface import Executor
 from d3engine.plan import Plan
 from d3engine.request.params import SamplingParams
 from d3engine.request.sequence import Sequence
+from d3engine.sampling.sampler import Rows, best_of, scores_of, with_noise
 from d3engine.scheduling.admission import Immediate
 from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
 
@@ -39,12 +43,21 @@ def workspace_bytes(
     _give_back()  # what loading has left would serve the trial step, and then be counted as free
     before = free_bytes()
     executor = build(num_blocks)
-    executor.run(plan)
     executor.take_largest()
+    _draw(executor.run(plan), plan, config)
     needed = before - free_bytes() - executor.pool.nbytes
     del executor
     _give_back()
     return max(0, needed)
+
+
+def _draw(computed: Computed, plan: Plan, config: SchedulerConfig) -> None:
+    """Choose as many tokens as a step may by what takes most memory: cuts, which sort rows, while all logits live."""
+    assert isinstance(computed.logits, Tensor), "the largest plan wants logits of prompts"
+    params = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01)
+    rows = computed.logits[: config.max_num_seqs]
+    sequences: Rows = [replace(plan.sequences[0], params=params)] * len(rows)
+    best_of(with_noise(scores_of(rows, sequences), sequences))
 
 
 def _give_back() -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from batches import BLOCK, LAYERS, VOCABULARY, block_bytes
+from torch.overrides import TorchFunctionMode
 
 from d3engine import Engine, InvalidValueError
+from d3engine.executor.computed import Computed
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.memory import largest_plan, workspace_bytes
 from d3engine.loading import resolve
 from d3engine.loading.cache_size import num_blocks
+from d3engine.plan import Plan
+from d3engine.request.choice import Choice
 from d3engine.scheduling.scheduler import SchedulerConfig
 
 GPU = torch.device("cuda")
@@ -68,6 +72,70 @@ def test_the_workspace_is_what_the_device_has_less_beside_the_pool(
     assert isinstance(executor, GraphExecutor) == graphs
     if graphs:
         assert executor.stats.graphs_captured == 1
+
+
+class FakeDevice(TorchFunctionMode):
+    """Memory as torch's allocator has it: what a step takes stays taken until a capture begins and gives it back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: dict[str, int] = {"steps": 0, "graphs": 0}
+        self.sorted_rows = 0
+
+    def free_bytes(self) -> int:
+        return 10**9 - sum(self.taken.values())
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.sort, torch.Tensor.sort):
+            self.sorted_rows = args[0].shape[0]
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("max_num_seqs", [3, 40])
+def test_the_workspace_counts_the_largest_step_although_a_capture_gives_back_what_steps_took(
+    max_num_seqs: int,
+) -> None:
+    device, sorted_before = FakeDevice(), []
+
+    class Executor:
+        pool = torch.zeros(0)
+
+        def run(self, plan: Plan) -> Any:
+            device.taken["steps"] = 7000
+            return Computed(torch.randn(plan.num_rows, VOCABULARY))
+
+        def take_largest(self) -> None:
+            device.taken |= {"steps": 0, "graphs": 500}
+            sorted_before.append(device.sorted_rows)
+
+    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=40, max_model_len=64)
+    with device:
+        found = workspace_bytes(
+            lambda num_blocks: cast(Any, Executor()),
+            config,
+            num_layers=LAYERS,
+            block_size=BLOCK,
+            free_bytes=device.free_bytes,
+        )
+    assert found == 7500
+    assert device.sorted_rows == max_num_seqs, "the sampler's own memory counts too"
+    assert sorted_before == [0]
+
+
+def test_the_largest_graph_is_one_that_needs_to_know_all_tokens_before(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolve, "executor_for", lambda *given: "graphs")
+    executor = make_engine(max_num_seqs=8).executor
+    assert isinstance(executor, GraphExecutor)
+    kinds: list[tuple[int, Choice]] = []
+    monkeypatch.setattr(
+        executor._choice,
+        "choose",
+        lambda hidden, rows, kind: kinds.append((len(hidden), kind)) or (rows.tokens, rows.scores[0]),
+    )
+    executor.take_largest()
+    assert kinds == [(8, Choice.PENALISE)]
 
 
 def blocks(make_engine: Callable[..., Engine], share: float, workspace: int, **changes: Any) -> int:
