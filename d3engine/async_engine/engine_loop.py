@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 from d3engine.async_engine.messages import ASKED, Abort, Add, Ask, Leave, Message, Refuse, Stop
 from d3engine.errors import EngineDeadError
+from d3engine.executor.interface import Executor
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.prepared import Prepared
 from d3engine.stats import EngineStats
@@ -23,6 +24,8 @@ Reply: TypeAlias = "tuple[int, Any]"
 
 class Steppable(Protocol):
     """What the loop needs of `Engine`."""
+
+    executor: Executor
 
     def add(self, prepared: Prepared) -> str: ...
 
@@ -90,9 +93,11 @@ class EngineLoop:
             self._send()
 
     def _take_in(self) -> None:
-        """Do what has been asked for; wait for it if there is nothing else to do."""
+        """Do what has been asked for; if there is nothing else to do, prepare for it, then wait for it."""
         self._turn()
         if not self._engine.has_unfinished_requests():
+            while self.inbox.empty() and self._engine.executor.prepare_next():
+                self._turn()
             message = self.inbox.get()
             self._turn()
             self._do(message)

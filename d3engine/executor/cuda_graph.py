@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator
+from itertools import islice
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from d3engine.depth.schedule import Schedule
 from d3engine.executor.block_tables import DeviceBlockTables
 from d3engine.executor.choosing import DeviceChoice
 from d3engine.executor.computed import Computed
 from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.followed import FollowedRun, HostTokens
+from d3engine.executor.graph_shapes import GraphShape, batch_sizes, expected_shapes
+from d3engine.executor.recording import CudaGraphs, Recorder, Repeats, Step
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.model.llama import Llama
 from d3engine.plan import Chosen, Plan, RunAhead
@@ -32,87 +34,6 @@ from d3engine.request.choice import Choice
 
 MAX_GRAPHS = 2048
 """Graphs to keep: several times what one policy needs (sizes times depths), but each request may bring its own."""
-
-Step = Callable[[], None]
-"""Carries out one decode step on the rows that stand in device memory."""
-
-
-class Recorder(Protocol):
-    """Turns a step's launches into something that repeats them."""
-
-    def record(self, step: Step) -> Step: ...
-
-    def memory_bytes(self) -> int: ...
-
-
-class CudaGraphs:
-    """Captures steps as CUDA graphs that share one memory pool: they run one after another.
-
-    `has_ranks`: steps hold collectives. NCCL's own thread then asks the device for what it still waits for, which
-    must not spoil a capture; the capture itself is of this thread's launches either way.
-    """
-
-    def __init__(self, device: torch.device, *, has_ranks: bool = False) -> None:
-        self._device = device
-        self._error_mode = "thread_local" if has_ranks else "global"
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._memory = 0
-        self._first = self._capture_nothing()
-
-    def record(self, step: Step) -> Step:
-        """Run `step` once so that all kernels are compiled and all workspaces there, then capture it."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            step()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # a capture begins with it; what it gives back must not be counted
-        before = torch.cuda.memory_reserved(self._device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=self._error_mode):
-            step()
-        self._memory += torch.cuda.memory_reserved(self._device) - before
-        replay: Step = graph.replay
-        return replay
-
-    def _capture_nothing(self) -> torch.cuda.CUDAGraph:
-        """A graph of one sum, to be kept as long as the others.
-
-        The first graph of a process makes tensors of torch's random generator. Made under `inference_mode`, as steps
-        run, they could not be written by a capture outside it, such as one of torch.compile in the same process.
-        """
-        graph = torch.cuda.CUDAGraph()
-        with torch.inference_mode(False):
-            number = torch.zeros(1, device=self._device)
-            torch.cuda.synchronize(self._device)
-            with torch.cuda.graph(graph, stream=self._stream):
-                number.add_(1)
-        return graph
-
-    def memory_bytes(self) -> int:
-        """What torch's allocator has reserved in addition since the first graph."""
-        return self._memory
-
-
-class Repeats:
-    """Where there are no graphs, a step is simply called again: the same launches on the same memory."""
-
-    def record(self, step: Step) -> Step:
-        step()
-        return step
-
-    def memory_bytes(self) -> int:
-        return 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """What a graph is captured for."""
-
-    rows: int
-    layers: tuple[int, ...]
-    choice: Choice
 
 
 class GraphExecutor:
@@ -148,7 +69,8 @@ class GraphExecutor:
         numbers = self._sizes[-1] * (3 + config.num_layers)
         self._from_host = torch.empty(numbers, dtype=torch.int64, pin_memory=eager.device.type == "cuda")
         self._choice = DeviceChoice(eager.model, self._sizes[-1], eager.device)
-        self._graphs: OrderedDict[_Shape, Step] = OrderedDict()  # the one used last stands last
+        self._graphs: OrderedDict[GraphShape, Step] = OrderedDict()  # the one used last stands last
+        self._expected: Iterator[GraphShape] = iter(())
         self.max_steps = max_steps
         self.drafts_ahead = False
         self.stats = eager.stats
@@ -193,17 +115,29 @@ class GraphExecutor:
         Penalties also need to know the tokens that each row has seen, of the whole vocabulary.
         """
         with torch.inference_mode():
-            self._graph(_Shape(self._sizes[-1], tuple(range(self._model.config.num_layers)), Choice.PENALISE))
+            self._graph(GraphShape(self._sizes[-1], tuple(range(self._model.config.num_layers)), Choice.PENALISE))
+
+    def expect(self, schedule: Schedule) -> None:
+        """Answers will have this schedule: `prepare_next` captures the graphs that they need, as many as are kept."""
+        self._expected = islice(expected_shapes(schedule, self._sizes, self._max_model_len), MAX_GRAPHS)
+
+    @torch.inference_mode()
+    def prepare_next(self) -> bool:
+        """Capture one of the graphs that are expected and not there yet."""
+        shape = next((shape for shape in self._expected if shape not in self._graphs), None)
+        if shape is not None:
+            self._graph(shape)
+        return shape is not None
 
     # -- graphs ------------------------------------------------------------------------------------------------
 
-    def _shapes(self, ahead: RunAhead) -> list[_Shape]:
+    def _shapes(self, ahead: RunAhead) -> list[GraphShape]:
         """Rows and layers of each step of a run; its first row is the one that runs most."""
         rows = next(size for size in self._sizes if size >= ahead.steps.size)
         runs = (ahead.steps[0] + np.arange(ahead.num_steps))[:, None] < ahead.cutoffs[0]
-        return [_Shape(rows, tuple(layers.nonzero()[0].tolist()), ahead.choice) for layers in runs]
+        return [GraphShape(rows, tuple(layers.nonzero()[0].tolist()), ahead.choice) for layers in runs]
 
-    def _graph(self, shape: _Shape) -> Step:
+    def _graph(self, shape: GraphShape) -> Step:
         if shape not in self._graphs:
             begun = time.perf_counter()
             self._rows.num_rows.zero_()  # recording runs a step: on no rows
@@ -219,7 +153,7 @@ class GraphExecutor:
         self._graphs.move_to_end(shape)
         return self._graphs[shape]
 
-    def _step(self, rows: DecodeRows, shape: _Shape) -> None:
+    def _step(self, rows: DecodeRows, shape: GraphShape) -> None:
         """What a graph holds: from the tokens that stand in `rows` to the next ones."""
         kernels, model, rope = self._kernels, self._model, self._eager.rope
         kernels.begin_step(rows, rope.generated_table, self._eager.block_size)
@@ -259,15 +193,3 @@ class GraphExecutor:
             token_ids=self._rows.chosen[:steps, :count].cpu().numpy(),
             scores=self._rows.scores[:steps, :count].cpu().numpy(),
         )
-
-
-def batch_sizes(most: int) -> list[int]:
-    """Rows that graphs are captured for: few sizes, each at most twice what is needed, and the last at least `most`.
-
-    1, 2, 4, then multiples of 8 to 64, then of 32: beyond that, products go to the matrix library, whose tiles are
-    large.
-    """
-    sizes = [1, 2, 4, *range(8, 65, 8)]
-    while sizes[-1] < most:
-        sizes.append(sizes[-1] + 32)
-    return sizes[: next(place for place, size in enumerate(sizes) if size >= most) + 1]

@@ -72,6 +72,10 @@ class EagerExecutor:
     def take_largest(self) -> None:
         """Nothing: what a step needs is gone after it."""
 
+    def prepare_next(self) -> bool:
+        """Nothing is made beforehand."""
+        return False
+
     def close(self) -> None:
         """Nothing: all that there is goes with this object."""
 

@@ -61,6 +61,13 @@ class Executor(Protocol):
         """Take the memory that the largest step by itself will need, if that is not taken from the beginning."""
         ...
 
+    def prepare_next(self) -> bool:
+        """While there is nothing to run, do one piece of what would else be done when it is first needed.
+
+        False where no piece was left.
+        """
+        ...
+
     def close(self) -> None:
         """Let go of what lives beside this object; calling it again does nothing."""
         ...

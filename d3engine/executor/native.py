@@ -85,6 +85,10 @@ class NativeExecutor:
     def take_largest(self) -> None:
         """Nothing: the decoder has all its memory from the beginning."""
 
+    def prepare_next(self) -> bool:
+        """Nothing is made beforehand."""
+        return False
+
     def close(self) -> None:
         """Nothing: the library goes with this object."""
 

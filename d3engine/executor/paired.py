@@ -43,6 +43,10 @@ class PairedExecutor:
         """As the first executor does; the second's steps are small."""
         self.first.take_largest()
 
+    def prepare_next(self) -> bool:
+        """As the first executor does: the second's steps take no graphs."""
+        return self.first.prepare_next()
+
     def close(self) -> None:
         """Close both."""
         self.first.close()

@@ -59,12 +59,15 @@ def build_executor(
     if settings.executor == "eager":
         return eager
     if settings.executor == "graphs":
-        return GraphExecutor(
+        graphs = GraphExecutor(
             eager,
             max_num_seqs=settings.max_num_seqs,
             max_model_len=settings.max_model_len,
             max_steps=settings.num_scheduler_steps,
         )
+        if not settings.depth.drafts and settings.depth.exit_rule(settings.config.num_layers) is None:
+            graphs.expect(settings.depth.schedule(settings.config.num_layers))
+        return graphs
     isa = NATIVE_ISA.read()
     require(isa == "auto" or isa in isas_here(), NATIVE_ISA.name, isa, f"auto, or one of {', '.join(isas_here())} here")
     try:

@@ -24,7 +24,7 @@ from d3engine.kernels.triton.product_kernels import (
     tile_product,
     wait_for_previous,
 )
-from d3engine.kernels.triton.products import Tile, as_matrix, matmul, need_unit_stride, product_launch, product_tile
+from d3engine.kernels.triton.products import Tile, add_matmul_, matmul, need_unit_stride, product_launch, product_tile
 
 
 def linear_residual(
@@ -43,7 +43,7 @@ def linear_residual(
     elif num_rows is not None:
         add_launch(matmul(x, weight)[None], bias, residual, num_rows).run()
     else:
-        residual.addmm_(x, as_matrix(weight, x.dtype).t())
+        add_matmul_(residual, x, weight)
         if bias is not None:
             residual.add_(bias)
 

@@ -5,6 +5,8 @@ The device's side, the loop itself, is in `product_kernels.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +27,9 @@ Not yet measured on a GPU.
 MIN_PROGRAMS = 128  # about the number of processors of an H100 (132): fewer programs leave some without work
 
 MIN_STEPS = 4  # of a program that shares its outputs with others: below, filling its pipeline is most of its time
+
+
+_REDUCED = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +179,31 @@ def as_matrix(weight: Weight, dtype: torch.dtype) -> Tensor:
 
 def matmul(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """`x` [T, K] times `weight` [N, K] transposed, plus `bias` [N]: torch's product, for many rows."""
-    return F.linear(x, as_matrix(weight, x.dtype), bias)
+    with float32_sums():
+        return F.linear(x, as_matrix(weight, x.dtype), bias)
+
+
+def add_matmul_(target: Tensor, x: Tensor, weight: Weight) -> None:
+    """Add `x` [T, K] times `weight` [N, K] transposed to `target` [T, N], in place."""
+    with float32_sums():
+        target.addmm_(x, as_matrix(weight, x.dtype).t())
+
+
+@contextmanager
+def float32_sums() -> Iterator[None]:
+    """Within it the matrix library keeps the sums of half precision in float32 to the end, as all kernels here do.
+
+    torch lets it add up parts of a long sum in half precision, if nobody says otherwise.
+    """
+    settings = torch.backends.cuda.matmul
+    before = [(name, getattr(settings, name)) for name in _REDUCED]
+    for name in _REDUCED:
+        setattr(settings, name, False)
+    try:
+        yield
+    finally:
+        for name, value in before:
+            setattr(settings, name, value)
 
 
 def need_unit_stride(**tensors: Weight | None) -> None:

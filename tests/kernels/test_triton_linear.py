@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import d3engine.kernels.triton as kernels
 from d3engine.kernels import reference
@@ -356,3 +358,26 @@ def test_a_launch_makes_the_device_of_its_tensors_the_current_one(monkeypatch: p
         Launch(Kernel(), (1,), {"rows": 3, "x_ptr": x}).run()
     assert launched == [[torch.device("cuda:1")], []]
     assert not current
+
+
+@pytest.mark.parametrize("live", [None, 40])
+def test_the_matrix_library_keeps_its_sums_in_float32(
+    live: int | None, randn: Callable[..., Tensor], device: torch.device
+) -> None:
+    settings = torch.backends.cuda.matmul
+    found: list[tuple[object, object]] = []
+
+    class Products(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in (torch.nn.functional.linear, torch.Tensor.addmm_):
+                flags = settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction
+                found.append(flags)
+            return func(*args, **kwargs or {})
+
+    before = settings.allow_bf16_reduced_precision_reduction
+    x, weight = randn(43, 64, dtype=torch.bfloat16), randn(16, 64, dtype=torch.bfloat16)
+    num_rows = None if live is None else row_count(live, device)
+    with Products():
+        kernels.linear_residual(x, weight, None, randn(43, 16, dtype=torch.bfloat16), num_rows=num_rows)
+    assert found == [(False, False)]
+    assert settings.allow_bf16_reduced_precision_reduction == before

@@ -16,7 +16,8 @@ from batches import CONFIG, LAYERS, Request, assert_same, block_bytes, kv_is_bac
 
 from d3engine import D3, Engine, FullDepth, InvalidValueError, SamplingParams, UnifiedSkip, Waves
 from d3engine.executor import cuda_graph
-from d3engine.executor.cuda_graph import GraphExecutor, batch_sizes
+from d3engine.executor.cuda_graph import GraphExecutor
+from d3engine.executor.graph_shapes import batch_sizes
 from d3engine.loading import resolve
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import random_weights

@@ -53,6 +53,10 @@ class Scripted:
                 logits[row, 5] = math.nan
         return Computed(logits)
 
+    def prepare_next(self) -> bool:
+        """There is nothing to prepare."""
+        return False
+
     def close(self) -> None:
         """There is nothing to let go of."""
 

@@ -51,6 +51,10 @@ class TensorParallelExecutor:
     def take_largest(self) -> None:
         """Nothing: each rank's own executor has been measured by itself."""
 
+    def prepare_next(self) -> bool:
+        """Nothing: the other ranks wait for plans alone."""
+        return False
+
     def run(self, plan: Plan) -> Computed:
         try:
             self._team.send_plan(self._sender.message(plan))
