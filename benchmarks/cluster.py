@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.cluster_routing import ROUTERS, Router
 from benchmarks.fake_sequences import fake_sequence, fake_tokens, layers_run
 from benchmarks.report import environment, positive, summary, tell
 from d3engine.cache.kv_cache import KVCache
 from d3engine.depth import D3, FullDepth, Schedule
 from d3engine.depth.words import policy_in_words
+from d3engine.integrations.routing import ROUTINGS, Busy, Routing, least_loaded
 from d3engine.plan import Plan
 from d3engine.request.sequence import Sequence as TokenSequence
 from d3engine.scheduling.admission import Immediate, Waves
@@ -36,6 +36,20 @@ from d3engine.scheduling.tally import Counters
 
 BLOCK_SIZE = 16
 ARRIVALS = ("poisson", "bursts")
+
+
+class OfTwo:
+    """Of two that are drawn the one with fewer requests, which is what Ray Serve does by itself."""
+
+    def __init__(self) -> None:
+        self._random = np.random.default_rng(0)
+
+    def choose(self, now: float, prefix: bytes, busy: Busy) -> str:
+        drawn = self._random.choice(list(busy), size=min(2, len(busy)), replace=False)
+        return least_loaded({str(name): busy[str(name)] for name in drawn})
+
+
+ROUTERS: dict[str, Callable[[float], Routing]] = {"of two at random": lambda window: OfTwo(), **ROUTINGS}
 
 
 @dataclass(frozen=True)
@@ -201,7 +215,7 @@ class Simulation:
     """Replicas behind a router."""
 
     settings: Settings
-    router: Router
+    router: Routing
     time: StepTime
     requests: list[Request] = field(default_factory=list)
     counted: Counted = field(default_factory=Counted)
@@ -215,7 +229,8 @@ class Simulation:
         """Take every request to its end; `watch` hears of each arrival."""
         for arrival in arrivals:
             self._advance(arrival.time)
-            place = self.router.choose(arrival.time, arrival.prefix, self.replicas)
+            busy = {str(nth): replica.outstanding for nth, replica in enumerate(self.replicas)}
+            place = int(self.router.choose(arrival.time, b"%d" % arrival.prefix, busy))
             self.replicas[place].add(self._sequence(arrival))
             self.requests.append(Request(arrival.time))
             if self.replicas[place].is_idle:

@@ -24,6 +24,7 @@ from starlette.types import Message, Receive, Scope, Send
 from d3engine.errors import MissingExtraError, require, require_integer, require_number
 from d3engine.integrations.door import Door, ReplicaDiedError
 from d3engine.integrations.replica import Replica
+from d3engine.integrations.routing import ROUTINGS
 from d3engine.server.errors import RequestError
 from d3engine.server.guards.traffic import RETRY_AFTER
 from d3engine.server.settings import ServerSettings
@@ -31,6 +32,7 @@ from d3engine.server.settings import ServerSettings
 try:
     from ray import serve
     from ray.exceptions import RayActorError
+    from ray.serve.config import RequestRouterConfig
     from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
     from ray.serve.handle import DeploymentHandle
 except ImportError:
@@ -50,6 +52,8 @@ def app(
     max_ongoing_requests: int = 64,
     max_queue: int = 256,
     drain_timeout: float = 30.0,
+    routing: str | None = None,
+    cohort_seconds: float = 0.2,
     settings: ServerSettings | None = None,
     autoscaling: Mapping[str, Any] | None = None,
     actor_options: Mapping[str, Any] | None = None,
@@ -64,6 +68,10 @@ def app(
         max_ongoing_requests: that one replica has at once; what comes beyond waits at the door for any of them.
         max_queue: that may wait at a door; further ones are refused by a 429.
         drain_timeout: seconds for the answers of a replica that is no longer wanted to end.
+        routing: which replica a request goes to, by one of the rules of `d3engine.integrations.routing.ROUTINGS`, such
+            as "by prefix"; None: Ray's own, of two replicas at random the one with fewer requests. Each door follows it
+            for itself.
+        cohort_seconds: how long "by depth cohort" sends requests to one replica.
         settings: of the server before each engine, as `d3engine serve` has them. Ray binds the port, but who may call,
             under which names and with which keys is said here; by default this machine alone.
         autoscaling: further fields of Ray's `AutoscalingConfig`, where `num_replicas` is a pair.
@@ -80,11 +88,14 @@ def app(
     require_integer("max_ongoing_requests", max_ongoing_requests, 1)
     require_integer("max_queue", max_queue, 0)
     require_number("drain_timeout", drain_timeout, 0, 86400)
+    require(routing is None or routing in ROUTINGS, "routing", routing, f"None, {', '.join(ROUTINGS)}")
+    require_number("cohort_seconds", cohort_seconds, 0, 86400)
     replicas = serve.deployment(_RayReplica, name="Replica").options(
         **_how_many(num_replicas, max_ongoing_requests, autoscaling),
         max_ongoing_requests=max_ongoing_requests,
         max_queued_requests=max_queue,
         graceful_shutdown_timeout_s=drain_timeout,
+        **_how_routed(routing, cohort_seconds),
         ray_actor_options={"num_cpus": 1, **(actor_options or {})},
     )
     doors = serve.deployment(_RayDoor, name="Door").options(
@@ -110,6 +121,14 @@ def _how_many(
     require_integer("num_replicas", most, least)
     bounds = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": at_once}
     return {"autoscaling_config": {**bounds, **(autoscaling or {})}}
+
+
+def _how_routed(routing: str | None, cohort_seconds: float) -> dict[str, Any]:
+    if routing is None:
+        return {}
+    said = {"routing": routing, "cohort_seconds": cohort_seconds}
+    path = "d3engine.integrations.ray_router:RuleRouter"
+    return {"request_router_config": RequestRouterConfig(request_router_class=path, request_router_kwargs=said)}
 
 
 class _RayReplica(Replica):

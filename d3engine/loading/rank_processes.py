@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from d3engine.errors import InvalidValueError
 from d3engine.executor.tensor_parallel.follower import Leader
 from d3engine.executor.tensor_parallel.group import Store, dist
+from d3engine.executor.tensor_parallel.hearing import first_value
 from d3engine.executor.tensor_parallel.team import Team
 from d3engine.loading.ranks import Place, follow
 from d3engine.model.part import ARGUMENT
@@ -108,6 +109,5 @@ def _accept(store: Store, host: str, size: int) -> list[Connection]:
         met: dict[int, Connection] = {}
         while len(met) < size - 1:
             link = listener.accept()
-            (rank,) = Team([link]).hear()
-            met[rank] = link
+            met[first_value(link)] = link
     return [met[rank] for rank in sorted(met)]

@@ -58,17 +58,20 @@ def lead(settings: EngineSettings, team: Team, place: Place, draft: ModelConfig 
         told = plain_settings(replace(settings, depth=FullDepth()))
         team.tell({"settings": told, "threads": torch.get_num_threads()})
         own, part, weights = _load(settings, place, show_progress=True)
-        team.hear()
+        team.hearing.hear()
         team.tell("all have loaded")
-        collectives = place.join(own.device)
+        collectives = team.hearing.call(partial(place.join, own.device))
+        team.hearing.free_by(collectives.abort)
         build = partial(_build, own, weights, Ranks(part, collectives))
-        blocks: int = min(_room(own, build, draft), *team.hear())
+        blocks: int = min(_room(own, build, draft), *team.hearing.hear())
         team.tell(blocks)
         executor = TensorParallelExecutor(build(blocks), team, settings.block_size)
-        team.watch(collectives.abort)
-    except BaseException as error:
-        team.close(str(error) or repr(error))
-        raise
+    except BaseException as fault:
+        cause = team.hearing.explain(fault)
+        team.close(str(cause) or repr(cause))
+        if cause is fault:
+            raise
+        raise cause from fault
     return executor, blocks
 
 
@@ -94,6 +97,8 @@ def follow(leader: Leader, place: Place) -> None:
 def _load(settings: EngineSettings, place: Place, *, show_progress: bool) -> tuple[EngineSettings, Part, LlamaWeights]:
     part = part_of(settings.config, place.rank, place.size)
     own = settings.of_part(part, rank_device(settings.device, place.index))
+    if own.device.type == "cuda":
+        torch.cuda.set_device(own.device)
     weights = load_weights(
         settings.directory,
         settings.config,

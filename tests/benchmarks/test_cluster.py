@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import cluster
-from benchmarks.cluster_routing import ByCohort, ByPrefix, LeastLoaded, RoundRobin
+from d3engine.integrations.routing import LeastLoaded, RoundRobin
 
 SMALL = cluster.Settings(
     replicas=2, slots=4, num_layers=8, tokens=12, most_tokens=24, prefixes=3, seconds=1.0, warm_up=0.2, seeds=2
 )
 TIME = cluster.StepTime(fixed=0.01, layer=0.001, row=0.0, entry=0.0)
-
-
-@dataclass
-class Has:
-    """A replica with so many requests."""
-
-    outstanding: int
 
 
 def test_a_lone_request_waits_and_goes_on_as_its_own_layers_say() -> None:
@@ -69,20 +62,10 @@ def test_bursts_come_in_less_even_numbers_than_poissons() -> None:
     assert dispersion("bursts") > 3
 
 
-def test_routers_choose_as_they_are_called() -> None:
-    replicas = [Has(3), Has(1), Has(4)]
-    assert [RoundRobin().choose(0.0, 5, replicas), LeastLoaded().choose(0.0, 5, replicas)] == [0, 1]
-    by_prefix = ByPrefix(bound=1.25)
-    assert [by_prefix.choose(0.0, prefix, replicas) for prefix in (0, 1, 4)] == [0, 1, 1]
-    assert by_prefix.choose(0.0, 2, [Has(0), Has(1), Has(9)]) == 0  # the home has far too much to do
-
-
-def test_a_cohort_goes_to_one_replica_until_its_window_is_over_or_it_is_overloaded() -> None:
-    router = ByCohort(window=0.5)
-    assert router.choose(0.0, 0, [Has(2), Has(1)]) == 1
-    assert router.choose(0.4, 0, [Has(2), Has(3)]) == 1
-    assert router.choose(0.5, 0, [Has(2), Has(3)]) == 0
-    assert router.choose(0.6, 0, [Has(9), Has(1)]) == 1
+def test_what_ray_does_by_itself_never_takes_the_busiest() -> None:
+    busy = {"0": 3, "1": 1, "2": 2}
+    router = cluster.OfTwo()
+    assert {router.choose(0.0, b"", busy) for _ in range(50)} == {"1", "2"}
 
 
 def test_the_command_prints_a_row_for_each_cell_and_the_same_again(

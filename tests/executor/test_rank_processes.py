@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from multiprocessing import Pipe
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from rank_tests import PROMPT, asked, left_to_test_parallel
 from saved_llama import change
 from stepping import finish
@@ -23,8 +25,12 @@ from tiny_models import TinyLlama, save_without_layer
 
 from d3engine import D3, AsyncEngine, EarlyExit, Engine, InvalidValueError, Lossless, SamplingParams, Speculative
 from d3engine.errors import EngineDeadError, ModelFormatError
+from d3engine.executor.tensor_parallel import follower
 from d3engine.executor.tensor_parallel.follower import Leader
+from d3engine.executor.tensor_parallel.group import dist
+from d3engine.executor.tensor_parallel.hearing import Hearing
 from d3engine.executor.tensor_parallel.team import Team
+from d3engine.loading.ranks import Place
 
 MakeModel = Callable[..., TinyLlama]
 MakePrompts = Callable[..., list[list[int]]]
@@ -83,37 +89,80 @@ def test_ranks_that_are_processes_answer_as_one_and_the_death_of_one_ends_the_en
 # -- the two ends of a rank's connection, without a process ----------------------------------------------------------
 
 
-def joined() -> tuple[Team, Any]:
+def joined(patience: float = HANG_GUARD_SECONDS) -> tuple[Team, Any]:
     ours, theirs = Pipe()
-    return Team([ours]), theirs
+    return Team([ours], patience=patience), theirs
 
 
 def test_a_rank_that_cannot_begin_says_why() -> None:
-    team, link = joined()
-    Leader(link).fail(ModelFormatError("model.safetensors: tensor 'x' holds NaN or infinity"))
-    with pytest.raises(ModelFormatError, match="tensor 'x' holds NaN"):
-        team.hear()
-    Leader(link).fail(MemoryError("too little"))
-    with pytest.raises(EngineDeadError, match="rank 1 of 2 could not begin: too little"):
-        team.hear()
+    for error, expected in (
+        (ModelFormatError("model.safetensors: tensor 'x' holds NaN or infinity"), "tensor 'x' holds NaN"),
+        (MemoryError("too little"), "rank 1 of 2: too little"),
+    ):
+        team, link = joined()
+        Leader(link).fail(error)
+        with pytest.raises(
+            ModelFormatError if isinstance(error, ModelFormatError) else EngineDeadError, match=expected
+        ):
+            team.hearing.hear()
+        team.close()
 
 
 def test_a_rank_that_ends_before_it_is_ready_is_not_waited_for() -> None:
     team, link = joined()
     link.close()
-    with pytest.raises(EngineDeadError, match="rank 1 of 2 has ended or cannot be reached before it was ready"):
-        team.hear()
+    with pytest.raises(EngineDeadError, match="rank 1 of 2 has ended or cannot be reached"):
+        team.hearing.hear()
+    team.close()
+
+
+def test_a_rank_that_ends_before_it_joins_the_others_is_not_waited_for_there(tmp_path: Path) -> None:
+    team, link = joined()
+    place = Place(0, 2, 0, dist.FileStore(str(tmp_path / "store"), 2), is_local=True)
+    Leader(link).say("loaded")
+    assert team.hearing.hear() == ["loaded"]
+    link.close()
+    with pytest.raises(EngineDeadError, match="rank 1 of 2 has ended or cannot be reached"):
+        team.hearing.call(lambda: place.join(torch.device("cpu")))
+    team.close()
+
+
+def test_a_rank_that_is_stopped_ends_the_engine_by_its_name_and_is_killed() -> None:
+    ours, theirs = Pipe()
+    process = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
+    os.kill(process.pid, signal.SIGSTOP)
+    team = Team([ours], [process], patience=1.0)
+    freed = threading.Event()
+    team.hearing.free_by(freed.set)
+    assert process.wait(HANG_GUARD_SECONDS) == -signal.SIGKILL
+    assert freed.wait(HANG_GUARD_SECONDS)
+    said = r"rank 1 of 2 has said nothing for 1 seconds: its process is stopped, or its machine cannot be reached"
+    with pytest.raises(EngineDeadError, match=said):
+        team.send_plan(b"")
+    team.close()
+    theirs.close()
+
+
+def test_a_rank_that_lives_is_waited_for_however_long_it_says_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower, "BEAT_SECONDS", 0.1)
+    team, link = joined(patience=2.0)
+    leader = Leader(link)
+    nothing = threading.Event()
+    team.hearing.call(lambda: nothing.wait(2.5))
+    leader.say("at last")
+    assert team.hearing.hear() == ["at last"]
+    team.close()
 
 
 def test_the_fault_of_one_rank_is_the_reason_and_not_that_others_miss_it() -> None:
     pairs = [Pipe() for _ in range(3)]
     team = Team([ours for ours, _ in pairs])
+    freed: list[bool] = []
+    team.hearing.free_by(lambda: freed.append(True))
     Leader(pairs[0][1]).fail(EngineDeadError("other ranks cannot be reached"))
     Leader(pairs[1][1]).fail(ValueError("the fault itself"))
     Leader(pairs[2][1]).fail(EngineDeadError("other ranks cannot be reached"))
-    freed: list[bool] = []
-    team.watch(lambda: freed.append(True))
-    reason = team.explain(EngineDeadError("lost"))
+    reason = team.hearing.explain(EngineDeadError("lost"))
     assert str(reason) == "rank 2 of 4: the fault itself"
     with pytest.raises(EngineDeadError, match="rank 2 of 4: the fault itself"):
         team.send_plan(b"")
@@ -246,6 +295,39 @@ def test_the_death_of_an_engines_process_ends_its_ranks(tiny_llama: MakeModel) -
 
     _, alive = psutil.wait_procs(asyncio.run(kill()), timeout=HANG_GUARD_SECONDS)
     assert not alive
+
+
+def test_a_rank_that_is_stopped_while_it_answers_ends_the_engine_and_no_process_is_left(
+    tiny_llama: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_to_test_parallel()
+    with engine_of(tiny_llama().directory, tensor_parallel_size=2) as engine:
+        (rank,) = children()
+        engine.add_request("one", PROMPT, asked())
+        engine.step()
+        hearing: Hearing = engine.executor._team.hearing  # type: ignore[attr-defined]
+        hearing._patience = 3.0
+        os.kill(rank.pid, signal.SIGSTOP)
+        with pytest.raises(EngineDeadError, match="rank 1 of 2 has said nothing for 3 seconds"):
+            finish(engine)
+    assert not children()
+
+
+def test_a_rank_that_is_killed_as_all_join_ends_the_start(
+    tiny_llama: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_to_test_parallel()
+
+    def join(place: Place, device: torch.device) -> Any:
+        (rank,) = children()
+        os.kill(rank.pid, signal.SIGKILL)
+        return itself(place, device)
+
+    itself = Place.join
+    monkeypatch.setattr(Place, "join", join)
+    with pytest.raises(EngineDeadError, match="rank 1 of 2 has ended by signal 9"):
+        engine_of(tiny_llama().directory, tensor_parallel_size=2)
+    assert not children()
 
 
 def test_a_second_model_that_drafts_does_so_beside_the_ranks_of_the_first(

@@ -183,6 +183,46 @@ def test_a_replica_that_is_no_longer_wanted_ends_what_it_has_begun(run: Run, lon
     assert [(reader.error, reader.text) for reader in readers] == [(None, text) for text in long_texts[:NUM_STREAMS]]
 
 
+def per_replica(client: Any, name: str) -> dict[str, float]:
+    """One of the engines' metrics, by replica."""
+    found: dict[str, float] = {}
+    for line in client.get("/metrics").text.splitlines():
+        if line.startswith(f"d3engine:{name}{{"):
+            replica = line.split('replica="')[1].split('"')[0]
+            found[replica] = found.get(replica, 0) + float(line.rsplit(" ", 1)[1])
+    return found
+
+
+def gained(client: Any, name: str, prompts: list[str]) -> list[float]:
+    """By how much it grows in each replica, least first, as these prompts are answered one after the other."""
+    before = per_replica(client, name)
+    for prompt in prompts:
+        assert client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2}).status_code == 200
+    return sorted(after - before[replica] for replica, after in per_replica(client, name).items())
+
+
+def test_by_depth_cohort_all_requests_of_one_window_go_to_one_replica(run: Run) -> None:
+    client = run(num_replicas=2, routing="by depth cohort", cohort_seconds=3600.0)._http
+    assert gained(client, "generation_tokens_total", [f"Tom has {nth} pens." for nth in range(8)]) == [0, 16]
+
+
+def test_by_prefix_every_prompt_that_begins_like_another_finds_it_in_the_cache(run: Run) -> None:
+    client = run(num_replicas=2, routing="by prefix", kv_cache_memory_bytes=2**26)._http
+    books = [f"Book {nth} tells of " + "many things. " * 40 for nth in range(8)]
+    prompt_tokens = gained(client, "prompt_tokens_total", books)
+    assert prompt_tokens[0] > 0  # both have some
+    cached = gained(client, "prompt_tokens_cached_total", [book + "And of others." for book in books])
+    assert sum(cached) > 0.9 * sum(prompt_tokens)
+
+
+def test_a_routing_that_there_is_not_is_refused_by_name() -> None:
+    from d3engine.errors import InvalidValueError
+    from d3engine.integrations.ray_serve import app
+
+    with pytest.raises(InvalidValueError, match=r"routing must be None, .*by prefix.*; got 'by luck'"):
+        app("demo", routing="by luck")
+
+
 def test_requests_that_wait_bring_a_further_replica(run: Run) -> None:
     client = run(num_replicas=(1, 2), max_ongoing_requests=1, autoscaling=WAIT)._http
     before = set(names_of_replicas())

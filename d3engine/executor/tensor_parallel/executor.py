@@ -59,9 +59,9 @@ class TensorParallelExecutor:
         try:
             self._team.send_plan(self._sender.message(plan))
             computed = self._own.run(plan)
-            self._team.check()
+            self._team.hearing.check()
         except BaseException as fault:
-            cause = self._team.explain(fault)
+            cause = self._team.hearing.explain(fault)
             self._team.close(str(cause))
             if cause is fault:
                 raise

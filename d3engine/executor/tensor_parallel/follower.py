@@ -1,23 +1,26 @@
 """A rank that does what rank 0 plans, until that says that it is over, or ends.
 
-The one idea: a thread does nothing but listen, so the end of rank 0 ends this rank even where it waits for a device.
+The one idea: a thread does nothing but listen, so the end of rank 0 ends this rank even where it waits for a device;
+and it says every second that this process lives, however long what the process does may take.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+import time
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
 from d3engine.errors import EngineDeadError
 from d3engine.executor.interface import Executor
+from d3engine.executor.tensor_parallel.hearing import BEAT, BEAT_SECONDS, VALUE
 from d3engine.executor.tensor_parallel.packing import pack, unpack
 from d3engine.executor.tensor_parallel.plan_message import PlanReceiver
 from d3engine.executor.tensor_parallel.team import END
 
-_LOOK_SECONDS = 1.0
 _PATIENCE_SECONDS = 5.0
 
 
@@ -29,6 +32,8 @@ class Leader:
         self._parent = parent
         self._inbox: SimpleQueue[bytes] = SimpleQueue()
         self._ends_process = False
+        self._saying = threading.Lock()
+        self._last_beat = 0.0
         threading.Thread(target=self._listen, name="d3engine-leader", daemon=True).start()
 
     def hear(self) -> Any:
@@ -37,7 +42,7 @@ class Leader:
 
     def say(self, value: Any) -> None:
         """Answer rank 0."""
-        self._link.send_bytes(pack(value))
+        self._send(VALUE + pack(value))
 
     def fail(self, error: BaseException) -> None:
         """Say why this rank ends."""
@@ -65,16 +70,32 @@ class Leader:
         message = b""
         while message[:1] != END:
             try:
-                while not self._link.poll(_LOOK_SECONDS):
-                    if self._parent is not None and os.getppid() != self._parent:
-                        raise EOFError
-                message = self._link.recv_bytes()
+                message = self._receive()
             except (EOFError, OSError):
                 message = END + b"rank 0 has ended"
             self._inbox.put(message)
         threading.Event().wait(_PATIENCE_SECONDS)
         if self._ends_process:  # whoever follows is still where rank 0 should have met it
             os._exit(1)
+
+    def _receive(self) -> bytes:
+        while not self._link.poll(BEAT_SECONDS):
+            self._beat()
+            if self._parent is not None and os.getppid() != self._parent:
+                raise EOFError
+        self._beat()
+        return self._link.recv_bytes()
+
+    def _beat(self) -> None:
+        """Say that this process lives, once a second at most."""
+        if time.monotonic() - self._last_beat >= BEAT_SECONDS:
+            self._last_beat = time.monotonic()
+            with contextlib.suppress(OSError):  # what rank 0 has said before it ended is still to be read
+                self._send(BEAT)
+
+    def _send(self, message: bytes) -> None:
+        with self._saying:
+            self._link.send_bytes(message)
 
     def rely_on(self) -> None:
         """From now on the end of rank 0 ends this process, a few seconds later, unless it leaves before."""

@@ -21,8 +21,8 @@ dist: Any = torch.distributed
 Store = Any
 """A `torch.distributed.Store`: where ranks find each other."""
 
-_PATIENCE = timedelta(hours=6)
-"""A rank that dies is noticed at once, by its connections. This is for one that is only slow, or stopped."""
+_PATIENCE = timedelta(minutes=30)
+"""So long may one sum take. A rank that has died or been stopped is noticed earlier, by its connections to rank 0."""
 
 
 class GroupCollectives:
@@ -62,14 +62,20 @@ class GroupCollectives:
 
 
 def join_group(store: Store, rank: int, size: int, device: torch.device, *, is_local: bool) -> GroupCollectives:
-    """Join the other ranks, which call this too; with `is_local` all are on this machine, and use its loopback."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        between_gpus = dist.ProcessGroupNCCL.Options()
-        between_gpus._timeout = _PATIENCE
-        return GroupCollectives(dist.ProcessGroupNCCL(store, rank, size, between_gpus), waits_on_device=True)
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = _PATIENCE
-    create, default = dist.ProcessGroupGloo.create_device, dist.ProcessGroupGloo.create_default_device
-    options._devices = [create(hostname="127.0.0.1") if is_local else default()]
-    return GroupCollectives(dist.ProcessGroupGloo(store, rank, size, options), waits_on_device=False)
+    """Join the other ranks, which call this too; with `is_local` all are on this machine, and use its loopback.
+
+    Raises `EngineDeadError` where they cannot be reached.
+    """
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            between_gpus = dist.ProcessGroupNCCL.Options()
+            between_gpus._timeout = _PATIENCE
+            return GroupCollectives(dist.ProcessGroupNCCL(store, rank, size, between_gpus), waits_on_device=True)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = _PATIENCE
+        create, default = dist.ProcessGroupGloo.create_device, dist.ProcessGroupGloo.create_default_device
+        options._devices = [create(hostname="127.0.0.1") if is_local else default()]
+        return GroupCollectives(dist.ProcessGroupGloo(store, rank, size, options), waits_on_device=False)
+    except RuntimeError as error:
+        raise EngineDeadError(f"other ranks cannot be reached: {error}") from error
