@@ -103,6 +103,19 @@ class RunAhead:
 
 
 @dataclass(frozen=True, slots=True)
+class Reach:
+    """What an executor can do of a run by itself.
+
+    `choice` is the kind of choice that it has at most; of rows that want log-probabilities it keeps `logits` rows of
+    logits in one run. `drafts` says whether the steps may be those of drafts: it keeps their hidden states then.
+    """
+
+    choice: Choice = Choice.PENALISE
+    logits: int = 0
+    drafts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class HiddenRows:
     """Rows whose hidden states, below `layer`, the executor keeps at (or takes back from) these places."""
 
@@ -197,11 +210,15 @@ class Chosen:
     """What a device that runs ahead has chosen by itself: S steps of the plan's C chunks.
 
     Where these were drafts that it has verified too, `judged` are full depth's S + 1 tokens after those before it.
+    `logits` are those of the chunks whose sequences want log-probabilities. `faults` says what else went wrong with a
+    chunk than its logits.
     """
 
     token_ids: IntArray  # [S, C]
     scores: npt.NDArray[np.float32]  # [S, C]; a row without a finite one has met a fault
     judged: Chosen | None = None
+    logits: npt.NDArray[np.float32] | None = None  # [S, those chunks, V]
+    faults: dict[int, str] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:

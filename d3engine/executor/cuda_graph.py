@@ -29,7 +29,7 @@ from d3engine.executor.graph_shapes import GraphShape, batch_sizes, expected_sha
 from d3engine.executor.recording import CudaGraphs, Recorder, Repeats, Step
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.model.llama import Llama
-from d3engine.plan import Chosen, Plan, RunAhead
+from d3engine.plan import Chosen, Plan, Reach, RunAhead
 from d3engine.request.choice import Choice
 
 MAX_GRAPHS = 2048
@@ -72,7 +72,7 @@ class GraphExecutor:
         self._graphs: OrderedDict[GraphShape, Step] = OrderedDict()  # the one used last stands last
         self._expected: Iterator[GraphShape] = iter(())
         self.max_steps = max_steps
-        self.drafts_ahead = False
+        self.reach = Reach()
         self.stats = eager.stats
         self.stats.executor = "CUDA graphs"
 

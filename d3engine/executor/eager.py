@@ -25,7 +25,7 @@ from d3engine.model.llama import Llama
 from d3engine.model.parallel import Ranks
 from d3engine.model.rope import Rope
 from d3engine.model.weights import LlamaWeights
-from d3engine.plan import Plan, Span
+from d3engine.plan import Plan, Reach, Span
 from d3engine.request.choice import Choice
 
 
@@ -42,7 +42,7 @@ class EagerExecutor:
     """Owns the KV pool's tensor; `run(plan)` computes float32 logits for the plan's `logit_rows`."""
 
     max_steps = 0
-    drafts_ahead = False
+    reach = Reach()
 
     def __init__(
         self,

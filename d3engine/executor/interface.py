@@ -9,7 +9,7 @@ from torch import Tensor
 
 from d3engine.executor.computed import Computed
 from d3engine.model.llama import Llama
-from d3engine.plan import Plan
+from d3engine.plan import Plan, Reach
 
 
 @dataclass(slots=True)
@@ -49,8 +49,8 @@ class Executor(Protocol):
         ...
 
     @property
-    def drafts_ahead(self) -> bool:
-        """Whether these steps may be those of drafts, whose hidden states are to be kept."""
+    def reach(self) -> Reach:
+        """What these steps may hold."""
         ...
 
     def run(self, plan: Plan) -> Computed:

@@ -7,7 +7,8 @@ weights and the same pool.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,18 +17,21 @@ from torch import Tensor
 
 from d3engine.executor.computed import Computed
 from d3engine.executor.eager import EagerExecutor
-from d3engine.kernels.native.choices import Asked, Counted
-from d3engine.kernels.native.library import Decoder, Draws, HiddenStates, Rows
+from d3engine.executor.native_choices import FormsOfRun, draws_of, ends_of, reporting_chunks
+from d3engine.kernels.native.library import Decoder, HiddenStates, Rows
 from d3engine.kernels.native.model import Linear, NativeError, NativeLayer, NativeModel
 from d3engine.model.llama import Llama
 from d3engine.model.weights import LayerWeights
-from d3engine.plan import Chosen, Course, Plan, RunAhead
+from d3engine.plan import Chosen, Course, Plan, Reach, RunAhead
 from d3engine.request.choice import Choice
-from d3engine.request.sequence import Sequence
 
 MAX_ROWS = 512
 """Rows that go through the layers at once: more go one such part after the other. Enough that weights are widened
 seldom, and few enough that what they leave behind between two products takes little memory."""
+
+
+LOGITS_BYTES = 2**26
+"""What a run may keep of the logits of rows that want log-probabilities."""
 
 
 class NativeExecutor:
@@ -57,7 +61,6 @@ class NativeExecutor:
     ) -> None:
         self._eager = eager
         self.max_steps = max_steps
-        self.drafts_ahead = True
         self._max_rows = max(max_num_seqs, MAX_ROWS)
         self._decoder = Decoder(
             native_model(eager),
@@ -68,7 +71,8 @@ class NativeExecutor:
             isa=isa,
         )
         self._vocab = eager.model.config.vocab_size
-        self._course: Course | None = None
+        self.reach = Reach(Choice.REPORT, max(1, LOGITS_BYTES // (4 * self._vocab)), drafts=True)
+        self._followed: _Followed | None = None
         self.stats = eager.stats
         self.stats.executor = f"native ({self._decoder.isa}, threads: {num_threads})"
 
@@ -107,18 +111,41 @@ class NativeExecutor:
     # -- runs --------------------------------------------------------------------------------------------------
 
     def _run_ahead(self, plan: Plan, ahead: RunAhead) -> Chosen:
-        course = ahead.course
-        if course is not None and course is self._course:
-            return Chosen(*self._decoder.take())
+        if ahead.course is not None:
+            return self._follow(plan, ahead, ahead.course)
         self._end_course()
-        rows, draws = _rows(plan, ahead), _draws(plan, ahead)
-        if course is None:
-            states, ends = self._states(plan), _ends(plan)
-            chosen = Chosen(*self._decoder.run(rows, ahead.num_steps, draws=draws, states=states, ends=ends))
-            return replace(chosen, judged=self._verify(rows, chosen, states)) if ahead.verifies else chosen
-        self._decoder.begin(rows, ahead.num_steps, course.words, draws=draws)
-        self._course = course
-        return Chosen(*self._decoder.take())
+        rows, states, forms = _rows(plan, ahead), self._states(plan), FormsOfRun.of(plan.sequences)
+        logits = self._logits(plan, ahead)
+        found = self._decoder.run(
+            rows,
+            ahead.num_steps,
+            draws=draws_of(plan.sequences, ahead.choice, forms, self._vocab),
+            states=states,
+            ends=ends_of(plan),
+            **logits,
+        )
+        chosen = Chosen(*found, logits=logits.get("logits"), faults=forms.faults)
+        return replace(chosen, judged=self._verify(rows, chosen, states)) if ahead.verifies else chosen
+
+    def _follow(self, plan: Plan, ahead: RunAhead, course: Course) -> Chosen:
+        """The next step of a run that goes on by itself; the first one begins it."""
+        if self._followed is None or self._followed.course is not course:
+            self._end_course()
+            forms = FormsOfRun.of(plan.sequences)
+            logits = self._logits(plan, ahead)
+            draws = draws_of(plan.sequences, ahead.choice, forms, self._vocab)
+            self._decoder.begin(_rows(plan, ahead), ahead.num_steps, course.words, draws=draws, **logits)
+            self._followed = _Followed(course, forms, logits.get("logits"))
+        return self._followed.chosen(*self._decoder.take())
+
+    def _logits(self, plan: Plan, ahead: RunAhead) -> dict[str, npt.NDArray[Any]]:
+        """Where a run leaves the logits of the rows that want log-probabilities; nothing if nobody does."""
+        if ahead.choice < Choice.REPORT:
+            return {}
+        rows = reporting_chunks(plan.sequences)
+        places = np.full(plan.num_rows, -1)
+        places[rows] = np.arange(len(rows))
+        return {"logits": np.empty((ahead.num_steps, len(rows), self._vocab), np.float32), "logit_places": places}
 
     def _verify(self, rows: Rows, drafted: Chosen, states: HiddenStates | None) -> Chosen:
         """Full depth's tokens in place of drafted ones: a step of S + 1 rows for each sequence, in as many as it takes.
@@ -150,7 +177,7 @@ class NativeExecutor:
     def _end_course(self) -> None:
         """Whatever goes on by itself comes to rest: the pool is the caller's."""
         self._decoder.finish()
-        self._course = None
+        self._followed = None
 
     # -- single steps ------------------------------------------------------------------------------------------
 
@@ -202,6 +229,22 @@ class NativeExecutor:
         return HiddenStates(self._eager.kept_states.with_room(most).numpy(), layers, kept, resumed)
 
 
+@dataclass
+class _Followed:
+    """A run whose steps the host takes one by one: its forms, and the logits [S, places, V] of who wants them."""
+
+    course: Course
+    forms: FormsOfRun
+    logits: npt.NDArray[np.float32] | None
+    num_taken: int = 0
+
+    def chosen(self, token_ids: npt.NDArray[np.int64], scores: npt.NDArray[np.float32]) -> Chosen:
+        """The step that was waited for."""
+        step, self.num_taken = self.num_taken, self.num_taken + 1
+        logits = None if self.logits is None else self.logits[step : step + 1]
+        return Chosen(token_ids, scores, logits=logits, faults=self.forms.faults)
+
+
 def _keeps_states(plan: Plan) -> bool:
     """Whether drafts leave hidden states behind or go on from them: such rows go through the layers together."""
     return plan.drafts is not None and bool(plan.drafts.kept or plan.drafts.resumed)
@@ -216,42 +259,6 @@ def _mask(plan: Plan) -> npt.NDArray[np.bool_]:
 
 def _rows(plan: Plan, ahead: RunAhead) -> Rows:
     return Rows(plan.token_ids, plan.positions, ahead.steps, plan.slots, ahead.cutoffs, plan.tables)
-
-
-def _ends(plan: Plan) -> npt.NDArray[np.int64] | None:
-    """The tokens [C, n] that end each row's answer, filled up with -1; None where some row has none, or drafts."""
-    ends = [[*sequence.eos_token_ids, *(sequence.params.stop_token_ids or ())] for sequence in plan.sequences]
-    if plan.drafts is not None or not all(ends):
-        return None
-    most = max(map(len, ends))
-    return np.array([tokens + [-1] * (most - len(tokens)) for tokens in ends], np.int64)
-
-
-def _draws(plan: Plan, ahead: RunAhead) -> Draws | None:
-    """How the rows of a run draw; None if all take the likeliest token."""
-    if ahead.choice is Choice.GREEDY:
-        return None
-    sequences = plan.sequences
-    params = [sequence.params for sequence in sequences]
-    return Draws(
-        np.array([0.0 if asked.greedy else asked.temperature for asked in params], np.float32),
-        np.array([sequence.seed for sequence in sequences], np.int64),
-        np.array([sequence.index for sequence in sequences], np.int64),
-        [_asked(sequence) for sequence in sequences] if ahead.choice >= Choice.CUT else None,
-    )
-
-
-def _asked(sequence: Sequence) -> Asked:
-    """What a sequence asks for beside a temperature; the logarithm is torch's, as where torch chooses."""
-    params = sequence.params
-    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-    return Asked(
-        float(torch.tensor(params.min_p).log()),
-        params.top_p,
-        params.top_k,
-        *penalties,
-        None if penalties == (1, 0, 0) else Counted.of(sequence.prompt_token_ids, sequence.token_ids),
-    )
 
 
 def native_model(eager: EagerExecutor) -> NativeModel:

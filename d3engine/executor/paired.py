@@ -8,7 +8,7 @@ from torch import Tensor
 from d3engine.executor.computed import Computed
 from d3engine.executor.interface import Executor
 from d3engine.model.llama import Llama
-from d3engine.plan import Plan
+from d3engine.plan import Plan, Reach
 
 
 class PairedExecutor:
@@ -35,9 +35,9 @@ class PairedExecutor:
         return self.first.max_steps
 
     @property
-    def drafts_ahead(self) -> bool:
-        """Those of the first model."""
-        return self.first.drafts_ahead
+    def reach(self) -> Reach:
+        """That of the first model."""
+        return self.first.reach
 
     def take_largest(self) -> None:
         """As the first executor does; the second's steps are small."""

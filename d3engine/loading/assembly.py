@@ -58,9 +58,7 @@ def assemble(settings: EngineSettings, tokenizer: Tokenizer | None, weights: Lla
     cache = new_cache(settings, config, blocks)
     _log_ready(settings, blocks, executor.stats.executor)
     # How far plans may run ahead is the executor's to say: it may be another than the settings hoped for.
-    scheduler_config = replace(
-        settings.scheduler_config, num_scheduler_steps=executor.max_steps, drafts_ahead=executor.drafts_ahead
-    )
+    scheduler_config = replace(settings.scheduler_config, num_scheduler_steps=executor.max_steps, reach=executor.reach)
     if draft is None:
         return Core(Scheduler(scheduler_config, cache), executor)
     second = with_cache(draft, blocks, settings)

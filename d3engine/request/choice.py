@@ -14,19 +14,27 @@ class Choice(IntEnum):
     DRAW = 1  # a draw at some temperature
     CUT = 2  # a draw from the likeliest: min-p, top-k, top-p
     PENALISE = 3  # after penalties for what was there before
-    HOST = 4  # log-probabilities are wanted, or which tokens may come depends on more than their logits
+    RESTRICT = 4  # after rules of what may come: bias, allowed tokens, bans, a form
+    REPORT = 5  # and its log-probabilities are wanted
+    HOST = 6  # more is wanted than a token of each row
 
 
 def choice_of(sequence: Sequence) -> Choice:
     """The kind that a sequence's sampling parameters ask for."""
     params = sequence.params
-    wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
-    if wants_logprobs or params.logit_bias or params.allowed_token_ids or sequence.bad_word_ids or params.min_tokens:
-        return Choice.HOST
-    if sequence.constraint is not None:
-        return Choice.HOST  # what may come next depends on the token before it
+    if params.logprobs is not None:
+        return Choice.REPORT
+    if is_restricted(sequence):
+        return Choice.RESTRICT
     if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
         return Choice.PENALISE
     if params.greedy:
         return Choice.GREEDY
     return Choice.CUT if params.top_k or params.top_p < 1 or params.min_p else Choice.DRAW
+
+
+def is_restricted(sequence: Sequence) -> bool:
+    """Whether there are rules of which tokens may come, or how their logits are shifted."""
+    params = sequence.params
+    names_tokens = params.logit_bias or params.allowed_token_ids or sequence.bad_word_ids
+    return bool(names_tokens or params.min_tokens or sequence.constraint is not None)

@@ -29,6 +29,9 @@ class Constraint(Protocol):
     def take(self, token: int) -> None:
         """The sequence has grown by this token, which is none of those that end it."""
 
+    def copy(self) -> Constraint:
+        """Another that stands where this one does; what one of them takes, the other does not."""
+
     def is_over(self, drafted: Sequence[int] = ()) -> bool:
         """Whether the form is complete after `drafted`, and nothing can follow."""
 

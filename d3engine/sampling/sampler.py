@@ -9,6 +9,7 @@ randomness that depends on its own seed and step, so no row depends on its neigh
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -20,8 +21,8 @@ from d3engine.kernels.sampling import cut_min_p_, cut_top
 from d3engine.plan import Chosen, Plan, Sampled
 from d3engine.request.ahead import Ahead
 from d3engine.request.outputs import Logprob
-from d3engine.request.params import ALL_LOGPROBS
 from d3engine.request.sequence import Sequence
+from d3engine.sampling.logprobs import logprobs_of, prompt_logprobs
 
 FAULT = "the model's logits were not finite, or every token was excluded"
 
@@ -34,7 +35,7 @@ class Sampler:
 
     def __call__(self, logits: Tensor | Chosen, plan: Plan) -> Sampled:
         if isinstance(logits, Chosen):
-            return _until_faults(logits)
+            return _of_run(logits, [plan.sequences[chunk] for chunk in plan.sampled.tolist()])
         count = len(plan.sampled)
         if plan.greedy:
             return _chosen(logits)
@@ -66,6 +67,21 @@ def best_of(scores: Tensor) -> tuple[list[int], list[bool]]:
     tokens = scores.argmax(dim=-1)
     best = scores.gather(1, tokens.unsqueeze(1)).flatten().tolist()  # NaN wins an argmax, so it is seen here
     return tokens.tolist(), [math.isfinite(score) for score in best]
+
+
+def _of_run(chosen: Chosen, sequences: list[Sequence]) -> Sampled:
+    """The tokens of each row of a run, and the log-probabilities of those who want them."""
+    sampled = _until_faults(chosen)
+    sampled.faults.update({row: chosen.faults.get(row, FAULT) for row in sampled.faults})
+    if chosen.logits is None:
+        return sampled
+    logprobs: list[list[dict[int, Logprob]] | None] = [None] * len(sequences)
+    reporting = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
+    for row, logits in zip(reporting, torch.from_numpy(chosen.logits).unbind(1), strict=True):
+        count = sequences[row].params.logprobs
+        assert count is not None
+        logprobs[row] = logprobs_of(logits[: len(sampled.token_ids[row])], sampled.token_ids[row], count)
+    return replace(sampled, logprobs=logprobs)
 
 
 def _until_faults(chosen: Chosen) -> Sampled:
@@ -184,31 +200,6 @@ def _sampled_logprobs(
     return [
         None
         if sequence.params.logprobs is None
-        else [token_logprobs(row, token, sequence.params.logprobs) for token in tokens]
-        for row, sequence, tokens in zip(logits, sequences, token_ids, strict=True)
+        else logprobs_of(logits[row : row + len(tokens)], tokens, sequence.params.logprobs)
+        for row, (sequence, tokens) in enumerate(zip(sequences, token_ids, strict=True))
     ]
-
-
-def prompt_logprobs(logits: Tensor, plan: Plan) -> list[list[dict[int, Logprob]]]:
-    """The log-probabilities of each prompt token that the plan's prompt rows predict."""
-    found, first = [], 0
-    for prompt in plan.prompt_rows:
-        count = prompt.sequence.params.prompt_logprobs
-        assert count is not None
-        tokens = prompt.sequence.prompt_token_ids[prompt.position + 1 :]
-        rows = logits[first : first + len(prompt.rows)]
-        found.append([token_logprobs(row, token, count) for row, token in zip(rows, tokens, strict=False)])
-        first += len(prompt.rows)
-    return found
-
-
-def token_logprobs(logits: Tensor, token: int, count: int) -> dict[int, Logprob]:
-    """Log-probability and rank of `token` and of the `count` likeliest tokens (-1: all), from the raw `logits` [V]."""
-    logprobs = logits.log_softmax(dim=-1)
-    rank = int((logprobs > logprobs[token]).sum()) + 1
-    found = {token: Logprob(float(logprobs[token]), rank)}
-    if count:
-        values, tokens = logprobs.topk(logprobs.numel() if count == ALL_LOGPROBS else min(count, logprobs.numel()))
-        for place, (value, other) in enumerate(zip(values.tolist(), tokens.tolist(), strict=True)):
-            found.setdefault(other, Logprob(value, place + 1))
-    return found

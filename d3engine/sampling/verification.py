@@ -26,14 +26,13 @@ from d3engine.request.draft import Proposal
 from d3engine.request.outputs import Logprob
 from d3engine.request.params import MAX_N
 from d3engine.request.sequence import Sequence
+from d3engine.sampling.logprobs import logprobs_of, prompt_logprobs
 from d3engine.sampling.sampler import (
     Rows,
     Sampler,
     best_of,
     fault_of,
-    prompt_logprobs,
     scores_of,
-    token_logprobs,
     with_noise,
 )
 
@@ -149,7 +148,7 @@ class _Step:
         rows = self._rows.get(place, [place])
         count = self._sequences[place].params.logprobs
         assert count is not None
-        return [token_logprobs(self._raw[row], token, count) for row, token in zip(rows, tokens, strict=False)]
+        return logprobs_of(self._raw[rows[: len(tokens)]], tokens, count)
 
     def _matches(self, place: int) -> int:
         """How many of a greedy sequence's drafted tokens are full depth's own."""

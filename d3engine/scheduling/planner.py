@@ -30,7 +30,8 @@ def build_plan(
     query_starts, row_chunks, positions = _rows(chunks)
     sampled = (chunks.stops == table.num_tokens[slots]).nonzero()[0]
     sequences = [table.sequence(slot) for slot in slots.tolist()]
-    greedy = bool((table.choice[slots] == Choice.GREEDY).all())
+    prompt_rows = _prompt_rows(sequences, chunks, query_starts) if (chunks.steps < 0).any() else ()
+    greedy = not prompt_rows and bool((table.choice[slots] == Choice.GREEDY).all())
     return Plan(
         sequences=sequences,
         slots=slots,
@@ -48,7 +49,7 @@ def build_plan(
         sampled=sampled,
         sample_rows=query_starts[sampled + 1] - 1,
         greedy=greedy,
-        prompt_rows=() if greedy else _prompt_rows(sequences, chunks, query_starts),
+        prompt_rows=prompt_rows,
         copies_before=before.arrays(),
         copies_after=after.arrays(),
         ahead=ahead,

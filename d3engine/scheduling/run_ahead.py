@@ -11,7 +11,7 @@ import numpy as np
 
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import NEVER
-from d3engine.plan import Course, RunAhead
+from d3engine.plan import Course, Reach, RunAhead
 from d3engine.request.choice import Choice
 from d3engine.scheduling.chunks import Chunks
 from d3engine.scheduling.running import RunningTable
@@ -27,20 +27,20 @@ def longest_run(chunks: Chunks, table: RunningTable, num_steps: int, num_tokens:
     return max(num_steps, num_tokens // chunks.slots.size)
 
 
-def run_ahead(chunks: Chunks, table: RunningTable, limit: int, *, drafts: bool = False) -> RunAhead | None:
-    """The steps, `limit` at most, that `chunks` (deepest first) can take on their own; None if not even one.
-
-    `drafts` says whether they may be steps of drafts: the device then keeps their hidden states at every step.
-    """
+def run_ahead(chunks: Chunks, table: RunningTable, limit: int, reach: Reach) -> RunAhead | None:
+    """The steps, `limit` at most, that `chunks` (deepest first) can take on their own; None if not even one."""
     slots = chunks.slots
     if table.drafting[slots].all():
-        return _draft_ahead(chunks, table, limit) if drafts else None
+        return _draft_ahead(chunks, table, limit) if reach.drafts else None
     decode = (chunks.steps >= 1) & (chunks.stops == table.num_tokens[slots]) & (chunks.stops - chunks.starts == 1)
     # A schedule that is not nested fills the layers that it skips, so it is never simple.
-    simple = (table.choice[slots] != Choice.HOST) & ~table.fills[slots] & ~table.drafts[slots]
+    simple = (table.choice[slots] <= reach.choice) & ~table.fills[slots] & ~table.drafts[slots]
     if limit == 0 or not (decode & simple).all():
         return None
     limit = min(limit, int((table.max_length[slots] - table.num_tokens[slots]).min()))
+    reports = int(np.count_nonzero(table.choice[slots] == Choice.REPORT))
+    if reports:
+        limit = min(limit, max(1, reach.logits // reports))
     cutoffs = table.cutoffs[slots]
     num_steps = _steps_in_order(chunks.steps, cutoffs, limit)
     choice = Choice(int(table.choice[slots].max()))

@@ -16,7 +16,7 @@ import numpy as np
 from d3engine.cache.kv_cache import IntArray, KVCache
 from d3engine.cache.prefix_cache import PrefixCache
 from d3engine.errors import require
-from d3engine.plan import DraftWork, Plan, RunAhead, Sampled
+from d3engine.plan import DraftWork, Plan, Reach, RunAhead, Sampled
 from d3engine.request.outputs import FinishReason
 from d3engine.request.sequence import NO_SLOT, Sequence, Status
 from d3engine.scheduling.admission import Admission, Immediate
@@ -40,7 +40,7 @@ class SchedulerConfig:
 
     `num_scheduler_steps`: how many steps a batch that only decodes may take before the host looks; 0 where the
     executor is told of every step. `num_tokens_ahead`: until how many tokens these may be more, for few sequences.
-    `drafts_ahead`: whether these steps may be those of drafts.
+    `reach`: what these steps may hold.
     """
 
     max_num_seqs: int
@@ -50,7 +50,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     num_scheduler_steps: int = 0
     num_tokens_ahead: int = 0
-    drafts_ahead: bool = False
+    reach: Reach = field(default_factory=Reach)
 
     def __post_init__(self) -> None:
         require(
@@ -336,7 +336,7 @@ class Scheduler:
             longest = longest_run(chunks, self._table, few, self.config.num_tokens_ahead)
         ahead = None
         for limit in dict.fromkeys((longest, few)):
-            ahead = run_ahead(chunks, self._table, limit, drafts=self.config.drafts_ahead)
+            ahead = run_ahead(chunks, self._table, limit, self.config.reach)
             if ahead is None or (ahead.num_steps == 1 and not ahead.verifies):
                 return ahead, missing
             further, needed = self._allocator.missing(reaching(chunks, ahead))

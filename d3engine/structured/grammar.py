@@ -49,6 +49,11 @@ class GrammarPlace:
         if not self._matcher.consume_token(token):
             self._fail()
 
+    def copy(self) -> Constraint:
+        other = GrammarPlace(self._matcher.deep_copy(), self._vocab_size, frozenset(self._ends.tolist()))
+        other.fault = self.fault
+        return other
+
     def is_over(self, drafted: Sequence[int] = ()) -> bool:
         with self._behind(drafted) as goes_on:
             return not goes_on

@@ -58,13 +58,35 @@ struct D3Counted {
     int64_t steps;  // of the run whose tokens are in it
 };
 
+// Which tokens may come, before any penalties. A mask has a bit for each token, the lowest of its first byte for token 0.
+struct D3Rules {
+    const int64_t* biased;  // tokens, each once, and what is added to the logit of each
+    const float* biases;
+    int64_t num_biased;
+    const uint8_t* allowed;  // a mask; null: all
+    const int64_t* banned;   // tokens that may not come at the generation steps before `banned_until`
+    int64_t num_banned, banned_until;
+    const int64_t* words;  // that may not be completed: of each its length and its tokens
+    int64_t words_size;
+    const int64_t* recent;  // the last tokens of the answer, at least as many as the longest word has, or all
+    int64_t num_recent;
+    int32_t has_form;  // whether the run's `form` is to be asked
+};
+
 // What a row's choice takes beside a temperature.
 struct D3Choice {
     float log_min_p, top_p;  // minus infinity and 1 keep all
     int32_t top_k;           // 0 keeps all
     float repetition, presence, frequency;
     D3Counted* counted;      // null: no penalties
+    const D3Rules* rules;    // null: any token may come
 };
+
+// Asked for a row with a form, before the step `taken`: the mask of what may come then, or null where the form is over,
+// and with it the row's answer. `token` is the row's own of the step before, -1 at the first. The mask is there until
+// the row's next question. Who is asked may be in another thread than who began the run; of each row the questions come
+// in order, a step that is taken again asking once more.
+typedef const uint8_t* (*D3Form)(int32_t row, int32_t taken, int64_t token);
 
 // `steps` steps of `rows` rows. Layer l runs at the n-th of them for the rows with generation + n < cutoffs[row, l].
 struct D3Run {
@@ -76,7 +98,7 @@ struct D3Run {
     const int64_t *seeds, *indices;   // [rows]; null with `temperatures`
     int64_t* chosen;                  // [steps, rows] written
     float* scores;                    // [steps, rows] written: what the chosen token won with
-    float* logits;                    // [steps, rows, vocab] written, or null
+    float* logits;                    // [steps, rows, vocab] written, or null; see `logit_places`
     const uint8_t* yields;            // [rows], of a single step: which rows are asked for the three above; null: all
     // Two words that others may look at and write while the run goes on, or null: as long as the first is 0 further
     // steps are begun, and the second says how many have been.
@@ -89,10 +111,14 @@ struct D3Run {
     int64_t num_states;
     const int64_t *kept_layers, *kept_places, *resumed_places;
     // The tokens that end a row's answer, [rows, most_ends] filled up with -1, or null: `d3_run` begins no further step
-    // once every row has come to one of its own, or to a score that is not finite.
+    // once every row has come to one of its own, to the end of its form, or to a score that is not finite.
     const int64_t* ends;
     int64_t most_ends;
     int32_t* taken;  // written by `d3_run`: its steps; or null
+    // Where `logits` has not all rows: it is [steps, num_logits, vocab], and a row's are at its place, [rows]; -1: none.
+    const int64_t* logit_places;
+    int64_t num_logits;
+    D3Form form;  // null: no row has a form
 };
 
 struct D3Decoder;

@@ -1,18 +1,44 @@
-"""What rows ask of a choice beside a temperature, as `abi.h` has it: cuts, penalties and the tokens these are about."""
+"""What rows ask of a choice beside a temperature, as `abi.h` has it: cuts, penalties, and rules of what may come."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from collections.abc import Callable
+from ctypes import CFUNCTYPE, POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from d3engine.kernels.native.model import NativeError
+
+FORM = CFUNCTYPE(c_void_p, c_int32, c_int32, c_int64)
+Mask: TypeAlias = npt.NDArray[np.uint8]
+Form: TypeAlias = Callable[[int, int, int], Mask | None]
+"""What a row's form allows at a step of a run, asked as form(row, steps before, its last token or -1 at the first).
+
+None where the form is over. Of each row the questions come in order, a step that is taken again asking once more; they
+may come from another thread than the run's own.
+"""
+
 
 class _Counted(Structure):
     _fields_ = (("tokens", c_void_p), ("counts", c_void_p), ("used", c_int64), ("steps", c_int64))
+
+
+class _Rules(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("biased", "biases")),
+        ("num_biased", c_int64),
+        *((name, c_void_p) for name in ("allowed", "banned")),
+        *((name, c_int64) for name in ("num_banned", "banned_until")),
+        ("words", c_void_p),
+        ("words_size", c_int64),
+        ("recent", c_void_p),
+        ("num_recent", c_int64),
+        ("has_form", c_int32),
+    )
 
 
 class _Choice(Structure):
@@ -21,6 +47,7 @@ class _Choice(Structure):
         ("top_k", c_int32),
         *((name, c_float) for name in ("repetition", "presence", "frequency")),
         ("counted", POINTER(_Counted)),
+        ("rules", POINTER(_Rules)),
     )
 
 
@@ -40,8 +67,40 @@ class Counted:
 
 
 @dataclass(frozen=True, eq=False)
+class Rules:
+    """Which tokens may come in one row, whose logits all others lose.
+
+    `biases` float32 are added to the logits of the tokens `biased`, int64 [n] each once; `allowed` uint8 [bytes] has a
+    bit for each token, the lowest of the first byte for token 0, and is None where all may come; `banned` int64 may not
+    before the generation step `banned_until`; `words` may never be completed, `recent` being the last tokens of the
+    answer, as many as the longest word has or all. Where `has_form`, the run's `form` is asked at each step.
+    """
+
+    biased: npt.NDArray[np.int64]
+    biases: npt.NDArray[np.float32]
+    allowed: Mask | None
+    banned: npt.NDArray[np.int64]
+    banned_until: int
+    words: tuple[tuple[int, ...], ...]
+    recent: list[int]
+    has_form: bool = False
+
+    def structure(self) -> tuple[Any, list[Any]]:
+        """A `D3Rules`, and what has to live as long as it."""
+        words = np.array([number for word in self.words for number in (len(word), *word)], np.int64)
+        recent = np.array(self.recent, np.int64)
+        made = _Rules(
+            *(self.biased.ctypes.data, self.biases.ctypes.data, self.biased.size),
+            None if self.allowed is None else self.allowed.ctypes.data,
+            *(self.banned.ctypes.data, self.banned.size, self.banned_until),
+            *(words.ctypes.data, words.size, recent.ctypes.data, recent.size, self.has_form),
+        )
+        return made, [self, words, recent, made]
+
+
+@dataclass(frozen=True, eq=False)
 class Asked:
-    """What one row asks for; `counted` is None for one without penalties."""
+    """What one row asks for; `counted` is None for one without penalties, `rules` where any token may come."""
 
     log_min_p: float
     top_p: float
@@ -50,6 +109,7 @@ class Asked:
     presence: float
     frequency: float
     counted: Counted | None
+    rules: Rules | None = None
 
 
 def structures(rows: list[Asked], steps: int) -> tuple[Any, list[Any]]:
@@ -64,4 +124,34 @@ def structures(rows: list[Asked], steps: int) -> tuple[Any, list[Any]]:
             counted = _Counted(tokens.ctypes.data, counts.ctypes.data, row.counted.tokens.size, 0)
             structure.counted = ctypes.pointer(counted)
             keeps += [tokens, counts, counted]
+        if row.rules is not None:
+            rules, its_keeps = row.rules.structure()
+            structure.rules = ctypes.pointer(rules)
+            keeps += its_keeps
     return made, keeps
+
+
+class AskedForms:
+    """`ask` as a function of C, which keeps each row's mask until its next; `raised` is what went wrong in it."""
+
+    def __init__(self, ask: Form, vocab_size: int) -> None:
+        self._ask = ask
+        self._num_bytes = -(-vocab_size // 8)
+        self._masks: dict[int, Mask] = {}
+        self.raised: BaseException | None = None
+        self.function = FORM(self._answer)
+
+    def _answer(self, row: int, taken: int, token: int) -> int | None:
+        try:
+            mask = None if self.raised else self._ask(row, taken, token)
+            if mask is not None and not self._is_whole(mask):
+                raise NativeError(f"a mask must be a contiguous array of at least {self._num_bytes} bytes")
+        except BaseException as raised:  # nothing can be raised through C: whoever waits for the run raises it
+            self.raised, mask = raised, None
+        if mask is None:
+            return None
+        self._masks[row] = mask
+        return int(mask.ctypes.data)
+
+    def _is_whole(self, mask: Mask) -> bool:
+        return mask.dtype == np.uint8 and mask.size >= self._num_bytes and mask.flags.c_contiguous

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "rules.h"
+
 namespace {
 
 constexpr int MOST_PIECE_ROWS = 256;
@@ -65,6 +67,10 @@ D3Status D3Decoder::check(const D3Run& run) const {
         const D3Counted* counted = run.choices ? run.choices[row].counted : nullptr;
         for (int64_t i = 0; counted && i < counted->used; i++)
             if (counted->tokens[i] < 0 || counted->tokens[i] >= model_.vocab) return D3_BAD_TOKEN;
+        const D3Rules* rules = run.choices ? run.choices[row].rules : nullptr;
+        if (rules && !are_rules(*rules, model_.vocab)) return D3_BAD_TOKEN;
+        if (rules && rules->has_form && !run.form) return D3_BAD_RUN;
+        if (run.logit_places && run.logit_places[row] >= run.num_logits) return D3_BAD_RUN;
         const int64_t first = run.positions[row], last = first + run.steps - 1;
         if (run.tokens[row] < 0 || run.tokens[row] >= model_.vocab) return D3_BAD_TOKEN;
         const int64_t room = std::min<int64_t>(model_.max_positions, int64_t(model_.max_blocks) * model_.block_size);
@@ -87,9 +93,10 @@ D3Status D3Decoder::check(const D3Run& run) const {
 void D3Decoder::run(const D3Run& run) {
     ended_.assign(run.rows, false);
     int taken = 0;
-    while (taken < run.steps) {
-        step({run, taken++});
-        if (run.ends && have_ended(run, taken - 1)) break;
+    for (; taken < run.steps; taken++) {
+        ask_forms({run, taken});
+        if (taken && run.ends && have_ended(run, taken - 1)) break;
+        step({run, taken});
     }
     if (run.taken) *run.taken = taken;
 }
@@ -109,7 +116,11 @@ bool D3Decoder::have_ended(const D3Run& run, int taken) {
 
 void D3Decoder::begin(const D3Run& run) {
     run_ = run;
-    runner.begin({run.steps, run.course, [this](int taken) { step({run_, taken}); }});
+    ended_.assign(run.rows, false);
+    runner.begin({run.steps, run.course, [this](int taken) {
+                      ask_forms({run_, taken});
+                      step({run_, taken});
+                  }});
 }
 
 void D3Decoder::step(const Step& step) {
@@ -324,20 +335,6 @@ void D3Decoder::gate_up(const D3Layer& layer) {
     multiply_bands<2>(layer.gate_up, normed_, use);
 }
 
-Choosing D3Decoder::choosing(const Step& step, int row) const {
-    const D3Run& run = step.run;
-    if (!run.temperatures) return {0.0f, 0, 0, 0};
-    return {run.temperatures[row], uint64_t(run.seeds[row]), uint32_t(run.indices[row]),
-            uint32_t(run.generation[row] + step.taken)};
-}
-
-bool D3Decoder::needs_all(const D3Run& run, int row) const {
-    if (!run.choices) return false;
-    const D3Choice& asked = run.choices[row];
-    const bool cuts = asked.log_min_p > -INFINITY || asked.top_k > 0 || asked.top_p < 1;
-    return asked.counted || (cuts && run.temperatures[row] != 0);
-}
-
 void D3Decoder::head(const Step& step) {
     const D3Run& run = step.run;
     active_.clear();
@@ -353,8 +350,10 @@ void D3Decoder::head(const Step& step) {
     std::fill(best_.begin(), best_.end(), Best::nothing());
     multiply(model_.lm_head, normed_, [&](int worker, int nth, int start, int stop, const float* values) {
         const int row = active_[nth];
-        if (run.logits) {
-            float* logits = run.logits + (int64_t(step.taken) * run.rows + row) * model_.vocab;
+        const int64_t place = run.logit_places ? run.logit_places[row] : row;
+        if (run.logits && place >= 0) {
+            const int64_t count = run.logit_places ? run.num_logits : run.rows;
+            float* logits = run.logits + (int64_t(step.taken) * count + place) * model_.vocab;
             memcpy(logits + start, values, (stop - start) * sizeof(float));
         }
         if (needs_all(run, row)) {
@@ -363,15 +362,7 @@ void D3Decoder::head(const Step& step) {
         }
         choose(best_[size_t(worker) * model_.max_rows + row], values, start, stop - start, choosing(step, row));
     });
-    if (run.choices) {
-        team_.each(int(active_.size()), [&](int worker, int nth) {
-            const int row = active_[nth];
-            if (!needs_all(run, row)) return;
-            if (step.taken) count(run.choices[row], step.taken, run.chosen[(step.taken - 1) * run.rows + row]);
-            float* logits = &collected_[size_t(row) * model_.vocab];
-            best_[row] = sample(logits, model_.vocab, run.choices[row], choosing(step, row), orders_[worker]);
-        });
-    }
+    if (run.choices) choose_from_all(step);
     for (int row : active_) {
         Best best = best_[row];
         for (int worker = 1; worker < team_.size(); worker++) best.meet(best_[size_t(worker) * model_.max_rows + row]);

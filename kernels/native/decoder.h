@@ -101,6 +101,8 @@ private:
     void gate_up(const D3Layer& layer);
     void head(const Step& step);
     bool needs_all(const D3Run& run, int row) const;
+    void ask_forms(const Step& step);
+    void choose_from_all(const Step& step);
 
     void norm(const float* weight);
     Product product(const D3Matrix& matrix, const Rows& x) const;
@@ -125,11 +127,12 @@ private:
     std::vector<Scratch> scratch_;
     Floats strips_;                // the vectors of a product of many rows
     std::vector<float> partials_;  // [block and head, span], where spans are shared out
-    std::vector<Best> best_;  // [workers, rows]
-    std::vector<float> collected_;                // [rows, vocab]: all logits of the rows that cut or have penalties
+    std::vector<Best> best_;       // [workers, rows]
+    std::vector<float> collected_;               // [rows, vocab]: all logits of the rows that need them to choose
     std::vector<std::vector<uint64_t>> orders_;  // [workers]: scratch of `sample`
-    std::vector<bool> ended_;  // [rows] of a run
-    D3Run run_;                // that the runner is at
+    std::vector<bool> ended_;                    // [rows] of a run
+    std::vector<const uint8_t*> forms_;          // [rows]: the masks of their forms at a step
+    D3Run run_;                                  // that the runner is at
 
 public:
     Runner runner;  // the last member, so that it has come to rest before anything that it works with goes

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from d3engine.kernels.native import build
-from d3engine.kernels.native.choices import Asked, structures
+from d3engine.kernels.native.choices import FORM, Asked, AskedForms, Form, structures
 from d3engine.kernels.native.model import LayerStructure, Linear, ModelStructure, NativeError, NativeModel, address_of
 
 
@@ -59,6 +59,9 @@ class _Run(Structure):
         *((name, c_void_p) for name in (*_OF_STATES, "ends")),
         ("most_ends", c_int64),
         ("taken", POINTER(c_int32)),
+        ("logit_places", c_void_p),
+        ("num_logits", c_int64),
+        ("form", FORM),
     )
 
 
@@ -66,13 +69,15 @@ class _Run(Structure):
 class Draws:
     """How rows draw: `temperatures` float32, 0 for the likeliest token, int64 `seeds` and `indices`; [rows] each.
 
-    `asked` has what each row asks for beside it; None where nobody cuts or has penalties.
+    `asked` has what each row asks for beside it; None where nobody cuts, has penalties or rules. `form` is asked for
+    the rows whose rules say so.
     """
 
     temperatures: npt.NDArray[np.float32]
     seeds: npt.NDArray[np.int64]
     indices: npt.NDArray[np.int64]
     asked: list[Asked] | None = None
+    form: Form | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +148,7 @@ class Decoder:
         *,
         draws: Draws | None = None,
         logits: npt.NDArray[np.float32] | None = None,
+        logit_places: npt.NDArray[np.int64] | None = None,
         yields: npt.NDArray[np.bool_] | None = None,
         states: HiddenStates | None = None,
         ends: npt.NDArray[np.int64] | None = None,
@@ -150,18 +156,17 @@ class Decoder:
         """Take `steps` steps; returns the chosen tokens and their scores, both [steps, rows].
 
         With `ends` [rows, n], tokens that end an answer and -1 for none, they are fewer if every row has come to one of
-        its own, or to a score that is not finite.
-        Without `draws` every row takes its likeliest token. `logits` float32 [steps, rows, V] is written. Of a single
+        its own, to the end of its form, or to a score that is not finite.
+        Without `draws` every row takes its likeliest token. `logits` float32 [steps, rows, V] is written, or, with
+        `logit_places` int64 [rows], [steps, places, V] for the rows that have one; -1 stands for none. Of a single
         step `yields` [rows] may say which rows are asked for these three; those of the others are undefined. Raises
-        `NativeError` for what would be read or written out of bounds, before anything is.
+        `NativeError` for what would be read or written out of bounds, before anything is, and what `draws.form` raises.
         """
-        count = len(rows.tokens)
         self._check_tables(rows)
-        if logits is not None and (logits.shape != (steps, count, self._vocab) or not logits.flags.c_contiguous):
-            raise NativeError(f"logits must be a contiguous array [{steps}, {count}, {self._vocab}]")
         asks = None if yields is None else np.ascontiguousarray(yields, np.uint8)
         stops = None if ends is None else np.ascontiguousarray(ends, np.int64)
-        run, given = _run_of(rows, steps, draws, logits=logits, yields=asks, ends=stops, **self._arrays_of(states))
+        wanted = self._wanted(steps, len(rows.tokens), logits, logit_places)
+        run, given = self._run_of(rows, steps, draws, yields=asks, ends=stops, **wanted, **self._arrays_of(states))
         if states is not None:
             run.num_states = len(states.states)
         if ends is not None:
@@ -169,28 +174,45 @@ class Decoder:
         taken = c_int32()
         run.taken = ctypes.pointer(taken)
         _check(self._library.d3_run(self._handle, byref(run)))
+        _raise_what_was_raised(given)
         return given["chosen"][: taken.value], given["scores"][: taken.value]
 
-    def begin(self, rows: Rows, steps: int, course: npt.NDArray[np.int32], *, draws: Draws | None = None) -> None:
+    def begin(
+        self,
+        rows: Rows,
+        steps: int,
+        course: npt.NDArray[np.int32],
+        *,
+        draws: Draws | None = None,
+        logits: npt.NDArray[np.float32] | None = None,
+        logit_places: npt.NDArray[np.int64] | None = None,
+    ) -> None:
         """Begin `steps` steps in a thread of the library's own, and return; `take` gives what they bring.
 
         `course` int32 [2] may be looked at and written while they go on: as long as the first is 0 further steps are
         begun, and the second says how many have been. The tables are copied; until `finish` no other run may be asked
-        for. Raises `NativeError` as `run` does.
+        for. `logits` is written as by `run`, each step's before `take` gives its tokens. Raises `NativeError` as `run`
+        does.
         """
         self._check_tables(rows)
         own = np.arange(len(rows.tokens))
-        run, given = _run_of(replace(rows, slots=own, tables=rows.tables[rows.slots]), steps, draws, course=course)
+        wanted = self._wanted(steps, own.size, logits, logit_places)
+        rows = replace(rows, slots=own, tables=rows.tables[rows.slots])
+        run, given = self._run_of(rows, steps, draws, course=course, **wanted)
         _check(self._library.d3_begin(self._handle, byref(run)))
         self._under_way = (given, given["chosen"], given["scores"])
         self._taken = 0
 
     def take(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Wait for the next step of the run that was begun: its tokens and scores, both [1, rows]."""
+        """Wait for the next step of the run that was begun: its tokens and scores, both [1, rows].
+
+        Raises what the run's `draws.form` has raised.
+        """
         assert self._under_way is not None, "no run was begun"
-        _, chosen, scores = self._under_way
+        given, chosen, scores = self._under_way
         taken, self._taken = self._taken, self._taken + 1
         _check(self._library.d3_await(self._handle, taken + 1))
+        _raise_what_was_raised(given)
         return chosen[taken : taken + 1], scores[taken : taken + 1]
 
     def finish(self) -> None:
@@ -212,31 +234,55 @@ class Decoder:
         if shape != self._table_shape or rows.cutoffs.shape != (count, self._table_shape[1]):
             raise NativeError(f"tables must have the shape {self._table_shape}; got {shape}")
 
+    def _wanted(
+        self,
+        steps: int,
+        count: int,
+        logits: npt.NDArray[np.float32] | None,
+        places: npt.NDArray[np.int64] | None,
+    ) -> dict[str, npt.NDArray[Any]]:
+        if logits is None:
+            return {}
+        num_places = count if places is None else logits.shape[1]
+        if logits.shape != (steps, num_places, self._vocab) or not logits.flags.c_contiguous:
+            raise NativeError(f"logits must be a contiguous array [{steps}, {num_places}, {self._vocab}]")
+        return {"logits": logits} | ({} if places is None else {"logit_places": np.ascontiguousarray(places, np.int64)})
 
-def _run_of(
-    rows: Rows, steps: int, draws: Draws | None, **further: npt.NDArray[Any] | None
-) -> tuple[_Run, dict[str, Any]]:
-    """The structure of a run, and the arrays that it points to, which must live as long as it goes on."""
-    count = len(rows.tokens)
-    given: dict[str, npt.NDArray[Any] | None] = {
-        **{name: np.ascontiguousarray(getattr(rows, name), np.int64) for name in _INTEGERS},
-        "cutoffs": np.ascontiguousarray(rows.cutoffs, np.int32),
-        "tables": np.ascontiguousarray(rows.tables, np.int32),
-        "chosen": np.empty((steps, count), np.int64),
-        "scores": np.empty((steps, count), np.float32),
-        **further,
-    }
-    if draws is not None:
-        given["temperatures"] = np.ascontiguousarray(draws.temperatures, np.float32)
-        given["seeds"] = np.ascontiguousarray(draws.seeds, np.int64)
-        given["indices"] = np.ascontiguousarray(draws.indices, np.int64)
-    held = {name: array for name, array in given.items() if array is not None}
-    run = _Run(count, steps, **{name: array.ctypes.data for name, array in held.items()})
-    if draws is None or draws.asked is None:
+    def _run_of(
+        self, rows: Rows, steps: int, draws: Draws | None, **further: npt.NDArray[Any] | None
+    ) -> tuple[_Run, dict[str, Any]]:
+        """The structure of a run, and the arrays that it points to, which must live as long as it goes on."""
+        count = len(rows.tokens)
+        given: dict[str, npt.NDArray[Any] | None] = {
+            **{name: np.ascontiguousarray(getattr(rows, name), np.int64) for name in _INTEGERS},
+            "cutoffs": np.ascontiguousarray(rows.cutoffs, np.int32),
+            "tables": np.ascontiguousarray(rows.tables, np.int32),
+            "chosen": np.empty((steps, count), np.int64),
+            "scores": np.empty((steps, count), np.float32),
+            **further,
+        }
+        if draws is not None:
+            given["temperatures"] = np.ascontiguousarray(draws.temperatures, np.float32)
+            given["seeds"] = np.ascontiguousarray(draws.seeds, np.int64)
+            given["indices"] = np.ascontiguousarray(draws.indices, np.int64)
+        held: dict[str, Any] = {name: array for name, array in given.items() if array is not None}
+        run = _Run(count, steps, **{name: array.ctypes.data for name, array in held.items()})
+        if "logit_places" in held:
+            run.num_logits = held["logits"].shape[1]
+        if draws is not None and draws.asked is not None:
+            choices, keeps = structures(draws.asked, steps)
+            run.choices = ctypes.addressof(choices)
+            held["choices"] = (choices, keeps)
+        if draws is not None and draws.form is not None:
+            held["form"] = AskedForms(draws.form, self._vocab)
+            run.form = held["form"].function
         return run, held
-    choices, keeps = structures(draws.asked, steps)
-    run.choices = ctypes.addressof(choices)
-    return run, held | {"choices": (choices, keeps)}
+
+
+def _raise_what_was_raised(given: dict[str, Any]) -> None:
+    forms: AskedForms | None = given.get("form")
+    if forms is not None and forms.raised is not None:
+        raise forms.raised
 
 
 @cache

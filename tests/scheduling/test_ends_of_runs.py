@@ -21,7 +21,7 @@ from d3engine.executor.graph_shapes import batch_sizes
 from d3engine.loading import resolve
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import random_weights
-from d3engine.plan import Plan
+from d3engine.plan import Plan, Reach
 from d3engine.request.choice import Choice
 from d3engine.sampling.sampler import FAULT
 from d3engine.scheduling.chunks import Chunks
@@ -216,35 +216,45 @@ def test_a_run_ends_where_the_rows_of_a_layer_would_no_longer_come_first() -> No
     steps = np.array([3, 1])
     starts = table.num_tokens - 1
     chunks = Chunks(np.arange(2), starts, starts + 1, steps, steps[:, None] < cutoffs)
-    found = run_ahead(chunks, table, 16)
+    found = run_ahead(chunks, table, 16, Reach())
     assert found is not None
     assert found.num_steps == 3  # at steps 6 and 4 the second row alone runs layer 2
     table.cutoffs[1] = cutoffs[0]
-    older_first = run_ahead(chunks, table, 16)
+    older_first = run_ahead(chunks, table, 16, Reach())
     assert older_first is not None
     assert older_first.num_steps == 3
     chunks = chunks.deepest_first()
     assert chunks.steps.tolist() == [1, 3], "both are at one depth, so the younger comes first"
-    alike = run_ahead(chunks, table, 16)
+    alike = run_ahead(chunks, table, 16, Reach())
     assert alike is not None
     assert alike.num_steps == 16
     table.max_length[1] = 7
-    short = run_ahead(chunks, table, 16)
+    short = run_ahead(chunks, table, 16, Reach())
     assert short is not None
     assert short.num_steps == 4
     assert short.course is None
     table.streams[0] = True
-    streamed = run_ahead(chunks, table, 16)
+    streamed = run_ahead(chunks, table, 16, Reach())
     assert streamed is not None
     assert streamed.num_steps == 4
     assert streamed.course is not None, "the host takes its steps one by one"
     table.choice[1] = Choice.PENALISE
-    penalised = run_ahead(chunks, table, 16)
+    penalised = run_ahead(chunks, table, 16, Reach())
     assert penalised is not None
     assert (streamed.choice, penalised.choice) == (Choice.GREEDY, Choice.PENALISE)
+    table.choice[1] = Choice.REPORT
+    assert run_ahead(chunks, table, 16, Reach()) is None
+    for logits, steps in ((0, 1), (3, 3), (100, 4)):  # of so many rows of logits in one run
+        reported = run_ahead(chunks, table, 16, Reach(Choice.REPORT, logits))
+        assert reported is not None
+        assert (reported.num_steps, reported.choice) == (steps, Choice.REPORT)
+    table.choice[0] = Choice.REPORT
+    both = run_ahead(chunks, table, 16, Reach(Choice.REPORT, 3))
+    assert both is not None
+    assert both.num_steps == 1, "two rows of logits at each step"
     table.choice[1] = Choice.HOST
-    assert run_ahead(chunks, table, 16) is None
-    assert run_ahead(chunks, table, 0) is None
+    assert run_ahead(chunks, table, 16, Reach(Choice.REPORT)) is None
+    assert run_ahead(chunks, table, 0, Reach()) is None
 
 
 def test_steps_of_the_scheduler_are_refused_without_graphs(make_engine: Callable[..., Engine]) -> None:

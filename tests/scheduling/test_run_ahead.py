@@ -59,7 +59,7 @@ def test_a_native_run_holds_a_draft_and_its_verification_where_all_begin_and_end
 ) -> None:
     """And parts of drafts, which a later step verifies, where they do not: what is known of them counts as well."""
     engine = make_engine(num_scheduler_steps=num_scheduler_steps)
-    if not engine.executor.drafts_ahead:
+    if not engine.executor.reach.drafts:
         pytest.skip("there is no native library here")
     request = Request(tuple(range(30, 37)), greedy(policy, 30))
     runs: list[RunAhead | None] = []

@@ -6,10 +6,12 @@ import json
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ahead import unread
 from batches import Request, run_together
 from json_schemas import random_schema, satisfies
 from tiny_models import save_without_layer
@@ -164,3 +166,35 @@ def test_several_answers_to_one_prompt_are_in_the_form_each_for_itself(random_en
         found = answers(engine, [params(regex="[a-z]{3}[0-9]{2}", n=8, seed=1)], [5, 6, 7])
     assert len({answer.text for answer in found}) == 8
     assert all(re.fullmatch("[a-z]{3}[0-9]{2}", answer.text) for answer in found)
+
+
+def test_a_form_runs_ahead_with_its_mates_and_its_answers_are_those_step_by_step(
+    random_engine: Callable[..., Engine],
+) -> None:
+    """By streams too, whose form a thread asks for; and no step is taken behind the last form's end."""
+    forms: list[dict[str, Any]] = [
+        {"regex": "[a-z]{3}[0-9]{20}", "ignore_eos": True},
+        {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+        {"choice": ["one of these texts", "one of those texts"], "temperature": 0, "logprobs": 1},
+    ]
+    asked = [params(seed=nth, **{"max_tokens": 40} | form) for nth, form in enumerate(forms)]
+    found, calls = [], []
+    with random_engine("sentencepiece", num_scheduler_steps=16) as engine:
+        for most in (1, 16):
+            engine.scheduler.config = replace(engine.scheduler.config, num_scheduler_steps=most)
+            before = engine.stats()
+            for nth, one in enumerate(asked):
+                engine.add_request(str(nth), {"prompt_token_ids": [5, 6, 7]}, unread(one))
+            done: dict[str, CompletionOutput] = {}
+            calls.append(0)
+            while engine.has_unfinished_requests():
+                done |= {output.request_id: output.outputs[0] for output in engine.step()}
+                calls[-1] += 1
+            found.append([done[str(nth)] for nth in range(3)])
+            num_steps = engine.stats().num_steps - before.num_steps
+            assert num_steps == max(len(answer.token_ids) for answer in found[-1])
+        streamed = [list(engine.stream({"prompt_token_ids": [5, 6, 7]}, one))[-1].outputs[0] for one in asked]
+        assert engine.stats().eager_steps == 0
+    assert found[0] == found[1] == streamed
+    assert [one.finish_reason for one in streamed] == ["stop"] * 3
+    assert calls == [num_steps, 1 + -(-(num_steps - 1) // 16)]

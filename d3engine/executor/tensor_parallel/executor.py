@@ -11,7 +11,7 @@ from d3engine.executor.interface import Executor
 from d3engine.executor.tensor_parallel.plan_message import PlanSender
 from d3engine.executor.tensor_parallel.team import Team
 from d3engine.model.llama import Llama
-from d3engine.plan import Plan
+from d3engine.plan import Plan, Reach
 
 
 class TensorParallelExecutor:
@@ -44,9 +44,9 @@ class TensorParallelExecutor:
         return self._own.max_steps
 
     @property
-    def drafts_ahead(self) -> bool:
+    def reach(self) -> Reach:
         """As of each rank's own executor."""
-        return self._own.drafts_ahead
+        return self._own.reach
 
     def take_largest(self) -> None:
         """Nothing: each rank's own executor has been measured by itself."""

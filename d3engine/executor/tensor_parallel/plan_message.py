@@ -167,7 +167,7 @@ def _facts(sequence: Sequence) -> dict[str, Any]:
     choice = choice_of(sequence)
     return {
         "params": {name: getattr(sequence.params, name) for name in _CHOOSING},
-        "is_hosts": choice is Choice.HOST,
+        "is_hosts": choice > Choice.PENALISE,
         "seed": sequence.seed,
         "index": sequence.index,
         "on_skip": sequence.schedule.on_skip,

@@ -1,0 +1,126 @@
+"""What the rows of a native run ask of their choices: draws, cuts, penalties, rules, and forms, asked on the way.
+
+A form says what may come next only when it knows the tokens before. So a run asks for it at each step: a copy of the
+sequence's place in it goes ahead with the run, and the sequence's own stays where the answer is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as AnySequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from d3engine.kernels.native.choices import Asked, Counted, Mask, Rules
+from d3engine.kernels.native.library import Draws
+from d3engine.plan import Plan
+from d3engine.request.choice import Choice, is_restricted
+from d3engine.request.constraint import Constraint
+from d3engine.request.sequence import Sequence
+
+
+class FormsOfRun:
+    """The forms of the rows of one run, each row's as far as the run has come; `faults` are those of the forms."""
+
+    def __init__(self, places: dict[int, tuple[Constraint, frozenset[int]]]) -> None:
+        self._places = places
+        self._num_known = dict.fromkeys(places, 0)
+        self._is_over = dict.fromkeys(places, False)
+        self.faults: dict[int, str] = {}
+
+    @classmethod
+    def of(cls, sequences: AnySequence[Sequence]) -> FormsOfRun:
+        """At the beginning of a run of these sequences."""
+        return cls(
+            {
+                row: (sequence.constraint.copy(), frozenset(_ends(sequence)))
+                for row, sequence in enumerate(sequences)
+                if sequence.constraint is not None
+            }
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def allowed(self, row: int, taken: int, token: int) -> Mask | None:
+        """What may come after `taken` steps, the last of which has brought `token`; None where the form is over."""
+        place, ends = self._places[row]
+        if taken > self._num_known[row] and not self._is_over[row]:
+            self._num_known[row] = taken
+            self._is_over[row] = token in ends
+            if not self._is_over[row]:
+                place.take(token)
+        mask = None if self._is_over[row] else place.allowed()
+        if place.fault is not None:
+            self.faults[row] = place.fault
+        return mask
+
+
+def reporting_chunks(sequences: AnySequence[Sequence]) -> list[int]:
+    """The rows of a run whose sequences want log-probabilities, in order."""
+    return [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
+
+
+def ends_of(plan: Plan) -> npt.NDArray[np.int64] | None:
+    """The tokens [C, n] that end each row's answer, filled up with -1; None where some row has no end, or drafts."""
+    ends = [_ends(sequence) for sequence in plan.sequences]
+    has_end = (tokens or sequence.constraint for tokens, sequence in zip(ends, plan.sequences, strict=True))
+    if plan.drafts is not None or not all(has_end):
+        return None
+    most = max(map(len, ends))
+    return np.array([tokens + [-1] * (most - len(tokens)) for tokens in ends], np.int64).reshape(len(ends), most)
+
+
+def _ends(sequence: Sequence) -> list[int]:
+    return [*sequence.eos_token_ids, *(sequence.params.stop_token_ids or ())]
+
+
+def draws_of(sequences: AnySequence[Sequence], choice: Choice, forms: FormsOfRun, vocab_size: int) -> Draws | None:
+    """How the rows of a run choose; None if all take the likeliest token and want nothing else."""
+    if choice is Choice.GREEDY:
+        return None
+    params = [sequence.params for sequence in sequences]
+    return Draws(
+        np.array([0.0 if asked.greedy else asked.temperature for asked in params], np.float32),
+        np.array([sequence.seed for sequence in sequences], np.int64),
+        np.array([sequence.index for sequence in sequences], np.int64),
+        [_asked(sequence, vocab_size) for sequence in sequences] if choice >= Choice.CUT else None,
+        forms.allowed if forms else None,
+    )
+
+
+def _asked(sequence: Sequence, vocab_size: int) -> Asked:
+    """What a sequence asks for beside a temperature; the logarithm is torch's, as where torch chooses."""
+    params = sequence.params
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    return Asked(
+        float(torch.tensor(params.min_p).log()),
+        params.top_p,
+        params.top_k,
+        *penalties,
+        None if penalties == (1, 0, 0) else Counted.of(sequence.prompt_token_ids, sequence.token_ids),
+        _rules(sequence, vocab_size) if is_restricted(sequence) else None,
+    )
+
+
+def _rules(sequence: Sequence, vocab_size: int) -> Rules:
+    params, words = sequence.params, sequence.bad_word_ids
+    bias = params.logit_bias or {}
+    longest = max(map(len, words), default=0)
+    return Rules(
+        np.array(list(bias), np.int64),
+        np.array(list(bias.values()), np.float32),
+        _mask(params.allowed_token_ids, vocab_size) if params.allowed_token_ids else None,
+        np.array(_ends(sequence) if params.min_tokens else [], np.int64),
+        params.min_tokens,
+        words,
+        sequence.token_ids[-longest:] if longest else [],
+        sequence.constraint is not None,
+    )
+
+
+def _mask(token_ids: AnySequence[int], vocab_size: int) -> Mask:
+    allowed = np.zeros(vocab_size, np.bool_)
+    allowed[list(token_ids)] = True
+    return np.packbits(allowed, bitorder="little")

@@ -1,0 +1,74 @@
+"""Who asks for rules of what may come, or for log-probabilities, runs ahead with everybody else on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from ahead import NESTED, PLAIN, Solo, greedy, unread
+from batches import Request, assert_same, kv_is_back
+
+from d3engine import Engine
+from d3engine.request.choice import Choice
+from d3engine.request.params import RequestOutputKind
+
+ASKED: list[dict[str, Any]] = [
+    {"logit_bias": {5: 30.0, 17: 28.0}, "temperature": 4.0},
+    {"allowed_token_ids": [4, 90, 299]},
+    {"allowed_token_ids": [4, 90, 7, 31], "min_tokens": 12, "ignore_eos": False, "stop_token_ids": [31]},
+    {"logprobs": 3},
+    {"logprobs": 0, "temperature": 2.0, "top_p": 0.9, "frequency_penalty": 1.0, "prompt_logprobs": 2},
+    {},
+    {"temperature": 1.0},
+]
+
+
+def requests() -> list[Request]:
+    return [
+        Request(tuple(range(60, 64 + n)), replace(greedy(NESTED[n % 5], 24 - n), seed=n, **asked))
+        for n, asked in enumerate(ASKED)
+    ]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_they_answer_as_alone_in_runs_of_many_steps(ahead: Callable[..., Engine], solo: Solo, streamed: bool) -> None:
+    """With graphs the host chooses for all of them; with the native library for none."""
+    engine = ahead(num_scheduler_steps=8)
+    calls: list[int] = []
+    run = engine.executor.run
+    engine.executor.run = lambda plan: calls.append(plan.num_rows) or run(plan)  # type: ignore[method-assign, func-returns-value]
+    for nth, request in enumerate(requests()):
+        kind = RequestOutputKind.CUMULATIVE if streamed and nth % 2 else RequestOutputKind.FINAL_ONLY
+        engine.add_request(str(nth), list(request.prompt), replace(request.params, output_kind=kind))
+    done = {}
+    while engine.has_unfinished_requests():
+        done |= {int(output.request_id): output for output in engine.step() if output.finished}
+        engine.scheduler.check_integrity()
+    for nth, request in enumerate(requests()):
+        assert_same(done[nth], solo(request))
+    assert kv_is_back(engine)
+    stats = engine.stats()
+    if engine.executor.reach.choice is Choice.REPORT:
+        assert stats.native_steps == stats.num_steps
+        assert len(calls) < stats.num_steps or streamed
+
+
+def test_log_probabilities_of_a_run_have_the_bits_of_those_step_by_step(make_engine: Callable[..., Engine]) -> None:
+    asked = [(list(r.prompt), r.params) for r in requests() if r.params.logprobs is not None]
+    found = []
+    for steps in (1, 16):
+        engine = make_engine(num_scheduler_steps=steps)
+        if engine.executor.reach.choice is not Choice.REPORT:
+            pytest.skip("there is no native library here")
+        outputs = engine.generate([prompt for prompt, _ in asked], [params for _, params in asked], use_tqdm=False)
+        found.append([output.outputs[0].logprobs for output in outputs])
+    assert found[0] == found[1]
+
+
+def test_what_was_ruled_out_came_without_the_rules(solo: Solo) -> None:
+    """So the rules above are no idle ones."""
+    for request in requests()[:3]:
+        free = replace(request.params, logit_bias=None, allowed_token_ids=None, min_tokens=0, **PLAIN)
+        assert solo(request).outputs[0].token_ids != solo(replace(request, params=unread(free))).outputs[0].token_ids
