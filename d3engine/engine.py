@@ -25,6 +25,7 @@ from d3engine.calls.one_caller import OneCaller
 from d3engine.depth import DepthPolicy
 from d3engine.errors import EngineDeadError, require, require_integer
 from d3engine.loading.assembly import assemble
+from d3engine.loading.bridges import bridge_store
 from d3engine.loading.defaults import default_sampling_params
 from d3engine.loading.facts import Facts
 from d3engine.loading.resolve import check_switches, check_tokenizer, resolve_settings
@@ -143,11 +144,11 @@ class Engine(Facts):
         self.settings = settings
         self.default_sampling_params = default_sampling_params(settings.directory)
         self.tokenizer = None if skip_tokenizer_init else load_tokenizer(Path(tokenizer or settings.directory))
-        self._requests = NewRequests(  # a policy that does not fit the model is refused before the weights are loaded
-            settings.config, self.tokenizer, depth=settings.depth, max_model_len=settings.max_model_len, seed=seed
+        bridges = bridge_store(settings)  # what does not fit the model is refused before the weights are loaded
+        self._requests = NewRequests(
+            settings.config, self.tokenizer, settings.depth, settings.max_model_len, seed=seed, bridges=bridges
         )
-        core = assemble(settings, self.tokenizer, weights)
-        self.scheduler, self.executor = core.scheduler, core.executor
+        self.scheduler, self.executor = assemble(settings, self.tokenizer, weights, bridges)
         self.sampler = VerifyingSampler()
         self._chat_prompts = ChatPrompts(self.directory, self.tokenizer)
         self._life = Life()
@@ -203,8 +204,7 @@ class Engine(Facts):
         the engine between two outputs: none of the stream's is lost by it.
         """
         with self._call():
-            request_id = self._in_flight.new_id()
-            return self._stream(request_id, self.prepare(prompt, params))
+            return self._stream(self._in_flight.new_id(), self.prepare(prompt, params))
 
     def _stream(self, request_id: str, request: Prepared) -> Iterator[RequestOutput]:
         try:

@@ -43,6 +43,16 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class BridgedRows:
+    """Rows that leave out the layers [first, stop) and cross them by a map of the bridges of this name."""
+
+    bridges: str
+    first: int
+    stop: int
+    rows: IntArray
+
+
+@dataclass(frozen=True, slots=True)
 class ExitingChunks:
     """Chunks of one row each that may leave early under equal rules; the step's confidence decides at which layer."""
 
@@ -153,6 +163,7 @@ class Plan:
     `tables` is the cache's own [slots, L, max_blocks]; it stays as it is until the next `schedule()`.
     `copies_before` and `copies_after` are (sources, targets) of flat entries for copy-on-skip, or None.
     `depths` and `spans` are those of chunks that leave at no layer before; `exits` names the chunks that may.
+    `bridged` are the windows that rows cross by a map, by their first layer.
     """
 
     sequences: list[Sequence]
@@ -176,6 +187,7 @@ class Plan:
     copies_after: tuple[IntArray, IntArray] | None
     exits: tuple[ExitingChunks, ...] = ()
     drafts: DraftWork | None = None
+    bridged: tuple[BridgedRows, ...] = ()
     ahead: RunAhead | None = None  # the steps that a device may take by itself; None: this one, told by the host
 
     @property

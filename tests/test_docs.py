@@ -50,7 +50,7 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path) -> None:
 
 
 def test_the_pages_have_python_to_run_and_commands_to_parse() -> None:
-    without = {"batch.md", "cli.md", "cluster.md", "gpu.md", "models.md", "stacks.md"}
+    without = {"batch.md", "bridges.md", "cli.md", "cluster.md", "gpu.md", "models.md", "stacks.md"}
     assert {page.name for page in PAGES} - {page.name for page in WITH_PYTHON} == without
     assert len(PAGES) >= 3
     assert len(commands("d3engine")) >= 5

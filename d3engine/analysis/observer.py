@@ -53,6 +53,8 @@ class Observer:
         """
         require_integer("prompt_length", prompt_length, 1, len(token_ids))
         require(schedule is None or schedule.is_nested, "schedule", schedule, "one whose skipped layers stay skipped")
+        has_bridges = schedule is not None and schedule.bridges is not None
+        require(not has_bridges, "bridges", schedule and schedule.bridges, "absent, since skipped layers are observed")
         positions = torch.arange(len(token_ids), device=self._device)
         rope = Rope(self.config, len(token_ids), self._device)
         lengths = torch.clamp(positions + 1, min=prompt_length) if rope.depends_on_length else None

@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 from d3engine.depth import NEVER, DepthPolicy, Schedule
 from d3engine.depth.draft_rule import DraftRule
 from d3engine.errors import require
+from d3engine.executor.bridging import BridgeStore
 from d3engine.model.config import ModelConfig
 from d3engine.request.draft import Draft
 from d3engine.request.params import PRIORITIES, SamplingParams
@@ -26,11 +27,18 @@ class NewRequests:
     """Makes the sequences of requests, and knows how many there were.
 
     `depth` is the policy of requests that bring none; one that does not fit the model is refused at once. Requests
-    without a seed get `seed` and their place in the order of arrival.
+    without a seed get `seed` and their place in the order of arrival. `bridges` has those that policies may name.
     """
 
     def __init__(
-        self, config: ModelConfig, tokenizer: Tokenizer | None, *, depth: DepthPolicy, max_model_len: int, seed: int
+        self,
+        config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        depth: DepthPolicy,
+        max_model_len: int,
+        *,
+        seed: int,
+        bridges: BridgeStore | None = None,
     ) -> None:
         self._num_layers = config.num_layers
         self._prompts = PromptReader(config, tokenizer, max_model_len)
@@ -39,7 +47,7 @@ class NewRequests:
         self._max_model_len = max_model_len
         self._seed = seed
         self._num_sequences = 0
-        self._fit = lru_cache(NUM_KEPT)(partial(_fit, num_layers=config.num_layers, own=depth))
+        self._fit = lru_cache(NUM_KEPT)(partial(_fit, num_layers=config.num_layers, own=depth, bridges=bridges))
         self._fit(depth)
 
     def prepare(
@@ -111,10 +119,13 @@ class NewRequests:
         )
 
 
-def _fit(policy: DepthPolicy, num_layers: int, own: DepthPolicy) -> tuple[Schedule, DraftRule | None]:
+def _fit(
+    policy: DepthPolicy, num_layers: int, own: DepthPolicy, bridges: BridgeStore | None
+) -> tuple[Schedule, DraftRule | None]:
     """The schedule of a policy for a model of `num_layers`, and how it drafts, where `own` is the engine's policy.
 
-    Raises `InvalidValueError` for a policy that does not fit the model, or drafts with a model that is not loaded.
+    Raises `InvalidValueError` for a policy that does not fit the model, drafts with a model that is not loaded, or
+    names bridges that cannot be had.
     """
     schedule = policy.schedule(num_layers)
     require(schedule.num_layers == num_layers, "depth", policy, f"a schedule of the model's {num_layers} layers")
@@ -125,6 +136,11 @@ def _fit(policy: DepthPolicy, num_layers: int, own: DepthPolicy) -> tuple[Schedu
     model = None if own_rule is None else own_rule.model
     loaded = f"the engine's own draft model, {model!r} (Engine(depth=Speculative(draft_model)) loads it)"
     require(rule is None or rule.model in (None, model), "draft_model", rule and rule.model, loaded)
+    for skipping in (schedule, None if rule is None else rule.schedule):
+        if skipping is not None and skipping.bridges is not None:
+            require(bridges is not None, "bridges", skipping.bridges, "absent, since nobody here has any")
+            assert bridges is not None
+            bridges.check(skipping)
     return schedule, rule
 
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "plan": "d3engine.cli.plan",
     "eval": "d3engine.cli.eval",
     "calibrate": "d3engine.cli.calibrate",
+    "bridge": "d3engine.cli.bridge",
     "analyze": "d3engine.cli.analyze",
     "paper": "d3engine.cli.paper",
     "weights": "d3engine.cli.weights",

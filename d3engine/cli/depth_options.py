@@ -91,6 +91,7 @@ OPTIONS: dict[str, tuple[str, Any, str]] = {
         "early-exit: who decides; under batch_min company changes answers (per_row).",
     ),
     "on_skip": ("--on-skip", OnSkipName, "What the KV cache holds at a skipped layer (none; early-exit: project)."),
+    "bridges": ("--bridges", str, "What stands in for skipped layers: a file of d3engine bridge fit, or auto."),
     "draft": ("--draft", str, "self-speculative: the policy whose layers draft, with its own options."),
     "draft_model": ("--draft-model", str, "speculative: a smaller model of the same vocabulary, named as MODEL is."),
     "draft_length": ("--draft-length", int, "lossless, (self-)speculative: tokens of a draft at most (4)."),

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from d3engine.depth.policy import DepthPolicy
 from d3engine.depth.presets import preset
-from d3engine.depth.schedule import OnSkip, Schedule, check_on_skip
+from d3engine.depth.schedule import OnSkip, Schedule, check_bridges, check_on_skip
 from d3engine.depth.window import exact_fraction, plain_number, window_cutoffs
 from d3engine.errors import require, require_integer, require_number
 
@@ -37,12 +37,14 @@ class D3(DepthPolicy):
             as "1/3".
         tail: this many last layers are never skipped (ours, not in the paper).
         on_skip: what the cache holds at a skipped layer; "none" is enough, since nothing reads it.
+        bridges: what stands in for skipped layers: a file of bridges, or "auto" for the one beside the weights.
     """
 
     alpha: float
     start: float | Fraction
     tail: int = 0
     on_skip: OnSkip = "none"
+    bridges: str | None = None
 
     name: ClassVar[str] = "d3"
 
@@ -54,6 +56,7 @@ class D3(DepthPolicy):
         object.__setattr__(self, "start", plain_number(start))
         object.__setattr__(self, "tail", require_integer("tail", self.tail, 0))
         check_on_skip(self.on_skip)
+        check_bridges(self.bridges)
 
     def first_layer(self, num_layers: int) -> int:
         """The lowest layer that is ever skipped, `floor(start * L)` in exact arithmetic."""
@@ -70,7 +73,7 @@ class D3(DepthPolicy):
             f"at most {num_layers - first}, since the window starts at layer {first} of {num_layers}",
         )
         cutoffs = window_cutoffs(num_layers, first, num_layers - self.tail, lambda step: num_layers * self.alpha**step)
-        return Schedule.nested(cutoffs, self.on_skip)
+        return Schedule.nested(cutoffs, self.on_skip, self.bridges)
 
     @classmethod
     def preset(cls, task: str, num_layers: int) -> D3:

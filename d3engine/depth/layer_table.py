@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from d3engine.depth.policy import DepthPolicy
-from d3engine.depth.schedule import BoolArray, OnSkip, Schedule, check_on_skip
+from d3engine.depth.schedule import BoolArray, OnSkip, Schedule, check_bridges, check_on_skip
 from d3engine.errors import InvalidValueError, require, require_integer
 
 
@@ -25,15 +25,18 @@ class LayerTable(DepthPolicy):
         active: a sequence of rows; each row is either the ids of the layers that run, or one bool for each
             layer. Row 0 must name every layer, since the prompt pass yields step 0.
         on_skip: "copy" or "project"; "none" only for a nested table (a layer that is off stays off).
+        bridges: what stands in for skipped layers: a file of bridges, or "auto" for the one beside the weights.
     """
 
     active: Sequence[Sequence[int]] | Sequence[Sequence[bool]]
     on_skip: OnSkip = "copy"
+    bridges: str | None = None
 
     name: ClassVar[str] = "table"
 
     def __post_init__(self) -> None:
         check_on_skip(self.on_skip)
+        check_bridges(self.bridges)
         given: Any = self.active
         require(_is_sequence(given) and len(given) > 0, "active", given, "a sequence of rows, one for each step")
         rows = tuple(_checked_row(f"active[{step}]", row) for step, row in enumerate(given))
@@ -44,11 +47,11 @@ class LayerTable(DepthPolicy):
         require_integer("num_layers", num_layers, 1)
         rows = [_flags(f"active[{step}]", row, num_layers) for step, row in enumerate(self.active)]
         require(bool(rows[0].all()), "active[0]", self.active[0], "every layer, since the prompt pass yields step 0")
-        return Schedule.from_table(np.stack(rows), self.on_skip)
+        return Schedule.from_table(np.stack(rows), self.on_skip, self.bridges)
 
     def describe(self) -> dict[str, Any]:
         """The policy as JSON-ready values."""
-        return {"policy": self.name, "active": [list(row) for row in self.active], "on_skip": self.on_skip}
+        return {**super().describe(), "active": [list(row) for row in self.active]}
 
 
 def _is_sequence(value: Any) -> bool:

@@ -26,6 +26,9 @@ from d3engine.files import UnreadableFileError, beside, is_there, read_json
 POLICY_FILE = "d3.json"
 """In a model's directory, or beside its GGUF file: the policy that calibration found for it."""
 
+BRIDGES = "bridges"
+"""The option that names what stands in for skipped layers."""
+
 POLICY_CLASSES: Mapping[str, tuple[str, str]] = {
     "full": ("d3engine.depth.full_depth", "FullDepth"),
     "d3": ("d3engine.depth.d3", "D3"),
@@ -68,8 +71,13 @@ class DepthPolicy(ABC):
         return None
 
     def describe(self) -> dict[str, Any]:
-        """`{"policy": name, option: value, ...}`, ready for JSON; `policy_from_dict` reads it back."""
+        """`{"policy": name, option: value, ...}`, ready for JSON; `policy_from_dict` reads it back.
+
+        A policy without bridges is described as one that cannot have any.
+        """
         options = {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
+        if options.get(BRIDGES, ...) is None:
+            del options[BRIDGES]
         return {"policy": self.name, **{option: _plain(value) for option, value in options.items()}}
 
 

@@ -30,6 +30,16 @@ Int32Array: TypeAlias = npt.NDArray[np.int32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 
+AUTO_BRIDGES = "auto"
+"""The bridges beside the weights."""
+
+
+def check_bridges(bridges: Any) -> None:
+    """Refuse anything but None, and text that names bridges."""
+    is_name = isinstance(bridges, str) and bridges != ""
+    require(bridges is None or is_name, "bridges", bridges, f'a file of bridges, "{AUTO_BRIDGES}", or None')
+
+
 def check_on_skip(on_skip: Any) -> None:
     """Refuse anything but the three rules for the entries of skipped layers."""
     require(isinstance(on_skip, str) and on_skip in ON_SKIP, "on_skip", on_skip, f"one of {', '.join(ON_SKIP)}")
@@ -48,14 +58,22 @@ class Schedule:
         table: None when nested; else bool [steps, L], read-only: row i is step i, the last row holds from
             there on.
         on_skip: what the cache holds at a skipped layer.
+        bridges: the maps that stand in for each window of skipped layers: a file, or "auto" for the one beside the
+            weights. None: a hidden state passes skipped layers as it is.
     """
 
     cutoffs: Int32Array
     table: BoolArray | None = None
     on_skip: OnSkip = "none"
+    bridges: str | None = None
 
     def __post_init__(self) -> None:
         check_on_skip(self.on_skip)
+        check_bridges(self.bridges)
+        projects = self.bridges is not None and self.on_skip == "project"
+        require(
+            not projects, "on_skip", "project", "'none' or 'copy' beside bridges, which change what would be projected"
+        )
         _set(self, "cutoffs", _checked_cutoffs(self.cutoffs))
         _set(self, "_sorted_cutoffs", np.sort(self.cutoffs))
         self.__dict__["_listed_cutoffs"] = self._cutoffs_in_order.tolist()
@@ -89,12 +107,19 @@ class Schedule:
         )
 
     @classmethod
-    def nested(cls, cutoffs: Sequence[int] | npt.NDArray[Any], on_skip: OnSkip = "none") -> Schedule:
+    def nested(
+        cls, cutoffs: Sequence[int] | npt.NDArray[Any], on_skip: OnSkip = "none", bridges: str | None = None
+    ) -> Schedule:
         """The schedule in which layer l runs at step i while `i < cutoffs[l]`."""
-        return cls(_as_array("cutoffs", cutoffs), None, on_skip)
+        return cls(_as_array("cutoffs", cutoffs), None, on_skip, bridges)
 
     @classmethod
-    def from_table(cls, table: Sequence[Sequence[bool]] | npt.NDArray[Any], on_skip: OnSkip = "copy") -> Schedule:
+    def from_table(
+        cls,
+        table: Sequence[Sequence[bool]] | npt.NDArray[Any],
+        on_skip: OnSkip = "copy",
+        bridges: str | None = None,
+    ) -> Schedule:
         """The schedule whose step i runs the layers of row i; the last row holds for all later steps.
 
         Row 0 must be all True, since the prompt pass runs everything. A nested table (a layer that is off
@@ -104,8 +129,8 @@ class Schedule:
         num_layers = rows.shape[1]
         if bool((rows[1:] <= rows[:-1]).all()):
             running_steps = rows.sum(axis=0)
-            return cls(np.where(rows[-1], NEVER, running_steps), None, on_skip)
-        return cls(np.full(num_layers, NEVER), rows, on_skip)
+            return cls(np.where(rows[-1], NEVER, running_steps), None, on_skip, bridges)
+        return cls(np.full(num_layers, NEVER), rows, on_skip, bridges)
 
     @property
     def num_layers(self) -> int:
@@ -163,6 +188,15 @@ class Schedule:
             step = end
         return pieces
 
+    def windows(self) -> list[tuple[int, int]]:
+        """(first, stop) of every run of neighbouring layers that some step leaves out, in order."""
+        if self.table is None:
+            changes = [int(step) for step in np.unique(self.cutoffs) if step != NEVER]
+            layers = [self.active(step) for step in changes]
+        else:
+            layers = list(self.table)
+        return sorted({window for active in layers for window in windows_of(active)})
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):
             return NotImplemented
@@ -173,7 +207,7 @@ class Schedule:
 
     def _identity(self) -> tuple[object, ...]:
         table = None if self.table is None else (self.table.shape, self.table.tobytes())
-        return (self.on_skip, self.cutoffs.tobytes(), table)
+        return (self.on_skip, self.bridges, self.cutoffs.tobytes(), table)
 
     def _row(self, step: int) -> int:
         assert self.table is not None
@@ -193,6 +227,12 @@ class Schedule:
     def _depth_of_row(self) -> npt.NDArray[np.int64]:
         depths: npt.NDArray[np.int64] = self.__dict__["_depth_rows"]
         return depths
+
+
+def windows_of(active: BoolArray) -> list[tuple[int, int]]:
+    """(first, stop) of every run of layers that do not run, of bool [L]."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([True], active, [True])).astype(np.int8)))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 def _set(schedule: Schedule, field: str, array: npt.NDArray[Any]) -> None:

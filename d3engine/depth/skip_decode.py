@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from d3engine.depth.policy import DepthPolicy
 from d3engine.depth.presets import MAX_TOKENS, SKIP_DECODE_MEANS, of_layers
-from d3engine.depth.schedule import OnSkip, Schedule, check_on_skip
+from d3engine.depth.schedule import OnSkip, Schedule, check_bridges, check_on_skip
 from d3engine.depth.statistics import mean_depth
 from d3engine.depth.window import exact_fraction, window_cutoffs
 from d3engine.errors import require, require_integer, require_number
@@ -38,6 +38,7 @@ class SkipDecode(DepthPolicy):
         on_skip: what the cache holds at a skipped layer.
         mean_layers: the mean depth over `max_tokens` steps, instead of `min_layers` and `max_layers`: a decay from all
             layers to the `min_layers` that `for_mean` finds once their number is known.
+        bridges: what stands in for skipped layers: a file of bridges, or "auto" for the one beside the weights.
     """
 
     max_tokens: int
@@ -46,6 +47,7 @@ class SkipDecode(DepthPolicy):
     warmup: int = 1
     on_skip: OnSkip = "none"
     mean_layers: float | None = None
+    bridges: str | None = None
 
     name: ClassVar[str] = "skipdecode"
 
@@ -65,6 +67,7 @@ class SkipDecode(DepthPolicy):
         if self.max_layers is not None:
             object.__setattr__(self, "max_layers", require_integer("max_layers", self.max_layers, self.min_layers or 1))
         check_on_skip(self.on_skip)
+        check_bridges(self.bridges)
 
     def layers_at(self, step: int, num_layers: int) -> int:
         """`n_i` of the class's formula, for any step."""
@@ -82,13 +85,13 @@ class SkipDecode(DepthPolicy):
             found = self.for_mean(
                 self.mean_layers, num_layers=num_layers, max_tokens=self.max_tokens, warmup=self.warmup
             )
-            return replace(found, on_skip=self.on_skip).schedule(num_layers)
+            return replace(found, on_skip=self.on_skip, bridges=self.bridges).schedule(num_layers)
         lowest = require_integer("min_layers", self.min_layers, 1, num_layers)
         if self.max_layers is not None:
             require_integer("max_layers", self.max_layers, 1, num_layers)
         end = self.warmup + num_layers - lowest
         cutoffs = window_cutoffs(num_layers, self.warmup, end, lambda step: self.layers_at(step, num_layers))
-        return Schedule.nested(cutoffs, self.on_skip)
+        return Schedule.nested(cutoffs, self.on_skip, self.bridges)
 
     @classmethod
     def for_mean(cls, mean_layers: float, *, num_layers: int, max_tokens: int, warmup: int = 1) -> SkipDecode:

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from d3engine.depth.policy import DepthPolicy
-from d3engine.depth.schedule import NEVER, OnSkip, Schedule, check_on_skip
+from d3engine.depth.schedule import NEVER, OnSkip, Schedule, check_bridges, check_on_skip
 from d3engine.depth.window import exact_fraction, plain_number
 from d3engine.errors import require, require_integer
 
@@ -32,11 +32,13 @@ class TailSkip(DepthPolicy):
         mean_layers: the mean depth; float, Fraction, Decimal, or text such as "32/3".
         max_tokens: N, the steps that the mean is over, at least 2.
         on_skip: what the cache holds at a skipped layer; "none" is enough, since nothing reads it.
+        bridges: what stands in for skipped layers: a file of bridges, or "auto" for the one beside the weights.
     """
 
     mean_layers: float | Fraction
     max_tokens: int
     on_skip: OnSkip = "none"
+    bridges: str | None = None
 
     name: ClassVar[str] = "tail-skip"
 
@@ -46,6 +48,7 @@ class TailSkip(DepthPolicy):
         object.__setattr__(self, "mean_layers", plain_number(mean))
         object.__setattr__(self, "max_tokens", require_integer("max_tokens", self.max_tokens, 2))
         check_on_skip(self.on_skip)
+        check_bridges(self.bridges)
 
     def schedule(self, num_layers: int) -> Schedule:
         """The nested schedule; raises `InvalidValueError` for a mean that 1 to `num_layers` layers do not reach."""
@@ -60,4 +63,4 @@ class TailSkip(DepthPolicy):
         cutoffs[layers:] = 1
         if steps_with_one_more:
             cutoffs[layers] = 1 + steps_with_one_more
-        return Schedule.nested(cutoffs, self.on_skip)
+        return Schedule.nested(cutoffs, self.on_skip, self.bridges)

@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 
 from d3engine.depth.policy import DepthPolicy
-from d3engine.depth.schedule import NEVER, OnSkip, Schedule, check_on_skip
+from d3engine.depth.schedule import NEVER, OnSkip, Schedule, check_bridges, check_on_skip
 from d3engine.depth.window import exact_fraction, plain_number
 from d3engine.errors import require, require_integer
 
@@ -32,10 +32,12 @@ class UnifiedSkip(DepthPolicy):
     Args:
         speedup: the wanted layer speed-up, at least 1; float, Fraction, Decimal, or text such as "4/3".
         on_skip: what the cache holds at a skipped layer; the authors copy ("copy"), which changes no token.
+        bridges: what stands in for skipped layers: a file of bridges, or "auto" for the one beside the weights.
     """
 
     speedup: float | Fraction
     on_skip: OnSkip = "none"
+    bridges: str | None = None
 
     name: ClassVar[str] = "unified"
 
@@ -44,6 +46,7 @@ class UnifiedSkip(DepthPolicy):
         require(speedup >= 1, "speedup", self.speedup, "a finite number of at least 1")
         object.__setattr__(self, "speedup", plain_number(speedup))
         check_on_skip(self.on_skip)
+        check_bridges(self.bridges)
 
     def kept_layers(self, num_layers: int) -> list[int]:
         """The layers that run at every step >= 1, ascending."""
@@ -66,4 +69,4 @@ class UnifiedSkip(DepthPolicy):
         """The nested schedule: cutoff 1 for the layers left out."""
         cutoffs = np.full(require_integer("num_layers", num_layers, 1), 1)
         cutoffs[self.kept_layers(num_layers)] = NEVER
-        return Schedule.nested(cutoffs, self.on_skip)
+        return Schedule.nested(cutoffs, self.on_skip, self.bridges)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from d3engine.cache.kv_cache import IntArray
+from d3engine.executor.bridging import BridgeStore, Crossings
 from d3engine.executor.choosing import choice_of_step, choose_across_ranks
 from d3engine.executor.computed import Computed
 from d3engine.executor.early_exit import EarlyExits
@@ -56,8 +57,12 @@ class EagerExecutor:
         device: torch.device,
         kernels: Any,
         ranks: Ranks | None = None,
+        bridges: BridgeStore | None = None,
     ) -> None:
-        """`config` and `weights` are those of this rank's part where there are `ranks`."""
+        """`config` and `weights` are those of this rank's part where there are `ranks`.
+
+        `bridges` has what plans name.
+        """
         self.device = device
         self.block_size = block_size
         self.kernels = kernels
@@ -67,6 +72,7 @@ class EagerExecutor:
         shape = (num_blocks + 1, 2, block_size, config.num_kv_heads, config.head_dim)
         self.pool = _zeros(shape, dtype, device)
         self.stats = ExecutorStats()
+        self._bridges = bridges
         self.kept_states = KeptStates(config.hidden_size, dtype, device)
 
     def take_largest(self) -> None:
@@ -88,11 +94,14 @@ class EagerExecutor:
         inputs = self._inputs(plan)
         hidden = self.model.embed(self._tensor(plan.token_ids))
         kept = self.kept_states.follow(plan.drafts, hidden)
+        crossings = Crossings(self._bridges, plan.bridged, hidden)
         exits = EarlyExits(plan, self.model, hidden) if plan.exits else None
         for span in plan.spans if exits is None else exits.spans():
             kept.up_to(span.layers.start)
+            crossings.up_to(span.layers.start)
             self._run_span(span, plan, inputs, hidden)
         kept.up_to(self.model.config.num_layers)
+        crossings.up_to(self.model.config.num_layers)
         if plan.copies_after is not None:
             self._copy(plan.copies_after)
         if exits is not None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from d3engine.depth.words import policy_in_words
 from d3engine.errors import require
+from d3engine.executor.bridging import BridgeStore
 from d3engine.executor.interface import Executor
 from d3engine.executor.memory import workspace_bytes
 from d3engine.executor.paired import PairedExecutor
@@ -34,22 +35,26 @@ from d3engine.text.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Core:
+class Core(NamedTuple):
     """What plans and what computes; `executor` runs the plans of `scheduler`, whose cache tables name its blocks."""
 
     scheduler: Scheduler
     executor: Executor
 
 
-def assemble(settings: EngineSettings, tokenizer: Tokenizer | None, weights: LlamaWeights | None = None) -> Core:
-    """Load the weights that are not given, and put the core together.
+def assemble(
+    settings: EngineSettings,
+    tokenizer: Tokenizer | None,
+    weights: LlamaWeights | None = None,
+    bridges: BridgeStore | None = None,
+) -> Core:
+    """Load the weights that are not given, and put the core together; `bridges` has those that requests will name.
 
     A second model is loaded where the policy of the settings drafts with one; its tokenizer must be `tokenizer`'s like.
     Raises `ModelFormatError` for files that cannot be loaded, `InvalidValueError` for what does not fit together.
     """
     config = settings.config
-    make = _on_one_device(settings, weights) if settings.tensor_parallel_size == 1 else _on_ranks(settings)
+    make = _on_one_device(settings, weights, bridges) if settings.tensor_parallel_size == 1 else _on_ranks(settings)
     rule = settings.depth.draft_rule(config.num_layers)
     draft = None
     if rule is not None and rule.model is not None:
@@ -69,7 +74,7 @@ _Make: TypeAlias = Callable[[ModelConfig | None], tuple[Executor, int]]
 """Makes the executor and says how many blocks it has, beside a second model of this config that drafts."""
 
 
-def _on_one_device(settings: EngineSettings, weights: LlamaWeights | None) -> _Make:
+def _on_one_device(settings: EngineSettings, weights: LlamaWeights | None, bridges: BridgeStore | None) -> _Make:
     if weights is None:
         weights = load_weights(
             settings.directory,
@@ -79,7 +84,7 @@ def _on_one_device(settings: EngineSettings, weights: LlamaWeights | None) -> _M
             device=settings.device,
         )
     _check_weights(weights, settings)
-    build = partial(build_executor, settings, weights)
+    build = partial(build_executor, settings, weights, bridges=bridges)
 
     def make(draft: ModelConfig | None) -> tuple[Executor, int]:
         blocks = num_blocks(settings, lambda: _workspace_bytes(settings, build), draft)

@@ -6,7 +6,8 @@ import logging
 from pathlib import Path
 
 from d3engine.depth import DepthPolicy
-from d3engine.depth.policy import POLICY_FILE, calibrated_for, calibrated_task, policy_from_directory
+from d3engine.depth.policy import BRIDGES, POLICY_FILE, calibrated_for, calibrated_task, policy_from_directory
+from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.depth.words import policy_in_words
 from d3engine.errors import ModelFormatError, require
 from d3engine.files import beside, is_there
@@ -26,6 +27,10 @@ def resolve_depth(depth: str | DepthPolicy, directory: Path) -> DepthPolicy:
         return depth
     require(depth == "auto", "depth", depth, 'a DepthPolicy such as D3(alpha=0.9, start=0.6), or "auto"')
     policy = policy_from_directory(directory)
+    own = {getattr(one, BRIDGES, None) for one in (policy, getattr(policy, "draft", None))}
+    if own - {None, AUTO_BRIDGES}:  # the file may come from anywhere, and must not say which others are opened
+        path = beside(directory, POLICY_FILE)
+        raise ModelFormatError(f'{path}: bridges must be "{AUTO_BRIDGES}" or absent there; got {policy.describe()}')
     calibrated = calibrated_for(directory)
     if calibrated is not None and calibrated != fingerprint(directory):
         raise ModelFormatError(

@@ -13,6 +13,7 @@ import torch
 
 from d3engine.environment import KERNELS, NATIVE_ISA
 from d3engine.errors import require
+from d3engine.executor.bridging import BridgeStore
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.interface import Executor
 from d3engine.executor.native import NativeExecutor
@@ -52,10 +53,17 @@ def _what_is_missing() -> str | None:
 
 
 def build_executor(
-    settings: EngineSettings, weights: LlamaWeights, num_blocks: int, ranks: Ranks | None = None
+    settings: EngineSettings,
+    weights: LlamaWeights,
+    num_blocks: int,
+    ranks: Ranks | None = None,
+    bridges: BridgeStore | None = None,
 ) -> Executor:
-    """The executor of these settings over a pool of `num_blocks` blocks; with `ranks`, of one of them."""
-    eager = eager_executor(settings, settings.config, weights, num_blocks, ranks)
+    """The executor of these settings over a pool of `num_blocks` blocks; with `ranks`, of one of them.
+
+    `bridges` has those that plans name.
+    """
+    eager = eager_executor(settings, settings.config, weights, num_blocks, ranks, bridges)
     if settings.executor == "eager":
         return eager
     if settings.executor == "graphs":

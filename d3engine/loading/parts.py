@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from d3engine.cache.kv_cache import KVCache
+from d3engine.executor.bridging import BridgeStore
 from d3engine.executor.eager import EagerExecutor
 from d3engine.loading.device import kernels_for
 from d3engine.loading.settings import EngineSettings
@@ -28,6 +29,7 @@ def eager_executor(
     weights: LlamaWeights,
     num_blocks: int,
     ranks: Ranks | None = None,
+    bridges: BridgeStore | None = None,
 ) -> EagerExecutor:
     """What runs a model of `config`, or with `ranks` a part of one, step by step, over a pool of `num_blocks`."""
     return EagerExecutor(
@@ -40,4 +42,5 @@ def eager_executor(
         device=settings.device,
         kernels=kernels_for(settings.device),
         ranks=ranks,
+        bridges=bridges,
     )

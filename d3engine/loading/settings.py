@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from d3engine.depth import DepthPolicy, policy_from_dict
+from d3engine.depth.policy import BRIDGES
 from d3engine.model.config import ModelConfig
 from d3engine.model.part import Part
 from d3engine.scheduling.admission import Admission
@@ -49,6 +50,12 @@ class EngineSettings:
     num_tokens_ahead: int
     tensor_parallel_size: int = 1
     stream_interval: int = 1
+
+    @property
+    def own_bridges(self) -> frozenset[str]:
+        """The bridges that the engine's policy names, or that by which it drafts."""
+        policies = (self.depth, getattr(self.depth, "draft", None))
+        return frozenset(name for policy in policies if (name := getattr(policy, BRIDGES, None)) is not None)
 
     @property
     def scheduler_config(self) -> SchedulerConfig:

@@ -7,7 +7,8 @@ import numpy as np
 from d3engine.cache.copy_on_skip import EntryCopies
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import ExitRule
-from d3engine.plan import BoolArray, ExitingChunks, Plan, PromptRows, RunAhead, spans_of
+from d3engine.depth.schedule import windows_of
+from d3engine.plan import BoolArray, BridgedRows, ExitingChunks, Plan, PromptRows, RunAhead, rows_of, spans_of
 from d3engine.request.choice import Choice
 from d3engine.request.sequence import Sequence
 from d3engine.scheduling.chunks import Chunks
@@ -54,6 +55,7 @@ def build_plan(
         copies_after=after.arrays(),
         ahead=ahead,
         exits=_exits(chunks, table),
+        bridged=_bridged(chunks, table, query_starts),
         drafts=draft_work(chunks, table, query_starts, sampled),
     )
 
@@ -92,6 +94,20 @@ def _exits(chunks: Chunks, table: RunningTable) -> tuple[ExitingChunks, ...]:
         members.append(chunk)
         thresholds.append(sequence.exit_rule.threshold_at(int(chunks.steps[chunk]), sequence.max_tokens))
     return tuple(ExitingChunks(rule, np.array(members), np.array(at)) for rule, (members, at) in found.items())
+
+
+def _bridged(chunks: Chunks, table: RunningTable, query_starts: IntArray) -> tuple[BridgedRows, ...]:
+    """The windows that are crossed by bridges, and the rows that cross them: those of equal windows together."""
+    found: dict[tuple[int, int, str], list[int]] = {}
+    for chunk in table.bridged[chunks.slots].nonzero()[0].tolist():
+        bridges = table.bridges(int(chunks.slots[chunk]))
+        if bridges is not None:
+            for first, stop in windows_of(chunks.active[chunk]):
+                found.setdefault((first, stop, bridges), []).append(chunk)
+    return tuple(
+        BridgedRows(bridges, first, stop, rows_of(np.array(members), query_starts))
+        for (first, stop, bridges), members in sorted(found.items())
+    )
 
 
 def _prompt_rows(sequences: list[Sequence], chunks: Chunks, query_starts: IntArray) -> tuple[PromptRows, ...]:

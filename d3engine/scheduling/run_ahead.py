@@ -30,6 +30,8 @@ def longest_run(chunks: Chunks, table: RunningTable, num_steps: int, num_tokens:
 def run_ahead(chunks: Chunks, table: RunningTable, limit: int, reach: Reach) -> RunAhead | None:
     """The steps, `limit` at most, that `chunks` (deepest first) can take on their own; None if not even one."""
     slots = chunks.slots
+    if table.bridged[slots].any():
+        return None  # only the host's own executor has the maps
     if table.drafting[slots].all():
         return _draft_ahead(chunks, table, limit) if reach.drafts else None
     decode = (chunks.steps >= 1) & (chunks.stops == table.num_tokens[slots]) & (chunks.stops - chunks.starts == 1)

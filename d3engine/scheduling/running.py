@@ -20,7 +20,7 @@ class RunningTable:
     skipped layers get entries (`on_skip` other than "none"), `exits` sequences whose tokens may leave early; `choice`
     is what choosing a token takes (`Choice`). `drafts` marks sequences that draft at all, `drafting` those whose next
     row goes through the layers `draft_layers` [slots, L] of a draft, or, where `by_second_model` says so, through
-    another model.
+    another model. `bridged` marks sequences some of whose rows may cross skipped layers by a map.
     """
 
     def __init__(self, max_sequences: int, num_layers: int, max_length: int) -> None:
@@ -41,6 +41,7 @@ class RunningTable:
         self.drafting = np.zeros(max_sequences, dtype=bool)
         self.draft_layers = np.zeros((max_sequences, num_layers), dtype=bool)
         self.by_second_model = np.zeros(max_sequences, dtype=bool)
+        self.bridged = np.zeros(max_sequences, dtype=bool)
 
     def put(self, sequence: Sequence, num_computed: int) -> None:
         """Fill the sequence's slot; `num_computed` positions are in the cache already."""
@@ -62,6 +63,18 @@ class RunningTable:
         self.drafts[slot] = sequence.draft is not None
         self.drafting[slot] = False
         self.by_second_model[slot] = sequence.draft is not None and sequence.draft.rule.model is not None
+
+        draft = None if sequence.draft is None else sequence.draft.rule.schedule
+        self.bridged[slot] = any(given is not None and given.bridges is not None for given in (schedule, draft))
+
+    def bridges(self, slot: int) -> str | None:
+        """The bridges by which the next rows of a slot cross the layers that they leave out."""
+        sequence = self.sequence(slot)
+        if sequence.draft is None:
+            return sequence.schedule.bridges
+        # What verification leaves out it has the states of; only a draft skips.
+        drafts = self.drafting[slot] and sequence.draft.rule.schedule is not None
+        return sequence.draft.rule.schedule.bridges if drafts and sequence.draft.rule.schedule is not None else None
 
     def of_second_model(self, num_layers: int) -> RunningTable:
         """A table of the same sequences for another model, which has computed other positions, all at full depth."""

@@ -22,6 +22,10 @@ ActiveLayers = Callable[[int], set[int]]
 """Which layers run at generation step i >= 1. The prompt, which yields token 0, always runs all of them."""
 
 
+Maps = dict[tuple[int, int], tuple[Tensor, Tensor]]
+"""(first, stop) of layers left out -> weight [H, H] and offset [H] of `h + weight h + offset`."""
+
+
 # -- the policies, from their formulas ---------------------------------------------------------------------------------
 
 
@@ -105,12 +109,20 @@ class DepthAnswer(Answer):
 
 @torch.inference_mode()
 def greedy_at_depth(
-    model: LlamaForCausalLM, prompt: list[int], num_tokens: int, active: ActiveLayers, on_skip: str = "none"
+    model: LlamaForCausalLM,
+    prompt: list[int],
+    num_tokens: int,
+    active: ActiveLayers,
+    on_skip: str = "none",
+    maps: Maps | None = None,
 ) -> DepthAnswer:
-    """`num_tokens` greedy tokens, token i >= 1 of which ran the layers `active(i)` alone."""
+    """`num_tokens` greedy tokens, token i >= 1 of which ran the layers `active(i)` alone.
+
+    With `maps`, what it left out between two layers that ran was crossed by the map of just these layers.
+    """
     num_layers = len(model.model.layers)
     everything = set(range(num_layers))
-    run = _Run(model, on_skip, [_Entries() for _ in range(num_layers)])
+    run = _Run(model, on_skip, [_Entries() for _ in range(num_layers)], maps or {})
     rows, depths = [run.tokens(prompt, 0, everything)], [num_layers]
     for step in range(1, num_tokens):
         layers = active(step)
@@ -193,6 +205,7 @@ class _Run:
     model: LlamaForCausalLM
     on_skip: str
     caches: list[_Entries]
+    maps: Maps = field(default_factory=dict)
 
     def tokens(self, token_ids: list[int], position: int, active: set[int]) -> Tensor:
         """Run a token, or the prompt, through the layers in `active`; returns the logits [V] of the last one."""
@@ -201,6 +214,10 @@ class _Run:
         positions = torch.arange(position, position + len(token_ids))
         rotation = llama.rotary_emb(hidden, position_ids=positions[None])
         for index, layer in enumerate(llama.layers):
+            if self.maps and index not in active and (index == 0 or index - 1 in active):
+                stop = min(other for other in (*active, len(llama.layers)) if other > index)
+                weight, offset = self.maps[index, stop]
+                hidden = hidden + hidden @ weight.T + offset
             if index in active:
                 hidden = layer(hidden, position_embeddings=rotation, past_key_values=self.caches[index])
             elif self.on_skip == "copy":

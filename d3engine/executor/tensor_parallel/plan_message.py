@@ -14,7 +14,7 @@ import numpy as np
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import NEVER, ExitRule, Schedule
 from d3engine.executor.tensor_parallel.packing import pack, unpack
-from d3engine.plan import Course, DraftWork, ExitingChunks, HiddenRows, Plan, PromptRows, RunAhead, Span
+from d3engine.plan import BridgedRows, Course, DraftWork, ExitingChunks, HiddenRows, Plan, PromptRows, RunAhead, Span
 from d3engine.request.choice import Choice, choice_of
 from d3engine.request.params import SamplingParams
 from d3engine.request.sequence import Sequence
@@ -55,7 +55,7 @@ class _Message:
     is_ended: bool
 
 
-_RECORDS = (_Message, _Changes, Span, ExitingChunks, ExitRule, HiddenRows, DraftWork, RunAhead)
+_RECORDS = (_Message, _Changes, Span, BridgedRows, ExitingChunks, ExitRule, HiddenRows, DraftWork, RunAhead)
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in _RECORDS}
 _AS_THEY_ARE = [
     field.name for field in fields(Plan) if field.name not in ("sequences", "tables", "prompt_rows", "drafts")

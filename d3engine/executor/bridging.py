@@ -1,0 +1,99 @@
+"""Bridges inside a step: rows whose next layers are skipped cross the window by its map.
+
+The one idea: a window that rows leave out begins where the layers below it have run, so crossing it is one more thing
+that is due at a layer. Rows of equal windows cross together, and what they cross stays out of sight of all others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from d3engine.depth import Schedule
+from d3engine.depth.schedule import AUTO_BRIDGES
+from d3engine.errors import InvalidValueError, ModelFormatError, require
+from d3engine.files import beside
+from d3engine.model.bridges import BRIDGES_FILE, Bridge, Bridges, Window, read_bridges
+from d3engine.model.config import ModelConfig
+from d3engine.model.fingerprint import fingerprint
+from d3engine.plan import BridgedRows
+
+
+class BridgeStore:
+    """The bridges that the policies of one engine name, loaded when they are first asked for.
+
+    Only those in `allowed` can be had, "auto" (beside the weights) and what the engine's own policy names: a request
+    may come from anywhere, and must not say which files are opened.
+    """
+
+    def __init__(
+        self, directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, allowed: frozenset[str]
+    ) -> None:
+        self._directory = directory
+        self._config = config
+        self._dtype, self._device = dtype, device
+        self._allowed = allowed
+        self._loaded: dict[str, Bridges] = {}
+        self._lock = threading.Lock()
+
+    def check(self, schedule: Schedule) -> None:
+        """Load the bridges of a schedule, if it has any; any thread may call it.
+
+        Raises `InvalidValueError` that names `bridges` where the file is not to be had, belongs to other weights or
+        lacks a window that the schedule leaves out.
+        """
+        name = schedule.bridges
+        if name is None:
+            return
+        require(bool(self._allowed), "bridges", name, "absent beside a tensor_parallel_size above 1")
+        allowed = f'"{AUTO_BRIDGES}", or what the engine\'s own policy names'
+        require(name in self._allowed, "bridges", name, allowed)
+        with self._lock:
+            if name not in self._loaded:
+                self._loaded[name] = self._load(name)
+        missing = [window for window in schedule.windows() if window not in self._loaded[name].by_window]
+        shown = ", ".join(f"{first}:{stop}" for first, stop in missing[:8])
+        allowed = (
+            f"a file with each window that the policy leaves out; {shown} {'are' * (len(missing) > 1) or 'is'} not"
+        )
+        require(not missing, "bridges", name, f"{allowed} in it")
+
+    def bridge(self, name: str, window: Window) -> Bridge:
+        """One of those that were loaded for a schedule that was checked."""
+        return self._loaded[name].by_window[window]
+
+    def _load(self, name: str) -> Bridges:
+        path = beside(self._directory, BRIDGES_FILE) if name == AUTO_BRIDGES else Path(name)
+        try:
+            found = read_bridges(path)
+            fits = found.num_layers == self._config.num_layers and found.hidden_size == self._config.hidden_size
+            is_ours = fits and found.fingerprint == fingerprint(self._directory)
+        except ModelFormatError as error:
+            raise InvalidValueError("bridges", name, f"what d3engine bridge fit has written ({error})") from None
+        require(is_ours, "bridges", name, "fitted to these weights, not to others (d3engine bridge fit)")
+        return found.to(self._dtype, self._device)
+
+
+class Crossings:
+    """The windows that rows of one step leave out, each crossed when the layers below it have run."""
+
+    def __init__(self, store: BridgeStore | None, bridged: Sequence[BridgedRows], hidden: Tensor) -> None:
+        self._store = store
+        self._due = list(bridged)
+        self._hidden = hidden
+
+    def up_to(self, layer: int) -> None:
+        """All layers below `layer` have run."""
+        while self._due and self._due[0].first <= layer:
+            self._cross(self._due.pop(0))
+
+    def _cross(self, due: BridgedRows) -> None:
+        assert self._store is not None, "a plan names bridges that no schedule was checked for"
+        bridge = self._store.bridge(due.bridges, (due.first, due.stop))
+        rows = torch.from_numpy(np.ascontiguousarray(due.rows, dtype=np.int64)).to(self._hidden.device)
+        self._hidden[rows] = bridge.crossed(self._hidden[rows])

@@ -1,0 +1,170 @@
+"""Bridges: an affine map in the place of a window of skipped layers, and the file that holds those of a model.
+
+The one idea: what the layers [first, stop) make of a hidden state is roughly `h + W h + c`, at a tenth of one layer's
+cost. The map writes no KV entries, so a bridged window frees its cache as a skipped one does. Such a map is good for
+the weights that it was fitted to alone, so the file names them by their fingerprint.
+
+Shortcuts fitted in closed form are known from Din et al. 2023, "Jump to Conclusions: Short-Cutting Transformers With
+Linear Transformations", and from static pruning (Shopkhoev et al. 2025, "ReplaceMe").
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from d3engine.errors import ModelFormatError
+from d3engine.files import write_whole
+
+BRIDGES_FILE = "bridges.safetensors"
+"""In a model's directory, or beside its GGUF file: the bridges that a policy calls "auto"."""
+
+FORMAT = "d3engine-bridges-1"
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""What a file may hold its maps in."""
+
+Window: TypeAlias = tuple[int, int]
+"""(first, stop): the layers first .. stop - 1."""
+
+
+@dataclass(frozen=True, eq=False)
+class Bridge:
+    """What stands in for the layers [first, stop): `h + weight @ (down @ h) + offset`.
+
+    Attributes:
+        weight: [H, H], or [H, r] beside `down`.
+        offset: [H].
+        down: [r, H] of a bridge of rank r; None of a full one.
+    """
+
+    first: int
+    stop: int
+    weight: Tensor
+    offset: Tensor
+    down: Tensor | None = None
+
+    @property
+    def window(self) -> Window:
+        return self.first, self.stop
+
+    @property
+    def rank(self) -> int | None:
+        """r of a bridge of low rank; None of a full one."""
+        return None if self.down is None else self.down.shape[0]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(tensor.numel() for tensor in self._tensors().values())
+
+    def crossed(self, hidden: Tensor) -> Tensor:
+        """The states [T, H] behind the window, of those before it; in the dtype of `hidden`."""
+        inner = hidden if self.down is None else F.linear(hidden, self.down)
+        return hidden + F.linear(inner, self.weight, self.offset)
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> Bridge:
+        """The same in another dtype, on another device."""
+        moved: dict[str, Any] = {
+            name: tensor.to(device, dtype).contiguous() for name, tensor in self._tensors().items()
+        }
+        return replace(self, **moved)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        named = {"weight": self.weight, "offset": self.offset, "down": self.down}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+@dataclass(frozen=True, eq=False)
+class Bridges:
+    """The bridges of one model, by their windows.
+
+    `fingerprint` is that of the weights (`d3engine.model.fingerprint`); `about` says for people what they were fitted
+    on, and how well they stand in.
+    """
+
+    fingerprint: str
+    num_layers: int
+    hidden_size: int
+    by_window: Mapping[Window, Bridge]
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> Bridges:
+        """The same in another dtype, on another device."""
+        return replace(self, by_window={window: bridge.to(dtype, device) for window, bridge in self.by_window.items()})
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(bridge.num_parameters * bridge.weight.element_size() for bridge in self.by_window.values())
+
+
+def write_bridges(bridges: Bridges, path: str | Path) -> None:
+    """Write a file whole or not at all; raises `OSError`."""
+    tensors: dict[str, Tensor] = {}
+    for (first, stop), bridge in sorted(bridges.by_window.items()):
+        tensors |= {f"{first}:{stop}.{name}": tensor.contiguous() for name, tensor in bridge._tensors().items()}
+    metadata = {
+        "format": FORMAT,
+        "fingerprint": bridges.fingerprint,
+        "num_layers": str(bridges.num_layers),
+        "hidden_size": str(bridges.hidden_size),
+        "about": json.dumps(dict(bridges.about)),
+    }
+    write_whole(path, save(tensors, metadata))
+
+
+def read_bridges(path: str | Path) -> Bridges:
+    """The bridges of a file, as it holds them; whose weights they belong to is the caller's to compare.
+
+    Raises `ModelFormatError`, naming the file, for anything that `write_bridges` has not written.
+    """
+    if not Path(path).is_file():
+        raise ModelFormatError(f"{path} is missing, or is not a regular file")
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            return _read(file)
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelFormatError(f"{path} is no file of bridges: {error}") from None
+
+
+def _read(file: Any) -> Bridges:
+    metadata = file.metadata() or {}
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"its format is {metadata.get('format')!r}, not {FORMAT!r}")
+    num_layers, hidden_size = int(metadata["num_layers"]), int(metadata["hidden_size"])
+    windows: dict[Window, set[str]] = {}
+    for name in file.keys():  # noqa: SIM118 (no mapping: it cannot be iterated over)
+        place, _, part = name.rpartition(".")
+        first, stop = (int(number) for number in place.split(":"))
+        if not 0 <= first < stop <= num_layers:
+            raise ValueError(f"{name} is of no window of {num_layers} layers")
+        windows.setdefault((first, stop), set()).add(part)
+    found = {window: _bridge(file, window, parts, hidden_size) for window, parts in sorted(windows.items())}
+    return Bridges(metadata["fingerprint"], num_layers, hidden_size, found, json.loads(metadata["about"]))
+
+
+def _bridge(file: Any, window: Window, parts: set[str], hidden_size: int) -> Bridge:
+    name = f"{window[0]}:{window[1]}"
+    if parts not in ({"weight", "offset"}, {"weight", "offset", "down"}):
+        raise ValueError(f"window {name} has {', '.join(sorted(parts))}, not weight, offset and perhaps down")
+    shapes = {part: tuple(file.get_slice(f"{name}.{part}").get_shape()) for part in parts}
+    rank = shapes["down"][0] if "down" in parts else hidden_size
+    expected = {"weight": (hidden_size, rank), "offset": (hidden_size,), "down": (rank, hidden_size)}
+    for part, shape in shapes.items():
+        if shape != expected[part]:
+            raise ValueError(f"{name}.{part} has shape {list(shape)}, not {list(expected[part])}")
+    tensors = {part: file.get_tensor(f"{name}.{part}") for part in parts}
+    for part, tensor in tensors.items():
+        if tensor.dtype not in DTYPES.values():
+            raise ValueError(f"{name}.{part} is {tensor.dtype}, not one of {', '.join(DTYPES)}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{name}.{part} has numbers that are not finite")
+    return Bridge(*window, **tensors)

@@ -1,0 +1,87 @@
+"""`d3engine bridge`: a fit, its file and its report, and what is refused before any work."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from d3engine.cli import app
+from d3engine.model.bridges import read_bridges
+
+SMALL = ("--device", "cpu", "--kv-cache-memory-bytes", str(2**24), "--texts", "6", "--held-out-texts", "2")
+
+
+def run(*arguments: str) -> Any:
+    try:
+        runner = CliRunner(mix_stderr=False)  # type: ignore[call-arg]  # before click 8.2
+    except TypeError:
+        runner = CliRunner()
+    return runner.invoke(app, ["bridge", *arguments])
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    lines = [{"question": f"Tom has {n} pens and finds {n + 2}. How many?", "answer": f"{2 * n + 2}"} for n in range(9)]
+    lines.append({"text": "Ann buys 3 cups. Ann sells 1. Then she counts them again, and finds 2 cups."})
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return tmp_path / "texts.jsonl"
+
+
+def test_a_fit_writes_its_file_and_says_what_it_is_worth(texts: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out, png = tmp_path / "b.safetensors", tmp_path / "b.png"
+    options = ("--text", str(texts), "--start", "0.9", "--window", "3:5", "--prompt-tokens", "4", "--rank", "8")
+    result = run("fit", "demo", *SMALL, *options, "--out", str(out), "--png", str(png), "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    windows = [(3, 5), (14, 15), (14, 16)]
+    assert [tuple(row["window"]) for row in report["held_out"]["windows"]] == windows
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "b.safetensors.part").exists()
+    bridges = read_bridges(out)
+    assert {window: bridge.rank for window, bridge in bridges.by_window.items()} == dict.fromkeys(windows, 8)
+    assert (bridges.about["source"], bridges.about["texts"]) == (["texts.jsonl"], 6)
+    shown = run("inspect", str(out), "--json")
+    assert json.loads(shown.stdout)["bridges"][0] == {
+        "window": [3, 5],
+        "rank": 8,
+        "dtype": "float32",
+        "parameters": 17 * bridges.hidden_size,
+    }
+    assert "[14, 16)" in run("inspect", str(out)).stdout
+
+
+def test_the_models_own_answers_to_a_task_serve_as_text(tmp_path: Path) -> None:
+    out = tmp_path / "b.safetensors"
+    result = run("fit", "demo", *SMALL, "--task", "word-problems", "--window", "14:16", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert "[14, 16)" in result.stdout
+    assert read_bridges(out).about["source"] == "word-problems"
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--text", "no.jsonl"), "--out must be given"),
+        (("--out", "b"), "--text must be given, or --task in its place"),
+        (("--out", "b", "--text", "no.jsonl", "--task", "word-problems"), "--text must be given, or --task"),
+        (("--out", "b", "--text", "no.jsonl"), "--text must be a file of text.*missing"),
+        (("--out", "b", "--text", "x", "--window", "3:17"), "--window must be A:B with 0 <= A < B <= 16"),
+        (("--out", "b", "--text", "x", "--start", "1"), r"--start must be a number in \(0, 1\)"),
+        (("--out", "b", "--text", "x", "--texts", "4"), "--texts must be an integer of at least 5; got 4"),
+        (("--out", "none/b", "--text", "x"), "--out must be a file that can be written"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_fitted_is_refused_by_name(
+    options: tuple[str, ...], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("fit", "demo", *options)
+    assert result.exit_code == 2
+    assert re.search(complaint, result.stderr), result.stderr

@@ -1,0 +1,292 @@
+"""Windows crossed by bridges: the tokens are those of a slow oracle on transformers' own layers with the maps between
+them, alone and in a batch, and whoever has none is untouched."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from batches import Request, kv_is_back, run_together
+from depth_oracle import (
+    ActiveLayers,
+    DepthAnswer,
+    Maps,
+    d3,
+    greedy_at_depth,
+    layer_table,
+    skip_decode,
+    tail_skip,
+    unified_skip,
+)
+from tiny_models import TinyLlama
+from transformers_oracle import assert_same_tokens, greedy
+
+from d3engine import D3, Engine, FullDepth, LayerTable, RequestOutput, SamplingParams, SkipDecode, TailSkip, UnifiedSkip
+from d3engine.depth import DepthPolicy, Lossless, SelfSpeculative
+from d3engine.errors import InvalidValueError, ModelFormatError
+from d3engine.model.bridges import BRIDGES_FILE, Bridge, Bridges, write_bridges
+from d3engine.model.fingerprint import fingerprint
+
+LAYERS, SIZE, TOKENS = 6, 32, 14
+AUTO = "auto"
+EVERY = list(range(LAYERS))
+WAKING = [EVERY, [0, 5], [0, 1, 5], EVERY, [0, 2, 4], [0, 1, 2, 3]]
+BRIDGED: list[tuple[DepthPolicy, ActiveLayers]] = [
+    (D3(0.95, 0.5, bridges=AUTO), d3(LAYERS, 0.95, 0.5)),
+    (D3(0.9, 0.1, tail=1, bridges=AUTO), d3(LAYERS, 0.9, 0.1, tail=1)),  # its window begins at the first layer
+    (D3(0.9, 0.5, on_skip="copy", bridges=AUTO), d3(LAYERS, 0.9, 0.5)),
+    (SkipDecode(20, 2, bridges=AUTO), skip_decode(LAYERS, 20, 2)),
+    (TailSkip(4.5, 16, bridges=AUTO), tail_skip(LAYERS, 16, 4.5)),
+    (UnifiedSkip(1.5, bridges=AUTO), unified_skip(LAYERS, 1.5)),
+    (LayerTable(WAKING, bridges=AUTO), layer_table(WAKING)),  # several windows at once, and they come and go
+]
+BARE: list[tuple[DepthPolicy, ActiveLayers]] = [
+    (FullDepth(), lambda _: set(EVERY)),
+    (D3(0.95, 0.5), d3(LAYERS, 0.95, 0.5)),
+]
+
+
+def some_maps(seed: int = 0, scale: float = 0.5) -> Maps:
+    """Of every window, far from doing nothing."""
+    numbers = torch.Generator().manual_seed(seed)
+    return {
+        (first, stop): (
+            scale * torch.randn(SIZE, SIZE, generator=numbers) / SIZE**0.5,
+            scale * torch.randn(SIZE, generator=numbers),
+        )
+        for first in range(LAYERS)
+        for stop in range(first + 1, LAYERS + 1)
+    }
+
+
+def write_maps(maps: Maps, directory: Path, path: Path) -> None:
+    found = {window: Bridge(*window, *tensors) for window, tensors in maps.items()}
+    write_bridges(Bridges(fingerprint(directory), LAYERS, SIZE, found), path)
+
+
+@pytest.fixture(scope="module")
+def maps() -> Maps:
+    return some_maps()
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama: Callable[..., TinyLlama], maps: Maps, tmp_path_factory: pytest.TempPathFactory) -> TinyLlama:
+    """A model with bridges beside its weights."""
+    made = tiny_llama(num_hidden_layers=LAYERS, hidden_size=SIZE, intermediate_size=48)
+    directory = tmp_path_factory.mktemp("bridged") / "model"
+    shutil.copytree(made.directory, directory)
+    write_maps(maps, directory, directory / BRIDGES_FILE)
+    return TinyLlama(directory, made.model)
+
+
+@pytest.fixture(scope="module")
+def make_engine(model: TinyLlama) -> Callable[..., Engine]:
+    def make(**changes: Any) -> Engine:
+        arguments: dict[str, Any] = {"max_num_seqs": 8, "block_size": 4, "depth": FullDepth(), "device": "cpu"}
+        return Engine(model.directory, skip_tokenizer_init=True, max_model_len=64, **(arguments | changes))
+
+    return make
+
+
+def asked(policy: DepthPolicy, **changes: Any) -> SamplingParams:
+    given: dict[str, Any] = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, "depth": policy}
+    return SamplingParams(**(given | changes))
+
+
+PROMPTS = [[37 * (nth + place) % 300 for place in range(2 + 2 * nth)] for nth in range(len(BRIDGED) + len(BARE))]
+
+
+@pytest.fixture(scope="module")
+def wanted(model: TinyLlama, maps: Maps) -> list[DepthAnswer]:
+    """What the oracle answers to `PROMPTS` under each policy."""
+
+    def answer(nth: int, policy: DepthPolicy, active: ActiveLayers, maps: Maps | None) -> DepthAnswer:
+        return greedy_at_depth(model.model, PROMPTS[nth], TOKENS, active, getattr(policy, "on_skip", "none"), maps)
+
+    bridged = [answer(nth, *pair, maps) for nth, pair in enumerate(BRIDGED)]
+    for nth, pair in enumerate(BRIDGED):
+        assert bridged[nth].token_ids != answer(nth, *pair, None).token_ids, "a bridge that changes nothing"
+    return bridged + [answer(len(BRIDGED) + nth, *pair, None) for nth, pair in enumerate(BARE)]
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "native if it is there"])
+def test_a_batch_of_many_policies_equals_the_oracle(
+    make_engine: Callable[..., Engine], wanted: list[DepthAnswer], enforce_eager: bool
+) -> None:
+    with make_engine(enforce_eager=enforce_eager) as engine:
+        params = [asked(policy) for policy, _ in (*BRIDGED, *BARE)]
+        outputs = engine.generate(PROMPTS, params, use_tqdm=False)
+    for output, answer in zip(outputs, wanted, strict=True):
+        assert_same_tokens(output.outputs[0].token_ids, answer, tie=1e-3)
+        assert output.outputs[0].depths == answer.depths
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "native if it is there"])
+def test_a_request_answers_as_alone_whatever_happens_beside_it(
+    make_engine: Callable[..., Engine], enforce_eager: bool
+) -> None:
+    """Requests come one by one, are preempted at random, share their prompts' beginnings, and draw."""
+    numbers = random.Random(5)
+    policies = [policy for policy, _ in (*BRIDGED, *BARE)]
+    requests = []
+    for nth in range(10):
+        prompt = (*range(20, 20 + 4 * numbers.randint(1, 4)), numbers.randrange(300))
+        params = asked(policies[nth % len(policies)], max_tokens=9, temperature=2.0 * (nth % 2), seed=nth)
+        requests.append(Request(prompt, params))
+
+    def disturb(engine: Engine) -> None:
+        for sequence in engine.scheduler.running:
+            if numbers.random() < 0.1:
+                engine.scheduler._preempt(sequence)
+
+    with make_engine(max_num_batched_tokens=12, enforce_eager=enforce_eager) as engine:
+        done = run_together(engine, requests, random.Random(1), before_step=disturb)
+        stats = engine.stats()
+        assert stats.num_preemptions > 2
+        assert stats.cached_prompt_tokens > 0
+        assert kv_is_back(engine)
+    with make_engine(max_num_seqs=1, enable_prefix_caching=False, enforce_eager=True) as alone:
+        for nth, request in enumerate(requests):
+            (wanted,) = alone.generate(list(request.prompt), request.params, use_tqdm=False)
+            assert done[nth].outputs[0].token_ids == wanted.outputs[0].token_ids, request
+
+
+def test_a_bridge_writes_no_entries_so_as_much_memory_is_freed(make_engine: Callable[..., Engine]) -> None:
+    saved = []
+    for bridges in (None, AUTO):
+        with make_engine() as engine:
+            engine.generate([1, 2, 3], asked(D3(0.9, 0.5, bridges=bridges)), use_tqdm=False)
+            saved.append(engine.stats().kv_bytes_saved_at_end)
+    assert saved[0] == saved[1] > 0
+
+
+def test_requests_without_bridges_answer_to_the_bit_as_if_there_were_none(make_engine: Callable[..., Engine]) -> None:
+    def answers(others: list[SamplingParams]) -> list[RequestOutput]:
+        bare = [asked(policy, logprobs=3) for policy, _ in BARE]
+        with make_engine(enforce_eager=True) as engine:
+            outputs = engine.generate([[5, 6, 7]] * (2 + len(others)), bare + others, use_tqdm=False)
+        return outputs[:2]
+
+    neighbours = [asked(D3(0.95, 0.5)), asked(D3(0.9, 0.5))]
+    bridged = [replace(params, depth=replace(params.depth, bridges=AUTO)) for params in neighbours]  # type: ignore[type-var]
+    for alone, beside in zip(answers(neighbours), answers(bridged), strict=True):
+        assert alone.outputs[0].token_ids == beside.outputs[0].token_ids
+        assert alone.outputs[0].logprobs == beside.outputs[0].logprobs
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "native if it is there"])
+@pytest.mark.parametrize("lossless", [True, False])
+def test_bridges_change_what_is_drafted_and_no_token(
+    make_engine: Callable[..., Engine], model: TinyLlama, lossless: bool, enforce_eager: bool
+) -> None:
+    prompts = [[9, 8, 7] * 5, list(range(50, 60))]
+    accepted = []
+    for bridges in (None, AUTO):
+        draft = D3(0.9, 0.5, bridges=bridges)
+        policy = Lossless(draft, 3) if lossless else SelfSpeculative(draft, 3)
+        with make_engine(enforce_eager=enforce_eager) as engine:
+            outputs = engine.generate(prompts, asked(policy), use_tqdm=False)
+            accepted.append((engine.stats().drafted_tokens, engine.stats().accepted_tokens))
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert_same_tokens(output.outputs[0].token_ids, greedy(model.model, prompt, TOKENS), tie=1e-3)
+    assert accepted[0] != accepted[1]
+
+
+def test_a_perfect_bridge_lets_every_draft_be_accepted(tiny_llama: Callable[..., TinyLlama], tmp_path: Path) -> None:
+    """Of layers that add a constant, the bridge is that constant: then drafts are full depth's tokens."""
+    made = tiny_llama(num_hidden_layers=4, hidden_size=SIZE, intermediate_size=48, mlp_bias=True, seed=4)
+    directory = tmp_path / "model"
+    shutil.copytree(made.directory, directory)
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(directory / "model.safetensors")
+    offset = torch.zeros(SIZE)
+    for layer in (2, 3):
+        for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+            tensors[f"model.layers.{layer}.{name}"].zero_()
+        offset += tensors[f"model.layers.{layer}.mlp.down_proj.bias"]
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    bridge = Bridge(2, 4, torch.zeros(SIZE, SIZE), offset)
+    path = tmp_path / "own.safetensors"
+    write_bridges(Bridges(fingerprint(directory), 4, SIZE, {(2, 4): bridge}), path)
+    draft = LayerTable([[0, 1, 2, 3], [0, 1]], on_skip="none", bridges=str(path))
+    policy = SelfSpeculative(draft, 4)
+    with Engine(directory, depth=policy, skip_tokenizer_init=True, device="cpu", max_model_len=64) as engine:
+        engine.generate([1, 2, 3], asked(policy, max_tokens=21), use_tqdm=False)
+        stats = engine.stats()
+    assert stats.drafted_tokens == stats.accepted_tokens > 0
+
+
+# -- what is refused -------------------------------------------------------------------------------------------
+
+
+def test_a_request_names_no_file_but_the_engines_own(
+    make_engine: Callable[..., Engine], model: TinyLlama, maps: Maps, tmp_path: Path
+) -> None:
+    own, other = tmp_path / "own.safetensors", tmp_path / "other.safetensors"
+    for path in (own, other):
+        write_maps(maps, model.directory, path)
+    with make_engine(depth=D3(0.9, 0.5, bridges=str(own))) as engine:
+        for bridges in (str(own), AUTO):
+            engine.generate([1, 2], asked(D3(0.8, 0.5, bridges=bridges), max_tokens=2), use_tqdm=False)
+        for policy in (D3(0.8, 0.5, bridges=str(other)), Lossless(D3(0.8, 0.5, bridges=str(other)))):
+            with pytest.raises(
+                InvalidValueError, match=r'bridges must be "auto", or what the engine.s own policy'
+            ) as e:
+                engine.generate([1, 2], asked(policy), use_tqdm=False)
+            assert str(own) not in str(e.value)
+
+
+def test_bridges_of_other_weights_are_refused(
+    tiny_llama: Callable[..., TinyLlama], model: TinyLlama, tmp_path: Path
+) -> None:
+    other = tiny_llama(num_hidden_layers=LAYERS, hidden_size=SIZE, intermediate_size=48, seed=1)
+    policy = D3(0.9, 0.5, bridges=str(model.directory / BRIDGES_FILE))
+    with pytest.raises(InvalidValueError, match="bridges must be fitted to these weights, not to others"):
+        Engine(other.directory, depth=policy, skip_tokenizer_init=True, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [(None, "is missing"), (b"no tensors", "is no file of bridges")],
+    ids=["missing", "damaged"],
+)
+def test_a_file_that_cannot_be_read_is_refused(
+    make_engine: Callable[..., Engine], tmp_path: Path, content: bytes | None, complaint: str
+) -> None:
+    path = tmp_path / "b.safetensors"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InvalidValueError, match=f"what d3engine bridge fit has written .*{complaint}"):
+        make_engine(depth=D3(0.9, 0.5, bridges=str(path)))
+
+
+def test_a_file_that_lacks_a_window_of_the_policy_is_refused_with_the_window(
+    make_engine: Callable[..., Engine], model: TinyLlama, maps: Maps, tmp_path: Path
+) -> None:
+    path = tmp_path / "b.safetensors"
+    write_maps({window: maps[window] for window in ((3, 4), (3, 6))}, model.directory, path)
+    with pytest.raises(InvalidValueError, match="each window that the policy leaves out; 3:5 is not in it"):
+        make_engine(depth=D3(0.9, 0.5, bridges=str(path)))
+    make_engine(depth=D3(0.9, 0.5, tail=2, bridges=str(path))).close()
+
+
+def test_a_policy_file_beside_the_weights_names_no_other_file(model: TinyLlama, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(model.directory, directory)
+    for bridges, fits in ((AUTO, True), ("/etc/hostname", False)):
+        (directory / "d3.json").write_text(
+            f'{{"depth": {{"policy": "d3", "alpha": 0.9, "start": 0.5, "bridges": "{bridges}"}}}}'
+        )
+        if fits:
+            with Engine(directory, skip_tokenizer_init=True, device="cpu") as engine:
+                assert engine.depth == D3(0.9, 0.5, bridges=AUTO)
+        else:
+            with pytest.raises(ModelFormatError, match=r'bridges must be "auto" or absent there'):
+                Engine(directory, skip_tokenizer_init=True, device="cpu")
