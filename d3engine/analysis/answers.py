@@ -7,10 +7,10 @@ apart.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from d3engine.analysis.observer import Observer
 from d3engine.depth import DepthPolicy, FullDepth
@@ -25,6 +25,9 @@ from d3engine.model.weights import load_weights
 from d3engine.request.params import SamplingParams
 
 MAX_PROMPTS = 10_000
+
+Prompt: TypeAlias = str | dict[str, list[int]]
+"""A text, or `{"prompt_token_ids": [...]}`, as `Engine.chat_prompt` gives it."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,47 @@ def read_prompts(path: Path, limit: int) -> list[str]:
     return prompts[:limit]
 
 
+def reference_answers(
+    engine: Engine,
+    observer: Observer,
+    prompts: Sequence[Prompt],
+    texts: Sequence[str],
+    max_tokens: int,
+    progress: Callable[[], None] = lambda: None,
+) -> list[Answered]:
+    """Given answers to the prompts, as if the model had generated them at full depth: their first `max_tokens` tokens.
+
+    A prompt and its answer are tokenized apart. `cut_off`: whether the answer is longer. Raises `InvalidValueError`
+    for an engine without a tokenizer, and for an answer without text.
+    """
+    tokenizer, num_layers = engine.tokenizer, engine.config.num_layers
+    if tokenizer is None:
+        raise InvalidValueError("model", "without a tokenizer", "one with a tokenizer, since answers are given as text")
+    found = []
+    for prompt, text in zip(prompts, texts, strict=True):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        require(len(ids) > 0, "answer", text, "a text of at least one token")
+        kept = ids[:max_tokens]
+        prompt_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
+        logprobs = _logprobs(observer, prompt_ids, kept)
+        shown = prompt if isinstance(prompt, str) else _text(engine, prompt_ids)
+        depths, words = [num_layers] * len(kept), tokenizer.decode(kept)
+        found.append(Answered(shown, prompt_ids, kept, logprobs, depths, words, len(ids) > max_tokens))
+        progress()
+    return found
+
+
+def _logprobs(observer: Observer, prompt_ids: list[int], token_ids: list[int]) -> list[float]:
+    """The log-probability of each of these tokens behind the prompt and those before it, at full depth."""
+    for states in observer.layers(prompt_ids + token_ids[:-1], len(prompt_ids)):
+        last = states.after
+    rows = observer.logits(last[len(prompt_ids) - 1 :]).log_softmax(dim=-1)
+    return [float(row[token]) for row, token in zip(rows, token_ids, strict=True)]
+
+
 def answer(
     engine: Engine,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     max_tokens: int,
     policy: DepthPolicy | None = None,
     *,
@@ -96,7 +137,12 @@ def answer(
         assert best.logprobs is not None
         logprobs = [known[token].logprob for token, known in zip(best.token_ids, best.logprobs, strict=True)]
         cut_off = best.finish_reason == "length"
+        shown = prompt if isinstance(prompt, str) else _text(engine, output.prompt_token_ids)
         found.append(
-            Answered(prompt, output.prompt_token_ids, best.token_ids, logprobs, best.depths, best.text, cut_off)
+            Answered(shown, output.prompt_token_ids, best.token_ids, logprobs, best.depths, best.text, cut_off)
         )
     return found
+
+
+def _text(engine: Engine, token_ids: list[int]) -> str:
+    return engine.tokenizer.decode(token_ids) if engine.tokenizer is not None else ""

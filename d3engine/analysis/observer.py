@@ -162,6 +162,18 @@ class CachedPass:
         self._length += len(token_ids)
         return states
 
+    @torch.inference_mode()
+    def resume(self, hidden: Tensor, layer: int, first: int) -> Tensor:
+        """Let `layer` and all above it work on `hidden` [T, H], tokens fed before, at positions `first` and after.
+
+        Returns what leaves the last layer. Their entries in these layers are overwritten; those of the layers below,
+        and of positions before `first`, stay as they are.
+        """
+        rotations = self._rotations(torch.arange(first, first + hidden.shape[0], device=hidden.device))
+        for above in range(layer, self.num_layers):
+            self._observer.run_layer(above, hidden, rotations[above], self._pools[above], first)
+        return hidden
+
     def copy_newest(self, source: int, target: int) -> None:
         """Let the newest token's entry of layer `source` stand in layer `target`."""
         self._pools[target][:, :, self._length - 1] = self._pools[source][:, :, self._length - 1]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from d3engine.cli.analyze_layers import layers
 from d3engine.cli.apps import new_app
 from d3engine.cli.depth_options import AUTO, Depth, number, takes_depth
 from d3engine.cli.engine_options import Model, Options, model_directory, takes_engine
@@ -40,6 +41,8 @@ app = new_app(
     help="Look into a model while it answers: the D3 paper's analyses, each as table, picture and JSON.",
     no_args_is_help=True,
 )
+
+app.command()(layers)
 
 DEFAULT_DECAYS = (0.8, 0.9, 0.99, 0.999, 0.9999)
 LastLayers = Annotated[
@@ -142,7 +145,7 @@ def copy(
     from d3engine.analysis.report import counted
 
     counts, from_steps = grid_of(model, layers, steps, "--from-step")
-    seen = observe(model, engine_options, asking, limit, png)
+    seen = observe(model, engine_options, asking, limit, png, judges=True)
     outcome, measure = seen.judge()
     lengths = [len(one.token_ids) for one in seen.answered]
     with settings_bar("copy", 1 + len(counts) * len(from_steps)) as progress:
@@ -179,7 +182,7 @@ def perturb(
     from d3engine.analysis.report import counted
 
     counts, at_steps = grid_of(model, layers, steps, "--at-step", spare=1)
-    seen = observe(model, engine_options, asking, limit, png)
+    seen = observe(model, engine_options, asking, limit, png, judges=True)
     outcome, measure = seen.judge()
     lengths = [len(one.token_ids) for one in seen.answered]
     with settings_bar("perturb", 1 + len(ENTRIES) * len(counts) * len(at_steps)) as progress:
@@ -203,7 +206,7 @@ def oracle(
     """
     from d3engine.analysis.oracle import ask_oracle
 
-    seen = observe(model, engine_options, asking, limit, None)
+    seen = observe(model, engine_options, asking, limit, None, judges=True)
     require(seen.engine.tokenizer is not None, "model", model, "a model with a tokenizer")
     assert seen.engine.tokenizer is not None
     result = ask_oracle(
@@ -314,19 +317,19 @@ def sample(
 
     require_integer("--guess-layers", guesses, 1)
     check_output("--html", html)
-    seen = observe(model, engine_options, asking, limit, png)
+    seen = observe(model, engine_options, asking, limit, png, judges=True)
     engine = seen.engine
     require(engine.tokenizer is not None, "model", model, "a model with a tokenizer")
     assert engine.tokenizer is not None
     policy = _sample_policy(model, depth)
     layers = guess_layers(engine.config.num_layers, guesses)
     answers = []
-    for full in with_bar(seen.answered, "sample"):
+    for prompt, full in zip(seen.asked.prompts, with_bar(seen.answered, "sample"), strict=True):
         for one in dict.fromkeys([FullDepth(), policy]):
             found = (
                 full
                 if isinstance(one, FullDepth)
-                else answer(engine, [full.prompt], seen.asked.max_tokens, one, stop=seen.asked.stop)[0]
+                else answer(engine, [prompt], seen.asked.max_tokens, one, stop=seen.asked.stop)[0]
             )
             answers.append(take_sample(seen.observer, engine.tokenizer, found, one, layers))
     result = Sample(engine.config.num_layers, answers)

@@ -31,7 +31,7 @@ from d3engine.cli.output_files import check_output, printing_last, write_output
 from d3engine.depth import D3, DepthPolicy, FullDepth
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer
 from d3engine.evaluation import catalogue
-from d3engine.evaluation.accuracy import measure
+from d3engine.evaluation.accuracy import measure, measure_with_shared_prompts
 from d3engine.evaluation.baselines import BISECTIONS, at_equal_depth, early_exit_at_depth
 from d3engine.evaluation.benchmark import Benchmark, Question, check_prompts
 from d3engine.evaluation.report import (
@@ -110,6 +110,13 @@ def evaluate(
             help="After each D3: other skips at its nominal mean depth, and Early Exit at its depth on validation.",
         ),
     ] = False,
+    share_prompts: Annotated[
+        bool,
+        typer.Option(
+            "--share-prompts",
+            help="Compute each prompt once for all policies; answers stay the same, times are no comparison.",
+        ),
+    ] = False,
     include_path: Annotated[
         Path | None, typer.Option("--include-path", help="Folder with task files of your own for the harness.")
     ] = None,
@@ -129,10 +136,11 @@ def evaluate(
     is_harness = data is None and not catalogue.are_generated(names)
     require(is_harness or include_path is None, "--include-path", str(include_path), "given only with harness tasks")
     seed = engine_options.get("seed", 0)
-    run = Run(model, names, seed, limit, num_fewshot, html, as_json)
+    run = Run(model, names, seed, limit, num_fewshot, html, as_json, share_prompts)
     wanted = [depth] if depth != AUTO or not policy else []
     wanted += [policy_from_words(words.split()) for words in policy or ()]
     if is_harness:
+        require(not share_prompts, "--share-prompts", NOTHING, "given with tasks that are not the harness's")
         only = {name: value for name, value in sampling.items() if name != "max_tokens"}
         for name, value in only.items():
             raise InvalidValueError("--" + name.replace("_", "-"), value, "left to the tasks of the harness")
@@ -187,11 +195,13 @@ class Run:
         shots: int | None,
         html: Path | None,
         as_json: bool,
+        shares_prompts: bool = False,
     ) -> None:
         self._facts: dict[str, Any] = {"model": model, "tasks": names, "seed": seed, "limit": limit}
         self._shots = shots
         self._html = html
         self._as_json = as_json
+        self._shares_prompts = shares_prompts
         self._has_printed = False
 
     def with_benchmarks(
@@ -219,7 +229,7 @@ class Run:
             ]
         results = []
         for benchmark, (policies, params) in zip(benchmarks, planned, strict=True):
-            results.append(_measure(engine, benchmark, policies, params))
+            results.append(_measure(engine, benchmark, policies, params, self._shares_prompts))
             self._print(benchmark_tables(results[-1]))
         self._facts |= _machine(engine)
         described = {"benchmarks": [as_dict(result) for result in results]}
@@ -309,13 +319,26 @@ def _with_early_exits(
     return [*policies, *(one for one in dict.fromkeys(exits) if one not in policies)]
 
 
-def _measure(engine: Engine, benchmark: Benchmark, policies: Sequence[DepthPolicy], params: SamplingParams) -> Result:
+def _measure(
+    engine: Engine,
+    benchmark: Benchmark,
+    policies: Sequence[DepthPolicy],
+    params: SamplingParams,
+    shares_prompts: bool,
+) -> Result:
     from d3engine.depth.words import policy_in_words
 
     questions = benchmark.questions
     measure(engine, questions[:1], policies[0], params)  # whatever is slow the first time is not measured
-    progress = sys.stderr.isatty() and not hides_bars()
-    scores = [measure(engine, questions, policy, params, progress=progress) for policy in policies]
+    if shares_prompts:
+        from tqdm import tqdm
+
+        with tqdm(total=len(questions), desc=benchmark.name, unit="question", disable=hides_bars(), leave=False) as bar:
+            done: Callable[[], None] = lambda: bar.update() and None  # noqa: E731
+            scores = measure_with_shared_prompts(engine, benchmark, policies, params, done=done)
+    else:
+        progress = sys.stderr.isatty() and not hides_bars()
+        scores = [measure(engine, questions, policy, params, progress=progress) for policy in policies]
     return Result(benchmark, tuple(policy_in_words(policy) for policy in policies), tuple(scores))
 
 

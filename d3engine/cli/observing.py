@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from d3engine.cli.engine_options import Options, OptionTable, engine_arguments, model_directory, takes_options
-from d3engine.errors import require, require_integer
+from d3engine.errors import NOTHING, require, require_integer
 from d3engine.progress import hides_bars
 
 if TYPE_CHECKING:
-    from d3engine.analysis.answers import Answered
+    from d3engine.analysis.answers import Answered, Prompt
     from d3engine.analysis.copying import Outcome
     from d3engine.analysis.observer import Observer
     from d3engine.analysis.report import Analysis, Table
@@ -38,6 +38,8 @@ ASKING: OptionTable = {
     ),
     "data": ("--data", Path, "Folder with gsm8k/ and bbh/ to read questions from."),
     "shots": ("--num-fewshot", int, "Solved examples before a question (3; none if generated)."),
+    "chat": ("--chat", bool, "Put each prompt, as a user's turn, into the model's chat template."),
+    "reference": ("--reference-answers", bool, "Look at the task's own answers instead of the model's."),
     "max_tokens": ("--max-tokens", int, f"Tokens of an answer at most (the task's own; {DEFAULT_MAX_TOKENS} without)."),
 }
 """What a command asks the model -> flag, type, help."""
@@ -51,12 +53,16 @@ AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @dataclass(frozen=True)
 class Asked:
-    """What the model is asked, and how: `questions` judge their answers; None where the prompts are a user's own."""
+    """What the model is asked, and how: `questions` judge their answers; None where the prompts are a user's own.
 
-    prompts: Sequence[str]
+    `references` are the answers that the questions bring.
+    """
+
+    prompts: Sequence[Prompt]
     questions: Sequence[Question] | None
     max_tokens: int
     stop: tuple[str, ...] = ()
+    references: Sequence[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,11 +86,21 @@ def takes_questions(command: Callable[..., Any]) -> Callable[..., Any]:
     return takes_options(command, "asking", ASKING, "What is asked")
 
 
-def observe(model: str, options: Options, asking: Options, limit: int, png: Path | None) -> Observed:
-    """The model, and its answers at full depth. What can be refused is refused before the model is loaded."""
-    from d3engine.analysis.answers import MAX_PROMPTS, answer, open_model
+def observe(
+    model: str, options: Options, asking: Options, limit: int, png: Path | None, *, judges: bool = False
+) -> Observed:
+    """The model, and its answers at full depth, or those that a task brings.
+
+    What can be refused is refused before the model is loaded; a command that `judges` answers takes neither those nor a
+    task in the form of a chat.
+    """
+    from d3engine.analysis.answers import MAX_PROMPTS, answer, open_model, reference_answers
 
     require_integer("--limit", limit, 1, MAX_PROMPTS)
+    if judges:
+        require(not asking.get("reference"), "--reference-answers", NOTHING, "absent where answers are judged")
+        is_own = not asking.get("chat") or "prompts" in asking
+        require(is_own, "--chat", NOTHING, "given with --prompts where answers are judged")
     model_directory(model)
     if png is not None:
         from d3engine.pictures.plots import check_picture
@@ -92,6 +108,13 @@ def observe(model: str, options: Options, asking: Options, limit: int, png: Path
         check_picture("--png", png)
     asked = questions_of(asking, options.get("seed", 0), limit)
     engine, observer = open_model(model, engine_arguments(model, options))
+    if asking.get("chat"):
+        turns = [[{"role": "user", "content": prompt}] for prompt in asked.prompts]
+        asked = replace(asked, prompts=[engine.chat_prompt(turn) for turn in turns])
+    if asked.references is not None:
+        with settings_bar("answers", len(asked.prompts), "answer") as done:
+            given = reference_answers(engine, observer, asked.prompts, asked.references, asked.max_tokens, done)
+        return Observed(engine, observer, asked, given)
     progress = sys.stderr.isatty() and not hides_bars()
     answered = answer(engine, asked.prompts, asked.max_tokens, stop=asked.stop, progress=progress)
     return Observed(engine, observer, asked, answered)
@@ -108,7 +131,12 @@ def questions_of(asking: Options, seed: int, limit: int) -> Asked:
     data: Path | None = asking.get("data")
     given: Any = {"split": "test", "seed": seed, "limit": limit, "shots": asking.get("shots")}
     if prompts is not None:
-        for name, flag in (("task", "--task"), ("data", "--data"), ("shots", "--num-fewshot")):
+        for name, flag in (
+            ("task", "--task"),
+            ("data", "--data"),
+            ("shots", "--num-fewshot"),
+            ("reference", "--reference-answers"),
+        ):
             require(name not in asking, flag, asking.get(name), "absent beside --prompts")
         max_tokens = require_integer("--max-tokens", asking.get("max_tokens", DEFAULT_MAX_TOKENS), 1)
         return Asked(read_prompts(prompts, limit), None, max_tokens)
@@ -122,7 +150,8 @@ def questions_of(asking: Options, seed: int, limit: int) -> Asked:
     own = DEFAULT_MAX_TOKENS if task is None else benchmark.max_tokens
     max_tokens = require_integer("--max-tokens", asking.get("max_tokens", own), 1)
     questions = benchmark.questions
-    return Asked([question.prompt for question in questions], questions, max_tokens, benchmark.stop)
+    references = [catalogue.reference_answer(question) for question in questions] if asking.get("reference") else None
+    return Asked([question.prompt for question in questions], questions, max_tokens, benchmark.stop, references)
 
 
 def _exact_match(seen: Observed, policy: DepthPolicy) -> Outcome:
@@ -163,11 +192,11 @@ def grid_of(
 
 
 @contextmanager
-def settings_bar(name: str, total: int) -> Iterator[Callable[[], None]]:
-    """A progress bar over so many settings; yields what is to be called after each."""
+def settings_bar(name: str, total: int, unit: str = "setting") -> Iterator[Callable[[], None]]:
+    """A progress bar over so many settings, or other units; yields what is to be called after each."""
     from tqdm import tqdm
 
-    with tqdm(total=total, desc=name, unit="setting", disable=hides_bars(), leave=False) as bar:
+    with tqdm(total=total, desc=name, unit=unit, disable=hides_bars(), leave=False) as bar:
         yield lambda: bar.update() and None
 
 

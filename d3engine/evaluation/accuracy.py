@@ -7,9 +7,9 @@ difference is far narrower than two separate ones would suggest, and it does not
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import islice
+from itertools import chain, islice
 from math import comb, sqrt
 from statistics import NormalDist
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from d3engine.depth import DepthPolicy
 from d3engine.depth.statistics import ModelShape, mean_depth
 from d3engine.errors import InvalidValueError, require, require_integer, require_number
-from d3engine.evaluation.benchmark import Question
+from d3engine.evaluation.benchmark import Benchmark, Question
 from d3engine.evaluation.word_problems import Problem, Split, problems
 from d3engine.evaluation.work import Cost, Work, is_known_beforehand, work_of
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from d3engine.request.params import SamplingParams
 
 MAX_PROBLEMS = 100_000
+
+SHARING = 32
+"""Questions whose prompts are kept for the next policy, where policies share them."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,14 @@ class Interval:
 
 @dataclass(frozen=True)
 class Score(Cost):
-    """How a policy did on some problems, and at what cost; `right[i]` says whether problem i was answered exactly."""
+    """How a policy did on some problems, and at what cost; `right[i]` says whether problem i was answered exactly.
+
+    Of the `prompt_tokens` of all prompts `cached_tokens` came from the prefix cache, the rest was computed.
+    """
 
     right: tuple[bool, ...]
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
     @property
     def correct(self) -> int:
@@ -80,7 +88,13 @@ def take_problems(split: Split, seed: int, limit: int) -> list[Problem]:
 
 
 def measure(
-    engine: Engine, given: Sequence[Question], policy: DepthPolicy, params: SamplingParams, *, progress: bool = False
+    engine: Engine,
+    given: Sequence[Question],
+    policy: DepthPolicy,
+    params: SamplingParams,
+    *,
+    progress: bool = False,
+    empties_cache: bool = True,
 ) -> Score:
     """Answer the questions in one batch and score them.
 
@@ -93,7 +107,8 @@ def measure(
         raise InvalidValueError("max_tokens", None, "a number, since the promised depth is a mean over them")
     params = replace(params, depth=policy)
     num_layers = engine.config.num_layers
-    engine.reset_prefix_cache()
+    if empties_cache:
+        engine.reset_prefix_cache()
     began = time.perf_counter()
     outputs = engine.generate([question.prompt for question in given], params, use_tqdm=progress)
     seconds = time.perf_counter() - began
@@ -107,6 +122,46 @@ def measure(
         nominal_mean_layers=mean_depth(policy.schedule(num_layers), max_tokens) if is_known else None,
         seconds=seconds,
         right=tuple(question.is_right(answer.text) for answer, question in zip(answers, given, strict=True)),
+        prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
+        cached_tokens=sum(output.num_cached_tokens or 0 for output in outputs),
+    )
+
+
+def measure_with_shared_prompts(
+    engine: Engine,
+    benchmark: Benchmark,
+    policies: Sequence[DepthPolicy],
+    params: SamplingParams,
+    *,
+    done: Callable[[], None] = lambda: None,
+) -> list[Score]:
+    """As `measure` for each policy, with every prompt computed once for all of them; `done` hears of every question.
+
+    Prompts run at full depth under every policy, so answers do not change. All policies answer a few questions of a
+    task before the next ones come, since the cache may not hold more; seconds are therefore no comparison of policies.
+    """
+    parts: list[list[Score]] = [[] for _ in policies]
+    for questions in benchmark.tasks.values():
+        for first in range(0, len(questions), SHARING):
+            group = questions[first : first + SHARING]
+            engine.reset_prefix_cache()
+            for policy, scores in zip(policies, parts, strict=True):
+                scores.append(measure(engine, group, policy, params, empties_cache=False))
+            for _ in group:
+                done()
+    return [_joined(scores) for scores in parts]
+
+
+def _joined(scores: Sequence[Score]) -> Score:
+    """The scores of one policy on different questions as one."""
+    return replace(
+        scores[0],
+        work=sum((score.work for score in scores), Work()),
+        unfinished=sum(score.unfinished for score in scores),
+        seconds=sum(score.seconds for score in scores),
+        right=tuple(chain.from_iterable(score.right for score in scores)),
+        prompt_tokens=sum(score.prompt_tokens for score in scores),
+        cached_tokens=sum(score.cached_tokens for score in scores),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from d3engine.errors import require
 from d3engine.evaluation import procedural
@@ -64,6 +65,12 @@ def depth_questions(
     if folder is None:
         return generated([benchmark.name], split="validation", seed=seed, limit=most, shots=shots)[0].questions
     return from_files([benchmark.name], folder, split="validation", seed=seed, limit=most, shots=shots)[0].questions
+
+
+def reference_answer(question: Question) -> str:
+    """What a question of this catalogue should be answered with, as its examples write it: " 3 + 4 = 7 #### 7"."""
+    own: Any = question.question if isinstance(question, Asked) else question
+    return str(own.solved).removeprefix(own.prompt)
 
 
 def reference_answers(name: str, folder: Path) -> list[str]:

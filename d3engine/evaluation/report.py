@@ -92,9 +92,18 @@ def quality_table(result: Result) -> Table:
         )
         if len(rows) > 2:
             notes += ("The p-values are of single comparisons, not corrected for their number.",)
+    notes += _prompt_note(result.scores)
     questions = len(result.scores[0].right)
     title = f"{result.benchmark.name}: {questions} questions, {result.benchmark.about}"
     return Table(title, tuple(header), tuple(row[: len(header)] for row in rows), notes)
+
+
+def _prompt_note(scores: Sequence[Score]) -> tuple[str, ...]:
+    """What prompts had in common, with each other and under several policies."""
+    total, cached = sum(score.prompt_tokens for score in scores), sum(score.cached_tokens for score in scores)
+    if not cached:
+        return ()
+    return (f"Of {total:,} tokens of prompts {cached:,} ({cached / total:.1%}) came from the prefix cache.",)
 
 
 def cost_table(title: str, titles: Sequence[str], costs: Sequence[Cost]) -> Table:
@@ -231,6 +240,8 @@ def _score_as_dict(benchmark: Benchmark, score: Score, first: Score | None) -> d
         "lm_head_rows": score.work.heads,
         "projected_entries": score.work.projections,
         "unfinished": score.unfinished,
+        "prompt_tokens": score.prompt_tokens,
+        "cached_prompt_tokens": score.cached_tokens,
         "seconds": score.seconds,
         "tokens_per_second": score.tokens_per_second,
         "tasks": {

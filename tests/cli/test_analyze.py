@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from d3engine import Engine, SamplingParams
 from d3engine.cli import app
 from d3engine.cli.observing import questions_of
 from d3engine.errors import install_command
+from d3engine.evaluation.procedural import different_problems
 
 SMALL = ("--limit", "2", "--max-tokens", "8", "--device", "cpu", "--kv-cache-memory-bytes", str(2**24))
 
@@ -109,6 +112,62 @@ def test_leaving_where_predictions_are_settled_in_two_forms() -> None:
     assert [len(found["answers"][0]["depths"]) for found in report["entries"].values()] == [4, 4, 4]
 
 
+def test_loss_by_skipped_layers_in_three_forms(png: Path) -> None:
+    small = (
+        "--limit",
+        "1",
+        "--max-tokens",
+        "6",
+        "--device",
+        "cpu",
+        "--width",
+        "2",
+        "--from-step",
+        "1",
+        "--from-step",
+        "4",
+    )
+    result = run("layers", "demo", *small, "--png", str(png))
+    assert result.exit_code == 0, result.output
+    assert png.read_bytes().startswith(b"\x89PNG")
+    report = run_json("layers", "demo", *small)
+    assert (report["texts"], report["tokens"], len(report["windows"])) == (1, [6], 2 * 15)
+    least = min((one for one in report["windows"] if one["from_step"] == 4), key=lambda one: one["kl_nats"])
+    row = next(row for row in cells(result.stdout) if row[:2] == ["4", "2"])
+    assert row[2:4] == [f"{least['first_layer']}-{least['first_layer'] + 1}", f"{least['kl_nats']:.3f}"]
+
+
+def test_a_tasks_own_answers_are_looked_at_as_if_the_model_had_given_them() -> None:
+    small = ("--limit", "2", "--max-tokens", "5", "--device", "cpu", "--task", "word-problems", "--reference-answers")
+    report = run_json("perplexity", "demo", *small)
+    problems = different_problems("word-problems", "test", 0, 2)
+    losses = []
+    with Engine("demo", device="cpu", kv_cache_memory_bytes=2**24) as engine:
+        for problem in problems:
+            prompt = engine.tokenizer.encode(problem.prompt)
+            answer = engine.tokenizer.encode(f" {problem.solution}", add_special_tokens=False)[:5]
+            params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+            (output,) = engine.generate([{"prompt_token_ids": prompt + answer}], params, use_tqdm=False)
+            known = output.prompt_logprobs[-5:]
+            losses += [-one[token].logprob for one, token in zip(known, answer, strict=True)]
+    assert [place["answers"] for place in report["steps"]] == [2] * 5
+    assert report["perplexity"] == pytest.approx(math.exp(sum(losses) / 10), rel=1e-3)
+
+
+def test_a_prompt_may_be_a_users_turn_in_the_chat_template(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Tom has 5 pens and finds 2. How many pens does Tom have now?\n")
+    small = ("--limit", "1", "--max-tokens", "6", "--device", "cpu", "--prompts", str(prompts))
+    report = run_json("sample", "demo", *small, "--chat")
+    with Engine("demo", device="cpu", kv_cache_memory_bytes=2**24) as engine:
+        turn = [{"role": "user", "content": prompts.read_text().strip()}]
+        (output,) = engine.chat(turn, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
+        shown = engine.tokenizer.decode(output.prompt_token_ids)
+    full = report["answers"][0]
+    assert "".join(token["text"] for token in full["tokens"]) == output.outputs[0].text
+    assert full["prompt"] == shown
+
+
 def test_the_papers_tasks_are_asked_from_files_behind_examples_and_judged_by_their_own_rule(tmp_path: Path) -> None:
     (tmp_path / "bbh" / "cot-prompts").mkdir(parents=True)
     examples = [{"input": f"Sort: b{i} a", "target": f"a b{i}"} for i in range(3)]
@@ -178,6 +237,11 @@ def test_a_sample_as_text_picture_page_and_json(png: Path, tmp_path: Path) -> No
         (["saturation", "--task", "bbh", "--data", "nowhere"], "--data"),
         (["saturation", "--data", "."], "--task"),
         (["saturation", "--prompts", "a.txt", "--task", "gsm8k"], "--task"),
+        (["copy", "--reference-answers"], "--reference-answers"),
+        (["oracle", "--chat"], "--chat"),
+        (["flow", "--prompts", "a.txt", "--reference-answers"], "--reference-answers"),
+        (["layers", "--width", "16"], "--width must be an integer from 1 to 15; got 16"),
+        (["layers", "--from-step", "0"], "--from-step"),
         (["schedule", "--start", "1.5"], "start"),
         (["schedule", "--steps", "0"], "--steps"),
         (["flow", "--png", "picture.foo"], "got 'picture.foo'"),

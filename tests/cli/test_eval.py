@@ -91,6 +91,29 @@ def test_policies_in_words_run_in_turn_each_compared_with_the_first() -> None:
     assert found["about"] == "validation split, seed 0"
 
 
+def test_prompts_that_policies_share_are_computed_once_and_answers_stay_the_same() -> None:
+    asked = ("--policy", "full", "--policy", "d3 alpha=0.8 start=0.4", "--tasks", "word-sorting", "--num-fewshot", "2")
+    small = ("--limit", "3", "--max-tokens", "12", "--json")
+    apart, shared = (
+        json.loads(evaluate(*asked, *small, *more).stdout)["benchmarks"][0]["scores"]
+        for more in ((), ("--share-prompts",))
+    )
+    for one, other in zip(apart, shared, strict=True):
+        assert (one["correct"], one["tokens"], one["layers_run"]) == (
+            other["correct"],
+            other["tokens"],
+            other["layers_run"],
+        )
+        assert one["prompt_tokens"] == other["prompt_tokens"]
+    cached = [score["cached_prompt_tokens"] for score in shared]
+    assert cached[0] == apart[0]["cached_prompt_tokens"]
+    left = shared[1]["prompt_tokens"] - cached[1]
+    assert 0 < left <= 3 * 16, (
+        "a prompt's last block, which has to yield its first token, is all that is computed again"
+    )
+    assert "came from the prefix cache" in evaluate(*asked, *small[:-1], "--share-prompts").stdout
+
+
 def test_tasks_are_measured_one_after_another_and_side_by_side() -> None:
     short = ("--limit", "2", "--max-tokens", "12")
     result = evaluate("--depth", "full", "--tasks", "word-problems,word-sorting", *short, "--num-fewshot", "1")
