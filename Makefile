@@ -110,7 +110,7 @@ $(VENV)-%/.installed: tests/integrations/stacks/%.txt $(VENV)/.installed-test $(
 
 # A model over several devices: four ranks, torchrun, and mixtures of requests, beside what the gate runs of it.
 test-parallel: $(VENV)/.installed-test $(VENV)/.native
-	PARALLEL_TESTS=all $(BIN)/python -m pytest tests/executor tests/model/test_part.py
+	PARALLEL_TESTS=all $(BIN)/python -m pytest tests/executor tests/model/test_part.py tests/benchmarks/test_rank_sums.py
 
 bench: $(VENV)/.installed-test $(VENV)/.native
 	$(BIN)/python -m pytest benchmarks --benchmark-only

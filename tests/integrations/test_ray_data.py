@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 pytest.importorskip("ray.data", reason="Ray is not installed: `make test-integrations` brings it")
 
 COUNT = 150
+STARTS = 3
+"""A Ray allows itself 30 seconds to start, which is too little where every core is wanted by many."""
 
 
 def run(*words: str | Path) -> Any:
@@ -55,11 +57,28 @@ def test_engines_on_ray_answer_a_batch_as_one_engine_does_and_go_on_where_it_was
     assert run(requests, here).exit_code == 1
     wanted = here.read_text().splitlines(keepends=True)
     there.write_text("".join(wanted[:20]) + wanted[20][:50])  # as a batch that was ended leaves it
-    ended = run(requests, there, "--ray", "local", "--ray-engines", "2")
+    for _ in range(STARTS):
+        ended = run(requests, there, "--ray", "local", "--ray-engines", "2")
+        if "timed out during startup" not in ended.output:
+            break
     assert "20 of 150 lines have their results" in ended.output
     assert "150 lines, and a result for each; " in ended.output
     assert results_of(there) == results_of(here)
     assert len(results_of(here)) == COUNT
+
+
+def test_a_ray_that_does_not_start_ends_the_command_in_a_sentence(
+    requests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    def fail(*_: object, **__: object) -> None:
+        raise Exception("The current node timed out during startup.")  # Ray's own, and its own class
+
+    monkeypatch.setattr(ray, "init", fail)
+    ended = run(requests, tmp_path / "out.jsonl", "--ray", "local")
+    assert ended.exit_code == 1
+    assert "cannot reach Ray at 'local': The current node timed out during startup." in " ".join(ended.output.split())
 
 
 def test_a_cluster_that_is_not_there_ends_the_command_in_a_sentence(requests: Path, tmp_path: Path) -> None:

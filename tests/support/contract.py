@@ -19,7 +19,7 @@ import httpx
 if TYPE_CHECKING:
     from d3engine import AsyncEngine, Engine, RequestOutput, SamplingParams
 
-HANG_SECONDS = 120.0
+HANG_SECONDS = 500.0
 """Against stacks that hang: none is judged by it."""
 
 BEHIND: Mapping[str, Any] = {"device": "cpu", "num_threads": 1, "max_num_seqs": 8, "kv_cache_memory_bytes": 2**25}

@@ -1,0 +1,131 @@
+"""What the sums between ranks cost: counted, and timed on rank 0 while the engine answers at full depth and under D3.
+
+A layer that depth skips saves its two sums beside its work. The two take turns; told is how many sums a token takes,
+which part of the time they are, and which part they are of the time that D3 saves. Between processes of one machine a
+sum is mostly waiting for the slower rank, so seconds mean little here and shares more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.report import environment, positive, spread, summary, tell
+from d3engine.depth import D3, DepthPolicy, FullDepth
+from d3engine.engine import Engine
+from d3engine.model.parallel import Collectives
+from d3engine.request.params import SamplingParams
+
+PROMPT = list(range(5, 21))
+
+
+class Timed:
+    """Collectives that count their sums and the seconds of all they do."""
+
+    def __init__(self, own: Collectives) -> None:
+        self._own = own
+        self.sums = 0
+        self.seconds = 0.0
+
+    def sum_(self, tensor: Tensor) -> None:
+        self.sums += 1
+        self._count(self._own.sum_, tensor)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return self._count(self._own.gather, tensor)
+
+    def agree_(self, tensor: Tensor) -> None:
+        self._count(self._own.agree_, tensor)
+
+    def _count(self, call: Any, tensor: Tensor) -> Any:
+        start = perf_counter()
+        try:
+            return call(tensor)
+        finally:
+            self.seconds += perf_counter() - start
+
+
+def turn(engine: Engine, timed: Timed, depth: DepthPolicy, batch: int, tokens: int) -> dict[str, float]:
+    """The figures of one answer to each of `batch` prompts, per step."""
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, depth=depth)
+    sums, seconds, start = timed.sums, timed.seconds, perf_counter()
+    engine.generate([PROMPT] * batch, params, use_tqdm=False)
+    return {
+        "sums": (timed.sums - sums) / tokens,
+        "sum_ms": 1000 * (timed.seconds - seconds) / tokens,
+        "ms": 1000 * (perf_counter() - start) / tokens,
+    }
+
+
+def measure(model: str, ranks: int, batch: int, tokens: int, repeats: int, decay: D3) -> dict[str, Any]:
+    """Every round has a turn of each depth; one round before them counts for nothing."""
+    depths: dict[str, DepthPolicy] = {"full depth": FullDepth(), "D3": decay}
+    rounds: list[dict[str, dict[str, float]]] = []
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "enable_prefix_caching": False}
+    with Engine(model, tensor_parallel_size=ranks, skip_tokenizer_init=True, max_num_seqs=batch, **options) as engine:
+        running = engine.executor.model
+        assert running.ranks is not None
+        timed = Timed(running.ranks.collectives)
+        running.ranks = replace(running.ranks, collectives=timed)
+        for _ in tqdm(range(repeats + 1), unit="round", disable=None):
+            rounds.append({name: turn(engine, timed, depth, batch, tokens) for name, depth in depths.items()})
+    del rounds[0]
+    figures = {
+        name: {figure: summary([one[name][figure] for one in rounds]) for figure in ("sums", "sum_ms", "ms")}
+        | {"share": summary([one[name]["sum_ms"] / one[name]["ms"] for one in rounds])}
+        for name in depths
+    }
+    saved = [{figure: one["full depth"][figure] - one["D3"][figure] for figure in ("sum_ms", "ms")} for one in rounds]
+    return {
+        "benchmark": "rank_sums",
+        "settings": {"model": model, "ranks": ranks, "batch": batch, "tokens": tokens, "repeats": repeats}
+        | {"alpha": decay.alpha, "start": decay.start},
+        "depths": figures,
+        "faster": summary([one["full depth"]["ms"] / one["D3"]["ms"] for one in rounds]),
+        "share_of_saved": summary([one["sum_ms"] / one["ms"] for one in saved]),
+    }
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print a row for each depth, and what D3 saves."""
+    table = Table()
+    for title in ("depth", "sums a step", "ms a step", "of it between ranks, ms", "share"):
+        table.add_column(title, justify="right" if table.columns else "left")
+    for name, figures in report["depths"].items():
+        table.add_row(name, *(spread(figures[figure]) for figure in ("sums", "ms", "sum_ms", "share")))
+    console.print(table)
+    console.print(
+        f"D3 is {spread(report['faster'])} times as fast; of the time that it saves, sums are"
+        f" {spread(report['share_of_saved'])}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print the table."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rank_sums", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="demo")
+    for name, default in (("ranks", 2), ("batch", 1), ("tokens", 64), ("repeats", 5)):
+        parser.add_argument(f"--{name}", type=positive, default=default)
+    parser.add_argument("--alpha", type=float, default=0.9)
+    parser.add_argument("--start", type=float, default=0.6)
+    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
+    options = parser.parse_args(arguments)
+    decay = D3(options.alpha, options.start)
+    report = measure(options.model, options.ranks, options.batch, options.tokens, options.repeats, decay)
+    report["environment"] = environment("benchmarks.rank_sums", arguments)
+    tell(report, show, width=120, file=options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+"""The benchmark of sums between ranks counts those that layers take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rank_tests import left_to_test_parallel
+
+from benchmarks import rank_sums
+from d3engine import D3
+
+
+def test_sums_are_two_for_each_layer_that_runs_and_one_for_the_embedding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left_to_test_parallel()
+    file = tmp_path / "found.json"
+    assert rank_sums.main(["--tokens=12", "--repeats=2", f"--json={file}"]) == 0
+    depths = json.loads(file.read_text())["depths"]
+    assert depths["full depth"]["sums"]["median"] == 2 * 16 + 1
+    assert depths["D3"]["sums"]["median"] == pytest.approx(2 * D3(0.9, 0.6).schedule(16).depths(12).mean() + 1)
+    assert all(0 < depth["share"]["max"] < 1 for depth in depths.values())
+    assert "D3 is" in capsys.readouterr().out
