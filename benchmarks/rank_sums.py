@@ -2,7 +2,8 @@
 
 A layer that depth skips saves its two sums beside its work. The two take turns; told is how many sums a token takes,
 which part of the time they are, and which part they are of the time that D3 saves. Between processes of one machine a
-sum is mostly waiting for the slower rank, so seconds mean little here and shares more.
+sum is mostly waiting for the slower rank, the longer the more processes want the cores; beside the clock stands what
+rank 0 computes meanwhile.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -25,16 +27,18 @@ from d3engine.engine import Engine
 from d3engine.model.parallel import Collectives
 from d3engine.request.params import SamplingParams
 
+KINDS = ("", "cpu_")
+"""Of times: by the clock, and of rank 0 on the processor."""
 PROMPT = list(range(5, 21))
 
 
 class Timed:
-    """Collectives that count their sums and the seconds of all they do."""
+    """Collectives that count their sums, and the seconds of all they do: by the clock, and of the processor."""
 
     def __init__(self, own: Collectives) -> None:
         self._own = own
         self.sums = 0
-        self.seconds = 0.0
+        self.seconds = np.zeros(2)
 
     def sum_(self, tensor: Tensor) -> None:
         self.sums += 1
@@ -47,22 +51,30 @@ class Timed:
         self._count(self._own.agree_, tensor)
 
     def _count(self, call: Any, tensor: Tensor) -> Any:
-        start = perf_counter()
+        start = now()
         try:
             return call(tensor)
         finally:
-            self.seconds += perf_counter() - start
+            self.seconds += now() - start
+
+
+def now() -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Seconds by the clock, and of this process on the processor."""
+    return np.array([perf_counter(), process_time()])
 
 
 def turn(engine: Engine, timed: Timed, depth: DepthPolicy, batch: int, tokens: int) -> dict[str, float]:
     """The figures of one answer to each of `batch` prompts, per step."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, depth=depth)
-    sums, seconds, start = timed.sums, timed.seconds, perf_counter()
+    sums, seconds, start = timed.sums, timed.seconds.copy(), now()
     engine.generate([PROMPT] * batch, params, use_tqdm=False)
+    within, whole = 1000 * (timed.seconds - seconds) / tokens, 1000 * (now() - start) / tokens
     return {
         "sums": (timed.sums - sums) / tokens,
-        "sum_ms": 1000 * (timed.seconds - seconds) / tokens,
-        "ms": 1000 * (perf_counter() - start) / tokens,
+        "sum_ms": float(within[0]),
+        "ms": float(whole[0]),
+        "sum_cpu_ms": float(within[1]),
+        "cpu_ms": float(whole[1]),
     }
 
 
@@ -80,32 +92,44 @@ def measure(model: str, ranks: int, batch: int, tokens: int, repeats: int, decay
             rounds.append({name: turn(engine, timed, depth, batch, tokens) for name, depth in depths.items()})
     del rounds[0]
     figures = {
-        name: {figure: summary([one[name][figure] for one in rounds]) for figure in ("sums", "sum_ms", "ms")}
-        | {"share": summary([one[name]["sum_ms"] / one[name]["ms"] for one in rounds])}
+        name: {figure: summary([one[name][figure] for one in rounds]) for figure in rounds[0][name]}
+        | {f"{kind}share": _shares([one[name] for one in rounds], kind) for kind in KINDS}
         for name in depths
     }
-    saved = [{figure: one["full depth"][figure] - one["D3"][figure] for figure in ("sum_ms", "ms")} for one in rounds]
+    saved = [{name: one["full depth"][name] - one["D3"][name] for name in one["D3"]} for one in rounds]
     return {
         "benchmark": "rank_sums",
         "settings": {"model": model, "ranks": ranks, "batch": batch, "tokens": tokens, "repeats": repeats}
         | {"alpha": decay.alpha, "start": decay.start},
         "depths": figures,
         "faster": summary([one["full depth"]["ms"] / one["D3"]["ms"] for one in rounds]),
-        "share_of_saved": summary([one["sum_ms"] / one["ms"] for one in saved]),
+        "share_of_saved": _shares(saved, ""),
+        "cpu_share_of_saved": _shares(saved, "cpu_"),
     }
+
+
+def _shares(turns: list[dict[str, float]], kind: str) -> dict[str, Any]:
+    return summary([one[f"sum_{kind}ms"] / one[f"{kind}ms"] for one in turns])
 
 
 def show(report: dict[str, Any], console: Console) -> None:
     """Print a row for each depth, and what D3 saves."""
     table = Table()
-    for title in ("depth", "sums a step", "ms a step", "of it between ranks, ms", "share"):
+    for title in (
+        "depth",
+        "sums a step",
+        "ms a step",
+        "of it between ranks",
+        "CPU ms of rank 0",
+        "of it between ranks",
+    ):
         table.add_column(title, justify="right" if table.columns else "left")
     for name, figures in report["depths"].items():
-        table.add_row(name, *(spread(figures[figure]) for figure in ("sums", "ms", "sum_ms", "share")))
+        table.add_row(name, *(spread(figures[one]) for one in ("sums", "ms", "share", "cpu_ms", "cpu_share")))
     console.print(table)
     console.print(
-        f"D3 is {spread(report['faster'])} times as fast; of the time that it saves, sums are"
-        f" {spread(report['share_of_saved'])}"
+        f"D3 is {spread(report['faster'])} times as fast; of the time that it saves, what ranks do between them is"
+        f" {spread(report['share_of_saved'])}, of CPU time {spread(report['cpu_share_of_saved'])}"
     )
 
 

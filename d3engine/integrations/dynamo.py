@@ -6,7 +6,7 @@ id of the model, as from our server's aliases, since that is the one field of a 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -16,9 +16,8 @@ from d3engine.errors import MissingExtraError, require
 from d3engine.integrations.fields import FIELDS, FieldReader
 from d3engine.request.outputs import CompletionOutput, RequestOutput
 from d3engine.request.params import RequestOutputKind
-from d3engine.server.metrics.exposition import COUNTERS, GAUGES
+from d3engine.server.metrics.exposition import Exposition
 from d3engine.server.settings import ServerSettings
-from d3engine.stats import EngineStats
 
 try:
     from dynamo.common.backend.engine import EngineConfig, LLMEngine, LlmRegistration
@@ -89,8 +88,8 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc]  # untyped
     async def register_prometheus(self, metrics: Any) -> None:
         """Let the worker's /metrics have the engine's figures, under the names that our server gives them."""
         assert self._engine is not None
-        engine = self._engine.sync()
-        metrics.register_prometheus_expfmt_callback(lambda: "".join(_figures(engine.stats())))
+        engine, exposition = self._engine.sync(), Exposition("d3engine")
+        metrics.register_prometheus_expfmt_callback(lambda: exposition.text_of_engine(engine.stats()).decode())
 
     async def cleanup(self) -> None:
         """End the engine; called by the worker when it ends, also where `start` has failed."""
@@ -113,14 +112,6 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc]  # untyped
         if request.get("model") in self._aliases:
             fields["depth"] = request["model"]
         return fields
-
-
-def _figures(stats: EngineStats) -> Iterator[str]:
-    """In Prometheus' text format."""
-    for kind, suffix, table in (("gauge", "", GAUGES), ("counter", "_total", COUNTERS)):
-        for name, text, of in table:
-            full = f"d3engine:{name}{suffix}"
-            yield f"# HELP {full} {text}\n# TYPE {full} {kind}\n{full} {float(of(stats) or 0)}\n"
 
 
 def _chunk(output: RequestOutput, answer: CompletionOutput, num_tokens: int) -> dict[str, Any]:

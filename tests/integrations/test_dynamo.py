@@ -127,3 +127,4 @@ def test_who_leaves_a_stream_ends_its_request_in_the_engine(client: httpx.Client
         time.sleep(0.05)
     assert figure("kv_cache_usage_perc") == 0
     assert 0 < figure("generation_tokens_total") - before < LONG
+    assert figure("step_seconds_count") > 0

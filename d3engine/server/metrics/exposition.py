@@ -93,9 +93,11 @@ class Exposition:
         """All of them, in Prometheus' text format; never waits long for the engine, which may hang."""
         with suppress(TimeoutError, EngineDeadError, EngineClosedError):
             self._stats = await asyncio.wait_for(client.stats(), STATS_SECONDS)
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Collected(list(self._families(client, traffic, meters))))
-        return generate_latest(registry)
+        return _text(self._families(client, traffic, meters))
+
+    def text_of_engine(self, stats: EngineStats) -> bytes:
+        """Those of the engine alone, for a stack that counts requests itself."""
+        return _text(self._engine_families(stats))
 
     def _families(self, client: EngineClient, traffic: Traffic, meters: Meters) -> Iterable[Metric]:
         yield self._gauge("engine_up", "1 while the engine lives.", client.heartbeat().error is None)
@@ -154,6 +156,12 @@ class Exposition:
             total += count
             buckets.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
         return HistogramMetricFamily(self._prefix + name, what, buckets=buckets, sum_value=found.sum)
+
+
+def _text(families: Iterable[Metric]) -> bytes:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collected(list(families)))
+    return generate_latest(registry)
 
 
 class _Collected(Collector):
