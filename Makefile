@@ -95,7 +95,7 @@ STACKS := $(patsubst tests/integrations/stacks/%.txt,%,$(wildcard tests/integrat
 test-integrations: $(STACKS:%=test-with-%)
 
 test-with-%: $(VENV)-%/.installed
-	nice $(VENV)-$*/bin/python -m pytest tests/integrations/test_$**.py --durations=5
+	$(VENV)-$*/bin/python -m pytest tests/integrations/test_$**.py --durations=5
 
 .PRECIOUS: $(VENV)-%/.installed
 $(VENV)-%/.installed: tests/integrations/stacks/%.txt $(VENV)/.installed-test $(VENV)/.native

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 pytest.importorskip("ray.data", reason="Ray is not installed: `make test-integrations` brings it")
 
 COUNT = 150
-STARTS = 3
+STARTS = 5
 """A Ray allows itself 30 seconds to start, which is too little where every core is wanted by many."""
 
 
