@@ -50,7 +50,7 @@ def test_a_chat_is_answered_whole_and_in_pieces(url: str, chat: Any) -> None:
     assert whole.content == wanted
     assert whole.usage_metadata["output_tokens"] > 0
     pieces = [chunk.content for chunk in chat.stream([HumanMessage(QUESTION)])]
-    assert len(pieces) > 2
+    assert len(pieces) > 1
     assert "".join(pieces) == wanted
 
 

@@ -28,7 +28,7 @@ def test_chats_are_answered_whole_and_in_pieces(asked: dict[str, Any]) -> None:
     whole: Any = litellm.completion(messages=TURNS, temperature=0, max_tokens=24, **asked)
     chunks: Any = litellm.completion(messages=TURNS, temperature=0, max_tokens=24, stream=True, **asked)
     pieces = [chunk.choices[0].delta.content or "" for chunk in chunks]
-    assert len(pieces) > 2
+    assert len(pieces) > 1
     assert "".join(pieces) == whole.choices[0].message.content
     assert whole.usage.completion_tokens > 0
 
