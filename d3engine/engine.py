@@ -213,11 +213,11 @@ class Engine(Facts):
                 outputs = self._in_flight.claim([request_id])
                 self._queue(request, request_id, request.params.output_kind)
             while True:
-                with self._call():
-                    while not outputs:
-                        self._advance()
-                output = outputs.pop(0)
-                yield output
+                if not outputs:
+                    with self._call():
+                        while not outputs:
+                            self._advance(at_once=request.params.n == 1)
+                yield (output := outputs.pop(0))
                 if output.finished:
                     return
         finally:
@@ -384,13 +384,13 @@ class Engine(Facts):
         """What a public method does to the engine is done in here; none calls another from inside but `prepare`."""
         return self._caller.call(self._in_flight.drop)
 
-    def _advance(self) -> None:
-        """Run one step, and lay out what came of it for whom it is for."""
+    def _advance(self, *, at_once: bool = False) -> None:
+        """Run one step, or take all that a run has done by now, and lay out what came of it for whom it is for."""
         with self._life.ended_by_faults():
             begun = time.monotonic()
             plan = self.scheduler.schedule()
             if plan is not None:
-                computed = self.executor.run(plan)
+                computed = self.executor.run(plan.taking_all() if at_once else plan)
                 plan = computed.carried_out(plan)
                 tokens = self.sampler(computed.logits, plan)
                 outputs = self.scheduler.update(plan, tokens, computed.depths)

@@ -110,6 +110,8 @@ class RunAhead:
     choice: Choice  # what choosing a token takes, for the row that asks for most
     course: Course | None = None  # of steps that the host takes one by one: the plan comes again for each of them
     verifies: bool = False
+    takes_all: bool = False  # with a course: the host takes all steps that are done by now, not the next one alone
+    num_taken: int = 1  # with a course: steps that the host has taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,17 +196,27 @@ class Plan:
     def num_steps(self) -> int:
         """Steps that the plan stands for: tokens that each of its rows yields, and a verification of drafted ones."""
         ahead = self.ahead
-        return 1 if ahead is None or ahead.course is not None else ahead.num_steps + ahead.verifies
+        if ahead is None:
+            return 1
+        return ahead.num_taken if ahead.course is not None else ahead.num_steps + ahead.verifies
 
     @property
     def num_rows(self) -> int:
         return int(self.query_starts[-1])
 
-    def ended_after(self, num_steps: int) -> Plan:
-        """The same, if its run was over after so many steps, since every answer was."""
-        ahead = self.ahead
-        if ahead is None or ahead.course is not None or ahead.verifies or num_steps == ahead.num_steps:
+    def taking_all(self) -> Plan:
+        """The same, if of a run whose steps the host takes one by one it takes all that are done by now."""
+        if self.ahead is None or self.ahead.course is None:
             return self
+        return replace(self, ahead=replace(self.ahead, takes_all=True))
+
+    def ended_after(self, num_steps: int) -> Plan:
+        """The same, if so many of its steps were taken: its run was over since every answer was, or goes on."""
+        ahead = self.ahead
+        if ahead is None or ahead.verifies or num_steps == self.num_steps:
+            return self
+        if ahead.course is not None:
+            return replace(self, ahead=replace(ahead, num_taken=num_steps))
         return replace(self, ahead=replace(ahead, num_steps=num_steps))
 
     @property

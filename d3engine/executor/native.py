@@ -136,7 +136,7 @@ class NativeExecutor:
             draws = draws_of(plan.sequences, ahead.choice, forms, self._vocab)
             self._decoder.begin(_rows(plan, ahead), ahead.num_steps, course.words, draws=draws, **logits)
             self._followed = _Followed(course, forms, logits.get("logits"))
-        return self._followed.chosen(*self._decoder.take())
+        return self._followed.chosen(*self._decoder.take(all_done=ahead.takes_all))
 
     def _logits(self, plan: Plan, ahead: RunAhead) -> dict[str, npt.NDArray[Any]]:
         """Where a run leaves the logits of the rows that want log-probabilities; nothing if nobody does."""
@@ -240,9 +240,9 @@ class _Followed:
     num_taken: int = 0
 
     def chosen(self, token_ids: npt.NDArray[np.int64], scores: npt.NDArray[np.float32]) -> Chosen:
-        """The step that was waited for."""
-        step, self.num_taken = self.num_taken, self.num_taken + 1
-        logits = None if self.logits is None else self.logits[step : step + 1]
+        """The steps that were waited for."""
+        first, self.num_taken = self.num_taken, self.num_taken + len(token_ids)
+        logits = None if self.logits is None else self.logits[first : self.num_taken]
         return Chosen(token_ids, scores, logits=logits, faults=self.forms.faults)
 
 

@@ -188,6 +188,7 @@ class Scheduler:
         are the layers that the chunks really ran, where some left early; None: those of the plan.
         """
         self.counters.steps += plan.num_steps
+        self._under_way.took(plan)
         if plan.ahead is None:  # otherwise no prompt is computed, and every row gets its token
             self._table.num_computed[plan.slots] = plan.stops
             self._shared_prompts.keep(plan)

@@ -22,6 +22,11 @@ class UnderWay:
         if plan.ahead is not None and plan.ahead.course is not None:
             self._course, self._plan, self._num_left = plan.ahead.course, plan, plan.ahead.num_steps - 1
 
+    def took(self, plan: Plan) -> None:
+        """Count the steps that were taken at once, beyond the one for which `next_step` has given the plan."""
+        if self._course is not None and plan.ahead is not None and plan.ahead.course is self._course:
+            self._num_left -= plan.num_steps - 1
+
     def end(self) -> None:
         """Let no further step begin."""
         if self._course is not None:

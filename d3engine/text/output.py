@@ -233,8 +233,13 @@ class OutputProcessor:
         return self._texts.placed(sequence.prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
     def process(self, plan: Plan, sampled: Sampled, tokens: Iterable[TokenOutput]) -> list[RequestOutput]:
-        """Take in a step's tokens; returns the requests that have grown or finished, in the order of the batch."""
+        """Take in a step's tokens; returns the requests that have grown or finished, in the order of the batch.
+
+        Of steps that a reader takes at once, each token is worth an output where it would be if it had come alone.
+        """
         grown: dict[str, _Request] = {}
+        outputs: list[RequestOutput] = []
+        are_read = plan.ahead is not None and plan.ahead.course is not None
         now = time.monotonic()
         for rows, found in zip(plan.prompt_rows, sampled.prompt_logprobs, strict=True):
             request = self._requests[rows.sequence.request_id]
@@ -246,8 +251,11 @@ class OutputProcessor:
         for token in tokens:
             request = self._requests[token.sequence.request_id]
             self._take(request, token, now)
-            grown[request.request_id] = request
-        return self._outputs(grown.values())
+            if are_read and plan.num_steps > 1:
+                outputs += self._outputs([request])
+            else:
+                grown[request.request_id] = request
+        return outputs + self._outputs(grown.values())
 
     def end(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """The last output of requests whose sequences were ended from outside; they are forgotten."""

@@ -203,17 +203,22 @@ class Decoder:
         self._under_way = (given, given["chosen"], given["scores"])
         self._taken = 0
 
-    def take(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    def take(self, *, all_done: bool = False) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Wait for the next step of the run that was begun: its tokens and scores, both [1, rows].
 
+        With `all_done` also those of the steps behind it that are done by then: [steps, rows].
         Raises what the run's `draws.form` has raised.
         """
         assert self._under_way is not None, "no run was begun"
         given, chosen, scores = self._under_way
-        taken, self._taken = self._taken, self._taken + 1
-        _check(self._library.d3_await(self._handle, taken + 1))
+        first, last = self._taken, self._taken + 1
+        _check(self._library.d3_await(self._handle, last))
+        if all_done and (before := int(given["course"][1]) - 1) > last:  # than the step that has begun last
+            last = before
+            _check(self._library.d3_await(self._handle, last))
         _raise_what_was_raised(given)
-        return chosen[taken : taken + 1], scores[taken : taken + 1]
+        self._taken = last
+        return chosen[first:last], scores[first:last]
 
     def finish(self) -> None:
         """Let no further step begin, and wait for the one that is under way; nothing happens where there is none."""

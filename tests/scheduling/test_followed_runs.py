@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,7 +13,9 @@ from ahead import NESTED, Solo, greedy, steps_by_itself
 from batches import Request, assert_same, kv_is_back
 
 from d3engine import D3, Engine, FullDepth
-from d3engine.plan import Course
+from d3engine.executor.computed import Computed
+from d3engine.plan import Course, Plan
+from d3engine.request.choice import Choice
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import RequestOutputKind
 
@@ -146,3 +149,44 @@ def test_a_stop_in_a_stream_s_run_leaves_the_tokens_beyond_it(
     assert_same(last["goes on"], solo(beside))
     assert engine.stats().generated_tokens == len(tokens) + 30
     assert courses[0].is_ended
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
+def test_a_reader_takes_all_that_is_done_and_still_reads_one_token_after_the_other(
+    ahead: Callable[..., Engine], solo: Solo, kind: RequestOutputKind
+) -> None:
+    """Where a stop token is among them, none beyond it; and a mate's tokens wait for `step()` one by one too."""
+    request, beside = (Request(tuple(range(n, 60)), greedy(D3(0.9, 0.5), 40, logprobs=0)) for n in (50, 45))
+    whole = solo(request).outputs[0]
+    place = next(n for n, token in enumerate(whole.token_ids) if n > 20 and token not in whole.token_ids[:n])
+    engine = ahead(num_scheduler_steps=16)
+    calls: list[int] = []
+    run = engine.executor.run
+
+    def run_when_done(plan: Plan) -> Computed:
+        calls.append(plan.num_rows)
+        followed = None if plan.ahead is None else plan.ahead.course
+        while followed is not None and plan.ahead is not None and 0 < followed.num_begun < plan.ahead.num_steps:
+            os.sched_yield()
+        return run(plan)
+
+    if engine.executor.reach.choice is Choice.REPORT:
+        engine.executor.run = run_when_done  # type: ignore[method-assign]
+    engine.add_request("beside", list(beside.prompt), deltas(beside.params))
+    params = replace(request.params, stop_token_ids=[whole.token_ids[place]], output_kind=kind)
+    outputs = [output.outputs[0] for output in engine.stream(list(request.prompt), params)]
+    counts = [len(output.token_ids) for output in outputs]
+    assert counts == ([1] * (place + 1) if kind is RequestOutputKind.DELTA else list(range(1, place + 2)))
+    found = [token for output in outputs for token in output.token_ids[-1:]]
+    assert found == whole.token_ids[: place + 1]
+    assert [depth for output in outputs for depth in output.depths[-1:]] == whole.depths[: place + 1]
+    assert outputs[-1].finish_reason == "stop"
+    assert len(calls) < place // 2
+    tokens: list[int] = []
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            assert len(output.outputs[0].token_ids) <= 1
+            tokens += output.outputs[0].token_ids
+        engine.scheduler.check_integrity()
+    assert tokens == solo(beside).outputs[0].token_ids
+    assert kv_is_back(engine)

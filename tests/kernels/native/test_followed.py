@@ -47,6 +47,25 @@ def test_each_step_is_that_of_the_run_in_one_call(case: Case, threads: int) -> N
         decoder.finish()
 
 
+def test_all_steps_that_are_done_may_be_taken_at_once(case: Case) -> None:
+    decoder = case.decoder()
+    wanted = decoder.run(case.rows, STEPS)
+    words = course()
+    decoder.begin(case.rows, STEPS, words)
+    tokens, scores = decoder.take()
+    while words[1] < STEPS:  # the last one has not begun, and so those before it may not be done
+        os.sched_yield()
+    for _ in range(2):
+        some = decoder.take(all_done=True)
+        tokens, scores = (np.concatenate(pair) for pair in zip((tokens, scores), some, strict=True))
+        assert len(tokens) >= STEPS - 1
+        if len(tokens) == STEPS:
+            break
+    np.testing.assert_array_equal(tokens, wanted[0])
+    np.testing.assert_array_equal(scores, wanted[1])
+    decoder.finish()
+
+
 def test_the_tables_may_be_written_while_the_run_goes_on(case: Case) -> None:
     decoder = case.decoder()
     wanted = decoder.run(case.rows, STEPS)
