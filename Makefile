@@ -71,10 +71,12 @@ docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "The site is in build/site: open build/site/index.html"
 
-# Compiles every Triton kernel for a GPU that need not be there; fails where one spills registers.
+# Compiles every Triton kernel for a GPU that need not be there; fails where one spills registers, keeps too few loads in
+# flight, or with programmatic launch reads what the kernel before it may not have written yet.
 inspect: $(VENV)/.installed
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama2-7b,llama3-8b --weights all
 	$(BIN)/python -m d3engine.kernels.inspect --shapes qwen3-8b --operations qkv --weights all
+	$(BIN)/python -m d3engine.kernels.inspect --shapes llama3-8b --weights all --pdl
 
 # The native library by other compilers than an installation's, and for Arm under an emulator, optimized as it is shipped.
 ports: $(VENV)/.installed-test $(VENV)/.native

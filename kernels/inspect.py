@@ -6,13 +6,16 @@
 Every launch that `kernels/triton/launches.py` knows is compiled to a cubin with the specializations that the launcher
 would get at run time. The exit code is 1 if a kernel uses local memory or a stack: then registers were spilled, and a
 kernel whose limit is memory bandwidth pays for that twice. It is 1 too if a kernel wants more shared memory than a
-program may have. The interpreter's flag must be off: the two cannot share a process.
+program may have; if one that streams weights or the cache keeps too little of them in flight (see `machine_code.py`);
+and with `--pdl` if one loads more than weights before it waits. The interpreter's flag must be off: the two cannot
+share a process.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -26,6 +29,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from d3engine.kernels.machine_code import before_the_wait, bytes_in_flight, programs_a_processor
 
 if TYPE_CHECKING:
     from d3engine.kernels.triton.launches import Launch
@@ -42,6 +47,10 @@ _TRITON_NAMES = {
     torch.bool: "i1",
 }
 _ALIGNMENT = 16  # bytes for pointers, multiples for integers: what Triton specializes on
+PROCESSORS = 132  # of an H100 or H200
+LEAST_IN_FLIGHT = 16 * 1024
+"""Bytes that a processor must have under way: 132 of them then read 3.7 TB/s at 800 cycles a load, about what an H200
+can give. With less, waiting is the limit and not the memory."""
 _SHARED_LIMITS = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 """KiB of shared memory that one program may have, by compute capability (CUDA C++ Programming Guide, table of technical
 specifications)."""
@@ -64,6 +73,9 @@ class Usage:
     shared: int
     widest_load: int  # bytes of one thread's widest load from global memory
     wide_loads: float  # share of the statically loaded bytes that come in loads of 16 bytes
+    streams: bool = False  # whether bandwidth is its limit
+    in_flight: int = 0  # bytes that a processor has under way in the mean
+    too_early: tuple[str, ...] = ()  # what it does before it waits for the kernel in front of it, and may not
 
     @property
     def spills(self) -> bool:
@@ -75,19 +87,37 @@ class Usage:
         """Whether the shared memory of one program suffices."""
         return self.shared <= _SHARED_LIMITS[self.arch] * 1024
 
+    @property
+    def starves(self) -> bool:
+        """Whether it waits for memory with too few loads under way, on a device that its grid fills."""
+        return self.streams and math.prod(self.grid) >= PROCESSORS and self.in_flight < LEAST_IN_FLIGHT
+
+    @property
+    def faults(self) -> list[str]:
+        """What makes the exit code 1."""
+        found = {
+            "SPILLS": self.spills,
+            "DOES NOT FIT": not self.fits,
+            "STARVES": self.starves,
+            "TOO EARLY": bool(self.too_early),
+        }
+        return [name for name, is_so in found.items() if is_so]
+
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a table or JSON of all launches; return 1 if any spills or does not fit."""
+    """Print a table or JSON of all launches; return 1 if any has a fault."""
     options = _parse(arguments)
     dtype = DTYPES[options.dtype]
     usages = list(
         inspect(options.shapes, options.arch, dtype, options.weights, options.operations, options.jobs, options.pdl)
     )
     if options.json:
-        print(json.dumps([asdict(u) | {"spills": u.spills, "fits": u.fits} for u in usages], indent=1))
+        print(
+            json.dumps([asdict(u) | {"spills": u.spills, "fits": u.fits, "faults": u.faults} for u in usages], indent=1)
+        )
     else:
         print(_table(usages))
-    return int(any(usage.spills or not usage.fits for usage in usages))
+    return int(any(usage.faults for usage in usages))
 
 
 def inspect(
@@ -162,15 +192,30 @@ def _compile_all(works: list[tuple[Launch, int]], jobs: int) -> list[dict[str, A
 
 
 def _needs(number: int) -> dict[str, Any]:
-    compiled = compile_launch(*_works[number])
-    widths = load_widths(compiled.asm["ptx"])
+    return needs(*_works[number])
+
+
+def needs(launch: Launch, arch: int) -> dict[str, Any]:
+    """What `launch` needs on compute capability `arch`, by `Usage`'s names."""
+    compiled = compile_launch(launch, arch)
+    ptx, shared = compiled.asm["ptx"], compiled.metadata.shared
+    widths = load_widths(ptx)
     total = sum(width * count for width, count in widths.items())
-    resources = _resources(compiled.asm["cubin"], _find_cuobjdump())
+    resources, sass = _resources_and_sass(compiled.asm["cubin"], _find_cuobjdump())
+    in_flight = 0.0
+    if launch.streams:
+        fit = programs_a_processor(resources["REG"], shared, launch.num_warps, _SHARED_LIMITS[arch] * 1024)
+        programs = min(fit, -(-math.prod(launch.grid) // PROCESSORS))
+        in_flight = 32 * launch.num_warps * programs * bytes_in_flight(sass)
+    waits = bool(launch.for_capability(arch)[0].get("PDL"))
     return {
         "registers": resources["REG"],
         "stack": resources["STACK"],
         "local": resources["LOCAL"],
-        "shared": compiled.metadata.shared,
+        "shared": shared,
+        "streams": launch.streams,
+        "in_flight": int(in_flight),
+        "too_early": tuple(before_the_wait(ptx)) if waits else (),
         "widest_load": max(widths, default=0),
         "wide_loads": 16 * widths.get(16, 0) / total if total else 0.0,
     }
@@ -228,17 +273,19 @@ def load_widths(ptx: str) -> dict[int, int]:
     return counts
 
 
-def _resources(cubin: bytes, cuobjdump: str) -> dict[str, int]:
-    """REG, STACK, LOCAL and more of the one function in `cubin`."""
+def _resources_and_sass(cubin: bytes, cuobjdump: str) -> tuple[dict[str, int], str]:
+    """REG, STACK, LOCAL and more of the one function in `cubin`, and its machine code."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        command = [cuobjdump, "--dump-resource-usage", str(path)]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    fields = {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", output)}
+        usage, sass = (
+            subprocess.run([cuobjdump, option, str(path)], capture_output=True, text=True, check=True).stdout
+            for option in ("--dump-resource-usage", "--dump-sass")
+        )
+    fields = {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", usage)}
     if not {"REG", "STACK", "LOCAL"} <= fields.keys():
-        raise RuntimeError(f"cuobjdump's answer has no REG, STACK and LOCAL: {output!r}")
-    return fields
+        raise RuntimeError(f"cuobjdump's answer has no REG, STACK and LOCAL: {usage!r}")
+    return fields, sass
 
 
 def _find_cuobjdump() -> str:
@@ -254,7 +301,7 @@ def _find_cuobjdump() -> str:
 
 def _table(usages: list[Usage]) -> str:
     header = ["arch", "shape", "weights", "operation", "launch", "grid", "warps"]
-    header += ["regs", "stack", "local", "shared", "load", "16 B loads"]
+    header += ["regs", "stack", "local", "shared", "load", "16 B loads", "in flight"]
     rows = [
         (
             str(usage.arch),
@@ -269,7 +316,8 @@ def _table(usages: list[Usage]) -> str:
             str(usage.local),
             str(usage.shared),
             f"{usage.widest_load} B",
-            f"{usage.wide_loads:.0%}" + " SPILLS" * usage.spills + " DOES NOT FIT" * (not usage.fits),
+            f"{usage.wide_loads:.0%}",
+            " ".join([f"{usage.in_flight / 1024:.0f} KB" if usage.streams else "", *usage.faults]),
         )
         for usage in usages
     ]

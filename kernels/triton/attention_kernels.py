@@ -152,6 +152,7 @@ def single_rows_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -195,7 +196,7 @@ def single_rows_kernel(
         total = tl.zeros([TILE], tl.float32)
         attended = tl.zeros([TILE, PADDED_CHANNELS], tl.float32)
         blocks = _tile_blocks(table, begin, end, BLOCK_SIZE, TILE, True)
-        for start in tl.range(begin, end, TILE):
+        for start in tl.range(begin, end, TILE, num_stages=STAGES):  # the launch's own leave out what no dot reads
             next_blocks = _tile_blocks(table, start + TILE, end, BLOCK_SIZE, TILE, True)  # a load less to wait for
             keys, values = _load_tile(
                 pool, blocks, start, end, KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True, UPCAST

@@ -92,6 +92,7 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 3
     options: dict[str, Any] = field(default_factory=dict)  # further compile options, such as maxnreg
+    streams: bool = False  # whether reading weights or the cache once is its work: then bandwidth is its limit
 
     def for_capability(self, capability: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """All arguments and all compile options on a GPU of that compute capability (90 is Hopper; 0 is none).

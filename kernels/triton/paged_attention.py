@@ -154,9 +154,11 @@ def _single_rows_launches(
             "PADDED_GROUP": tuning.packed_rows,
             "TILE": tuning.tile,
             "SPLIT": splits > 1,
+            "STAGES": tuning.num_stages,
         },
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        streams=True,
     )
     if splits == 1:
         return [attend]
@@ -238,7 +240,7 @@ def tune_single_rows(channels: int, group: int, element_size: int) -> Tuning:
     """Tiles of 8 KB of keys where lanes sum, of 16 KB where heads are packed; several programs share a processor."""
     width = _padded(channels) * element_size
     if group == 1:
-        return Tuning(tile=max(16, 8192 // width), packed_rows=1, num_warps=4, num_stages=2)
+        return Tuning(tile=max(16, 8192 // width), packed_rows=1, num_warps=4, num_stages=3)
     packed_rows = max(16, triton.next_power_of_2(group))
     if element_size == 4:
         return Tuning(tile=16, packed_rows=packed_rows, num_warps=4 if packed_rows == 16 else 8, num_stages=5)

@@ -22,6 +22,9 @@ NOT_SPECIALIZED = {"do_not_specialize": ["total_rows"], "do_not_specialize_on_al
 
 _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 _GROUP: tl.constexpr = tl.constexpr(GROUP)
+# A launch's stages pipeline only loads that a product of tensor cores reads. A loop's own pipeline all: then weights
+# come by asynchronous copies, and how many are under way does not depend on where the compiler puts their uses.
+_STAGES: tl.constexpr = tl.constexpr(3)
 
 
 @triton.jit
@@ -132,28 +135,23 @@ def _sum_product(
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """[1, BLOCK_N]: one row, on the ordinary cores; sums are taken across threads only once, at the end."""
-    # Shapes by what one thread loads, 16 bytes of each output: 8 sums, or one where the scales of groups come first.
-    if weight_rows.dtype.element_ty == tl.int8:
-        sums = tl.zeros((BLOCK_N, BLOCK_K // 16, 8), tl.float32)
-        squares = tl.zeros((1, BLOCK_K // 16, 8), tl.float32)
-    elif weight_rows.dtype.element_ty == tl.uint8:
-        sums = tl.zeros((BLOCK_N, BLOCK_K // 32), tl.float32)
-        squares = tl.zeros((1, BLOCK_K // 32, 8), tl.float32)
+    # What one thread loads at once, 16 bytes of each output, it adds up at once: one sum of each output.
+    if weight_rows.dtype.element_ty == tl.uint8:
+        EACH: tl.constexpr = 32  # two a byte
     else:
-        sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-        squares = tl.zeros((1, BLOCK_K), tl.float32)
+        EACH: tl.constexpr = 128 // weight_rows.dtype.element_ty.primitive_bitwidth
+    sums = tl.zeros((BLOCK_N, BLOCK_K // EACH), tl.float32)
+    squares = tl.zeros((1, BLOCK_K // EACH), tl.float32)
     if PDL:
         sums, squares = _sum_step(
             sums, squares, first, x_row, norm_ptr, scale_rows, begin, K, BLOCK_N, BLOCK_K
         )  # fmt: skip
         begin += BLOCK_K
-    for start in range(begin, end, BLOCK_K):
+    for start in tl.range(begin, end, BLOCK_K, num_stages=_STAGES):
         weight = _load_weights(weight_rows, start, K, BLOCK_K)
         sums, squares = _sum_step(
             sums, squares, weight, x_row, norm_ptr, scale_rows, start, K, BLOCK_N, BLOCK_K
         )  # fmt: skip
-    if weight_rows.dtype.element_ty == tl.int8:
-        sums = tl.reshape(sums, (BLOCK_N, BLOCK_K // 2))
     total = tl.sum(sums, 1)[None, :]
     if norm_ptr is not None:
         total *= tl.rsqrt(tl.sum(squares) / K + eps)
@@ -176,7 +174,7 @@ def _sum_step(
             nth = tl.arange(0, THREADS * 8)[None, :]
             columns = start + nth // 8 * 16 + half * 8 + nth % 8
             x, squares = _load_row(x_row, norm_ptr, squares, columns, K, THREADS, 8, BLOCK_K)
-            sums += _int8_values(halves[half]) * x
+            sums += tl.sum(_int8_values(halves[half]) * x, 2)
     elif weight.dtype == tl.uint8:
         # The same, and each byte has a low and a high value. All of a thread's columns are of one group.
         PACKED_THREADS: tl.constexpr = BLOCK_K // 32
@@ -195,12 +193,10 @@ def _sum_step(
         scales = tl.load(scale_rows[:, None] + groups[None, :], mask=mask, other=0.0)
         sums += tl.sum(group_sums, 2) * scales
     else:
+        EACH: tl.constexpr = 128 // weight.dtype.primitive_bitwidth
         columns = start + tl.arange(0, BLOCK_K)[None, :]
-        x = _load_columns(x_row[:, None] + columns, columns, K, BLOCK_K, "evict_last").to(tl.float32)
-        if norm_ptr is not None:
-            squares += x * x
-            x *= _load_columns(norm_ptr + columns, columns, K, BLOCK_K, "evict_last").to(tl.float32)
-        sums += weight.to(tl.float32) * x
+        x, squares = _load_row(x_row, norm_ptr, squares, columns, K, BLOCK_K // EACH, EACH, BLOCK_K)
+        sums += tl.sum(tl.reshape(weight.to(tl.float32), (BLOCK_N, BLOCK_K // EACH, EACH)) * x, 2)
     return sums, squares
 
 
@@ -211,7 +207,7 @@ def _load_row(
     """[1, THREADS, EACH] float32 of the row, times the norm weight; and the squares with those of the row added."""
     x = _load_columns(x_row[:, None] + columns, columns, K, BLOCK_K, "evict_last").to(tl.float32)
     if norm_ptr is not None:
-        squares += tl.reshape(x * x, (1, THREADS, EACH))
+        squares += tl.sum(tl.reshape(x * x, (1, THREADS, EACH)), 2)
         x *= _load_columns(norm_ptr + columns, columns, K, BLOCK_K, "evict_last").to(tl.float32)
     return tl.reshape(x, (1, THREADS, EACH)), squares
 

@@ -53,7 +53,7 @@ def product_tile(rows: int, weight: Weight, dtype: torch.dtype, *, may_split: bo
     """The tile for `rows` rows of `dtype` times `weight` [N, K] transposed; None: leave it to torch.matmul.
 
     What the operations share. With `may_split` a tile of few rows may have parts. The numbers are for Hopper, and fit
-    Ampere's shared memory: the first path has 8 loads of 16 bytes in flight a thread, the others 2 to 5 stages.
+    Ampere's shared memory: the first path has two tiles in flight, the others 2 to 5 stages (see `inspect`).
     """
     outputs, columns = weight.shape
     if rows <= 1:
@@ -85,13 +85,13 @@ def _single_row_tile(outputs: int, columns: int, weight: Weight) -> Tile:
     # Exactly 16 bytes a thread along the columns: then row and weights get one layout. With any other step Triton
     # moves every weight through shared memory.
     if isinstance(weight, Tensor):
-        each, least = 16 // weight.element_size(), 16
+        each, least, most_warps = 16 // weight.element_size(), 16, 4
     elif isinstance(weight, Int8Weight):
-        each, least = 16, 16
+        each, least, most_warps = 16, 16, 4
     else:
-        each, least = 32, GROUP
+        each, least, most_warps = 32, GROUP, 1  # a row is then several steps: with only one, nothing is loaded ahead
     padded = max(least, triton.next_power_of_2(columns))
-    warps = min(4, max(1, padded // (32 * each)))
+    warps = min(most_warps, max(1, padded // (32 * each)))
     return Tile(1, _enough_programs(8, outputs), min(warps * 32 * each, padded), warps, stages=1)
 
 
@@ -149,7 +149,7 @@ def product_launch(
     if norm is not None:
         arguments["norm_ptr"], arguments["eps"] = norm
     grid = (triton.cdiv(rows, tile.rows), triton.cdiv(weight.shape[0], tile.outputs), tile.parts)
-    return Launch(kernel, grid, arguments, tile.warps, tile.stages)
+    return Launch(kernel, grid, arguments, tile.warps, tile.stages, streams=True)
 
 
 def weight_arguments(weight: Weight) -> dict[str, object]:

@@ -37,7 +37,8 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 COMPILING = """
 import torch
-from d3engine.kernels.inspect import compile_launch, main
+from d3engine.kernels.inspect import compile_launch, main, needs
+from d3engine.kernels.machine_code import before_the_wait
 from d3engine.kernels.triton import launches
 
 assert main(["--shapes=tiny", "--weights=bf16,int4", "--operations=rms_norm,linear_residual", "--json"]) == 0
@@ -50,24 +51,31 @@ for switch, arch in ((True, 90), (True, 80), (False, 90)):
         ptx = compile_launch(found[0][2], arch).asm["ptx"]
         wait, first = ptx.find("griddepcontrol.wait"), ptx.find("griddepcontrol.launch_dependents")
         loads_before = ptx[:wait].count("ld.global") if wait >= 0 else 0
-        print(name, switch, arch, wait >= 0, first >= 0, loads_before > 0)
+        early = before_the_wait(ptx) if wait >= 0 else []
+        print(name, switch, arch, wait >= 0, first >= 0, loads_before > 0, early)
+
+print("\\nFLIGHT")
+found = list(launches.registered(launches.SHAPES["llama2-7b"], torch.bfloat16, "", ["linear_residual"]))
+down = next(launch for _, label, launch in found if label == "down rows=1")
+print(down.streams, needs(down, 90)["in_flight"])
 """
 
 
 @pytest.fixture(scope="module")
-def compiled() -> tuple[list[dict[str, Any]], list[str]]:
+def compiled() -> tuple[list[dict[str, Any]], list[str], str]:
     """What a process without the interpreter's flag prints of both: this one may have loaded Triton with it."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILING]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    usages, waits = result.stdout.split("\nPDL\n")
-    return json.loads(usages), waits.split("\n")[:-1]
+    usages, others = result.stdout.split("\nPDL\n")
+    waits, flight = others.split("\nFLIGHT\n")
+    return json.loads(usages), waits.split("\n")[:-1], flight
 
 
 @needs_triton
 def test_kernels_of_a_tiny_model_compile_without_spills(
-    compiled: tuple[list[dict[str, Any]], list[str]],
+    compiled: tuple[list[dict[str, Any]], list[str], str],
 ) -> None:
     usages = compiled[0]
     kinds = {(usage["operation"], usage["weights"]) for usage in usages}
@@ -81,16 +89,25 @@ def test_kernels_of_a_tiny_model_compile_without_spills(
 
 @needs_triton
 def test_with_the_switch_on_kernels_wait_for_the_one_before_after_their_first_weights(
-    compiled: tuple[list[dict[str, Any]], list[str]],
+    compiled: tuple[list[dict[str, Any]], list[str], str],
 ) -> None:
     assert compiled[1] == [
-        "rms_norm True 90 True True False",
-        "linear_residual True 90 True True True",
-        "rms_norm True 80 False False False",
-        "linear_residual True 80 False False False",
-        "rms_norm False 90 False False False",
-        "linear_residual False 90 False False False",
+        "rms_norm True 90 True True False []",
+        "linear_residual True 90 True True True []",
+        "rms_norm True 80 False False False []",
+        "linear_residual True 80 False False False []",
+        "rms_norm False 90 False False False []",
+        "linear_residual False 90 False False False []",
     ]
+
+
+@needs_triton
+def test_a_single_row_keeps_enough_of_its_weights_in_flight(
+    compiled: tuple[list[dict[str, Any]], list[str], str],
+) -> None:
+    streams, in_flight = compiled[2].split()
+    assert streams == "True"
+    assert int(in_flight) > 2 * inspect.LEAST_IN_FLIGHT
 
 
 def test_a_kernel_that_wants_more_shared_memory_than_there_is_does_not_fit(
@@ -112,6 +129,26 @@ def test_the_exit_code_tells_of_a_stack_or_local_memory(
     monkeypatch.setattr(inspect, "inspect", lambda *arguments: iter([usage]))
     assert inspect.main(["--shapes", "tiny"]) == code
     assert ("SPILLS" in capsys.readouterr().out) == bool(code)
+
+
+@pytest.mark.parametrize(
+    ("changes", "faults"),
+    [
+        ({"in_flight": inspect.LEAST_IN_FLIGHT}, []),
+        ({"in_flight": inspect.LEAST_IN_FLIGHT - 1}, ["STARVES"]),
+        ({"in_flight": 0, "streams": False}, []),
+        ({"in_flight": 0, "grid": (1, inspect.PROCESSORS - 1)}, []),
+        ({"in_flight": 2**17, "too_early": ("ld.global.b32 %r1, [ %rd3 + 0 ];",)}, ["TOO EARLY"]),
+    ],
+)
+def test_a_kernel_that_waits_for_memory_alone_or_does_not_wait_for_the_one_before_is_a_fault(
+    changes: dict[str, Any], faults: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = replace(USAGE, **({"streams": True, "grid": (1, 500)} | changes))
+    monkeypatch.setattr(inspect, "inspect", lambda *arguments: iter([usage]))
+    assert inspect.main([]) == bool(faults)
+    said = capsys.readouterr().out
+    assert [name for name in ("STARVES", "TOO EARLY") if name in said] == faults
 
 
 def test_widths_of_loads_are_read_from_ptx() -> None:

@@ -1,0 +1,106 @@
+"""What is read from machine code: loads in flight, by loops written out by hand whose answer is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from d3engine.kernels.machine_code import (
+    LATENCY,
+    before_the_wait,
+    bytes_in_flight,
+    hottest_loop,
+    instructions,
+    programs_a_processor,
+)
+
+
+def sass(*lines: str, first: int = 0x100) -> str:
+    """As cuobjdump prints it: an address before each instruction, its encoding behind and below it."""
+    encoded = [
+        f"        /*{first + 16 * nth:04x}*/                   {line} ;    /* 0x000000001c047981 */\n"
+        "                                            /* 0x000fe200078e00ff */"
+        for nth, line in enumerate(lines)
+    ]
+    return "\n".join(encoded)
+
+
+def loads(count: int) -> list[str]:
+    return [f"LDG.E.EF.128 R{20 + 4 * nth}, desc[UR4][R2.64+0x{nth}00]" for nth in range(count)]
+
+
+def uses(count: int) -> list[str]:
+    return [f"FFMA R4, R{23 + 4 * nth}, R5, R4" for nth in range(count)]
+
+
+def test_loads_that_are_used_at_once_wait_one_after_another() -> None:
+    pairs = [line for pair in zip(loads(4), uses(4), strict=True) for line in pair]
+    assert bytes_in_flight(sass(*pairs, "@!P1 BRA 0x100")) == pytest.approx(16, rel=0.03)
+
+
+def test_loads_that_are_used_after_the_last_are_in_flight_together() -> None:
+    assert bytes_in_flight(sass(*loads(4), *uses(4), "@!P1 BRA 0x100")) == pytest.approx(64, rel=0.05)
+
+
+@pytest.mark.parametrize(("left", "stages"), [("0x0", 1), ("0x1", 2), ("0x3", 4)])
+def test_asynchronous_copies_are_in_flight_by_as_many_groups_as_are_not_waited_for(left: str, stages: int) -> None:
+    copies = [f"LDGSTS.E.BYPASS.128 [R9+0x{nth}00], desc[UR4][R2.64], P0" for nth in range(4)]
+    code = sass(*copies, "LDGDEPBAR", f"DEPBAR.LE SB0, {left}", "LDS.128 R20, [R9]", "@P1 BRA 0x100")
+    assert bytes_in_flight(code) == pytest.approx(64 * stages, rel=0.1)
+
+
+def test_what_fills_no_stage_and_what_comes_from_the_cache_does_not_count() -> None:
+    cached = "LDG.E.EL.128 R60, desc[UR8][R2.64]"
+    unread = "LDGSTS.E.BYPASS.128 [R9], desc[UR4][R2.64], !PT"
+    assert bytes_in_flight(sass(cached, unread, "LDG.E R4, desc[UR8][R2.64]", "@P0 BRA 0x100")) == 0.0
+    found = bytes_in_flight(sass(cached, *loads(1), unread, *uses(1), "@P0 BRA 0x100"))
+    assert found == pytest.approx(16, rel=0.03)
+
+
+def test_the_loop_that_loads_most_is_the_one_that_counts() -> None:
+    code = sass(*loads(1), "@P0 BRA 0x100", *loads(3), "@P0 BRA 0x120", "EXIT", "BRA 0x170")
+    assert [one.address for one in hottest_loop(instructions(code))] == [0x120, 0x130, 0x140, 0x150]
+    straight = instructions(sass(*loads(2), "EXIT"))
+    assert hottest_loop(straight) == straight
+
+
+def test_a_longer_latency_leaves_the_same_loads_in_flight_where_waiting_is_all() -> None:
+    code = sass(*loads(4), *uses(4), "@!P1 BRA 0x100")
+    assert bytes_in_flight(code, 10 * LATENCY) == pytest.approx(64, rel=0.01)
+
+
+def test_programs_share_registers_shared_memory_and_threads() -> None:
+    most = 227 * 1024
+    assert programs_a_processor(128, 0, 4, most) == 4
+    assert programs_a_processor(97, 0, 4, most) == 4  # as 104: registers come in eights
+    assert programs_a_processor(32, 56 * 1024, 4, most) == 4
+    assert programs_a_processor(32, 0, 8, most) == 8
+    assert programs_a_processor(32, 0, 1, most) == 32
+
+
+WEIGHTS = """
+	createpolicy.fractional.L2::evict_first.b64 %rd2, 1.0;
+	ld.global.L1::evict_first.L2::cache_hint.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ], %rd2;
+	cp.async.cg.shared.global.L2::cache_hint [ %r16 + 0 ], [ %rd13 + 0 ], 0x10, %r17, %rd2;
+"""
+WAIT = "\tgriddepcontrol.wait;\n\tld.global.b32 %r1, [%rd3];\n\tst.global.b32 [%rd3], %r1;\n\tret;\n"
+
+
+def test_weights_alone_may_be_loaded_before_a_kernel_waits() -> None:
+    assert before_the_wait(WEIGHTS + WAIT) == []
+    assert before_the_wait(WAIT) == []
+    assert before_the_wait(WEIGHTS) == ["it never waits"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ld.global.b32 %r1, [ %rd3 + 0 ];",
+        "@%p1 ld.global.L1::evict_last.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];",
+        "cp.async.cg.shared.global.L2::cache_hint [ %r16 + 0 ], [ %rd13 + 0 ], 0x10, %r17, %rd22;",
+        "st.global.b32 [ %rd3 + 0 ], { %r1 };",
+        "@%p1 ret;",
+    ],
+)
+def test_anything_else_before_it_is_named(line: str) -> None:
+    (found,) = before_the_wait(f"{WEIGHTS}\t{line}\n{WAIT}")
+    assert found in (line, "it returns")
