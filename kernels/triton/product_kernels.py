@@ -136,10 +136,8 @@ def _sum_product(
 ):  # fmt: skip
     """[1, BLOCK_N]: one row, on the ordinary cores; sums are taken across threads only once, at the end."""
     # What one thread loads at once, 16 bytes of each output, it adds up at once: one sum of each output.
-    if weight_rows.dtype.element_ty == tl.uint8:
-        EACH: tl.constexpr = 32  # two a byte
-    else:
-        EACH: tl.constexpr = 128 // weight_rows.dtype.element_ty.primitive_bitwidth
+    VALUES: tl.constexpr = 2 if weight_rows.dtype.element_ty == tl.uint8 else 1  # of a stored number
+    EACH: tl.constexpr = VALUES * 128 // weight_rows.dtype.element_ty.primitive_bitwidth
     sums = tl.zeros((BLOCK_N, BLOCK_K // EACH), tl.float32)
     squares = tl.zeros((1, BLOCK_K // EACH), tl.float32)
     if PDL:

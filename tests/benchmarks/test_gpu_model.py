@@ -1,0 +1,63 @@
+"""The model of a GPU's step adds up what its kernels read; here no kernel is compiled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import gpu_model
+from benchmarks.gpu_model import DEVICES, kernels_of_step, limit_us, report_of, step_us
+from d3engine.kernels import inspect
+from d3engine.kernels.triton.launches import SHAPES
+
+pytest.importorskip("triton")
+H200 = next(device for device in DEVICES if device.name == "H200")
+
+
+@pytest.fixture(autouse=True)
+def in_flight(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """What every kernel has under way: a test may change it."""
+    found = {"in_flight": 64 * 1024}
+    monkeypatch.setattr(inspect, "needs", lambda launch, arch: found)
+    return found
+
+
+def test_a_step_reads_each_weight_and_each_entry_once() -> None:
+    kernels = kernels_of_step(SHAPES["llama2-7b"], "bf16", 8, 512, 90)
+    layer = sum(kernel.num_bytes for kernel in kernels if kernel.is_in_layer)
+    weights = 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
+    assert layer == weights + 8 * 512 * 2 * 4096 * 2
+    assert sum(kernel.num_bytes for kernel in kernels if not kernel.is_in_layer) == 2 * 32000 * 4096
+    int8 = kernels_of_step(SHAPES["llama2-7b"], "int8", 1, 512, 90)
+    assert sum(k.num_bytes for k in int8 if k.operation == "gate_up") == 2 * 4096 * 11008
+
+
+def test_fewer_bytes_in_flight_make_a_step_slower_and_the_limit_is_never_reached(in_flight: dict[str, int]) -> None:
+    times = []
+    for each in (8, 16, 64):
+        in_flight["in_flight"] = each * 1024
+        kernels = kernels_of_step(SHAPES["llama2-7b"], "bf16", 1, 512, 90)
+        times.append(step_us(kernels, H200, 32))
+        assert limit_us(kernels, H200, 32) < times[-1]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > 1.5 * times[1]  # waiting is nearly all of the time
+
+
+def test_a_step_of_half_the_layers_takes_half_and_the_head() -> None:
+    kernels = kernels_of_step(SHAPES["llama2-7b"], "bf16", 1, 512, 90)
+    head = step_us(kernels, H200, 0)
+    assert step_us(kernels, H200, 16) - head == pytest.approx((step_us(kernels, H200, 32) - head) / 2)
+    rows: list[dict[str, Any]] = report_of(SHAPES["llama2-7b"], 32, "bf16", 1, 512)["rows"]
+    assert [row["layers"] for row in rows if row["device"] == "H200"] == [32, 24, 16, 8]
+    assert all(0 < row["share_of_limit"] < 1 for row in rows)
+
+
+def test_what_is_printed_and_written_says_that_it_is_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu_model.main(["--shape", "tiny", "--layers", "4", "--json", str(tmp_path / "model.json")])
+    assert "not measured" in capsys.readouterr().out
+    assert json.loads((tmp_path / "model.json").read_text())["is_model"] is True
