@@ -25,7 +25,7 @@ def expected_shapes(schedule: Schedule, sizes: list[int], max_model_len: int) ->
 
     Penalties are rare, and need memory of their own: their graphs are captured when somebody asks for them.
     """
-    if not schedule.is_nested or schedule.on_skip != "none":
+    if not schedule.is_nested or schedule.on_skip != "none" or schedule.bridges is not None:
         return  # what fills the layers that it skips runs no graph
     ends = {int(end) for end in schedule.cutoffs if end < min(max_model_len, NEVER)}
     steps = sorted({1, *ends} - {0})  # step 0 is the prompt's
