@@ -35,6 +35,7 @@ _PUBLIC = {
     "LayerTable": "d3engine.depth",
     "SelfSpeculative": "d3engine.depth",
     "Lossless": "d3engine.depth",
+    "DraftAndVerify": "d3engine.depth",
     "Speculative": "d3engine.depth",
     "Immediate": "d3engine.scheduling.admission",
     "Waves": "d3engine.scheduling.admission",
@@ -51,6 +52,7 @@ __all__ = ["__version__", *_PUBLIC]
 if TYPE_CHECKING:
     from d3engine.async_engine.async_engine import AsyncEngine as AsyncEngine
     from d3engine.depth import D3 as D3
+    from d3engine.depth import DraftAndVerify as DraftAndVerify
     from d3engine.depth import EarlyExit as EarlyExit
     from d3engine.depth import EvenSkip as EvenSkip
     from d3engine.depth import FullDepth as FullDepth

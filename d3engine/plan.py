@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,9 @@ from d3engine.request.sequence import Sequence
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
 
+Part: TypeAlias = Literal["layer", "attention", "mlp"]
+"""What of its layers a span runs: all, or one of the two parts, which a draft may leave out one by one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -31,7 +35,7 @@ class Span:
 
     `chunks` and `rows` are None on the fast path: the span's rows are the first `num_rows`, its chunks the first
     `num_chunks`. Otherwise they list them in order. `projected_rows` are rows that skip these layers but leave a
-    projected entry there (`on_skip="project"`), or None.
+    projected entry there (`on_skip="project"`), or None. A span that runs a `part` of a layer has that layer alone.
     """
 
     layers: range
@@ -40,6 +44,7 @@ class Span:
     chunks: IntArray | None
     rows: IntArray | None
     projected_rows: IntArray | None
+    part: Part = "layer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +293,32 @@ def spans_of(active: BoolArray, projected: BoolArray | None, query_starts: IntAr
         rows = rows_of(chunks, query_starts)
         spans.append(Span(range(low, high), count, rows.size, chunks, rows, beside))
     return tuple(spans)
+
+
+def spans_of_parts(
+    attention: BoolArray, mlps: BoolArray, projected: BoolArray | None, query_starts: IntArray
+) -> tuple[Span, ...]:
+    """The spans of a batch in which some chunks run one part of a layer without the other: both [C, L].
+
+    The parts are looked at as if each was a layer; whatever then holds both of one is that layer again.
+    """
+    both = np.stack((attention, mlps), axis=2).reshape(len(attention), -1)
+    beside = None if projected is None else projected.repeat(2, axis=1)
+    return tuple(whole for span in spans_of(both, beside, query_starts) for whole in _layers_of_parts(span))
+
+
+def _layers_of_parts(span: Span) -> list[Span]:
+    """A span over parts as spans over layers, and over a part of the first and of the last one."""
+    found, low, high = [], span.layers.start, span.layers.stop
+    if low % 2:
+        if span.num_rows:
+            found.append(replace(span, layers=range(low // 2, low // 2 + 1), projected_rows=None, part="mlp"))
+        low += 1
+    if high - low > 1:
+        found.append(replace(span, layers=range(low // 2, high // 2)))
+    if high % 2 and high > low:
+        found.append(replace(span, layers=range(high // 2, high // 2 + 1), part="attention"))
+    return found
 
 
 def rows_of(chunks: IntArray, query_starts: IntArray) -> IntArray:

@@ -70,6 +70,20 @@ def number(text: str) -> float | str:
         return text
 
 
+def layer_ids(text: str) -> list[int] | str:
+    """Layers of the command line, "3,5,8-11"; what names none stays text for the policy to judge."""
+    try:
+        ends = [[int(end) for end in piece.split("-")] for piece in text.split(",")] if text else []
+        return [layer for piece in ends for layer in range(piece[0], piece[-1] + 1)] if _are_short(ends) else text
+    except ValueError:
+        return text
+
+
+def _are_short(pieces: list[list[int]]) -> bool:
+    """Whether each is a layer or two, and they are no more than a model might have."""
+    return all(len(piece) <= 2 and piece[-1] - piece[0] < 1000 for piece in pieces)
+
+
 OPTIONS: dict[str, tuple[str, Any, str]] = {
     "alpha": ("--alpha", float, "d3: the decay, in (0, 1]."),
     "start": ("--start", number, "d3: the fraction of the layers below the skipped window, in (0, 1)."),
@@ -94,11 +108,25 @@ OPTIONS: dict[str, tuple[str, Any, str]] = {
     "bridges": ("--bridges", str, "What stands in for skipped layers: a file of d3engine bridge fit, or auto."),
     "draft": ("--draft", str, "self-speculative: the policy whose layers draft, with its own options."),
     "draft_model": ("--draft-model", str, "speculative: a smaller model of the same vocabulary, named as MODEL is."),
-    "draft_length": ("--draft-length", int, "lossless, (self-)speculative: tokens of a draft at most (4)."),
-    "stop_probability": ("--stop-probability", float, "The same: end a draft whose best token is less likely (0)."),
-    "adaptive": ("--adaptive", bool, "The same: let each answer adapt the length of its drafts."),
+    "skip_attention": ("--skip-attention", layer_ids, "draft-and-verify: layers whose attention a draft leaves out."),
+    "skip_mlp": ("--skip-mlp", layer_ids, "The same of the MLP."),
+    "target_acceptance": ("--target-acceptance", float, "The same: what share of a draft is to be accepted (0.9)."),
+    "draft_length": (
+        "--draft-length",
+        int,
+        "lossless, (self-)speculative, draft-and-verify: tokens of a draft at most (4; the last: 8).",
+    ),
+    "stop_probability": (
+        "--stop-probability",
+        float,
+        "The same: end a draft whose best token is less likely (0; 0.8).",
+    ),
+    "adaptive": ("--adaptive", bool, "lossless, (self-)speculative: let each answer adapt the length of its drafts."),
 }
 """Field of the policies -> flag, type, help. None stands for an option that was not given."""
+
+PARSERS: dict[Any, str] = {number: "NUMBER", layer_ids: "LAYERS"}
+"""The types that are functions of a text, and what help calls their values."""
 
 
 def depth_names() -> list[str]:
@@ -229,8 +257,8 @@ def _depth_parameters() -> list[inspect.Parameter]:
     parameters = [keyword("depth", Annotated[str, name], AUTO)]
     for field, (flag, kind, text) in OPTIONS.items():
         named: dict[str, Any] = {"help": text, "show_default": False, "rich_help_panel": PANEL}
-        if kind is number:
-            option, annotation = typer.Option(flag, parser=number, metavar="NUMBER", **named), str | None
+        if kind in PARSERS:
+            option, annotation = typer.Option(flag, parser=kind, metavar=PARSERS[kind], **named), str | None
         else:
             option, annotation = typer.Option(flag, **named), kind | None
         parameters.append(keyword(field, Annotated[annotation, option], None))

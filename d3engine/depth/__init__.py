@@ -1,6 +1,7 @@
 """Depth: which layers run for which generated token. Numpy only; it knows no model and no device."""
 
 from d3engine.depth.d3 import D3
+from d3engine.depth.draft_and_verify import DraftAndVerify
 from d3engine.depth.early_exit import EarlyExit
 from d3engine.depth.even_skip import EvenSkip
 from d3engine.depth.exit_rule import ExitRule
@@ -19,6 +20,7 @@ __all__ = [
     "D3",
     "NEVER",
     "DepthPolicy",
+    "DraftAndVerify",
     "EarlyExit",
     "EvenSkip",
     "ExitRule",

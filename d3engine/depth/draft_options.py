@@ -12,11 +12,21 @@ from d3engine.errors import require, require_integer, require_number
 
 def check_options(policy: Any) -> None:
     """Check and normalise `draft_length`, `stop_probability` and `adaptive` of a frozen policy that drafts."""
+    check_draft_length(policy)
+    check_stop_probability(policy)
+    require(isinstance(policy.adaptive, bool), "adaptive", policy.adaptive, "True or False")
+
+
+def check_draft_length(policy: Any) -> None:
+    """Check and normalise `draft_length` of a frozen policy."""
     length = require_integer("draft_length", policy.draft_length, 1, MAX_DRAFT_LENGTH)
     object.__setattr__(policy, "draft_length", length)
+
+
+def check_stop_probability(policy: Any) -> None:
+    """The same of `stop_probability`."""
     stop = require_number("stop_probability", policy.stop_probability, 0.0, 1.0)
     object.__setattr__(policy, "stop_probability", stop)
-    require(isinstance(policy.adaptive, bool), "adaptive", policy.adaptive, "True or False")
 
 
 def check_draft(draft: DepthPolicy, num_layers: int) -> Schedule:

@@ -28,6 +28,9 @@ class DraftRule:
             no token of a draft reads an entry that another left out, whatever the schedule. None: a second model.
         resumes: whether verification starts at the first layer that the draft skipped, from kept hidden states.
         model: the directory of the second model that drafts, or None.
+        mlp_schedule: the layers whose MLP a draft runs; `schedule` is then of their attention. None: of whole layers.
+        target_acceptance: the part of its drafted tokens that a sequence is to have accepted: its own
+            `stop_probability` moves towards that (`request/draft.py` has how); None: it stays.
     """
 
     length: int
@@ -36,6 +39,8 @@ class DraftRule:
     schedule: Schedule | None = None
     resumes: bool = False
     model: str | None = None
+    mlp_schedule: Schedule | None = None
+    target_acceptance: float | None = None
 
     def layers(self, step: int) -> BoolArray | None:
         """Bool [L]: the layers of a draft that begins at `step`; None for a second model's, which runs all of its own.
@@ -44,6 +49,13 @@ class DraftRule:
         """
         return None if self.schedule is None else self.schedule.active(step)
 
+    def mlps(self, step: int) -> BoolArray | None:
+        """Bool [L]: the layers whose MLP such a draft runs; None where they are `layers`."""
+        return None if self.mlp_schedule is None else self.mlp_schedule.active(step)
+
     def skips(self, step: int) -> bool:
         """Whether a draft that begins at `step` costs less than what it drafts for."""
-        return self.schedule is None or self.schedule.depth_at(step) < self.schedule.num_layers
+        if self.schedule is None:
+            return True
+        parts = [self.schedule] if self.mlp_schedule is None else [self.schedule, self.mlp_schedule]
+        return any(part.depth_at(step) < part.num_layers for part in parts)

@@ -39,6 +39,7 @@ POLICY_CLASSES: Mapping[str, tuple[str, str]] = {
     "early-exit": ("d3engine.depth.early_exit", "EarlyExit"),
     "table": ("d3engine.depth.layer_table", "LayerTable"),
     "self-speculative": ("d3engine.depth.self_speculative", "SelfSpeculative"),
+    "draft-and-verify": ("d3engine.depth.draft_and_verify", "DraftAndVerify"),
     "lossless": ("d3engine.depth.lossless", "Lossless"),
     "speculative": ("d3engine.depth.speculative", "Speculative"),
 }

@@ -16,6 +16,7 @@ WORDS = {
     "early-exit": "Early exit",
     "table": "Layer table",
     "self-speculative": "Self-speculative decoding",
+    "draft-and-verify": "Draft & Verify",
     "lossless": "Lossless D3",
     "speculative": "Speculative decoding",
 }

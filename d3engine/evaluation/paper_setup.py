@@ -76,7 +76,7 @@ def _table_1() -> Table:
             ("CALM", "early-exit", yes, yes, yes, yes, "yes, by the token"),
             ("SkipDecode", "skipdecode", yes, yes, yes, yes, yes),
             ("SD", "speculative", yes, yes, yes, no, "no: the second model decides"),
-            ("Self-SD", "self-speculative", yes, yes, yes, yes, yes),
+            ("Self-SD", "draft-and-verify", yes, yes, yes, yes, yes),
             ("D3", "d3", yes, yes, yes, yes, yes),
         ],
         (

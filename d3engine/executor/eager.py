@@ -143,17 +143,34 @@ class EagerExecutor:
             sizes = np.diff(plan.query_starts)[span.chunks]
             starts = np.concatenate(([0], np.cumsum(sizes)))
             lengths = plan.stops[span.chunks]
+        state = hidden[rows]  # a view of a prefix, a copy of scattered rows
+        if span.part == "mlp":
+            self.model.mlp(span.layers.start, state)
+        else:
+            self._run_layers(span, chunks, rows, starts, lengths, inputs, state)
+        if span.rows is not None:
+            hidden[rows] = state
+
+    def _run_layers(
+        self,
+        span: Span,
+        chunks: slice | Tensor,
+        rows: slice | Tensor,
+        starts: IntArray,
+        lengths: IntArray,
+        inputs: _Inputs,
+        state: Tensor,
+    ) -> None:
+        """Run a span's layers, or the attention of its one, over `state`, its rows."""
         layers = slice(span.layers.start, span.layers.stop)
+        run = self.model.layer if span.part == "layer" else self.model.attention
         attention = self.kernels.attention_inputs(
             starts.tolist(), lengths.tolist(), inputs.block_tables[layers, chunks]
         )
         entries = inputs.entries[layers, rows].unbind()
-        state = hidden[rows]  # a view of a prefix, a copy of scattered rows
         rotations = self.rope.of_layers(inputs.rotations[rows])
         for layer, own_entries, own_attention in zip(span.layers, entries, attention, strict=True):
-            self.model.layer(layer, state, rotations[layer], self.pool, own_entries, own_attention)
-        if span.rows is not None:
-            hidden[rows] = state
+            run(layer, state, rotations[layer], self.pool, own_entries, own_attention)
 
     def _project(self, span: Span, inputs: _Inputs, hidden: Tensor) -> None:
         assert span.projected_rows is not None

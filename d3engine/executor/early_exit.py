@@ -38,10 +38,15 @@ class EarlyExits:
 
     def spans(self) -> Iterator[Span]:
         """The spans to run, one after the other: who is in the next one is decided when it is asked for."""
+        looks: list[tuple[ExitingChunks, Tensor | None]] = []
         for span in self._plan.spans:
             for layers in self._pieces(span.layers):
-                looks = [(group, self._input(group)) for group in self._plan.exits if self._looks(group, layers[-1])]
+                if span.part != "mlp":  # of a layer in two parts the input is what the first one gets
+                    exits = self._plan.exits
+                    looks = [(group, self._input(group)) for group in exits if self._looks(group, layers[-1])]
                 yield self._without_gone(replace(span, layers=layers))
+                if span.part == "attention":
+                    continue
                 for group, before in looks:
                     self._look(group, layers[-1], before)
         yield from self._projections()

@@ -189,7 +189,7 @@ class NativeExecutor:
             and plan.copies_after is None
             and not plan.exits
             and not plan.bridged
-            and all(span.projected_rows is None for span in plan.spans)
+            and all(span.projected_rows is None and span.part == "layer" for span in plan.spans)
             and (not self._eager.rope.depends_on_length or bool((plan.steps >= 0).all()))
         )
 

@@ -52,11 +52,31 @@ class Llama:
         `rotations` [T, D / 2], `entries` [T, 2]; `attention` is what the kernels prepared for this layer. `num_rows`
         int32 [1] on the device: rows from there on are left as they are.
         """
-        weights, kernels, eps = self.weights.layers[index], self.kernels, self.config.rms_norm_eps
+        self.attention(index, hidden, rotations, pool, entries, attention, num_rows)
+        self.mlp(index, hidden, num_rows)
+
+    def attention(
+        self,
+        index: int,
+        hidden: Tensor,
+        rotations: Tensor,
+        pool: Tensor,
+        entries: Tensor,
+        attention: Any,
+        num_rows: Tensor | None = None,
+    ) -> None:
+        """The first part of `layer`, as it says."""
+        weights = self.weights.layers[index]
         queries = self._qkv(index, hidden, rotations, pool, entries, num_rows)
-        attended = kernels.paged_attention(queries, pool, attention, self._scale, num_rows=num_rows)
+        attended = self.kernels.paged_attention(queries, pool, attention, self._scale, num_rows=num_rows)
         self._add(attended, weights.output, weights.output_bias, hidden, num_rows)
-        gated = kernels.gate_up(hidden, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias, num_rows=num_rows)
+
+    def mlp(self, index: int, hidden: Tensor, num_rows: Tensor | None = None) -> None:
+        """The second part of `layer`, over `hidden` [T, H] in place."""
+        weights, eps = self.weights.layers[index], self.config.rms_norm_eps
+        gated = self.kernels.gate_up(
+            hidden, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias, num_rows=num_rows
+        )
         self._add(gated, weights.down, weights.down_bias, hidden, num_rows)
 
     def _add(self, x: Tensor, weight: Weight, bias: Tensor | None, hidden: Tensor, num_rows: Tensor | None) -> None:

@@ -3,6 +3,9 @@
 A draft depends on the sequence alone: it begins where the last verification ended, and its length follows from the
 rule, from the sequence's own past and from what it drafts. Preemption drops it, and it comes again as it was. So
 neither batch mates nor memory change what a sequence draws.
+
+How a sequence moves its stop probability is that of "Draft & Verify" (Zhang et al. 2023, section 3.4, and the constants
+of its code): towards fewer drafted tokens where too few were accepted of late, else towards more.
 """
 
 from __future__ import annotations
@@ -12,6 +15,9 @@ from typing import Any
 
 from d3engine.depth.draft_rule import DraftRule
 from d3engine.depth.schedule import BoolArray
+
+STOP_CHANGE = 0.001
+"""By which a stop probability moves after a verification: the authors' step of 0.01, of which a tenth is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +37,10 @@ class Proposal:
 class Draft:
     """The draft of one sequence: empty, growing, or `ended` and to be verified; and what came of earlier ones.
 
-    `work` counts the layers run for it since the last verification, over all rows. `layers` are those of the draft now
-    growing. Verification may go on beyond the token that ends the answer: `num_discarded` tokens, `discarded_layers`.
+    `work` counts the layers run for it since the last verification, over all rows, a part of a layer as a half.
+    `layers` are those of the draft now growing, `mlps` those whose MLP it runs, if these are others. `stop_probability`
+    is the rule's at first, `recent_acceptance` a mean of the shares accepted in which later ones weigh more.
+    Verification may go on beyond the token that ends the answer: `num_discarded` tokens, `discarded_layers`.
     """
 
     rule: DraftRule
@@ -40,10 +48,13 @@ class Draft:
     most: int = 0
     begins_at: int = 0
     layers: BoolArray | None = None
+    mlps: BoolArray | None = None
     token_ids: list[int] = field(default_factory=list)
     distributions: list[Any] = field(default_factory=list)
     ended: bool = False
-    work: int = 0
+    work: float = 0
+    stop_probability: float = 0.0
+    recent_acceptance: float = 0.0
     num_drafted: int = 0
     num_accepted: int = 0
     num_verifications: int = 0
@@ -52,6 +63,14 @@ class Draft:
 
     def __post_init__(self) -> None:
         self.length = self.rule.length
+        self.stop_probability = self.rule.stop_probability
+
+    @property
+    def depth(self) -> float:
+        """Layers that a drafted token runs, a part of a layer as a half; 0 for a second model's."""
+        if self.layers is None:
+            return 0
+        return int(self.layers.sum() + (self.layers if self.mlps is None else self.mlps).sum()) / 2
 
     @property
     def resume_layer(self) -> int:
@@ -68,7 +87,7 @@ class Draft:
         self.begins_at = step
         # Verification adds a token of its own, which must have room too.
         self.most = min(self.length, room - 1) if self.rule.skips(step) else 0
-        self.layers = self.rule.layers(step)
+        self.layers, self.mlps = self.rule.layers(step), self.rule.mlps(step)
         self.ended = self.most == 0
 
     def grow(self, proposal: Proposal, *, ends_answer: bool) -> None:
@@ -79,11 +98,11 @@ class Draft:
         self.token_ids.append(proposal.token_id)
         if proposal.distribution is not None:
             self.distributions.append(proposal.distribution)
-        unsure = proposal.top_probability is not None and proposal.top_probability < self.rule.stop_probability
+        unsure = proposal.top_probability is not None and proposal.top_probability < self.stop_probability
         self.ended = unsure or len(self.token_ids) >= self.most or ends_answer
 
     def verified(self, num_accepted: int) -> None:
-        """Count a verification, and adapt the length of the next draft to it."""
+        """Count a verification, and adapt the length of the next draft, or where it stops, to it."""
         count = len(self.token_ids)
         if count:
             self.num_drafted += count
@@ -92,7 +111,17 @@ class Draft:
             if self.rule.adaptive:
                 change = 1 if num_accepted == count else -1
                 self.length = min(max(self.length + change, 1), self.rule.length)
+            if self.rule.target_acceptance is not None:
+                self._move_stop(num_accepted / count, self.rule.target_acceptance)
         self.drop()
+
+    def _move_stop(self, accepted: float, target: float) -> None:
+        """Move the stop probability: a draft as long as allowed cannot become longer, and so changes nothing."""
+        self.recent_acceptance = (self.recent_acceptance + accepted) / 2
+        if self.recent_acceptance < target:
+            self.stop_probability += STOP_CHANGE
+        elif len(self.token_ids) < self.rule.length:
+            self.stop_probability -= STOP_CHANGE
 
     def discard(self, shares: list[int]) -> None:
         """Count tokens that came after the answer's end, each with its share of the layers run."""
@@ -103,5 +132,5 @@ class Draft:
         """Forget the draft."""
         self.token_ids, self.distributions = [], []
         self.ended = False
-        self.layers = None
+        self.layers = self.mlps = None
         self.work = 0

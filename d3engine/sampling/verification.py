@@ -129,7 +129,7 @@ class _Step:
             return Proposal(None)
         sequence = self._sequences[place]
         assert sequence.draft is not None
-        asks = sequence.draft.rule.stop_probability > 0
+        asks = sequence.draft.stop_probability > 0
         top = float(self._raw[place].softmax(dim=-1).max()) if asks else None
         distribution = None if sequence.params.greedy else self._scores[place].softmax(dim=-1)
         return Proposal(self._chosen[place], top, distribution)

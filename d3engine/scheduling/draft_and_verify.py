@@ -7,6 +7,7 @@ and the whole draft at full depth. The verified rows count as not computed, so v
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -42,6 +43,8 @@ class Drafting:
             table.drafting[slot] = not sequence.draft.ended
             if sequence.draft.layers is not None:
                 table.draft_layers[slot] = sequence.draft.layers
+            if sequence.draft.mlps is not None:
+                table.draft_mlps[slot] = sequence.draft.mlps
 
     def run_length(self, sequence: Sequence) -> int:
         """How many of the answer's tokens come next: all rows of a draft to verify, or what is to be replayed.
@@ -53,17 +56,17 @@ class Drafting:
             return len(sequence.draft.token_ids) + 1
         return sequence.num_tokens - 1 - int(self._table.num_computed[sequence.slot])
 
-    def propose(self, sequence: Sequence, proposals: Iterable[Proposal], depth: int) -> None:
-        """Take in drafted tokens, for each of which `depth` layers have run, up to the one that ends the draft."""
+    def propose(self, sequence: Sequence, proposals: Iterable[Proposal]) -> None:
+        """Take in drafted tokens, up to the one that ends the draft."""
         assert sequence.draft is not None
         for proposal in proposals:
-            self._propose(sequence, sequence.draft, proposal, depth)
+            self._propose(sequence, sequence.draft, proposal)
             if sequence.draft.ended:
                 return
 
-    def _propose(self, sequence: Sequence, draft: Draft, proposal: Proposal, depth: int) -> None:
+    def _propose(self, sequence: Sequence, draft: Draft, proposal: Proposal) -> None:
         table, slot = self._table, sequence.slot
-        draft.work += depth
+        draft.work += draft.depth
         draft.grow(proposal, ends_answer=_ends_answer(sequence, draft.token_ids, proposal.token_id))
         known = sequence.num_tokens + len(draft.token_ids)
         if proposal.token_id is not None:
@@ -79,12 +82,12 @@ class Drafting:
         """End the draft, of which verification made `num_tokens` tokens; returns each one's share of the layers run.
 
         The shares are whole numbers whose sum is the layers run for the draft and for its verification, over all rows;
-        where they cannot be equal, the first ones are larger.
+        where they cannot be equal, the first ones are larger. Half a layer that is left of the sum counts as one.
         """
         table, draft = self._table, sequence.draft
         assert draft is not None
         drafted, num_layers = len(draft.token_ids), table.cutoffs.shape[1]
-        work = draft.work + num_layers * (drafted + 1) - draft.resume_layer * drafted
+        work = math.ceil(draft.work) + num_layers * (drafted + 1) - draft.resume_layer * drafted
         draft.verified(max(num_tokens - 1, 0))
         table.num_tokens[sequence.slot] = sequence.num_tokens
         return [work // num_tokens + (place < work % num_tokens) for place in range(num_tokens)]

@@ -8,7 +8,18 @@ from d3engine.cache.copy_on_skip import EntryCopies
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import ExitRule
 from d3engine.depth.schedule import windows_of
-from d3engine.plan import BoolArray, BridgedRows, ExitingChunks, Plan, PromptRows, RunAhead, rows_of, spans_of
+from d3engine.plan import (
+    BoolArray,
+    BridgedRows,
+    ExitingChunks,
+    Plan,
+    PromptRows,
+    RunAhead,
+    Span,
+    rows_of,
+    spans_of,
+    spans_of_parts,
+)
 from d3engine.request.choice import Choice
 from d3engine.request.sequence import Sequence
 from d3engine.scheduling.chunks import Chunks
@@ -31,6 +42,7 @@ def build_plan(
     query_starts, row_chunks, positions = _rows(chunks)
     sampled = (chunks.stops == table.num_tokens[slots]).nonzero()[0]
     sequences = [table.sequence(slot) for slot in slots.tolist()]
+    mlps = table.mlps(slots, chunks.active)
     prompt_rows = _prompt_rows(sequences, chunks, query_starts) if (chunks.steps < 0).any() else ()
     greedy = not prompt_rows and bool((table.choice[slots] == Choice.GREEDY).all())
     return Plan(
@@ -44,9 +56,9 @@ def build_plan(
         positions=positions,
         row_chunks=row_chunks,
         prompt_lengths=table.prompt_length[slots],
-        depths=chunks.active.sum(axis=1),
+        depths=_depths(chunks, mlps),
         tables=block_tables,
-        spans=spans_of(chunks.active, _projected(chunks, table), query_starts),
+        spans=_spans(chunks, mlps, _projected(chunks, table), query_starts),
         sampled=sampled,
         sample_rows=query_starts[sampled + 1] - 1,
         greedy=greedy,
@@ -58,6 +70,20 @@ def build_plan(
         bridged=_bridged(chunks, table, query_starts),
         drafts=draft_work(chunks, table, query_starts, sampled),
     )
+
+
+def _depths(chunks: Chunks, mlps: BoolArray | None) -> IntArray:
+    """Int [C]: the layers that each chunk runs; half a layer counts as one."""
+    attentions: IntArray = chunks.active.sum(axis=1)
+    return attentions if mlps is None else (attentions + mlps.sum(axis=1) + 1) // 2
+
+
+def _spans(
+    chunks: Chunks, mlps: BoolArray | None, projected: BoolArray | None, query_starts: IntArray
+) -> tuple[Span, ...]:
+    if mlps is None:
+        return spans_of(chunks.active, projected, query_starts)
+    return spans_of_parts(chunks.active, mlps, projected, query_starts)
 
 
 def _rows(chunks: Chunks) -> tuple[IntArray, IntArray, IntArray]:

@@ -55,13 +55,14 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int, reach: Reach) -> 
 def _draft_ahead(chunks: Chunks, table: RunningTable, limit: int) -> RunAhead | None:
     """The steps of a batch in which everybody drafts, up to where the first draft is as long as it may be.
 
-    All tokens of a draft go through the same layers. Who draws, or stops where the draft is unsure, needs the host.
+    All tokens of a draft go through the same layers. Who draws, or stops where the draft is unsure, needs the host, and
+    a device knows no parts of layers.
     """
     slots = chunks.slots
     if limit == 0 or (table.choice[slots] != Choice.GREEDY).any():
         return None
     drafts = [draft for slot in slots.tolist() if (draft := table.sequence(slot).draft) is not None]
-    if any(draft.rule.stop_probability > 0 for draft in drafts):
+    if any(draft.stop_probability > 0 or draft.mlps is not None for draft in drafts):
         return None
     left = [draft.most - len(draft.token_ids) for draft in drafts]
     num_steps = min(limit, *left)

@@ -20,7 +20,8 @@ class RunningTable:
     skipped layers get entries (`on_skip` other than "none"), `exits` sequences whose tokens may leave early; `choice`
     is what choosing a token takes (`Choice`). `drafts` marks sequences that draft at all, `drafting` those whose next
     row goes through the layers `draft_layers` [slots, L] of a draft, or, where `by_second_model` says so, through
-    another model. `bridged` marks sequences some of whose rows may cross skipped layers by a map.
+    another model; where `splits_layers`, a draft runs the attention of these layers and the MLP of `draft_mlps`.
+    `bridged` marks sequences some of whose rows may cross skipped layers by a map.
     """
 
     def __init__(self, max_sequences: int, num_layers: int, max_length: int) -> None:
@@ -40,6 +41,8 @@ class RunningTable:
         self.drafts = np.zeros(max_sequences, dtype=bool)
         self.drafting = np.zeros(max_sequences, dtype=bool)
         self.draft_layers = np.zeros((max_sequences, num_layers), dtype=bool)
+        self.splits_layers = np.zeros(max_sequences, dtype=bool)
+        self.draft_mlps = np.zeros((max_sequences, num_layers), dtype=bool)
         self.by_second_model = np.zeros(max_sequences, dtype=bool)
         self.bridged = np.zeros(max_sequences, dtype=bool)
 
@@ -62,6 +65,7 @@ class RunningTable:
         self.max_length[slot] = sequence.max_length
         self.drafts[slot] = sequence.draft is not None
         self.drafting[slot] = False
+        self.splits_layers[slot] = sequence.draft is not None and sequence.draft.rule.mlp_schedule is not None
         self.by_second_model[slot] = sequence.draft is not None and sequence.draft.rule.model is not None
 
         draft = None if sequence.draft is None else sequence.draft.rule.schedule
@@ -114,6 +118,15 @@ class RunningTable:
         if drafting.any():
             active[drafting] = self.draft_layers[slots[drafting]]
         return active
+
+    def mlps(self, slots: IntArray, active: BoolArray) -> BoolArray | None:
+        """Bool [C, L]: the layers whose MLP runs where `active` says it of the attention; None where all are equal."""
+        splits = self.drafting[slots] & self.splits_layers[slots]
+        if not splits.any():
+            return None
+        mlps = active.copy()
+        mlps[splits] = self.draft_mlps[slots[splits]]
+        return mlps
 
     def may_exit(self, slots: IntArray, steps: IntArray) -> BoolArray:
         """Bool [C]: whether the chunks' tokens may leave early, which only new ones after step 0 do."""

@@ -205,7 +205,7 @@ class Scheduler:
                 continue  # it ended with another of its request, whose token had a fault, or while a run went on
             tokens, fault = sampled.token_ids[row], sampled.faults.get(row)
             if row in sampled.proposals:
-                self._drafting.propose(sequence, sampled.proposals[row], int(plan.depths[chunk]))
+                self._drafting.propose(sequence, sampled.proposals[row])
                 if not tokens and fault is None:
                     continue  # to be verified by a later step
                 assert sequence.draft is not None
@@ -239,7 +239,7 @@ class Scheduler:
         for place, chunk in enumerate(plan.sampled.tolist(), start=first_place):
             sequence = plan.sequences[chunk]
             if sequence.status is Status.RUNNING:
-                self._drafting.propose(sequence, sampled.proposals[place], 0)
+                self._drafting.propose(sequence, sampled.proposals[place])
 
     def _settle(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """End a sequence's draft, and count what came of it; returns the layers that each of its tokens took."""

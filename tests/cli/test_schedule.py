@@ -15,8 +15,18 @@ from typer.testing import CliRunner
 
 from d3engine import __version__
 from d3engine.cli import app
-from d3engine.cli.depth_options import AUTO, OPTIONS, depth_from_options
-from d3engine.depth import D3, EarlyExit, FullDepth, Lossless, SelfSpeculative, SkipDecode, TailSkip, UnifiedSkip
+from d3engine.cli.depth_options import AUTO, OPTIONS, depth_from_options, layer_ids
+from d3engine.depth import (
+    D3,
+    DraftAndVerify,
+    EarlyExit,
+    FullDepth,
+    Lossless,
+    SelfSpeculative,
+    SkipDecode,
+    TailSkip,
+    UnifiedSkip,
+)
 from d3engine.errors import InvalidValueError, install_command
 
 BBH = ["schedule", "--layers", "32", "--depth", "d3", "--alpha", "0.9", "--start", "0.6", "--steps", "200"]
@@ -259,6 +269,12 @@ def test_options_become_the_policy_they_name() -> None:
     assert lossless == Lossless(D3(0.9, 0.6, tail=1), 3, stop_probability=0.2)
     drafting = policy("self-speculative", draft="unified", speedup="2", adaptive=True)
     assert drafting == SelfSpeculative(UnifiedSkip(2), adaptive=True)
+    split = policy("draft-and-verify", skip_attention=layer_ids("3,5-7"), skip_mlp=layer_ids("2"), draft_length=12)
+    assert split == DraftAndVerify([3, 5, 6, 7], [2], 12)
+    with pytest.raises(InvalidValueError, match="skip_attention must be different layer ids, from 0; got '3,x'"):
+        policy("draft-and-verify", skip_attention=layer_ids("3,x"))
+    with pytest.raises(InvalidValueError, match=r"skip_mlp must be .*; got '0-99999999'"):
+        policy("draft-and-verify", skip_mlp=layer_ids("0-99999999"))
     with pytest.raises(InvalidValueError, match=r"--draft must be .*; got 'd3'"):
         policy("lossless", draft="d3", alpha=0.9, start="0.6")
     with pytest.raises(InvalidValueError, match=r"--speedup must be .*; got '2'"):

@@ -11,7 +11,7 @@ import pytest
 from ahead import NESTED, PLAIN, Solo, greedy, steps_by_itself, unread
 from batches import BLOCK, LAYERS, POLICIES, Request, assert_same, block_bytes, kv_is_back, run_together, some_requests
 
-from d3engine import D3, Engine, Lossless, SelfSpeculative, UnifiedSkip, Waves
+from d3engine import D3, DraftAndVerify, Engine, Lossless, SelfSpeculative, UnifiedSkip, Waves
 from d3engine.depth import DepthPolicy
 from d3engine.plan import RunAhead
 from d3engine.request.outputs import RequestOutput
@@ -32,7 +32,11 @@ def test_generate_answers_as_step_by_step(ahead: Callable[..., Engine], solo: So
     assert kv_is_back(engine)
 
 
-DRAFTING: list[DepthPolicy] = [Lossless(D3(0.9, 0.5), 3), SelfSpeculative(UnifiedSkip(2), 2)]
+DRAFTING: list[DepthPolicy] = [
+    Lossless(D3(0.9, 0.5), 3),
+    SelfSpeculative(UnifiedSkip(2), 2),
+    DraftAndVerify([2, 4], [3], 3, 0.0, None),
+]
 
 
 @pytest.mark.parametrize("policy", DRAFTING, ids=repr)

@@ -74,6 +74,15 @@ def layers_of(plan: Plan, chunk: int) -> npt.NDArray[np.bool_]:
     return np.arange(layers.size) >= layers.argmin() if drafted_rows_alone else np.ones_like(layers)
 
 
+def mlps_of(plan: Plan, chunk: int) -> npt.NDArray[np.bool_]:
+    """The layers whose MLP a chunk must run: those of `layers_of`, but for a draft by parts of layers."""
+    sequence = plan.sequences[chunk]
+    draft = sequence.draft
+    if draft is None or draft.ended or draft.rule.mlp_schedule is None or plan.starts[chunk] < sequence.num_tokens - 1:
+        return layers_of(plan, chunk)
+    return draft.rule.mlp_schedule.active(sequence.step)
+
+
 def known_tokens(sequence: Sequence) -> list[int]:
     drafted = [] if sequence.draft is None else sequence.draft.token_ids
     return sequence.prompt_token_ids + sequence.token_ids + drafted
@@ -203,6 +212,8 @@ class Contents:
             rows = range(span.num_rows) if span.rows is None else span.rows.tolist()
             chunks = range(span.num_chunks) if span.chunks is None else span.chunks.tolist()
             beside = [] if span.projected_rows is None else span.projected_rows.tolist()
+            if span.part == "mlp":
+                continue  # which neither writes an entry nor reads one
             for layer in span.layers:
                 for row in beside:
                     self._write_row(plan, row, layer, "projected")
@@ -250,7 +261,7 @@ def check_plan(scheduler: Scheduler, plan: Plan) -> None:
     assert len(set(places)) == len(plan.sequences) == len(plan.slots)
     twice = len(plan.sequences) - len({id(sequence) for sequence in plan.sequences})
     assert twice == sum(len(rows.rows) > 0 for rows in plan.drafts.resumed) * twice if plan.drafts else twice == 0
-    projected, active = set(), set()
+    projected, active, mlps = set(), set(), set()
     for chunk, sequence in enumerate(plan.sequences):
         start, stop = int(plan.starts[chunk]), int(plan.stops[chunk])
         rows = slice(int(plan.query_starts[chunk]), int(plan.query_starts[chunk + 1]))
@@ -261,16 +272,21 @@ def check_plan(scheduler: Scheduler, plan: Plan) -> None:
         assert plan.token_ids[rows].tolist() == known_tokens(sequence)[start:stop]
         assert (plan.row_chunks[rows] == chunk).all()
         planned = layers_of(plan, chunk)
-        assert plan.depths[chunk] == planned.sum()
+        planned_mlps = mlps_of(plan, chunk)
+        assert plan.depths[chunk] == -(-(planned.sum() + planned_mlps.sum()) // 2)
         assert (chunk in plan.sampled) == (stop == len(known_tokens(sequence)))
         for row, position in zip(range(rows.start, rows.stop), range(start, stop), strict=True):
             runs = planned if sequence.draft is not None else active_at(sequence, step_of(sequence, position))
             active |= {(row, layer) for layer in np.flatnonzero(runs).tolist()}
+            mlps |= {
+                (row, layer) for layer in np.flatnonzero(runs if sequence.draft is None else planned_mlps).tolist()
+            }
             if sequence.schedule.on_skip == "project":
                 projected |= {(row, layer) for layer in np.flatnonzero(~runs).tolist()}
     assert plan.sample_rows.tolist() == (plan.query_starts[plan.sampled + 1] - 1).tolist()
-    assert _span_rows(plan, projected=False) == active, "the spans differ from the schedules"
-    assert _span_rows(plan, projected=True) == projected
+    assert _span_rows(plan, "attention") == active, "the spans differ from the schedules"
+    assert _span_rows(plan, "mlp") == mlps, "the spans differ from the schedules"
+    assert _span_rows(plan, "attention", projected=True) == projected
     check_exits(plan)
     check_writes(scheduler, plan)
 
@@ -290,9 +306,11 @@ def check_exits(plan: Plan) -> None:
             assert threshold == group.rule.threshold_at(int(plan.steps[chunk]), tokens)
 
 
-def _span_rows(plan: Plan, *, projected: bool) -> set[tuple[int, int]]:
+def _span_rows(plan: Plan, part: str, *, projected: bool = False) -> set[tuple[int, int]]:
     found, last = [], -1
     for span in plan.spans:
+        if span.part not in ("layer", part):
+            continue
         assert span.layers.start > last
         last = span.layers.stop - 1
         if projected:

@@ -11,6 +11,7 @@ from plan_checks import token_at
 
 from d3engine.depth import (
     D3,
+    NEVER,
     DepthPolicy,
     EarlyExit,
     ExitRule,
@@ -46,11 +47,15 @@ def judged(sequence: Sequence) -> list[int]:
 
 @st.composite
 def draft_rules(draw: st.DrawFn, num_layers: int) -> DraftRule:
-    """Drafts by every policy, nested or not; those that keep hidden states by D3."""
+    """Drafts by every policy, nested or not, and by parts of layers; those that keep hidden states by D3."""
     length, adaptive = draw(st.integers(1, 4)), draw(st.booleans())
     if draw(st.booleans()):
         alpha, start = draw(st.sampled_from([0.3, 0.8])), draw(st.sampled_from([0.2, 0.5, 0.8]))
         return DraftRule(length, adaptive=adaptive, schedule=D3(alpha, start).schedule(num_layers), resumes=True)
+    if draw(st.booleans()):
+        parts = [draw(st.lists(st.sampled_from([1, NEVER]), min_size=num_layers, max_size=num_layers)) for _ in "am"]
+        attention, mlps = map(Schedule.nested, parts)
+        return DraftRule(length, schedule=attention, mlp_schedule=mlps, target_acceptance=0.7)
     return DraftRule(length, adaptive=adaptive, schedule=draw(schedules(num_layers)))
 
 

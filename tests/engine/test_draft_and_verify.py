@@ -1,0 +1,241 @@
+"""Draft & Verify: attentions and MLPs left out one by one, a stop that adapts, and full depth's answers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from draft_oracle import draft_and_verify
+from tiny_models import TinyLlama, save_tiny_llama
+from transformers_oracle import assert_same_tokens, greedy
+
+from d3engine import D3, DraftAndVerify, EarlyExit, Engine, FullDepth, Lossless, SamplingParams
+from d3engine.depth import NEVER, DepthPolicy, policy_from_dict
+from d3engine.depth.words import policy_in_words
+from d3engine.errors import InvalidValueError
+from d3engine.plan import Plan
+
+LAYERS = 5
+DRAFTS: list[DraftAndVerify] = [
+    DraftAndVerify([1, 3], [2], 4, 0.4),
+    DraftAndVerify([], [0, 4], 8, 0.2),
+    DraftAndVerify([2], [2], 3, 0.0, None),
+    DraftAndVerify([0, 1, 2, 3, 4], [], 2, 0.3, 0.5),
+    DraftAndVerify([4], [0, 1, 2, 3, 4], 5, 0.25),
+]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyLlama:
+    """A model whose parts add little, so that drafts are often right, and which is sure of itself now and then."""
+    sizes = {"num_hidden_layers": LAYERS, "hidden_size": 32, "intermediate_size": 48}
+    tiny = save_tiny_llama(tmp_path_factory.mktemp("llama"), **sizes)
+    with torch.no_grad():
+        tiny.model.lm_head.weight *= 2
+        for layer in tiny.model.model.layers:
+            layer.self_attn.o_proj.weight *= 0.3
+            layer.mlp.down_proj.weight *= 0.3
+    tiny.model.save_pretrained(tiny.directory)
+    return tiny
+
+
+@pytest.fixture(scope="module")
+def make_engine(llama: TinyLlama) -> Callable[..., Engine]:
+    def make(**changes: Any) -> Engine:
+        arguments: dict[str, Any] = {"max_num_seqs": 8, "block_size": 4, "depth": FullDepth(), "device": "cpu"}
+        return Engine(llama.directory, skip_tokenizer_init=True, max_model_len=96, **(arguments | changes))
+
+    return make
+
+
+def some_prompts(seed: int, count: int, longest: int = 20) -> list[list[int]]:
+    numbers = random.Random(seed)
+    return [[numbers.randrange(300) for _ in range(numbers.randint(1, longest))] for _ in range(count)]
+
+
+def asked(policy: DepthPolicy, max_tokens: int = 32, **more: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, "depth": policy} | more)
+
+
+def watch(engine: Engine) -> list[Plan]:
+    plans: list[Plan] = []
+    schedule = engine.scheduler.schedule
+
+    def watched() -> Plan | None:
+        plan = schedule()
+        plans.extend([] if plan is None else [plan])
+        return plan
+
+    engine.scheduler.schedule = watched  # type: ignore[method-assign]
+    return plans
+
+
+# -- as published ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", DRAFTS, ids=policy_in_words)
+def test_drafts_are_those_of_the_published_rules_on_transformers_own_layers(
+    make_engine: Callable[..., Engine], llama: TinyLlama, policy: DraftAndVerify
+) -> None:
+    """Tokens, the length of every draft, and how much of each was accepted."""
+    lengths = []
+    engine = make_engine()
+    for prompt in some_prompts(3, 2, 6):
+        plans = watch(engine)
+        (output,) = engine.generate(prompt, asked(policy, 24), use_tqdm=False)
+        wanted = draft_and_verify(
+            llama.model,
+            prompt,
+            24,
+            set(policy.skip_attention),
+            set(policy.skip_mlp),
+            longest=policy.draft_length,
+            stop=policy.stop_probability,
+            target=policy.target_acceptance,
+        )
+        assert output.outputs[0].token_ids == wanted.token_ids
+        verified = [len(rows) for plan in plans if plan.drafts for rows in plan.drafts.judging.values()]
+        assert verified == wanted.drafted
+        assert output.metrics.num_accepted_tokens == sum(wanted.accepted)
+        lengths += verified
+    assert len(set(lengths)) > 1, "drafts of one length would say little of where they stop"
+
+
+def test_a_stop_probability_moves_as_the_published_one_does(
+    make_engine: Callable[..., Engine], llama: TinyLlama
+) -> None:
+    policy, (prompt,) = DraftAndVerify([1], [3], 2, 0.2, 0.6), some_prompts(6, 1, 6)
+    engine = make_engine()
+    engine.add_request("a", prompt, asked(policy, 40))
+    stops = []
+    while engine.has_unfinished_requests():
+        verified = engine.stats().verifications
+        running = engine.scheduler.running
+        engine.step()
+        if engine.stats().verifications > verified:
+            assert running[0].draft is not None
+            stops.append(running[0].draft.stop_probability)
+    wanted = draft_and_verify(llama.model, prompt, 40, {1}, {3}, longest=2, stop=0.2, target=0.6)
+    assert stops == pytest.approx(wanted.stops)
+    steps = {round(after - before, 6) for before, after in itertools.pairwise(stops)}
+    assert steps == {0.001, -0.001, 0.0}
+
+
+# -- whoever comes beside --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [14])
+def test_in_a_batch_with_every_kind_of_row_each_answers_as_alone(make_engine: Callable[..., Engine], rows: int) -> None:
+    """Beside full depth, D3, early exits that look at the input of a layer in two parts, and other drafts."""
+    others = [
+        FullDepth(),
+        D3(0.9, 0.5),
+        EarlyExit(0.9, "cosine"),
+        EarlyExit(0.5, on_skip="copy"),
+        Lossless(D3(0.8, 0.4)),
+    ]
+    policies: list[DepthPolicy] = [one for pair in zip(DRAFTS, others, strict=True) for one in pair]
+    prompts = some_prompts(8, len(policies))
+    requests = [asked(policy, 9 + n, logprobs=1) for n, policy in enumerate(policies)]
+    requests[2] = replace(requests[2], temperature=1.5, seed=7)
+    together = make_engine(max_num_batched_tokens=rows, max_num_seqs=6).generate(prompts, requests, use_tqdm=False)
+    alone = make_engine()
+    for prompt, request, found in zip(prompts, requests, together, strict=True):
+        (wanted,) = alone.generate(prompt, request, use_tqdm=False)
+        assert found.outputs[0].token_ids == wanted.outputs[0].token_ids, request.depth
+        assert found.outputs[0].depths == wanted.outputs[0].depths
+        assert found.metrics.num_drafted_tokens == wanted.metrics.num_drafted_tokens
+
+
+def test_a_request_answers_as_alone_although_it_is_preempted_again_and_again(
+    make_engine: Callable[..., Engine],
+) -> None:
+    prompt, policy = some_prompts(2, 1)[0], DRAFTS[0]
+    (wanted,) = make_engine().generate(prompt, asked(policy), use_tqdm=False)
+    engine = make_engine()
+    engine.add_request("a", prompt, asked(policy))
+    outputs, steps = [], 0
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+        steps += 1
+        assert steps < 500, "it makes no progress"
+        if steps % 9 == 0 and engine.scheduler.running:
+            engine.scheduler._preempt(engine.scheduler.running[0])
+        engine.scheduler.check_integrity()
+    assert engine.scheduler.counters.preemptions > 2
+    assert outputs[-1].outputs[0].token_ids == wanted.outputs[0].token_ids
+    for count in ("num_drafted_tokens", "num_accepted_tokens", "num_verifications"):
+        assert getattr(outputs[-1].metrics, count) == getattr(wanted.metrics, count)
+
+
+@pytest.mark.parametrize("policy", DRAFTS, ids=policy_in_words)
+def test_greedy_answers_are_those_of_transformers(
+    make_engine: Callable[..., Engine], llama: TinyLlama, policy: DraftAndVerify
+) -> None:
+    (output,) = make_engine().generate(some_prompts(5, 1), asked(policy, 24), use_tqdm=False)
+    assert_same_tokens(output.outputs[0].token_ids, greedy(llama.model, output.prompt_token_ids, 24))
+
+
+# -- what is counted -------------------------------------------------------------------------------------------
+
+
+def test_a_part_of_a_layer_is_counted_as_half_of_it(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(enforce_eager=True)
+    plans = watch(engine)
+    (output,) = engine.generate(some_prompts(4, 1), asked(DRAFTS[0]), use_tqdm=False)
+    halves = sum(
+        span.num_rows * len(span.layers) * (2 if span.part == "layer" else 1)
+        for plan in plans[1:]
+        for span in plan.spans
+    )
+    least = LAYERS + halves / 2
+    metrics = output.metrics
+    assert least <= sum(output.outputs[0].depths) <= least + metrics.num_verifications / 2
+    drafts = [plan for plan in plans if plan.drafts and plan.drafts.proposing]
+    assert {tuple(plan.depths) for plan in drafts} == {(4,)}  # three attentions and four MLPs of five
+
+
+# -- the preset, and what is refused ---------------------------------------------------------------------------
+
+
+def test_layerskips_preset_drafts_six_tokens_by_the_lowest_eight_layers() -> None:
+    rule = Lossless.preset("layerskip", 32).draft_rule(32)
+    assert rule.schedule is not None
+    assert rule.schedule.cutoffs.tolist() == [NEVER] * 8 + [1] * 24
+    assert (rule.length, rule.resumes) == (6, True)
+    assert Lossless.preset("layerskip", 80).draft_rule(80).layers(1).sum() == 8  # type: ignore[union-attr]
+    with pytest.raises(InvalidValueError, match="num_layers must be an integer of at least 9; got 8"):
+        Lossless.preset("layerskip", 8)
+    with pytest.raises(InvalidValueError, match="preset must be one of layerskip; got 'bbh'"):
+        Lossless.preset("bbh", 32)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DraftAndVerify(), "skip_attention must be layer ids, unless skip_mlp has some"),
+        (lambda: DraftAndVerify([1, 1]), r"skip_attention must be different layer ids, from 0; got \[1, 1\]"),
+        (lambda: DraftAndVerify("3"), "skip_attention must be different layer ids, from 0; got '3'"),
+        (lambda: DraftAndVerify([], [-1]), r"skip_mlp\[0\] must be an integer of at least 0; got -1"),
+        (lambda: DraftAndVerify([0], draft_length=33), "draft_length must be an integer from 1 to 32; got 33"),
+        (lambda: DraftAndVerify([0], stop_probability=2), "stop_probability must be .*; got 2"),
+        (lambda: DraftAndVerify([0], target_acceptance=1.5), "target_acceptance must be .*; got 1.5"),
+        (lambda: DraftAndVerify([], [5]).draft_rule(5), r"skip_mlp must be layer ids from 0 to 4; got \[5\]"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        make()
+
+
+def test_it_survives_json() -> None:
+    policy = DraftAndVerify([3, 1], [2], 12, 0.6, None)
+    assert policy == DraftAndVerify((1, 3), (2,), 12, 0.6, None)
+    assert policy.describe()["skip_attention"] == [1, 3]
+    assert policy_from_dict(json.loads(json.dumps(policy.describe()))) == policy
