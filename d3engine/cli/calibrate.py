@@ -32,6 +32,7 @@ from d3engine.calibration.search import (
     check_setting,
 )
 from d3engine.cli.apps import new_app
+from d3engine.cli.draft_search import ScoreName, find_draft
 from d3engine.cli.ending import ExitCode
 from d3engine.cli.engine_options import Model, Options, model_directory, open_engine, sampling_params, takes_engine
 from d3engine.cli.verbosity import note
@@ -123,6 +124,15 @@ def calibrate_command(
         str | None,
         typer.Option("--check", help='Certify this setting alone, such as "d3 alpha=0.9 start=0.6", and search none.'),
     ] = None,
+    draft: Annotated[
+        int | None,
+        typer.Option(
+            "--draft", metavar="TRIALS", help="Search, in so many trials, the parts of layers to draft without."
+        ),
+    ] = None,
+    draft_by: Annotated[
+        ScoreName, typer.Option("--draft-by", help="What the best draft has least of: weights read, or time.")
+    ] = ScoreName.weights,
     out: Annotated[
         Path | None, typer.Option("--out", help=f"Where to write the setting ({POLICY_FILE} beside the weights).")
     ] = None,
@@ -132,9 +142,10 @@ def calibrate_command(
     """Find the fastest depth setting that is safe, by a paired test against full depth, and write it to d3.json.
 
     Settings are sorted out on the validation split and certified on the test split; --check takes one that was found
-    elsewhere, as on a smaller model. Exit code 3 says that none could
-    be shown to be safe with so many problems, 4 that full depth knows too little of the task for a loss to mean
-    anything; nothing is written then. Greedy; --seed also picks the problems.
+    elsewhere, as on a smaller model. Exit code 3 says that none could be shown to be safe with so many problems, 4 that
+    full depth knows too little of the task for a loss to mean anything; nothing is written then. --draft finds, for
+    draft-and-verify, what full depth's own answers are drafted best without; then 3 says that no draft is worth its
+    while. Greedy; --seed also picks the problems.
     """
     accepted = read_tolerance(tolerance)
     require_number("--least-saving", least_saving, 0, 100, open_high=True)
@@ -148,6 +159,11 @@ def calibrate_command(
     from d3engine.model.fingerprint import fingerprint
 
     asked = calibration_task(task, data, seed=seed, shots=num_fewshot)
+    if draft is not None:
+        grids = {"--check": check, "--start": starts, "--alpha": alphas, "--tail": tails, "--plot": plot}
+        wanted: Options = {"trials": draft, "score": draft_by, "limit": limit, "max_tokens": max_tokens}
+        code = find_draft(model, directory, engine_options, asked, target, as_json=as_json, refused=grids, **wanted)
+        raise typer.Exit(code)
     most = require_integer("--max-tokens", asked.max_tokens if max_tokens is None else max_tokens, 2)
     layers = ModelConfig.from_directory(directory).num_layers
     given = _given_setting(check, layers, most, {"--start": starts, "--alpha": alphas, "--tail": tails, "--plot": plot})

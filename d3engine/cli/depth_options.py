@@ -114,12 +114,12 @@ OPTIONS: dict[str, tuple[str, Any, str]] = {
     "draft_length": (
         "--draft-length",
         int,
-        "lossless, (self-)speculative, draft-and-verify: tokens of a draft at most (4; the last: 8).",
+        "Tokens of a draft at most: of draft-and-verify (8), of lossless, (self-)speculative (4).",
     ),
     "stop_probability": (
         "--stop-probability",
         float,
-        "The same: end a draft whose best token is less likely (0; 0.8).",
+        "End a draft whose best token is less likely: of draft-and-verify at first (0.8), of the others (0).",
     ),
     "adaptive": ("--adaptive", bool, "lossless, (self-)speculative: let each answer adapt the length of its drafts."),
 }

@@ -34,8 +34,17 @@ class ModelShape:
     @property
     def layer_parameters(self) -> int:
         """Parameters of one layer's matrices: q, k, v, o, gate, up, down."""
-        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
-        return attention + 3 * self.hidden_size * self.intermediate_size
+        return self.attention_parameters + self.mlp_parameters
+
+    @property
+    def attention_parameters(self) -> int:
+        """Those of q, k, v and o."""
+        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Those of gate, up and down."""
+        return 3 * self.hidden_size * self.intermediate_size
 
     @property
     def head_parameters(self) -> int:
