@@ -24,8 +24,9 @@ def plot_layers(result: LayerLoss, path: str | Path, title: str) -> None:
 
     steps = [step for step in result.from_steps if result.reaches(step)]
     grids = {step: np.maximum(result.means("kl", step), LEAST) for step in steps}
+    least = min(float(np.nanmin(grid)) for grid in grids.values())
     most = max(float(np.nanmax(grid)) for grid in grids.values())
-    norm = LogNorm(LEAST, max(most, 10 * LEAST))
+    norm = LogNorm(least, max(most, 10 * least))
     colours = LinearSegmentedColormap.from_list("depth", RAMP[::-1])
     figure = new_figure(width=10, height=1.2 + len(steps) * (0.9 + 0.32 * len(result.widths)))
     panels = figure.subplots(len(steps), 1, sharex=True, squeeze=False)[:, 0]
