@@ -46,23 +46,16 @@ def url() -> Iterator[str]:
     """Where a local Ray, which is there for this file alone, serves what it is given."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    _start_ray(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=2**27)
+    patch = pytest.MonkeyPatch()
+    patch.setenv("RAY_worker_niceness", "0")  # by itself Ray lets its workers wait for all else on the machine
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=2**27)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         yield f"http://127.0.0.1:{port}"
     finally:
         serve.shutdown()
         ray.shutdown()
-
-
-def _start_ray(starts: int = 5, **options: Any) -> None:
-    """Ray allows itself 30 seconds to start, which is too little where every core is wanted by many."""
-    try:
-        ray.init(**options)
-    except Exception as error:
-        if starts == 1 or "timed out during startup" not in str(error):
-            raise
-        _start_ray(starts - 1, **options)
+        patch.undo()
 
 
 Run = Callable[..., OverOpenAI]
