@@ -85,7 +85,7 @@ ports: $(VENV)/.installed-test $(VENV)/.native
 
 # The server's tests with those of its page in a real browser, which need Debian's package `chromium`, with thousands of
 # requests made of its description, with the clients of other libraries, and a short soak.
-test-server: $(VENV)/.installed-test $(VENV)/.native test-with-clients
+test-server: $(VENV)/.installed-test $(VENV)/.native test-with-clients test-with-litellm
 	$(PIP) "playwright>=1.60,<2" "schemathesis>=4.32,<5" aiohttp
 	$(BIN)/python -m pytest tests/server
 	$(BIN)/python -m benchmarks.soak --minutes 1

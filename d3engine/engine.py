@@ -75,7 +75,7 @@ class Engine(Facts):
         num_scheduler_steps: tokens that a batch which only decodes may generate without the host: it looks at them
             afterwards, or meanwhile for requests that stream; None: 16 with CUDA graphs or the native library, and
             always 1 without. None lets a small model's native runs of few answers be longer, up to 64 tokens.
-        num_threads: threads that decode on a CPU in the native library; None: as many as PyTorch uses for prompts.
+        num_threads: threads that decode on a CPU in the native library; None: PyTorch's, within CPUs and their quota.
         tensor_parallel_size: devices that the model is spread over, each a process of its own: of this machine, or of
             those that torchrun has started. On CPUs without the native library.
         stream_interval: tokens from one output of a request to the next; its first and its last come at once.

@@ -166,6 +166,7 @@ def figures(answered: Sequence[Answered]) -> dict[str, float]:
     """Of one round: tokens per second, and percentiles, in seconds, of what the readers waited for."""
     seconds = max(one.last for one in answered) - min(one.sent for one in answered)
     waits = [one.first - one.sent for one in answered]
+    whole = [one.last - one.sent for one in answered]
     gaps = [after - before for one in answered for before, after in pairwise(one.came)] or [0.0]
     paces = [(one.last - one.first) / max(1, one.tokens - 1) for one in answered]
     return {
@@ -173,6 +174,8 @@ def figures(answered: Sequence[Answered]) -> dict[str, float]:
         "tokens_per_second": sum(one.tokens for one in answered) / seconds,
         "first_token_p50": percentile(waits, 50),
         "first_token_p99": percentile(waits, 99),
+        "whole_p50": percentile(whole, 50),
+        "whole_p99": percentile(whole, 99),
         "between_tokens_p50": percentile(gaps, 50),
         "between_tokens_p99": percentile(gaps, 99),
         "per_token_p50": percentile(paces, 50),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -126,7 +127,8 @@ def num_rounds(settings: Settings) -> int:
     """How often the bar of one model moves."""
     systems = 2 * len(settings.depths) + settings.peer
     closed = len(settings.streams) * settings.repeats * systems
-    return closed + len(settings.arrivals) * (len(settings.depths) + ("d3" in settings.depths) + settings.peer)
+    arrived = len(settings.depths) + ("d3" in settings.depths) + settings.peer
+    return closed + len(settings.arrivals) * settings.repeats * arrived
 
 
 def _closed_loops(settings: Settings, running: Running, count: int, bar: tqdm[Any]) -> list[dict[str, Any]]:
@@ -153,15 +155,16 @@ def _of_bare(found: dict[str, float]) -> dict[str, float]:
 def _open_loops(
     settings: Settings, running: Running, pattern: str, rate: float, bar: tqdm[Any]
 ) -> list[dict[str, Any]]:
-    """One round each: the same times of arrival for everyone."""
+    """As many rounds as of streams, of the same times of arrival for everyone."""
     rows, found = max(settings.streams), Rounds()
     gaps = PATTERNS[pattern](rate, max(16, round(rate * 4 * settings.seconds)))
     with running.peer(rows) as peer, running.in_waves(rows, settings.waves) as waves:
         asked = [(running.ours, depth) for depth in settings.depths]
         asked += [(waves, "d3")] if "d3" in settings.depths else []
         asked += [(peer, "full")] if peer is not None else []
-        for measured, depth in asked:
-            measured.streams(1, 0.0, depth)
+        for number, (measured, depth) in itertools.product(range(settings.repeats), asked):
+            if not number:
+                measured.streams(1, 0.0, depth)  # warms up
             _keep(found, (measured.name, depth), measured.arrivals(gaps, depth), 1, bar)
     return [{"pattern": pattern, "requests_per_second": rate, **row} for row in rows_of(found)]
 
@@ -193,6 +196,8 @@ def _compared(system: str, depth: str) -> dict[str, tuple[str, str]]:
     if system == PEER:
         return {}
     over_full = {"over_full": (system, "full")} if depth != "full" else {}
+    if system not in (OURS, BARE):
+        over_full = {"over_immediate": (OURS, depth)}
     return {"over_peer": (PEER, "full"), **({} if system == BARE else {"of_engine": (BARE, depth)}), **over_full}
 
 

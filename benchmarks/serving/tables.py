@@ -7,11 +7,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-TIMES = {"first token": "first_token", "between tokens": "between_tokens"}
+TIMES = {"first token": "first_token", "between tokens": "between_tokens", "whole answer": "whole"}
 TITLES = (
     *("server", "depth", "tokens/s", "CPU µs per token"),
     *(f"{name}, ms: p50 / p99" for name in TIMES),
-    *("of the engine alone", "over llama.cpp", "over full depth"),
+    *("of the engine alone", "over llama.cpp", "over full depth", "over immediate admission"),
 )
 
 
@@ -64,7 +64,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['tokens_per_second']['median']:.0f}",
         f"{row['cpu_per_token']['median'] * 1e6:.0f}" if "cpu_per_token" in row else "-",
         *(f"{p50} / {p99}" for p50, p99 in times),
-        *(_ratio(row, name) for name in ("of_engine", "over_peer", "over_full")),
+        *(_ratio(row, name) for name in ("of_engine", "over_peer", "over_full", "over_immediate")),
     )
 
 

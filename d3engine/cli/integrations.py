@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 app = new_app(cls=Group, help="Write what other serving stacks need to run the engine.", no_args_is_help=True)
 
 PLAIN_ENGINE = {name: option for name, option in ENGINE.items() if name not in ("admission", "threads")} | {
-    "num_threads": ("--threads", int, "CPU threads (as many as there are cores).")
+    "num_threads": ("--threads", int, "CPU threads (as many as the process may use CPUs).")
 }
 """The engine's arguments that a file can hold."""
 

@@ -1,7 +1,7 @@
 """How many CPU threads a command computes with.
 
 The one idea: threads that wait for each other after every small product cost more than they bring, above all where the
-cores are busy; so a small model gets one, and a large one as many as PyTorch would take.
+cores are busy; so a small model gets one, and a large one as many as PyTorch would take and the process may use.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ def threads_for(config: ModelConfig, most: int) -> int:
 def use_threads(given: str, config: ModelConfig, spare_cores: int = 0) -> None:
     """Let PyTorch compute with that many threads from now on.
 
-    "auto" never takes more than it would by itself, less the cores that are to be spared.
+    "auto" never takes more than it would by itself or the process may use, less the cores that are to be spared.
     """
     import torch
 
-    most = max(1, torch.get_num_threads() - spare_cores)
+    from d3engine.loading.host_cpus import usable_cpus
+
+    most = max(1, min(torch.get_num_threads(), usable_cpus()) - spare_cores)
     torch.set_num_threads(read_threads(given) or threads_for(config, most))

@@ -10,6 +10,7 @@ import torch
 from d3engine.environment import KERNELS
 from d3engine.errors import InvalidValueError, require, require_integer
 from d3engine.kernels import for_device
+from d3engine.loading.host_cpus import usable_cpus
 from d3engine.model.config import ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -89,7 +90,7 @@ def num_tokens_ahead(given: int | None, executor: str, config: ModelConfig) -> i
 
 
 def num_threads(given: int | None) -> int:
-    """The threads of native decoding: PyTorch's number where none is given."""
+    """The threads of native decoding: where none are given PyTorch's, within the CPUs that the process may use."""
     if given is None:
-        return torch.get_num_threads()
+        return min(torch.get_num_threads(), usable_cpus())
     return require_integer("num_threads", given, 1, MOST_THREADS)

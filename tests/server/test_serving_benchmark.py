@@ -58,6 +58,7 @@ def test_figures_follow_from_the_times() -> None:
     assert found["tokens_per_second"] == pytest.approx(21 / 2)
     assert found["first_token_p50"] == pytest.approx(0.1)
     assert found["first_token_p99"] == pytest.approx(0.5)
+    assert [found["whole_p50"], found["whole_p99"]] == pytest.approx([1.0, 1.5])
     assert [found["between_tokens_p50"], found["between_tokens_p99"]] == pytest.approx([0.9, 0.9])
     assert [found["per_token_p50"], found["per_token_p99"]] == pytest.approx([0.1, 0.1])
     assert [percentile([3, 1, 2, 4], percent) for percent in (1, 25, 50, 51, 99, 100)] == [1, 1, 2, 3, 4, 4]
@@ -86,8 +87,11 @@ def test_a_row_is_compared_with_the_engine_alone_with_llama_cpp_and_with_full_de
     assert "of_engine" not in alone
     assert not {"over_peer", "of_engine"} & set(peer)
     report = {"models": [{"model": "demo", "streams": [{"streams": 8, **full}], "arrivals": []}]}
-    assert "| 8 | d3engine | full | 85 | 11806 | - / - | - / - | 0.85 (0.85) | 2.00 (2.00) | - |" in markdown(report)
-    assert num_rounds(Settings(arrivals=("poisson",))) == 3 * 2 * 5 + 4
+    assert "| 8 | d3engine | full | 85 | 11806 | - / - | - / - | - / - | 0.85 (0.85) | 2.00 (2.00) | - | - |" in markdown(report)
+    assert num_rounds(Settings(arrivals=("poisson",))) == 3 * 2 * 5 + 2 * 4
+    waves = (f"{OURS}, waves of 16", "d3")
+    (*_, row) = rows_of({(OURS, "d3"): rounds(180, 160), waves: rounds(90, 80)})
+    assert [row["over_immediate"], row["over_immediate_cpu"]] == pytest.approx([0.5, 0.5])
 
 
 def test_a_second_client_is_read_in_our_units_and_what_it_could_not_do_is_told(tmp_path: Path) -> None:

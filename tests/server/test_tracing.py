@@ -218,6 +218,21 @@ def test_a_receiver_that_is_down_costs_no_request_and_is_told_once(
     assert said == [f"127.0.0.1:{port} takes no traces; they are lost until it does"]
 
 
+def test_a_receiver_that_hangs_holds_no_server_back(
+    client: AsyncEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from d3engine.server.tracing import spans
+
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "600")
+    monkeypatch.setattr(spans, "END_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as hanging:  # connections and what comes by them wait in the system
+        where = f"127.0.0.1:{hanging.getsockname()[1]}"
+        with traced(client, f"http://{where}/v1/traces") as http:
+            assert http.post("/v1/completions", json=BODY | {"max_tokens": 1}).status_code == 200
+        said = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+        assert said == [f"{where} did not take the last traces within 0.1 seconds; they are lost"]
+
+
 def test_without_the_extra_it_is_named(client: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     from d3engine.server.app import create_app
 

@@ -7,6 +7,7 @@ them; a collector that is away costs spans, which is said once, and never a requ
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,9 @@ _log = logging.getLogger(__name__)
 REPETITIVE = ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.sdk._shared_internal")
 """Loggers of theirs that complain of every batch that cannot be sent, and of every full queue."""
 
+END_SECONDS = 2.0
+"""How long the end waits for a collector; one export alone may hang for ten seconds, and the SDK waits for thirty."""
+
 _is_ours: ContextVar[bool] = ContextVar("_is_ours", default=False)
 
 
@@ -47,7 +51,7 @@ class SpanWriter:
         provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = provider.get_tracer("d3engine.server", __version__)
         self._propagator = TraceContextTextMapPropagator()
-        self._end = weakref.finalize(self, _end, provider, exporter)  # at the end of the process, if not before
+        self._end = weakref.finalize(self, _Ending(provider, exporter).end)  # with the process, if not before
 
     def write(
         self,
@@ -70,8 +74,7 @@ class SpanWriter:
             span.end(ended_ns)
 
     def close(self) -> None:
-        """Send what is queued, as far as the collector takes it within the time of one export; further calls do
-        nothing."""
+        """Send what is queued, as far as the collector takes it within two seconds; further calls do nothing."""
         self._end()
 
 
@@ -100,6 +103,10 @@ class _ToCollector(SpanExporter):
             _log.warning("%s takes traces again", self._where)
         self._is_failing = is_failing
 
+    def tell_of_loss(self) -> None:
+        """It hangs, and is waited for no longer."""
+        _log.warning("%s did not take the last traces within %g seconds; they are lost", self._where, END_SECONDS)
+
     def begin_to_close(self) -> None:
         """Wait no more for a collector that is away."""
         self._is_closing = True
@@ -116,9 +123,27 @@ class _ToCollector(SpanExporter):
         return True
 
 
-def _end(provider: TracerProvider, exporter: _ToCollector) -> None:
-    exporter.begin_to_close()
-    provider.shutdown()
+class _Ending:
+    """The end of a provider, on a thread that is there from the beginning: none can be started while Python exits."""
+
+    def __init__(self, provider: TracerProvider, exporter: _ToCollector) -> None:
+        self._provider = provider
+        self._exporter = exporter
+        self._asked = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="d3engine-traces-end", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Wait for it, but not long. A forked process has no such thread, and nothing to send either."""
+        self._asked.set()
+        self._thread.join(END_SECONDS)
+        if self._thread.is_alive():
+            self._exporter.tell_of_loss()
+
+    def _run(self) -> None:
+        self._asked.wait()
+        self._exporter.begin_to_close()
+        self._provider.shutdown()
 
 
 def _resource() -> Resource:

@@ -10,7 +10,7 @@ import pytest
 from demo_server import demo_server
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or it asks for one from elsewhere
-pytest.importorskip("litellm", reason="litellm is not installed: make test-with-clients does it")
+pytest.importorskip("litellm", reason="litellm is not installed: make test-with-litellm does it")
 
 import litellm
 

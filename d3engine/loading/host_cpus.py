@@ -1,0 +1,66 @@
+"""How many CPUs this process may use: those it may run on, within the quotas of its control groups.
+
+The one idea: a container sees every core of its machine. A quota of two of them is enforced by stopping all its threads
+for the rest of each period, so threads beyond the quota only make the others wait.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+CGROUP = Path("/proc/self/cgroup")
+MOUNTED = Path("/sys/fs/cgroup")
+FIRST_VERSION = ("cpu", "cpu,cpuacct", "cpuacct,cpu")
+"""Where the first version's controller of CPUs is, below `MOUNTED`."""
+
+
+def usable_cpus() -> int:
+    """The CPUs of the affinity mask, or fewer by a quota (of either version of control groups); at least 1.
+
+    A quota of 2.5 CPUs counts as 2: a third thread would use the rest up, and then stop the others.
+    """
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([affinity, *(int(quota) for quota in _quotas())]))
+
+
+def _quotas() -> Iterator[float]:
+    """The CPUs that each group allows in which this process is, from its own to the outermost that can be seen."""
+    try:
+        lines = CGROUP.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from (quota for group in _groups(MOUNTED, path) if (quota := _second_version(group)) is not None)
+        elif "cpu" in controllers.split(","):
+            roots = (MOUNTED / name for name in FIRST_VERSION)
+            groups = (group for root in roots for group in _groups(root, path))
+            yield from (quota for group in groups if (quota := _first_version(group)) is not None)
+
+
+def _groups(root: Path, path: str) -> Iterator[Path]:
+    """The group's directory and those above it. In a container its own may be mounted as the root, while `path` is
+    that of the machine; then only the root exists here."""
+    own = PurePosixPath(path.lstrip("/"))
+    return (root / group for group in (own, *own.parents) if ".." not in group.parts)
+
+
+def _second_version(group: Path) -> float | None:
+    """`cpu.max` has microseconds (or "max") and the period in which they may be used."""
+    try:
+        quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _first_version(group: Path) -> float | None:
+    """The same in two files, with -1 for no bound."""
+    try:
+        quota, period = (int((group / f"cpu.cfs_{name}_us").read_text("utf-8")) for name in ("quota", "period"))
+        return quota / period if quota > 0 else None
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
