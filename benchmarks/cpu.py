@@ -37,6 +37,7 @@ from d3engine.request.params import SamplingParams
 KINDS = ("f32", "16-bit", "8-bit", "4-bit")
 PARTS = ("decode", "depth", "prompt")
 PROMPTS = (512, 2048)
+READ_BYTES = 2**30
 LLAMA_CPP, TRANSFORMERS, COMPILED = "llama.cpp", "transformers", "torch.compile"
 PEERS = (LLAMA_CPP, TRANSFORMERS, COMPILED)
 
@@ -283,9 +284,9 @@ def prompt(model: Model, kind: str, settings: Settings, bar: tqdm[Any]) -> list[
 
 
 def read_bandwidth(threads: int) -> float:
-    """Bytes per second at which 1 GiB of float32 is read, the best of ten sums and ten products with a vector."""
+    """Bytes per second at which float32 is read, the best of ten sums and ten products with a vector."""
     torch.set_num_threads(threads)
-    values, vector = torch.ones(2**16, 2**12), torch.ones(2**12)
+    values, vector = torch.ones(READ_BYTES // 2**14, 2**12), torch.ones(2**12)
     best = float("inf")
     for read in [values.sum, lambda: values @ vector] * 10:
         start = time.perf_counter()
