@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from d3engine.evaluation import word_problems
-from d3engine.evaluation.procedural import SolvedQuestion, all_problems
+from d3engine.evaluation.procedural import WORD_PROBLEMS, SolvedQuestion, all_problems
 from d3engine.evaluation.word_problems import MAX_NUMBER, Split
 from d3engine.weights_tools.demo_trainer import BOS, EOS
 
@@ -35,13 +35,21 @@ class Batch:
 
 
 def mixed_problems(
-    tasks: list[str], split: Split, seed: int, single_step_share: float = 0.0
+    tasks: list[str], split: Split, seed: int, single_step_share: float = 0.0, giver_share: float = 0.0
 ) -> Iterator[SolvedQuestion]:
     """Yields problems of the tasks for ever, each as often as the others.
 
     Instead of a share of them come word problems of a single step, which no measured task has: a user asks them first.
+    With a `giver_share` the word problems tell so much more of their gains and losses by who gives alone, which is what
+    few layers learn last.
     """
-    streams, rng = [all_problems(task, split, seed) for task in tasks], random.Random(f"mix-{split}-{seed}")
+    streams = [
+        word_problems.problems(split, seed, giver_share=giver_share)
+        if giver_share and task == WORD_PROBLEMS
+        else all_problems(task, split, seed)
+        for task in tasks
+    ]
+    rng = random.Random(f"mix-{split}-{seed}")
     single_steps = word_problems.problems(split, seed, fewest=1, most=1)
     while True:
         is_single = bool(single_step_share) and rng.random() < single_step_share
@@ -96,9 +104,10 @@ def batches(
     seed: int,
     prompt_weight: float,
     single_step_share: float = 0.0,
+    giver_share: float = 0.0,
 ) -> Iterator[Batch]:
     """Yields batches of about TOKENS_PER_BATCH tokens for ever: equal prompt, similar answer lengths."""
-    stream, rng = mixed_problems(tasks, "train", seed, single_step_share), random.Random(seed)
+    stream, rng = mixed_problems(tasks, "train", seed, single_step_share, giver_share), random.Random(seed)
     kept: dict[int, list[Example]] = defaultdict(list)
     while True:
         for problem in itertools.islice(stream, 6000):

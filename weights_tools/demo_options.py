@@ -45,6 +45,16 @@ def parse(words: list[str] | None = None, description: str | None = None) -> arg
     parser.add_argument(
         "--single-step-share", type=share, default=0.0, help="of the problems, word problems of one step"
     )
+    parser.add_argument(
+        "--giver-share", type=share, default=0.0, help="of gains and losses, those that only who gives tells apart"
+    )
+    parser.add_argument(
+        "--move-to-the-end",
+        type=layers_to_move,
+        default=[],
+        metavar="LAYERS",
+        help="of the starting weights, layers to put above all others, such as 5,8",
+    )
     parser.add_argument("--rate", type=share, default=1.0, help="factor of the learning rates, at most 1")
     parser.add_argument(
         "--keep-of-start", type=share, default=0.0, help="share of the starting weights in the mean that is the result"
@@ -57,6 +67,8 @@ def parse(words: list[str] | None = None, description: str | None = None) -> arg
     args = parser.parse_args(words)
     if args.keep_of_start and not args.start_from:
         parser.error("--keep-of-start is of use with --start-from alone")
+    if args.move_to_the_end and not args.start_from:
+        parser.error("--move-to-the-end is of use with --start-from alone")
     return args
 
 
@@ -91,6 +103,15 @@ def exit_depths(text: str) -> list[int]:
     if not all(1 <= depth < layers for depth in depths):
         raise argparse.ArgumentTypeError(f"must be depths from 1 to {layers - 1}, such as 9,11; got {text!r}")
     return sorted(set(depths))
+
+
+def layers_to_move(text: str) -> list[int]:
+    """Returns the layers of a comma-separated list, counted from 0."""
+    layers = DemoConfig().layers
+    chosen = [int(part) if part.isdecimal() else layers for part in text.split(",")]
+    if not all(layer < layers for layer in chosen):
+        raise argparse.ArgumentTypeError(f"must be layers from 0 to {layers - 1}, such as 5,8; got {text!r}")
+    return sorted(set(chosen))
 
 
 def share(text: str) -> float:

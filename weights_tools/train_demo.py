@@ -144,6 +144,7 @@ class DemoRun:
         self.started_from: dict[str, Tensor] = {}
         if args.start_from:
             self.tokenizer_model = load(self.model, args.start_from)
+            self.model.move_to_the_end(args.move_to_the_end)
             self.started_from = {name: weights.clone() for name, weights in self.model.state_dict().items()}
         else:
             self.tokenizer_model = train_tokenizer(args.tasks, self.config.vocab_size)
@@ -160,7 +161,14 @@ class DemoRun:
         policies, last_saved = random.Random(f"policy-{args.seed}"), time.perf_counter()
         validation = list(itertools.islice(mixed_problems(args.tasks, "validation", 0), 100))
         resumed = self.load_checkpoint() if args.resume else 0
-        stream = batches(self.tokenizer, args.tasks, args.seed, args.prompt_loss_weight, args.single_step_share)
+        stream = batches(
+            self.tokenizer,
+            args.tasks,
+            args.seed,
+            args.prompt_loss_weight,
+            args.single_step_share,
+            args.giver_share,
+        )
         for batch in stream:
             if progress.step >= schedule.steps:
                 break
@@ -239,6 +247,8 @@ class DemoRun:
             recipe["prompt_tail_share"] = self.args.tail_share
         recipe["exits"] = self.args.exits
         recipe["single_step_share"] = self.args.single_step_share
+        recipe["giver_share"] = self.args.giver_share
+        recipe["layers_moved_to_the_end"] = self.args.move_to_the_end
         recipe["share_kept_of_start"] = self.args.keep_of_start
         progress = self.progress
         return {

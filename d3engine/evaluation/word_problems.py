@@ -51,6 +51,7 @@ LOSSES = (
     "Then {n} are gone.",
 )
 DOUBLINGS = ("{name} doubles the {items}.", "{other} gives {name} as many again.")
+GIVEN, GIVES = ("{other} gives {name} {n}.",), ("{name} gives {other} {n}.",)  # of these, who gives alone tells a gain
 HALVINGS = ("{name} gives half to {other}.", "{other} takes half.")
 
 # Which split a question belongs to is a property of its text: no seed can move it.
@@ -85,34 +86,39 @@ class Problem:
         return extract_answer(answer) == self.answer
 
 
-def problems(split: Split, seed: int, fewest: int = MIN_STEPS, most: int = MAX_STEPS) -> Iterator[Problem]:
+def problems(
+    split: Split, seed: int, fewest: int = MIN_STEPS, most: int = MAX_STEPS, giver_share: float = 0.0
+) -> Iterator[Problem]:
     """Yields problems of one split for ever, the same for the same seed. The splits share no question.
 
-    A problem has `fewest` to `most` steps; what models are measured on has the default numbers.
+    A problem has `fewest` to `most` steps, and of its gains and losses `giver_share` more are told by who gives alone;
+    what models are measured on has the defaults.
     """
     rng = random.Random(f"{split}-{seed}")
     while True:
-        problem = generate_problem(rng, fewest, most)
+        problem = generate_problem(rng, fewest, most, giver_share)
         if split_of(problem.question) == split:
             yield problem
 
 
-def generate_problem(rng: random.Random, fewest: int = MIN_STEPS, most: int = MAX_STEPS) -> Problem:
-    """Returns a random problem of any split, of `fewest` to `most` steps."""
+def generate_problem(
+    rng: random.Random, fewest: int = MIN_STEPS, most: int = MAX_STEPS, giver_share: float = 0.0
+) -> Problem:
+    """Returns a random problem of any split, of `fewest` to `most` steps; `giver_share` as in `problems`."""
     name, items = rng.choice(NAMES), rng.choice(ITEMS)
     total = rng.randint(2, 60)
     sentences = [rng.choice(OPENINGS).format(name=name, n=total, items=items)]
     working: list[str] = []
     for _ in range(rng.randint(fewest, most)):
         other = rng.choice([candidate for candidate in NAMES if candidate != name])
-        template, line, operand, total = _event(rng, total)
+        template, line, operand, total = _event(rng, total, giver_share)
         sentences.append(template.format(name=name, other=other, n=operand, items=items))
         working.append(line)
     sentences.append(rng.choice(QUESTIONS).format(name=name, items=items))
     return Problem(" ".join(sentences), " ".join([*working, f"#### {total}"]), total)
 
 
-def _event(rng: random.Random, total: int) -> tuple[str, str, int, int]:
+def _event(rng: random.Random, total: int, giver_share: float) -> tuple[str, str, int, int]:
     """Returns (sentence template, line of working, operand, new total) of one event within 0-99."""
     kind = rng.random()
     if kind < 0.1 and 1 <= total <= MAX_NUMBER // 2:
@@ -124,11 +130,22 @@ def _event(rng: random.Random, total: int) -> tuple[str, str, int, int]:
     if total == 0 or total == MAX_NUMBER:  # only one direction is left
         gain = total == 0
     operand = _operand(rng, MAX_NUMBER - total if gain else total)
+    giver_tells = bool(giver_share) and rng.random() < giver_share
     if gain:
         after = total + operand
-        return rng.choice(GAINS), f"Adding {operand} makes {total} + {operand} = {after}.", operand, after
+        return (
+            rng.choice(GIVEN if giver_tells else GAINS),
+            f"Adding {operand} makes {total} + {operand} = {after}.",
+            operand,
+            after,
+        )
     after = total - operand
-    return rng.choice(LOSSES), f"Taking {operand} leaves {total} - {operand} = {after}.", operand, after
+    return (
+        rng.choice(GIVES if giver_tells else LOSSES),
+        f"Taking {operand} leaves {total} - {operand} = {after}.",
+        operand,
+        after,
+    )
 
 
 def _operand(rng: random.Random, limit: int) -> int:

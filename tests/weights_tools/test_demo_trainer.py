@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from argparse import ArgumentTypeError
 from dataclasses import replace
 from itertools import islice
@@ -17,7 +18,7 @@ from d3engine.evaluation.procedural import NAMES, all_problems
 from d3engine.loading.model_directory import model_directory
 from d3engine.weights_tools.demo_data import make_batch, mixed_problems
 from d3engine.weights_tools.demo_losses import batch_loss, draw_tail, exits_loss
-from d3engine.weights_tools.demo_options import earlier_model, exit_depths, parse, share, task_names
+from d3engine.weights_tools.demo_options import earlier_model, exit_depths, layers_to_move, parse, share, task_names
 from d3engine.weights_tools.demo_trainer import DemoConfig, DemoModel, export, load
 from d3engine.weights_tools.train_demo import DemoRun
 
@@ -146,6 +147,32 @@ def test_a_run_that_was_told_to_end_early_ends_there_also_after_an_interruption(
     assert resumed.schedule.factor(939) == run.schedule.factor(939) > 0
 
 
+@torch.no_grad()
+def test_layers_are_moved_above_all_others_in_their_order(model: DemoModel) -> None:
+    moved = DemoModel(model.config)
+    moved.load_state_dict(model.state_dict())
+    moved.move_to_the_end([2, 0])
+    for was, now in zip(model.state_dict().values(), moved.state_dict().values(), strict=True):
+        assert torch.equal(now, was[[1, 3, 0, 2]] if len(was) == model.config.layers else was)
+
+
+def test_a_run_begins_with_the_layers_where_it_was_told_to_put_them(tmp_path: Path) -> None:
+    words = ["--out", str(tmp_path), "--start-from", str(model_directory("demo")), "--threads", "1"]
+    run, usual = DemoRun(parse([*words, "--move-to-the-end", "8,5"])), DemoRun(parse(words))
+    order = [0, 1, 2, 3, 4, 6, 7, 9, 10, 11, 12, 13, 14, 15, 5, 8]
+    assert torch.equal(run.model.down, usual.model.down[order])
+    assert torch.equal(run.started_from["qkv"], usual.started_from["qkv"][order])
+    recipe = run.record()["recipe"]
+    assert isinstance(recipe, dict)
+    assert recipe["layers_moved_to_the_end"] == [5, 8]
+
+
+@pytest.mark.parametrize("text", ["16", "-1", "5;8", "", "5,x"])
+def test_a_layer_to_move_is_one_of_the_models(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="must be layers from 0 to 15"):
+        layers_to_move(text)
+
+
 def test_a_share_of_the_start_is_kept_in_the_mean(tmp_path: Path) -> None:
     words = ["--out", str(tmp_path), "--threads", "1", "--start-from", str(model_directory("demo"))]
     for kept, expected in (("0", 1.0), ("0.25", 0.75), ("1", 0.0)):
@@ -159,10 +186,11 @@ def test_a_share_of_the_start_is_kept_in_the_mean(tmp_path: Path) -> None:
             torch.testing.assert_close(parameter - before[name], torch.full_like(parameter, expected))
 
 
-def test_only_a_run_that_has_a_start_can_keep_a_share_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("option", ["--keep-of-start 0.5", "--move-to-the-end 5,8"])
+def test_what_is_done_to_a_start_asks_for_one(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(["--out", str(tmp_path), "--keep-of-start", "0.5"])
-    assert "--keep-of-start is of use with --start-from alone" in capsys.readouterr().err
+        parse(["--out", str(tmp_path), *option.split()])
+    assert f"{option.split()[0]} is of use with --start-from alone" in capsys.readouterr().err
 
 
 def test_training_goes_on_from_what_was_exported(model: DemoModel, tmp_path: Path) -> None:
@@ -198,6 +226,21 @@ def test_a_share_of_a_mix_is_problems_of_a_single_step_which_no_measured_task_ha
     assert min(steps(0.0)) == 2
     assert 70 <= steps(0.25).count(1) <= 130
     assert set(steps(1.0)) == {1}
+
+
+def test_a_share_of_gains_and_losses_is_told_by_who_gives_alone() -> None:
+    def found(giver_share: float) -> list[str]:
+        mix = mixed_problems(["word-problems"], "train", 3, giver_share=giver_share)
+        sentences = (re.findall(r"\w[^.?]*[.]", problem.question)[1:] for problem in islice(mix, 200))
+        return [sentence for of_one in sentences for sentence in of_one]
+
+    def share_of_giving(sentences: list[str]) -> float:
+        return sum(bool(re.fullmatch(r"\w+ gives \w+ \d+[.]", sentence)) for sentence in sentences) / len(sentences)
+
+    assert share_of_giving(found(0.0)) < 0.2
+    assert 0.4 < share_of_giving(found(0.5)) < 0.65
+    gains_and_losses = [sentence for sentence in found(1.0) if re.search(r"\d", sentence)]
+    assert share_of_giving(gains_and_losses) == 1
 
 
 def test_tasks_that_do_not_exist_are_named() -> None:
