@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from d3engine.depth import DepthPolicy
+from d3engine.depth import DepthPolicy, Schedule
 from d3engine.depth.exit_rule import ExitRule
+from d3engine.depth.schedule import windows_of
 from d3engine.depth.statistics import ModelShape, flops_ratio
 from d3engine.request.outputs import RequestOutput
 
@@ -20,13 +21,15 @@ class Work:
     """Generated tokens, and what was run for them; the prompts are not in it, nor what a preemption repeats.
 
     `layers` are layers run, summed over all rows; `heads` rows through the LM head; `projections` skipped layers for
-    which an entry alone was computed (`on_skip="project"`), summed over rows.
+    which an entry alone was computed (`on_skip="project"`), summed over rows; `crossings` windows of skipped layers
+    that answered rows crossed by a bridge, which counts as a full map. Those of drafts are not counted.
     """
 
     tokens: int = 0
     layers: int = 0
     heads: int = 0
     projections: int = 0
+    crossings: int = 0
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -34,6 +37,7 @@ class Work:
             self.layers + other.layers,
             self.heads + other.heads,
             self.projections + other.projections,
+            self.crossings + other.crossings,
         )
 
     def flops_ratio(self, shape: ModelShape) -> float:
@@ -42,7 +46,7 @@ class Work:
         # one matrix holds queries, keys and values: the engine computes all three where it needs only the entry
         projection = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * shape.hidden_size
         run = self.layers * shape.layer_parameters + self.heads * shape.head_parameters
-        return full / (run + self.projections * projection)
+        return full / (run + self.projections * projection + self.crossings * shape.hidden_size**2)
 
 
 def work_of(output: RequestOutput, policy: DepthPolicy, num_layers: int) -> Work:
@@ -59,8 +63,14 @@ def work_of(output: RequestOutput, policy: DepthPolicy, num_layers: int) -> Work
         return Work(tokens, layers + metrics.num_discarded_layers, heads)
     rule = policy.exit_rule(num_layers)
     heads = tokens if rule is None else sum(_heads(rule, depth, num_layers) for depth in depths[1:]) + len(depths[:1])
-    projects = policy.schedule(num_layers).on_skip == "project"
-    return Work(tokens, layers, heads, tokens * num_layers - layers if projects else 0)
+    schedule = policy.schedule(num_layers)
+    projections = tokens * num_layers - layers if schedule.on_skip == "project" else 0
+    return Work(tokens, layers, heads, projections, 0 if schedule.bridges is None else _crossings(schedule, tokens))
+
+
+def _crossings(schedule: Schedule, num_steps: int) -> int:
+    """Windows that so many tokens leave out, summed."""
+    return sum((end - step) * len(windows_of(schedule.active(step))) for step, end in schedule.runs(num_steps))
 
 
 def _heads(rule: ExitRule, depth: int, num_layers: int) -> int:

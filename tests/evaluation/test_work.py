@@ -133,6 +133,21 @@ def test_a_flops_ratio_is_made_of_layers_heads_and_projections() -> None:
     assert early.nominal_flops_ratio is None
 
 
+def test_windows_crossed_by_bridges_are_counted_for_every_token_that_leaves_layers_out(engine: Watched) -> None:
+    bare, bridged = D3(0.8, 0.4), D3(0.8, 0.4, bridges="auto")
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, depth=bare)
+    (output,) = engine[0].generate([1, 2, 3], params, use_tqdm=False)
+    crossings = sum(depth < LAYERS for depth in output.outputs[0].depths)
+    assert crossings > 0
+    assert work_of(output, bridged, LAYERS) == replace(work_of(output, bare, LAYERS), crossings=crossings)
+    two_windows = LayerTable([[0, 1, 2, 3, 4], [0, 2, 4]], on_skip="none", bridges="auto")
+    assert work_of(output, two_windows, LAYERS).crossings == 2 * 8
+    run_flops = 240 * LLAMA2_7B.layer_parameters + 10 * LLAMA2_7B.head_parameters + 9 * 4096**2
+    full_flops = 10 * (32 * LLAMA2_7B.layer_parameters + LLAMA2_7B.head_parameters)
+    ratio = cost(D3(0.9, 0.6, bridges="auto"), Work(10, 240, 10, crossings=9)).realised_flops_ratio
+    assert ratio == pytest.approx(full_flops / run_flops)
+
+
 def test_drafts_may_run_more_layers_than_there_are_and_the_ratio_says_so() -> None:
     drafted = cost(Lossless(D3(0.9, 0.6)), Work(10, 400, 20))
     assert drafted.realised_mean_layers == 40

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -148,6 +149,15 @@ def test_depths_that_disagree_or_cannot_be_read_are_refused(
 ) -> None:
     status, error = refusal("/v1/completions", {"prompt": "Tom"} | body, headers=headers)
     assert (status, error["param"]) == (400, "depth")
+
+
+def test_a_path_from_a_client_opens_no_file(http: httpx.Client, question: str, tmp_path: Path) -> None:
+    path = tmp_path / "bridges.safetensors"
+    path.write_bytes(b"opened, it would be called no file of bridges")
+    depth = {**SHALLOW, "bridges": str(path)}
+    answer = http.post("/v1/completions", json={"prompt": question, "depth": depth})
+    assert answer.status_code == 400
+    assert 'bridges must be "auto", or what the engine\'s own policy names' in answer.json()["error"]["message"]
 
 
 def policies(**changes: Any) -> DepthPolicies:
