@@ -91,6 +91,12 @@ public:
             positions[row] = row == 0 ? LENGTH - STEPS : numbers() % (LENGTH - STEPS + 1);
             for (int layer = 0; layer < LAYERS; layer++) cutoffs[row * LAYERS + layer] = 1 + numbers() % 5;
         }
+        rules.biased = tokens.data(), rules.biases = temperatures.data(), rules.num_biased = 1;
+        rules.allowed = all_tokens.data();
+        rules.banned = tokens.data(), rules.num_banned = s.vocab > 2, rules.banned_until = 2;
+        rules.words = word, rules.words_size = s.vocab > 2 ? 3 : 0;
+        rules.recent = word + 1, rules.num_recent = 1;
+        for (int row = 0; row < s.rows; row++) choices[row] = {-INFINITY, 1, 0, 1, 0, 0, nullptr, row % 3 ? &rules : nullptr};
         for (int i = 0; i < count; i++) tables[i] = i + 1;
         std::shuffle(tables.begin(), tables.end(), numbers);
     }
@@ -171,7 +177,7 @@ private:
         run.slots = &slots[start], run.cutoffs = &cutoffs[start * LAYERS], run.tables = tables.data();
         run.temperatures = &temperatures[start], run.seeds = &seeds[start], run.indices = &indices[start];
         run.chosen = found.chosen.data(), run.scores = found.scores.data(), run.logits = found.logits.data();
-        run.course = course;
+        run.course = course, run.choices = &choices[start];
         return run;
     }
 
@@ -220,6 +226,10 @@ private:
     std::vector<int64_t> tokens = numbers_for_rows(0), positions = tokens, slots = tokens, indices = tokens;
     std::vector<int64_t> generation = numbers_for_rows(1), seeds = numbers_for_rows(-1);
     std::vector<float> temperatures = std::vector<float>(s.rows);
+    const int64_t word[3] = {2, 0, s.vocab - 1};
+    const std::vector<uint8_t> all_tokens = std::vector<uint8_t>((s.vocab + 7) / 8, 255);
+    D3Rules rules{};
+    std::vector<D3Choice> choices = std::vector<D3Choice>(s.rows);
     std::vector<int32_t> cutoffs = std::vector<int32_t>(s.rows * LAYERS), tables = std::vector<int32_t>(count);
 
     std::vector<int64_t> numbers_for_rows(int64_t number) const { return std::vector<int64_t>(s.rows, number); }
