@@ -74,9 +74,9 @@ docs: $(VENV)/.installed-dev
 # Compiles every Triton kernel for a GPU that need not be there; fails where one spills registers, keeps too few loads in
 # flight, or with programmatic launch reads what the kernel before it may not have written yet.
 inspect: $(VENV)/.installed
-	$(BIN)/python -m d3engine.kernels.inspect --shapes llama2-7b,llama3-8b --weights all
-	$(BIN)/python -m d3engine.kernels.inspect --shapes qwen3-8b --operations qkv --weights all
-	$(BIN)/python -m d3engine.kernels.inspect --shapes llama3-8b --weights all --pdl
+	$(BIN)/python -m d3engine.kernels.inspect --shapes llama2-7b,llama3-8b --weights all --may-starve int8,int4
+	$(BIN)/python -m d3engine.kernels.inspect --shapes qwen3-8b --operations qkv --weights all --may-starve int8,int4
+	$(BIN)/python -m d3engine.kernels.inspect --shapes llama3-8b --weights all --pdl --may-starve int8,int4
 
 # The native library by other compilers than an installation's, and for Arm under an emulator, optimized as it is shipped.
 ports: $(VENV)/.installed-test $(VENV)/.native

@@ -151,6 +151,18 @@ def test_a_kernel_that_waits_for_memory_alone_or_does_not_wait_for_the_one_befor
     assert [name for name in ("STARVES", "TOO EARLY") if name in said] == faults
 
 
+@pytest.mark.parametrize(
+    ("changes", "code"), [({}, 0), ({"weights": "int4"}, 1), ({"stack": 64}, 1)], ids=["known", "others", "spills too"]
+)
+def test_weights_that_are_known_to_starve_fail_for_anything_else_alone(
+    changes: dict[str, Any], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = replace(USAGE, **({"streams": True, "grid": (1, 500), "in_flight": 0, "weights": "int8"} | changes))
+    monkeypatch.setattr(inspect, "inspect", lambda *arguments: iter([usage]))
+    assert inspect.main(["--may-starve", "int8"]) == code
+    assert "STARVES" in capsys.readouterr().out
+
+
 def test_widths_of_loads_are_read_from_ptx() -> None:
     ptx = """
     @%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
