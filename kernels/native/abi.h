@@ -58,7 +58,8 @@ struct D3Counted {
     int64_t steps;  // of the run whose tokens are in it
 };
 
-// Which tokens may come, before any penalties. A mask has a bit for each token, the lowest of its first byte for token 0.
+// Which tokens may come, before any penalties. A mask has a bit for each token, the lowest of its first byte for the
+// first.
 struct D3Rules {
     const int64_t* biased;  // tokens, each once, and what is added to the logit of each
     const float* biases;
@@ -115,7 +116,7 @@ struct D3Run {
     const int64_t* ends;
     int64_t most_ends;
     int32_t* taken;  // written by `d3_run`: its steps; or null
-    // Where `logits` has not all rows: it is [steps, num_logits, vocab], and a row's are at its place, [rows]; -1: none.
+    // Where `logits` has not all rows it is [steps, num_logits, vocab], and a row's are at its place [rows], or at none: -1.
     const int64_t* logit_places;
     int64_t num_logits;
     D3Form form;  // null: no row has a form

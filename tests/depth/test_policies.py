@@ -325,7 +325,7 @@ def test_the_names_are_those_of_the_command_line() -> None:
         ({"policy": ["d3"]}, "policy must be "),
         (
             {"policy": "d3", "alpha": 0.9, "start": 0.6, "beta": 1},
-            "beta must be absent, .* takes alpha, start, tail, on_skip; got 1",
+            "beta must be absent, .* takes alpha, start, tail, on_skip, bridges; got 1",
         ),
         ({"policy": "full", "alpha": 0.9}, "alpha must be absent, .* takes no options; got 0.9"),
         ({"policy": "d3", "alpha": 0.9}, "must be given with start; got 'd3'"),

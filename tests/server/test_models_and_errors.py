@@ -28,7 +28,7 @@ def test_a_method_that_a_route_lacks_is_told_whatever_its_body(http: httpx.Clien
 def test_every_id_is_listed_with_the_depth_that_it_stands_for(http: TestClient) -> None:
     body = http.get("/v1/models").json()
     assert body["object"] == "list"
-    own = {"policy": "d3", "alpha": 0.8, "start": 0.7, "tail": 0, "on_skip": "none"}
+    own = {"policy": "d3", "alpha": 0.8, "start": 0.6, "tail": 0, "on_skip": "none"}
     found = {card["id"]: (card["d3ext"]["depth"], card["d3ext"]["calibrated"]) for card in body["data"]}
     assert found == {"demo": (own, True), "org/demo": (own, True), "demo-full": ({"policy": "full"}, False)}
     assert {card["max_model_len"] for card in body["data"]} == {1024}

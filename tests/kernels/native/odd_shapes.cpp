@@ -96,7 +96,8 @@ public:
         rules.banned = tokens.data(), rules.num_banned = s.vocab > 2, rules.banned_until = 2;
         rules.words = word, rules.words_size = s.vocab > 2 ? 3 : 0;
         rules.recent = word + 1, rules.num_recent = 1;
-        for (int row = 0; row < s.rows; row++) choices[row] = {-INFINITY, 1, 0, 1, 0, 0, nullptr, row % 3 ? &rules : nullptr};
+        for (int row = 0; row < s.rows; row++)
+            choices[row] = {-INFINITY, 1, 0, 1, 0, 0, nullptr, row % 3 ? &rules : nullptr};
         for (int i = 0; i < count; i++) tables[i] = i + 1;
         std::shuffle(tables.begin(), tables.end(), numbers);
     }
