@@ -116,7 +116,7 @@ struct D3Run {
     const int64_t* ends;
     int64_t most_ends;
     int32_t* taken;  // written by `d3_run`: its steps; or null
-    // Where `logits` has not all rows it is [steps, num_logits, vocab], and a row's are at its place [rows], or at none: -1.
+    // Where `logits` has not all rows it is [steps, num_logits, vocab], and a row's are at its place [rows]; -1: none.
     const int64_t* logit_places;
     int64_t num_logits;
     D3Form form;  // null: no row has a form
