@@ -56,7 +56,7 @@ def test_a_message_whole_and_streamed_is_what_the_chat_says(
     with anthropic.messages.stream(**ASKED, extra_body=sampled) as stream:
         pieces = list(stream.text_stream)
         streamed = stream.get_final_message()
-    assert len(pieces) > 1
+    assert pieces  # how many there are depends on how soon they are read
     assert "".join(pieces) == block.text
     assert streamed.content[0].model_dump(exclude={"parsed_output"}) == block.model_dump()
     assert (streamed.stop_reason, streamed.role, streamed.model) == ("end_turn", "assistant", "demo")

