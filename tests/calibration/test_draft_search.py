@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from invoking import invoke
 
 from d3engine import DraftAndVerify, Engine, FullDepth, SamplingParams
 from d3engine.calibration.draft_search import Drafted, EngineDraftScorer, best_draft, search_draft
-from d3engine.cli import app
 from d3engine.depth.policy import policy_from_dict
 from d3engine.errors import InvalidValueError, install_command
 from d3engine.evaluation.accuracy import shape_of
@@ -73,11 +72,7 @@ def test_a_gain_is_the_weights_that_full_depth_reads_over_those_that_were_read()
 
 
 def run(*arguments: str) -> Any:
-    try:
-        runner = CliRunner(mix_stderr=False)  # type: ignore[call-arg]  # before click 8.2
-    except TypeError:
-        runner = CliRunner()
-    return runner.invoke(app, ["calibrate", *arguments])
+    return invoke(["calibrate", *arguments])
 
 
 def test_the_command_writes_a_draft_that_the_engine_then_takes(tmp_path: Path) -> None:

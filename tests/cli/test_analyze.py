@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from invoking import invoke
 
 from d3engine import Engine, SamplingParams
-from d3engine.cli import app
 from d3engine.cli.observing import questions_of
 from d3engine.errors import install_command
 from d3engine.evaluation.procedural import different_problems
@@ -21,11 +20,7 @@ SMALL = ("--limit", "2", "--max-tokens", "8", "--device", "cpu", "--kv-cache-mem
 
 
 def run(*arguments: str) -> Any:
-    try:
-        runner = CliRunner(mix_stderr=False)  # type: ignore[call-arg]  # before click 8.2
-    except TypeError:
-        runner = CliRunner()
-    return runner.invoke(app, ["analyze", *arguments])
+    return invoke(["analyze", *arguments])
 
 
 def run_json(*arguments: str) -> dict[str, Any]:

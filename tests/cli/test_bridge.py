@@ -8,20 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from invoking import invoke
 
-from d3engine.cli import app
 from d3engine.model.bridges import read_bridges
 
 SMALL = ("--device", "cpu", "--kv-cache-memory-bytes", str(2**24), "--texts", "6", "--held-out-texts", "2")
 
 
 def run(*arguments: str) -> Any:
-    try:
-        runner = CliRunner(mix_stderr=False)  # type: ignore[call-arg]  # before click 8.2
-    except TypeError:
-        runner = CliRunner()
-    return runner.invoke(app, ["bridge", *arguments])
+    return invoke(["bridge", *arguments])
 
 
 @pytest.fixture

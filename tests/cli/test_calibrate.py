@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from invoking import invoke
 
 from d3engine.calibration.candidates import ALPHAS, PAPER_ALPHAS, STARTS, make_candidates
-from d3engine.cli import app
 from d3engine.depth import D3
 from d3engine.evaluation.paper_tables import TABLE_5_ALPHAS, TABLE_5_STARTS
 from d3engine.loading.model_directory import model_directory
@@ -22,15 +21,7 @@ SMALL = ("--tolerance", "16", "--limit", "23", "--budget", "165", "--max-tokens"
 
 
 def run(*arguments: str) -> Any:
-    return invoke("calibrate", *arguments)
-
-
-def invoke(*arguments: str) -> Any:
-    try:
-        runner = CliRunner(mix_stderr=False)  # type: ignore[call-arg]  # before click 8.2
-    except TypeError:
-        runner = CliRunner()
-    return runner.invoke(app, [*arguments])
+    return invoke(["calibrate", *arguments])
 
 
 def test_the_command_writes_what_it_chose_on_the_bundled_model(tmp_path: Path) -> None:
@@ -153,7 +144,7 @@ def test_a_setting_that_was_downloaded_is_not_written_over(tmp_path: Path) -> No
     ],
 )
 def test_the_commands_say_on_stderr_for_which_task_auto_was_found(arguments: list[str], told: bool) -> None:
-    result = invoke(*arguments, "--max-tokens", "2", "--device", "cpu")
+    result = invoke([*arguments, "--max-tokens", "2", "--device", "cpu"])
     assert result.exit_code == 0, result.output
     assert ("(found safe for word-problems, for no other task)" in result.stderr) == told
     assert "found safe" not in result.stdout

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from invoking import invoke
 
-from d3engine.cli import app
 from d3engine.cli.depth_options import policy_from_words
 from d3engine.depth import D3, EarlyExit, FullDepth, SkipDecode
 from d3engine.errors import InvalidValueError
@@ -32,12 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chat(model: Path | str, *lines: str, options: tuple[str, ...] = ()) -> Any:
-    try:
-        runner = CliRunner(mix_stderr=False)  # type: ignore[call-arg]  # before click 8.2
-    except TypeError:
-        runner = CliRunner()
     small = ["--max-num-seqs", "2", "--kv-cache-memory-bytes", str(2**24), "--device", "cpu", "--max-tokens", "9"]
-    return runner.invoke(app, ["chat", str(model), *small, *options], input="\n".join(lines))
+    return invoke(["chat", str(model), *small, *options], input="\n".join(lines))
 
 
 def test_each_line_is_a_turn_and_stdout_gets_the_answers_alone(model: Path) -> None:

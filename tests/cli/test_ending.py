@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from invoking import invoke
 
 from d3engine import Engine
-from d3engine.cli import app
 from d3engine.cli.answers import Run, _pace
 from d3engine.cli.commands import COMMANDS
 from d3engine.cli.depth_options import OPTIONS
@@ -38,11 +37,7 @@ GENERATE = ["generate", "demo", "Question:", "--max-tokens", "2", "--device", "c
 
 
 def run(*arguments: str) -> Any:
-    try:
-        runner = CliRunner(mix_stderr=False)  # type: ignore[call-arg]  # before click 8.2
-    except TypeError:
-        runner = CliRunner()
-    return runner.invoke(app, list(arguments), env={"FORCE_COLOR": None, "COLORTERM": None})
+    return invoke(arguments, env={"FORCE_COLOR": None, "COLORTERM": None})
 
 
 def process(*arguments: str, shell: str = '"$@"', env: dict[str, str] | None = None, **settings: Any) -> Any:

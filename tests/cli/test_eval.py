@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from invoking import invoke
 
-from d3engine.cli import app
 from d3engine.cli.depth_options import policy_from_words
 from d3engine.depth import D3, EarlyExit, Lossless
 from d3engine.depth.words import policy_in_words
@@ -22,11 +21,7 @@ SMALL = ("--limit", "4", "--max-tokens", "48", "--device", "cpu", "--kv-cache-me
 
 
 def evaluate(*arguments: str) -> Any:
-    try:
-        runner = CliRunner(mix_stderr=False)  # type: ignore[call-arg]  # before click 8.2
-    except TypeError:
-        runner = CliRunner()
-    return runner.invoke(app, ["eval", "demo", *SMALL, *arguments])
+    return invoke(["eval", "demo", *SMALL, *arguments])
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from invoking import invoke
 from rich.console import Console
-from typer.testing import CliRunner
 
 from d3engine.calls.interrupts import held_back
-from d3engine.cli import app
 from d3engine.cli.answers import Answer, readable_bytes, run_answers
 from d3engine.cli.terminal import DepthColours, Writer, safe_text
 from d3engine.depth import D3, EarlyExit, FullDepth
@@ -32,12 +31,8 @@ COLOURS = {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color
 
 
 def run(*arguments: str, stdin: str | None = None, env: dict[str, Any] | None = None) -> Any:
-    try:
-        runner = CliRunner(mix_stderr=False)  # type: ignore[call-arg]  # before click 8.2
-    except TypeError:
-        runner = CliRunner()
     plain = {"FORCE_COLOR": None, "COLORTERM": None}
-    return runner.invoke(app, ["generate", *arguments], input=stdin, env=plain if env is None else env)
+    return invoke(["generate", *arguments], input=stdin, env=plain if env is None else env)
 
 
 def generate(*arguments: str, **settings: Any) -> Any:

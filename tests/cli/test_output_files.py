@@ -7,21 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from invoking import invoke
 
 from d3engine.calibration import report as calibration_report
-from d3engine.cli import app
 from d3engine.errors import InvalidValueError
 
 SMALL = ("--max-tokens", "16", "--device", "cpu", "--kv-cache-memory-bytes", str(2**25))
 
 
 def run(*arguments: str) -> Any:
-    try:
-        runner = CliRunner(mix_stderr=False)  # type: ignore[call-arg]  # before click 8.2
-    except TypeError:
-        runner = CliRunner()
-    return runner.invoke(app, [*arguments, *SMALL])
+    return invoke([*arguments, *SMALL])
 
 
 @pytest.fixture

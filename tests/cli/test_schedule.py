@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from invoking import invoke
 
 from d3engine import __version__
-from d3engine.cli import app
 from d3engine.cli.depth_options import AUTO, OPTIONS, depth_from_options, layer_ids
 from d3engine.depth import (
     D3,
@@ -33,11 +32,7 @@ BBH = ["schedule", "--layers", "32", "--depth", "d3", "--alpha", "0.9", "--start
 
 
 def run(*arguments: str) -> Any:
-    try:
-        runner = CliRunner(mix_stderr=False)  # type: ignore[call-arg]  # before click 8.2
-    except TypeError:
-        runner = CliRunner()
-    return runner.invoke(app, list(arguments))
+    return invoke(arguments)
 
 
 def run_json(*arguments: str) -> dict[str, Any]:

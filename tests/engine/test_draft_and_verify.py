@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from draft_oracle import draft_and_verify
+from stepping import watch
 from tiny_models import TinyLlama, save_tiny_llama
 from transformers_oracle import assert_same_tokens, greedy
 
@@ -19,7 +20,6 @@ from d3engine import D3, DraftAndVerify, EarlyExit, Engine, FullDepth, Lossless,
 from d3engine.depth import NEVER, DepthPolicy, policy_from_dict
 from d3engine.depth.words import policy_in_words
 from d3engine.errors import InvalidValueError
-from d3engine.plan import Plan
 
 LAYERS = 5
 DRAFTS: list[DraftAndVerify] = [
@@ -61,19 +61,6 @@ def some_prompts(seed: int, count: int, longest: int = 20) -> list[list[int]]:
 
 def asked(policy: DepthPolicy, max_tokens: int = 32, **more: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, "depth": policy} | more)
-
-
-def watch(engine: Engine) -> list[Plan]:
-    plans: list[Plan] = []
-    schedule = engine.scheduler.schedule
-
-    def watched() -> Plan | None:
-        plan = schedule()
-        plans.extend([] if plan is None else [plan])
-        return plan
-
-    engine.scheduler.schedule = watched  # type: ignore[method-assign]
-    return plans
 
 
 # -- as published ----------------------------------------------------------------------------------------------

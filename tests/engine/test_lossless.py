@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from stepping import watch
 from tiny_models import TinyLlama
 from transformers_oracle import assert_same_tokens, greedy
 
@@ -17,7 +18,6 @@ from d3engine import D3, EarlyExit, Engine, FullDepth, LayerTable, SamplingParam
 from d3engine.depth import DepthPolicy, Lossless, SelfSpeculative, policy_from_dict
 from d3engine.depth.draft_rule import MAX_DRAFT_LENGTH
 from d3engine.errors import InvalidValueError
-from d3engine.plan import Plan
 from d3engine.request.outputs import CompletionOutput, RequestOutput
 
 LAYERS = 6
@@ -294,20 +294,6 @@ def test_the_prefix_cache_and_an_abort_in_the_middle_of_a_draft_change_nothing_f
 
 
 # -- what is counted -------------------------------------------------------------------------------------------
-
-
-def watch(engine: Engine) -> list[Plan]:
-    """The plans of the engine's steps, from here on."""
-    plans: list[Plan] = []
-    schedule = engine.scheduler.schedule
-
-    def watched() -> Plan | None:
-        plan = schedule()
-        plans.extend([] if plan is None else [plan])
-        return plan
-
-    engine.scheduler.schedule = watched  # type: ignore[method-assign]
-    return plans
 
 
 @pytest.mark.parametrize("policy", [Lossless(D3(0.9, 0.5), 3), SelfSpeculative(D3(0.9, 0.5), 3)], ids=repr)

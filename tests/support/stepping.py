@@ -1,10 +1,11 @@
-"""Requests that are stepped to their end, for tests of the step API."""
+"""Requests that are stepped to their end, and the plans of the steps, for tests of the step API."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from d3engine import Engine, RequestOutput, SamplingParams
+from d3engine.plan import Plan
 
 
 def greedy(max_tokens: int = 8, **more: Any) -> SamplingParams:
@@ -19,3 +20,17 @@ def finish(engine: Engine) -> dict[str, RequestOutput]:
             return last
         last |= {output.request_id: output for output in engine.step()}
     raise AssertionError("the engine does not finish")
+
+
+def watch(engine: Engine) -> list[Plan]:
+    """The plans of the engine's steps, from here on."""
+    plans: list[Plan] = []
+    schedule = engine.scheduler.schedule
+
+    def watched() -> Plan | None:
+        plan = schedule()
+        plans.extend([] if plan is None else [plan])
+        return plan
+
+    engine.scheduler.schedule = watched  # type: ignore[method-assign]
+    return plans
