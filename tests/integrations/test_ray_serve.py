@@ -227,7 +227,9 @@ def test_a_routing_that_there_is_not_is_refused_by_name() -> None:
 
 
 def test_requests_that_wait_bring_a_further_replica(run: Run) -> None:
-    client = run(num_replicas=(1, 2), max_ongoing_requests=1, autoscaling=WAIT)._http
+    # Said, since Ray otherwise goes on with as many replicas as the test before had.
+    autoscaling = {**WAIT, "initial_replicas": 1}
+    client = run(num_replicas=(1, 2), max_ongoing_requests=1, autoscaling=autoscaling)._http
     before = set(names_of_replicas())
     with ThreadPoolExecutor() as threads:
         while len(set(names_of_replicas()) | before) < len(before) + 1:  # a run that never ends is ended by pytest
