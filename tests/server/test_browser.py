@@ -9,6 +9,7 @@ import asyncio
 import json
 import shutil
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -34,6 +35,7 @@ class Script:
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
+        self.thinks_seconds = 0.0
         self.waits_at_the_end = False
         self.error: tuple[int, str] | None = None
         self.key: str | None = None
@@ -57,6 +59,7 @@ class Script:
 
     async def _stream(self) -> AsyncIterator[bytes]:
         try:
+            await asyncio.sleep(self.thinks_seconds)
             for piece in self.pieces:
                 yield piece
                 await asyncio.sleep(0)
@@ -282,6 +285,21 @@ def test_a_stream_cut_anywhere_reads_as_it_was_written(
     run_whole(page, "Anything")
     assert pane(page, 0).locator(".token").all_text_contents() == ["na\u00efve ", "\U0001f600", "\u4e2d", "."]
     assert depths(page, 0) == [8, 7, 6, 5]
+
+
+def test_an_answer_in_one_piece_has_the_speed_of_its_whole_time(
+    open_page: Callable[..., Any], scripted: tuple[str, Script]
+) -> None:
+    address, script = scripted
+    script.thinks_seconds = 0.25
+    script.pieces = [chunk("ab", [8, 8], [0, 1], [1, 2]) + chunk("cd", [8, 8], [2, 3], [3, 4], "stop") + DONE]
+    page = open_page(address)
+    began = time.monotonic()
+    run_whole(page, "Anything")
+    most = 4 / script.thinks_seconds
+    least = 4 / (time.monotonic() - began)
+    for number in (0, 1):
+        assert least - 1 < float(pane(page, number).locator(".rate").text_content()) <= most
 
 
 def test_what_a_model_writes_is_never_markup(open_page: Callable[..., Any], scripted: tuple[str, Script]) -> None:

@@ -10,7 +10,8 @@ export class Turn {
   tokens = new Tokens();
   isRunning = true;
   #spans = [];
-  #times = { first: null, last: null, atFirst: 0 };
+  #asked = performance.now();
+  #last = null;
   #isDirty = false;
   #different = null;
 
@@ -28,11 +29,7 @@ export class Turn {
   add(chunk) {
     const before = this.tokens.length;
     const from = this.tokens.add(chunk);
-    const now = performance.now();
-    if (this.tokens.length > before) {
-      if (before === 0) Object.assign(this.#times, { first: now, atFirst: this.tokens.length });
-      this.#times.last = now;
-    }
+    if (this.tokens.length > before) this.#last = performance.now();
     for (let number = from; number < this.tokens.length; number++) this.#write(number);
     this.draw();
   }
@@ -105,9 +102,9 @@ export class Turn {
     drawStrip(this.#part(".strip"), tokens.depths, how);
     this.#part(".strip").setAttribute("aria-label", `Layers of each token: ${this.words()}.`);
     this.#part(".count").textContent = tokens.length;
-    const seconds = (this.#times.last - this.#times.first) / 1000;
-    const rate = seconds > 0 ? (tokens.length - this.#times.atFirst) / seconds : null;
-    this.#part(".rate").textContent = rate ? rate.toFixed(rate < 10 ? 1 : 0) : "–";
+    // From the question on: a fast answer comes in one piece, and has no time between its first token and its last.
+    const rate = (1000 * tokens.length) / (this.#last - this.#asked);
+    this.#part(".rate").textContent = Number.isFinite(rate) ? rate.toFixed(rate < 10 ? 1 : 0) : "–";
     this.#part(".layers").textContent = `${tokens.meanLayers().toFixed(2)} of ${how.layers}`;
     this.#part(".cache").textContent = this.#cache();
   }
