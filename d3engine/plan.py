@@ -115,6 +115,7 @@ class RunAhead:
     choice: Choice  # what choosing a token takes, for the row that asks for most
     course: Course | None = None  # of steps that the host takes one by one: the plan comes again for each of them
     verifies: bool = False
+    bridges: tuple[str | None, ...] = ()  # [C] by whose maps each row crosses the layers that it leaves out; (): nobody
     takes_all: bool = False  # with a course: the host takes all steps that are done by now, not the next one alone
     num_taken: int = 1  # with a course: steps that the host has taken
 
@@ -125,11 +126,13 @@ class Reach:
 
     `choice` is the kind of choice that it has at most; of rows that want log-probabilities it keeps `logits` rows of
     logits in one run. `drafts` says whether the steps may be those of drafts: it keeps their hidden states then.
+    `bridges` says whether rows may cross by maps the layers that they leave out.
     """
 
     choice: Choice = Choice.PENALISE
     logits: int = 0
     drafts: bool = False
+    bridges: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ class EngineStats:
     `executor` says in words what decodes: "native (avx512, threads: 2)", "CUDA graphs" or "eager". With CUDA graphs:
     how many were captured, in how many seconds, with what memory. `graph_steps` ran in graphs, `native_steps` in the
     native library; the others, such as prompts beside graphs, are `eager_steps`, whose operations the host called.
+    `bridge_bytes` is the memory of the bridges that policies have named.
     `layers_run` are all layers run for the tokens generated, `layers_full` what full depth would have run for them;
     `token_layers[d]` counts the tokens that took d layers (the last: or more, as a drafted token's share may). Of each
     step: its seconds and rows; a run of steps that a device takes by itself counts as so many of equal length. Of each
@@ -53,6 +54,7 @@ class EngineStats:
     graph_steps: int = 0
     native_steps: int = 0
     eager_steps: int = 0
+    bridge_bytes: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     verifications: int = 0

@@ -7,8 +7,9 @@ that is due at a layer. Rows of equal windows cross together, and what they cros
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +18,10 @@ from torch import Tensor
 from d3engine.depth import Schedule
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import InvalidValueError, ModelFormatError, require
+from d3engine.executor.interface import ExecutorStats
 from d3engine.files import beside
-from d3engine.model.bridges import BRIDGES_FILE, Bridge, Bridges, Window, read_bridges
+from d3engine.model.bridge_weights import BridgeWeights, held
+from d3engine.model.bridges import BRIDGES_FILE, Window, read_bridges
 from d3engine.model.config import ModelConfig
 from d3engine.model.fingerprint import fingerprint
 from d3engine.plan import BridgedRows
@@ -32,13 +35,21 @@ class BridgeStore:
     """
 
     def __init__(
-        self, directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, allowed: frozenset[str]
+        self,
+        directory: Path,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        weight_dtype: torch.dtype,
+        device: torch.device,
+        allowed: frozenset[str],
     ) -> None:
         self._directory = directory
         self._config = config
-        self._dtype, self._device = dtype, device
+        self._kind: dict[str, Any] = {"dtype": dtype, "weight_dtype": weight_dtype, "device": device}
         self._allowed = allowed
-        self._loaded: dict[str, Bridges] = {}
+        self._loaded: dict[str, dict[Window, BridgeWeights]] = {}
+        self._stats = ExecutorStats()
         self._lock = threading.Lock()
 
     def check(self, schedule: Schedule) -> None:
@@ -55,19 +66,27 @@ class BridgeStore:
         require(name in self._allowed, "bridges", name, allowed)
         with self._lock:
             if name not in self._loaded:
-                self._loaded[name] = self._load(name)
-        missing = [window for window in schedule.windows() if window not in self._loaded[name].by_window]
+                found = self._load(name)
+                self._stats.bridge_bytes += sum(bridge.nbytes for bridge in found.values())
+                self._loaded[name] = found
+        missing = [window for window in schedule.windows() if window not in self._loaded[name]]
         shown = ", ".join(f"{first}:{stop}" for first, stop in missing[:8])
         allowed = (
             f"a file with each window that the policy leaves out; {shown} {'are' * (len(missing) > 1) or 'is'} not"
         )
         require(not missing, "bridges", name, f"{allowed} in it")
 
-    def bridge(self, name: str, window: Window) -> Bridge:
-        """One of those that were loaded for a schedule that was checked."""
-        return self._loaded[name].by_window[window]
+    def bridges(self, name: str) -> Mapping[Window, BridgeWeights]:
+        """Those that were loaded for a schedule that was checked."""
+        return self._loaded[name]
 
-    def _load(self, name: str) -> Bridges:
+    def count_in(self, stats: ExecutorStats) -> None:
+        """Let `stats` say what memory the bridges take, now and later."""
+        with self._lock:
+            stats.bridge_bytes = self._stats.bridge_bytes
+            self._stats = stats
+
+    def _load(self, name: str) -> dict[Window, BridgeWeights]:
         path = beside(self._directory, BRIDGES_FILE) if name == AUTO_BRIDGES else Path(name)
         try:
             found = read_bridges(path)
@@ -76,14 +95,16 @@ class BridgeStore:
         except ModelFormatError as error:
             raise InvalidValueError("bridges", name, f"what d3engine bridge fit has written ({error})") from None
         require(is_ours, "bridges", name, "fitted to these weights, not to others (d3engine bridge fit)")
-        return found.to(self._dtype, self._device)
+        scheme = self._config.quantization
+        return {window: held(bridge, quantization=scheme, **self._kind) for window, bridge in found.by_window.items()}
 
 
 class Crossings:
     """The windows that rows of one step leave out, each crossed when the layers below it have run."""
 
-    def __init__(self, store: BridgeStore | None, bridged: Sequence[BridgedRows], hidden: Tensor) -> None:
+    def __init__(self, store: BridgeStore | None, bridged: Sequence[BridgedRows], hidden: Tensor, kernels: Any) -> None:
         self._store = store
+        self._kernels = kernels
         self._due = list(bridged)
         self._hidden = hidden
 
@@ -94,6 +115,8 @@ class Crossings:
 
     def _cross(self, due: BridgedRows) -> None:
         assert self._store is not None, "a plan names bridges that no schedule was checked for"
-        bridge = self._store.bridge(due.bridges, (due.first, due.stop))
+        bridge = self._store.bridges(due.bridges)[due.first, due.stop]
         rows = torch.from_numpy(np.ascontiguousarray(due.rows, dtype=np.int64)).to(self._hidden.device)
-        self._hidden[rows] = bridge.crossed(self._hidden[rows])
+        state = self._hidden[rows]
+        bridge.cross(self._kernels, state)
+        self._hidden[rows] = state

@@ -72,7 +72,9 @@ class EagerExecutor:
         shape = (num_blocks + 1, 2, block_size, config.num_kv_heads, config.head_dim)
         self.pool = _zeros(shape, dtype, device)
         self.stats = ExecutorStats()
-        self._bridges = bridges
+        self.bridges = bridges
+        if bridges is not None:
+            bridges.count_in(self.stats)
         self.kept_states = KeptStates(config.hidden_size, dtype, device)
 
     def take_largest(self) -> None:
@@ -94,7 +96,7 @@ class EagerExecutor:
         inputs = self._inputs(plan)
         hidden = self.model.embed(self._tensor(plan.token_ids))
         kept = self.kept_states.follow(plan.drafts, hidden)
-        crossings = Crossings(self._bridges, plan.bridged, hidden)
+        crossings = Crossings(self.bridges, plan.bridged, hidden, self.kernels)
         exits = EarlyExits(plan, self.model, hidden) if plan.exits else None
         for span in plan.spans if exits is None else exits.spans():
             kept.up_to(span.layers.start)

@@ -16,7 +16,8 @@ from d3engine.plan import Plan, Reach
 class ExecutorStats:
     """Which executor runs, in words, and its steps by who took them: a graph, the native library, or host and torch.
 
-    With CUDA graphs also how many were captured, in how many seconds, and what memory they take.
+    With CUDA graphs also how many were captured, in how many seconds, and what memory they take. `bridge_bytes` is what
+    the bridges take that policies have named.
     """
 
     executor: str = "eager"
@@ -26,6 +27,7 @@ class ExecutorStats:
     graph_steps: int = 0
     native_steps: int = 0
     eager_steps: int = 0
+    bridge_bytes: int = 0
 
 
 class Executor(Protocol):

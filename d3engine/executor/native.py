@@ -7,6 +7,7 @@ weights and the same pool.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -19,7 +20,8 @@ from d3engine.executor.computed import Computed
 from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.native_choices import FormsOfRun, draws_of, ends_of, reporting_chunks
 from d3engine.kernels.native.library import Decoder, HiddenStates, Rows
-from d3engine.kernels.native.model import Linear, NativeError, NativeLayer, NativeModel
+from d3engine.kernels.native.model import Linear, NativeBridge, NativeBridges, NativeError, NativeLayer, NativeModel
+from d3engine.model.bridge_weights import BridgeWeights
 from d3engine.model.llama import Llama
 from d3engine.model.weights import LayerWeights
 from d3engine.plan import Chosen, Course, Plan, Reach, RunAhead
@@ -71,7 +73,8 @@ class NativeExecutor:
             isa=isa,
         )
         self._vocab = eager.model.config.vocab_size
-        self.reach = Reach(Choice.REPORT, max(1, LOGITS_BYTES // (4 * self._vocab)), drafts=True)
+        self.reach = Reach(Choice.REPORT, max(1, LOGITS_BYTES // (4 * self._vocab)), drafts=True, bridges=True)
+        self._bridges: dict[str, NativeBridges] = {}
         self._followed: _Followed | None = None
         self.stats = eager.stats
         self.stats.executor = f"native ({self._decoder.isa}, threads: {num_threads})"
@@ -114,7 +117,7 @@ class NativeExecutor:
         if ahead.course is not None:
             return self._follow(plan, ahead, ahead.course)
         self._end_course()
-        rows, states, forms = _rows(plan, ahead), self._states(plan), FormsOfRun.of(plan.sequences)
+        rows, states, forms = self._rows(plan, ahead), self._states(plan), FormsOfRun.of(plan.sequences)
         logits = self._logits(plan, ahead)
         found = self._decoder.run(
             rows,
@@ -134,9 +137,20 @@ class NativeExecutor:
             forms = FormsOfRun.of(plan.sequences)
             logits = self._logits(plan, ahead)
             draws = draws_of(plan.sequences, ahead.choice, forms, self._vocab)
-            self._decoder.begin(_rows(plan, ahead), ahead.num_steps, course.words, draws=draws, **logits)
+            self._decoder.begin(self._rows(plan, ahead), ahead.num_steps, course.words, draws=draws, **logits)
             self._followed = _Followed(course, forms, logits.get("logits"))
         return self._followed.chosen(*self._decoder.take(all_done=ahead.takes_all))
+
+    def _rows(self, plan: Plan, ahead: RunAhead) -> Rows:
+        own = [self._native(name) for name in ahead.bridges] or None
+        return Rows(plan.token_ids, plan.positions, ahead.steps, plan.slots, ahead.cutoffs, plan.tables, own)
+
+    def _native(self, name: str | None) -> NativeBridges | None:
+        """The bridges of this name as the library reads them."""
+        if name is not None and name not in self._bridges:
+            assert self._eager.bridges is not None, "a plan names bridges that no schedule was checked for"
+            self._bridges[name] = native_bridges(self._eager.bridges.bridges(name).values())
+        return None if name is None else self._bridges[name]
 
     def _logits(self, plan: Plan, ahead: RunAhead) -> dict[str, npt.NDArray[Any]]:
         """Where a run leaves the logits of the rows that want log-probabilities; nothing if nobody does."""
@@ -188,7 +202,6 @@ class NativeExecutor:
             and plan.copies_before is None
             and plan.copies_after is None
             and not plan.exits
-            and not plan.bridged
             and all(span.projected_rows is None and span.part == "layer" for span in plan.spans)
             and (not self._eager.rope.depends_on_length or bool((plan.steps >= 0).all()))
         )
@@ -200,7 +213,7 @@ class NativeExecutor:
         for span in plan.spans:
             awake = slice(0, span.num_rows) if span.rows is None else span.rows
             active[awake, span.layers.start : span.layers.stop] = 1
-        states = self._states(plan)
+        states, bridges = self._states(plan), self._bridges_of_rows(plan)
         wanted, logits = _mask(plan), np.empty((plan.num_rows, self._vocab), np.float32)
         for start in range(0, plan.num_rows, self._max_rows):
             # Entries of rows before these are in the pool by now, whatever their layer.
@@ -212,9 +225,20 @@ class NativeExecutor:
                 plan.slots[plan.row_chunks[part]],
                 active[part],
                 plan.tables,
+                bridges and bridges[part],
             )
             self._decoder.run(rows, 1, logits=logits[None, part], yields=wanted[part], states=states)
         return torch.from_numpy(logits[plan.logit_rows])
+
+    def _bridges_of_rows(self, plan: Plan) -> list[NativeBridges | None] | None:
+        """By what each row of a step crosses the layers that it leaves out; None where nobody does."""
+        if not plan.bridged:
+            return None
+        own: list[NativeBridges | None] = [None] * plan.num_rows
+        for crossing in plan.bridged:
+            for row in crossing.rows.tolist():
+                own[row] = self._native(crossing.bridges)
+        return own
 
     def _states(self, plan: Plan) -> HiddenStates | None:
         """What the rows of drafts leave behind, at each step of a run one place further, and what they go on from."""
@@ -258,10 +282,6 @@ def _mask(plan: Plan) -> npt.NDArray[np.bool_]:
     return mask
 
 
-def _rows(plan: Plan, ahead: RunAhead) -> Rows:
-    return Rows(plan.token_ids, plan.positions, ahead.steps, plan.slots, ahead.cutoffs, plan.tables)
-
-
 def native_model(eager: EagerExecutor) -> NativeModel:
     """The eager executor's model for the library; raises `NativeError` for one that is more than a Llama."""
     model, weights = eager.model, eager.model.weights
@@ -286,6 +306,21 @@ _KNOWN = {
     *("attention_norm", "qkv", "qkv_bias", "head_norms", "output", "output_bias"),
     *("mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias"),
 }
+
+
+def native_bridges(bridges: Iterable[BridgeWeights]) -> NativeBridges:
+    """An engine's bridges for the library."""
+    return NativeBridges(
+        [
+            NativeBridge(
+                bridge.first,
+                bridge.stop,
+                Linear(bridge.weight, bridge.offset),
+                None if bridge.down is None else Linear(bridge.down),
+            )
+            for bridge in bridges
+        ]
+    )
 
 
 def _native_layer(layer: LayerWeights, rotations: Tensor | None) -> NativeLayer:

@@ -39,9 +39,10 @@ class Demand:
 class Fit:
     """How a model with weights of one kind lies on the devices; bytes of the device that has least room left.
 
-    `room` is what is left there for KV, negative where not even the weights fit; `sequences` at their full length, and
-    `sequences_by_depth` of mixed ages, with what the schedule has freed of them on average. `reason` says why the
-    model cannot be parted so, and then nothing else is known.
+    The bridges of the schedule are counted in `weight_bytes`. `room` is what is left there for KV, negative where not
+    even the weights fit; `sequences` at their full length, and `sequences_by_depth` of mixed ages, with what the
+    schedule has freed of them on average. `reason` says why the model cannot be parted so, and then nothing else is
+    known.
     """
 
     weights: str
@@ -75,7 +76,8 @@ def fit(config: ModelConfig, scheme: str | None, devices: Sequence[int], demand:
 
 def _on_device(config: ModelConfig, part: Part, device: int, demand: Demand, named: str) -> Fit:
     own = part.config(config)
-    weights, steps = weight_bytes(config, part), _step_bytes(own, len(part.vocabulary), demand.max_num_batched_tokens)
+    weights = weight_bytes(config, part) + bridge_bytes(config, demand.schedule)
+    steps = _step_bytes(own, len(part.vocabulary), demand.max_num_batched_tokens)
     blocks = config.num_layers * -(-demand.context // demand.block_size)
     sequence = blocks * block_bytes(own, demand.block_size, DTYPE)
     room = device - weights - steps
@@ -101,6 +103,14 @@ def weight_bytes(config: ModelConfig, part: Part) -> int:
         return DTYPE.itemsize
 
     return sum(prod(shape) * of_value(name) for name, shape in part_shapes(config, part).items())
+
+
+def bridge_bytes(config: ModelConfig, schedule: Schedule) -> int:
+    """Bytes of the bridges that a schedule names, as full maps; in int8 beside quantized weights."""
+    if schedule.bridges is None:
+        return 0
+    of_value = DTYPE.itemsize if config.quantization is None else 1
+    return len(schedule.windows()) * config.hidden_size * (config.hidden_size + 1) * of_value
 
 
 def _step_bytes(own: ModelConfig, ranks: int, rows: int) -> int:

@@ -157,6 +157,8 @@ def _bridge(file: Any, window: Window, parts: set[str], hidden_size: int) -> Bri
         raise ValueError(f"window {name} has {', '.join(sorted(parts))}, not weight, offset and perhaps down")
     shapes = {part: tuple(file.get_slice(f"{name}.{part}").get_shape()) for part in parts}
     rank = shapes["down"][0] if "down" in parts else hidden_size
+    if not 0 < rank <= hidden_size:
+        raise ValueError(f"{name}.down has rank {rank}, not one of 1 to {hidden_size}")
     expected = {"weight": (hidden_size, rank), "offset": (hidden_size,), "down": (rank, hidden_size)}
     for part, shape in shapes.items():
         if shape != expected[part]:

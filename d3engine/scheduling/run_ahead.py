@@ -30,7 +30,7 @@ def longest_run(chunks: Chunks, table: RunningTable, num_steps: int, num_tokens:
 def run_ahead(chunks: Chunks, table: RunningTable, limit: int, reach: Reach) -> RunAhead | None:
     """The steps, `limit` at most, that `chunks` (deepest first) can take on their own; None if not even one."""
     slots = chunks.slots
-    if table.bridged[slots].any():
+    if table.bridged[slots].any() and not reach.bridges:
         return None  # only the host's own executor has the maps
     if table.drafting[slots].all():
         return _draft_ahead(chunks, table, limit) if reach.drafts else None
@@ -49,7 +49,7 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int, reach: Reach) -> 
     if not num_steps:
         return None
     course = Course() if num_steps > 1 and table.streams[slots].any() else None
-    return RunAhead(num_steps, chunks.steps, cutoffs, choice, course)
+    return RunAhead(num_steps, chunks.steps, cutoffs, choice, course, bridges=_bridges(table, slots))
 
 
 def _draft_ahead(chunks: Chunks, table: RunningTable, limit: int) -> RunAhead | None:
@@ -68,7 +68,12 @@ def _draft_ahead(chunks: Chunks, table: RunningTable, limit: int) -> RunAhead | 
     num_steps = min(limit, *left)
     # What is verified is what these steps draft, so it must be all of it.
     verifies = max(left) == num_steps and not any(draft.token_ids for draft in drafts)
-    return RunAhead(num_steps, chunks.steps, np.where(chunks.active, NEVER, 0), Choice.GREEDY, verifies=verifies)
+    cutoffs, bridges = np.where(chunks.active, NEVER, 0), _bridges(table, slots)
+    return RunAhead(num_steps, chunks.steps, cutoffs, Choice.GREEDY, verifies=verifies, bridges=bridges)
+
+
+def _bridges(table: RunningTable, slots: IntArray) -> tuple[str | None, ...]:
+    return tuple(map(table.bridges, slots.tolist())) if table.bridged[slots].any() else ()
 
 
 def _steps_in_order(steps: IntArray, cutoffs: IntArray, limit: int) -> int:

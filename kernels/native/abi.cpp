@@ -5,18 +5,13 @@
 #include <new>
 
 #include "decoder.h"
+#include "matrix.h"
 
 #ifndef D3_SOURCE_DIGEST
 #define D3_SOURCE_DIGEST "unknown"
 #endif
 
 namespace {
-
-bool is_matrix(const D3Matrix& matrix, int rows, int columns) {
-    const bool is_quantized = matrix.kind == D3_INT8 || matrix.kind == D3_INT4;
-    return matrix.kind >= D3_FLOAT32 && matrix.kind <= D3_INT4 && matrix.rows == rows && matrix.columns == columns &&
-           matrix.values && (matrix.scales != nullptr) == is_quantized;
-}
 
 bool is_model(const D3Model& m) {
     const int32_t sizes[] = {m.num_layers, m.hidden, m.intermediate, m.heads, m.kv_heads, m.head_dim, m.vocab,

@@ -18,6 +18,7 @@ enum D3Status : int32_t {
     D3_BAD_BLOCK = 8,     // a layer runs for a row whose table has no block of the pool there
     D3_BUSY = 9,          // another thread is in the same decoder
     D3_BAD_STATE = 10,    // a place is outside the hidden states that the run brings
+    D3_BAD_BRIDGE = 11,   // a row leaves out layers for which it has no bridge, or one of other sizes
 };
 
 // A matrix [rows, columns] as it lies in memory; see quantized.py for int8 and int4.
@@ -47,6 +48,18 @@ struct D3Model {
     const D3Layer* layers;
     const float* final_norm;
     float* pool;             // [num_blocks, 2, block_size, kv_heads, head_dim]
+};
+
+// A map in the place of the layers [first, stop): h becomes h + weight h + bias, or h + weight (down h) + bias.
+struct D3Bridge {
+    int32_t first, stop;
+    D3Matrix weight;  // [hidden, hidden], or [hidden, r] beside `down`; its bias is the map's
+    D3Matrix down;    // [r, hidden], r at most hidden; without values there is none
+};
+
+struct D3Bridges {
+    const D3Bridge* bridges;
+    int64_t count;
 };
 
 // The tokens that a row's penalties are about, each once, and how often each is in its answer. There is room for as
@@ -120,6 +133,9 @@ struct D3Run {
     const int64_t* logit_places;
     int64_t num_logits;
     D3Form form;  // null: no row has a form
+    // By what a row [rows] crosses each window of layers that it leaves out, which must be among these; null: it passes
+    // them as it is.
+    const D3Bridges* const* bridges;
 };
 
 struct D3Decoder;

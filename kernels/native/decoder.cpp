@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "matrix.h"
 #include "rules.h"
 
 namespace {
@@ -16,15 +17,6 @@ constexpr int64_t PIECE_BYTES = 64 * 1024;
 constexpr int64_t LEAST_PIECE_BYTES = 16 * 1024;
 constexpr int64_t PANEL_BYTES = 512 * 1024;  // of a piece's panels: they stay in a core's second cache
 constexpr int MANY_ROWS = 48;                // from here on widening a panel costs less than it saves
-
-int64_t bytes_of_row(const D3Matrix& matrix) {
-    switch (matrix.kind) {
-        case D3_FLOAT32: return int64_t(matrix.columns) * 4;
-        case D3_BFLOAT16: return int64_t(matrix.columns) * 2;
-        case D3_INT8: return matrix.columns;
-        default: return int64_t(matrix.columns + INT4_GROUP - 1) / INT4_GROUP * (INT4_GROUP / 2);
-    }
-}
 
 }  // namespace
 
@@ -42,9 +34,11 @@ D3Decoder::D3Decoder(const D3Model& model, const Kernels& kernels)
       queries_(model.max_rows, q_size_),
       attended_(model.max_rows, q_size_),
       gated_(model.max_rows, model.intermediate),
+      inner_(model.max_rows, model.hidden),
       scratch_(model.num_threads),
       best_(size_t(model.num_threads) * model.max_rows) {
     active_.reserve(model.max_rows);
+    crossings_.reserve(model.max_rows);
     blocks_.reserve(model.max_rows);
     ended_.reserve(model.max_rows);
     const int widest = std::max({model.hidden, q_size_, model.intermediate});
@@ -87,7 +81,7 @@ D3Status D3Decoder::check(const D3Run& run) const {
                 if (table[block] < 1 || table[block] >= model_.num_blocks) return D3_BAD_BLOCK;
         }
     }
-    return D3_OK;
+    return run.bridges && !has_bridges(run) ? D3_BAD_BRIDGE : D3_OK;
 }
 
 void D3Decoder::run(const D3Run& run) {
@@ -127,6 +121,7 @@ void D3Decoder::step(const Step& step) {
     embed(step);
     for (int layer = 0; layer < model_.num_layers; layer++) {
         if (step.run.states) keep_states(step, layer);
+        if (step.run.bridges) cross(step, layer);
         find_active(step, layer);
         if (active_.empty()) continue;
         qkv(step, layer);
@@ -173,10 +168,8 @@ void D3Decoder::keep_states(const Step& step, int layer) {
 
 void D3Decoder::find_active(const Step& step, int layer) {
     active_.clear();
-    for (int row = 0; row < step.run.rows; row++) {
-        const int32_t cutoff = step.run.cutoffs[row * model_.num_layers + layer];
-        if (step.run.generation[row] + step.taken < cutoff) active_.push_back(row);
-    }
+    for (int row = 0; row < step.run.rows; row++)
+        if (step.runs(row, layer, model_)) active_.push_back(row);
 }
 
 void D3Decoder::norm(const float* weight) {
@@ -307,9 +300,7 @@ void D3Decoder::qkv(const Step& step, int layer) {
         });
         return;
     }
-    multiply(weights.qkv, normed_, [&](int, int nth, int start, int stop, const float* values) {
-        memcpy(projected_.row(nth) + start, values, (stop - start) * sizeof(float));
-    });
+    put_product(weights.qkv, normed_, projected_);
     team_.each(int(active_.size()), [&](int, int nth) {  // a norm needs its whole head
         for (int channel = 0; channel < q_size_ + 2 * kv_size_; channel += model_.head_dim) {
             float* head = projected_.row(nth) + channel;
@@ -317,6 +308,12 @@ void D3Decoder::qkv(const Step& step, int layer) {
             if (channel < q_size_ + kv_size_) kernels_.rms_norm(head, head, weight, model_.eps, model_.head_dim);
             place(step, layer, nth, channel, head, model_.head_dim);
         }
+    });
+}
+
+void D3Decoder::put_product(const D3Matrix& matrix, const Rows& x, const Rows& to) {
+    multiply(matrix, x, [&](int, int nth, int start, int stop, const float* values) {
+        memcpy(to.row(nth) + start, values, (stop - start) * sizeof(float));
     });
 }
 

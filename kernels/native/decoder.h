@@ -84,7 +84,21 @@ private:
         const int32_t* table(int row, int layer, const D3Model& model) const {
             return run.tables + (run.slots[row] * model.num_layers + layer) * model.max_blocks;
         }
+        bool runs(int row, int layer, const D3Model& model) const {
+            return run.generation[row] + taken < run.cutoffs[row * model.num_layers + layer];
+        }
     };
+
+    // A row that crosses a window.
+    struct Crossing {
+        const D3Bridge* bridge;
+        int row;
+    };
+
+    bool has_bridges(const D3Run& run) const;
+    int window_from(const Step& step, int row, int layer) const;
+    void cross(const Step& step, int layer);
+    void cross_together(const D3Bridge& bridge);
 
     bool have_ended(const D3Run& run, int taken);
     void step(const Step& step);
@@ -97,6 +111,7 @@ private:
     void find_blocks(const Step& step);
     void attend_split(const Step& step, int layer, int spans);
     Attention attention_of(const Step& step, int layer, int piece, int worker) const;
+    void put_product(const D3Matrix& matrix, const Rows& x, const Rows& to);
     void add_product(const D3Matrix& matrix, const Rows& x);
     void gate_up(const D3Layer& layer);
     void head(const Step& step);
@@ -121,8 +136,9 @@ private:
     const int group_, q_size_, kv_size_;
     Team team_;
     // `hidden_` has a row for each row of the run; the others for each of the rows in `active_`, in that order.
-    Rows hidden_, normed_, projected_, queries_, attended_, gated_;
+    Rows hidden_, normed_, projected_, queries_, attended_, gated_, inner_;
     std::vector<int> active_;
+    std::vector<Crossing> crossings_;
     std::vector<Block> blocks_;
     std::vector<Scratch> scratch_;
     Floats strips_;                // the vectors of a product of many rows

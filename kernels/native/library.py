@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_char_p, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,7 +20,15 @@ import torch
 
 from d3engine.kernels.native import build
 from d3engine.kernels.native.choices import FORM, Asked, AskedForms, Form, structures
-from d3engine.kernels.native.model import LayerStructure, Linear, ModelStructure, NativeError, NativeModel, address_of
+from d3engine.kernels.native.model import (
+    LayerStructure,
+    Linear,
+    ModelStructure,
+    NativeBridges,
+    NativeError,
+    NativeModel,
+    address_of,
+)
 
 
 class LibraryMissing(Exception):
@@ -37,6 +46,7 @@ _REFUSALS = {
     8: "a layer runs for a row whose table has no block of the pool there",
     9: "the decoder is at work in another thread",
     10: "a place is outside the hidden states that the run brings",
+    11: "a row leaves out layers for which it has no bridge, or one of other sizes than the model's",
 }
 
 
@@ -62,6 +72,7 @@ class _Run(Structure):
         ("logit_places", c_void_p),
         ("num_logits", c_int64),
         ("form", FORM),
+        ("bridges", c_void_p),
     )
 
 
@@ -96,7 +107,11 @@ class HiddenStates:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What a run begins with, [rows] integers each; `cutoffs` [rows, L], `tables` int32 [slots, L, blocks]."""
+    """What a run begins with, [rows] integers each; `cutoffs` [rows, L], `tables` int32 [slots, L, blocks].
+
+    `bridges` has by what each row crosses the layers that it leaves out, None where it passes them as it is; None
+    where all do.
+    """
 
     tokens: npt.NDArray[np.integer]
     positions: npt.NDArray[np.integer]
@@ -104,6 +119,7 @@ class Rows:
     slots: npt.NDArray[np.integer]
     cutoffs: npt.NDArray[np.integer]
     tables: npt.NDArray[np.integer]
+    bridges: Sequence[NativeBridges | None] | None = None
 
 
 class Decoder:
@@ -236,6 +252,8 @@ class Decoder:
 
     def _check_tables(self, rows: Rows) -> None:
         count, shape = len(rows.tokens), rows.tables.shape
+        if rows.bridges is not None and len(rows.bridges) != count:
+            raise NativeError(f"there must be bridges, or None, for each of {count} rows; got {len(rows.bridges)}")
         if shape != self._table_shape or rows.cutoffs.shape != (count, self._table_shape[1]):
             raise NativeError(f"tables must have the shape {self._table_shape}; got {shape}")
 
@@ -270,8 +288,11 @@ class Decoder:
             given["temperatures"] = np.ascontiguousarray(draws.temperatures, np.float32)
             given["seeds"] = np.ascontiguousarray(draws.seeds, np.int64)
             given["indices"] = np.ascontiguousarray(draws.indices, np.int64)
+        if rows.bridges is not None:
+            given["bridges"] = np.array([0 if own is None else own.address for own in rows.bridges], np.uintp)
         held: dict[str, Any] = {name: array for name, array in given.items() if array is not None}
         run = _Run(count, steps, **{name: array.ctypes.data for name, array in held.items()})
+        held["rows"] = rows  # and with them their bridges
         if "logit_places" in held:
             run.num_logits = held["logits"].shape[1]
         if draws is not None and draws.asked is not None:

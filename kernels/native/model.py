@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, c_float, c_int32, c_void_p
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, addressof, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,14 @@ class LayerStructure(Structure):
         ("head_norms", c_void_p),
         ("rotations", c_void_p),
     )
+
+
+class BridgeStructure(Structure):
+    _fields_ = (("first", c_int32), ("stop", c_int32), ("weight", MatrixStructure), ("down", MatrixStructure))
+
+
+class BridgesStructure(Structure):
+    _fields_ = (("bridges", POINTER(BridgeStructure)), ("count", c_int64))
 
 
 _SIZES = (
@@ -122,6 +131,36 @@ class NativeModel:
     max_positions: int
     eps: float
     scale: float
+
+
+@dataclass(frozen=True, eq=False)
+class NativeBridge:
+    """A map in the place of the layers [first, stop): what `weight` yields is added to the state.
+
+    `weight` [H, H] meets the state itself, or, [H, r], what `down` [r, H] has made of it; it has a bias.
+    """
+
+    first: int
+    stop: int
+    weight: Linear
+    down: Linear | None = None
+
+    def structure(self) -> BridgeStructure:
+        down = MatrixStructure() if self.down is None else self.down.structure()
+        return BridgeStructure(self.first, self.stop, self.weight.structure(), down)
+
+
+class NativeBridges:
+    """Bridges for all windows that rows may leave out, as the library reads them; `address` is where it does."""
+
+    def __init__(self, bridges: Sequence[NativeBridge]) -> None:
+        self.bridges = bridges  # their memory is read at every step
+        self._array = (BridgeStructure * len(bridges))(*(bridge.structure() for bridge in bridges))
+        self._structure = BridgesStructure(self._array, len(bridges))
+
+    @property
+    def address(self) -> int:
+        return addressof(self._structure)
 
 
 def _addresses(*tensors: Tensor) -> tuple[int, ...]:

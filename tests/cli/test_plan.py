@@ -53,6 +53,15 @@ def test_two_devices_share_matrices_and_keys_and_depth_makes_room_for_more_seque
     assert deep["sequences_by_depth"] > shared["sequences_by_depth"] == shared["sequences"]
 
 
+def test_bridges_are_counted_with_the_weights() -> None:
+    d3 = ("llama-2-7b", "--gpus", "24GB", "--depth", "d3", "--alpha", "0.9", "--start", "0.5")
+    bare, bridged = planned(*d3), planned(*d3, "--bridges", "bridges.safetensors")
+    more = [one["weight_bytes"] - other["weight_bytes"] for one, other in zip(bridged, bare, strict=True)]
+    maps = 7 * 4096 * 4097  # that many depths has the window of 16 layers at alpha 0.9
+    assert more == [2 * maps, maps, maps]
+    assert [one["room"] - other["room"] for one, other in zip(bare, bridged, strict=True)] == more
+
+
 def test_the_smallest_device_decides() -> None:
     uneven, even = (planned("llama-3-8b", "--gpus", gpus)[0] for gpus in ("80GB,24GB", "24GB,24GB"))
     assert uneven == even

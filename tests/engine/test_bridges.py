@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from batches import Request, kv_is_back, run_together
+from bridge_files import some_maps, write_maps
 from depth_oracle import (
     ActiveLayers,
     DepthAnswer,
@@ -52,27 +53,9 @@ BARE: list[tuple[DepthPolicy, ActiveLayers]] = [
 ]
 
 
-def some_maps(seed: int = 0, scale: float = 0.5) -> Maps:
-    """Of every window, far from doing nothing."""
-    numbers = torch.Generator().manual_seed(seed)
-    return {
-        (first, stop): (
-            scale * torch.randn(SIZE, SIZE, generator=numbers) / SIZE**0.5,
-            scale * torch.randn(SIZE, generator=numbers),
-        )
-        for first in range(LAYERS)
-        for stop in range(first + 1, LAYERS + 1)
-    }
-
-
-def write_maps(maps: Maps, directory: Path, path: Path) -> None:
-    found = {window: Bridge(*window, *tensors) for window, tensors in maps.items()}
-    write_bridges(Bridges(fingerprint(directory), LAYERS, SIZE, found), path)
-
-
 @pytest.fixture(scope="module")
 def maps() -> Maps:
-    return some_maps()
+    return some_maps(LAYERS, SIZE)
 
 
 @pytest.fixture(scope="module")

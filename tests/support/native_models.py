@@ -124,6 +124,7 @@ class Case:
         for taken in range(steps):
             hidden = model.embedding.float()[tokens]
             for index, layer in enumerate(model.layers):
+                self._cross(index, given.generation + taken, hidden)
                 active = order[given.generation + taken < given.cutoffs[:, index]]
                 if active.size:
                     self._layer(layer, index, active, taken, hidden, pool)
@@ -136,6 +137,22 @@ class Case:
             found.append((tokens, scores, logits))
         self.reference_entries = pool
         return tuple(torch.stack(parts).numpy() for parts in zip(*found, strict=True))
+
+    def _cross(self, first: int, steps: Any, hidden: Tensor) -> None:
+        """Rows that leave out layers from `first` on, and not the one before it, cross them by their bridges."""
+        for row, own in enumerate(self.rows.bridges or ()):
+            runs = np.append(steps[row] < self.rows.cutoffs[row], True)
+            if own is None or runs[first] or (first and not runs[first - 1]):
+                continue
+            stop = first + int(runs[first:].argmax())
+            (bridge,) = [one for one in own.bridges if (one.first, one.stop) == (first, stop)]
+            state = hidden[row, None]
+            inner = torch.zeros(1, bridge.weight.weight.shape[1])
+            if bridge.down is None:
+                inner = state.clone()
+            else:
+                reference.linear_residual(state, wide(bridge.down.weight), None, inner)
+            reference.linear_residual(inner, wide(bridge.weight.weight), bridge.weight.bias, hidden[row, None])
 
     def _layer(self, layer: NativeLayer, index: int, active: Any, taken: int, hidden: Tensor, pool: Tensor) -> None:
         s, model, given = self.shape, self.model, self.rows
