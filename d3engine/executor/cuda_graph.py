@@ -25,7 +25,8 @@ from d3engine.executor.choosing import DeviceChoice
 from d3engine.executor.computed import Computed
 from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.followed import FollowedRun, HostTokens
-from d3engine.executor.graph_shapes import GraphShape, batch_sizes, expected_shapes
+from d3engine.executor.graph_bridges import GraphBridges
+from d3engine.executor.graph_shapes import GraphShape, batch_sizes, crossed_at, expected_shapes
 from d3engine.executor.recording import CudaGraphs, Recorder, Repeats, Step
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.model.llama import Llama
@@ -72,7 +73,8 @@ class GraphExecutor:
         self._graphs: OrderedDict[GraphShape, Step] = OrderedDict()  # the one used last stands last
         self._expected: Iterator[GraphShape] = iter(())
         self.max_steps = max_steps
-        self.reach = Reach()
+        self._bridges = GraphBridges(eager.bridges, eager.kernels, self._sizes[-1], eager.device)
+        self.reach = Reach(bridges=True)
         self.stats = eager.stats
         self.stats.executor = "CUDA graphs"
 
@@ -135,7 +137,8 @@ class GraphExecutor:
         """Rows and layers of each step of a run; its first row is the one that runs most."""
         rows = next(size for size in self._sizes if size >= ahead.steps.size)
         runs = (ahead.steps[0] + np.arange(ahead.num_steps))[:, None] < ahead.cutoffs[0]
-        return [GraphShape(rows, tuple(layers.nonzero()[0].tolist()), ahead.choice) for layers in runs]
+        layers = [tuple(active.nonzero()[0].tolist()) for active in runs]
+        return [GraphShape(rows, those, ahead.choice, crossed_at(ahead, taken)) for taken, those in enumerate(layers)]
 
     def _graph(self, shape: GraphShape) -> Step:
         if shape not in self._graphs:
@@ -143,6 +146,7 @@ class GraphExecutor:
             self._rows.num_rows.zero_()  # recording runs a step: on no rows
             self._rows.taken.zero_()
             rows = self._rows.first(shape.rows)
+            self._bridges.prepare(shape.crossed)
             self._graphs[shape] = self._recorder.record(lambda: self._step(rows, shape))
             stats = self.stats
             stats.graphs_captured += 1
@@ -162,9 +166,14 @@ class GraphExecutor:
             rows, self._query_starts[: rows.tokens.shape[0] + 1], self._max_model_len
         )
         rotations = rope.of_layers(rows.rotations)
+        crossings = self._bridges.begin(shape.crossed, rows)
         for layer in shape.layers:
+            if crossings is not None:
+                crossings.up_to(layer, hidden)
             active = rows.active_rows[layer : layer + 1]
             model.layer(layer, hidden, rotations[layer], self.pool, rows.entries[layer], attention[layer], active)
+        if crossings is not None:
+            crossings.up_to(model.config.num_layers, hidden)
         kernels.end_step(rows, *self._choice.choose(hidden, rows, shape.choice))
 
     # -- what goes to the device, and comes from it --------------------------------------------------------------
@@ -183,6 +192,7 @@ class GraphExecutor:
         rows.steps[:count] = given[2 * count : 3 * count]
         rows.cutoffs[:count] = given[3 * count :].view(count, -1)
         self._choice.write(plan.sequences, ahead.choice)
+        self._bridges.write(ahead.bridges)
         rows.num_rows.fill_(count)
         rows.taken.zero_()
 

@@ -5,19 +5,57 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
+
+import numpy as np
 
 from d3engine.depth import NEVER
-from d3engine.depth.schedule import Schedule
+from d3engine.depth.schedule import Schedule, windows_of
+from d3engine.plan import BoolArray, RunAhead
 from d3engine.request.choice import Choice
+
+
+class Crossed(NamedTuple):
+    """A window that rows of a graph may cross, by the bridges of this name; in order of the layers."""
+
+    first: int
+    stop: int
+    bridges: str
 
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """A graph's rows, its layers, and how it chooses its tokens."""
+    """A graph's rows, its layers, how it chooses its tokens, and the windows that its rows may cross."""
 
     rows: int
     layers: tuple[int, ...]
     choice: Choice
+    crossed: tuple[Crossed, ...] = ()
+
+
+def crossed_at(ahead: RunAhead, taken: int) -> tuple[Crossed, ...]:
+    """The windows that a graph must hold for a step of a run.
+
+    Where all rows leave out the same ones it is these. Otherwise all that they come to from here on: mixtures of ages
+    are many, and what nobody crosses costs little.
+    """
+    if not ahead.bridges:
+        return ()
+    now: set[tuple[Crossed, ...]] = {()} if None in ahead.bridges else set()
+    later: set[Crossed] = set()
+    for name in {name for name in ahead.bridges if name is not None}:
+        own = np.array([one == name for one in ahead.bridges])
+        for row in np.unique(np.column_stack((ahead.steps[own] + taken, ahead.cutoffs[own])), axis=0):
+            step, cutoffs = row[0], row[1:]
+            now.add(_crossed(cutoffs > step, name))
+            least = int(ahead.steps.min()) + taken
+            for change in {least, *(int(end) for end in cutoffs if least < end < NEVER)}:
+                later.update(_crossed(cutoffs > change, name))
+    return now.pop() if len(now) == 1 else tuple(sorted(later))
+
+
+def _crossed(active: BoolArray, name: str) -> tuple[Crossed, ...]:
+    return tuple(Crossed(first, stop, name) for first, stop in windows_of(active))
 
 
 def expected_shapes(schedule: Schedule, sizes: list[int], max_model_len: int) -> Iterator[GraphShape]:
@@ -25,14 +63,18 @@ def expected_shapes(schedule: Schedule, sizes: list[int], max_model_len: int) ->
 
     Penalties are rare, and need memory of their own: their graphs are captured when somebody asks for them.
     """
-    if not schedule.is_nested or schedule.on_skip != "none" or schedule.bridges is not None:
+    if not schedule.is_nested or schedule.on_skip != "none":
         return  # what fills the layers that it skips runs no graph
     ends = {int(end) for end in schedule.cutoffs if end < min(max_model_len, NEVER)}
     steps = sorted({1, *ends} - {0})  # step 0 is the prompt's
-    layers = list(dict.fromkeys(tuple((schedule.cutoffs > step).nonzero()[0].tolist()) for step in steps))
-    yield GraphShape(sizes[-1], layers[0], Choice.CUT)
-    for size, choice, those in product(sizes, (Choice.GREEDY, Choice.CUT, Choice.DRAW), layers):
-        yield GraphShape(size, those, choice)
+    name = schedule.bridges
+    found = {}
+    for active in (schedule.cutoffs > step for step in steps):
+        found[tuple(active.nonzero()[0].tolist())] = () if name is None else _crossed(active, name)
+    deepest, beside = next(iter(found.items()))
+    yield GraphShape(sizes[-1], deepest, Choice.CUT, beside)
+    for size, choice, (those, crossed) in product(sizes, (Choice.GREEDY, Choice.CUT, Choice.DRAW), found.items()):
+        yield GraphShape(size, those, choice, crossed)
 
 
 def batch_sizes(most: int) -> list[int]:
