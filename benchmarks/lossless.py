@@ -37,7 +37,10 @@ from d3engine.request.params import SamplingParams
 
 @dataclass(frozen=True)
 class Settings:
-    """What is run: each (alpha, start) with each draft length, over `prompts` word problems, `repeats` rounds."""
+    """What is run: each (alpha, start) with each draft length, over `prompts` word problems, `repeats` rounds.
+
+    Drafts cross what they leave out by the file `bridges`, if there is one.
+    """
 
     model: str = "demo"
     drafts: tuple[tuple[float, float], ...] = ((0.95, 0.5), (0.8, 0.5), (0.8, 0.4), (0.8, 0.3))
@@ -45,6 +48,7 @@ class Settings:
     prompts: int = 4
     tokens: int = 64
     repeats: int = 8
+    bridges: str | None = None
 
 
 def modelled_speedup(acceptance: float, cost: float, length: float) -> float:
@@ -73,13 +77,15 @@ def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[st
     torch.set_num_threads(1)
     systems: dict[str, DepthPolicy] = {"full": FullDepth()}
     for draft in settings.drafts:
-        systems[_d3(draft)] = D3(*draft)
-        systems |= {_lossless(draft, length): Lossless(D3(*draft), length) for length in settings.lengths}
+        d3 = D3(*draft, bridges=settings.bridges)
+        systems[_d3(draft)] = d3
+        systems |= {_lossless(draft, length): Lossless(d3, length) for length in settings.lengths}
     asked = [format_prompt(problem.question) for problem in itertools.islice(problems("test", 1), settings.prompts)]
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     answers: dict[str, list[RequestOutput]] = {}
     hidden = None if show_progress is None else not show_progress
-    with Engine(settings.model, device="cpu", max_num_seqs=1, enable_prefix_caching=False) as engine:
+    own = systems[_d3(settings.drafts[0])]  # whose bridges requests may name
+    with Engine(settings.model, depth=own, device="cpu", max_num_seqs=1, enable_prefix_caching=False) as engine:
         with tqdm(total=(settings.repeats + 1) * len(systems), unit="run", disable=hidden) as bar:
             for turn, (name, policy) in itertools.product(range(settings.repeats + 1), systems.items()):
                 bar.set_description(name)
@@ -230,6 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=default.prompts, help="word problems")
     parser.add_argument("--tokens", type=int, default=default.tokens, help="tokens of an answer at most")
     parser.add_argument("--repeats", type=int, default=default.repeats, help="rounds counted, after one warm-up")
+    parser.add_argument("--bridges", metavar="FILE", help="bridges that drafts cross skipped layers by")
     parser.add_argument("--plot", metavar="FILE", help="also draw the figures to this PNG file (needs matplotlib)")
     parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
     options = parser.parse_args(arguments)
@@ -240,6 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prompts=options.prompts,
         tokens=options.tokens,
         repeats=options.repeats,
+        bridges=options.bridges,
     )
     report = measure(settings)
     report["environment"] = environment("benchmarks.lossless", arguments)

@@ -1,0 +1,226 @@
+"""Whether drafts by skipped layers can pay: acceptance over what a draft costs, with and without bridges.
+
+The one idea: what a cycle of n drafts is worth is counted, not timed. With each drafted token accepted with probability
+a, and a draft that costs the share s of a full pass (its layers, its maps and the LM head, in FLOPs), it yields
+(1 + a + ... + a^n) / (n s + 1) tokens for each pass of full depth. So a setting is a point (s, a), and what would have
+to be reached is a line, for the length of draft that suits it best. The figures depend on no load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from benchmarks.lossless import acceptance_for, tokens_for
+from benchmarks.report import environment, keep, positive
+from d3engine.depth import D3, FullDepth, Lossless, Schedule
+from d3engine.depth.schedule import windows_of
+from d3engine.depth.statistics import ModelShape
+from d3engine.engine import Engine
+from d3engine.evaluation.accuracy import shape_of
+from d3engine.evaluation.word_problems import format_prompt, problems
+from d3engine.pictures.colours import BLUE, INK, ORANGE
+from d3engine.pictures.plots import new_figure, save_figure
+from d3engine.request.params import SamplingParams
+
+LONGEST = 16
+"""Tokens of a draft at most, where the length that suits a setting best is looked for."""
+
+GOALS = (1.0, 1.25)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is counted: D3's settings (alpha, start), each by drafts of `lengths`, over `prompts` word problems.
+
+    With a small alpha a draft is as shallow as `start` allows from its second token on.
+    """
+
+    model: str = "smollm2"
+    bridges: str | None = None
+    drafts: tuple[tuple[float, float], ...] = ((0.5, 0.9), (0.5, 0.8), (0.5, 0.7), (0.5, 0.6), (0.97, 0.6))
+    lengths: tuple[int, ...] = (1, 3)
+    prompts: int = 4
+    tokens: int = 64
+
+
+def speedup(acceptance: float, share: float, length: int) -> float:
+    """Tokens for each pass of full depth that a cycle of `length` drafts takes the time of."""
+    return tokens_for(acceptance, length) / (length * share + 1)
+
+
+def best_length(acceptance: float, share: float) -> int:
+    """The length of draft that is worth most."""
+    return max(range(1, LONGEST + 1), key=lambda length: speedup(acceptance, share, length))
+
+
+def needed(share: float, goal: float) -> float:
+    """The acceptance at which drafts of this share reach `goal` at their best length; above 1 where none does."""
+    if speedup(1.0, share, best_length(1.0, share)) < goal:
+        return 1.01
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        is_enough = speedup(middle, share, best_length(middle, share)) >= goal
+        low, high = (low, middle) if is_enough else (middle, high)
+    return high
+
+
+def share_of(schedule: Schedule, shape: ModelShape, num_steps: int) -> float:
+    """What a drafted token costs of a full pass in FLOPs of matrices, on average over these steps."""
+    full = shape.num_layers * shape.layer_parameters + shape.head_parameters
+    costs = []
+    for step in range(1, num_steps):
+        active = schedule.active(step)
+        maps = 0 if schedule.bridges is None else len(windows_of(active))
+        costs.append(int(active.sum()) * shape.layer_parameters + maps * shape.hidden_size**2 + shape.head_parameters)
+    return float(np.mean(costs)) / full
+
+
+def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[str, Any]:
+    """Answer by every setting and return the report, without its environment."""
+    kinds = [None] if settings.bridges is None else [None, settings.bridges]
+    asked = [format_prompt(problem.question) for problem in itertools.islice(problems("test", 1), settings.prompts)]
+    first = D3(*settings.drafts[0], bridges=settings.bridges)
+    hidden = None if show_progress is None else not show_progress
+    with Engine(settings.model, depth=first, device="cpu", max_num_seqs=settings.prompts, num_threads=1) as engine:
+        shape = shape_of(engine.config)
+        plain = SamplingParams(temperature=0.0, max_tokens=settings.tokens, depth=FullDepth())
+        full = [output.outputs[0].token_ids for output in engine.generate(asked, plain, use_tqdm=False)]
+        points = []
+        systems = list(itertools.product(kinds, settings.drafts, settings.lengths))
+        for bridges, draft, length in tqdm(systems, unit="run", disable=hidden):
+            d3 = D3(*draft, bridges=bridges)
+            params = SamplingParams(temperature=0.0, max_tokens=settings.tokens, depth=Lossless(d3, length))
+            outputs = engine.generate(asked, params, use_tqdm=False)
+            assert [output.outputs[0].token_ids for output in outputs] == full, f"{d3} is not lossless"
+            metrics = [output.metrics for output in outputs]
+            drafted, accepted, passes = (
+                sum(getattr(one, name) for one in metrics)
+                for name in ("num_drafted_tokens", "num_accepted_tokens", "num_verifications")
+            )
+            share = share_of(d3.schedule(shape.num_layers), shape, settings.tokens)
+            points.append(_point(draft, bridges is not None, length, drafted, accepted, passes, share))
+    return {
+        "benchmark": "draft_frontier",
+        "settings": asdict(settings),
+        "num_layers": shape.num_layers,
+        "points": points,
+        "best": max(points, key=lambda point: point["at_best_length"]),
+    }
+
+
+def _point(
+    draft: tuple[float, float], is_bridged: bool, length: int, drafted: int, accepted: int, passes: int, share: float
+) -> dict[str, Any]:
+    acceptance = acceptance_for(1 + accepted / passes, drafted / passes)
+    best = best_length(acceptance, share)
+    return {
+        "alpha": draft[0],
+        "start": draft[1],
+        "bridged": is_bridged,
+        "draft_length": length,
+        "drafted": drafted,
+        "accepted": accepted,
+        "acceptance": acceptance,
+        "share": share,
+        "speedup": (1 + accepted / passes) / (drafted / passes * share + 1),
+        "best_length": best,
+        "at_best_length": speedup(acceptance, share, best),
+    }
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print one row a point, and what the best of them comes to."""
+    table = Table(title=f"Drafts of {report['settings']['model']!r} by skipped layers", title_justify="left")
+    for column in ("alpha", "start", "", "n", "accepted", "a", "s", "worth", "best n", "worth there", "a for 1.25x"):
+        table.add_column(column, justify="right")
+    for point in report["points"]:
+        wanted = needed(point["share"], 1.25)
+        table.add_row(
+            str(point["alpha"]),
+            str(point["start"]),
+            "bridged" if point["bridged"] else "skipped",
+            str(point["draft_length"]),
+            f"{point['accepted']}/{point['drafted']}",
+            f"{point['acceptance']:.2f}",
+            f"{point['share']:.2f}",
+            f"{point['speedup']:.2f}",
+            str(point["best_length"]),
+            f"{point['at_best_length']:.2f}",
+            f"{wanted:.2f}" if wanted <= 1 else "none",
+        )
+    console.print(table)
+
+
+def plot(report: dict[str, Any], path: str) -> None:
+    """Draw the points, and the lines that they would have to reach, to a PNG file."""
+    figure = new_figure(width=6.4, height=4.4)
+    axes = figure.subplots()
+    shares = np.linspace(0.05, 1.0, 96)
+    for goal, style in zip(GOALS, ("-", "--"), strict=True):
+        axes.plot(shares, [needed(share, goal) for share in shares], color=INK, linestyle=style, label=f"{goal:g}x")
+    for is_bridged, colour in ((False, BLUE), (True, ORANGE)):
+        own = [point for point in report["points"] if point["bridged"] == is_bridged]
+        label = "bridged" if is_bridged else "skipped as published"
+        if own:
+            axes.scatter([p["share"] for p in own], [p["acceptance"] for p in own], color=colour, label=label)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("share s of a full pass that a draft costs (FLOPs)")
+    axes.set_ylabel("acceptance a of a drafted token")
+    axes.set_title(f"Drafts of {report['settings']['model']} by skipped layers: a line is what they must reach")
+    axes.legend(frameon=False, fontsize="small", loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    save_figure(figure, Path(path))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.draft_frontier", description=__doc__.splitlines()[0])
+    default = Settings()
+    parser.add_argument("--model", default=default.model, help="a model directory, smollm2 or demo")
+    parser.add_argument("--bridges", metavar="FILE", help="also draft by these bridges")
+    parser.add_argument(
+        "--draft",
+        dest="drafts",
+        type=float,
+        nargs=2,
+        action="append",
+        metavar=("ALPHA", "START"),
+        help="a setting of D3 to draft with; may be repeated",
+    )
+    parser.add_argument("--lengths", type=positive, nargs="+", default=default.lengths, help="draft lengths")
+    parser.add_argument("--prompts", type=positive, default=default.prompts, help="word problems")
+    parser.add_argument("--tokens", type=positive, default=default.tokens, help="tokens of an answer at most")
+    parser.add_argument("--plot", metavar="FILE", help="also draw the frontier to this PNG file (needs matplotlib)")
+    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
+    options = parser.parse_args(arguments)
+    settings = Settings(
+        model=options.model,
+        bridges=options.bridges,
+        drafts=tuple((alpha, start) for alpha, start in options.drafts) if options.drafts else default.drafts,
+        lengths=tuple(options.lengths),
+        prompts=options.prompts,
+        tokens=options.tokens,
+    )
+    report = measure(settings)
+    report["environment"] = environment("benchmarks.draft_frontier", arguments)
+    show(report, Console(width=120))
+    keep(report, options, plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

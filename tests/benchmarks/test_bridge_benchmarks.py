@@ -1,0 +1,79 @@
+"""The benchmarks of bridges run, and their figures follow from each other; no time is judged here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import bridge_cost, draft_frontier, lossless
+from d3engine.depth import D3
+from d3engine.evaluation.accuracy import shape_of
+from d3engine.loading.model_directory import model_directory
+from d3engine.model.bridges import write_bridges
+from d3engine.model.config import ModelConfig
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Any:
+    """A benchmark sets torch's number of threads for its own process; this one has other tests."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("rank", [None, 16])
+def test_the_cost_of_bridges_is_counted_in_flops(rank: int | None, tmp_path: Path) -> None:
+    file = tmp_path / "cost.json"
+    asked = ["--model=demo", "--alpha=0.8", "--start=0.5", "--tokens=9", "--repeats=1", f"--json={file}"]
+    assert bridge_cost.main(asked + ([] if rank is None else [f"--rank={rank}"])) == 0
+    report = json.loads(file.read_text())
+    full, bare, bridged = (report["systems"][name] for name in ("full depth", "skipped", "bridged"))
+    config = ModelConfig.from_directory(model_directory("demo"))
+    shape, later = shape_of(config), D3(0.8, 0.5).schedule(config.num_layers).depths(9)[1:]
+    assert full["flops_ratio"] == full["speedup"] == 1
+    assert bare["mean_layers"] == bridged["mean_layers"] == later.mean()
+    assert bridged["crossings_per_token"] == 1
+    assert bare["crossings_per_token"] == full["crossings_per_token"] == 0
+    whole = shape.num_layers * shape.layer_parameters + shape.head_parameters
+    map_size = shape.hidden_size * (shape.hidden_size if rank is None else 2 * rank)
+    cost = later.mean() * shape.layer_parameters + shape.head_parameters
+    assert bare["flops_ratio"] == pytest.approx(whole / cost)
+    assert bridged["flops_ratio"] == pytest.approx(whole / (cost + map_size))
+    assert bridged["realisation_ratio"] == pytest.approx(bridged["speedup"] / bridged["flops_ratio"])
+    assert report["bridge_bytes"] > 0
+
+
+def test_a_cycle_of_drafts_is_worth_what_its_formula_says() -> None:
+    assert draft_frontier.speedup(0.75, 0.8, 1) == pytest.approx(1.75 / 1.8)
+    assert draft_frontier.speedup(1.0, 0.5, 4) == pytest.approx(5 / 3)
+    for share, goal in ((0.2, 1.0), (0.5, 1.25), (0.5, 1.0)):
+        wanted = draft_frontier.needed(share, goal)
+        length = draft_frontier.best_length(wanted, share)
+        assert draft_frontier.speedup(wanted, share, length) == pytest.approx(goal)
+    assert draft_frontier.needed(0.95, 1.25) > 1
+
+
+def test_drafts_with_and_without_bridges_are_points_of_one_picture(tmp_path: Path) -> None:
+    directory, bare = model_directory("demo"), D3(0.5, 0.5)
+    file, picture, bridges = (tmp_path / name for name in ("f.json", "f.png", "b.safetensors"))
+    config = ModelConfig.from_directory(directory)
+    write_bridges(bridge_cost.random_bridges(directory, config, bare, None), bridges)
+    some = ["--model=demo", "--draft", "0.5", "0.5", "--lengths", "2", "--prompts=2", f"--bridges={bridges}"]
+    assert draft_frontier.main([*some, "--tokens=16", f"--json={file}", f"--plot={picture}"]) == 0
+    skipped, bridged = json.loads(file.read_text())["points"]
+    assert [skipped["bridged"], bridged["bridged"]] == [False, True]
+    assert 0 < skipped["share"] < bridged["share"] < 1
+    for point in (skipped, bridged):
+        assert point["drafted"] >= point["accepted"]
+        assert 0 <= point["acceptance"] <= 1
+        assert point["at_best_length"] == draft_frontier.speedup(
+            point["acceptance"], point["share"], point["best_length"]
+        )
+    assert picture.stat().st_size > 1000
+    times = [*some[:2], "0.5", "0.5", "--lengths", "2", "--prompts=1", "--tokens=12", "--repeats=1"]
+    assert lossless.main([*times, f"--bridges={bridges}", f"--json={file}"]) == 0
+    assert json.loads(file.read_text())["settings"]["bridges"] == str(bridges)
