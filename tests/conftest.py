@@ -11,7 +11,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,25 +46,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def interpreter() -> None:
-    """Triton's interpreter, if kernels run in it here, without half of its work.
+    """Triton's interpreter, if kernels run in it here, without most of its work."""
+    if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
+        from quick_interpreter import make_quick
 
-    For each call of each function it looks through all of Triton's language for what to replace in it, and puts it back
-    after a launch. Nothing in this process needs the language as it was, so once for each function is enough.
-    """
-    if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
-        return
-    from triton.runtime import interpreter as triton_interpreter
-
-    if not hasattr(triton_interpreter, "_LangPatchScope"):
-        return  # another version of Triton: it takes longer
-    replace = triton_interpreter._patch_lang
-
-    @cache
-    def replace_once(function: Any) -> Any:
-        replace(function)
-        return triton_interpreter._LangPatchScope()  # with nothing to put back
-
-    triton_interpreter._patch_lang = replace_once
+        make_quick()
 
 
 @pytest.fixture(scope="session", autouse=True)
