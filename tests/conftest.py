@@ -7,6 +7,7 @@ tests to others needs none of it, and Triton's interpreter must be chosen before
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -30,6 +31,7 @@ def pytest_collectstart() -> None:
 
     Hypothesis, whose settings a test takes when it is imported, is to judge no example by its time.
     """
+    gc.disable()  # until all is collected: what is imported stays, and would be searched for garbage all the time
     import torch
     from hypothesis import HealthCheck, settings
 
@@ -37,6 +39,12 @@ def pytest_collectstart() -> None:
         os.environ["TRITON_INTERPRET"] = "1"
     settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("no clock")
+
+
+def pytest_collection_finish() -> None:
+    """From here on garbage is looked for again, but not among modules and tests."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

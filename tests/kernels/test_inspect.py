@@ -41,6 +41,11 @@ from d3engine.kernels.inspect import compile_launch, main, needs
 from d3engine.kernels.machine_code import before_the_wait
 from d3engine.kernels.triton import launches
 
+# Of numbers of rows one for each way to multiply: the gate compiles the others of real models (.ci/check_kernels).
+registered = launches.registered
+launches.registered = lambda *asked: [
+    found for found in registered(*asked) if not found[1].endswith(("rows=8", "rows=32", "rows=64"))
+]
 assert main(["--shapes=tiny", "--weights=bf16,int4", "--operations=rms_norm,linear_residual", "--json"]) == 0
 print("\\nPDL")
 
