@@ -161,9 +161,20 @@ def _lossless(draft: tuple[float, float], length: int) -> str:
 def show(report: dict[str, Any], console: Console) -> None:
     """Print one row a cell, and whether any pays."""
     settings = report["settings"]
-    table = Table(title=f"Lossless D3 on {settings['model']!r}", title_justify="left")
-    for column in ("alpha", "start", "g", "accepted", "tokens/pass", "layers/token", "speed-up", "rounds", "modelled"):
-        table.add_column(column, justify="right")
+    table = Table(title=f"Lossless D3 on {settings['model']!r}", title_justify="left", padding=(0, 0))
+    columns = (
+        "alpha",
+        "start",
+        "g",
+        "accepted",
+        "tokens\nper pass",
+        "layers\nper token",
+        "speed-up",
+        "rounds",
+        "model",
+    )
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
     for cell in report["cells"]:
         rounds = cell["speedup_by_round"]
         table.add_row(

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import ExitRule
 from d3engine.request.choice import Choice
-from d3engine.request.draft import Proposal
+from d3engine.request.draft import Cycle, Proposal
 from d3engine.request.outputs import Logprob
 from d3engine.request.sequence import Sequence
 
@@ -105,8 +105,9 @@ class Course:
 class RunAhead:
     """The next `num_steps` steps of a batch in which every row decodes one token per step.
 
-    At each of them layer l runs for the rows with `steps + taken < cutoffs[:, l]`, and these rows come first. Where the
-    rows draft, `verifies` says whether the drafts end with these steps, and one more, at full depth, judges them.
+    At each of them layer l runs for the rows with `steps + taken < cutoffs[:, l]`, and these rows come first. Where all
+    rows draft they are no steps but `cycles`, each of a whole draft and its verification: then layer l runs in the
+    drafts that begin before `cutoffs[:, l]`.
     """
 
     num_steps: int
@@ -114,10 +115,11 @@ class RunAhead:
     cutoffs: IntArray  # [C, L]
     choice: Choice  # what choosing a token takes, for the row that asks for most
     course: Course | None = None  # of steps that the host takes one by one: the plan comes again for each of them
-    verifies: bool = False
     bridges: tuple[str | None, ...] = ()  # [C] by whose maps each row crosses the layers that it leaves out; (): nobody
+    cycles: bool = False
     takes_all: bool = False  # with a course: the host takes all steps that are done by now, not the next one alone
     num_taken: int = 1  # with a course: steps that the host has taken
+    num_passes: int = 1  # of cycles that the host has taken: the passes of their drafts and verifications
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +204,14 @@ class Plan:
 
     @property
     def num_steps(self) -> int:
-        """Steps that the plan stands for: tokens that each of its rows yields, and a verification of drafted ones."""
+        """Steps that the plan stands for: tokens that each of its rows yields, or passes that they took to be drafted
+        and verified."""
         ahead = self.ahead
         if ahead is None:
             return 1
-        return ahead.num_taken if ahead.course is not None else ahead.num_steps + ahead.verifies
+        if ahead.cycles:
+            return ahead.num_passes
+        return ahead.num_taken if ahead.course is not None else ahead.num_steps
 
     @property
     def num_rows(self) -> int:
@@ -218,10 +223,15 @@ class Plan:
             return self
         return replace(self, ahead=replace(self.ahead, takes_all=True))
 
-    def ended_after(self, num_steps: int) -> Plan:
-        """The same, if so many of its steps were taken: its run was over since every answer was, or goes on."""
+    def ended_after(self, num_steps: int, num_passes: int | None = None) -> Plan:
+        """The same, if so many of its steps were taken: its run was over since every answer was, or goes on.
+
+        Of cycles `num_passes` says how many steps they were.
+        """
         ahead = self.ahead
-        if ahead is None or ahead.verifies or num_steps == self.num_steps:
+        if ahead is not None and num_passes is not None:
+            return replace(self, ahead=replace(ahead, num_taken=num_steps, num_passes=num_passes))
+        if ahead is None or num_steps == self.num_steps:
             return self
         if ahead.course is not None:
             return replace(self, ahead=replace(ahead, num_taken=num_steps))
@@ -241,21 +251,36 @@ class Plan:
 class Chosen:
     """What a device that runs ahead has chosen by itself: S steps of the plan's C chunks.
 
-    Where these were drafts that it has verified too, `judged` are full depth's S + 1 tokens after those before it.
     `logits` are those of the chunks whose sequences want log-probabilities. `faults` says what else went wrong with a
     chunk than its logits.
     """
 
     token_ids: IntArray  # [S, C]
     scores: npt.NDArray[np.float32]  # [S, C]; a row without a finite one has met a fault
-    judged: Chosen | None = None
     logits: npt.NDArray[np.float32] | None = None  # [S, those chunks, V]
     faults: dict[int, str] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:
-        """Steps that were taken, the verification of drafted tokens among them."""
-        return len(self.token_ids) + (self.judged is not None)
+        """Steps that were taken."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Cycled:
+    """What a device has drafted and verified by itself: S cycles of the plan's C chunks.
+
+    `counts` say how many tokens a draft had, how many of them full depth takes as well, and its own token behind these,
+    -1 where its logits were not finite; all are -1 of a chunk whose sequence had come to its end.
+    """
+
+    drafted: IntArray  # [S, C, tokens of a draft at most]
+    counts: IntArray  # [S, C, 3]
+
+    @property
+    def num_passes(self) -> int:
+        """Passes through layers: of each cycle those of its longest draft, and one that verifies."""
+        return int(np.maximum(self.counts[:, :, 0], 0).max(axis=1).sum()) + len(self.counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +290,8 @@ class Sampled:
     `logprobs[row]` holds one entry for each token, or None for rows that did not ask. `depths[row]` are the layers that
     each token took, where they are not those of its schedule. `prompt_logprobs[k]` belongs to the plan's k-th prompt
     rows. `faults` maps rows that end after their tokens (if any) to what went wrong. `proposals` are the drafted tokens
-    of rows that have none to give yet, or, where they are verified already, none but those that were accepted and one.
+    of rows that have none to give yet. Where the device has drafted and verified by itself, `cycles[row]` is all there
+    is.
     """
 
     token_ids: list[list[int]]
@@ -274,6 +300,7 @@ class Sampled:
     faults: dict[int, str] = field(default_factory=dict)
     depths: list[list[int]] | None = None
     proposals: dict[int, list[Proposal]] = field(default_factory=dict)
+    cycles: list[list[Cycle]] | None = None
 
 
 def spans_of(active: BoolArray, projected: BoolArray | None, query_starts: IntArray) -> tuple[Span, ...]:

@@ -8,7 +8,7 @@ weights and the same pool.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,15 @@ from torch import Tensor
 
 from d3engine.executor.computed import Computed
 from d3engine.executor.eager import EagerExecutor
-from d3engine.executor.native_choices import FormsOfRun, draws_of, ends_of, reporting_chunks
-from d3engine.kernels.native.library import Decoder, HiddenStates, Rows
+from d3engine.executor.native_choices import FormsOfRun, all_may_end, drafts_of, draws_of, ends_of, reporting_chunks
+from d3engine.kernels.native.cycles import Drafts
+from d3engine.kernels.native.library import Decoder
 from d3engine.kernels.native.model import Linear, NativeBridge, NativeBridges, NativeError, NativeLayer, NativeModel
+from d3engine.kernels.native.runs import HiddenStates, Rows
 from d3engine.model.bridge_weights import BridgeWeights
 from d3engine.model.llama import Llama
 from d3engine.model.weights import LayerWeights
-from d3engine.plan import Chosen, Course, Plan, Reach, RunAhead
+from d3engine.plan import Chosen, Course, Cycled, Plan, Reach, RunAhead
 from d3engine.request.choice import Choice
 
 MAX_ROWS = 512
@@ -102,9 +104,9 @@ class NativeExecutor:
     def run(self, plan: Plan) -> Computed:
         """Run the steps of a plan: tokens of a run, logits of a single step that is the host's to choose from."""
         if plan.ahead is not None:
-            chosen = self._run_ahead(plan, plan.ahead)
-            self.stats.native_steps += chosen.num_steps
-            return Computed(chosen)
+            computed = Computed(self._run_ahead(plan, plan.ahead))
+            self.stats.native_steps += computed.carried_out(plan).num_steps
+            return computed
         self._end_course()
         if self._is_simple(plan):
             self.stats.native_steps += 1
@@ -113,33 +115,48 @@ class NativeExecutor:
 
     # -- runs --------------------------------------------------------------------------------------------------
 
-    def _run_ahead(self, plan: Plan, ahead: RunAhead) -> Chosen:
+    def _run_ahead(self, plan: Plan, ahead: RunAhead) -> Chosen | Cycled:
         if ahead.course is not None:
             return self._follow(plan, ahead, ahead.course)
         self._end_course()
-        rows, states, forms = self._rows(plan, ahead), self._states(plan), FormsOfRun.of(plan.sequences)
-        logits = self._logits(plan, ahead)
+        if ahead.cycles:
+            drafts, states = self._drafts(plan)
+            ends = ends_of(plan.sequences)
+            return Cycled(
+                *self._decoder.run_cycles(self._rows(plan, ahead), ahead.num_steps, drafts, states, ends=ends)
+            )
+        forms, logits = FormsOfRun.of(plan.sequences), self._logits(plan, ahead)
         found = self._decoder.run(
-            rows,
+            self._rows(plan, ahead),
             ahead.num_steps,
             draws=draws_of(plan.sequences, ahead.choice, forms, self._vocab),
-            states=states,
-            ends=ends_of(plan),
+            ends=ends_of(plan.sequences) if all_may_end(plan.sequences) else None,
             **logits,
         )
-        chosen = Chosen(*found, logits=logits.get("logits"), faults=forms.faults)
-        return replace(chosen, judged=self._verify(rows, chosen, states)) if ahead.verifies else chosen
+        return Chosen(*found, logits=logits.get("logits"), faults=forms.faults)
 
-    def _follow(self, plan: Plan, ahead: RunAhead, course: Course) -> Chosen:
+    def _follow(self, plan: Plan, ahead: RunAhead, course: Course) -> Chosen | Cycled:
         """The next step of a run that goes on by itself; the first one begins it."""
         if self._followed is None or self._followed.course is not course:
             self._end_course()
-            forms = FormsOfRun.of(plan.sequences)
-            logits = self._logits(plan, ahead)
+            self._followed = self._begin(plan, ahead, course)
+        found = self._decoder.take(all_done=ahead.takes_all)
+        return Cycled(*found) if ahead.cycles else self._followed.chosen(*found)
+
+    def _begin(self, plan: Plan, ahead: RunAhead, course: Course) -> _Followed:
+        rows, forms, logits = self._rows(plan, ahead), FormsOfRun.of(plan.sequences), self._logits(plan, ahead)
+        if ahead.cycles:
+            ends = ends_of(plan.sequences)
+            self._decoder.begin_cycles(rows, ahead.num_steps, course.words, *self._drafts(plan), ends=ends)
+        else:
             draws = draws_of(plan.sequences, ahead.choice, forms, self._vocab)
-            self._decoder.begin(self._rows(plan, ahead), ahead.num_steps, course.words, draws=draws, **logits)
-            self._followed = _Followed(course, forms, logits.get("logits"))
-        return self._followed.chosen(*self._decoder.take(all_done=ahead.takes_all))
+            self._decoder.begin(rows, ahead.num_steps, course.words, draws=draws, **logits)
+        return _Followed(course, forms, logits.get("logits"))
+
+    def _drafts(self, plan: Plan) -> tuple[Drafts, npt.NDArray[np.float32]]:
+        """How the sequences of a plan draft, and where they leave hidden states."""
+        drafts = drafts_of(plan.sequences)
+        return drafts, self._eager.kept_states.with_room(int(drafts.places.max()) + drafts.most).numpy()
 
     def _rows(self, plan: Plan, ahead: RunAhead) -> Rows:
         own = [self._native(name) for name in ahead.bridges] or None
@@ -152,7 +169,7 @@ class NativeExecutor:
             self._bridges[name] = native_bridges(self._eager.bridges.bridges(name).values())
         return None if name is None else self._bridges[name]
 
-    def _logits(self, plan: Plan, ahead: RunAhead) -> dict[str, npt.NDArray[Any]]:
+    def _logits(self, plan: Plan, ahead: RunAhead) -> dict[str, Any]:
         """Where a run leaves the logits of the rows that want log-probabilities; nothing if nobody does."""
         if ahead.choice < Choice.REPORT:
             return {}
@@ -160,33 +177,6 @@ class NativeExecutor:
         places = np.full(plan.num_rows, -1)
         places[rows] = np.arange(len(rows))
         return {"logits": np.empty((ahead.num_steps, len(rows), self._vocab), np.float32), "logit_places": places}
-
-    def _verify(self, rows: Rows, drafted: Chosen, states: HiddenStates | None) -> Chosen:
-        """Full depth's tokens in place of drafted ones: a step of S + 1 rows for each sequence, in as many as it takes.
-
-        The rows of a draft go on from the states that they have left; the last one has not been computed before.
-        """
-        steps, count = drafted.token_ids.shape
-        at_once = self._max_rows // (steps + 1)
-        tokens_found, scores_found = [], []
-        for first in range(0, count, at_once):
-            which = np.arange(first, min(first + at_once, count)).repeat(steps + 1)
-            nth = np.arange(which.size) % (steps + 1)
-            known = np.concatenate((rows.tokens[None], drafted.token_ids))
-            active = np.ones((which.size, rows.cutoffs.shape[1]), np.int32)
-            resumed = None
-            if states is not None:
-                goes_on = (states.kept_places[which] >= 0) & (nth < steps)
-                places = np.where(goes_on, states.kept_places[which] + nth, -1)
-                none = np.full(which.size, -1)
-                resumed = HiddenStates(states.states, none, none, places)
-                below = np.arange(active.shape[1]) < states.kept_layers[which][:, None]
-                active[below & goes_on[:, None]] = 0
-            step = Rows(known[nth, which], rows.positions[which] + nth, nth * 0, rows.slots[which], active, rows.tables)
-            chosen, scores = self._decoder.run(step, 1, states=resumed)
-            tokens_found.append(chosen.reshape(-1, steps + 1).T)
-            scores_found.append(scores.reshape(-1, steps + 1).T)
-        return Chosen(np.concatenate(tokens_found, axis=1), np.concatenate(scores_found, axis=1))
 
     def _end_course(self) -> None:
         """Whatever goes on by itself comes to rest: the pool is the caller's."""
@@ -241,7 +231,7 @@ class NativeExecutor:
         return own
 
     def _states(self, plan: Plan) -> HiddenStates | None:
-        """What the rows of drafts leave behind, at each step of a run one place further, and what they go on from."""
+        """What the rows of drafts leave behind, and what they go on from."""
         drafts = plan.drafts
         if drafts is None or not _keeps_states(plan):
             return None
@@ -250,7 +240,7 @@ class NativeExecutor:
             layers[rows.rows], kept[rows.rows] = rows.layer, rows.places
         for rows in drafts.resumed:
             resumed[rows.rows] = rows.places
-        most = int(max(kept.max(), resumed.max())) + plan.num_steps
+        most = int(max(kept.max(), resumed.max())) + 1
         return HiddenStates(self._eager.kept_states.with_room(most).numpy(), layers, kept, resumed)
 
 

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from d3engine.depth.draft_rule import MAX_DRAFT_LENGTH
 from d3engine.kernels.native.choices import Asked, Counted, Mask, Rules
-from d3engine.kernels.native.library import Draws
-from d3engine.plan import Plan
+from d3engine.kernels.native.cycles import Drafts
+from d3engine.kernels.native.runs import Draws
 from d3engine.request.choice import Choice, is_restricted
 from d3engine.request.constraint import Constraint
 from d3engine.request.sequence import Sequence
@@ -62,14 +63,16 @@ def reporting_chunks(sequences: AnySequence[Sequence]) -> list[int]:
     return [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
 
 
-def ends_of(plan: Plan) -> npt.NDArray[np.int64] | None:
-    """The tokens [C, n] that end each row's answer, filled up with -1; None where some row has no end, or drafts."""
-    ends = [_ends(sequence) for sequence in plan.sequences]
-    has_end = (tokens or sequence.constraint for tokens, sequence in zip(ends, plan.sequences, strict=True))
-    if plan.drafts is not None or not all(has_end):
-        return None
+def ends_of(sequences: AnySequence[Sequence]) -> npt.NDArray[np.int64]:
+    """The tokens [C, n] that end each row's answer, filled up with -1."""
+    ends = [_ends(sequence) for sequence in sequences]
     most = max(map(len, ends))
     return np.array([tokens + [-1] * (most - len(tokens)) for tokens in ends], np.int64).reshape(len(ends), most)
+
+
+def all_may_end(sequences: AnySequence[Sequence]) -> bool:
+    """Whether every row's answer has a token or a form that ends it."""
+    return all(_ends(sequence) or sequence.constraint is not None for sequence in sequences)
 
 
 def _ends(sequence: Sequence) -> list[int]:
@@ -124,3 +127,23 @@ def _mask(token_ids: AnySequence[int], vocab_size: int) -> Mask:
     allowed = np.zeros(vocab_size, np.bool_)
     allowed[list(token_ids)] = True
     return np.packbits(allowed, bitorder="little")
+
+
+def drafts_of(sequences: AnySequence[Sequence]) -> Drafts:
+    """How the rows of some cycles draft, and what they have drafted when these begin."""
+    drafts = [sequence.draft for sequence in sequences if sequence.draft is not None]
+    longest = max(draft.rule.length for draft in drafts)
+    numbers = [
+        (
+            len(draft.token_ids),
+            len(draft.token_ids) if draft.ended else draft.most,
+            draft.length,
+            draft.rule.length,
+            draft.rule.adaptive,
+            sequence.room,
+            sequence.slot * MAX_DRAFT_LENGTH if draft.rule.resumes else -1,
+        )
+        for sequence, draft in zip(sequences, drafts, strict=True)
+    ]
+    begun = [draft.token_ids + [0] * (longest - len(draft.token_ids)) for draft in drafts]
+    return Drafts(np.array(begun), *np.array(numbers, np.int64).T)

@@ -33,12 +33,24 @@ class Proposal:
     distribution: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """A whole draft, the tokens that came of its verification, and what was wrong with full depth's logits, if
+    anything."""
+
+    drafted: list[int]
+    tokens: list[int]
+    fault: str | None = None
+
+
 @dataclass(eq=False, slots=True)
 class Draft:
     """The draft of one sequence: empty, growing, or `ended` and to be verified; and what came of earlier ones.
 
     `work` counts the layers run for it since the last verification, over all rows, a part of a layer as a half.
-    `layers` are those of the draft now growing, `mlps` those whose MLP it runs, if these are others. `stop_probability`
+    `layers` are those of the draft now growing, `mlps` those whose MLP it runs, if these are others; of them follow
+    `depth`, the layers that a drafted token runs, a part of one as a half (0 for a second model's), and `first_asleep`,
+    the first of those that it leaves out. `stop_probability`
     is the rule's at first, `recent_acceptance` a mean of the shares accepted in which later ones weigh more.
     Verification may go on beyond the token that ends the answer: `num_discarded` tokens, `discarded_layers`.
     """
@@ -47,6 +59,8 @@ class Draft:
     length: int = 0
     most: int = 0
     begins_at: int = 0
+    depth: float = 0
+    first_asleep: int = 0
     layers: BoolArray | None = None
     mlps: BoolArray | None = None
     token_ids: list[int] = field(default_factory=list)
@@ -66,18 +80,9 @@ class Draft:
         self.stop_probability = self.rule.stop_probability
 
     @property
-    def depth(self) -> float:
-        """Layers that a drafted token runs, a part of a layer as a half; 0 for a second model's."""
-        if self.layers is None:
-            return 0
-        return int(self.layers.sum() + (self.layers if self.mlps is None else self.mlps).sum()) / 2
-
-    @property
     def resume_layer(self) -> int:
         """The layer at which the verification of drafted rows begins; below it they have run all layers already."""
-        if not self.rule.resumes or self.layers is None or not self.token_ids:
-            return 0
-        return int(self.layers.argmin())
+        return self.first_asleep if self.rule.resumes and self.token_ids else 0
 
     def begin(self, step: int, room: int) -> None:
         """Begin a draft at `step` of a sequence that may have `room` tokens more.
@@ -88,6 +93,9 @@ class Draft:
         # Verification adds a token of its own, which must have room too.
         self.most = min(self.length, room - 1) if self.rule.skips(step) else 0
         self.layers, self.mlps = self.rule.layers(step), self.rule.mlps(step)
+        if self.layers is not None:
+            self.first_asleep = int(self.layers.argmin())
+            self.depth = int(self.layers.sum() + (self.layers if self.mlps is None else self.mlps).sum()) / 2
         self.ended = self.most == 0
 
     def grow(self, proposal: Proposal, *, ends_answer: bool) -> None:

@@ -15,14 +15,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from d3engine.kernels.random import gumbel
-from d3engine.plan import Chosen, DraftWork, Plan, Sampled
+from d3engine.plan import Chosen, Cycled, DraftWork, Plan, Sampled
 from d3engine.request.ahead import ACCEPTANCE, DRAFTING, Ahead
-from d3engine.request.draft import Proposal
+from d3engine.request.draft import Cycle, Proposal
 from d3engine.request.outputs import Logprob
 from d3engine.request.params import MAX_N
 from d3engine.request.sequence import Sequence
@@ -40,35 +39,28 @@ from d3engine.sampling.sampler import (
 class VerifyingSampler(Sampler):
     """The sampler for steps in which some sequences draft or verify; it leaves all others to the plain one."""
 
-    def __call__(self, logits: Tensor | Chosen, plan: Plan) -> Sampled:
-        if plan.drafts is None:
+    def __call__(self, logits: Tensor | Chosen | Cycled, plan: Plan) -> Sampled:
+        if isinstance(logits, Cycled):
+            return Sampled([], cycles=_cycles(logits, plan))
+        if plan.drafts is None or isinstance(logits, Chosen):
             return super().__call__(logits, plan)
-        if isinstance(logits, Chosen):
-            return _drafted(logits, plan)
         return _choose(logits, plan, plan.drafts)
 
 
-def _drafted(chosen: Chosen, plan: Plan) -> Sampled:
-    """What the rows of a run have drafted, and, if it has been verified, what is accepted of it and one token more."""
-    drafts = _likeliest(chosen)
-    proposals = {row: [Proposal(token) for token in drafted] for row, drafted in enumerate(drafts)}
-    sampled = Sampled([[] for _ in drafts], proposals=proposals)
-    if chosen.judged is not None:
-        for row, (drafted, judged) in enumerate(zip(drafts, _likeliest(chosen.judged), strict=True)):
-            accepted = _first_false(a == b for a, b in zip(drafted, judged, strict=False))
-            for token in judged[: accepted + 1]:
-                if token is None:
-                    sampled.faults[row] = fault_of(plan.sequences[row])
-                    break
-                sampled.token_ids[row].append(token)
-    return sampled
+def _cycles(found: Cycled, plan: Plan) -> list[list[Cycle]]:
+    """What the sequences of a run of cycles have drafted, and what came of it, one list of each."""
+    of_rows = (numbers.swapaxes(0, 1).tolist() for numbers in (found.drafted, found.counts))
+    return [
+        [_cycle(sequence, tokens, *numbers) for tokens, numbers in zip(drafted, counts, strict=True) if numbers[0] >= 0]
+        for sequence, drafted, counts in zip(plan.sequences, *of_rows, strict=True)
+    ]
 
 
-def _likeliest(chosen: Chosen) -> list[list[int | None]]:
-    """The tokens of each row, None for one without a finite score."""
-    healthy = np.isfinite(chosen.scores).T.tolist()
-    rows = zip(chosen.token_ids.T.tolist(), healthy, strict=True)
-    return [[t if is_healthy else None for t, is_healthy in zip(*row, strict=True)] for row in rows]
+def _cycle(sequence: Sequence, drafted: list[int], count: int, accepted: int, last: int) -> Cycle:
+    """A draft of `count` tokens, those that were accepted and full depth's `last`, which is -1 for none."""
+    if last < 0:
+        return Cycle(drafted[:count], drafted[:accepted], fault_of(sequence))
+    return Cycle(drafted[:count], [*drafted[:accepted], last])
 
 
 def _choose(logits: Tensor, plan: Plan, drafts: DraftWork) -> Sampled:

@@ -16,17 +16,19 @@ import numpy as np
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth.draft_rule import MAX_DRAFT_LENGTH
 from d3engine.plan import DraftWork, HiddenRows
-from d3engine.request.draft import Draft, Proposal
+from d3engine.request.draft import Cycle, Draft, Proposal
 from d3engine.request.sequence import Sequence
 from d3engine.scheduling.chunks import Chunks
 from d3engine.scheduling.running import RunningTable
+from d3engine.scheduling.tally import Counters
 
 
 class Drafting:
-    """The drafts of the running sequences of one table."""
+    """The drafts of the running sequences of one table, and what comes of them in `counters`."""
 
-    def __init__(self, table: RunningTable) -> None:
+    def __init__(self, table: RunningTable, counters: Counters) -> None:
         self._table = table
+        self._counters = counters
 
     def begin(self, slots: IntArray) -> None:
         """Begin the drafts of those sequences among `slots` that have come to decoding."""
@@ -35,16 +37,16 @@ class Drafting:
         decodes = table.num_tokens[slots] == table.num_computed[slots] + 1
         answers = table.num_computed[slots] >= table.prompt_length[slots]
         for slot in slots[decodes & answers].tolist():
-            sequence = table.sequence(slot)
-            assert sequence.draft is not None
-            if sequence.draft.ended:
+            draft = table.sequence(slot).draft
+            assert draft is not None
+            if draft.ended:
                 continue  # without a single token of use: full depth takes this one
-            sequence.draft.begin(sequence.step, sequence.room)
-            table.drafting[slot] = not sequence.draft.ended
-            if sequence.draft.layers is not None:
-                table.draft_layers[slot] = sequence.draft.layers
-            if sequence.draft.mlps is not None:
-                table.draft_mlps[slot] = sequence.draft.mlps
+            draft.begin(table.sequence(slot).step, table.sequence(slot).room)
+            table.drafting[slot] = not draft.ended
+            if draft.layers is not None:
+                table.draft_layers[slot] = draft.layers
+            if draft.mlps is not None:
+                table.draft_mlps[slot] = draft.mlps
 
     def run_length(self, sequence: Sequence) -> int:
         """How many of the answer's tokens come next: all rows of a draft to verify, or what is to be replayed.
@@ -78,8 +80,25 @@ class Drafting:
         elif not table.by_second_model[slot]:
             table.num_computed[slot] = known - 1
 
+    def take(self, sequence: Sequence, cycle: Cycle) -> list[int]:
+        """Take in a whole draft, which the device has ended and verified, and settle it."""
+        draft = sequence.draft
+        assert draft is not None
+        if draft.layers is None:
+            draft.begin(sequence.step, sequence.room)
+        new = cycle.drafted[len(draft.token_ids) :]
+        draft.token_ids += new
+        passes = len(new)
+        ended = draft.ended or len(draft.token_ids) >= draft.most
+        if not ended and not sequence.would_end(draft.token_ids[-1] if new else None, after=len(draft.token_ids)):
+            passes += 1  # of a row whose logits were of no use
+        draft.work += draft.depth * passes
+        self._table.drafting[sequence.slot] = False
+        return self.settle(sequence, len(cycle.tokens))
+
     def settle(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """End the draft, of which verification made `num_tokens` tokens; returns each one's share of the layers run.
+        """End the draft, of which verification made `num_tokens` tokens, and count what came of it; returns each one's
+        share of the layers run.
 
         The shares are whole numbers whose sum is the layers run for the draft and for its verification, over all rows;
         where they cannot be equal, the first ones are larger. Half a layer that is left of the sum counts as one.
@@ -88,7 +107,12 @@ class Drafting:
         assert draft is not None
         drafted, num_layers = len(draft.token_ids), table.cutoffs.shape[1]
         work = math.ceil(draft.work) + num_layers * (drafted + 1) - draft.resume_layer * drafted
-        draft.verified(max(num_tokens - 1, 0))
+        accepted = max(num_tokens - 1, 0)
+        draft.verified(accepted)
+        if drafted:
+            self._counters.drafted_tokens += drafted
+            self._counters.accepted_tokens += accepted
+            self._counters.verifications += 1
         table.num_tokens[sequence.slot] = sequence.num_tokens
         return [work // num_tokens + (place < work % num_tokens) for place in range(num_tokens)]
 

@@ -23,6 +23,7 @@ from d3engine.plan import (
 from d3engine.request.choice import Choice
 from d3engine.request.sequence import Sequence
 from d3engine.scheduling.chunks import Chunks
+from d3engine.scheduling.cycles import at_last_tokens
 from d3engine.scheduling.draft_and_verify import draft_work, resumed
 from d3engine.scheduling.running import RunningTable
 
@@ -36,7 +37,10 @@ def build_plan(
     ahead: RunAhead | None = None,
 ) -> Plan:
     """The plan of `chunks`, deepest first, whose blocks stand in `block_tables` [slots, L, max_blocks]."""
-    if table.drafts[chunks.slots].any():
+    drafts = bool(table.drafts[chunks.slots].any())
+    if ahead is not None and ahead.cycles:
+        chunks, drafts = at_last_tokens(chunks, table), False  # the device knows what is drafted
+    elif drafts:
         chunks = resumed(chunks, table).deepest_first()
     slots = chunks.slots
     query_starts, row_chunks, positions = _rows(chunks)
@@ -68,7 +72,7 @@ def build_plan(
         ahead=ahead,
         exits=_exits(chunks, table),
         bridged=_bridged(chunks, table, query_starts),
-        drafts=draft_work(chunks, table, query_starts, sampled),
+        drafts=draft_work(chunks, table, query_starts, sampled) if drafts else None,
     )
 
 

@@ -7,13 +7,15 @@ first in the batch. Where someone reads along, it takes each step's tokens while
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from d3engine.cache.kv_cache import IntArray
-from d3engine.depth import NEVER
 from d3engine.plan import Course, Reach, RunAhead
 from d3engine.request.choice import Choice
 from d3engine.scheduling.chunks import Chunks
+from d3engine.scheduling.cycles import cycles_ahead, reaching_by_cycles
 from d3engine.scheduling.running import RunningTable
 
 
@@ -32,8 +34,8 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int, reach: Reach) -> 
     slots = chunks.slots
     if table.bridged[slots].any() and not reach.bridges:
         return None  # only the host's own executor has the maps
-    if table.drafting[slots].all():
-        return _draft_ahead(chunks, table, limit) if reach.drafts else None
+    if table.drafts[slots].all():
+        return cycles_ahead(chunks, table, limit) if reach.drafts else None
     decode = (chunks.steps >= 1) & (chunks.stops == table.num_tokens[slots]) & (chunks.stops - chunks.starts == 1)
     # A schedule that is not nested fills the layers that it skips, so it is never simple.
     simple = (table.choice[slots] <= reach.choice) & ~table.fills[slots] & ~table.drafts[slots]
@@ -52,26 +54,6 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int, reach: Reach) -> 
     return RunAhead(num_steps, chunks.steps, cutoffs, choice, course, bridges=_bridges(table, slots))
 
 
-def _draft_ahead(chunks: Chunks, table: RunningTable, limit: int) -> RunAhead | None:
-    """The steps of a batch in which everybody drafts, up to where the first draft is as long as it may be.
-
-    All tokens of a draft go through the same layers. Who draws, or stops where the draft is unsure, needs the host, and
-    a device knows no parts of layers.
-    """
-    slots = chunks.slots
-    if limit == 0 or (table.choice[slots] != Choice.GREEDY).any():
-        return None
-    drafts = [draft for slot in slots.tolist() if (draft := table.sequence(slot).draft) is not None]
-    if any(draft.stop_probability > 0 or draft.mlps is not None for draft in drafts):
-        return None
-    left = [draft.most - len(draft.token_ids) for draft in drafts]
-    num_steps = min(limit, *left)
-    # What is verified is what these steps draft, so it must be all of it.
-    verifies = max(left) == num_steps and not any(draft.token_ids for draft in drafts)
-    cutoffs, bridges = np.where(chunks.active, NEVER, 0), _bridges(table, slots)
-    return RunAhead(num_steps, chunks.steps, cutoffs, Choice.GREEDY, verifies=verifies, bridges=bridges)
-
-
 def _bridges(table: RunningTable, slots: IntArray) -> tuple[str | None, ...]:
     return tuple(map(table.bridges, slots.tolist())) if table.bridged[slots].any() else ()
 
@@ -87,8 +69,8 @@ def _steps_in_order(steps: IntArray, cutoffs: IntArray, limit: int) -> int:
     return limit
 
 
-def reaching(chunks: Chunks, ahead: RunAhead) -> Chunks:
+def reaching(chunks: Chunks, ahead: RunAhead, table: RunningTable) -> Chunks:
     """The chunks as they will be at the last of these steps: what the cache must have room for."""
-    stops = chunks.stops + (ahead.num_steps - 1 + ahead.verifies)
-    active = np.ones_like(chunks.active) if ahead.verifies else chunks.active
-    return Chunks(chunks.slots, chunks.starts, stops, chunks.steps, active)
+    if ahead.cycles:
+        return reaching_by_cycles(chunks, ahead, table)
+    return replace(chunks, stops=chunks.stops + (ahead.num_steps - 1))

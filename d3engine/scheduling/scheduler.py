@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from d3engine.cache.kv_cache import IntArray, KVCache
 from d3engine.cache.prefix_cache import PrefixCache
 from d3engine.errors import require
 from d3engine.plan import DraftWork, Plan, Reach, RunAhead, Sampled
+from d3engine.request.draft import Cycle
 from d3engine.request.outputs import FinishReason
 from d3engine.request.sequence import NO_SLOT, Sequence, Status
 from d3engine.scheduling.admission import Admission, Immediate
@@ -72,7 +74,7 @@ class Scheduler:
         self.counters = Counters(token_layers=[0] * (cache.num_layers + 1))
         self._table = RunningTable(config.max_num_seqs, cache.num_layers, config.max_model_len)
         self._allocator = Allocator(cache, self._table)
-        self._drafting = Drafting(self._table)
+        self._drafting = Drafting(self._table, self.counters)
         self._under_way = UnderWay()
         self._second = None if second_cache is None else SecondModelRows(second_cache, self._table)
         self._waiting = WaitingQueue()
@@ -196,6 +198,9 @@ class Scheduler:
 
     def _take(self, plan: Plan, sampled: Sampled, ran: IntArray) -> Iterator[TokenOutput]:
         """Add the sampled tokens to their sequences, then give back the blocks of layers that have fallen asleep."""
+        if sampled.cycles is not None:
+            yield from self._take_cycles(plan, sampled.cycles)
+            return
         depths = sampled.depths or (
             [[]] * len(plan.sampled) if plan.ahead else [[d] for d in ran[plan.sampled].tolist()]
         )
@@ -206,31 +211,39 @@ class Scheduler:
             tokens, fault = sampled.token_ids[row], sampled.faults.get(row)
             if row in sampled.proposals:
                 self._drafting.propose(sequence, sampled.proposals[row])
-                if not tokens and fault is None:
-                    continue  # to be verified by a later step
-                assert sequence.draft is not None
-                if len(sequence.draft.token_ids) < len(tokens):  # the draft had ended before the run did
-                    tokens, fault = tokens[: len(sequence.draft.token_ids) + 1], None
-            given = depths[row] if sequence.draft is None else self._settle(sequence, len(tokens))
-            logprobs = sampled.logprobs[row] if sampled.logprobs else None
-            for place, token in enumerate(tokens):
-                depth = given[place] if place < len(given) else sequence.schedule.depth_at(sequence.step)
-                self._append(sequence, token, depth)
-                yield TokenOutput(sequence, token, depth, logprobs[place] if logprobs else None)
-                if sequence.status is Status.FINISHED:
-                    self.counters.generated_layers += sum(given[place + 1 :])
-                    if sequence.draft is not None:
-                        sequence.draft.discard(given[place + 1 :])
-                    break
-            else:
-                if fault is not None:
-                    self.finish(sequence, FinishReason.ABORT, fault)
-                    yield TokenOutput(sequence, None, 0, None)
+                continue  # to be verified by a later step
+            given = depths[row] if sequence.draft is None else self._drafting.settle(sequence, len(tokens))
+            yield from self._grow(sequence, tokens, given, fault, sampled.logprobs[row] if sampled.logprobs else None)
             if self._second is not None and sequence.status is Status.RUNNING:
                 self._second.forget(sequence.slot, sequence.num_tokens - 1)
         if plan.drafts is not None and plan.drafts.model is not None:
             self._take_from_second(plan.drafts.model, sampled, len(plan.sampled))
         self._allocator.free_sleeping_layers(plan.slots)
+
+    def _take_cycles(self, plan: Plan, of_sequences: list[list[Cycle]]) -> Iterator[TokenOutput]:
+        """The same for what a device has drafted and verified by itself."""
+        for sequence, cycles in zip(plan.sequences, of_sequences, strict=True):
+            for cycle in cycles:
+                if sequence.slot != NO_SLOT:
+                    given = self._drafting.take(sequence, cycle)
+                    yield from self._grow(sequence, cycle.tokens, given, cycle.fault)
+
+    def _grow(
+        self, sequence: Sequence, tokens: list[int], given: list[int], fault: str | None, logprobs: Any = None
+    ) -> Iterator[TokenOutput]:
+        """Add tokens to a sequence up to its end; a fault ends it behind them. `given` are depths, where known."""
+        for place, token in enumerate(tokens):
+            depth = given[place] if place < len(given) else sequence.schedule.depth_at(sequence.step)
+            self._append(sequence, token, depth)
+            yield TokenOutput(sequence, token, depth, logprobs[place] if logprobs else None)
+            if sequence.status is Status.FINISHED:
+                self.counters.generated_layers += sum(given[place + 1 :])
+                if sequence.draft is not None:
+                    sequence.draft.discard(given[place + 1 :])
+                return
+        if fault is not None:
+            self.finish(sequence, FinishReason.ABORT, fault)
+            yield TokenOutput(sequence, None, 0, None)
 
     def _take_from_second(self, plan: Plan, sampled: Sampled, first_place: int) -> None:
         """Add what the second model has drafted to the drafts; its layers are not counted."""
@@ -240,17 +253,6 @@ class Scheduler:
             sequence = plan.sequences[chunk]
             if sequence.status is Status.RUNNING:
                 self._drafting.propose(sequence, sampled.proposals[place])
-
-    def _settle(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """End a sequence's draft, and count what came of it; returns the layers that each of its tokens took."""
-        draft, counters = sequence.draft, self.counters
-        assert draft is not None
-        drafted, accepted, passes = draft.num_drafted, draft.num_accepted, draft.num_verifications
-        depths = self._drafting.settle(sequence, num_tokens)
-        counters.drafted_tokens += draft.num_drafted - drafted
-        counters.accepted_tokens += draft.num_accepted - accepted
-        counters.verifications += draft.num_verifications - passes
-        return depths
 
     # -- who runs ----------------------------------------------------------------------------------------------
 
@@ -338,13 +340,13 @@ class Scheduler:
         ahead = None
         for limit in dict.fromkeys((longest, few)):
             ahead = run_ahead(chunks, self._table, limit, self.config.reach)
-            if ahead is None or (ahead.num_steps == 1 and not ahead.verifies):
+            if ahead is None or (ahead.num_steps == 1 and not ahead.cycles):
                 return ahead, missing
-            further, needed = self._allocator.missing(reaching(chunks, ahead))
+            further, needed = self._allocator.missing(reaching(chunks, ahead, self._table))
             if self.prefix_cache.reserve(needed):
                 return ahead, further
         # Nobody is sent away for the sake of running ahead.
-        return ahead and replace(ahead, num_steps=1, course=None, verifies=False), missing
+        return (None if ahead is None or ahead.cycles else replace(ahead, num_steps=1, course=None)), missing
 
     # -- after the step ----------------------------------------------------------------------------------------
 

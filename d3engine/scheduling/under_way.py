@@ -25,7 +25,7 @@ class UnderWay:
     def took(self, plan: Plan) -> None:
         """Count the steps that were taken at once, beyond the one for which `next_step` has given the plan."""
         if self._course is not None and plan.ahead is not None and plan.ahead.course is self._course:
-            self._num_left -= plan.num_steps - 1
+            self._num_left -= plan.ahead.num_taken - 1
 
     def end(self) -> None:
         """Let no further step begin."""

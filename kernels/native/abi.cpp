@@ -34,6 +34,32 @@ bool is_model(const D3Model& m) {
     return m.final_norm && m.pool;
 }
 
+template <class Asked> int32_t run_all(D3Decoder& decoder, const Asked& asked) {
+    if (decoder.busy.exchange(true, std::memory_order_acquire)) return D3_BUSY;
+    int32_t status = D3_OK;
+    try {
+        status = decoder.check(asked);
+        if (status == D3_OK) decoder.run(asked);
+    } catch (const std::bad_alloc&) {
+        status = D3_NO_MEMORY;
+    }
+    decoder.busy.store(false, std::memory_order_release);
+    return status;
+}
+
+template <class Asked> int32_t begin_all(D3Decoder& decoder, const Asked& asked) {
+    if (decoder.busy.exchange(true, std::memory_order_acquire)) return D3_BUSY;
+    int32_t status = D3_OK;
+    try {
+        status = asked.course ? decoder.check(asked) : D3_BAD_RUN;
+        if (status == D3_OK) decoder.begin(asked);
+    } catch (const std::exception&) {  // no memory, or no thread
+        status = D3_NO_MEMORY;
+    }
+    if (status != D3_OK) decoder.busy.store(false, std::memory_order_release);
+    return status;
+}
+
 }  // namespace
 
 int32_t d3_num_isas() { return NUM_KERNELS; }
@@ -53,31 +79,10 @@ int32_t d3_create(const D3Model* model, D3Decoder** made) {
     return D3_OK;
 }
 
-int32_t d3_run(D3Decoder* decoder, const D3Run* run) {
-    if (decoder->busy.exchange(true, std::memory_order_acquire)) return D3_BUSY;
-    int32_t status = D3_OK;
-    try {
-        status = decoder->check(*run);
-        if (status == D3_OK) decoder->run(*run);
-    } catch (const std::bad_alloc&) {
-        status = D3_NO_MEMORY;
-    }
-    decoder->busy.store(false, std::memory_order_release);
-    return status;
-}
-
-int32_t d3_begin(D3Decoder* decoder, const D3Run* run) {
-    if (decoder->busy.exchange(true, std::memory_order_acquire)) return D3_BUSY;
-    int32_t status = D3_OK;
-    try {
-        status = run->course ? decoder->check(*run) : D3_BAD_RUN;
-        if (status == D3_OK) decoder->begin(*run);
-    } catch (const std::exception&) {  // no memory, or no thread
-        status = D3_NO_MEMORY;
-    }
-    if (status != D3_OK) decoder->busy.store(false, std::memory_order_release);
-    return status;
-}
+int32_t d3_run(D3Decoder* decoder, const D3Run* run) { return run_all(*decoder, *run); }
+int32_t d3_run_cycles(D3Decoder* decoder, const D3Cycles* cycles) { return run_all(*decoder, *cycles); }
+int32_t d3_begin(D3Decoder* decoder, const D3Run* run) { return begin_all(*decoder, *run); }
+int32_t d3_begin_cycles(D3Decoder* decoder, const D3Cycles* cycles) { return begin_all(*decoder, *cycles); }
 
 int32_t d3_await(D3Decoder* decoder, int32_t steps) {
     try {

@@ -19,6 +19,7 @@ enum D3Status : int32_t {
     D3_BUSY = 9,          // another thread is in the same decoder
     D3_BAD_STATE = 10,    // a place is outside the hidden states that the run brings
     D3_BAD_BRIDGE = 11,   // a row leaves out layers for which it has no bridge, or one of other sizes
+    D3_BAD_DRAFT = 12,    // a draft is longer than the longest, or than its answer's room
 };
 
 // A matrix [rows, columns] as it lies in memory; see quantized.py for int8 and int4.
@@ -138,6 +139,37 @@ struct D3Run {
     const D3Bridges* const* bridges;
 };
 
+// Cycles of rows that draft, all tokens of a draft through the same layers, and verify the draft by one pass of it and of
+// the token before it. A row comes to its end with a token of its own `ends`, with its room, or where full depth's
+// numbers are not finite; further cycles pass it by.
+struct D3Cycles {
+    int32_t rows, cycles;
+    int32_t most;                                             // tokens of any draft at most
+    const int64_t *tokens, *positions, *generation, *slots;  // [rows] each, of the last token of each answer, as in a run
+    const int32_t* cutoffs;  // [rows, L]: layer l runs in the drafts that begin at a generation before this
+    const int32_t* tables;   // [num_slots, num_layers, max_blocks]
+    // [rows, most] and [rows]: what the first drafts have already, and how long they are to be in all.
+    const int64_t *begun, *num_begun, *first_lengths;
+    // [rows]: how long the later ones are; one more, up to the second, after a draft that was accepted whole where the
+    // third is not 0, and one less after any other. A draft that would leave out no layer has no tokens.
+    const int64_t *lengths, *most_lengths, *adapts;
+    const int64_t* rooms;  // [rows] tokens that each answer may have yet
+    const int64_t* ends;   // [rows, most_ends] as in a run, or null
+    int64_t most_ends;
+    // Where each row's drafts keep their hidden states, [num_states, hidden]: from `places` [rows] on, `most` of each,
+    // or below 0 where verification computes all layers again.
+    float* states;
+    int64_t num_states;
+    const int64_t* places;
+    int64_t* drafted;  // [cycles, rows, most] written
+    // [cycles, rows, 3] written: how many tokens a draft had, how many of them were accepted, and full depth's token
+    // behind these, or -1 where its numbers are not finite; all are -1 of a row that had come to its end before.
+    int64_t* counts;
+    int32_t* course;  // as in a run, of cycles
+    int32_t* taken;   // written by `d3_run_cycles`: its cycles, which are fewer if every row comes to its end
+    const D3Bridges* const* bridges;  // by what drafts cross the layers that they leave out, as in a run
+};
+
 struct D3Decoder;
 
 // How many instruction sets this library holds, best first; what they are called; whether this machine runs one.
@@ -151,8 +183,11 @@ D3_EXPORT int32_t d3_create(const D3Model* model, D3Decoder** made);
 D3_EXPORT int32_t d3_run(D3Decoder* decoder, const D3Run* run);
 // The same in a thread of the decoder's own: `d3_begin` returns at once, and all memory of the run belongs to it until
 // `d3_finish` does. `d3_await` returns when so many steps are done; their tokens may be read then. `d3_finish` lets no
-// further step begin and waits for the one that is under way. These three and `d3_run` are called in turns.
+// further step begin and waits for the one that is under way. All of these are called in turns.
 D3_EXPORT int32_t d3_begin(D3Decoder* decoder, const D3Run* run);
+// The same two for cycles: `d3_await` counts them then.
+D3_EXPORT int32_t d3_run_cycles(D3Decoder* decoder, const D3Cycles* cycles);
+D3_EXPORT int32_t d3_begin_cycles(D3Decoder* decoder, const D3Cycles* cycles);
 D3_EXPORT int32_t d3_await(D3Decoder* decoder, int32_t steps);
 D3_EXPORT void d3_finish(D3Decoder* decoder);
 D3_EXPORT void d3_destroy(D3Decoder* decoder);

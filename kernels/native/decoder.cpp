@@ -76,12 +76,16 @@ D3Status D3Decoder::check(const D3Run& run) const {
             const int64_t awake = run.cutoffs[row * model_.num_layers + layer] - run.generation[row];
             if (awake <= 0) continue;  // the layer sleeps: it has no blocks
             const int64_t deepest = first + std::min<int64_t>(awake, run.steps) - 1;
-            const int32_t* table = Step{run, 0}.table(row, layer, model_);
-            for (int64_t block = 0; block <= deepest / model_.block_size; block++)
-                if (table[block] < 1 || table[block] >= model_.num_blocks) return D3_BAD_BLOCK;
+            if (!has_blocks(Step{run, 0}.table(row, layer, model_), deepest)) return D3_BAD_BLOCK;
         }
     }
     return run.bridges && !has_bridges(run) ? D3_BAD_BRIDGE : D3_OK;
+}
+
+// Whether a layer's table has blocks of the pool for all positions up to the last.
+bool D3Decoder::has_blocks(const int32_t* table, int64_t last) const {
+    const auto is_of_pool = [&](int32_t block) { return block >= 1 && block < model_.num_blocks; };
+    return std::all_of(table, table + last / model_.block_size + 1, is_of_pool);
 }
 
 void D3Decoder::run(const D3Run& run) {

@@ -9,6 +9,7 @@
 
 #include "abi.h"
 #include "choosing.h"
+#include "cycles.h"
 #include "kernels.h"
 #include "runner.h"
 #include "sampling.h"
@@ -60,6 +61,10 @@ struct D3Decoder {
     void run(const D3Run& run);
     // The same in the runner's thread.
     void begin(const D3Run& run);
+    // The same for cycles of drafts and verifications.
+    D3Status check(const D3Cycles& asked) const;
+    void run(const D3Cycles& asked);
+    void begin(const D3Cycles& asked);
 
     std::atomic<bool> busy{false};
 
@@ -99,8 +104,10 @@ private:
     int window_from(const Step& step, int row, int layer) const;
     void cross(const Step& step, int layer);
     void cross_together(const D3Bridge& bridge);
+    friend class Cycles;
 
     bool have_ended(const D3Run& run, int taken);
+    bool has_blocks(const int32_t* table, int64_t last) const;
     void step(const Step& step);
     void embed(const Step& step);
     void keep_states(const Step& step, int layer);
@@ -149,6 +156,7 @@ private:
     std::vector<bool> ended_;                    // [rows] of a run
     std::vector<const uint8_t*> forms_;          // [rows]: the masks of their forms at a step
     D3Run run_;                                  // that the runner is at
+    std::unique_ptr<Cycles> cycles_;             // that it is at instead
 
 public:
     Runner runner;  // the last member, so that it has come to rest before anything that it works with goes

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_char_p, c_int32, c_int64, c_void_p
-from dataclasses import dataclass, replace
+from ctypes import POINTER, byref, c_char_p, c_int32, c_void_p
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,17 @@ import numpy.typing as npt
 import torch
 
 from d3engine.kernels.native import build
-from d3engine.kernels.native.choices import FORM, Asked, AskedForms, Form, structures
-from d3engine.kernels.native.model import (
-    LayerStructure,
-    Linear,
-    ModelStructure,
-    NativeBridges,
-    NativeError,
-    NativeModel,
-    address_of,
+from d3engine.kernels.native.choices import AskedForms, structures
+from d3engine.kernels.native.cycles import CyclesStructure, Drafts, Int64Array, structure_of
+from d3engine.kernels.native.model import LayerStructure, Linear, ModelStructure, NativeError, NativeModel, address_of
+from d3engine.kernels.native.runs import (
+    OF_STATES,
+    Draws,
+    HiddenStates,
+    Rows,
+    RunStructure,
+    addresses_of_bridges,
+    arrays_of_rows,
 )
 
 
@@ -47,79 +48,8 @@ _REFUSALS = {
     9: "the decoder is at work in another thread",
     10: "a place is outside the hidden states that the run brings",
     11: "a row leaves out layers for which it has no bridge, or one of other sizes than the model's",
+    12: "a draft is longer than the longest, or than the room of its answer",
 }
-
-
-_ARRAYS = (
-    *("tokens", "positions", "generation", "slots", "cutoffs", "tables", "temperatures", "seeds", "indices"),
-    *("chosen", "scores", "logits", "yields", "course", "choices"),
-)
-
-
-_INTEGERS = ("tokens", "positions", "generation", "slots")
-_OF_STATES = ("kept_layers", "kept_places", "resumed_places")
-
-
-class _Run(Structure):
-    _fields_ = (
-        ("rows", c_int32),
-        ("steps", c_int32),
-        *((name, c_void_p) for name in (*_ARRAYS, "states")),
-        ("num_states", c_int64),
-        *((name, c_void_p) for name in (*_OF_STATES, "ends")),
-        ("most_ends", c_int64),
-        ("taken", POINTER(c_int32)),
-        ("logit_places", c_void_p),
-        ("num_logits", c_int64),
-        ("form", FORM),
-        ("bridges", c_void_p),
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class Draws:
-    """How rows draw: `temperatures` float32, 0 for the likeliest token, int64 `seeds` and `indices`; [rows] each.
-
-    `asked` has what each row asks for beside it; None where nobody cuts, has penalties or rules. `form` is asked for
-    the rows whose rules say so.
-    """
-
-    temperatures: npt.NDArray[np.float32]
-    seeds: npt.NDArray[np.int64]
-    indices: npt.NDArray[np.int64]
-    asked: list[Asked] | None = None
-    form: Form | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class HiddenStates:
-    """Hidden states that outlive a run: float32 `states` [places, H], and who leaves or takes which, int64 [rows] each.
-
-    At the n-th step a row leaves its state below layer `kept_layers` at `kept_places` + n, and begins, in place of its
-    token's embedding, with the state at `resumed_places` + n. A place of -1 stands for none.
-    """
-
-    states: npt.NDArray[np.float32]
-    kept_layers: npt.NDArray[np.int64]
-    kept_places: npt.NDArray[np.int64]
-    resumed_places: npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """What a run begins with, [rows] integers each; `cutoffs` [rows, L], `tables` int32 [slots, L, blocks].
-
-    `bridges` has by what each row crosses the layers that it leaves out, None where it passes them as it is; None
-    where all do.
-    """
-
-    tokens: npt.NDArray[np.integer]
-    positions: npt.NDArray[np.integer]
-    generation: npt.NDArray[np.integer]
-    slots: npt.NDArray[np.integer]
-    cutoffs: npt.NDArray[np.integer]
-    tables: npt.NDArray[np.integer]
-    bridges: Sequence[NativeBridges | None] | None = None
 
 
 class Decoder:
@@ -210,16 +140,56 @@ class Decoder:
         for. `logits` is written as by `run`, each step's before `take` gives its tokens. Raises `NativeError` as `run`
         does.
         """
-        self._check_tables(rows)
-        own = np.arange(len(rows.tokens))
-        wanted = self._wanted(steps, own.size, logits, logit_places)
-        rows = replace(rows, slots=own, tables=rows.tables[rows.slots])
+        wanted = self._wanted(steps, len(rows.tokens), logits, logit_places)
+        rows = replace(rows, slots=np.arange(len(rows.tokens)), tables=self._own_tables(rows))
         run, given = self._run_of(rows, steps, draws, course=course, **wanted)
         _check(self._library.d3_begin(self._handle, byref(run)))
         self._under_way = (given, given["chosen"], given["scores"])
         self._taken = 0
 
-    def take(self, *, all_done: bool = False) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    def run_cycles(
+        self,
+        rows: Rows,
+        cycles: int,
+        drafts: Drafts,
+        states: npt.NDArray[np.float32],
+        *,
+        ends: Int64Array | None = None,
+    ) -> tuple[Int64Array, Int64Array]:
+        """Draft and verify `cycles` times, or until every row has come to its end; returns drafted tokens and counts.
+
+        `rows` are the last tokens of the answers; a draft runs layer l if it begins at a step before the row's cutoff
+        there. The tokens are [cycles, rows, most]; the counts [cycles, rows, 3] say how many a draft had, how many of
+        these full depth takes too, and its next token, -1 where its numbers are not finite. Those of a row that had
+        come to its end before, by a token of `ends` as in `run`, its room or such numbers, are all -1. `states` float32
+        [places, H] are written. Raises `NativeError` as `run` does.
+        """
+        self._check_tables(rows)
+        made, given = structure_of(self._checked(rows, states), cycles, drafts, states, ends, None)
+        taken = c_int32()
+        made.taken = ctypes.pointer(taken)
+        _check(self._library.d3_run_cycles(self._handle, byref(made)))
+        return given["drafted"][: taken.value], given["counts"][: taken.value]
+
+    def begin_cycles(
+        self,
+        rows: Rows,
+        cycles: int,
+        course: npt.NDArray[np.int32],
+        drafts: Drafts,
+        states: npt.NDArray[np.float32],
+        *,
+        ends: Int64Array | None = None,
+    ) -> None:
+        """The same as `begin` begins a run; `take` gives drafted tokens and counts of one cycle or more."""
+        rows = replace(rows, slots=np.arange(len(rows.tokens)), tables=self._own_tables(rows))
+        made, given = structure_of(self._checked(rows, states), cycles, drafts, states, ends, course)
+        _check(self._library.d3_begin_cycles(self._handle, byref(made)))
+        given["rows"] = rows  # and with them their bridges
+        self._under_way = (given, given["drafted"], given["counts"])
+        self._taken = 0
+
+    def take(self, *, all_done: bool = False) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
         """Wait for the next step of the run that was begun: its tokens and scores, both [1, rows].
 
         With `all_done` also those of the steps behind it that are done by then: [steps, rows].
@@ -242,12 +212,29 @@ class Decoder:
             self._library.d3_finish(self._handle)
             self._under_way = None
 
+    def _own_tables(self, rows: Rows) -> npt.NDArray[np.integer]:
+        """The tables of the rows, in their order, which nobody else writes."""
+        self._check_tables(rows)
+        tables: npt.NDArray[np.integer] = rows.tables[rows.slots]
+        return tables
+
+    def _checked(self, rows: Rows, states: npt.NDArray[np.float32]) -> dict[str, npt.NDArray[Any]]:
+        """The arrays of rows that draft."""
+        if rows.cutoffs.shape != (len(rows.tokens), self._table_shape[1]):
+            raise NativeError(f"cutoffs must have the shape [{len(rows.tokens)}, {self._table_shape[1]}]")
+        self._check_states(states)
+        own = {} if rows.bridges is None else {"bridges": addresses_of_bridges(rows.bridges)}
+        return arrays_of_rows(rows) | own
+
+    def _check_states(self, states: npt.NDArray[np.float32]) -> None:
+        if states.shape[1] != self._hidden or not states.flags.c_contiguous:
+            raise NativeError(f"hidden states must be a contiguous array [places, {self._hidden}]")
+
     def _arrays_of(self, states: HiddenStates | None) -> dict[str, npt.NDArray[Any]]:
         if states is None:
             return {}
-        if states.states.shape[1] != self._hidden or not states.states.flags.c_contiguous:
-            raise NativeError(f"hidden states must be a contiguous array [places, {self._hidden}]")
-        of_rows = {name: np.ascontiguousarray(getattr(states, name), np.int64) for name in _OF_STATES}
+        self._check_states(states.states)
+        of_rows = {name: np.ascontiguousarray(getattr(states, name), np.int64) for name in OF_STATES}
         return {"states": states.states, **of_rows}
 
     def _check_tables(self, rows: Rows) -> None:
@@ -273,13 +260,11 @@ class Decoder:
 
     def _run_of(
         self, rows: Rows, steps: int, draws: Draws | None, **further: npt.NDArray[Any] | None
-    ) -> tuple[_Run, dict[str, Any]]:
+    ) -> tuple[RunStructure, dict[str, Any]]:
         """The structure of a run, and the arrays that it points to, which must live as long as it goes on."""
         count = len(rows.tokens)
         given: dict[str, npt.NDArray[Any] | None] = {
-            **{name: np.ascontiguousarray(getattr(rows, name), np.int64) for name in _INTEGERS},
-            "cutoffs": np.ascontiguousarray(rows.cutoffs, np.int32),
-            "tables": np.ascontiguousarray(rows.tables, np.int32),
+            **arrays_of_rows(rows),
             "chosen": np.empty((steps, count), np.int64),
             "scores": np.empty((steps, count), np.float32),
             **further,
@@ -289,9 +274,9 @@ class Decoder:
             given["seeds"] = np.ascontiguousarray(draws.seeds, np.int64)
             given["indices"] = np.ascontiguousarray(draws.indices, np.int64)
         if rows.bridges is not None:
-            given["bridges"] = np.array([0 if own is None else own.address for own in rows.bridges], np.uintp)
+            given["bridges"] = addresses_of_bridges(rows.bridges)
         held: dict[str, Any] = {name: array for name, array in given.items() if array is not None}
-        run = _Run(count, steps, **{name: array.ctypes.data for name, array in held.items()})
+        run = RunStructure(count, steps, **{name: array.ctypes.data for name, array in held.items()})
         held["rows"] = rows  # and with them their bridges
         if "logit_places" in held:
             run.num_logits = held["logits"].shape[1]
@@ -333,8 +318,10 @@ def load(path: Path) -> ctypes.CDLL:
     found.d3_isa_name.argtypes = [c_int32]
     found.d3_isa_runs_here.argtypes = [c_int32]
     found.d3_create.argtypes = [POINTER(ModelStructure), POINTER(c_void_p)]
-    found.d3_run.argtypes = [c_void_p, POINTER(_Run)]
-    found.d3_begin.argtypes = [c_void_p, POINTER(_Run)]
+    found.d3_run.argtypes = [c_void_p, POINTER(RunStructure)]
+    found.d3_begin.argtypes = [c_void_p, POINTER(RunStructure)]
+    found.d3_run_cycles.argtypes = [c_void_p, POINTER(CyclesStructure)]
+    found.d3_begin_cycles.argtypes = [c_void_p, POINTER(CyclesStructure)]
     found.d3_await.argtypes = [c_void_p, c_int32]
     found.d3_finish.argtypes = [c_void_p]
     found.d3_finish.restype = None

@@ -27,7 +27,7 @@ from d3engine import (
 )
 from d3engine.depth import DepthPolicy
 from d3engine.executor.computed import Computed
-from d3engine.plan import Chosen
+from d3engine.plan import Chosen, Cycled
 from d3engine.request.params import MAX_N
 from d3engine.sampling import sampler, verification
 
@@ -174,20 +174,20 @@ def test_a_draft_whose_logits_are_not_finite_ends_and_full_depth_goes_on(llama: 
     run = engine.executor.run
     spoil: list[str] = []
 
-    def spoiled_choice(chosen: Chosen, plan: Any) -> Chosen:
-        """Of drafts that ran ahead, and were perhaps verified in the same run."""
-        if plan.drafts and "drafts" in spoil:
-            return replace(chosen, scores=np.full_like(chosen.scores, np.nan))
-        if chosen.judged is not None and "verification" in spoil:
-            scores = chosen.judged.scores.copy()
-            scores[-1] = np.inf  # of the token that would come after all drafted ones
-            return replace(chosen, judged=replace(chosen.judged, scores=scores))
-        return chosen
+    def spoiled_cycles(found: Cycled) -> Cycled:
+        """One cycle of a device that drafts and verifies by itself, as it would be where a row met the fault."""
+        counts = np.full_like(found.counts, -1)
+        drafted, accepted, last = found.counts[0, 0]
+        counts[0, 0] = drafted, accepted, -1
+        if "drafts" in spoil:
+            counts[0, 0] = 0, 0, found.drafted[0, 0, 0] if accepted else last
+        return replace(found, counts=counts) if spoil else found
 
     def spoiled(plan: Any) -> Computed:
         computed = run(plan)
-        if isinstance(computed.logits, Chosen):
-            return Computed(spoiled_choice(computed.logits, plan))
+        if isinstance(computed.logits, Cycled):
+            return Computed(spoiled_cycles(computed.logits))
+        assert not isinstance(computed.logits, Chosen)
         logits = computed.logits.clone()
         if plan.drafts and plan.drafts.proposing and "drafts" in spoil:
             logits[sorted(plan.drafts.proposing)] = torch.nan

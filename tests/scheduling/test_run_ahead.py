@@ -13,7 +13,6 @@ from batches import BLOCK, LAYERS, POLICIES, Request, assert_same, block_bytes, 
 
 from d3engine import D3, DraftAndVerify, Engine, Lossless, SelfSpeculative, UnifiedSkip, Waves
 from d3engine.depth import DepthPolicy
-from d3engine.plan import RunAhead
 from d3engine.request.outputs import RequestOutput
 
 
@@ -54,30 +53,6 @@ def test_drafts_and_verifications_are_launched_by_the_host(
     assert steps_by_itself(engine) > 10
     assert engine.stats().graph_steps < 50
     assert engine.stats().verifications >= 4
-
-
-@pytest.mark.parametrize("policy", [Lossless(D3(0.9, 0.5), 5), SelfSpeculative(D3(0.8, 0.3), 5)], ids=repr)
-@pytest.mark.parametrize("num_scheduler_steps", [1, 3, 16])
-def test_a_native_run_holds_a_draft_and_its_verification_where_all_begin_and_end_together(
-    make_engine: Callable[..., Engine], solo: Solo, policy: DepthPolicy, num_scheduler_steps: int
-) -> None:
-    """And parts of drafts, which a later step verifies, where they do not: what is known of them counts as well."""
-    engine = make_engine(num_scheduler_steps=num_scheduler_steps)
-    if not engine.executor.reach.drafts:
-        pytest.skip("there is no native library here")
-    request = Request(tuple(range(30, 37)), greedy(policy, 30))
-    runs: list[RunAhead | None] = []
-    run = engine.executor.run
-    engine.executor.run = lambda plan: runs.append(plan.ahead) or run(plan)  # type: ignore[method-assign, func-returns-value]
-    assert_same(engine.generate(list(request.prompt), request.params, use_tqdm=False)[0], solo(request))
-    whole = [ahead for ahead in runs if ahead is not None and ahead.verifies]
-    assert (len(whole) == engine.stats().verifications) == (num_scheduler_steps == 16)
-    requests = [Request(tuple(range(30 + n, 33 + 3 * n)), greedy(policy, 10 + 5 * n)) for n in range(4)]
-    runs.clear()
-    outputs = engine.generate([list(r.prompt) for r in requests], [r.params for r in requests], use_tqdm=False)
-    for output, one in zip(outputs, requests, strict=True):
-        assert_same(output, solo(one))
-    assert any(ahead is not None and not ahead.verifies for ahead in runs) or num_scheduler_steps == 16
 
 
 @pytest.mark.parametrize("num_scheduler_steps", [1, 3, 16])

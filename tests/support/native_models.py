@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from d3engine.kernels import reference
-from d3engine.kernels.native.library import Decoder, Draws, LibraryMissing, Rows, isas_here
+from d3engine.kernels.native.library import Decoder, LibraryMissing, isas_here
 from d3engine.kernels.native.model import Linear, NativeLayer, NativeModel
+from d3engine.kernels.native.runs import Draws, Rows
 from d3engine.kernels.quantized import Weight, quantize_int4, quantize_int8
 from d3engine.kernels.sampling import SamplingRows
 

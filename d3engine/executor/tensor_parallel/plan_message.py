@@ -105,7 +105,7 @@ class PlanSender:
         tables, slots = plan.tables, plan.slots
         if self._tables is None:
             self._tables = np.zeros_like(tables)
-        steps = 1 if plan.ahead is None else plan.ahead.num_steps + plan.ahead.verifies
+        steps = 1 if plan.ahead is None else plan.ahead.num_steps
         columns = -(-int(plan.stops.max() + steps - 1) // self._block_size)
         now = tables[slots, :, :columns]
         chunks, layers, places = (now != self._tables[slots, :, :columns]).nonzero()

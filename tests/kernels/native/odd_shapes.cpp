@@ -127,6 +127,7 @@ public:
         }
         const std::vector<float> kept = found.pool;
         prompt(decoder, isa);
+        cycles(decoder, isa);
         std::copy(kept.begin(), kept.end(), found.pool.begin());
         int32_t course[2] = {0, 0};
         Found again(found.pool, s.rows, STEPS, s.vocab);
@@ -203,6 +204,31 @@ private:
         if (memcmp(whole.data(), parts.data(), whole.size() * sizeof(float))) fail("other bits in a chunk", isa);
         if (!std::all_of(whole.begin(), whole.end(), [](float logit) { return std::isfinite(logit); }))
             fail("a prompt's logit that is not finite", isa);
+    }
+
+    // All rows draft and verify until their answers are full, in one call and again while this thread waits.
+    void cycles(D3Decoder* decoder, int isa) const {
+        const int most = STEPS - 1;
+        std::vector<int64_t> lengths = numbers_for_rows(most), rooms = numbers_for_rows(STEPS), places = lengths;
+        std::vector<int64_t> drafted(STEPS * s.rows * most, -1), counts(STEPS * s.rows * 3), none = drafted;
+        std::vector<float> states(size_t(s.rows) * most * s.hidden);
+        for (int row = 0; row < s.rows; row++) places[row] = row % 4 ? row * most : -1;
+        int32_t course[2] = {0, 0}, taken = 0;
+        D3Cycles asked{};
+        asked.rows = s.rows, asked.cycles = STEPS, asked.most = most;
+        asked.tokens = tokens.data(), asked.positions = positions.data(), asked.generation = generation.data();
+        asked.slots = slots.data(), asked.cutoffs = cutoffs.data(), asked.tables = tables.data();
+        asked.begun = none.data(), asked.num_begun = indices.data(), asked.first_lengths = lengths.data();
+        asked.lengths = asked.most_lengths = asked.adapts = lengths.data(), asked.rooms = rooms.data();
+        asked.ends = tokens.data(), asked.most_ends = 1;
+        asked.states = states.data(), asked.num_states = s.rows * most, asked.places = places.data();
+        asked.drafted = drafted.data(), asked.counts = counts.data(), asked.course = course, asked.taken = &taken;
+        if (d3_run_cycles(decoder, &asked) != D3_OK) fail("cycles that were refused", isa);
+        const std::vector<int64_t> found(counts.begin(), counts.begin() + taken * s.rows * 3);
+        if (d3_begin_cycles(decoder, &asked) != D3_OK) fail("cycles that do not begin", isa);
+        if (d3_await(decoder, taken) != D3_OK) fail("a cycle that does not come", isa);
+        d3_finish(decoder);
+        if (!std::equal(found.begin(), found.end(), counts.begin())) fail("other cycles where they are followed", isa);
     }
 
     // The difference of a row, by its length; a sum of thousands of products is rounded in another order.

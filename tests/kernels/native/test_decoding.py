@@ -10,7 +10,7 @@ import pytest
 import torch
 from native_models import FORMS, Case, Shape, at_places, isas
 
-from d3engine.kernels.native.library import Draws, HiddenStates
+from d3engine.kernels.native.runs import Draws, HiddenStates
 
 SHAPES = {
     "the smallest": Shape(

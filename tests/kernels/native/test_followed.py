@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from native_models import Case, Shape
 
-from d3engine.kernels.native.library import Decoder, Draws
+from d3engine.kernels.native.library import Decoder
 from d3engine.kernels.native.model import NativeError
+from d3engine.kernels.native.runs import Draws
 
 STEPS = 6
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from native_models import Case, Shape
 
-from d3engine.kernels.native.library import HiddenStates
 from d3engine.kernels.native.model import Linear, NativeError
+from d3engine.kernels.native.runs import HiddenStates
 
 CASE = Case(Shape())
 ROWS = CASE.rows

@@ -14,8 +14,8 @@ from slow_sampling import sample, sequence_of, tokens_of
 from d3engine import SamplingParams
 from d3engine.executor.native_choices import FormsOfRun, draws_of
 from d3engine.kernels.native.choices import Mask, Rules
-from d3engine.kernels.native.library import Draws
 from d3engine.kernels.native.model import NativeError
+from d3engine.kernels.native.runs import Draws
 from d3engine.request.choice import Choice
 from d3engine.request.sequence import Sequence
 

@@ -12,8 +12,8 @@ from native_models import Case, Shape
 
 from d3engine.kernels import reference
 from d3engine.kernels.native.choices import Asked, Counted
-from d3engine.kernels.native.library import Draws
 from d3engine.kernels.native.model import NativeError
+from d3engine.kernels.native.runs import Draws
 from d3engine.kernels.sampling import Cuts, Penalties, SamplingRows
 
 ROWS, STEPS, VOCAB = 12, 6, 301

@@ -1,0 +1,94 @@
+"""Cycles of drafts and verifications as the native library takes them: `D3Cycles` of `abi.h`, made of arrays."""
+
+from __future__ import annotations
+
+from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Drafts:
+    """How the rows of some cycles draft, int64 [rows] unless said otherwise.
+
+    Attributes:
+        begun: [rows, most] what the first drafts have already; `most` is the longest draft of any row.
+        num_begun: how many tokens of that.
+        first_lengths: how long the first drafts are to be in all; less than `rooms`.
+        lengths: how long the later ones are, where there is room.
+        most_lengths: what these grow up to.
+        adapts: whether they grow after a draft that was accepted whole, by one, and fall by one after any other.
+        rooms: tokens that the answers may have yet, at least one.
+        places: where in the hidden states a row's drafts keep theirs, one behind the other; -1: nowhere, and
+            verification computes all layers again.
+    """
+
+    begun: Int64Array
+    num_begun: Int64Array
+    first_lengths: Int64Array
+    lengths: Int64Array
+    most_lengths: Int64Array
+    adapts: Int64Array
+    rooms: Int64Array
+    places: Int64Array
+
+    @property
+    def most(self) -> int:
+        """Tokens of any draft at most."""
+        most: int = self.begun.shape[1]
+        return most
+
+    def arrays(self) -> dict[str, Int64Array]:
+        """All of them by name, as the library reads them."""
+        return {field.name: np.ascontiguousarray(getattr(self, field.name), np.int64) for field in fields(self)}
+
+
+class CyclesStructure(Structure):
+    """`D3Cycles`."""
+
+    _fields_ = (
+        ("rows", c_int32),
+        ("cycles", c_int32),
+        ("most", c_int32),
+        *((name, c_void_p) for name in ("tokens", "positions", "generation", "slots", "cutoffs", "tables")),
+        *((name, c_void_p) for name in ("begun", "num_begun", "first_lengths", "lengths", "most_lengths", "adapts")),
+        *((name, c_void_p) for name in ("rooms", "ends")),
+        ("most_ends", c_int64),
+        ("states", c_void_p),
+        ("num_states", c_int64),
+        *((name, c_void_p) for name in ("places", "drafted", "counts", "course")),
+        ("taken", POINTER(c_int32)),
+        ("bridges", c_void_p),
+    )
+
+
+def structure_of(
+    rows: dict[str, npt.NDArray[Any]],
+    cycles: int,
+    drafts: Drafts,
+    states: npt.NDArray[np.float32],
+    ends: Int64Array | None,
+    course: npt.NDArray[np.int32] | None,
+) -> tuple[CyclesStructure, dict[str, Any]]:
+    """The structure of some cycles, and the arrays that it points to, `drafted` and `counts` among them."""
+    count = len(rows["tokens"])
+    given: dict[str, Any] = {
+        **rows,
+        **drafts.arrays(),
+        "states": states,
+        "drafted": np.empty((cycles, count, drafts.most), np.int64),
+        "counts": np.empty((cycles, count, 3), np.int64),
+    }
+    if ends is not None:
+        given["ends"] = np.ascontiguousarray(ends, np.int64)
+    if course is not None:
+        given["course"] = course
+    made = CyclesStructure(count, cycles, drafts.most, **{name: array.ctypes.data for name, array in given.items()})
+    made.num_states = len(states)
+    made.most_ends = 0 if ends is None else ends.shape[1]
+    return made, given

@@ -1,0 +1,152 @@
+"""A device that drafts and verifies by itself answers as where the host looks at every row."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from ahead import Solo, greedy, unread
+from batches import Request, assert_same, kv_is_back, run_together
+
+from d3engine import D3, Engine, FullDepth, LayerTable, Lossless, SelfSpeculative, SkipDecode, UnifiedSkip
+from d3engine.depth import DepthPolicy
+from d3engine.kernels.native.library import LibraryMissing, library
+from d3engine.plan import Plan
+from d3engine.request.outputs import RequestOutput
+from d3engine.request.params import RequestOutputKind
+
+WAKING = [[0, 1, 2, 3, 4, 5], [0, 5], [0, 1, 5], [0, 2, 4], [1, 2, 3], [0]]
+DRAFTING: list[DepthPolicy] = [
+    Lossless(D3(0.9, 0.5), 3),
+    Lossless(D3(0.8, 0.3), 5, adaptive=True),
+    Lossless(D3(0.97, 0.7), 1),
+    SelfSpeculative(UnifiedSkip(2), 4, adaptive=True),
+    SelfSpeculative(SkipDecode(12, 2), 2),
+    SelfSpeculative(LayerTable(WAKING, on_skip="project"), 3),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def native_library() -> None:
+    try:
+        library()
+    except LibraryMissing as error:  # which is a fault where there is a compiler: see tests/kernels/native
+        pytest.skip(str(error))
+
+
+def counts(output: RequestOutput) -> list[int]:
+    metrics = output.metrics
+    return [metrics.num_drafted_tokens, metrics.num_accepted_tokens, metrics.num_verifications]
+
+
+def watched(engine: Engine) -> list[Plan]:
+    """The plans that the engine's executor is given from here on, as they were carried out."""
+    plans: list[Plan] = []
+    run = engine.executor.run
+
+    def watching(plan: Plan) -> Any:
+        computed = run(plan)
+        plans.append(computed.carried_out(plan))
+        return computed
+
+    engine.executor.run = watching  # type: ignore[method-assign]
+    return plans
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    """Of all policies and lengths; some end by a token of their own, some are read along."""
+    made = []
+    for nth in range(12):
+        params = greedy(DRAFTING[nth % len(DRAFTING)], 9 + 3 * nth)
+        if nth % 3 == 0:
+            params = replace(params, stop_token_ids=list(range(nth, 300, 23)))
+        if nth % 2:
+            params = unread(params)
+        made.append(Request(tuple(range(40 + nth, 44 + 2 * nth)), params))
+    return made
+
+
+def test_drafting_sequences_take_cycles_from_wherever_their_drafts_are(
+    make_engine: Callable[..., Engine], solo: Solo, requests: list[Request]
+) -> None:
+    """They come one after the other, so most are in the middle of a draft when the next one has its prompt."""
+    engine = make_engine(max_num_seqs=5)
+    plans, begun = watched(engine), set()
+    run = engine.executor.run
+
+    def looking(plan: Plan) -> Any:
+        if plan.ahead is not None and plan.ahead.cycles:
+            begun.update(len(sequence.draft.token_ids) for sequence in plan.sequences if sequence.draft)
+        return run(plan)
+
+    engine.executor.run = looking  # type: ignore[method-assign]
+    done = run_together(engine, requests, random.Random(5))
+    for nth, request in enumerate(requests):
+        assert_same(done[nth], solo(request))
+        assert counts(done[nth]) == counts(solo(request)), request.params.depth
+    runs = [plan for plan in plans if plan.ahead is not None and plan.ahead.cycles]
+    assert any(plan.ahead.course for plan in runs if plan.ahead)
+    assert begun > {0}
+    assert engine.stats().native_steps == engine.stats().num_steps
+    assert kv_is_back(engine)
+
+
+@pytest.mark.parametrize("policy", DRAFTING[1:4:2], ids=repr)
+def test_a_whole_answer_is_a_few_calls(make_engine: Callable[..., Engine], solo: Solo, policy: DepthPolicy) -> None:
+    engine = make_engine(max_num_seqs=4)
+    plans = watched(engine)
+    asked = [Request(tuple(range(30 + n, 33 + 3 * n)), greedy(policy, 30)) for n in range(3)]
+    outputs = engine.generate([list(r.prompt) for r in asked], asked[0].params, use_tqdm=False)
+    for output, request in zip(outputs, asked, strict=True):
+        assert_same(output, solo(request))
+        assert counts(output) == counts(solo(request))
+    assert all(plan.ahead is not None and plan.ahead.cycles for plan in plans[1:])
+    stats = engine.stats()
+    assert stats.num_steps == 1 + sum(plan.num_steps for plan in plans[1:])
+    assert 3 * len(plans) < stats.verifications
+
+
+def test_a_stream_brings_every_token_of_its_cycles_and_leaves_at_any_of_them(
+    make_engine: Callable[..., Engine], solo: Solo
+) -> None:
+    engine = make_engine(max_num_seqs=2)
+    request = Request(tuple(range(50, 60)), greedy(Lossless(D3(0.9, 0.5), 3), 40))
+    params = replace(request.params, output_kind=RequestOutputKind.DELTA)
+    wanted = solo(request).outputs[0]
+    found = list(engine.stream(list(request.prompt), params))
+    assert [token for output in found for token in output.outputs[0].token_ids] == wanted.token_ids
+    assert [depth for output in found for depth in output.outputs[0].depths] == wanted.depths
+    for place in range(1, 9):
+        stream = engine.stream(list(request.prompt), params)
+        for _ in range(place):
+            next(stream)
+        stream.close()
+        engine.scheduler.check_integrity()
+    assert engine.generate(list(request.prompt), params, use_tqdm=False)[0].outputs[0].token_ids == wanted.token_ids
+    assert kv_is_back(engine)
+
+
+@pytest.mark.parametrize("num_scheduler_steps", [1, 3])
+def test_cycles_are_as_few_as_the_host_wants_to_look(
+    make_engine: Callable[..., Engine], solo: Solo, num_scheduler_steps: int
+) -> None:
+    engine = make_engine(num_scheduler_steps=num_scheduler_steps)
+    plans = watched(engine)
+    request = Request(tuple(range(30, 37)), greedy(Lossless(D3(0.9, 0.5), 5), 12))
+    assert_same(engine.generate(list(request.prompt), request.params, use_tqdm=False)[0], solo(request))
+    found = {plan.ahead.num_taken if plan.ahead else 0 for plan in plans[1:]}
+    assert found == ({0} if num_scheduler_steps == 1 else {1})
+
+
+def test_who_does_not_draft_makes_the_host_look_at_every_row_of_those_who_do(
+    make_engine: Callable[..., Engine], solo: Solo
+) -> None:
+    engine = make_engine()
+    asked = [Request(tuple(range(30, 37)), greedy(DRAFTING[0], 20)), Request(tuple(range(9)), greedy(FullDepth(), 9))]
+    outputs = engine.generate([list(r.prompt) for r in asked], [r.params for r in asked], use_tqdm=False)
+    for output, request in zip(outputs, asked, strict=True):
+        assert_same(output, solo(request))
