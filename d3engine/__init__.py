@@ -30,6 +30,7 @@ _PUBLIC = {
     "SkipDecode": "d3engine.depth",
     "UnifiedSkip": "d3engine.depth",
     "EvenSkip": "d3engine.depth",
+    "FixedSkip": "d3engine.depth",
     "TailSkip": "d3engine.depth",
     "EarlyExit": "d3engine.depth",
     "LayerTable": "d3engine.depth",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from d3engine.depth import DraftAndVerify as DraftAndVerify
     from d3engine.depth import EarlyExit as EarlyExit
     from d3engine.depth import EvenSkip as EvenSkip
+    from d3engine.depth import FixedSkip as FixedSkip
     from d3engine.depth import FullDepth as FullDepth
     from d3engine.depth import LayerTable as LayerTable
     from d3engine.depth import Lossless as Lossless

@@ -11,9 +11,15 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from d3engine.depth.policy import policy_from_directory
+from d3engine.loading.model_directory import model_directory
+
 NAMES = ("Tom", "Ann", "Ben", "Mia")
-DEPTHS: dict[str, dict[str, object]] = {"full": {"policy": "full"}, "d3": {"policy": "d3", "alpha": 0.8, "start": 0.7}}
-"""What each request asks for."""
+DEPTHS: dict[str, dict[str, object]] = {
+    "full": {"policy": "full"},
+    "d3": policy_from_directory(model_directory("demo")).describe(),
+}
+"""What each request asks for: full depth, or the bundled model's own setting, whichever model is asked."""
 
 
 def prompt(nth: int) -> str:

@@ -39,12 +39,25 @@ class Flow:
     distance: FloatArray
     tokens: tuple[int, int]
 
+    def least_influence_first(self) -> list[int]:
+        """The layers in the order in which ShortGPT removes them: by 1 - cosine of the block, the least first (Men et
+        al. 2024, "ShortGPT"); over the tokens of answers."""
+        order: list[int] = np.argsort(-self.cosine[0, 0], kind="stable").tolist()
+        return order
+
     def table(self) -> Table:
-        """A row for each layer, of the answers' tokens."""
-        header = ("layer", *(f"cosine, {part}" for part in NAMES), *(f"distance, {part}" for part in NAMES))
+        """A row for each layer, of the answers' tokens; `influence` is 1 for the layer that changes least."""
+        places = {layer: place for place, layer in enumerate(self.least_influence_first(), 1)}
+        header = (
+            "layer",
+            "influence",
+            *(f"cosine, {part}" for part in NAMES),
+            *(f"distance, {part}" for part in NAMES),
+        )
         rows = [
             (
                 f"{layer}",
+                f"{places[layer]}",
                 *(f"{self.cosine[0, part, layer]:.3f}" for part in range(3)),
                 *(f"{self.distance[0, part, layer]:.2f}" for part in range(3)),
             )
@@ -55,7 +68,7 @@ class Flow:
 
     def as_dict(self) -> dict[str, Any]:
         """By rows, measure and part: a list over the layers."""
-        return {
+        by_rows = {
             rows: {
                 "tokens": self.tokens[kind],
                 "cosine": {part: self.cosine[kind, place].tolist() for place, part in enumerate(PARTS)},
@@ -63,6 +76,7 @@ class Flow:
             }
             for kind, rows in enumerate(ROWS)
         }
+        return {**by_rows, "least_influence_first": self.least_influence_first()}
 
 
 def measure_flow(observer: Observer, answered: Iterable[Answered]) -> Flow:

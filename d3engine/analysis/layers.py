@@ -58,7 +58,7 @@ class LayerLoss:
         values = [text[place][steps] for text in self.texts]
         sums = np.array([np.nansum(one) for one in values])
         counts = np.array([np.count_nonzero(~np.isnan(one)) for one in values])
-        return _mean_of_clusters(sums, counts)
+        return mean_of_clusters(sums, counts)
 
     def means(self, measure: str, step: int) -> FloatArray:
         """Float64 [W, L]: the mean for every window, NaN where it does not fit or no text reaches the step."""
@@ -211,7 +211,7 @@ def _of_text(observer: Observer, one: Answered, loss: LayerLoss, progress: Calla
         if step < count:
             hidden = walk.resume(states[first][step:].clone(), first + width, rows.start + step)
             skipped = observer.logits(hidden).log_softmax(dim=-1)
-            found[loss.from_steps.index(step), place, first, :, step:] = _compared(full[step:], skipped, targets[step:])
+            found[loss.from_steps.index(step), place, first, :, step:] = compared(full[step:], skipped, targets[step:])
         progress()
     return found
 
@@ -225,7 +225,7 @@ def _windows(loss: LayerLoss) -> Iterator[tuple[int, int, int, int]]:
                 yield step, place, width, first
 
 
-def _compared(full: Tensor, skipped: Tensor, targets: Tensor) -> FloatArray:
+def compared(full: Tensor, skipped: Tensor, targets: Tensor) -> FloatArray:
     """Float64 [3, T], in the order of `MEASURES`, of log-probabilities [T, V] and the text's tokens [T]."""
     kl = (full.exp() * (full - skipped)).sum(dim=-1).clamp(min=0)  # below it by rounding alone
     extra = (full - skipped).gather(1, targets[:, None])[:, 0]
@@ -233,7 +233,7 @@ def _compared(full: Tensor, skipped: Tensor, targets: Tensor) -> FloatArray:
     return torch.stack((kl.double(), extra.double(), agrees.double())).cpu().numpy()
 
 
-def _mean_of_clusters(sums: FloatArray, counts: npt.NDArray[np.int64]) -> Mean:
+def mean_of_clusters(sums: FloatArray, counts: npt.NDArray[np.int64]) -> Mean:
     """The mean of all tokens, with the interval of a ratio of sums over texts, whose tokens are not independent."""
     has = counts > 0
     texts, total = int(has.sum()), int(counts.sum())

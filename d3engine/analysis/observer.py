@@ -116,10 +116,18 @@ class Observer:
             head_norms=weights.head_norms,
         )
 
+    def attend(self, layer: int, hidden: Tensor, queries: Tensor, pool: Tensor, first: int = 0) -> None:
+        """Let a layer work on `hidden` [T, H] with these queries, those of `write_entries`, and the pool as it is."""
+        self._add_attention(layer, hidden, queries, pool, first)
+        self._mlp(layer, hidden)
+
     def _attention(self, layer: int, hidden: Tensor, rotations: Tensor, pool: Tensor, first: int = 0) -> None:
         """Add a layer's causal attention to `hidden` [T, H]."""
-        weights, rows = self._weights.layers[layer], hidden.shape[0]
         queries = self.write_entries(layer, hidden, rotations, pool, first)
+        self._add_attention(layer, hidden, queries, pool, first)
+
+    def _add_attention(self, layer: int, hidden: Tensor, queries: Tensor, pool: Tensor, first: int) -> None:
+        weights, rows = self._weights.layers[layer], hidden.shape[0]
         table = torch.zeros(1, 1, 1, dtype=torch.int64, device=hidden.device)
         (inputs,) = reference.attention_inputs([0, rows], [first + rows], table)
         attended = reference.paged_attention(queries, pool, inputs, self._scale)

@@ -92,9 +92,15 @@ def _of_answer(observer: Observer, answered: Answered) -> AnswerSaturation:
 
 def saturation(choices: IntArray, chances: FloatArray) -> AnswerSaturation:
     """From the first choice after each layer, int [L, n], and its probability, [L, n]."""
-    settled = np.logical_and.accumulate((choices == choices[-1])[::-1])[::-1]  # and stays so to the end
-    first = settled.argmax(axis=0)
-    return AnswerSaturation(first + 1, chances[first, np.arange(choices.shape[1])], chances[-1])
+    layers = settled_after(choices)
+    return AnswerSaturation(layers, chances[layers - 1, np.arange(choices.shape[1])], chances[-1])
+
+
+def settled_after(choices: IntArray) -> IntArray:
+    """Int64 [n]: after how many layers, from 1, the first choices [L, n] are the last layer's and stay so."""
+    settled = np.logical_and.accumulate((choices == choices[-1])[::-1])[::-1]
+    layers: IntArray = settled.argmax(axis=0) + 1
+    return layers
 
 
 def _gathered(answers: Sequence[AnswerSaturation], group: range) -> AnswerSaturation:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from d3engine.cli.analyze_kinds import kinds
 from d3engine.cli.analyze_layers import layers
 from d3engine.cli.apps import new_app
-from d3engine.cli.depth_options import AUTO, Depth, number, takes_depth
+from d3engine.cli.depth_options import Depth, number, takes_depth
 from d3engine.cli.engine_options import Model, Options, model_directory, takes_engine
 from d3engine.cli.observing import (
     AsJson,
@@ -24,13 +25,14 @@ from d3engine.cli.observing import (
     grid_of,
     observe,
     picture_title,
+    policy_or_own,
     settings_bar,
     show_result,
     takes_questions,
     with_bar,
 )
 from d3engine.cli.output_files import check_output, printing_last, write_output
-from d3engine.depth import D3, DepthPolicy, FullDepth, Schedule
+from d3engine.depth import D3, FullDepth, Schedule
 from d3engine.depth.statistics import ModelShape, flops_ratio, mean_depth
 from d3engine.errors import require, require_integer
 
@@ -43,14 +45,13 @@ app = new_app(
 )
 
 app.command()(layers)
+app.command()(kinds)
 
 DEFAULT_DECAYS = (0.8, 0.9, 0.99, 0.999, 0.9999)
 LastLayers = Annotated[
     list[int] | None,
     typer.Option("--layers", help="Last layers to copy; may be repeated (1, 1/8, 1/4 and 1/2 of all)."),
 ]
-SAMPLE_DEPTH = D3(alpha=0.9, start=0.6)
-"""What `sample` shows where neither --depth nor d3.json names a policy."""
 
 
 @app.command()
@@ -321,7 +322,7 @@ def sample(
     engine = seen.engine
     require(engine.tokenizer is not None, "model", model, "a model with a tokenizer")
     assert engine.tokenizer is not None
-    policy = _sample_policy(model, depth)
+    policy = policy_or_own(model, depth)
     layers = guess_layers(engine.config.num_layers, guesses)
     answers = []
     for prompt, full in zip(seen.asked.prompts, with_bar(seen.answered, "sample"), strict=True):
@@ -343,15 +344,6 @@ def sample(
             from d3engine.cli.sample_page import sample_page
 
             write_output("--html", html, sample_page(result, title))
-
-
-def _sample_policy(model: str, depth: Depth) -> DepthPolicy:
-    from d3engine.loading.depth import resolve_depth
-
-    if depth != AUTO:
-        return depth
-    own = resolve_depth(AUTO, model_directory(model))
-    return SAMPLE_DEPTH if isinstance(own, FullDepth) else own
 
 
 def _print_sample(result: Sample, as_json: bool) -> None:

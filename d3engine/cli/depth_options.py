@@ -30,7 +30,7 @@ OWN_NAMES = [name for name in POLICY_CLASSES if name != "table"]
 """d3engine's policies that options can spell out; a table is too long for a command line."""
 
 
-DRAFT_NAMES = ("d3", "skipdecode", "unified", "even", "tail-skip")
+DRAFT_NAMES = ("d3", "skipdecode", "unified", "even", "fixed", "tail-skip")
 """The policies that may draft on a command line."""
 
 
@@ -93,6 +93,7 @@ OPTIONS: dict[str, tuple[str, Any, str]] = {
     "max_layers": ("--max-layers", int, "skipdecode: the depth the line starts from (all layers)."),
     "warmup": ("--warmup", int, "skipdecode: this many lowest layers always run (1)."),
     "speedup": ("--speedup", number, "unified, even: layers of the model over layers kept."),
+    "skip_layers": ("--skip-layers", layer_ids, "fixed: the layers left out, such as 3,5,8-11."),
     "mean_layers": ("--mean-layers", number, "tail-skip, skipdecode: the mean depth over --decay-steps tokens."),
     "threshold": ("--threshold", float, "early-exit: the confidence that lets a token leave, 0 to 2."),
     "confidence": ("--confidence", ConfidenceName, "early-exit: what is compared with it (softmax_max)."),

@@ -31,8 +31,8 @@ from d3engine.cli.output_files import check_output, printing_last, write_output
 from d3engine.depth import D3, DepthPolicy, FullDepth
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer
 from d3engine.evaluation import catalogue
-from d3engine.evaluation.accuracy import measure, measure_with_shared_prompts
-from d3engine.evaluation.baselines import BISECTIONS, at_equal_depth, early_exit_at_depth
+from d3engine.evaluation.accuracy import measure, measure_with_shared_prompts, shape_of
+from d3engine.evaluation.baselines import BISECTIONS, at_equal_depth, early_exit_at_depth, published_order
 from d3engine.evaluation.benchmark import Benchmark, Question, check_prompts
 from d3engine.evaluation.report import (
     Chart,
@@ -173,10 +173,12 @@ def resolve_policies(
     require(len(set(named)) == len(named), "--policy", [one.describe() for one in named], "a different one each time")
     has_d3 = any(isinstance(one, D3) for one in named)
     require(has_d3 or not baselines, "--baselines", NOTHING, "given with a D3 policy, whose mean depth they take")
+    shape = shape_of(engine.config)
+    order = published_order(shape)
     for one in named:
         policies.append(one)
         if baselines and isinstance(one, D3):
-            at_depth = at_equal_depth(one, num_layers=engine.config.num_layers, max_tokens=max_tokens)
+            at_depth = at_equal_depth(one, num_layers=shape.num_layers, max_tokens=max_tokens, removal_order=order)
             policies += [other for other in at_depth if other not in policies and other not in named]
     for one in policies:
         one.schedule(engine.config.num_layers)  # refused before the first has run

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from d3engine.cli.depth_options import AUTO, Depth
 from d3engine.cli.engine_options import Options, OptionTable, engine_arguments, model_directory, takes_options
+from d3engine.depth import D3, DepthPolicy, FullDepth
 from d3engine.errors import NOTHING, require, require_integer
 from d3engine.progress import hides_bars
 
@@ -23,11 +25,12 @@ if TYPE_CHECKING:
     from d3engine.analysis.copying import Outcome
     from d3engine.analysis.observer import Observer
     from d3engine.analysis.report import Analysis, Table
-    from d3engine.depth import DepthPolicy
     from d3engine.engine import Engine
     from d3engine.evaluation.benchmark import Question
 
 DEFAULT_MAX_TOKENS = 128
+USUAL_DEPTH = D3(alpha=0.9, start=0.6)
+"""What a command shows that needs a policy, where neither --depth nor d3.json names one."""
 
 ASKING: OptionTable = {
     "prompts": ("--prompts", Path, "One prompt per line, or a .json list of texts, instead of a task."),
@@ -189,6 +192,16 @@ def grid_of(
     for step in chosen:
         require_integer(flag, step, 1)
     return counts, chosen
+
+
+def policy_or_own(model: str, depth: Depth) -> DepthPolicy:
+    """The policy of --depth; without it the model's own, or `USUAL_DEPTH` where that is full depth."""
+    from d3engine.loading.depth import resolve_depth
+
+    if depth != AUTO:
+        return depth
+    own = resolve_depth(AUTO, model_directory(model))
+    return USUAL_DEPTH if isinstance(own, FullDepth) else own
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from d3engine.depth.draft_and_verify import DraftAndVerify
 from d3engine.depth.early_exit import EarlyExit
 from d3engine.depth.even_skip import EvenSkip
 from d3engine.depth.exit_rule import ExitRule
+from d3engine.depth.fixed_skip import FixedSkip
 from d3engine.depth.full_depth import FullDepth
 from d3engine.depth.layer_table import LayerTable
 from d3engine.depth.lossless import Lossless
@@ -24,6 +25,7 @@ __all__ = [
     "EarlyExit",
     "EvenSkip",
     "ExitRule",
+    "FixedSkip",
     "FullDepth",
     "LayerTable",
     "Lossless",

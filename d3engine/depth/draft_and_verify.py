@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
 from d3engine.depth.draft_options import check_draft_length, check_stop_probability
 from d3engine.depth.draft_rule import DraftRule
 from d3engine.depth.full_depth import FullDepth
+from d3engine.depth.layer_ids import checked_layers, cutoffs_without
 from d3engine.depth.policy import DepthPolicy
-from d3engine.depth.schedule import NEVER, Schedule
-from d3engine.errors import InvalidValueError, require, require_integer, require_number
+from d3engine.depth.schedule import Schedule
+from d3engine.errors import require, require_number
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class DraftAndVerify(DepthPolicy):
 
     def __post_init__(self) -> None:
         for field in ("skip_attention", "skip_mlp"):
-            object.__setattr__(self, field, _checked_layers(field, getattr(self, field)))
+            object.__setattr__(self, field, checked_layers(field, getattr(self, field)))
         some = bool(self.skip_attention or self.skip_mlp)
         require(some, "skip_attention", [], "layer ids, unless skip_mlp has some: a draft leaves out something")
         check_draft_length(self)
@@ -67,8 +66,8 @@ class DraftAndVerify(DepthPolicy):
         return DraftRule(
             self.draft_length,
             self.stop_probability,
-            schedule=_without("skip_attention", self.skip_attention, num_layers),
-            mlp_schedule=_without("skip_mlp", self.skip_mlp, num_layers),
+            schedule=Schedule.nested(cutoffs_without("skip_attention", self.skip_attention, num_layers)),
+            mlp_schedule=Schedule.nested(cutoffs_without("skip_mlp", self.skip_mlp, num_layers)),
             target_acceptance=self.target_acceptance,
         )
 
@@ -76,21 +75,3 @@ class DraftAndVerify(DepthPolicy):
         """The policy as JSON-ready values."""
         layers = {"skip_attention": list(self.skip_attention), "skip_mlp": list(self.skip_mlp)}
         return {**super().describe(), **layers}
-
-
-def _checked_layers(field: str, layers: Any) -> tuple[int, ...]:
-    """Layer ids in ascending order, without one twice."""
-    allowed = "different layer ids, from 0"
-    if not isinstance(layers, Sequence | np.ndarray) or isinstance(layers, str | bytes):
-        raise InvalidValueError(field, layers, allowed)
-    ids = sorted(require_integer(f"{field}[{place}]", layer, 0) for place, layer in enumerate(layers))
-    require(len(set(ids)) == len(ids), field, layers, allowed)
-    return tuple(ids)
-
-
-def _without(field: str, layers: Sequence[int], num_layers: int) -> Schedule:
-    """The schedule of a draft that leaves out these layers, whenever it begins."""
-    require(not layers or layers[-1] < num_layers, field, list(layers), f"layer ids from 0 to {num_layers - 1}")
-    cutoffs = np.full(num_layers, NEVER)
-    cutoffs[list(layers)] = 1
-    return Schedule.nested(cutoffs)

@@ -35,6 +35,7 @@ POLICY_CLASSES: Mapping[str, tuple[str, str]] = {
     "skipdecode": ("d3engine.depth.skip_decode", "SkipDecode"),
     "unified": ("d3engine.depth.unified_skip", "UnifiedSkip"),
     "even": ("d3engine.depth.even_skip", "EvenSkip"),
+    "fixed": ("d3engine.depth.fixed_skip", "FixedSkip"),
     "tail-skip": ("d3engine.depth.tail_skip", "TailSkip"),
     "early-exit": ("d3engine.depth.early_exit", "EarlyExit"),
     "table": ("d3engine.depth.layer_table", "LayerTable"),

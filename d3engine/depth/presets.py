@@ -42,6 +42,15 @@ MAX_TOKENS: Mapping[str, int] = MappingProxyType({"bbh": 200, "gsm8k": 1024})
 EXIT_CONFIDENCES: Mapping[int, float] = MappingProxyType({32: 0.8, 40: 0.7, 80: 0.8})
 """Confidence at the saturation depth, Table 2."""
 
+SHORTGPT_ORDER: Mapping[str, Mapping[int, tuple[int, ...]]] = MappingProxyType(
+    {
+        "shortgpt": MappingProxyType(
+            {32: (27, 26, 25, 28, 24, 29, 23, 21, 22), 40: (33, 31, 32, 30, 29, 34, 28, 35, 27, 26)}
+        )
+    }
+)
+"""The layers that ShortGPT removes, those of least influence first (Men et al. 2024, Table 9)."""
+
 Setting = TypeVar("Setting")
 
 

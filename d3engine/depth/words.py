@@ -12,6 +12,7 @@ WORDS = {
     "skipdecode": "SkipDecode",
     "unified": "Unified skipping",
     "even": "Even skipping",
+    "fixed": "Fixed skipping",
     "tail-skip": "Tail skipping",
     "early-exit": "Early exit",
     "table": "Layer table",

@@ -7,26 +7,51 @@ early exit nothing is known beforehand: its threshold is found by answering othe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from d3engine.depth import DepthPolicy, EarlyExit, SkipDecode, TailSkip, UnifiedSkip
-from d3engine.depth.statistics import mean_depth
+from d3engine.depth import DepthPolicy, EarlyExit, FixedSkip, SkipDecode, TailSkip, UnifiedSkip
+from d3engine.depth.presets import SHORTGPT_ORDER
+from d3engine.depth.statistics import LLAMA2_BY_LAYERS, ModelShape, mean_depth
 from d3engine.errors import require_integer
 
 BISECTIONS = 8
 """Thresholds that are tried: the nearest is then within 1/256 of the best one, if depth grows with the threshold."""
 
 
-def at_equal_depth(policy: DepthPolicy, *, num_layers: int, max_tokens: int) -> list[DepthPolicy]:
-    """SkipDecode, unified and tail skipping whose nominal mean depth over `max_tokens` is nearest to the policy's."""
+def at_equal_depth(
+    policy: DepthPolicy, *, num_layers: int, max_tokens: int, removal_order: Sequence[int] = ()
+) -> list[DepthPolicy]:
+    """SkipDecode, unified and tail skipping whose nominal mean depth over `max_tokens` is nearest to the policy's.
+
+    Where an order is given in which layers may go, such as `published_order` finds, so many of these as well.
+    """
     require_integer("max_tokens", max_tokens, 2)
     mean = mean_depth(policy.schedule(num_layers), max_tokens)
     return [
         skip_decode_for_mean(mean, num_layers=num_layers, max_tokens=max_tokens),
         unified_for_mean(mean, num_layers=num_layers, max_tokens=max_tokens),
         tail_skip_for_mean(mean, num_layers=num_layers, max_tokens=max_tokens),
+        *fixed_for_mean(removal_order, mean, num_layers=num_layers, max_tokens=max_tokens),
     ]
+
+
+def published_order(shape: ModelShape) -> tuple[int, ...]:
+    """In which order ShortGPT removes layers from the Llama-2 of this shape; empty for any other model.
+
+    A model of another shape may have as many layers, but not the same ones to spare.
+    """
+    known = SHORTGPT_ORDER["shortgpt"].get(shape.num_layers, ())
+    return known if LLAMA2_BY_LAYERS.get(shape.num_layers) == shape else ()
+
+
+def fixed_for_mean(order: Sequence[int], mean_layers: float, *, num_layers: int, max_tokens: int) -> list[FixedSkip]:
+    """Without the first layers of the order, as many as bring the nominal mean nearest; nothing without an order."""
+    means = [num_layers - count * (max_tokens - 1) / max_tokens for count in range(1, len(order) + 1)]
+    if not means:
+        return []
+    count = 1 + min(range(len(means)), key=lambda place: abs(means[place] - mean_layers))
+    return [FixedSkip(order[:count])]
 
 
 def skip_decode_for_mean(mean_layers: float, *, num_layers: int, max_tokens: int) -> SkipDecode:

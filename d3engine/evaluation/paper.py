@@ -156,6 +156,7 @@ class PaperReport:
 
 
 _BBH, _GSM8K = '--policy "d3 alpha=0.9 start=0.6"', '--policy "d3 alpha=0.9999 start=0.8"'
+_GSM8K_FLAGS = "--depth d3 --alpha 0.9999 --start 0.8"
 _SORTING = "LLAMA2_7B --task bbh/word_sorting --data DATA"
 
 REPRODUCE = (
@@ -225,6 +226,10 @@ REPRODUCE = (
     Reproduction(
         "Figure 3: what each layer changes, its attention and its MLP",
         "d3engine analyze flow LLAMA2_7B --task gsm8k --data DATA --png flow.png",
+    ),
+    Reproduction(
+        "the limitation that section 6 names: what special tokens need and lose, by kind",
+        f"d3engine analyze kinds LLAMA2_7B --task gsm8k --data DATA --reference-answers {_GSM8K_FLAGS} --png kinds.png",
     ),
     Reproduction(
         "Figure 4: the schedules",

@@ -288,6 +288,9 @@ def test_flow_is_that_of_transformers_hidden_states(model: Any, observer: Observ
     result = measure_flow(observer, answered)
     prompts = sum(len(one.prompt_ids) - 1 for one in answered)
     assert result.tokens == (len(answered) * TOKENS, prompts)
+    order = result.least_influence_first()
+    assert sorted(order, key=lambda layer: 1 - result.cosine[0, 0, layer]) == order
+    assert [row[1] for row in result.table().rows] == [str(order.index(layer) + 1) for layer in range(len(order))]
     for layer in range(len(model.model.model.layers)):
         pairs: dict[str, list[list[tuple[Tensor, Tensor]]]] = {part: [[], []] for part in ("block", "attention", "mlp")}
         for one in answered:

@@ -12,6 +12,7 @@ import pytest
 from invoking import invoke
 
 from d3engine import Engine, SamplingParams
+from d3engine.analysis.by_kind import SIDES
 from d3engine.cli.observing import questions_of
 from d3engine.errors import install_command
 from d3engine.evaluation.procedural import different_problems
@@ -69,8 +70,8 @@ def test_flow_in_three_forms(png: Path) -> None:
     assert report["answer"]["tokens"] == 16
     for layer in (0, 15):
         row = next(row for row in cells(result.stdout) if row[:1] == [str(layer)])
-        assert row[1] == f"{report['answer']['cosine']['block'][layer]:.3f}"
-        assert row[6] == f"{report['answer']['distance']['mlp'][layer]:.2f}"
+        assert row[2] == f"{report['answer']['cosine']['block'][layer]:.3f}"
+        assert row[7] == f"{report['answer']['distance']['mlp'][layer]:.2f}"
 
 
 def test_copy_of_word_problems_and_of_prompts_of_ones_own(png: Path, tmp_path: Path) -> None:
@@ -105,6 +106,21 @@ def test_leaving_where_predictions_are_settled_in_two_forms() -> None:
     assert [row[0] for row in cells(result.stdout)[2:]] == ["kept", "copied", "recomputed"]
     report = run_json("oracle", "demo", *small)
     assert [len(found["answers"][0]["depths"]) for found in report["entries"].values()] == [4, 4, 4]
+
+
+def test_kinds_of_tokens_in_three_forms(png: Path) -> None:
+    depth = ("--depth", "d3", "--alpha", "0.9", "--start", "0.3")
+    result = run("kinds", "demo", *SMALL, *depth, "--png", str(png))
+    assert result.exit_code == 0, result.output
+    assert png.read_bytes().startswith(b"\x89PNG")
+    report = run_json("kinds", "demo", *SMALL, *depth)
+    assert report["policy"] == "D3, alpha 0.9, start 0.3"
+    for side in ("yielded", "fed"):
+        *kinds, everything = report[side]
+        assert everything["tokens"] == 14 == sum(kind["tokens"] for kind in kinds)
+        assert f"By the kind of the token {SIDES[side]}" in result.stdout
+    assert 0 < sum(report["answers_that_part"].values()) <= 2, "a window from layer 4 on changes answers"
+    assert run_json("kinds", "demo", *SMALL)["policy"] == "D3, alpha 0.8, start 0.6", "its own setting"
 
 
 def test_loss_by_skipped_layers_in_three_forms(png: Path) -> None:
@@ -237,6 +253,8 @@ def test_a_sample_as_text_picture_page_and_json(png: Path, tmp_path: Path) -> No
         (["flow", "--prompts", "a.txt", "--reference-answers"], "--reference-answers"),
         (["layers", "--width", "16"], "--width must be an integer from 1 to 15; got 16"),
         (["layers", "--from-step", "0"], "--from-step"),
+        (["kinds", "--depth", "early-exit", "--threshold", "0.9"], "--depth"),
+        (["kinds", "--depth", "lossless", "--alpha", "0.9", "--start", "0.6"], "--depth"),
         (["schedule", "--start", "1.5"], "start"),
         (["schedule", "--steps", "0"], "--steps"),
         (["flow", "--png", "picture.foo"], "got 'picture.foo'"),

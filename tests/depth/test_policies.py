@@ -18,6 +18,7 @@ from d3engine.depth import (
     DepthPolicy,
     EarlyExit,
     EvenSkip,
+    FixedSkip,
     FullDepth,
     LayerTable,
     Schedule,
@@ -260,6 +261,35 @@ def test_a_layer_table_refuses_rows_that_do_not_fit_the_model_by_name(active: li
 
 # --------------------------------------------------------------------------------------- names and JSON form
 
+
+def test_fixed_skip_leaves_out_what_it_names_after_the_prompt_pass() -> None:
+    schedule = FixedSkip([5, 2]).schedule(7)
+    assert schedule.is_nested
+    assert [layers_run(schedule, step) for step in (0, 1, 9)] == [list(range(7)), [0, 1, 3, 4, 6], [0, 1, 3, 4, 6]]
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([], "skip_layers must be at least one layer id; got "),
+        ([3, 3], "skip_layers must be different layer ids"),
+        ([-1], "skip_layers.0. must be"),
+        ("3", "skip_layers must be different layer ids"),
+        ([7], "skip_layers must be layer ids from 0 to 6; got "),
+    ],
+)
+def test_fixed_skip_refuses_what_names_no_layers(layers: object, message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        FixedSkip(layers).schedule(7)  # type: ignore[arg-type]
+
+
+def test_the_layers_that_shortgpt_removes_are_a_preset() -> None:
+    assert FixedSkip.preset("shortgpt", 32).skip_layers == tuple(range(21, 30))
+    assert FixedSkip.preset("shortgpt", 40).skip_layers == tuple(range(26, 36))
+    with pytest.raises(InvalidValueError, match="num_layers must be one of 32, 40 for the preset 'shortgpt'; got 80"):
+        FixedSkip.preset("shortgpt", 80)
+
+
 EXAMPLES: list[DepthPolicy] = [
     FullDepth(),
     D3(alpha=0.9, start=0.6),
@@ -270,6 +300,7 @@ EXAMPLES: list[DepthPolicy] = [
     UnifiedSkip(speedup=1.5, on_skip="project"),
     UnifiedSkip(speedup="4/3"),  # type: ignore[arg-type]
     EvenSkip(speedup=1.5),
+    FixedSkip([5, 2]),
     TailSkip(mean_layers=5.5, max_tokens=20),
     TailSkip(mean_layers="16/3", max_tokens=7, on_skip="copy"),  # type: ignore[arg-type]
     EarlyExit(threshold=0.9),
@@ -301,6 +332,7 @@ def test_the_names_are_those_of_the_command_line() -> None:
         "skipdecode",
         "unified",
         "even",
+        "fixed",
         "tail-skip",
         "early-exit",
         "table",
@@ -320,7 +352,7 @@ def test_the_names_are_those_of_the_command_line() -> None:
     [
         (
             {"policy": "d4", "alpha": 0.9},
-            "policy must be one of full, d3, skipdecode, unified, even, tail-skip, early-exit, table.*; got 'd4'",
+            "policy must be one of full, d3, skipdecode, unified, even, fixed, tail-skip, early-exit, .*; got 'd4'",
         ),
         ({"policy": ["d3"]}, "policy must be "),
         (

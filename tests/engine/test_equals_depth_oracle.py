@@ -27,7 +27,7 @@ from tiny_models import TinyLlama
 from transformers_oracle import assert_same_tokens, greedy
 
 from d3engine import Engine, RequestOutput, SamplingParams
-from d3engine.depth import D3, DepthPolicy, FullDepth, LayerTable, SkipDecode, TailSkip, UnifiedSkip
+from d3engine.depth import D3, DepthPolicy, FixedSkip, FullDepth, LayerTable, SkipDecode, TailSkip, UnifiedSkip
 from d3engine.depth.schedule import OnSkip
 
 MakeModel = Callable[..., TinyLlama]
@@ -73,6 +73,7 @@ NESTED: dict[str, tuple[DepthPolicy, ActiveLayers]] = {
     "SkipDecode to 1 without warmup": (SkipDecode(32, 1, warmup=0), skip_decode(LAYERS, 32, 1, warmup=0)),
     "TailSkip of 6.4": (TailSkip(6.4, NESTED_TOKENS), tail_skip(LAYERS, NESTED_TOKENS, 6.4)),
     "TailSkip of 3": (TailSkip(3, 20), tail_skip(LAYERS, 20, 3)),
+    "FixedSkip": (FixedSkip([2, 7, 8]), lambda step: set(range(LAYERS)) - {2, 7, 8}),
     "UnifiedSkip 1.4": (UnifiedSkip(1.4), unified_skip(LAYERS, 1.4)),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from fractions import Fraction
 from html.parser import HTMLParser
 from typing import Any
@@ -13,6 +14,7 @@ from d3engine.depth import (
     D3,
     DepthPolicy,
     EarlyExit,
+    FixedSkip,
     FullDepth,
     Lossless,
     SkipDecode,
@@ -22,7 +24,13 @@ from d3engine.depth import (
 )
 from d3engine.depth.statistics import LLAMA2_7B, mean_depth
 from d3engine.evaluation.accuracy import Interval, Score, paired, wilson_interval
-from d3engine.evaluation.baselines import BISECTIONS, at_equal_depth, early_exit_at_depth, unified_for_mean
+from d3engine.evaluation.baselines import (
+    BISECTIONS,
+    at_equal_depth,
+    early_exit_at_depth,
+    published_order,
+    unified_for_mean,
+)
 from d3engine.evaluation.benchmark import Asked, Benchmark
 from d3engine.evaluation.generated import GeneratedProblem
 from d3engine.evaluation.html_page import page
@@ -48,6 +56,18 @@ def test_tail_skipping_takes_its_lowest_mean_where_d3_runs_less_than_one_layer()
     assert mean_depth(policy.schedule(4), 50) < 1
     tail_skip = at_equal_depth(policy, num_layers=4, max_tokens=50)[-1]
     assert mean_depth(tail_skip.schedule(4), 50) == pytest.approx((4 + 49) / 50)
+
+
+def test_published_layers_go_from_the_llama_that_they_were_published_for_and_from_no_other() -> None:
+    assert published_order(replace(LLAMA2_7B, vocab_size=128_256)) == ()
+    order = published_order(LLAMA2_7B)
+    wanted = mean_depth(D3(0.9999, 0.8).schedule(32), 1024)  # 29.9: two layers, to the nearest
+    (*_, fixed) = at_equal_depth(D3(0.9999, 0.8), num_layers=32, max_tokens=1024, removal_order=order)
+    assert fixed == FixedSkip([26, 27])
+    assert abs(mean_depth(fixed.schedule(32), 1024) - wanted) < 0.5
+    assert FixedSkip.preset("shortgpt", 32) in at_equal_depth(
+        D3(0.9, 0.6), num_layers=32, max_tokens=200, removal_order=order
+    ), "19.2 layers are fewer than the nine that were published leave"
 
 
 def test_unified_skipping_takes_the_nearest_of_all_means() -> None:

@@ -15,11 +15,14 @@ from tqdm import tqdm
 
 from benchmarks.gguf_tokenizer import add_tokenizer
 from benchmarks.serving import __main__ as program
-from benchmarks.serving.asking import Answered, Asking, Client, bursts, figures, percentile, poisson
+from benchmarks.serving.asking import DEPTHS, Answered, Asking, Client, bursts, figures, percentile, poisson
 from benchmarks.serving.processes import Server
 from benchmarks.serving.rounds import BARE, OURS, PEER, Measured, Settings, num_rounds, rows_of
 from benchmarks.serving.tables import markdown
 from benchmarks.serving.vllm_client import VllmClient
+from d3engine.depth import D3, policy_from_dict
+from d3engine.depth.policy import policy_from_directory
+from d3engine.loading.model_directory import model_directory
 
 if TYPE_CHECKING:
     from d3engine import AsyncEngine
@@ -34,6 +37,11 @@ def test_streams_and_arrivals_bring_every_token_in_time(url: str) -> None:
     arrived = client.arrivals([0.0, 0.001, 0.0], "full")
     assert [one.tokens for one in arrived] == [5] * 3
     assert arrived[0].sent < arrived[1].sent
+
+
+def test_requests_under_d3_have_the_setting_that_the_bundled_model_comes_with() -> None:
+    assert policy_from_dict(DEPTHS["d3"]) == policy_from_directory(model_directory("demo"))
+    assert isinstance(policy_from_dict(DEPTHS["d3"]), D3)
 
 
 def test_a_server_is_asked_for_its_model_by_the_name_that_it_lists(client: AsyncEngine) -> None:
