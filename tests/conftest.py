@@ -42,8 +42,7 @@ def pytest_collectstart() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """From here on garbage is looked for again, but not among modules and tests."""
-    gc.freeze()
+    """From here on garbage is looked for again."""
     gc.enable()
 
 

@@ -51,7 +51,7 @@ def greedy_after(model: LlamaForCausalLM, prompt: list[int], token_ids: list[int
     All in one pass. If each is the token that stands there, the tokens are transformers' own greedy answer.
     """
     _forget_lengths(model)
-    logits = model(torch.tensor([prompt + token_ids[:-1]])).logits[0, len(prompt) - 1 :]
+    logits = model(torch.tensor([prompt + token_ids[:-1]]), logits_to_keep=len(token_ids)).logits[0]
     return Answer.of_logits(logits.float())
 
 
