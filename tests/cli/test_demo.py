@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,34 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+RUN_DEMO = """
+import gc, runpy, sys, torch
+brought = set(sys.modules)
+sys.argv[1:] = ["generate", "demo", "--max-tokens", "4", "--device", "cpu"]
+try: runpy.run_module("d3engine", run_name="__main__", alter_sys=True)
+except SystemExit as end: assert not end.code
+print(gc.get_threshold()[0])
+print(*sorted(set(sys.modules) - brought))
+"""
+
+
+@dataclass(frozen=True)
+class Demo:
+    """`python -m d3engine generate demo` in a process of its own, off the path."""
+
+    said: str
+    objects: int  # between two searches for garbage
+    imported: set[str]  # beyond what torch brings
+
+
+@pytest.fixture(scope="module")
+def demo() -> Demo:
+    command, environment = [sys.executable, "-c", RUN_DEMO], os.environ | {"PATH": "/usr/bin"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    *said, objects, modules = done.stdout.splitlines()
+    return Demo("\n".join(said), int(objects), set(modules.split()))
 
 
 # -- commands as they can be typed -----------------------------------------------------------------------------------
@@ -85,11 +113,9 @@ def test_the_module_is_spelled_with_the_python_that_has_it(monkeypatch: pytest.M
     assert done.stdout.startswith("d3engine ")
 
 
-def test_the_demo_recommends_commands_that_can_be_typed() -> None:
-    command = [sys.executable, "-m", "d3engine", "generate", "demo", "--max-tokens", "4", "--device", "cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"PATH": "/usr/bin"})
-    another = re.search(r"^Another problem: +(.*)$", done.stdout, re.M)
-    often = re.search(r"^How often it is right: +(.*)$", done.stdout, re.M)
+def test_the_demo_recommends_commands_that_can_be_typed(demo: Demo) -> None:
+    another = re.search(r"^Another problem: +(.*)$", demo.said, re.M)
+    often = re.search(r"^How often it is right: +(.*)$", demo.said, re.M)
     assert another is not None
     assert often is not None
     for typed in (another[1], often[1]):
@@ -166,27 +192,13 @@ def test_other_threads_are_refused(given: str) -> None:
 
 # -- what somebody waits for before the first word -------------------------------------------------------------------
 
-RUN_DEMO = """
-import gc, sys, torch
-brought = set(sys.modules)
-from d3engine.cli import main
-sys.argv = ["d3engine", "generate", "demo", "--depth", "full", "--max-tokens", "1"]
-try: main()
-except SystemExit as end: assert not end.code
-print(gc.get_threshold()[0])
-print(*sorted(set(sys.modules) - brought))
-"""
 
-
-def test_the_demo_imports_nothing_that_it_does_not_use() -> None:
-    done = subprocess.run([sys.executable, "-c", RUN_DEMO], capture_output=True, text=True, check=True)
-    *_, objects, modules = done.stdout.splitlines()
-    imported = set(modules.split())
-    assert {"d3engine.engine", "d3engine.kernels.reference"} <= imported
+def test_the_demo_imports_nothing_that_it_does_not_use(demo: Demo) -> None:
+    assert {"d3engine.engine", "d3engine.kernels.reference"} <= demo.imported
     unused = {"transformers", "jinja2", "triton", "sympy", "matplotlib", "huggingface_hub", "gguf"}
     unused |= {"torch._dynamo", "torch._inductor", "d3engine.kernels.triton", "d3engine.evaluation.accuracy"}
-    assert sorted(unused & imported) == []
-    assert int(objects) == OBJECTS_BETWEEN_COLLECTIONS, "torch's import is not to be searched for garbage all the time"
+    assert sorted(unused & demo.imported) == []
+    assert demo.objects == OBJECTS_BETWEEN_COLLECTIONS, "torch's import is not to be searched for garbage all the time"
 
 
 def test_nobody_waits_for_a_whole_answer_before_the_first_that_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

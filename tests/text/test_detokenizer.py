@@ -15,7 +15,7 @@ from d3engine.errors import InvalidValueError
 from d3engine.text.detokenizer import Detokenizer
 from d3engine.text.tokenizer import DecoderKind, FastTokenizer, Tokenizer, load_tokenizer
 
-MANY = settings(max_examples=80, deadline=None)
+MANY = settings(max_examples=40, deadline=None)
 
 
 @pytest.fixture(
@@ -195,7 +195,7 @@ class TestStreamedText:
 
 
 class TestStopStrings:
-    @settings(max_examples=120, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(data=st.data(), skip=st.booleans(), include=st.booleans(), min_tokens=st.sampled_from([0, 0, 1, 3, 6]))
     def test_text_ends_where_decoding_everything_anew_finds_the_stop_string(
         self, tokenizer: Tokenizer, data: st.DataObject, skip: bool, include: bool, min_tokens: int
