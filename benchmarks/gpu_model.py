@@ -1,19 +1,23 @@
 """How fast a decode step would be on a GPU by what its compiled kernels say: a model, and no measurement.
 
     python -m benchmarks.gpu_model [--shape llama2-7b] [--weights bf16] [--batch 1] [--context 512] [--json FILE]
+    python -m benchmarks.gpu_model --plot FILE --of FILES
 
 Each kernel of a step is compiled without a GPU. Its time is the bytes that it must read, over what it can read them at:
 the device's copy rate, or less where too few of its loads are under way at once (the bytes in flight that its machine
 code keeps, over the latency of a load); and what a kernel's launch costs in a graph. What such models forget (tails,
-the L2 cache, clocks that fall) makes devices slower than this. Nothing here was measured on a GPU of ours.
+the L2 cache, what rows of activations take from it where a batch is large, clocks that fall) makes devices slower than
+this. Nothing here was measured on a GPU of ours. `--of` compiles nothing: it draws what `--json` has written before.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -158,6 +162,32 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
+def plot(reports: list[dict[str, Any]], path: str) -> None:
+    """Draw milliseconds of a step over its layers, a line a device and a panel a report, to a PNG file."""
+    from d3engine.pictures.colours import BLUE, INK, ORANGE
+    from d3engine.pictures.plots import new_figure, save_figure
+
+    figure = new_figure(width=3.1 * len(reports), height=3.6)
+    panels = figure.subplots(1, len(reports), squeeze=False)[0]
+    for axes, report in zip(panels, reports, strict=True):
+        for device, colour in zip(report["devices"], (BLUE, ORANGE, INK), strict=True):
+            rows = [row for row in report["rows"] if row["device"] == device["name"]]
+            layers = [row["layers"] for row in rows]
+            axes.plot(layers, [row["step_us"] / 1e3 for row in rows], color=colour, marker="o", label=device["name"])
+            limits = [row["step_us"] / 1e3 * row["share_of_limit"] for row in rows]
+            axes.plot(layers, limits, color=colour, linestyle=":")
+        axes.set_title("{weights}, batch {batch}".format(**report), fontsize="medium")
+        axes.set_xlabel("layers of the step")
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("milliseconds a step")
+    panels[0].legend(frameon=False, fontsize="small")
+    words = "{shape}, context {context}".format(**reports[0])
+    figure.suptitle(f"By a model, not measured: {words}; dotted: at the copy rate", fontsize="medium")
+    save_figure(figure, Path(path))
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Compile the kernels of a step and print what the model makes of them."""
     from d3engine.kernels.triton import launches
@@ -170,7 +200,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, choices=CONTEXT_BATCHES, default=1, help="rows of a step")
     parser.add_argument("--context", type=int, default=512, help="entries of each row")
     parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
+    parser.add_argument("--plot", metavar="FILE", help="draw to this PNG file (needs matplotlib)")
+    parser.add_argument("--of", nargs="+", metavar="FILE", help="compile nothing: draw what --json wrote to these")
     options = parser.parse_args(arguments)
+    if options.of and not options.plot:
+        parser.error("--of says what to draw, and needs --plot")
+    if options.of:
+        plot([json.loads(Path(file).read_text(encoding="utf-8")) for file in options.of], options.plot)
+        return
     shape = launches.SHAPES[options.shape]
     found = report_of(shape, options.layers, options.weights, options.batch, options.context)
     tell(
@@ -179,6 +216,8 @@ def main(arguments: list[str] | None = None) -> None:
         width=100,
         file=options.json,
     )
+    if options.plot:
+        plot([found], options.plot)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One round on a GPU: ceilings, tests, every kernel, the engine by depth, its peers, and arrivals, in one command.
+"""One round on a GPU: ceilings, choices, tests, kernels, the engine by depth, its peers, and arrivals, in one command.
 
     python -m benchmarks.gpu_round [--budget SECONDS] [--out FILE] [--parts NAMES] [--smoke]
     python -m benchmarks.gpu_round --join FILES --out FILE
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.gpu import arrivals, device, end_to_end, kernels, peers, tests
+from benchmarks.gpu import arrivals, device, end_to_end, kernels, peers, switches, tests
 from benchmarks.gpu.common import MODES, Round
 from benchmarks.gpu.tables import show
 from benchmarks.report import environment, write_json
@@ -46,8 +46,9 @@ class Part:
 
 PARTS: dict[str, Part] = {
     "device": Part(device.run, 45),
-    "tests": Part(tests.run, 230),
+    "switches": Part(switches.run, 200),
     "decode": Part(end_to_end.decode, 260, "models"),
+    "tests": Part(tests.run, 230),
     "kernels": Part(kernels.run, 230),
     "quantized": Part(end_to_end.quantization, 150, "models"),
     "llama3": Part(end_to_end.llama3, 140, "models"),

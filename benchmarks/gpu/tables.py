@@ -23,6 +23,9 @@ def show(report: dict[str, Any], console: Console) -> None:
         if models := parts.get(name, {}).get("models"):
             console.print(depth_table(name, models))
             console.print(verdict_table(name, models))
+    if rows := parts.get("switches", {}).get("rows"):
+        console.print(reading_table(parts["switches"]["reading"]))
+        console.print(switch_table(rows))
     if cases := parts.get("peers", {}).get("cases"):
         console.print(peer_table(cases))
     if rows := parts.get("arrivals", {}).get("rows"):
@@ -55,6 +58,9 @@ def _summary(name: str, found: dict[str, Any]) -> str:
     said = [f"stopped: {found['stopped']}"] if "stopped" in found else []
     if name == "tests":
         said.append(", ".join(f"{number} {outcome}" for outcome, number in found.get("counts", {}).items()))
+    if name == "switches" and "rows" in found:
+        failed = sum("error" in row or any("error" in w for w in row["variants"].values()) for row in found["rows"])
+        said.append(f"{len(found['rows'])} choices, {failed} with a way that failed")
     if name == "kernels" and "rows" in found:
         failed = sum("error" in row or bool(row.get("is_far")) for row in found["rows"])
         said.append(f"{len(found['rows'])} cases, {failed} failed; Triton {found['triton']}")
@@ -155,6 +161,39 @@ def verdict_table(name: str, models: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def reading_table(rows: Sequence[dict[str, float]]) -> Table:
+    """What a kernel that only reads reaches, by the bytes that it keeps under way."""
+    table = _table("KiB in flight per processor", "GB/s", "latency ns")
+    for row in rows:
+        cells = (row["in_flight"] / 1024, row["bytes_per_s"] / 1e9, row["latency_s"] * 1e9)
+        table.add_row(*(f"{cell:.0f}" for cell in cells))
+    return table
+
+
+def switch_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Each choice: what the code takes today, and the fastest way of all, with what each keeps in flight."""
+    table = _table("shape", "choice", "today", "us", "GB/s (KiB in flight)", "fastest", "us", "GB/s", "gain")
+    for row in rows:
+        ways = row.get("variants", {})
+        failed = "error" in row or any("error" in way or way.get("is_far") for way in ways.values())
+        timed = {name: _seconds(way) for name, way in ways.items() if _seconds(way) and not way.get("is_far")}
+        best = min(timed, key=lambda name: timed[name], default="-")
+        today = ways.get(row["today"], {})
+        gain = f"{timed[row['today']] / timed[best] - 1:.1%}" if row["today"] in timed else "-"
+        table.add_row(
+            row["shape"],
+            row["question"] + (" [red]failed[/]" if failed else ""),
+            row["today"],
+            _microseconds(today),
+            _bandwidth(today),
+            best,
+            _microseconds(ways.get(best, {})),
+            _bandwidth(ways.get(best, {})),
+            gain,
+        )
+    return table
+
+
 def peer_table(cases: Sequence[dict[str, Any]]) -> Table:
     """Every system at each batch size and context; whole calls, and a decode step."""
     table = _table(
@@ -222,6 +261,18 @@ def _microseconds(found: dict[str, Any]) -> str:
     if found.get("device_s"):
         return f"{found['device_s'] * 1e6:.1f}"
     return f"({found['eager_s'] * 1e6:.1f})" if "eager_s" in found else "-"
+
+
+def _seconds(found: dict[str, Any]) -> float:
+    return float(found.get("device_s") or found.get("eager_s") or 0.0)
+
+
+def _bandwidth(found: dict[str, Any]) -> str:
+    """Its rate, and what each of its kernels that read weights or the cache keeps in flight."""
+    if "gb_per_s" not in found:
+        return "-"
+    in_flight = [f"{kernel['in_flight'] / 1024:.0f}" for kernel in found.get("kernels", []) if "in_flight" in kernel]
+    return f"{found['gb_per_s']:.0f}" + (f" ({', '.join(in_flight)})" if in_flight else "")
 
 
 def _percent(share: float | None) -> str:

@@ -121,6 +121,7 @@ def _product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     nth = tl.arange(0, BLOCK_N)
@@ -132,7 +133,7 @@ def _product_kernel(
     rows, sums = tile_product(
         x_ptr, x_stride, count, norm_ptr, eps,
         weight_ptr, weight_stride, scales_ptr, scales_stride, outputs,
-        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, PDL, first,
+        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first,
     )  # fmt: skip
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + outputs).to(tl.float32)[None, :]

@@ -122,6 +122,7 @@ def _product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -132,7 +133,7 @@ def _product_kernel(
     rows, sums = tile_product(
         x_ptr, x_stride, count, None, 0.0,
         weight_ptr, weight_stride, scales_ptr, scales_stride, valid_outputs,
-        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, PDL, first,
+        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first,
     )  # fmt: skip
     _add(sums, rows, outputs, count, bias_ptr, residual_ptr, residual_stride, N)
 
@@ -155,6 +156,7 @@ def _partial_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -167,7 +169,7 @@ def _partial_kernel(
     rows, sums = tile_product(
         x_ptr, x_stride, count, None, 0.0,
         weight_ptr, weight_stride, scales_ptr, scales_stride, valid_outputs,
-        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, PDL, first, column, tl.minimum(column + PART_K, K),
+        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first, column, tl.minimum(column + PART_K, K),
     )  # fmt: skip
     pointers = sums_ptr + (part * total_rows + rows).to(tl.int64)[:, None] * N + outputs[None, :]
     tl.store(pointers, sums, mask=(rows < count)[:, None] & (outputs < N)[None, :])

@@ -158,13 +158,14 @@ def _logits(
     x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, scales_stride,
     K: tl.constexpr, V: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """The program's rows [BLOCK_T] and tokens [BLOCK_N], which may lie beyond `count` and V, and their logits."""
     tokens = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows, sums = tile_product(
         x_ptr, x_stride, count, norm_ptr, eps,
         weight_ptr, weight_stride, scales_ptr, scales_stride, tl.minimum(tokens, V - 1),
-        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST,
+        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES,
     )  # fmt: skip
     return rows, tokens, sums
 
@@ -188,13 +189,14 @@ def _logits_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     count = live_rows(num_rows_ptr, total_rows)
     if tl.program_id(0) * BLOCK_T >= count:
         return
     rows, tokens, sums = _logits(
         x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, scales_stride,
-        K, V, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST,
+        K, V, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES,
     )  # fmt: skip
     pointers = logits_ptr + rows.to(tl.int64)[:, None] * V + tokens[None, :]
     tl.store(pointers, sums, mask=(rows < count)[:, None] & (tokens < V)[None, :])
@@ -225,13 +227,14 @@ def _choice_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     count = live_rows(num_rows_ptr, total_rows)
     if tl.program_id(0) * BLOCK_T >= count:
         return
     rows, tokens, sums = _logits(
         x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, scales_stride,
-        K, V, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST,
+        K, V, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES,
     )  # fmt: skip
     # Clamped outputs beyond V repeat the last logit, so they are given its token too.
     tokens = tl.minimum(tokens, V - 1)

@@ -22,9 +22,6 @@ NOT_SPECIALIZED = {"do_not_specialize": ["total_rows"], "do_not_specialize_on_al
 
 _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 _GROUP: tl.constexpr = tl.constexpr(GROUP)
-# A launch's stages pipeline only loads that a product of tensor cores reads. A loop's own pipeline all: then weights
-# come by asynchronous copies, and how many are under way does not depend on where the compiler puts their uses.
-_STAGES: tl.constexpr = tl.constexpr(3)
 
 
 @triton.jit
@@ -74,7 +71,8 @@ def prologue(
 def tile_product(
     x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, scales_stride, outputs,
     K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    WEIGHTS_FIRST: tl.constexpr, PDL: tl.constexpr = False, first=0, first_column=0, end=None,
+    WEIGHTS_FIRST: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr = False, first=0, first_column=0, end=None,
 ):  # fmt: skip
     """The program's rows [BLOCK_T], which may lie beyond `count`, and their `product` (with the last row in place of
     those beyond)."""
@@ -82,7 +80,7 @@ def tile_product(
     sums = product(
         x_ptr, x_stride, tl.minimum(rows, count - 1), norm_ptr, eps,
         weight_ptr, weight_stride, scales_ptr, scales_stride, outputs,
-        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, PDL, first, first_column, end,
+        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first, first_column, end,
     )  # fmt: skip
     return rows, sums
 
@@ -104,6 +102,7 @@ def product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr = False,
     first=0,  # with PDL: what `first_weights` has loaded
     begin=0,
@@ -118,11 +117,13 @@ def product(
     if end is None:
         end = K
     if BLOCK_T == 1:
-        sums = _sum_product(x_rows, norm_ptr, eps, weight_rows, scale_rows, PDL, first, begin, end, K, BLOCK_N, BLOCK_K)
+        sums = _sum_product(
+            x_rows, norm_ptr, eps, weight_rows, scale_rows, PDL, first, begin, end, K, BLOCK_N, BLOCK_K, STAGES
+        )  # fmt: skip
     else:
         sums = _dot_product(
             x_rows, norm_ptr, eps, weight_rows, scale_rows, PDL, first, begin, end,
-            K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST,
+            K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES,
         )  # fmt: skip
     if weight_rows.dtype.element_ty == tl.int8:
         sums *= tl.load(scale_rows)[None, :]
@@ -132,7 +133,7 @@ def product(
 @triton.jit
 def _sum_product(
     x_row, norm_ptr, eps, weight_rows, scale_rows, PDL: tl.constexpr, first, begin, end,
-    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """[1, BLOCK_N]: one row, on the ordinary cores; sums are taken across threads only once, at the end."""
     # What one thread loads at once, 16 bytes of each output, it adds up at once: one sum of each output.
@@ -145,7 +146,10 @@ def _sum_product(
             sums, squares, first, x_row, norm_ptr, scale_rows, begin, K, BLOCK_N, BLOCK_K
         )  # fmt: skip
         begin += BLOCK_K
-    for start in tl.range(begin, end, BLOCK_K, num_stages=_STAGES):
+    # A launch's stages pipeline only loads that a product of tensor cores reads. A loop's own pipeline all: then
+    # weights come by asynchronous copies, and how many are under way does not depend on where the compiler puts their
+    # uses.
+    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         weight = _load_weights(weight_rows, start, K, BLOCK_K)
         sums, squares = _sum_step(
             sums, squares, weight, x_row, norm_ptr, scale_rows, start, K, BLOCK_N, BLOCK_K
@@ -214,6 +218,7 @@ def _load_row(
 def _dot_product(
     x_rows, norm_ptr, eps, weight_rows, scale_rows, PDL: tl.constexpr, first, begin, end,
     K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_T, BLOCK_N]: several rows, on tensor cores."""
     # The row times the norm weight, not yet scaled, can leave the range of float16. There the scale comes first, at the
@@ -237,7 +242,10 @@ def _dot_product(
             sums, squares, first, x_rows, norm_ptr, scale, scale_rows, begin, K, BLOCK_K, WEIGHTS_FIRST, SCALE_FIRST
         )
         begin += BLOCK_K
-    for start in range(begin, end, BLOCK_K):
+    # Of int4 no product reads the loads themselves, but both halves of their bytes: the launch's stages pass them by.
+    # With few rows that would be the limit.
+    LOOP_STAGES: tl.constexpr = STAGES if weight_rows.dtype.element_ty == tl.uint8 and BLOCK_T <= 16 else None
+    for start in tl.range(begin, end, BLOCK_K, num_stages=LOOP_STAGES):
         weight = _load_weights(weight_rows, start, K, BLOCK_K)
         sums, squares = _dot_step(
             sums, squares, weight, x_rows, norm_ptr, scale, scale_rows, start, K, BLOCK_K, WEIGHTS_FIRST, SCALE_FIRST

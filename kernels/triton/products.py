@@ -92,7 +92,7 @@ def _single_row_tile(outputs: int, columns: int, weight: Weight) -> Tile:
         each, least, most_warps = 32, GROUP, 1  # a row is then several steps: with only one, nothing is loaded ahead
     padded = max(least, triton.next_power_of_2(columns))
     warps = min(most_warps, max(1, padded // (32 * each)))
-    return Tile(1, _enough_programs(8, outputs), min(warps * 32 * each, padded), warps, stages=1)
+    return Tile(1, _enough_programs(8, outputs), min(warps * 32 * each, padded), warps, stages=3)
 
 
 def _split(tile: Tile, outputs: int, columns: int) -> Tile:
@@ -144,6 +144,7 @@ def product_launch(
         "BLOCK_N": tile.outputs,
         "BLOCK_K": tile.columns,
         "WEIGHTS_FIRST": tile.weights_first,
+        "STAGES": tile.stages,
         **others,
     }
     if norm is not None:

@@ -239,6 +239,7 @@ def _product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     first_output = tl.program_id(1) * BLOCK_N
@@ -250,7 +251,7 @@ def _product_kernel(
     rows, sums = tile_product(
         x_ptr, x_stride, count, norm_ptr, eps,
         weight_ptr, weight_stride, scales_ptr, scales_stride, valid_outputs,
-        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, PDL, first,
+        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first,
     )  # fmt: skip
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + outputs, mask=outputs < N, other=0.0).to(tl.float32)[None, :]

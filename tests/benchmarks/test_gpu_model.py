@@ -61,3 +61,23 @@ def test_what_is_printed_and_written_says_that_it_is_a_model(
     gpu_model.main(["--shape", "tiny", "--layers", "4", "--json", str(tmp_path / "model.json")])
     assert "not measured" in capsys.readouterr().out
     assert json.loads((tmp_path / "model.json").read_text())["is_model"] is True
+
+
+def test_the_picture_of_what_was_written_compiles_nothing_and_says_that_it_is_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plots = pytest.importorskip("d3engine.pictures.plots")
+    pytest.importorskip("matplotlib")
+    written = tmp_path / "model.json"
+    gpu_model.main(["--shape", "tiny", "--layers", "4", "--json", str(written)])
+    drawn: list[Any] = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: drawn.append(figure))
+    monkeypatch.delattr(inspect, "needs")
+    gpu_model.main(["--of", str(written), str(written), "--plot", str(tmp_path / "model.png")])
+    assert "not measured" in drawn[0].get_suptitle()
+    rows = json.loads(written.read_text())["rows"]
+    for axes in drawn[0].axes:
+        assert [line.get_label() for line in axes.lines[::2]] == ["H100", "H200", "B200"]
+        for nth, row in enumerate(row for row in rows if row["device"] == "H100"):
+            assert axes.lines[0].get_ydata()[nth] == pytest.approx(row["step_us"] / 1e3)
+            assert axes.lines[1].get_ydata()[nth] < axes.lines[0].get_ydata()[nth]

@@ -29,6 +29,8 @@ def file(tmp_path_factory: pytest.TempPathFactory, interpreter: None) -> Path:
     file = tmp_path_factory.mktemp("round") / "round.json"
     with pytest.MonkeyPatch.context() as patch:
         set_clock(patch)
+        # Fewer programs: each takes the interpreter its time.
+        patch.setattr("d3engine.kernels.triton.products.MIN_PROGRAMS", 8)
         patch.setattr(gpu_round, "run_apart", gpu_round.run_here)
         patch.setattr(peers, "COMPILE_LIMIT_S", 1e6)
         patch.setattr(tests_of_the_round, "TIMEOUT_S", 1e6)
@@ -83,6 +85,27 @@ def test_every_operation_is_near_float64(report: dict[str, Any]) -> None:
         assert row["bytes_moved"] > 0
         draws = row["operation"].startswith(("sample", "lm_head_sample"))
         assert ("by_torch" in row) is (draws and "int" not in row["operation"])
+
+
+def test_each_choice_runs_every_way_and_every_way_is_right(report: dict[str, Any]) -> None:
+    for row in report["parts"]["switches"]["rows"]:
+        assert len(row["variants"]) >= 2
+        assert row["today"] == next(iter(row["variants"]))
+        for name, way in row["variants"].items():
+            assert "error" not in way, (row["question"], name)
+            assert max(way["relative_error"]) < 2e-5, (row["question"], name)
+
+
+def test_a_switch_changes_what_is_launched(report: dict[str, Any]) -> None:
+    rows = report["parts"]["switches"]["rows"]
+    ways = {row["question"]: {n: way["grids"] for n, way in row["variants"].items()} for row in rows}
+    border = ways["qkv int8, 3 rows: border"]
+    assert (len(border["own kernel"]), border["cuBLAS"]) == (1, [])
+    splits = ways["attention, one long row among short ones: splits"]
+    assert [splits[f"{n} splits"][0][2] for n in (1, 4)] == [1, 4]
+    parts = ways["linear_residual o, 3 rows: tile"]
+    assert {name: grid for name, (grid, *_) in parts.items() if "outputs" in name} == {"32 outputs": [1, 2, 1]}
+    assert [tuple(grid) for grid in parts["today"]] == [(1, 4, 1)]
 
 
 @pytest.mark.parametrize("part", ["decode", "llama3", "quantized"])
@@ -150,7 +173,7 @@ def test_files_of_several_calls_are_joined(file: Path, report: dict[str, Any], t
         path.write_text(json.dumps(half))
     assert gpu_round.main(["--join", *map(str, files), f"--out={tmp_path / 'joined.json'}"]) == 0
     joined = json.loads((tmp_path / "joined.json").read_text())
-    assert list(joined["parts"]) == ["device", "tests", "decode", "peers"]
+    assert list(joined["parts"]) == ["device", "decode", "tests", "peers"]
     assert joined["parts"]["decode"]["models"] == parts["decode"]["models"]
     files[1].write_text(json.dumps(halves[1] | {"environment": report["environment"] | {"commit": "other"}}))
     with pytest.raises(ValueError, match="different commit"):

@@ -1,0 +1,325 @@
+"""Every choice of the kernels that only a device can settle, run each way: what the code takes, and what else it could.
+
+A question is one operation on one set of inputs, and its variants are settings of modules under which the same call
+runs. All are held to the same float64 result, so that none wins by being wrong. Questions come in the order of what
+their answers are worth. At the end, while time is left, the machine code of each variant says how many bytes it keeps
+under way, which is what a slow one can be blamed on.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import kernels as part_kernels
+from benchmarks.gpu.cases import BLOCK_SIZE, EPS, SHAPES, TINY, Case, Draw, Shape, cases, in_float64, quantized_cases
+from benchmarks.gpu.common import Round, timed
+from d3engine.kernels import reference
+
+LEAST_S = 3.0
+KIB_IN_FLIGHT = (8, 16, 32, 64)
+"""Bytes under way a processor at which reading is timed: what kernels have, and about twice what Hopper needs."""
+PROCESSORS = 132  # where there is no device to ask
+
+Settings = tuple[tuple[str, str, Any], ...]
+"""Attributes of modules of `d3engine.kernels.triton`: (module, name, value)."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One case, and the settings under which it runs; the first variant is what the code does today."""
+
+    name: str
+    shape: Shape
+    case: Case
+    variants: dict[str, Settings]
+
+
+def run(report: dict[str, Any], current: Round) -> None:
+    """Fill in the rates of reading, and one row a question; a variant that fails is recorded, and fails the part."""
+    if not current.has_triton:
+        report["skipped"] = "Triton is not installed"
+        return
+    torch.manual_seed(0)
+    report["reading"] = reading(current)
+    report.setdefault("rows", [])
+    launched: list[tuple[dict[str, Any], list[Any]]] = []
+    for question in questions(current):
+        if current.left() < LEAST_S:
+            report["stopped"] = f"time: before {question.name} of {question.shape.name}"
+            break
+        row = {"question": question.name, "shape": question.shape.name, "today": next(iter(question.variants))}
+        report["rows"].append(row)
+        try:
+            ask(row, question, current, launched)
+        except Exception:
+            row["error"] = traceback.format_exc()
+        if current.on_gpu:
+            torch.cuda.empty_cache()
+        current.keep(report)
+    for found, launches in launched:
+        if current.on_gpu and current.left() > LEAST_S:
+            found["kernels"] = [_machine_code(launch) for launch in launches]
+    failed = [row for row in report["rows"] if "error" in row or any(_has_failed(v) for v in row["variants"].values())]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(report['rows'])} questions have a variant that failed; see `error`")
+
+
+def reading(current: Round) -> list[dict[str, float]]:
+    """The rate of reading at each number of bytes under way, and the latency of a load that it speaks of."""
+    from benchmarks.gpu.reading import TILE, read
+
+    processors = torch.cuda.get_device_properties(current.device).multi_processor_count if current.on_gpu else 2
+    source = torch.ones(2**29 if current.on_gpu else 2**14, dtype=torch.int32, device=current.device)
+    rows = []
+    for kib in KIB_IN_FLIGHT:
+        stages = kib * 1024 // (4 * TILE) + 1
+        num_read = source.numel() // (processors * TILE) * TILE * processors
+        if int(read(source, processors, stages).sum()) != num_read:
+            raise RuntimeError(f"the reading kernel with {stages} stages has not read every number once")
+        times = timed([lambda stages=stages: read(source, processors, stages)], current)  # type: ignore[misc]
+        rate = 4 * num_read / (times["device_s"] or times["eager_s"])
+        rows.append({"in_flight": kib * 1024, "bytes_per_s": rate, "latency_s": kib * 1024 * processors / rate})
+    return rows
+
+
+def ask(
+    row: dict[str, Any], question: Question, current: Round, launched: list[tuple[dict[str, Any], list[Any]]]
+) -> None:
+    """Fill in error and time of each variant; `launched` takes what each has launched, without any memory."""
+    from d3engine.kernels import triton as kernels
+
+    case = question.case
+    row["bytes_moved"] = case.bytes_moved
+    exact = case.results(reference, {name: in_float64(value) for name, value in case.inputs.items()})
+    usual = part_kernels._errors(case, reference, exact).get("relative_error", [])
+    row["variants"] = {}
+    for name, settings in question.variants.items():
+        if current.left() < LEAST_S:
+            break
+        found = row["variants"][name] = {}
+        try:
+            with switched(settings):
+                with recorded() as launches:
+                    found |= part_kernels._errors(case, kernels, exact)
+                if current.on_gpu:
+                    found |= part_kernels._times(case, kernels, current)
+            found["grids"] = [launch.grid for launch in launches]
+            launched.append((found, launches))
+            pairs = zip(found.get("relative_error", []), usual, strict=True)
+            found["is_far"] = any(not error <= max(part_kernels.FAR * other, 1e-6) for error, other in pairs)
+        except Exception as error:
+            # Where a tile does not fit the device, that is its answer.
+            kind = "does_not_fit" if type(error).__name__ == "OutOfResources" else "error"
+            found[kind] = f"{type(error).__name__}: {error}"[:500]
+
+
+@contextmanager
+def switched(settings: Settings) -> Iterator[None]:
+    """Within it modules of `d3engine.kernels.triton` have these attributes."""
+    with ExitStack() as stack:
+        for module, name, value in settings:
+            stack.enter_context(patch.object(import_module(f"d3engine.kernels.triton.{module}"), name, value))
+        yield
+
+
+@contextmanager
+def recorded() -> Iterator[list[Any]]:
+    """The launches that read weights or the cache within it, with tensors that have no memory."""
+    from d3engine.kernels.triton.launches import Launch
+
+    found: list[Any] = []
+    run_it = Launch.run
+
+    def record(launch: Launch) -> None:
+        run_it(launch)
+        if launch.streams:
+            arguments = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in launch.arguments.items()}
+            found.append(replace(launch, arguments=arguments))
+
+    with patch.object(Launch, "run", record):
+        yield found
+
+
+def _machine_code(launch: Any) -> dict[str, Any]:
+    """What a launch has under way on this device, by its machine code; or why that cannot be said."""
+    from d3engine.kernels.inspect import needs
+
+    major, minor = torch.cuda.get_device_capability()
+    try:
+        found = needs(launch, 10 * major + minor)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:300]}
+    return {name: found[name] for name in ("in_flight", "registers", "shared", "stack")}
+
+
+def _has_failed(found: dict[str, Any]) -> bool:
+    return "error" in found or bool(found.get("is_far"))
+
+
+def questions(current: Round) -> Iterator[Question]:
+    """All questions, those first whose answers are worth most."""
+    shape, grouped = SHAPES if current.on_gpu else (TINY[0], TINY[0])
+    few, many = (8, 64) if current.on_gpu else (3, 3)
+    yield _dependent_launch("a kernel with next to no work", shape, _short_norm(shape, current))
+    for rows in (1, few) if current.on_gpu else (few,):
+        yield _dependent_launch(f"a layer, {rows} rows", shape, _layer(shape, rows, current))
+    long, short = (4096, 64) if current.on_gpu else (40, 9)
+    for each in dict.fromkeys((shape, grouped)):
+        uneven = [long] + [short] * (15 if current.on_gpu else 2)
+        yield _splits("one long row among short ones", each, uneven, current)
+        yield _splits("one row", each, [long // 4], current)
+        yield _stages("even rows", each, [long // 8] * many, current)
+    for rows in (24, 64, 128) if current.on_gpu else (3,):
+        for scheme in ("", "int8", "int4") if current.on_gpu else ("int8",):
+            if rows != 64 or scheme == "":
+                yield from _borders(shape, rows, scheme, current)
+    for rows in (1, few) if current.on_gpu else (few,):
+        for scheme in ("", "int8", "int4") if current.on_gpu else ("",):
+            yield from _tiles(shape, rows, scheme, current)
+
+
+def _dependent_launch(name: str, shape: Shape, case: Case) -> Question:
+    ways = (("off", False), ("on", True))
+    variants = {f"PDL {way}": (("launches", "PROGRAMMATIC", value),) for way, value in ways}
+    return Question(f"{name}: PDL", shape, case, variants)
+
+
+def _short_norm(shape: Shape, current: Round) -> Case:
+    draw = Draw(current)
+    return Case(
+        "rms_norm",
+        {"x": draw.normal(1, shape.channels), "norm": draw.norm(shape.channels)},
+        lambda kernels, i, _: kernels.rms_norm(i["x"], i["norm"], EPS),
+        6 * shape.channels,
+    )
+
+
+def _layer(shape: Shape, rows: int, current: Round) -> Case:
+    """All launches of a layer in a row, on the residual stream."""
+    products = {case.operation: case for case in cases(shape, rows, current)}
+    one, two, three, four = (
+        products[name].inputs for name in ("qkv", "linear_residual o", "gate_up", "linear_residual down")
+    )
+    attend = products[f"paged_attention {shape.contexts[0]}"]
+
+    def call(kernels: Any, i: Any, inputs: Any) -> None:
+        rotated = (i["rotations"], i["pool"], i["entries"], shape.heads)
+        queries = kernels.qkv(i["residual"], i["norm"], EPS, i["qkv"], None, *rotated)
+        attended = kernels.paged_attention(queries, i["pool"], inputs, shape.channels**-0.5)
+        kernels.linear_residual(attended, i["o"], None, i["residual"])
+        gates = kernels.gate_up(i["residual"], i["norm"], EPS, i["gate_up"], None)
+        kernels.linear_residual(gates, i["down"], None, i["residual"])
+
+    tables = attend.inputs["tables"]
+    keys = tables[0, :, -1] * 2 * BLOCK_SIZE + BLOCK_SIZE - 1  # type: ignore[index]
+    names = ("qkv", "linear_residual o", "gate_up", "linear_residual down")
+    return Case(
+        "layer",
+        {
+            "residual": two["residual"],
+            "norm": one["norm"],
+            "qkv": one["weight"],
+            "rotations": one["rotations"],
+            "pool": attend.inputs["pool"],
+            "tables": tables,
+            "entries": torch.stack((keys, keys + BLOCK_SIZE), dim=1),
+            "o": two["weight"],
+            "gate_up": three["weight"],
+            "down": four["weight"],
+        },
+        call,
+        sum(products[name].bytes_moved for name in names) + attend.bytes_moved,
+        written=lambda i: i["residual"],
+        prepare=attend.prepare,
+    )
+
+
+def _attention(shape: Shape, lengths: list[int], current: Round) -> Case:
+    """Decoding rows of these lengths; each has blocks of its own, in random order."""
+    counts = [-(-length // BLOCK_SIZE) for length in lengths]
+    blocks = torch.randperm(sum(counts), device=current.device)
+    tables = torch.zeros(1, len(lengths), max(counts), dtype=torch.int64, device=current.device)
+    for row, own in enumerate(blocks.split(counts)):
+        tables[0, row, : len(own)] = own
+    draw, rows = Draw(current), len(lengths)
+    pool = draw.normal(sum(counts), 2, BLOCK_SIZE, shape.kv_heads, shape.channels)
+    return Case(
+        "paged_attention",
+        {"queries": draw.normal(rows, shape.heads, shape.channels), "pool": pool, "tables": tables},
+        lambda kernels, i, inputs: kernels.paged_attention(i["queries"], i["pool"], inputs, shape.channels**-0.5),
+        (sum(lengths) * shape.kv_heads + rows * shape.heads) * 2 * shape.channels * pool.element_size(),
+        rotated="pool",
+        prepare=lambda kernels, i: kernels.attention_inputs(list(range(rows + 1)), lengths, i["tables"])[0],
+    )
+
+
+def _splits(name: str, shape: Shape, lengths: list[int], current: Round) -> Question:
+    variants: dict[str, Settings] = {"today": ()}
+    for splits in (1, 4, 16, 64) if current.on_gpu else (1, 4):
+        variants[f"{splits} splits"] = (("paged_attention", "choose_splits", lambda *_, splits=splits: splits),)
+    return Question(f"attention, {name}: splits", shape, _attention(shape, lengths, current), variants)
+
+
+def _stages(name: str, shape: Shape, lengths: list[int], current: Round) -> Question:
+    tune = import_module("d3engine.kernels.triton.paged_attention").tune_single_rows
+    variants: dict[str, Settings] = {"today": ()}
+    for stages in (1, 2, 3, 4, 5) if current.on_gpu else (2,):
+
+        def tuned(*given: Any, stages: int = stages) -> Any:
+            return replace(tune(*given), num_stages=stages)
+
+        variants[f"{stages} stages"] = (("paged_attention", "tune_single_rows", tuned),)
+    return Question(f"attention, {name}: pipelining", shape, _attention(shape, lengths, current), variants)
+
+
+def _borders(shape: Shape, rows: int, scheme: str, current: Round) -> Iterator[Question]:
+    """From how many rows on each matrix is better left to cuBLAS."""
+    products = import_module("d3engine.kernels.triton.products")
+    ways = {"own kernel": 10**9, "cuBLAS": 0}
+    first = "own kernel" if rows <= products.MATMUL_ROWS else "cuBLAS"
+    names = sorted(ways, key=lambda name: name != first)
+    variants: dict[str, Settings] = {name: (("products", "MATMUL_ROWS", ways[name]),) for name in names}
+    for case in _matrices(shape, rows, scheme, current):
+        yield Question(f"{case.operation}, {rows} rows: border", shape, case, variants)
+
+
+def _tiles(shape: Shape, rows: int, scheme: str, current: Round) -> Iterator[Question]:
+    """Outputs a program, stages and parts around the tile of today."""
+    products = import_module("d3engine.kernels.triton.products")
+    for case in _matrices(shape, rows, scheme, current):
+        operation = case.operation.split()[0]
+        may_split = {"may_split": True} if operation == "linear_residual" else {}
+        weight = case.inputs["weight"]
+        today = products.product_tile(rows, weight, current.dtype, **may_split)
+        least = 2 if rows == 1 else 16  # of outputs: pairs of channels stay together, tensor cores take 16
+        changes = {f"{n} outputs": {"outputs": n} for n in (today.outputs // 2, today.outputs * 2) if n >= least}
+        changes |= {f"{n} stages": {"stages": n} for n in (1, 2, 4, 6) if n != today.stages}
+        if may_split and rows > 1:
+            changes |= {f"{n} parts": {"parts": n} for n in (1, 2, 4) if n != today.parts}
+        variants: dict[str, Settings] = {"today": ()}
+        for name, change in changes.items():
+            tile = replace(today, **change)
+            tile = replace(tile, parts=-(-weight.shape[1] // tile.part_columns(weight.shape[1])))  # none is empty
+            variants[name] = ((operation, "product_tile", lambda *_, tile=tile, **__: tile),)
+        yield Question(f"{case.operation}, {rows} rows: tile", shape, case, variants)
+
+
+def _matrices(shape: Shape, rows: int, scheme: str, current: Round) -> Iterator[Case]:
+    """The products of a layer; the head is shaped like the first."""
+    found = cases(shape, rows, current) if scheme == "" else quantized_cases(shape, rows, current, scheme)
+    wanted = ("qkv", "linear_residual o", "gate_up", "linear_residual down")
+    wanted = wanted if current.on_gpu else wanted[:2]
+    for case in found:
+        if case.operation.removesuffix(scheme).strip() in wanted:
+            yield case
+        if case.operation.startswith("lm_head"):
+            return
