@@ -76,6 +76,7 @@ docs: $(VENV)/.installed-dev
 inspect: $(VENV)/.installed
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama2-7b,llama3-8b --weights all --may-starve int8,int4
 	$(BIN)/python -m d3engine.kernels.inspect --shapes qwen3-8b --operations qkv --weights all --may-starve int8,int4
+	$(BIN)/python -m d3engine.kernels.inspect --shapes small-heads --operations paged_attention
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama3-8b --weights all --pdl --may-starve int8,int4
 
 # The native library by other compilers than an installation's, and for Arm under an emulator, optimized as it is shipped.

@@ -70,6 +70,7 @@ SHAPES = {
     shape.name: shape
     for shape in (
         ModelShape("tiny", 256, 4, 2, 64, 512, 512, bias=True),
+        ModelShape("small-heads", 64, 4, 2, 16, 128, 512),
         ModelShape("llama2-7b", 4096, 32, 32, 128, 11008, 32000),
         ModelShape("llama2-13b", 5120, 40, 40, 128, 13824, 32000),
         ModelShape("llama2-70b", 8192, 64, 8, 128, 28672, 32000),

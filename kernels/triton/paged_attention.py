@@ -237,14 +237,17 @@ class Tuning:
 
 
 def tune_single_rows(channels: int, group: int, element_size: int) -> Tuning:
-    """Tiles of 8 KB of keys where lanes sum, of 16 KB where heads are packed; several programs share a processor."""
+    """Tiles of 8 KB of keys where lanes sum, of 16 KB where heads are packed; several programs share a processor.
+
+    Packed heads have a score for each entry of a tile in registers, so that small heads get no more than 128 entries.
+    """
     width = _padded(channels) * element_size
     if group == 1:
         return Tuning(tile=max(16, 8192 // width), packed_rows=1, num_warps=4, num_stages=3)
     packed_rows = max(16, triton.next_power_of_2(group))
     if element_size == 4:
         return Tuning(tile=16, packed_rows=packed_rows, num_warps=4 if packed_rows == 16 else 8, num_stages=5)
-    return Tuning(tile=max(16, 16384 // width), packed_rows=packed_rows, num_warps=4, num_stages=5)
+    return Tuning(tile=max(16, min(128, 16384 // width)), packed_rows=packed_rows, num_warps=4, num_stages=5)
 
 
 def tune_long_chunks(channels: int, group: int, element_size: int, max_chunk_rows: int) -> Tuning:

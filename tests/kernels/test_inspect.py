@@ -63,24 +63,30 @@ print("\\nFLIGHT")
 found = list(launches.registered(launches.SHAPES["llama2-7b"], torch.bfloat16, "", ["linear_residual"]))
 down = next(launch for _, label, launch in found if label == "down rows=1")
 print(down.streams, needs(down, 90)["in_flight"])
+
+print("\\nSMALL")
+found = launches.registered(launches.SHAPES["small-heads"], torch.bfloat16, "", ["paged_attention"])
+decode = next(launch for _, label, launch in found if label.startswith("decode"))
+print(decode.arguments["HEADS"] // decode.arguments["KV_HEADS"], needs(decode, 90)["stack"])
 """
 
 
 @pytest.fixture(scope="module")
-def compiled() -> tuple[list[dict[str, Any]], list[str], str]:
-    """What a process without the interpreter's flag prints of both: this one may have loaded Triton with it."""
+def compiled() -> tuple[list[dict[str, Any]], list[str], str, str]:
+    """What a process without the interpreter's flag prints of them: this one may have loaded Triton with it."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILING]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     usages, others = result.stdout.split("\nPDL\n")
-    waits, flight = others.split("\nFLIGHT\n")
-    return json.loads(usages), waits.split("\n")[:-1], flight
+    waits, others = others.split("\nFLIGHT\n")
+    flight, small = others.split("\nSMALL\n")
+    return json.loads(usages), waits.split("\n")[:-1], flight, small
 
 
 @needs_triton
 def test_kernels_of_a_tiny_model_compile_without_spills(
-    compiled: tuple[list[dict[str, Any]], list[str], str],
+    compiled: tuple[list[dict[str, Any]], list[str], str, str],
 ) -> None:
     usages = compiled[0]
     kinds = {(usage["operation"], usage["weights"]) for usage in usages}
@@ -94,7 +100,7 @@ def test_kernels_of_a_tiny_model_compile_without_spills(
 
 @needs_triton
 def test_with_the_switch_on_kernels_wait_for_the_one_before_after_their_first_weights(
-    compiled: tuple[list[dict[str, Any]], list[str], str],
+    compiled: tuple[list[dict[str, Any]], list[str], str, str],
 ) -> None:
     assert compiled[1] == [
         "rms_norm True 90 True True False []",
@@ -108,11 +114,18 @@ def test_with_the_switch_on_kernels_wait_for_the_one_before_after_their_first_we
 
 @needs_triton
 def test_a_single_row_keeps_enough_of_its_weights_in_flight(
-    compiled: tuple[list[dict[str, Any]], list[str], str],
+    compiled: tuple[list[dict[str, Any]], list[str], str, str],
 ) -> None:
     streams, in_flight = compiled[2].split()
     assert streams == "True"
     assert int(in_flight) > 2 * inspect.LEAST_IN_FLIGHT
+
+
+@needs_triton
+def test_grouped_heads_of_16_channels_are_read_without_spills(
+    compiled: tuple[list[dict[str, Any]], list[str], str, str],
+) -> None:
+    assert compiled[3].split() == ["2", "0"]
 
 
 def test_a_kernel_that_wants_more_shared_memory_than_there_is_does_not_fit(
