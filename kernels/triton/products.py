@@ -90,9 +90,10 @@ def _single_row_tile(outputs: int, columns: int, weight: Weight) -> Tile:
         each, least, most_warps = 16, 16, 4
     else:
         each, least, most_warps = 32, GROUP, 1  # a row is then several steps: with only one, nothing is loaded ahead
+    stages = 5 if isinstance(weight, Int4Weight) else 3  # int4 has so few bytes a step that two are not enough ahead
     padded = max(least, triton.next_power_of_2(columns))
     warps = min(most_warps, max(1, padded // (32 * each)))
-    return Tile(1, _enough_programs(8, outputs), min(warps * 32 * each, padded), warps, stages=3)
+    return Tile(1, _enough_programs(8, outputs), min(warps * 32 * each, padded), warps, stages)
 
 
 def _split(tile: Tile, outputs: int, columns: int) -> Tile:
