@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from d3engine.evaluation.accuracy import shape_of
 from d3engine.evaluation.word_problems import format_prompt, problems
 from d3engine.pictures.colours import BLUE, INK, ORANGE
 from d3engine.pictures.plots import new_figure, save_figure
+from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import SamplingParams
 
 LONGEST = 16
@@ -41,7 +42,8 @@ GOALS = (1.0, 1.25)
 
 @dataclass(frozen=True)
 class Settings:
-    """What is counted: D3's settings (alpha, start), each by drafts of `lengths`, over `prompts` word problems.
+    """What is counted: D3's settings (alpha, start), each by drafts of `lengths`, over `prompts` word problems, or as
+    many lines of the file `chat`, asked by the model's chat template.
 
     With a small alpha a draft is as shallow as `start` allows from its second token on.
     """
@@ -52,6 +54,7 @@ class Settings:
     lengths: tuple[int, ...] = (1, 3)
     prompts: int = 4
     tokens: int = 64
+    chat: str | None = None
 
 
 def speedup(acceptance: float, share: float, length: int) -> float:
@@ -90,19 +93,18 @@ def share_of(schedule: Schedule, shape: ModelShape, num_steps: int) -> float:
 def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[str, Any]:
     """Answer by every setting and return the report, without its environment."""
     kinds = [None] if settings.bridges is None else [None, settings.bridges]
-    asked = [format_prompt(problem.question) for problem in itertools.islice(problems("test", 1), settings.prompts)]
     first = D3(*settings.drafts[0], bridges=settings.bridges)
     hidden = None if show_progress is None else not show_progress
     with Engine(settings.model, depth=first, device="cpu", max_num_seqs=settings.prompts, num_threads=1) as engine:
-        shape = shape_of(engine.config)
+        shape, ask = shape_of(engine.config), _asking(engine, settings)
         plain = SamplingParams(temperature=0.0, max_tokens=settings.tokens, depth=FullDepth())
-        full = [output.outputs[0].token_ids for output in engine.generate(asked, plain, use_tqdm=False)]
+        full = [output.outputs[0].token_ids for output in ask(plain)]
         points = []
         systems = list(itertools.product(kinds, settings.drafts, settings.lengths))
         for bridges, draft, length in tqdm(systems, unit="run", disable=hidden):
             d3 = D3(*draft, bridges=bridges)
             params = SamplingParams(temperature=0.0, max_tokens=settings.tokens, depth=Lossless(d3, length))
-            outputs = engine.generate(asked, params, use_tqdm=False)
+            outputs = ask(params)
             assert [output.outputs[0].token_ids for output in outputs] == full, f"{d3} is not lossless"
             metrics = [output.metrics for output in outputs]
             drafted, accepted, passes = (
@@ -118,6 +120,16 @@ def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[st
         "points": points,
         "best": max(points, key=lambda point: point["at_best_length"]),
     }
+
+
+def _asking(engine: Engine, settings: Settings) -> Callable[[SamplingParams], list[RequestOutput]]:
+    """What answers the prompts of the settings."""
+    if settings.chat is None:
+        asked = [format_prompt(problem.question) for problem in itertools.islice(problems("test", 1), settings.prompts)]
+        return lambda params: engine.generate(asked, params, use_tqdm=False)
+    lines = [line for line in Path(settings.chat).read_text(encoding="utf-8").splitlines() if line.strip()]
+    messages = [[{"role": "user", "content": line}] for line in lines[: settings.prompts]]
+    return lambda params: engine.chat(messages, params, use_tqdm=False)
 
 
 def _point(
@@ -202,7 +214,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="a setting of D3 to draft with; may be repeated",
     )
     parser.add_argument("--lengths", type=positive, nargs="+", default=default.lengths, help="draft lengths")
-    parser.add_argument("--prompts", type=positive, default=default.prompts, help="word problems")
+    parser.add_argument("--prompts", type=positive, default=default.prompts, help="word problems, or lines of --chat")
+    parser.add_argument("--chat", metavar="FILE", help="questions, one a line, to ask by the model's chat template")
     parser.add_argument("--tokens", type=positive, default=default.tokens, help="tokens of an answer at most")
     parser.add_argument("--plot", metavar="FILE", help="also draw the frontier to this PNG file (needs matplotlib)")
     parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
@@ -214,6 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lengths=tuple(options.lengths),
         prompts=options.prompts,
         tokens=options.tokens,
+        chat=options.chat,
     )
     report = measure(settings)
     report["environment"] = environment("benchmarks.draft_frontier", arguments)

@@ -2,7 +2,8 @@
 
 The one idea: crossing costs what reading the map costs, so a map is held like a layer's matrices, and stays the same
 share of one. What a file holds decides nothing: it is written once, for engines of every kind. Beside int4 layers maps
-are int8: one stands for several layers, so its errors weigh more than those of a layer, and its bytes less.
+are int8: one stands for several layers, so its errors weigh more than those of a layer, and its bytes less
+(`docs/bridges.md` has figures).
 """
 
 from __future__ import annotations
