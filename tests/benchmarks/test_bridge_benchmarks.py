@@ -74,6 +74,10 @@ def test_drafts_with_and_without_bridges_are_points_of_one_picture(tmp_path: Pat
             point["acceptance"], point["share"], point["best_length"]
         )
     assert picture.stat().st_size > 1000
+    asked = tmp_path / "chat.txt"
+    asked.write_text("What is 2 plus 3?\n\nWho are you?\n")
+    assert draft_frontier.main([*some[:4], "--lengths", "1", "--tokens=8", f"--chat={asked}", f"--json={file}"]) == 0
+    assert json.loads(file.read_text())["settings"]["chat"] == str(asked)
     times = [*some[:2], "0.5", "0.5", "--lengths", "2", "--prompts=1", "--tokens=12", "--repeats=1"]
     assert lossless.main([*times, f"--bridges={bridges}", f"--json={file}"]) == 0
     assert json.loads(file.read_text())["settings"]["bridges"] == str(bridges)
