@@ -4,9 +4,10 @@ The one idea: the answers are the same, so only time can tell. A draft of g toke
 yields (1 - b^(g+1)) / (1 - b) tokens per verification; if a draft's step costs c full ones and a verification costs
 one, the speed-up is that over g c + 1. The line is drawn beside what is measured; below 1 drafting does not pay.
 
-Every system answers the same word problems one after the other, on one thread, and rounds interleave them. Seconds are
-the process's own (CPU time), which on an otherwise idle machine are those of the clock; of the rounds the fastest
-counts, because whatever else a machine does can only slow one down.
+Every system answers the same prompts, one after the other or `batch` at once, on one thread, and rounds interleave
+them. Prompts are word problems, or a file's in the model's chat template. D3 drafts for `Lossless`; a window of layers
+left out drafts for `SelfSpeculative`. Seconds are the process's own (CPU time), which on an otherwise idle machine are
+those of the clock; of the rounds the fastest counts, because whatever else a machine does can only slow one down.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.report import environment, keep, summary
-from d3engine.depth import D3, DepthPolicy, FullDepth, Lossless
+from d3engine.analysis.answers import Prompt, read_prompts
+from d3engine.depth import D3, DepthPolicy, FullDepth, LayerTable, Lossless, SelfSpeculative
 from d3engine.engine import Engine
+from d3engine.errors import require
 from d3engine.evaluation.word_problems import format_prompt, problems
 from d3engine.pictures.colours import BLUE, INK, ORANGE
 from d3engine.pictures.plots import new_figure, save_figure
@@ -37,9 +40,11 @@ from d3engine.request.params import SamplingParams
 
 @dataclass(frozen=True)
 class Settings:
-    """What is run: each (alpha, start) with each draft length, over `prompts` word problems, `repeats` rounds.
+    """What is run: each draft with each draft length, over `prompts` prompts, `batch` at once, in `repeats` rounds.
 
-    Drafts cross what they leave out by the file `bridges`, if there is one.
+    A draft is D3 at one of `drafts` (alpha, start), or leaves out one of `windows` of layers (first, last). `chat`
+    names the file that prompts come from, one a line; without it they are word problems.
+    Drafts of D3 cross what they leave out by the file `bridges`, if there is one.
     """
 
     model: str = "demo"
@@ -49,6 +54,44 @@ class Settings:
     tokens: int = 64
     repeats: int = 8
     bridges: str | None = None
+    windows: tuple[tuple[int, int], ...] = ()
+    batch: int = 1
+    chat: str | None = None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Who drafts: `about` for the report, the policy by itself, and what verifies it."""
+
+    about: dict[str, Any]
+    alone: DepthPolicy
+    verified: type[SelfSpeculative]
+
+    @property
+    def title(self) -> str:
+        """ "alpha 0.9, start 0.6", or "without layers 3 to 4"."""
+        if "alpha" in self.about:
+            return f"alpha {self.about['alpha']}, start {self.about['start']}"
+        return "without layers {} to {}".format(*self.about["without"])
+
+    def policy(self, length: int) -> SelfSpeculative:
+        """The answers of full depth, drafted `length` tokens at a time."""
+        return self.verified(self.alone, length)
+
+
+def drafts_of(settings: Settings, num_layers: int) -> list[Draft]:
+    """All drafts of the settings, for a model of so many layers."""
+    decays = [
+        Draft({"alpha": alpha, "start": start}, D3(alpha, start, bridges=settings.bridges), Lossless)
+        for alpha, start in settings.drafts
+    ]
+    return decays + [_without(first, last, num_layers) for first, last in settings.windows]
+
+
+def _without(first: int, last: int, num_layers: int) -> Draft:
+    require(0 <= first <= last < num_layers, "--without", (first, last), f"two layers from 0 to {num_layers - 1}")
+    left = [layer for layer in range(num_layers) if not first <= layer <= last]
+    return Draft({"without": [first, last]}, LayerTable([list(range(num_layers)), left], "none"), SelfSpeculative)
 
 
 def modelled_speedup(acceptance: float, cost: float, length: float) -> float:
@@ -75,31 +118,31 @@ def acceptance_for(tokens: float, length: float) -> float:
 def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[str, Any]:
     """Run every system and return the report, without its environment."""
     torch.set_num_threads(1)
-    systems: dict[str, DepthPolicy] = {"full": FullDepth()}
-    for draft in settings.drafts:
-        d3 = D3(*draft, bridges=settings.bridges)
-        systems[_d3(draft)] = d3
-        systems |= {_lossless(draft, length): Lossless(d3, length) for length in settings.lengths}
-    asked = [format_prompt(problem.question) for problem in itertools.islice(problems("test", 1), settings.prompts)]
-    seconds: dict[str, list[float]] = {name: [] for name in systems}
     answers: dict[str, list[RequestOutput]] = {}
     hidden = None if show_progress is None else not show_progress
-    own = systems[_d3(settings.drafts[0])]  # whose bridges requests may name
-    with Engine(settings.model, depth=own, device="cpu", max_num_seqs=1, enable_prefix_caching=False) as engine:
+    # whose bridges requests may name
+    own = D3(*settings.drafts[0], bridges=settings.bridges) if settings.drafts else FullDepth()
+    arguments: dict[str, Any] = {"device": "cpu", "max_num_seqs": settings.batch, "enable_prefix_caching": False}
+    with Engine(settings.model, depth=own, **arguments) as engine:
+        drafts = drafts_of(settings, engine.config.num_layers)
+        systems: dict[str, DepthPolicy] = {"full": FullDepth()}
+        for draft in drafts:
+            systems[draft.title] = draft.alone
+            systems |= {_name(draft, length): draft.policy(length) for length in settings.lengths}
+        asked = _prompts(settings, engine)
+        seconds: dict[str, list[float]] = {name: [] for name in systems}
         with tqdm(total=(settings.repeats + 1) * len(systems), unit="run", disable=hidden) as bar:
             for turn, (name, policy) in itertools.product(range(settings.repeats + 1), systems.items()):
                 bar.set_description(name)
                 params = SamplingParams(temperature=0.0, max_tokens=settings.tokens, depth=policy)
                 start = time.process_time()
-                answers[name] = [engine.generate(prompt, params, use_tqdm=False)[0] for prompt in asked]
+                answers[name] = engine.generate(asked, params, use_tqdm=False)
                 if turn:  # the first is a warm-up
                     seconds[name].append(time.process_time() - start)
                 bar.update()
         num_layers = engine.config.num_layers
     full = [output.outputs[0].token_ids for output in answers["full"]]
-    cells = [
-        _cell(draft, length, answers, seconds) for draft, length in itertools.product(settings.drafts, settings.lengths)
-    ]
+    cells = [_cell(draft, length, answers, seconds) for draft, length in itertools.product(drafts, settings.lengths)]
     count = sum(map(len, full))
     return {
         "benchmark": "lossless",
@@ -112,11 +155,18 @@ def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[st
     }
 
 
+def _prompts(settings: Settings, engine: Engine) -> list[Prompt]:
+    if settings.chat is None:
+        return [format_prompt(problem.question) for problem in itertools.islice(problems("test", 1), settings.prompts)]
+    turns = read_prompts(Path(settings.chat), settings.prompts)
+    return [engine.chat_prompt([{"role": "user", "content": turn}]) for turn in turns]
+
+
 def _cell(
-    draft: tuple[float, float], length: int, answers: dict[str, list[RequestOutput]], seconds: dict[str, list[float]]
+    draft: Draft, length: int, answers: dict[str, list[RequestOutput]], seconds: dict[str, list[float]]
 ) -> dict[str, Any]:
-    """One setting of D3 and draft length beside full depth."""
-    name = _lossless(draft, length)
+    """One draft and draft length beside full depth."""
+    name = _name(draft, length)
     full = [output.outputs[0].token_ids for output in answers["full"]]
     given = [output.outputs[0] for output in answers[name]]
     assert [answer.token_ids for answer in given] == full, f"{name} is not lossless"
@@ -125,14 +175,14 @@ def _cell(
     accepted = sum(m.num_accepted_tokens for m in metrics)
     passes = sum(m.num_verifications for m in metrics)
     count = sum(map(len, full))
-    d3_tokens = sum(len(output.outputs[0].token_ids) for output in answers[_d3(draft)])
-    # What a shallow token costs: D3 by itself, whose answers may be of another length, over full depth.
-    cost = (min(seconds[_d3(draft)]) / d3_tokens) / (min(seconds["full"]) / count)
+    draft_tokens = sum(len(output.outputs[0].token_ids) for output in answers[draft.title])
+    # What a shallow token costs: the draft by itself, whose answers may be of another length, over full depth.
+    cost = (min(seconds[draft.title]) / draft_tokens) / (min(seconds["full"]) / count)
     # The end of an answer ends its draft, so drafts are shorter than they may be.
     acceptance = acceptance_for(1 + accepted / passes, drafted / passes)
     return {
-        "alpha": draft[0],
-        "start": draft[1],
+        **draft.about,
+        "title": draft.title,
         "draft_length": length,
         "tokens_per_second": summary([count / s for s in seconds[name]]),
         "speedup": min(seconds["full"]) / min(seconds[name]),
@@ -147,12 +197,8 @@ def _cell(
     }
 
 
-def _d3(draft: tuple[float, float]) -> str:
-    return f"d3 {draft}"
-
-
-def _lossless(draft: tuple[float, float], length: int) -> str:
-    return f"lossless {draft} {length}"
+def _name(draft: Draft, length: int) -> str:
+    return f"{draft.title}, {length}"
 
 
 # -- the page --------------------------------------------------------------------------------------------------
@@ -161,10 +207,11 @@ def _lossless(draft: tuple[float, float], length: int) -> str:
 def show(report: dict[str, Any], console: Console) -> None:
     """Print one row a cell, and whether any pays."""
     settings = report["settings"]
-    table = Table(title=f"Lossless D3 on {settings['model']!r}", title_justify="left", padding=(0, 0))
+    table = Table(
+        title=f"Drafts on {settings['model']!r}, {settings['batch']} at once", title_justify="left", padding=(0, 0)
+    )
     columns = (
-        "alpha",
-        "start",
+        "draft",
         "g",
         "accepted",
         "tokens\nper pass",
@@ -178,8 +225,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     for cell in report["cells"]:
         rounds = cell["speedup_by_round"]
         table.add_row(
-            str(cell["alpha"]),
-            str(cell["start"]),
+            cell["title"],
             str(cell["draft_length"]),
             f"{cell['accepted_over_drafted']:.0%}",
             f"{cell['tokens_per_verification']:.2f}",
@@ -194,16 +240,16 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def _in_words(cell: dict[str, Any]) -> str:
-    return f"alpha {cell['alpha']}, start {cell['start']}, draft length {cell['draft_length']}: {cell['speedup']:.2f}x"
+    return f"{cell['title']}, draft length {cell['draft_length']}: {cell['speedup']:.2f}x"
 
 
 def plot(report: dict[str, Any], path: str) -> None:
-    """Draw measured and modelled speed-up over the draft length, a panel for each D3 setting, to a PNG file."""
-    drafts = report["settings"]["drafts"]
-    figure = new_figure(width=3.1 * len(drafts), height=3.8)
-    panels = figure.subplots(1, len(drafts), sharey=True, squeeze=False)[0]
-    for axes, (alpha, start) in zip(panels, drafts, strict=True):
-        cells = [cell for cell in report["cells"] if (cell["alpha"], cell["start"]) == (alpha, start)]
+    """Draw measured and modelled speed-up over the draft length, a panel for each draft, to a PNG file."""
+    titles = list(dict.fromkeys(cell["title"] for cell in report["cells"]))
+    figure = new_figure(width=3.1 * len(titles), height=3.8)
+    panels = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
+    for axes, title in zip(panels, titles, strict=True):
+        cells = [cell for cell in report["cells"] if cell["title"] == title]
         lengths = [cell["draft_length"] for cell in cells]
         acceptance = sum(cell["acceptance"] for cell in cells) / len(cells)
         cost = cells[0]["draft_cost"]
@@ -213,7 +259,7 @@ def plot(report: dict[str, Any], path: str) -> None:
         axes.plot(line, modelled, color=ORANGE, linestyle="--", label=label)
         axes.plot(lengths, [cell["speedup"] for cell in cells], color=BLUE, marker="o", label="measured")
         axes.axhline(1, color=INK, linewidth=1)
-        axes.set_title(f"alpha {alpha}, start {start}", fontsize="medium")
+        axes.set_title(title, fontsize="medium")
         axes.set_xlabel("draft length g")
         axes.set_xticks(lengths)
         axes.legend(frameon=False, fontsize="small")
@@ -221,8 +267,8 @@ def plot(report: dict[str, Any], path: str) -> None:
     panels[0].set_ylabel("tokens per second over full depth's")
     panels[0].set_ylim(bottom=0)
     figure.suptitle(
-        f"Lossless D3 on the {report['settings']['model']} model ({report['num_layers']} layers, one sequence,"
-        " one CPU thread): it pays above 1",
+        f"Lossless D3 on the {report['settings']['model']} model ({report['num_layers']} layers,"
+        f" {report['settings']['batch']} at once, one CPU thread): it pays above 1",
         fontsize="medium",
     )
     save_figure(figure, Path(path))
@@ -243,8 +289,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar=("ALPHA", "START"),
         help="a setting of D3 to draft with; may be repeated",
     )
+    parser.add_argument(
+        "--without",
+        dest="windows",
+        type=int,
+        nargs=2,
+        action="append",
+        metavar=("FIRST", "LAST"),
+        help="layers to leave out of a self-speculative draft; may be repeated",
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=default.lengths, help="draft lengths")
-    parser.add_argument("--prompts", type=int, default=default.prompts, help="word problems")
+    parser.add_argument("--prompts", type=int, default=default.prompts, help="how many prompts")
+    parser.add_argument("--chat", metavar="FILE", help="prompts for the chat template, one a line, not word problems")
+    parser.add_argument("--batch", type=int, default=default.batch, help="answers at once")
     parser.add_argument("--tokens", type=int, default=default.tokens, help="tokens of an answer at most")
     parser.add_argument("--repeats", type=int, default=default.repeats, help="rounds counted, after one warm-up")
     parser.add_argument("--bridges", metavar="FILE", help="bridges that drafts cross skipped layers by")
@@ -253,7 +310,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     settings = Settings(
         model=options.model,
-        drafts=tuple((alpha, start) for alpha, start in options.drafts) if options.drafts else default.drafts,
+        drafts=() if options.windows and not options.drafts else tuple(map(tuple, options.drafts or default.drafts)),
+        windows=tuple(map(tuple, options.windows or ())),
+        batch=options.batch,
+        chat=options.chat,
         lengths=tuple(options.lengths),
         prompts=options.prompts,
         tokens=options.tokens,

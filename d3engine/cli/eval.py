@@ -28,12 +28,14 @@ from d3engine.cli.engine_options import (
     takes_task_sampling,
 )
 from d3engine.cli.output_files import check_output, printing_last, write_output
+from d3engine.cli.verbosity import note
 from d3engine.depth import D3, DepthPolicy, FullDepth
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer
 from d3engine.evaluation import catalogue
-from d3engine.evaluation.accuracy import measure, measure_with_shared_prompts, shape_of
+from d3engine.evaluation.accuracy import Score, measure, measure_with_shared_prompts, shape_of
 from d3engine.evaluation.baselines import BISECTIONS, at_equal_depth, early_exit_at_depth, published_order
 from d3engine.evaluation.benchmark import Benchmark, Question, check_prompts
+from d3engine.evaluation.kept import KeptAnswers
 from d3engine.evaluation.report import (
     Chart,
     Result,
@@ -117,6 +119,14 @@ def evaluate(
             help="Compute each prompt once for all policies; answers stay the same, times are no comparison.",
         ),
     ] = False,
+    answers: Annotated[
+        Path | None,
+        typer.Option(
+            "--answers",
+            help="Keep every answer in this file (JSON lines), and ask only what is not in it: so a run can be ended "
+            "and begun again, and get a larger --limit or more policies. Times are no comparison.",
+        ),
+    ] = None,
     include_path: Annotated[
         Path | None, typer.Option("--include-path", help="Folder with task files of your own for the harness.")
     ] = None,
@@ -133,14 +143,16 @@ def evaluate(
     if limit is not None:
         require_integer("--limit", limit, 1)
     check_output("--html", html)
+    check_output("--answers", answers)
     is_harness = data is None and not catalogue.are_generated(names)
     require(is_harness or include_path is None, "--include-path", str(include_path), "given only with harness tasks")
     seed = engine_options.get("seed", 0)
-    run = Run(model, names, seed, limit, num_fewshot, html, as_json, share_prompts)
+    run = Run(model, names, seed, limit, num_fewshot, html, as_json, share_prompts, answers)
     wanted = [depth] if depth != AUTO or not policy else []
     wanted += [policy_from_words(words.split()) for words in policy or ()]
     if is_harness:
         require(not share_prompts, "--share-prompts", NOTHING, "given with tasks that are not the harness's")
+        require(answers is None, "--answers", str(answers), "absent with tasks that are not d3engine's")
         only = {name: value for name, value in sampling.items() if name != "max_tokens"}
         for name, value in only.items():
             raise InvalidValueError("--" + name.replace("_", "-"), value, "left to the tasks of the harness")
@@ -198,12 +210,14 @@ class Run:
         html: Path | None,
         as_json: bool,
         shares_prompts: bool = False,
+        answers: Path | None = None,
     ) -> None:
         self._facts: dict[str, Any] = {"model": model, "tasks": names, "seed": seed, "limit": limit}
         self._shots = shots
         self._html = html
         self._as_json = as_json
         self._shares_prompts = shares_prompts
+        self._answers = answers
         self._has_printed = False
 
     def with_benchmarks(
@@ -224,14 +238,16 @@ class Run:
         check_prompts(benchmarks, engine.tokenizer.encode, engine.max_model_len)
         baselines = depth_questions is not None
         planned = [_plan(engine, benchmark, wanted, sampling, compare_full, baselines) for benchmark in benchmarks]
+        kept = None if self._answers is None else _kept_answers(self._answers, engine, planned)
         if depth_questions is not None:
+            ask = partial(measure, engine, shares_prompts=self._shares_prompts, kept=kept)
             planned = [
-                (_with_early_exits(engine, depth_questions(benchmark), policies, params), params)
+                (_with_early_exits(ask, depth_questions(benchmark), policies, params), params)
                 for benchmark, (policies, params) in zip(benchmarks, planned, strict=True)
             ]
         results = []
         for benchmark, (policies, params) in zip(benchmarks, planned, strict=True):
-            results.append(_measure(engine, benchmark, policies, params, self._shares_prompts))
+            results.append(_measure(engine, benchmark, policies, params, self._shares_prompts, kept))
             self._print(benchmark_tables(results[-1]))
         self._facts |= _machine(engine)
         described = {"benchmarks": [as_dict(result) for result in results]}
@@ -270,8 +286,8 @@ class Run:
             typer.echo("", nl=self._has_printed)
             self._has_printed = True
             print_table(table.title, table.header, table.rows)
-            for note in table.notes:
-                typer.echo(note)
+            for said in table.notes:
+                typer.echo(said)
 
     def _write(self, found: Sequence[Table], described: dict[str, Any], charts: Sequence[Chart]) -> None:
         """What holds the whole run: the page, and JSON."""
@@ -303,8 +319,25 @@ def _plan(
     return resolve_policies(engine, wanted, compare_full, baselines, params.max_tokens), params
 
 
+def _kept_answers(
+    path: Path, engine: Engine, planned: Sequence[tuple[Sequence[DepthPolicy], SamplingParams]]
+) -> KeptAnswers:
+    """The answers of earlier runs of the same weights; refused where an answer depends on more than its prompt."""
+    from d3engine.model.fingerprint import fingerprint
+
+    for policies, params in planned:
+        require(params.temperature == 0, "--answers", str(path), "absent unless answers are greedy (--temperature 0)")
+        for policy in policies:
+            rule = policy.exit_rule(engine.config.num_layers)
+            alone = rule is None or rule.batch == "per_row"
+            require(alone, "--answers", str(path), "absent where company changes answers (--exit-batch batch_min)")
+    kept = KeptAnswers(path, {"weights": fingerprint(engine.directory), **_machine(engine)})
+    note(f"{path} has {len(kept)} answers.")
+    return kept
+
+
 def _with_early_exits(
-    engine: Engine, questions: Sequence[Question], policies: Sequence[DepthPolicy], params: SamplingParams
+    ask: Callable[..., Score], questions: Sequence[Question], policies: Sequence[DepthPolicy], params: SamplingParams
 ) -> list[DepthPolicy]:
     """The policies, and after the last an early exit for each D3 that runs as many layers on these questions."""
     from tqdm import tqdm
@@ -315,7 +348,7 @@ def _with_early_exits(
 
         def depth_of(policy: DepthPolicy) -> float:
             bar.update()
-            return measure(engine, questions, policy, params).realised_mean_layers
+            return ask(questions, policy, params).realised_mean_layers
 
         exits = [early_exit_at_depth(depth_of, depth_of(policy)) for policy in decays]
     return [*policies, *(one for one in dict.fromkeys(exits) if one not in policies)]
@@ -327,20 +360,21 @@ def _measure(
     policies: Sequence[DepthPolicy],
     params: SamplingParams,
     shares_prompts: bool,
+    kept: KeptAnswers | None,
 ) -> Result:
     from d3engine.depth.words import policy_in_words
 
     questions = benchmark.questions
-    measure(engine, questions[:1], policies[0], params)  # whatever is slow the first time is not measured
+    measure(engine, questions[:1], policies[0], params, kept=kept)  # whatever is slow the first time is not measured
     if shares_prompts:
         from tqdm import tqdm
 
         with tqdm(total=len(questions), desc=benchmark.name, unit="question", disable=hides_bars(), leave=False) as bar:
             done: Callable[[], None] = lambda: bar.update() and None  # noqa: E731
-            scores = measure_with_shared_prompts(engine, benchmark, policies, params, done=done)
+            scores = measure_with_shared_prompts(engine, benchmark, policies, params, done=done, kept=kept)
     else:
         progress = sys.stderr.isatty() and not hides_bars()
-        scores = [measure(engine, questions, policy, params, progress=progress) for policy in policies]
+        scores = [measure(engine, questions, policy, params, progress=progress, kept=kept) for policy in policies]
     return Result(benchmark, tuple(policy_in_words(policy) for policy in policies), tuple(scores))
 
 

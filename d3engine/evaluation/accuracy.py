@@ -9,15 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import chain, islice
 from math import comb, sqrt
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
-from d3engine.depth import DepthPolicy
+from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.depth.statistics import ModelShape, mean_depth
 from d3engine.errors import InvalidValueError, require, require_integer, require_number
 from d3engine.evaluation.benchmark import Benchmark, Question
+from d3engine.evaluation.kept import Answer, KeptAnswers
 from d3engine.evaluation.word_problems import Problem, Split, problems
 from d3engine.evaluation.work import Cost, Work, is_known_beforehand, work_of
 
@@ -94,11 +96,13 @@ def measure(
     params: SamplingParams,
     *,
     progress: bool = False,
-    empties_cache: bool = True,
+    shares_prompts: bool = False,
+    kept: KeptAnswers | None = None,
 ) -> Score:
-    """Answer the questions in one batch and score them.
+    """Answer the questions in one batch and score them; what is in `kept` is not asked again.
 
-    The prefix cache is emptied first, so that a second policy does not find the prompts computed by the first.
+    The prefix cache is emptied first, so that a second policy does not find the prompts computed by the first. With
+    `shares_prompts` it is not, and the first prompt is computed before the others, which find what they share with it.
     """
     require(len(given) > 0, "problems", given, "at least one problem")
     require(params.n == 1, "n", params.n, "1, since each problem has one answer")
@@ -107,24 +111,61 @@ def measure(
         raise InvalidValueError("max_tokens", None, "a number, since the promised depth is a mean over them")
     params = replace(params, depth=policy)
     num_layers = engine.config.num_layers
-    if empties_cache:
+    if not shares_prompts:
         engine.reset_prefix_cache()
-    began = time.perf_counter()
-    outputs = engine.generate([question.prompt for question in given], params, use_tqdm=progress)
-    seconds = time.perf_counter() - began
-    answers = [output.outputs[0] for output in outputs]
+    ask = partial(_ask, engine, params=params, first_alone=shares_prompts, progress=progress)
+    prompts = [question.prompt for question in given]
+    answers = ask(prompts) if kept is None else _complete(kept, prompts, params, ask)
     is_known = is_known_beforehand(policy, num_layers)
     return Score(
         policy=policy,
         shape=shape_of(engine.config),
-        work=sum((work_of(output, policy, num_layers) for output in outputs), Work()),
-        unfinished=sum(answer.finish_reason == "length" for answer in answers),
+        work=sum((answer.work for answer in answers), Work()),
+        unfinished=sum(answer.cut_off for answer in answers),
         nominal_mean_layers=mean_depth(policy.schedule(num_layers), max_tokens) if is_known else None,
-        seconds=seconds,
+        seconds=sum(answer.seconds for answer in answers),
         right=tuple(question.is_right(answer.text) for answer, question in zip(answers, given, strict=True)),
-        prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
-        cached_tokens=sum(output.num_cached_tokens or 0 for output in outputs),
+        prompt_tokens=sum(answer.prompt_tokens for answer in answers),
+        cached_tokens=sum(answer.cached_tokens for answer in answers),
     )
+
+
+def _ask(
+    engine: Engine, prompts: Sequence[str], params: SamplingParams, first_alone: bool, progress: bool
+) -> list[Answer]:
+    """The answers to all prompts as one batch; with `first_alone` the first prompt is in the cache before it runs."""
+    assert params.depth is not None
+    began = time.perf_counter()
+    found = None
+    if first_alone and len(prompts) > 1:
+        one = replace(params, max_tokens=1, min_tokens=0, depth=FullDepth())
+        found = engine.generate(prompts[:1], one, use_tqdm=False)[0].num_cached_tokens or 0
+    outputs = engine.generate(list(prompts), params, use_tqdm=progress)
+    seconds = time.perf_counter() - began
+    answers = [
+        Answer(
+            text=output.outputs[0].text,
+            work=work_of(output, params.depth, engine.config.num_layers),
+            cut_off=output.outputs[0].finish_reason == "length",
+            prompt_tokens=len(output.prompt_token_ids),
+            cached_tokens=output.num_cached_tokens or 0,
+            seconds=seconds / len(outputs),
+        )
+        for output in outputs
+    ]
+    return answers if found is None else [replace(answers[0], cached_tokens=found), *answers[1:]]
+
+
+def _complete(
+    kept: KeptAnswers, prompts: Sequence[str], params: SamplingParams, ask: Callable[[Sequence[str]], list[Answer]]
+) -> list[Answer]:
+    """The answers that are kept, and those that have to be asked for, kept after each few."""
+    missing = [prompt for prompt in dict.fromkeys(prompts) if kept.find(prompt, params) is None]
+    for first in range(0, len(missing), SHARING):
+        asked = missing[first : first + SHARING]
+        kept.keep(asked, params, ask(asked))
+    answers = [kept.find(prompt, params) for prompt in prompts]
+    return [answer for answer in answers if answer is not None]
 
 
 def measure_with_shared_prompts(
@@ -134,10 +175,12 @@ def measure_with_shared_prompts(
     params: SamplingParams,
     *,
     done: Callable[[], None] = lambda: None,
+    kept: KeptAnswers | None = None,
 ) -> list[Score]:
     """As `measure` for each policy, with every prompt computed once for all of them; `done` hears of every question.
 
-    Prompts run at full depth under every policy, so answers do not change. All policies answer a few questions of a
+    Prompts run at full depth under every policy, so answers do not change. The examples before a task's questions are
+    computed once for all of these. All policies answer a few questions of a
     task before the next ones come, since the cache may not hold more; seconds are therefore no comparison of policies.
     """
     parts: list[list[Score]] = [[] for _ in policies]
@@ -146,7 +189,7 @@ def measure_with_shared_prompts(
             group = questions[first : first + SHARING]
             engine.reset_prefix_cache()
             for policy, scores in zip(policies, parts, strict=True):
-                scores.append(measure(engine, group, policy, params, empties_cache=False))
+                scores.append(measure(engine, group, policy, params, shares_prompts=True, kept=kept))
             for _ in group:
                 done()
     return [_joined(scores) for scores in parts]

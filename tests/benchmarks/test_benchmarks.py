@@ -131,12 +131,14 @@ def test_admission_saves_as_its_cells_say(tmp_path: Path) -> None:
 
 
 def test_the_lossless_benchmark_compares_equal_answers_with_what_their_acceptance_promises(tmp_path: Path) -> None:
-    settings = lossless.Settings(drafts=((0.8, 0.4),), lengths=(2,), prompts=1, tokens=12, repeats=1)
+    sizes: dict[str, Any] = {"lengths": (2,), "prompts": 2, "batch": 2, "tokens": 12, "repeats": 1}
+    settings = lossless.Settings(drafts=((0.8, 0.4),), windows=((6, 8),), **sizes)
     report = lossless.measure(settings, show_progress=False)
-    (cell,) = report["cells"]
-    g, b, c = cell["mean_draft_length"], cell["acceptance"], cell["draft_cost"]
-    assert cell["tokens_per_verification"] == pytest.approx(g + 1 if b == 1 else (1 - b ** (g + 1)) / (1 - b))
-    assert cell["modelled_speedup"] == pytest.approx(cell["tokens_per_verification"] / (g * c + 1))
+    assert [cell["title"] for cell in report["cells"]] == ["alpha 0.8, start 0.4", "without layers 6 to 8"]
+    for cell in report["cells"]:
+        g, b, c = cell["mean_draft_length"], cell["acceptance"], cell["draft_cost"]
+        assert cell["tokens_per_verification"] == pytest.approx(g + 1 if b == 1 else (1 - b ** (g + 1)) / (1 - b))
+        assert cell["modelled_speedup"] == pytest.approx(cell["tokens_per_verification"] / (g * c + 1))
     lossless.plot(report, tmp_path / "lossless.png")
     assert (tmp_path / "lossless.png").stat().st_size > 10_000
 

@@ -101,7 +101,8 @@ def test_prompts_that_policies_share_are_computed_once_and_answers_stay_the_same
         )
         assert one["prompt_tokens"] == other["prompt_tokens"]
     cached = [score["cached_prompt_tokens"] for score in shared]
-    assert cached[0] == apart[0]["cached_prompt_tokens"]
+    assert apart[0]["cached_prompt_tokens"] == 0
+    assert cached[0] > shared[0]["prompt_tokens"] / 3, "later questions find the examples that the first one left"
     left = shared[1]["prompt_tokens"] - cached[1]
     assert 0 < left <= 3 * 16, (
         "a prompt's last block, which has to yield its first token, is all that is computed again"
@@ -244,3 +245,56 @@ def test_options_of_a_policy_may_be_spelled_as_in_python() -> None:
 
 def test_a_policy_in_words_names_the_policy_that_drafts_for_it() -> None:
     assert policy_in_words(Lossless(D3(0.9, 0.6), 8)) == "Lossless D3, draft (D3, alpha 0.9, start 0.6), draft length 8"
+
+
+def test_a_run_goes_on_from_the_answers_of_one_that_was_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from d3engine.engine import Engine
+
+    asked: list[int] = []
+    generate = Engine.generate
+
+    def counting(engine: Any, prompts: Any, *arguments: Any, **options: Any) -> Any:
+        asked.append(len(prompts))
+        return generate(engine, prompts, *arguments, **options)
+
+    monkeypatch.setattr(Engine, "generate", counting)
+    kept = tmp_path / "answers.jsonl"
+    policies = ("--policy", "full", "--policy", "d3 alpha=0.9 start=0.4", "--max-tokens", "12", "--json")
+
+    def scores(*more: str) -> list[dict[str, Any]]:
+        asked.clear()
+        result = evaluate(*policies, *more)
+        assert result.exit_code == 0, result.output
+        return list(json.loads(result.stdout)["benchmarks"][0]["scores"])
+
+    def without_time(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{key: value for key, value in one.items() if "second" not in key} for one in found]
+
+    straight = scores("--limit", "3")
+    scores("--limit", "2", "--answers", str(kept))
+    with kept.open("a") as file:
+        file.write('{"key": "what was being written when the run')
+    assert without_time(scores("--limit", "3", "--answers", str(kept))) == without_time(straight)
+    assert asked == [1, 1], "the third question under each policy"
+    scores("--limit", "3", "--answers", str(kept))
+    assert asked == []
+    assert {json.loads(line)["policy"] for line in kept.read_text().splitlines()} == {
+        "Full depth",
+        "D3, alpha 0.9, start 0.4",
+    }
+    scores("--limit", "3", "--answers", str(kept), "--bad-words", "Adding")
+    assert asked == [1, 2, 3], "another way of sampling is another answer; the first question is asked beforehand"
+
+
+def test_a_file_that_holds_no_answers_and_answers_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
+    kept = tmp_path / "answers.jsonl"
+    for arguments, message in (
+        (("--temperature", "1"), "must be absent unless answers are greedy"),
+        (("--depth", "early-exit", "--threshold", "0.5", "--exit-batch", "batch_min"), "company changes answers"),
+    ):
+        result = evaluate("--answers", str(kept), *arguments)
+        assert result.exit_code == 2
+        assert message in result.stderr.splitlines()[-1]
+    kept.write_text('{"key": "of something else"}\n')
+    assert f"{kept}, line 1, is no answer of d3engine eval" in evaluate("--answers", str(kept)).stderr
+    assert kept.read_text() == '{"key": "of something else"}\n'

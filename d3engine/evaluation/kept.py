@@ -1,0 +1,89 @@
+"""Answers that outlive the run that asked for them: a file of JSON lines, one an answer.
+
+The one idea: an answer follows from the weights, the prompt, the policy and the sampling, and from nothing of the run.
+So a run that was ended goes on where it was, a larger one asks what is new alone, and the texts can be read. Greedy
+answers only: others depend on their place in a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from d3engine.depth.words import policy_in_words
+from d3engine.errors import D3EngineError
+from d3engine.evaluation.work import Work
+from d3engine.files import DATA_BYTES, as_text, is_there, read_bytes
+from d3engine.request.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one prompt was answered with, and at what cost; `seconds` is its part of the wall clock of its batch.
+
+    Of the `prompt_tokens` `cached_tokens` came from the prefix cache.
+    """
+
+    text: str
+    work: Work
+    cut_off: bool
+    prompt_tokens: int
+    cached_tokens: int
+    seconds: float
+
+
+class KeptAnswers:
+    """The answers in a file, which grows by those that are kept; `about` names the weights and dtypes they come from.
+
+    Raises `UnreadableFileError` for a file that cannot be read and `D3EngineError` for one that holds anything else. A
+    last line that was not written to its end is dropped.
+    """
+
+    def __init__(self, path: Path, about: Mapping[str, str]) -> None:
+        self._path = path
+        self._about = dict(about)
+        self._answers: dict[str, Answer] = {}
+        content = read_bytes(path, DATA_BYTES) if is_there(path) else b""
+        self._whole = content.rfind(b"\n") + 1
+        for number, line in enumerate(as_text(content[: self._whole], path).splitlines(), start=1):
+            try:
+                fields = json.loads(line)
+                key = str(fields.pop("key"))
+                del fields["policy"]
+                self._answers[key] = Answer(**fields | {"work": Work(**fields["work"])})
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise D3EngineError(f"{path}, line {number}, is no answer of d3engine eval: {error!r}") from error
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def find(self, prompt: str, params: SamplingParams) -> Answer | None:
+        """The answer to a prompt under the policy and the sampling of `params`, if it is there."""
+        return self._answers.get(self._key(prompt, params))
+
+    def keep(self, prompts: Sequence[str], params: SamplingParams, answers: Sequence[Answer]) -> None:
+        """Write answers to the end of the file at once; raises `D3EngineError` where that cannot be done."""
+        policy = "" if params.depth is None else policy_in_words(params.depth)
+        lines = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            key = self._key(prompt, params)
+            self._answers[key] = answer
+            lines.append(json.dumps({"key": key, "policy": policy, **asdict(answer)}) + "\n")
+        raw = "".join(lines).encode()
+        try:
+            with open(self._path, "r+b" if is_there(self._path) else "xb") as file:
+                file.truncate(self._whole)
+                file.seek(self._whole)
+                file.write(raw)
+        except OSError as error:
+            raise D3EngineError(f"{self._path} cannot be written: {error.strerror or error}") from error
+        self._whole += len(raw)
+
+    def _key(self, prompt: str, params: SamplingParams) -> str:
+        policy: Any = None if params.depth is None else params.depth.describe()
+        said = [self._about, policy, repr(replace(params, depth=None)), prompt]
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
