@@ -44,6 +44,7 @@ def _good() -> dict[str, Tensor]:
         ({"1:2.offset": torch.zeros(SIZE)}, {}, "window 1:2 has offset, not weight, offset"),
         ({"1:3.weight": torch.zeros(SIZE, 5)}, {}, r"1:3.weight has shape \[6, 5\], not \[6, 6\]"),
         ({"1:3.down": torch.zeros(2, SIZE)}, {}, r"1:3.weight has shape \[6, 6\], not \[6, 2\]"),
+        ({"1:3.down": torch.zeros(7, SIZE)}, {}, "1:3.down has rank 7, not one of 1 to 6"),
         ({"1:3.offset": torch.full((SIZE,), torch.nan)}, {}, "1:3.offset has numbers that are not finite"),
         ({"1:3.offset": torch.zeros(SIZE, dtype=torch.int64)}, {}, "1:3.offset is torch.int64"),
         ({"weight": torch.zeros(SIZE)}, {}, "invalid literal"),
