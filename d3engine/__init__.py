@@ -34,6 +34,7 @@ _PUBLIC = {
     "TailSkip": "d3engine.depth",
     "EarlyExit": "d3engine.depth",
     "LayerTable": "d3engine.depth",
+    "Nested": "d3engine.depth",
     "SelfSpeculative": "d3engine.depth",
     "Lossless": "d3engine.depth",
     "DraftAndVerify": "d3engine.depth",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from d3engine.depth import FullDepth as FullDepth
     from d3engine.depth import LayerTable as LayerTable
     from d3engine.depth import Lossless as Lossless
+    from d3engine.depth import Nested as Nested
     from d3engine.depth import SelfSpeculative as SelfSpeculative
     from d3engine.depth import SkipDecode as SkipDecode
     from d3engine.depth import Speculative as Speculative

@@ -37,7 +37,7 @@ class Observer:
 
     def __init__(self, config: ModelConfig, weights: LlamaWeights) -> None:
         self.config = config
-        self._weights = weights
+        self.weights = weights
         self._device = weights.embedding.device
         self._scale = config.attention_scale
 
@@ -73,7 +73,7 @@ class Observer:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 [T, V]: what the final norm and the LM head make of hidden states [T, H] of any layer."""
-        weights, eps = self._weights, self.config.rms_norm_eps
+        weights, eps = self.weights, self.config.rms_norm_eps
         logits: Tensor = reference.lm_head(hidden, weights.final_norm, eps, weights.lm_head)
         return logits
 
@@ -85,14 +85,14 @@ class Observer:
 
     def embedded(self, token_ids: Sequence[int]) -> Tensor:
         """The residual stream [T, H] before the first layer."""
-        hidden: Tensor = self._weights.embedding[torch.tensor(token_ids, device=self._device)].to(self._weights.dtype)
+        hidden: Tensor = self.weights.embedding[torch.tensor(token_ids, device=self._device)].to(self.weights.dtype)
         return hidden
 
     def new_pool(self, length: int) -> Tensor:
         """Room for the keys and values of so many positions of one layer, [1, 2, length, kv heads, head dim]."""
         config = self.config
         shape = (1, 2, length, config.num_kv_heads, config.head_dim)
-        return torch.zeros(shape, dtype=self._weights.dtype, device=self._device)
+        return torch.zeros(shape, dtype=self.weights.dtype, device=self._device)
 
     def run_layer(self, layer: int, hidden: Tensor, rotations: Tensor, pool: Tensor, first: int = 0) -> None:
         """Let a layer work on `hidden` [T, H], the tokens at positions `first` and after, with the entries before."""
@@ -101,7 +101,7 @@ class Observer:
 
     def write_entries(self, layer: int, hidden: Tensor, rotations: Tensor, pool: Tensor, first: int) -> Tensor:
         """Write the layer's keys and values of `hidden` [T, H] at positions `first` and after; returns the queries."""
-        weights, config = self._weights.layers[layer], self.config
+        weights, config = self.weights.layers[layer], self.config
         keys = torch.arange(first, first + hidden.shape[0], device=hidden.device)
         return reference.qkv(
             hidden,
@@ -127,7 +127,7 @@ class Observer:
         self._add_attention(layer, hidden, queries, pool, first)
 
     def _add_attention(self, layer: int, hidden: Tensor, queries: Tensor, pool: Tensor, first: int) -> None:
-        weights, rows = self._weights.layers[layer], hidden.shape[0]
+        weights, rows = self.weights.layers[layer], hidden.shape[0]
         table = torch.zeros(1, 1, 1, dtype=torch.int64, device=hidden.device)
         (inputs,) = reference.attention_inputs([0, rows], [first + rows], table)
         attended = reference.paged_attention(queries, pool, inputs, self._scale)
@@ -135,7 +135,7 @@ class Observer:
 
     def _mlp(self, layer: int, hidden: Tensor) -> None:
         """Add a layer's MLP to `hidden` [T, H]."""
-        weights, eps = self._weights.layers[layer], self.config.rms_norm_eps
+        weights, eps = self.weights.layers[layer], self.config.rms_norm_eps
         gated = reference.gate_up(hidden, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias)
         reference.linear_residual(gated, weights.down, weights.down_bias, hidden)
 

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
 
-from d3engine.analysis.observer import Observer
+from d3engine.bridges.passage import Passage
 from d3engine.bridges.sums import FIELDS, Maps, Sums, of_rank, solve, unexplained
 from d3engine.errors import require
 from d3engine.files import write_whole
@@ -34,6 +33,9 @@ CHOOSING_EVERY = 5
 
 SAVE_EVERY = 16
 """Texts from one saved state of a fit to the next."""
+
+GRID_WIDTHS = 3
+"""Neighbouring windows of a grid that have a bridge over all of them."""
 
 _PARTS = ("fit", "choose")
 
@@ -53,6 +55,13 @@ def windows_from(starts: Iterable[int], num_layers: int) -> list[Window]:
     return [(first, stop) for first in sorted(set(starts)) for stop in range(first + 1, num_layers + 1)]
 
 
+def grid_windows(width: int, num_layers: int) -> list[Window]:
+    """The windows from one multiple of `width` to another, up to `GRID_WIDTHS` widths: what `Nested` comes to whose
+    windows are `width` layers each, as long as no more of them are neighbours."""
+    ends = range(0, num_layers + 1, width)
+    return [(first, stop) for first in ends for stop in ends if first < stop <= first + GRID_WIDTHS * width]
+
+
 def text_hash(texts: Sequence[Sequence[int]]) -> str:
     """ "sha256:" and a digest of all token ids and where each text ends."""
     digest = sha256()
@@ -65,17 +74,17 @@ def text_hash(texts: Sequence[Sequence[int]]) -> str:
 class Fit:
     """Gathers the sums of `windows` over texts, and solves them."""
 
-    def __init__(self, observer: Observer, windows: Sequence[Window]) -> None:
-        self._observer = observer
-        size = observer.config.hidden_size
+    def __init__(self, passage: Passage, windows: Sequence[Window]) -> None:
+        self._passage = passage
+        size = passage.config.hidden_size
         self._stops = {
             first: [stop for _, stop in group]
             for first, group in groupby(sorted(set(windows)), lambda window: window[0])
         }
         for first, stops in self._stops.items():
             for stop in stops:
-                allowed = f"layers [first, stop) of {observer.config.num_layers}"
-                require(0 <= first < stop <= observer.config.num_layers, "window", f"{first}:{stop}", allowed)
+                allowed = f"layers [first, stop) of {passage.config.num_layers}"
+                require(0 <= first < stop <= passage.config.num_layers, "window", f"{first}:{stop}", allowed)
         self._sums = {
             (part, first): Sums.zero(size, len(stops)) for part in _PARTS for first, stops in self._stops.items()
         }
@@ -91,7 +100,7 @@ class Fit:
     def gather(self, text: Sequence[int]) -> None:
         """Let one text pass at full depth, and count its positions but the first."""
         wanted = {layer for first, stops in self._stops.items() for layer in (first, *stops)}
-        states = states_between(self._observer, text, wanted)
+        states = self._passage.at_full_depth(text, len(text), wanted)
         part = _PARTS[self.num_texts % CHOOSING_EVERY == CHOOSING_EVERY - 1]
         for first, stops in self._stops.items():
             self._sums[part, first].add(states[first][1:], [states[stop][1:] for stop in stops])
@@ -155,17 +164,6 @@ class Fit:
                 self._sums, self.num_texts = sums, int(metadata["texts"])
         except (SafetensorError, OSError, ValueError, KeyError):
             return
-
-
-def states_between(observer: Observer, text: Sequence[int], layers: set[int]) -> dict[int, Tensor]:
-    """The states [T, H] of a text at full depth before each of these layers; before layer L is behind the last one."""
-    found = {}
-    for states in observer.layers(text, 1):
-        if states.layer in layers:
-            found[states.layer] = states.before
-        if states.layer + 1 == observer.config.num_layers:
-            found[states.layer + 1] = states.after
-    return found
 
 
 def _bridge(window: Window, place: int, sums: Sums, maps: Maps, rank: int | None) -> Bridge:

@@ -11,14 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from d3engine.analysis.observer import Observer
+from d3engine.analysis.layers import FloatArray
 from d3engine.analysis.report import Table, counted
-from d3engine.bridges.fitting import states_between
+from d3engine.bridges.judging import FullText, long_enough, window_schedule
+from d3engine.bridges.passage import Passage
 from d3engine.model.bridges import Bridge, Window
-from d3engine.model.rope import Rope
 
 
 @dataclass
@@ -31,13 +28,12 @@ class Judged:
     agreed: int = 0
     surprise: float = 0.0
 
-    def add(self, full: Tensor, logits: Tensor, following: Tensor) -> None:
-        """Judge logits [T, V] against full depth's log-probabilities [T, V] and the tokens int64 [T] that follow."""
-        given = logits.log_softmax(-1)
-        self.count += following.shape[0]
-        self.divergence += float((full.exp() * (full - given)).sum())
-        self.agreed += int((full.argmax(-1) == given.argmax(-1)).sum())
-        self.surprise -= float(given.gather(1, following[:, None]).sum())
+    def add(self, judged: FloatArray, surprise: float) -> None:
+        """Count what `FullText.judge` found, where full depth's own -log p is `surprise` in all."""
+        self.count += judged.shape[1]
+        self.divergence += float(judged[0].sum())
+        self.agreed += int(judged[2].sum())
+        self.surprise += surprise + float(judged[1].sum())
 
     @property
     def kl(self) -> float:
@@ -94,9 +90,8 @@ def _cells(judged: Judged) -> tuple[str, str, str]:
     return f"{judged.kl:.3f}", f"{judged.agreement:.1%}", f"{judged.perplexity:,.2f}"
 
 
-@torch.inference_mode()
 def measure_held_out(
-    observer: Observer,
+    passage: Passage,
     bridges: Sequence[Bridge],
     texts: Sequence[Sequence[int]],
     prompt_tokens: int,
@@ -104,42 +99,18 @@ def measure_held_out(
 ) -> HeldOut:
     """Judge each bridge's window on texts of which the first `prompt_tokens` positions run every layer.
 
-    Texts without two tokens more are passed over. `progress` hears of every text.
+    Texts without two tokens more are passed over. `progress` hears of every other.
     """
     found = HeldOut()
-    for text in texts:
-        if len(text) >= prompt_tokens + 2:
-            _judge(observer, bridges, text, prompt_tokens, found)
-            found.num_texts += 1
+    firsts = {bridge.first for bridge in bridges}
+    for text in long_enough(texts, prompt_tokens):
+        full = FullText(passage, text, prompt_tokens, firsts)
+        surprise = -float(full.logprobs.gather(1, full.targets[:, None]).sum())
+        found.full.add(full.judge(window_schedule([], passage.config.num_layers), None), surprise)
+        for bridge in bridges:
+            schedule = window_schedule([bridge.window], passage.config.num_layers)
+            for kind, has in ((found.skipped, None), (found.bridged, {bridge.window: bridge})):
+                kind.setdefault(bridge.window, Judged()).add(full.judge(schedule, has), surprise)
+        found.num_texts += 1
         progress()
     return found
-
-
-def _judge(
-    observer: Observer, bridges: Sequence[Bridge], text: Sequence[int], prompt_tokens: int, found: HeldOut
-) -> None:
-    num_layers = observer.config.num_layers
-    wanted = {layer for bridge in bridges for layer in bridge.window} | {num_layers}
-    states = states_between(observer, text, wanted)
-    following = torch.tensor(text[prompt_tokens + 1 :], device=observer.device)
-    rows = slice(prompt_tokens, len(text) - 1)
-    full_logits = observer.logits(states[num_layers][rows])
-    full = full_logits.log_softmax(-1)
-    found.full.add(full, full_logits, following)
-    for bridge in bridges:
-        before = states[bridge.first][prompt_tokens:]
-        for kind, passed in ((found.skipped, before), (found.bridged, bridge.crossed(before))):
-            hidden = torch.cat((states[bridge.stop][:prompt_tokens], passed))
-            run_on(observer, hidden, bridge.stop)
-            judged = kind.setdefault(bridge.window, Judged())
-            judged.add(full, observer.logits(hidden[rows]), following)
-
-
-def run_on(observer: Observer, hidden: Tensor, first: int) -> None:
-    """Let a text's states [T, H] before layer `first` pass all layers from there, in place."""
-    positions = torch.arange(hidden.shape[0], device=hidden.device)
-    rope = Rope(observer.config, hidden.shape[0], hidden.device)
-    lengths = positions + 1 if rope.depends_on_length else None
-    rotations = rope.of_layers(rope.rotations(positions, lengths))
-    for layer in range(first, observer.config.num_layers):
-        observer.run_layer(layer, hidden, rotations[layer], observer.new_pool(hidden.shape[0]))

@@ -1,7 +1,8 @@
 """The texts that bridges are fitted to and measured on, as token ids.
 
 The one idea: bridges are best fitted to what will pass them. So a conversation is written by the model's own chat
-template, and a file may hold conversations, questions with answers, or plain text.
+template, and a file may hold conversations, questions with answers, or plain text. A file may hold far more of them
+than are wanted, so its lines are read first and become tokens when they have been picked.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from d3engine.errors import InvalidValueError, require
 from d3engine.files import UnreadableFileError, read_text
@@ -27,6 +29,19 @@ _ALLOWED = (
 )
 
 
+_Text = TypeVar("_Text")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A text as its file has it: an object of a `.jsonl` file, or the tokens of a piece of plain text; `option` and
+    `path` say for errors where it is from."""
+
+    content: dict[str, Any] | list[int]
+    option: str
+    path: Path
+
+
 class TextReader:
     """Makes token ids of files, at most `max_tokens` of a text, for the model in `directory`."""
 
@@ -36,52 +51,71 @@ class TextReader:
         self._prompts = ChatPrompts(directory, tokenizer)
         self._has_template = load_chat_template(directory) is not None
 
-    def read(self, path: Path, option: str) -> list[list[int]]:
+    def lines(self, path: Path, option: str) -> list[Line]:
         """All texts of a file; a file that is no `.jsonl` is one text, cut into pieces.
 
         Raises `InvalidValueError` that names `option` for a file that holds none.
         """
+        found: list[Any]
         try:
             content = read_text(path)
             if path.suffix == ".jsonl":
-                lines = [json.loads(line) for line in content.split("\n") if line.strip()]
-                texts = [self._of_line(line) for line in lines]
+                found = [_checked(json.loads(line)) for line in content.split("\n") if line.strip()]
             else:
-                texts = self._pieces(self.tokenizer.encode(content))
+                found = self._pieces(self.tokenizer.encode(content))
         except (UnreadableFileError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise InvalidValueError(option, str(path), f"{_ALLOWED} ({error})") from error
-        require(len(texts) > 0, option, str(path), f"{_ALLOWED}, and not empty")
-        return texts
+            raise _no_text(option, path, error) from error
+        require(len(found) > 0, option, str(path), f"{_ALLOWED}, and not empty")
+        return [Line(one, option, path) for one in found]
 
-    def _of_line(self, line: Any) -> list[int]:
-        if not isinstance(line, dict):
-            raise TypeError("a line is no JSON object")
-        if "messages" in line:
-            return self._conversation(line["messages"])
-        if "question" in line:
-            question, answer = str(line["question"]), str(line["answer"])
-            if self._has_template:
-                return self._conversation(
-                    [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-                )
-            return self.tokenizer.encode(f"Question: {question}\nAnswer: {answer}")[: self.max_tokens]
-        return self.tokenizer.encode(str(line["text"]))[: self.max_tokens]
+    def encode(self, line: Line) -> list[int]:
+        """The tokens of one; raises as `lines` for what the tokenizer or the chat template cannot read."""
+        if isinstance(line.content, list):
+            return line.content
+        try:
+            return self._tokens(line.content)[: self.max_tokens]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise _no_text(line.option, line.path, error) from error
+
+    def _tokens(self, content: dict[str, Any]) -> list[int]:
+        if "messages" in content:
+            return self._conversation(content["messages"])
+        if "question" not in content:
+            return self.tokenizer.encode(str(content["text"]))
+        question, answer = str(content["question"]), str(content["answer"])
+        if not self._has_template:
+            return self.tokenizer.encode(f"Question: {question}\nAnswer: {answer}")
+        asked, answered = {"role": "user", "content": question}, {"role": "assistant", "content": answer}
+        return self._conversation([asked, answered])
 
     def _conversation(self, messages: Any) -> list[int]:
-        return self._prompts.token_ids(messages, add_generation_prompt=False)[: self.max_tokens]
+        return self._prompts.token_ids(messages, add_generation_prompt=False)
 
     def _pieces(self, token_ids: list[int]) -> list[list[int]]:
         return [token_ids[start : start + self.max_tokens] for start in range(0, len(token_ids), self.max_tokens)]
 
 
-def shuffled(texts: Sequence[list[int]], count: int, seed: int) -> list[list[int]]:
+def _checked(line: Any) -> dict[str, Any]:
+    """A line that says what its text is."""
+    if not isinstance(line, dict):
+        raise TypeError("a line is no JSON object")
+    if not ("messages" in line or "text" in line or {"question", "answer"} <= line.keys()):
+        raise KeyError(f"a line has {', '.join(line) or 'nothing'}")
+    return line
+
+
+def _no_text(option: str, path: Path, error: Exception) -> InvalidValueError:
+    return InvalidValueError(option, str(path), f"{_ALLOWED} ({error})")
+
+
+def shuffled(texts: Sequence[_Text], count: int, seed: int) -> list[_Text]:
     """`count` of the texts at most, in an order that `seed` decides."""
     order = list(texts)
     random.Random(f"bridges-{seed}").shuffle(order)
     return order[:count]
 
 
-def parted(texts: Sequence[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+def parted(texts: Sequence[_Text]) -> tuple[list[_Text], list[_Text]]:
     """The texts to fit on, and those to hold out."""
     kept = [text for number, text in enumerate(texts) if number % HELD_OUT_EVERY]
     return kept, [text for number, text in enumerate(texts) if number % HELD_OUT_EVERY == 0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from functools import partial
@@ -13,14 +12,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from d3engine.cli.apps import new_app
+from d3engine.cli.bridge_measure import measure_command
+from d3engine.cli.bridge_nest import nest_command, windows_in_words
+from d3engine.cli.bridge_texts import (
+    Data,
+    HeldOutFile,
+    HeldOutTexts,
+    PromptTokens,
+    Task,
+    Text,
+    TextOptions,
+    TextTokens,
+    open_passage,
+    progress_bar,
+)
+from d3engine.cli.bridge_tune import tune_command
 from d3engine.cli.depth_options import number
-from d3engine.cli.engine_options import Model, Options, engine_arguments, model_directory, takes_engine
+from d3engine.cli.engine_options import Model, Options, model_directory, takes_engine
 from d3engine.cli.output_files import check_output, printing_last
 from d3engine.cli.verbosity import note
 from d3engine.depth.window import exact_fraction
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer
 from d3engine.files import beside
-from d3engine.progress import hides_bars
 
 if TYPE_CHECKING:
     from d3engine.bridges.fitting import Fitted
@@ -29,6 +42,17 @@ if TYPE_CHECKING:
     from d3engine.model.bridges import Bridges, Window
 
 app = new_app(help="Fit affine maps that stand in for skipped layers, and inspect them.", no_args_is_help=True)
+
+
+GRID_WIDTHS = 3
+"""As `d3engine.bridges.fitting.GRID_WIDTHS`, which is not loaded for help."""
+
+CHOOSING_EVERY = 5
+"""The same of that file's: fewer texts cannot be fitted on."""
+
+app.command("nest")(nest_command)
+app.command("tune")(tune_command)
+app.command("measure")(measure_command)
 
 
 class BridgeDtype(StrEnum):
@@ -44,24 +68,10 @@ class BridgeDtype(StrEnum):
 def fit_command(
     engine_options: Options,
     model: Model = "demo",
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--text",
-            help='What to fit on; may be repeated: plain text, or .jsonl with "text", "messages", or "question" and '
-            '"answer" on each line.',
-        ),
-    ] = None,
-    task: Annotated[
-        str | None,
-        typer.Option("--task", help="Or the model's own answers to a task's questions, as d3engine calibrate has it."),
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option("--data", help="Folder with gsm8k/ and bbh/ to read questions from.")
-    ] = None,
-    held_out: Annotated[
-        Path | None, typer.Option("--held-out", help="What to measure on (every eighth of the texts to fit on).")
-    ] = None,
+    text: Text = None,
+    task: Task = None,
+    data: Data = None,
+    held_out: HeldOutFile = None,
     starts: Annotated[
         list[str] | None,
         typer.Option("--start", help="d3's start: all windows from there on; may be repeated (0.8)."),
@@ -70,14 +80,20 @@ def fit_command(
         list[str] | None,
         typer.Option("--window", metavar="A:B", help="Also the layers A to B - 1 alone; may be repeated."),
     ] = None,
+    grid: Annotated[
+        int | None,
+        typer.Option(
+            "--grid",
+            metavar="WIDTH",
+            help="Also what d3engine bridge nest needs, not measured here: windows between multiples of WIDTH, "
+            f"up to {GRID_WIDTHS} WIDTHs wide.",
+        ),
+    ] = None,
     rank: Annotated[int | None, typer.Option("--rank", help="Rank of each map (full).")] = None,
     texts: Annotated[int, typer.Option("--texts", help="Texts to fit on at most.")] = 150,
-    held_out_texts: Annotated[int, typer.Option("--held-out-texts", help="Texts to measure on at most.")] = 24,
-    text_tokens: Annotated[int, typer.Option("--text-tokens", help="Tokens of a text at most.")] = 512,
-    prompt_tokens: Annotated[
-        int,
-        typer.Option("--prompt-tokens", help="First tokens of a held-out text, which run every layer, as prompts do."),
-    ] = 40,
+    held_out_texts: HeldOutTexts = 24,
+    text_tokens: TextTokens = 512,
+    prompt_tokens: PromptTokens = 40,
     bridge_dtype: Annotated[
         BridgeDtype, typer.Option("--bridge-dtype", help="What the maps are written in.")
     ] = BridgeDtype.float32,
@@ -99,29 +115,33 @@ def fit_command(
         from d3engine.pictures.plots import check_picture
 
         check_picture("--png", png)
-    wanted = _windows(directory, starts or [], windows or [])
-    _check_numbers(texts, held_out_texts, text_tokens, prompt_tokens)
-    require((text is None or text == []) != (task is None), "--text", NOTHING, "given, or --task in its place")
+    reported = _windows(directory, starts or [], windows or [], grid)
+    wanted = sorted({*reported, *_grid(directory, grid)})
+    asked = TextOptions(text or [], task, data, held_out, texts, held_out_texts, text_tokens, prompt_tokens)
+    asked.check(fewest=CHOOSING_EVERY)
 
-    from d3engine.analysis.answers import open_model
     from d3engine.bridges.fitting import Fit
     from d3engine.bridges.held_out import measure_held_out
 
-    engine, observer = open_model(model, engine_arguments(model, engine_options))
+    engine, passage = open_passage(model, engine_options)
     size = engine.config.hidden_size
     require(rank is None or 1 <= rank < size, "--rank", rank, f"an integer from 1 to {size - 1}")
     seed = engine_options.get("seed", 0)
-    fit_on, judge_on = _texts(engine, text or [], task, data, held_out, seed, text_tokens, texts, held_out_texts)
-    about = {"source": task or [path.name for path in text or []], "seed": seed}
-    fit = Fit(observer, wanted)
+    fit_on, judge_on = asked.read(engine, seed)
+    about = {"source": asked.source, "seed": seed}
+    fit = Fit(passage, wanted)
     state = target.with_name(f"{target.name}.part")
-    with _bar("fit", "text", len(fit_on)) as bar:
+    with progress_bar("fit", "text", len(fit_on)) as bar:
         fit.gather_all(fit_on, state, _key(directory, wanted, fit_on), lambda: bar.update() and None)
     found = fit.solve(rank)
     bridges = _bridges(engine, found, fit, fit_on, about)
-    with _bar("held out", "text", len(judge_on)) as bar:
+    with progress_bar("held out", "text", len(judge_on)) as bar:
         result = measure_held_out(
-            observer, [fitted.bridge for fitted in found], judge_on, prompt_tokens, lambda: bar.update() and None
+            passage,
+            [fitted.bridge for fitted in found if fitted.bridge.window in reported],
+            judge_on,
+            prompt_tokens,
+            lambda: bar.update() and None,
         )
     with printing_last(partial(_show, result, found, target, as_json)):
         _write(bridges, result, bridge_dtype.value, target)
@@ -161,7 +181,11 @@ def inspect_command(
     ]
     title = f"Bridges of {bridges.num_layers} layers, {bridges.num_bytes / 2**20:.1f} MiB, {bridges.fingerprint}"
     print_table(title, ("window", "rank", "dtype", "parameters"), shown)
-    about = {name: value for name, value in bridges.about.items() if name != "held_out"}
+    about = {name: value for name, value in bridges.about.items() if name not in ("held_out", "nested", "tuned")}
+    if "nested" in bridges.about:
+        about["nested windows"] = windows_in_words(bridges.about["nested"]["windows"])
+    if "tuned" in bridges.about:
+        about["tuned for"] = "; ".join(str(one["policy"]) for one in bridges.about["tuned"])
     typer.echo(", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in about.items()))
 
 
@@ -177,13 +201,21 @@ def _target(model: str, directory: Path, out: Path | None) -> Path:
     return out if out is not None else beside(directory, BRIDGES_FILE)
 
 
-def _windows(directory: Path, starts: Sequence[str], windows: Sequence[str]) -> list[Window]:
+def _grid(directory: Path, width: int | None) -> list[Window]:
+    from d3engine.bridges.fitting import grid_windows
+    from d3engine.model.config import ModelConfig
+
+    layers = ModelConfig.from_directory(directory).num_layers
+    return [] if width is None else grid_windows(require_integer("--grid", width, 1, layers), layers)
+
+
+def _windows(directory: Path, starts: Sequence[str], windows: Sequence[str], grid: int | None) -> list[Window]:
     from d3engine.bridges.fitting import windows_from
     from d3engine.model.config import ModelConfig
 
     layers = ModelConfig.from_directory(directory).num_layers
     firsts = []
-    for start in starts or ([] if windows else ["0.8"]):
+    for start in starts or ([] if windows or grid is not None else ["0.8"]):
         exact = exact_fraction("--start", number(start))
         require(0 < exact < 1, "--start", start, "a number in (0, 1), as d3's")
         firsts.append(int(exact * layers))
@@ -196,56 +228,6 @@ def _windows(directory: Path, starts: Sequence[str], windows: Sequence[str]) -> 
         )
         found.append((int(first), int(stop)))
     return sorted(set(found))
-
-
-def _check_numbers(texts: int, held_out_texts: int, text_tokens: int, prompt_tokens: int) -> None:
-    from d3engine.bridges.fitting import CHOOSING_EVERY
-
-    require_integer("--texts", texts, CHOOSING_EVERY)
-    require_integer("--held-out-texts", held_out_texts, 1)
-    require_integer("--prompt-tokens", prompt_tokens, 1)
-    require_integer("--text-tokens", text_tokens, prompt_tokens + 2)
-
-
-def _texts(
-    engine: Engine,
-    files: Sequence[Path],
-    task: str | None,
-    data: Path | None,
-    held_out: Path | None,
-    seed: int,
-    text_tokens: int,
-    count: int,
-    held_out_count: int,
-) -> tuple[list[list[int]], list[list[int]]]:
-    """What is fitted on, and what is measured on: other texts, of a file of their own where there is one."""
-    from d3engine.bridges.texts import TextReader, parted, shuffled
-
-    reader = TextReader(engine.directory, engine.get_tokenizer(), text_tokens)
-    if task is None:
-        require(data is None, "--data", data, "absent without --task")
-        texts = [text for path in files for text in reader.read(path, "--text")]
-    else:
-        texts = _own_answers(engine, task, data, seed, text_tokens, count + (0 if held_out else held_out_count))
-    if held_out is not None:
-        fit_on, judge_on = texts, reader.read(held_out, "--held-out")
-    else:
-        fit_on, judge_on = parted(texts)
-    return shuffled(fit_on, count, seed), shuffled(judge_on, held_out_count, seed + 1)
-
-
-def _own_answers(
-    engine: Engine, task: str, data: Path | None, seed: int, text_tokens: int, count: int
-) -> list[list[int]]:
-    """Prompts of a task's validation split with the model's own greedy answers at full depth behind them."""
-    from d3engine.analysis.answers import answer
-    from d3engine.calibration.tasks import calibration_task
-
-    asked = calibration_task(task, data, seed=seed, shots=None)
-    prompts = [question.prompt for question in asked.load("validation", count)][:count]
-    progress = sys.stderr.isatty() and not hides_bars()
-    answers = answer(engine, prompts, min(asked.max_tokens, text_tokens), stop=asked.stop, progress=progress)
-    return [(one.prompt_ids + one.token_ids)[-text_tokens:] for one in answers]
 
 
 def _key(directory: Path, windows: Sequence[Window], texts: Sequence[Sequence[int]]) -> str:
@@ -280,12 +262,6 @@ def _bridges(
 
 
 # -- what is said ----------------------------------------------------------------------------------------------
-
-
-def _bar(name: str, unit: str, total: int) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc=name, unit=unit, disable=hides_bars(), leave=False)
 
 
 def _write(bridges: Bridges, result: HeldOut, dtype: str, target: Path) -> None:

@@ -30,7 +30,7 @@ OWN_NAMES = [name for name in POLICY_CLASSES if name != "table"]
 """d3engine's policies that options can spell out; a table is too long for a command line."""
 
 
-DRAFT_NAMES = ("d3", "skipdecode", "unified", "even", "fixed", "tail-skip")
+DRAFT_NAMES = ("d3", "nested", "skipdecode", "unified", "even", "fixed", "tail-skip")
 """The policies that may draft on a command line."""
 
 
@@ -79,15 +79,24 @@ def layer_ids(text: str) -> list[int] | str:
         return text
 
 
+def layer_windows(text: str) -> list[list[int]] | str:
+    """Windows of the command line, "6:9,12:15" for the layers 6 to 8 and 12 to 14; other text stays text."""
+    try:
+        return [[int(end) for end in piece.split(":")] for piece in text.split(",")]
+    except ValueError:
+        return text
+
+
 def _are_short(pieces: list[list[int]]) -> bool:
     """Whether each is a layer or two, and they are no more than a model might have."""
     return all(len(piece) <= 2 and piece[-1] - piece[0] < 1000 for piece in pieces)
 
 
 OPTIONS: dict[str, tuple[str, Any, str]] = {
-    "alpha": ("--alpha", float, "d3: the decay, in (0, 1]."),
+    "alpha": ("--alpha", float, "d3, nested: the decay, in (0, 1]."),
     "start": ("--start", number, "d3: the fraction of the layers below the skipped window, in (0, 1)."),
     "tail": ("--tail", int, "d3: this many last layers are never skipped."),
+    "windows": ("--windows", layer_windows, "nested: windows of layers in the order in which they go, 6:9,12:15."),
     "max_tokens": ("--decay-steps", int, "skipdecode: the steps the depth falls over; tail-skip: of the mean."),
     "min_layers": ("--min-layers", int, "skipdecode: the depth after the last of these steps (or --mean-layers)."),
     "max_layers": ("--max-layers", int, "skipdecode: the depth the line starts from (all layers)."),
@@ -126,7 +135,7 @@ OPTIONS: dict[str, tuple[str, Any, str]] = {
 }
 """Field of the policies -> flag, type, help. None stands for an option that was not given."""
 
-PARSERS: dict[Any, str] = {number: "NUMBER", layer_ids: "LAYERS"}
+PARSERS: dict[Any, str] = {number: "NUMBER", layer_ids: "LAYERS", layer_windows: "WINDOWS"}
 """The types that are functions of a text, and what help calls their values."""
 
 

@@ -9,6 +9,7 @@ from d3engine.depth.fixed_skip import FixedSkip
 from d3engine.depth.full_depth import FullDepth
 from d3engine.depth.layer_table import LayerTable
 from d3engine.depth.lossless import Lossless
+from d3engine.depth.nested import Nested
 from d3engine.depth.policy import DepthPolicy, policy_from_dict, policy_from_name
 from d3engine.depth.schedule import NEVER, Schedule
 from d3engine.depth.self_speculative import SelfSpeculative
@@ -29,6 +30,7 @@ __all__ = [
     "FullDepth",
     "LayerTable",
     "Lossless",
+    "Nested",
     "Schedule",
     "SelfSpeculative",
     "SkipDecode",

@@ -37,6 +37,7 @@ POLICY_CLASSES: Mapping[str, tuple[str, str]] = {
     "even": ("d3engine.depth.even_skip", "EvenSkip"),
     "fixed": ("d3engine.depth.fixed_skip", "FixedSkip"),
     "tail-skip": ("d3engine.depth.tail_skip", "TailSkip"),
+    "nested": ("d3engine.depth.nested", "Nested"),
     "early-exit": ("d3engine.depth.early_exit", "EarlyExit"),
     "table": ("d3engine.depth.layer_table", "LayerTable"),
     "self-speculative": ("d3engine.depth.self_speculative", "SelfSpeculative"),

@@ -14,6 +14,7 @@ WORDS = {
     "even": "Even skipping",
     "fixed": "Fixed skipping",
     "tail-skip": "Tail skipping",
+    "nested": "Nested windows",
     "early-exit": "Early exit",
     "table": "Layer table",
     "self-speculative": "Self-speculative decoding",

@@ -71,6 +71,11 @@ class Bridge:
         inner = hidden if self.down is None else F.linear(hidden, self.down)
         return hidden + F.linear(inner, self.weight, self.offset)
 
+    def of_nothing(self) -> Bridge:
+        """One of the same shapes that changes no state: with zeros where a product begins to be added, so that steps
+        of gradient descent can still move it."""
+        return replace(self, weight=torch.zeros_like(self.weight), offset=torch.zeros_like(self.offset))
+
     def to(self, dtype: torch.dtype, device: torch.device) -> Bridge:
         """The same in another dtype, on another device."""
         moved: dict[str, Any] = {

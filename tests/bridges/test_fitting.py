@@ -15,6 +15,7 @@ from torch import Tensor
 from d3engine.bridges import fitting
 from d3engine.bridges.fitting import CHOOSING_EVERY, Fit, windows_from
 from d3engine.bridges.held_out import measure_held_out
+from d3engine.bridges.passage import Passage
 from d3engine.errors import InvalidValueError
 from d3engine.model.bridges import Bridge
 
@@ -60,7 +61,7 @@ def ridge_solution(x: Tensor, y: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
 
 
 def test_sums_of_one_pass_give_the_solution_over_all_states_of_transformers(model: Any, texts: list[list[int]]) -> None:
-    fit = Fit(observer_of(model.directory), windows_from([1, 2], LAYERS))
+    fit = Fit(Passage(observer_of(model.directory)), windows_from([1, 2], LAYERS))
     for text in texts:
         fit.gather(text)
     stored = [states_of(model, text) for text in texts]
@@ -79,7 +80,7 @@ def test_the_ridge_is_chosen_by_the_error_on_texts_that_the_solution_has_not_see
     model: Any, texts: list[list[int]]
 ) -> None:
     ridges = (1e-6, 0.3, 100.0)
-    fit = Fit(observer_of(model.directory), [(1, 4)])
+    fit = Fit(Passage(observer_of(model.directory)), [(1, 4)])
     for text in texts:
         fit.gather(text)
     (found,) = fit.solve(ridges=ridges)
@@ -101,7 +102,7 @@ def test_the_ridge_is_chosen_by_the_error_on_texts_that_the_solution_has_not_see
 
 
 def test_of_all_maps_of_a_rank_the_one_that_loses_least_is_taken(model: Any, texts: list[list[int]]) -> None:
-    fit = Fit(observer_of(model.directory), [(1, 3)])
+    fit = Fit(Passage(observer_of(model.directory)), [(1, 3)])
     for text in texts:
         fit.gather(text)
     (full,), (low,) = fit.solve(ridges=(RIDGE,)), fit.solve(rank=2, ridges=(RIDGE,))
@@ -117,18 +118,18 @@ def test_a_fit_that_was_cut_off_goes_on_where_its_state_ends(
     model: Any, texts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fitting, "SAVE_EVERY", 3)
-    whole = Fit(observer_of(model.directory), [(1, 3)])
+    whole = Fit(Passage(observer_of(model.directory)), [(1, 3)])
     whole.gather_all(texts, None, "key", lambda: None)
-    cut, state = Fit(observer_of(model.directory), [(1, 3)]), tmp_path / "state.part"
+    cut, state = Fit(Passage(observer_of(model.directory)), [(1, 3)]), tmp_path / "state.part"
     cut.gather_all(texts[:7], state, "key", lambda: None)
     read: list[list[int]] = []
     gather = Fit.gather
     monkeypatch.setattr(Fit, "gather", lambda fit, text: (read.append(text), gather(fit, text))[1])
-    later = Fit(observer_of(model.directory), [(1, 3)])
+    later = Fit(Passage(observer_of(model.directory)), [(1, 3)])
     later.gather_all(texts, state, "key", lambda: None)
     assert read == texts[6:]
     assert torch.equal(later.solve()[0].bridge.weight, whole.solve()[0].bridge.weight)
-    other = Fit(observer_of(model.directory), [(1, 3)])
+    other = Fit(Passage(observer_of(model.directory)), [(1, 3)])
     other.gather_all(texts[:1], state, "another key", lambda: None)
     assert other.num_texts == 1
 
@@ -138,7 +139,7 @@ def test_windows_are_judged_as_transformers_runs_them(model: Any, texts: list[li
     size, prompt = model.model.config.hidden_size, 12
     generator = torch.Generator().manual_seed(1)
     bridge = Bridge(1, 3, torch.randn(size, size, generator=generator) / size, torch.randn(size, generator=generator))
-    result = measure_held_out(observer_of(model.directory), [bridge], texts[:2], prompt)
+    result = measure_held_out(Passage(observer_of(model.directory)), [bridge], texts[:2], prompt)
     divergence = agreed = surprise = count = 0.0
     llama = model.model.model
     with torch.inference_mode():
@@ -165,4 +166,4 @@ def test_windows_are_judged_as_transformers_runs_them(model: Any, texts: list[li
 
 def test_a_window_of_other_layers_than_the_models_is_refused(model: Any) -> None:
     with pytest.raises(InvalidValueError, match=r"window must be layers \[first, stop\) of 4; got '2:5'"):
-        Fit(observer_of(model.directory), [(2, 5)])
+        Fit(Passage(observer_of(model.directory)), [(2, 5)])

@@ -15,6 +15,7 @@ from d3engine import (
     FullDepth,
     InvalidValueError,
     LayerTable,
+    Nested,
     SamplingParams,
     SkipDecode,
     TailSkip,
@@ -47,6 +48,7 @@ NESTED: list[DepthPolicy] = [
     SkipDecode(12, 3, warmup=2),
     UnifiedSkip(2),
     TailSkip(4.5, 20),
+    Nested(0.9, [[3, 5], [1, 2], [2, 3]]),
 ]
 
 

@@ -59,6 +59,37 @@ def test_the_models_own_answers_to_a_task_serve_as_text(tmp_path: Path) -> None:
     assert read_bridges(out).about["source"] == "word-problems"
 
 
+def test_windows_are_nested_measured_and_tuned_with_a_file_of_bridges(texts: Path, tmp_path: Path) -> None:
+    out, better = str(tmp_path / "b.safetensors"), str(tmp_path / "better.safetensors")
+    given = ("--text", str(texts), "--prompt-tokens", "4", "--text-tokens", "24")
+    few = (*SMALL[:4], *given, "--texts", "6")
+    assert run("fit", "demo", *SMALL, *given, "--grid", "5", "--rank", "8", "--out", out).exit_code == 0
+    nest = run("nest", "demo", *few, "--bridges", out, "--width", "5", "--count", "2")
+    assert nest.exit_code == 0, nest.output
+    windows = read_bridges(out).about["nested"]["windows"]
+    order = ",".join(f"{first}:{stop}" for first, stop in windows)
+    assert len(windows) == 2
+    assert nest.stdout.endswith(f"--depth nested --windows {order}\n")
+    assert f"nested windows: {order}" in run("inspect", out).stdout
+    policy = f"nested alpha=0.9 windows={order}"
+    measured = run("measure", "demo", *few, "--bridges", out, "--policy", policy, "--json")
+    assert measured.exit_code == 0, measured.output
+    skipped, bridged = json.loads(measured.stdout)["policies"]
+    assert skipped["mean_layers"] == bridged["mean_layers"] < bridged["mean_layers_with_bridges"]
+    tune = ("tune", "demo", *few, "--held-out", str(texts), "--bridges", out, "--policy", policy, "--steps", "6")
+    tuned = run(*tune, "--rate", "0.001", "--out", better, "--json")
+    assert tuned.exit_code == 0, tuned.output
+    before, after = json.loads(tuned.stdout)["held_out"]["policies"]
+    assert after["kl"] < before["kl"]
+    assert read_bridges(better).about["tuned"][0]["policy"] == policy
+    spoilt = run(*tune, "--rate", "1", "--out", str(tmp_path / "no"))
+    assert spoilt.exit_code == 0, spoilt.output
+    assert "nothing was written" in spoilt.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b.safetensors", "better.safetensors", "texts.jsonl"]
+    lacking = run("measure", "demo", *few, "--bridges", out, "--policy", "d3 alpha=0.9 start=0.5")
+    assert re.search("--bridges must be a file with the windows 8:10, ", lacking.stderr), lacking.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [

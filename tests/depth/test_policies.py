@@ -21,6 +21,7 @@ from d3engine.depth import (
     FixedSkip,
     FullDepth,
     LayerTable,
+    Nested,
     Schedule,
     SkipDecode,
     TailSkip,
@@ -303,6 +304,7 @@ EXAMPLES: list[DepthPolicy] = [
     FixedSkip([5, 2]),
     TailSkip(mean_layers=5.5, max_tokens=20),
     TailSkip(mean_layers="16/3", max_tokens=7, on_skip="copy"),  # type: ignore[arg-type]
+    Nested(alpha=0.9, windows=[[5, 7], [2, 3]]),
     EarlyExit(threshold=0.9),
     EarlyExit(0.5, "cosine", decay=0, min_layer=2, every=3, batch="batch_min", on_skip="copy"),
     LayerTable([[0, 1, 2, 3, 4, 5, 6, 7], [0, 7], [0, 3, 7]]),
@@ -334,6 +336,7 @@ def test_the_names_are_those_of_the_command_line() -> None:
         "even",
         "fixed",
         "tail-skip",
+        "nested",
         "early-exit",
         "table",
     }
@@ -352,7 +355,7 @@ def test_the_names_are_those_of_the_command_line() -> None:
     [
         (
             {"policy": "d4", "alpha": 0.9},
-            "policy must be one of full, d3, skipdecode, unified, even, fixed, tail-skip, early-exit, .*; got 'd4'",
+            "policy must be one of full, d3, skipdecode, unified, even, fixed, tail-skip, nested, .*; got 'd4'",
         ),
         ({"policy": ["d3"]}, "policy must be "),
         (

@@ -21,6 +21,7 @@ from depth_oracle import (
     d3,
     greedy_at_depth,
     layer_table,
+    nested,
     skip_decode,
     tail_skip,
     unified_skip,
@@ -29,7 +30,7 @@ from tiny_models import TinyLlama
 from transformers_oracle import assert_same_tokens, greedy
 
 from d3engine import D3, Engine, FullDepth, LayerTable, RequestOutput, SamplingParams, SkipDecode, TailSkip, UnifiedSkip
-from d3engine.depth import DepthPolicy, Lossless, SelfSpeculative
+from d3engine.depth import DepthPolicy, Lossless, Nested, SelfSpeculative
 from d3engine.errors import InvalidValueError, ModelFormatError
 from d3engine.model.bridges import BRIDGES_FILE, Bridge, Bridges, write_bridges
 from d3engine.model.fingerprint import fingerprint
@@ -37,11 +38,13 @@ from d3engine.model.fingerprint import fingerprint
 LAYERS, SIZE, TOKENS = 6, 32, 14
 AUTO = "auto"
 EVERY = list(range(LAYERS))
+WINDOWS = [[4, 5], [1, 3], [3, 4]]
 WAKING = [EVERY, [0, 5], [0, 1, 5], EVERY, [0, 2, 4], [0, 1, 2, 3]]
 BRIDGED: list[tuple[DepthPolicy, ActiveLayers]] = [
     (D3(0.95, 0.5, bridges=AUTO), d3(LAYERS, 0.95, 0.5)),
     (D3(0.9, 0.1, tail=1, bridges=AUTO), d3(LAYERS, 0.9, 0.1, tail=1)),  # its window begins at the first layer
     (D3(0.9, 0.5, on_skip="copy", bridges=AUTO), d3(LAYERS, 0.9, 0.5)),
+    (Nested(0.95, WINDOWS, bridges=AUTO), nested(LAYERS, 0.95, WINDOWS)),  # neighbours become one window
     (SkipDecode(20, 2, bridges=AUTO), skip_decode(LAYERS, 20, 2)),
     (TailSkip(4.5, 16, bridges=AUTO), tail_skip(LAYERS, 16, 4.5)),
     (UnifiedSkip(1.5, bridges=AUTO), unified_skip(LAYERS, 1.5)),

@@ -19,6 +19,7 @@ from depth_oracle import (
     d3,
     greedy_at_depth,
     layer_table,
+    nested,
     skip_decode,
     tail_skip,
     unified_skip,
@@ -27,7 +28,7 @@ from tiny_models import TinyLlama
 from transformers_oracle import assert_same_tokens, greedy
 
 from d3engine import Engine, RequestOutput, SamplingParams
-from d3engine.depth import D3, DepthPolicy, FixedSkip, FullDepth, LayerTable, SkipDecode, TailSkip, UnifiedSkip
+from d3engine.depth import D3, DepthPolicy, FixedSkip, FullDepth, LayerTable, Nested, SkipDecode, TailSkip, UnifiedSkip
 from d3engine.depth.schedule import OnSkip
 
 MakeModel = Callable[..., TinyLlama]
@@ -36,6 +37,7 @@ MakePrompts = Callable[..., list[list[int]]]
 NUM_TOKENS = 64
 NESTED_TOKENS = 40
 LAYERS = 10
+NESTED_WINDOWS = [[2, 4], [6, 7], [4, 6]]
 LENGTHS = [1, 30]  # with the answer, each crosses several borders of blocks of 4 and of 16 entries
 
 # A deep model of grouped heads with llama3 rope beyond its trained length.
@@ -74,6 +76,7 @@ NESTED: dict[str, tuple[DepthPolicy, ActiveLayers]] = {
     "TailSkip of 6.4": (TailSkip(6.4, NESTED_TOKENS), tail_skip(LAYERS, NESTED_TOKENS, 6.4)),
     "TailSkip of 3": (TailSkip(3, 20), tail_skip(LAYERS, 20, 3)),
     "FixedSkip": (FixedSkip([2, 7, 8]), lambda step: set(range(LAYERS)) - {2, 7, 8}),
+    "Nested windows": (Nested(0.95, NESTED_WINDOWS), nested(LAYERS, 0.95, NESTED_WINDOWS)),
     "UnifiedSkip 1.4": (UnifiedSkip(1.4), unified_skip(LAYERS, 1.4)),
 }
 
@@ -218,8 +221,9 @@ MIXED: list[tuple[DepthPolicy, ActiveLayers, OnSkip]] = [
     (LayerTable(TABLES["alternating"], on_skip="project"), layer_table(TABLES["alternating"]), "project"),
     (D3(0.8, 0.7, on_skip="project"), d3(LAYERS, 0.8, 0.7), "none"),
     (LayerTable(TABLES["random 2"], on_skip="copy"), layer_table(TABLES["random 2"]), "copy"),
+    (Nested(0.95, NESTED_WINDOWS), nested(LAYERS, 0.95, NESTED_WINDOWS), "none"),
 ]
-MIXED_LENGTHS = [17, 5, 40, 1, 22, 9, 31, 3, 12, 26]
+MIXED_LENGTHS = [17, 5, 40, 1, 22, 9, 31, 3, 12, 26, 7]
 
 
 @pytest.fixture(scope="module")

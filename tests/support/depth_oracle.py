@@ -8,7 +8,7 @@ entries that some token left there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -36,6 +36,20 @@ def d3(num_layers: int, alpha: float, start: float, tail: int = 0) -> ActiveLaye
     def active(step: int) -> set[int]:
         keep = max(math.floor(num_layers * alpha**step), first + tail)
         return set(range(num_layers)) - set(range(first, first + num_layers - keep))
+
+    return active
+
+
+def nested(num_layers: int, alpha: float, windows: Sequence[Sequence[int]]) -> ActiveLayers:
+    """Windows go whole, in order, while floor(L alpha**i) layers are left without them."""
+
+    def active(step: int) -> set[int]:
+        layers = set(range(num_layers))
+        for first, stop in windows:
+            if len(layers) - (stop - first) < math.floor(num_layers * alpha**step):
+                break
+            layers -= set(range(first, stop))
+        return layers
 
     return active
 
