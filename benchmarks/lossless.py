@@ -7,7 +7,8 @@ one, the speed-up is that over g c + 1. The line is drawn beside what is measure
 Every system answers the same prompts, one after the other or `batch` at once, on one thread, and rounds interleave
 them. Prompts are word problems, or a file's in the model's chat template. D3 drafts for `Lossless`; a window of layers
 left out drafts for `SelfSpeculative`. Seconds are the process's own (CPU time), which on an otherwise idle machine are
-those of the clock; of the rounds the fastest counts, because whatever else a machine does can only slow one down.
+those of the clock. The speed-up is the median of the ratios within rounds: a machine's speed may change from one round
+to the next, so the fastest of all rounds may be one of either system.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -151,7 +153,7 @@ def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[st
         "tokens": count,
         "full_depth_tokens_per_second": summary([count / s for s in seconds["full"]]),
         "cells": cells,
-        "best": max(cells, key=lambda cell: cell["speedup"]),
+        "best": max(cells, key=lambda cell: cell["speedup"]["median"]),
     }
 
 
@@ -177,7 +179,7 @@ def _cell(
     count = sum(map(len, full))
     draft_tokens = sum(len(output.outputs[0].token_ids) for output in answers[draft.title])
     # What a shallow token costs: the draft by itself, whose answers may be of another length, over full depth.
-    cost = (min(seconds[draft.title]) / draft_tokens) / (min(seconds["full"]) / count)
+    cost = median(_ratios(seconds[draft.title], seconds["full"])) * count / draft_tokens
     # The end of an answer ends its draft, so drafts are shorter than they may be.
     acceptance = acceptance_for(1 + accepted / passes, drafted / passes)
     return {
@@ -185,8 +187,7 @@ def _cell(
         "title": draft.title,
         "draft_length": length,
         "tokens_per_second": summary([count / s for s in seconds[name]]),
-        "speedup": min(seconds["full"]) / min(seconds[name]),
-        "speedup_by_round": summary([deep / s for deep, s in zip(seconds["full"], seconds[name], strict=True)]),
+        "speedup": summary(_ratios(seconds["full"], seconds[name])),
         "mean_draft_length": drafted / passes,
         "accepted_over_drafted": accepted / drafted,
         "tokens_per_verification": 1 + accepted / passes,
@@ -195,6 +196,11 @@ def _cell(
         "modelled_speedup": modelled_speedup(acceptance, cost, drafted / passes),
         "layers_per_token": sum(sum(answer.depths) for answer in given) / count,
     }
+
+
+def _ratios(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    """Of the times of two systems in each round."""
+    return [a / b for a, b in zip(one, other, strict=True)]
 
 
 def _name(draft: Draft, length: int) -> str:
@@ -223,24 +229,24 @@ def show(report: dict[str, Any], console: Console) -> None:
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for cell in report["cells"]:
-        rounds = cell["speedup_by_round"]
+        speedup = cell["speedup"]
         table.add_row(
             cell["title"],
             str(cell["draft_length"]),
             f"{cell['accepted_over_drafted']:.0%}",
             f"{cell['tokens_per_verification']:.2f}",
             f"{cell['layers_per_token']:.1f}",
-            f"{cell['speedup']:.2f}",
-            f"{rounds['min']:.2f}-{rounds['max']:.2f}",
+            f"{speedup['median']:.2f}",
+            f"{speedup['min']:.2f}-{speedup['max']:.2f}",
             f"{cell['modelled_speedup']:.2f}",
         )
     console.print(table)
-    paying = [cell for cell in report["cells"] if cell["speedup"] > 1]
+    paying = [cell for cell in report["cells"] if cell["speedup"]["median"] > 1]
     console.print(f"{len(paying)} of {len(report['cells'])} settings pay; the best is {_in_words(report['best'])}.")
 
 
 def _in_words(cell: dict[str, Any]) -> str:
-    return f"{cell['title']}, draft length {cell['draft_length']}: {cell['speedup']:.2f}x"
+    return f"{cell['title']}, draft length {cell['draft_length']}: {cell['speedup']['median']:.2f}x"
 
 
 def plot(report: dict[str, Any], path: str) -> None:
@@ -257,7 +263,7 @@ def plot(report: dict[str, Any], path: str) -> None:
         label = f"model: b = {acceptance:.2f}, c = {cost:.2f}"
         modelled = [modelled_speedup(acceptance, cost, length) for length in line]
         axes.plot(line, modelled, color=ORANGE, linestyle="--", label=label)
-        axes.plot(lengths, [cell["speedup"] for cell in cells], color=BLUE, marker="o", label="measured")
+        axes.plot(lengths, [cell["speedup"]["median"] for cell in cells], color=BLUE, marker="o", label="measured")
         axes.axhline(1, color=INK, linewidth=1)
         axes.set_title(title, fontsize="medium")
         axes.set_xlabel("draft length g")
