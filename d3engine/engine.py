@@ -144,11 +144,11 @@ class Engine(Facts):
         self.settings = settings
         self.default_sampling_params = default_sampling_params(settings.directory)
         self.tokenizer = None if skip_tokenizer_init else load_tokenizer(Path(tokenizer or settings.directory))
-        bridges = bridge_store(settings)  # what does not fit the model is refused before the weights are loaded
+        self.bridges = bridge_store(settings)  # what does not fit the model is refused before the weights are loaded
         self._requests = NewRequests(
-            settings.config, self.tokenizer, settings.depth, settings.max_model_len, seed=seed, bridges=bridges
+            settings.config, self.tokenizer, settings.depth, settings.max_model_len, seed=seed, bridges=self.bridges
         )
-        self.scheduler, self.executor = assemble(settings, self.tokenizer, weights, bridges)
+        self.scheduler, self.executor = assemble(settings, self.tokenizer, weights, self.bridges)
         self.sampler = VerifyingSampler()
         self._chat_prompts = ChatPrompts(self.directory, self.tokenizer)
         self._life = Life()

@@ -35,6 +35,7 @@ from d3engine.evaluation import catalogue
 from d3engine.evaluation.accuracy import Score, measure, measure_with_shared_prompts, shape_of
 from d3engine.evaluation.baselines import BISECTIONS, at_equal_depth, early_exit_at_depth, published_order
 from d3engine.evaluation.benchmark import Benchmark, Question, check_prompts
+from d3engine.evaluation.bridged import bridge_hashes, open_bridges
 from d3engine.evaluation.kept import KeptAnswers
 from d3engine.evaluation.report import (
     Chart,
@@ -194,6 +195,7 @@ def resolve_policies(
             policies += [other for other in at_depth if other not in policies and other not in named]
     for one in policies:
         one.schedule(engine.config.num_layers)  # refused before the first has run
+    open_bridges(engine, policies)
     return policies
 
 
@@ -331,7 +333,8 @@ def _kept_answers(
             rule = policy.exit_rule(engine.config.num_layers)
             alone = rule is None or rule.batch == "per_row"
             require(alone, "--answers", str(path), "absent where company changes answers (--exit-batch batch_min)")
-    kept = KeptAnswers(path, {"weights": fingerprint(engine.directory), **_machine(engine)})
+    bridges = bridge_hashes(engine, [policy for policies, _ in planned for policy in policies])
+    kept = KeptAnswers(path, {"weights": fingerprint(engine.directory), **_machine(engine)}, bridges)
     note(f"{path} has {len(kept)} answers.")
     return kept
 

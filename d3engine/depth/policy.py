@@ -84,6 +84,12 @@ class DepthPolicy(ABC):
         return {"policy": self.name, **{option: _plain(value) for option, value in options.items()}}
 
 
+def named_bridges(policy: DepthPolicy) -> frozenset[str]:
+    """What the policy calls its bridges, and that by which it drafts its own; empty where neither has any."""
+    policies = (policy, getattr(policy, "draft", None))
+    return frozenset(name for one in policies if (name := getattr(one, BRIDGES, None)) is not None)
+
+
 def policy_names() -> list[str]:
     """The names of all policies: d3engine's own, then those of installed packages (entry points, see `GROUP`)."""
     return [*POLICY_CLASSES, *(name for name in installed_names() if name not in POLICY_CLASSES)]

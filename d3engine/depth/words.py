@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, cast
 
-from d3engine.depth.policy import DepthPolicy
+from d3engine.depth.policy import BRIDGES, DepthPolicy
 
 WORDS = {
     "full": "Full depth",
@@ -36,9 +36,18 @@ def policy_in_words(policy: DepthPolicy) -> str:
         if value is None or usual.get(name, ...) == value:
             continue
         own = getattr(policy, name, None)
-        said = f"({policy_in_words(own)})" if isinstance(own, DepthPolicy) else _shortened(f"{value}")
+        said = f"({policy_in_words(own)})" if isinstance(own, DepthPolicy) else _said(name, value)
         parts.append(f"{name.replace('_', ' ')} {said}")
     return ", ".join(parts)
+
+
+def _said(name: str, value: Any) -> str:
+    """A value as the command line spells it; of a long path its end."""
+    if name == "windows":
+        return _shortened(",".join(f"{first}:{stop}" for first, stop in value))
+    if name == BRIDGES and len(value) > LONGEST_VALUE:
+        return f"... {value[4 - LONGEST_VALUE :]}"
+    return _shortened(f"{value}")
 
 
 def _shortened(text: str) -> str:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from d3engine.depth.policy import named_bridges
 from d3engine.depth.words import policy_in_words
 from d3engine.errors import D3EngineError
 from d3engine.evaluation.work import Work
@@ -39,13 +40,16 @@ class Answer:
 class KeptAnswers:
     """The answers in a file, which grows by those that are kept; `about` names the weights and dtypes they come from.
 
+    `bridges` has the hash of each file of bridges that policies name: another file of that name has other answers.
+
     Raises `UnreadableFileError` for a file that cannot be read and `D3EngineError` for one that holds anything else. A
     last line that was not written to its end is dropped.
     """
 
-    def __init__(self, path: Path, about: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, about: Mapping[str, str], bridges: Mapping[str, str] | None = None) -> None:
         self._path = path
         self._about = dict(about)
+        self._bridges = dict(bridges or {})
         self._answers: dict[str, Answer] = {}
         content = read_bytes(path, DATA_BYTES) if is_there(path) else b""
         self._whole = content.rfind(b"\n") + 1
@@ -85,5 +89,7 @@ class KeptAnswers:
 
     def _key(self, prompt: str, params: SamplingParams) -> str:
         policy: Any = None if params.depth is None else params.depth.describe()
-        said = [self._about, policy, repr(replace(params, depth=None)), prompt]
+        names = frozenset() if params.depth is None else named_bridges(params.depth)
+        hashes = [self._bridges[name] for name in sorted(names)]
+        said = [self._about, policy, repr(replace(params, depth=None)), prompt, *hashes]
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()

@@ -108,10 +108,12 @@ def _prompt_note(scores: Sequence[Score]) -> tuple[str, ...]:
 
 def cost_table(title: str, titles: Sequence[str], costs: Sequence[Cost]) -> Table:
     """Layers, FLOPs, tokens and time: nominal over the longest answer allowed, realised over what was generated."""
-    rows = [(name, *_cost_cells(cost)) for name, cost in zip(titles, costs, strict=True)]
+    crosses = any(cost.work.crossings for cost in costs)
+    rows = [(name, *_cost_cells(cost, crosses)) for name, cost in zip(titles, costs, strict=True)]
     header = (
         "depth",
         f"layers of {costs[0].num_layers}, realised",
+        *(["with bridges"] * crosses),
         "nominal",
         "FLOPs ratio, realised",
         "nominal",
@@ -123,10 +125,12 @@ def cost_table(title: str, titles: Sequence[str], costs: Sequence[Cost]) -> Tabl
     return Table(title, header, rows, _cost_notes(costs))
 
 
-def _cost_cells(cost: Cost) -> tuple[str, ...]:
+def _cost_cells(cost: Cost, crosses: bool) -> tuple[str, ...]:
     realised = (f"{cost.realised_mean_layers:.2f}", ratio(cost.realised_flops_ratio)) if cost.tokens else ("-", "-")
+    bridged = f"{cost.realised_layers_with_bridges:.2f}" if cost.tokens else "-"
     return (
         realised[0],
+        *([bridged] * crosses),
         layers(cost.nominal_mean_layers),
         realised[1],
         ratio(cost.nominal_flops_ratio),
@@ -142,6 +146,8 @@ def _cost_notes(costs: Sequence[Cost]) -> tuple[str, ...]:
     num_layers = costs[0].num_layers
     policies = [cost.policy for cost in costs]
     notes = ["Nominal: over the maximum length. Realised: over the tokens really generated. FLOPs with the LM head."]
+    if any(cost.work.crossings for cost in costs):
+        notes.append("With bridges: and each crossing of a window as the share of a layer that a full map is.")
     if not all(is_known_beforehand(policy, num_layers) for policy in policies):
         notes.append("No nominal figures where the tokens themselves decide: early exits and drafts.")
     if any(policy.exit_rule(num_layers) for policy in policies):
@@ -237,6 +243,8 @@ def _score_as_dict(benchmark: Benchmark, score: Score, first: Score | None) -> d
         "realised_flops_ratio": score.realised_flops_ratio,
         "tokens": score.tokens,
         "layers_run": score.work.layers,
+        "realised_mean_layers_with_bridges": score.realised_layers_with_bridges,
+        "crossings": score.work.crossings,
         "lm_head_rows": score.work.heads,
         "projected_entries": score.work.projections,
         "unfinished": score.unfinished,

@@ -128,6 +128,12 @@ class Cost:
         return self.work.layers / self.work.tokens
 
     @property
+    def realised_layers_with_bridges(self) -> float:
+        """The same with the bridges that were crossed, each as the share of a layer that a full map is."""
+        crossings = self.work.crossings * self.shape.hidden_size**2 / self.shape.layer_parameters
+        return self.realised_mean_layers + crossings / self.work.tokens
+
+    @property
     def nominal_flops_ratio(self) -> float | None:
         """Full depth over the schedule, LM head included: the FLOPs column of the D3 paper's Table 6."""
         if self.nominal_mean_layers is None:

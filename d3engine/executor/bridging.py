@@ -31,7 +31,7 @@ class BridgeStore:
     """The bridges that the policies of one engine name, loaded when they are first asked for.
 
     Only those in `allowed` can be had, "auto" (beside the weights) and what the engine's own policy names: a request
-    may come from anywhere, and must not say which files are opened.
+    may come from anywhere, and must not say which files are opened. None at all where `allowed` is empty.
     """
 
     def __init__(
@@ -51,6 +51,15 @@ class BridgeStore:
         self._loaded: dict[str, dict[Window, BridgeWeights]] = {}
         self._stats = ExecutorStats()
         self._lock = threading.Lock()
+
+    def allow(self, names: frozenset[str]) -> None:
+        """Let policies name these files too: for a caller whose policies all come from one who owns the files."""
+        if self._allowed:
+            self._allowed |= names
+
+    def path(self, name: str) -> Path:
+        """The file that a policy calls so, whether it is there or not."""
+        return beside(self._directory, BRIDGES_FILE) if name == AUTO_BRIDGES else Path(name)
 
     def check(self, schedule: Schedule) -> None:
         """Load the bridges of a schedule, if it has any; any thread may call it.
@@ -87,9 +96,8 @@ class BridgeStore:
             self._stats = stats
 
     def _load(self, name: str) -> dict[Window, BridgeWeights]:
-        path = beside(self._directory, BRIDGES_FILE) if name == AUTO_BRIDGES else Path(name)
         try:
-            found = read_bridges(path)
+            found = read_bridges(self.path(name))
             fits = found.num_layers == self._config.num_layers and found.hidden_size == self._config.hidden_size
             is_ours = fits and found.fingerprint == fingerprint(self._directory)
         except ModelFormatError as error:

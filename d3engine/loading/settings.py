@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from d3engine.depth import DepthPolicy, policy_from_dict
-from d3engine.depth.policy import BRIDGES
+from d3engine.depth.policy import named_bridges
 from d3engine.model.config import ModelConfig
 from d3engine.model.part import Part
 from d3engine.scheduling.admission import Admission
@@ -54,8 +54,7 @@ class EngineSettings:
     @property
     def own_bridges(self) -> frozenset[str]:
         """The bridges that the engine's policy names, or that by which it drafts."""
-        policies = (self.depth, getattr(self.depth, "draft", None))
-        return frozenset(name for policy in policies if (name := getattr(policy, BRIDGES, None)) is not None)
+        return named_bridges(self.depth)
 
     @property
     def scheduler_config(self) -> SchedulerConfig:

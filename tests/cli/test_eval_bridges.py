@@ -1,0 +1,104 @@
+"""`d3engine eval` with policies that name files of bridges: who runs it owns the files, so its engine opens them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bridge_files import some_maps, write_maps
+from invoking import invoke
+
+from d3engine.cli.engine_options import model_directory
+from d3engine.depth import D3
+from d3engine.depth.words import policy_in_words
+from d3engine.engine import Engine
+from d3engine.executor.bridging import BridgeStore
+from d3engine.model.config import ModelConfig
+
+SMALL = ("--limit", "2", "--max-tokens", "12", "--device", "cpu", "--kv-cache-memory-bytes", str(2**25))
+CONFIG = ModelConfig.from_directory(model_directory("demo"))
+SKIPPED = "nested alpha=0.8 windows=6:9,3:6"
+
+
+def write_bridges(path: Path, scale: float, first: int = 0) -> str:
+    """Bridges of the bundled model, of the windows from a layer; of scale 0 they do nothing."""
+    maps = some_maps(CONFIG.num_layers, CONFIG.hidden_size, scale=scale)
+    write_maps({window: one for window, one in maps.items() if window[0] >= first}, model_directory("demo"), path)
+    return str(path)
+
+
+def evaluate(*policies: str, more: tuple[str, ...] = ("--json",)) -> Any:
+    return invoke(["eval", "demo", *SMALL, *(word for one in policies for word in ("--policy", one)), *more])
+
+
+def test_policies_name_files_of_bridges_and_their_rows_say_which_and_what_they_cost(tmp_path: Path) -> None:
+    nothing, something = (write_bridges(tmp_path / f"{scale}.safetensors", scale) for scale in (0, 4))
+    lossless = "lossless alpha=0.8 start=0.5"
+    asked = (SKIPPED, f"{SKIPPED} bridges={nothing}", f"{SKIPPED} bridges={something}", lossless)
+    result = evaluate(*asked, f"{lossless} bridges={something}", more=("--answers", str(tmp_path / "a"), "--json"))
+    assert result.exit_code == 0, result.output
+    skipped, same, other, drafted, drafted_bridged = json.loads(result.stdout)["benchmarks"][0]["scores"]
+    assert (same["tokens"], same["layers_run"]) == (skipped["tokens"], skipped["layers_run"])
+    texts: dict[str, list[str]] = {}
+    for line in (tmp_path / "a").read_text().splitlines():
+        texts.setdefault(json.loads(line)["policy"].split("bridges")[0], []).append(json.loads(line)["text"])
+    bare, bridged = (texts[f"Nested windows, alpha 0.8, windows 6:9,3:6{rest}"] for rest in ("", ", "))
+    assert bridged[:2] == bare
+    assert bridged[2:] != bare
+    full, other_drafts = sorted(texts.items())[0][1], texts["Lossless D3, draft (D3, alpha 0.8, start 0.5, "]
+    assert full == other_drafts
+    assert drafted["layers_run"] < drafted_bridged["layers_run"], "drafts by maps of nothing known are rejected"
+    assert skipped["crossings"] == drafted_bridged["crossings"] == 0 < other["crossings"]
+    map_in_layers = CONFIG.hidden_size**2 / CONFIG.layer_parameters
+    bridges = other["crossings"] / other["tokens"] * map_in_layers
+    assert other["realised_mean_layers_with_bridges"] == pytest.approx(other["realised_mean_layers"] + bridges)
+
+
+def test_a_column_has_the_layers_with_bridges_where_a_row_has_any(tmp_path: Path) -> None:
+    bridges = write_bridges(tmp_path / "b.safetensors", 0)
+    shown = evaluate(SKIPPED, f"{SKIPPED} bridges={bridges}", more=())
+    assert "realised  with bridges  nominal" in shown.stdout
+    assert "with bridges" not in evaluate(SKIPPED, more=()).stdout
+
+
+def test_kept_answers_are_those_of_the_bridges_that_were_in_the_file(tmp_path: Path) -> None:
+    kept, file = tmp_path / "answers.jsonl", tmp_path / "b.safetensors"
+    counts = []
+    for scale in (0, 4, None):  # None: the file stays as it is
+        if scale is not None:
+            write_bridges(file, scale)
+        found = evaluate(f"{SKIPPED} bridges={file}", more=("--answers", str(kept)))
+        assert found.exit_code == 0, found.output
+        counts.append(len(kept.read_text().splitlines()))
+    assert counts == [2, 4, 4]
+
+
+def test_a_file_that_does_not_serve_is_refused_before_any_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacking = write_bridges(tmp_path / "b.safetensors", 0, first=6)
+    monkeypatch.setattr(Engine, "generate", lambda *_, **__: pytest.fail("a question was asked"))
+    for name, said in ((lacking, "3:9 is not in it"), (str(tmp_path / "none"), "is missing")):
+        result = evaluate("full", f"{SKIPPED} bridges={name}")
+        assert result.exit_code == 2
+        assert said in result.stderr.splitlines()[-1]
+
+
+def test_what_one_may_not_have_at_all_is_not_had_by_naming_it(tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+    kind: dict[str, Any] = {"dtype": torch.float32, "weight_dtype": torch.float32, "device": cpu}
+    store = BridgeStore(model_directory("demo"), CONFIG, allowed=frozenset(), **kind)
+    policy = D3(0.8, 0.5, bridges=write_bridges(tmp_path / "b.safetensors", 0))
+    store.allow(frozenset([str(policy.bridges)]))
+    with pytest.raises(ValueError, match="bridges must be absent beside a tensor_parallel_size above 1"):
+        store.check(policy.schedule(CONFIG.num_layers))
+
+
+def test_a_long_path_shows_its_end() -> None:
+    title = policy_in_words(D3(0.8, 0.5, bridges="/a" * 40 + "/b.safetensors"))
+    assert title.startswith("D3, alpha 0.8, start 0.5, bridges ... ")
+    assert title.endswith("/a/b.safetensors")
+    assert len(title.removeprefix("D3, alpha 0.8, start 0.5, bridges ")) == 60
