@@ -139,13 +139,13 @@ struct D3Run {
     const D3Bridges* const* bridges;
 };
 
-// Cycles of rows that draft, all tokens of a draft through the same layers, and verify the draft by one pass of it and of
-// the token before it. A row comes to its end with a token of its own `ends`, with its room, or where full depth's
+// Cycles of rows that draft, all tokens of a draft through the same layers, and verify the draft by one pass of it and
+// of the token before it. A row comes to its end with a token of its own `ends`, with its room, or where full depth's
 // numbers are not finite; further cycles pass it by.
 struct D3Cycles {
     int32_t rows, cycles;
     int32_t most;                                             // tokens of any draft at most
-    const int64_t *tokens, *positions, *generation, *slots;  // [rows] each, of the last token of each answer, as in a run
+    const int64_t *tokens, *positions, *generation, *slots;  // [rows] each, of each answer's last token, as in a run
     const int32_t* cutoffs;  // [rows, L]: layer l runs in the drafts that begin at a generation before this
     const int32_t* tables;   // [num_slots, num_layers, max_blocks]
     // [rows, most] and [rows]: what the first drafts have already, and how long they are to be in all.

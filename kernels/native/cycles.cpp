@@ -1,5 +1,5 @@
-// Each cycle is some steps of one row for each sequence whose draft still grows, and one of all drafted rows, in which a
-// row that has left its hidden state behind goes on from there.
+// Each cycle is some steps of one row for each sequence whose draft still grows, and one of all drafted rows, in which
+// a row that has left its hidden state behind goes on from there.
 #include "cycles.h"
 
 #include <algorithm>

@@ -41,8 +41,9 @@ private:
     void settle(int row, int nth);
     void add(int row, int64_t place, bool is_draft, int nth);
     void run_batch();
-    int64_t* drafted(int row, int nth) const { return asked_.drafted + (int64_t(nth) * asked_.rows + row) * asked_.most; }
-    int64_t* counts(int row, int nth) const { return asked_.counts + (int64_t(nth) * asked_.rows + row) * 3; }
+    int64_t cell(int row, int nth) const { return int64_t(nth) * asked_.rows + row; }
+    int64_t* drafted(int row, int nth) const { return asked_.drafted + cell(row, nth) * asked_.most; }
+    int64_t* counts(int row, int nth) const { return asked_.counts + cell(row, nth) * 3; }
 
     const D3Cycles asked_;
     D3Decoder& decoder_;

@@ -274,7 +274,7 @@ def test_options_become_the_policy_they_name() -> None:
         policy("lossless", draft="d3", alpha=0.9, start="0.6")
     with pytest.raises(InvalidValueError, match=r"--speedup must be .*; got '2'"):
         policy("lossless", alpha=0.9, start="0.6", speedup="2")
-    with pytest.raises(InvalidValueError, match="must be given with --draft, one of d3, skipdecode"):
+    with pytest.raises(InvalidValueError, match="must be given with --draft, one of d3, nested, skipdecode"):
         policy("self-speculative", alpha=0.9, start="0.6")
     with pytest.raises(InvalidValueError, match=r"--draft-length must be .*; got 3"):
         policy("d3", alpha=0.9, start="0.6", draft_length=3)

@@ -159,8 +159,9 @@ def test_an_engine_in_a_process_of_its_own_is_served_and_its_end_is_told() -> No
         body = {"prompt": "Once", "max_tokens": 30, "ignore_eos": True, "stream": True, "return_token_ids": True}
         events = [json.loads(line[6:]) for line in client.post("/completions", json=body).iter_lines() if "{" in line]
         tokens = [len(event["choices"][0]["token_ids"]) for event in events]
-        assert (tokens[0], sum(tokens)) == (1, 30)
-        assert min(tokens[1:-1]) >= 4
+        assert sum(tokens) == 30
+        assert len(tokens) <= 1 + -(-29 // 4)  # fewer, where the reader was behind
+        assert all(count >= 4 for count in tokens[1:-1])
         engine.kill()
         assert client.post("/completions", json={"prompt": "Once"}).json()["error"]["code"] == "engine_dead"
         health = client.get(url.replace("/v1", "/health"))
