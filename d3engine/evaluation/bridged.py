@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import named_bridges
-from d3engine.engine import Engine
+
+if TYPE_CHECKING:
+    from d3engine.engine import Engine
 
 
 def open_bridges(engine: Engine, policies: Iterable[DepthPolicy]) -> None:
