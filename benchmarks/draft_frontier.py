@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,16 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from benchmarks.drafts import add_draft_options, prompts_for
 from benchmarks.lossless import acceptance_for, tokens_for
-from benchmarks.report import environment, keep, positive
+from benchmarks.report import environment, keep
 from d3engine.depth import D3, FullDepth, Lossless, Schedule
 from d3engine.depth.schedule import windows_of
 from d3engine.depth.statistics import ModelShape
 from d3engine.engine import Engine
 from d3engine.evaluation.accuracy import shape_of
-from d3engine.evaluation.word_problems import format_prompt, problems
 from d3engine.pictures.colours import BLUE, INK, ORANGE
 from d3engine.pictures.plots import new_figure, save_figure
-from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import SamplingParams
 
 LONGEST = 16
@@ -96,15 +95,15 @@ def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[st
     first = D3(*settings.drafts[0], bridges=settings.bridges)
     hidden = None if show_progress is None else not show_progress
     with Engine(settings.model, depth=first, device="cpu", max_num_seqs=settings.prompts, num_threads=1) as engine:
-        shape, ask = shape_of(engine.config), _asking(engine, settings)
+        shape, asked = shape_of(engine.config), prompts_for(engine, settings.prompts, settings.chat)
         plain = SamplingParams(temperature=0.0, max_tokens=settings.tokens, depth=FullDepth())
-        full = [output.outputs[0].token_ids for output in ask(plain)]
+        full = [output.outputs[0].token_ids for output in engine.generate(asked, plain, use_tqdm=False)]
         points = []
         systems = list(itertools.product(kinds, settings.drafts, settings.lengths))
         for bridges, draft, length in tqdm(systems, unit="run", disable=hidden):
             d3 = D3(*draft, bridges=bridges)
             params = SamplingParams(temperature=0.0, max_tokens=settings.tokens, depth=Lossless(d3, length))
-            outputs = ask(params)
+            outputs = engine.generate(asked, params, use_tqdm=False)
             assert [output.outputs[0].token_ids for output in outputs] == full, f"{d3} is not lossless"
             metrics = [output.metrics for output in outputs]
             drafted, accepted, passes = (
@@ -120,16 +119,6 @@ def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[st
         "points": points,
         "best": max(points, key=lambda point: point["at_best_length"]),
     }
-
-
-def _asking(engine: Engine, settings: Settings) -> Callable[[SamplingParams], list[RequestOutput]]:
-    """What answers the prompts of the settings."""
-    if settings.chat is None:
-        asked = [format_prompt(problem.question) for problem in itertools.islice(problems("test", 1), settings.prompts)]
-        return lambda params: engine.generate(asked, params, use_tqdm=False)
-    lines = [line for line in Path(settings.chat).read_text(encoding="utf-8").splitlines() if line.strip()]
-    messages = [[{"role": "user", "content": line}] for line in lines[: settings.prompts]]
-    return lambda params: engine.chat(messages, params, use_tqdm=False)
 
 
 def _point(
@@ -203,22 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.draft_frontier", description=__doc__.splitlines()[0])
     default = Settings()
     parser.add_argument("--model", default=default.model, help="a model directory, smollm2 or demo")
-    parser.add_argument("--bridges", metavar="FILE", help="also draft by these bridges")
-    parser.add_argument(
-        "--draft",
-        dest="drafts",
-        type=float,
-        nargs=2,
-        action="append",
-        metavar=("ALPHA", "START"),
-        help="a setting of D3 to draft with; may be repeated",
-    )
-    parser.add_argument("--lengths", type=positive, nargs="+", default=default.lengths, help="draft lengths")
-    parser.add_argument("--prompts", type=positive, default=default.prompts, help="word problems, or lines of --chat")
-    parser.add_argument("--chat", metavar="FILE", help="questions, one a line, to ask by the model's chat template")
-    parser.add_argument("--tokens", type=positive, default=default.tokens, help="tokens of an answer at most")
-    parser.add_argument("--plot", metavar="FILE", help="also draw the frontier to this PNG file (needs matplotlib)")
-    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
+    add_draft_options(parser, default.lengths, default.prompts, default.tokens)
     options = parser.parse_args(arguments)
     settings = Settings(
         model=options.model,

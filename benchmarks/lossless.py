@@ -28,12 +28,11 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from benchmarks.drafts import add_draft_options, prompts_for
 from benchmarks.report import environment, keep, summary
-from d3engine.analysis.answers import Prompt, read_prompts
 from d3engine.depth import D3, DepthPolicy, FullDepth, LayerTable, Lossless, SelfSpeculative
 from d3engine.engine import Engine
 from d3engine.errors import require
-from d3engine.evaluation.word_problems import format_prompt, problems
 from d3engine.pictures.colours import BLUE, INK, ORANGE
 from d3engine.pictures.plots import new_figure, save_figure
 from d3engine.request.outputs import RequestOutput
@@ -131,7 +130,7 @@ def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[st
         for draft in drafts:
             systems[draft.title] = draft.alone
             systems |= {_name(draft, length): draft.policy(length) for length in settings.lengths}
-        asked = _prompts(settings, engine)
+        asked = prompts_for(engine, settings.prompts, settings.chat)
         seconds: dict[str, list[float]] = {name: [] for name in systems}
         with tqdm(total=(settings.repeats + 1) * len(systems), unit="run", disable=hidden) as bar:
             for turn, (name, policy) in itertools.product(range(settings.repeats + 1), systems.items()):
@@ -155,13 +154,6 @@ def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[st
         "cells": cells,
         "best": max(cells, key=lambda cell: cell["speedup"]["median"]),
     }
-
-
-def _prompts(settings: Settings, engine: Engine) -> list[Prompt]:
-    if settings.chat is None:
-        return [format_prompt(problem.question) for problem in itertools.islice(problems("test", 1), settings.prompts)]
-    turns = read_prompts(Path(settings.chat), settings.prompts)
-    return [engine.chat_prompt([{"role": "user", "content": turn}]) for turn in turns]
 
 
 def _cell(
@@ -286,15 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lossless", description=__doc__.splitlines()[0])
     default = Settings()
     parser.add_argument("--model", default=default.model, help="a model directory, or demo")
-    parser.add_argument(
-        "--draft",
-        dest="drafts",
-        type=float,
-        nargs=2,
-        action="append",
-        metavar=("ALPHA", "START"),
-        help="a setting of D3 to draft with; may be repeated",
-    )
+    add_draft_options(parser, default.lengths, default.prompts, default.tokens)
     parser.add_argument(
         "--without",
         dest="windows",
@@ -304,15 +288,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar=("FIRST", "LAST"),
         help="layers to leave out of a self-speculative draft; may be repeated",
     )
-    parser.add_argument("--lengths", type=int, nargs="+", default=default.lengths, help="draft lengths")
-    parser.add_argument("--prompts", type=int, default=default.prompts, help="how many prompts")
-    parser.add_argument("--chat", metavar="FILE", help="prompts for the chat template, one a line, not word problems")
     parser.add_argument("--batch", type=int, default=default.batch, help="answers at once")
-    parser.add_argument("--tokens", type=int, default=default.tokens, help="tokens of an answer at most")
     parser.add_argument("--repeats", type=int, default=default.repeats, help="rounds counted, after one warm-up")
-    parser.add_argument("--bridges", metavar="FILE", help="bridges that drafts cross skipped layers by")
-    parser.add_argument("--plot", metavar="FILE", help="also draw the figures to this PNG file (needs matplotlib)")
-    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
     options = parser.parse_args(arguments)
     settings = Settings(
         model=options.model,

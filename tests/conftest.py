@@ -11,6 +11,7 @@ import gc
 import json
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,6 +59,27 @@ def interpreter() -> None:
         from quick_interpreter import make_quick
 
         make_quick()
+
+
+@pytest.fixture(scope="session")
+def native_library() -> None:
+    """For tests of what needs it; that it is missing is a fault where there is a compiler: see tests/kernels/native."""
+    from d3engine.kernels.native.library import LibraryMissing, library
+
+    try:
+        library()
+    except LibraryMissing as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_is_heard() -> Iterator[None]:
+    """Whoever is started in the background may be told to ignore Ctrl-C, and so would all that tests start."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,7 +8,7 @@ another size than all others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby
@@ -16,13 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from torch import Tensor
 
 from d3engine.bridges.passage import Passage
+from d3engine.bridges.saved_state import read_state, write_state
 from d3engine.bridges.sums import FIELDS, Maps, Sums, of_rank, solve, unexplained
 from d3engine.errors import require
-from d3engine.files import write_whole
 from d3engine.model.bridges import Bridge, Window
 
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -146,24 +145,18 @@ class Fit:
             for (part, first), sums in self._sums.items()
             for name, tensor in sums.named().items()
         }
-        write_whole(path, save(named, {"key": key, "texts": str(self.num_texts)}))
+        write_state(path, key, named, {"texts": str(self.num_texts)})
 
     def _load(self, path: Path, key: str) -> None:
-        """Go on from a saved state; one of another fit, or that cannot be read, counts as none."""
-        if not path.is_file():
-            return
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("key") != key:
-                    return
-                sums = {
-                    place: Sums(*(file.get_tensor(f"{place[0]}.{place[1]}.{name}") for name in FIELDS))
-                    for place in self._sums
-                }
-                self._sums, self.num_texts = sums, int(metadata["texts"])
-        except (SafetensorError, OSError, ValueError, KeyError):
-            return
+        """Go on from a saved state of this very fit, if there is one."""
+
+        def read(tensor: Callable[[str], Tensor], words: Mapping[str, str]) -> tuple[dict[tuple[str, int], Sums], int]:
+            sums = {place: Sums(*(tensor(f"{place[0]}.{place[1]}.{name}") for name in FIELDS)) for place in self._sums}
+            return sums, int(words["texts"])
+
+        found = read_state(path, key, read)
+        if found is not None:
+            self._sums, self.num_texts = found
 
 
 def _bridge(window: Window, place: int, sums: Sums, maps: Maps, rank: int | None) -> Bridge:

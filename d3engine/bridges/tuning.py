@@ -14,14 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from d3engine.bridges.judging import FullText
+from d3engine.bridges.saved_state import read_state, write_state
 from d3engine.depth import Schedule
 from d3engine.errors import require
-from d3engine.files import write_whole
 from d3engine.model.bridges import Bridge, Window
 
 SAVE_EVERY = 25
@@ -114,22 +112,22 @@ class Tuning:
             kept = self._adam.state[tensor]
             own = {"now": tensor.detach(), "mean": kept["exp_avg"], "square": kept["exp_avg_sq"]}
             tensors |= {f"{name}.{kind}": value for kind, value in own.items()}
-        write_whole(path, save(tensors, {"key": key, "losses": json.dumps(self.losses)}))
+        write_state(path, key, tensors, {"losses": json.dumps(self.losses)})
 
     def _load(self, path: Path, key: str) -> None:
-        """Go on from a saved state; one of another run, or that cannot be read, counts as none."""
-        if not path.is_file():
+        """Go on from a saved state of this very run, if there is one."""
+
+        def read(
+            tensor: Callable[[str], Tensor], words: Mapping[str, str]
+        ) -> tuple[list[float], dict[str, list[Tensor]]]:
+            kinds = ("now", "mean", "square")
+            losses = [float(loss) for loss in json.loads(words["losses"])]
+            return losses, {name: [tensor(f"{name}.{kind}") for kind in kinds] for name, _ in self._named()}
+
+        saved = read_state(path, key, read)
+        if saved is None:
             return
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("key") != key:
-                    return
-                losses = [float(loss) for loss in json.loads(metadata["losses"])]
-                kinds = ("now", "mean", "square")
-                found = {name: [file.get_tensor(f"{name}.{kind}") for kind in kinds] for name, _ in self._named()}
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError):
-            return
+        losses, found = saved
         self.losses, self.num_steps = losses, len(losses)
         for name, tensor in self._named():
             now, mean, square = found[name]

@@ -25,6 +25,7 @@ from d3engine.cli.bridge_texts import (
     TextTokens,
     open_passage,
     progress_bar,
+    write_own_bridges,
 )
 from d3engine.cli.bridge_tune import tune_command
 from d3engine.cli.depth_options import number
@@ -32,7 +33,7 @@ from d3engine.cli.engine_options import Model, Options, model_directory, takes_e
 from d3engine.cli.output_files import check_output, printing_last
 from d3engine.cli.verbosity import note
 from d3engine.depth.window import exact_fraction
-from d3engine.errors import NOTHING, InvalidValueError, require, require_integer
+from d3engine.errors import NOTHING, require, require_integer
 from d3engine.files import beside
 
 if TYPE_CHECKING:
@@ -269,13 +270,10 @@ def _write(bridges: Bridges, result: HeldOut, dtype: str, target: Path) -> None:
 
     import torch
 
-    from d3engine.model.bridges import DTYPES, write_bridges
+    from d3engine.model.bridges import DTYPES
 
     ready = replace(bridges, about={**bridges.about, "held_out": result.as_dict()})
-    try:
-        write_bridges(ready.to(DTYPES[dtype], torch.device("cpu")), target)
-    except OSError as error:
-        raise InvalidValueError("--out", str(target), f"a file that can be written ({error})") from error
+    write_own_bridges(ready.to(DTYPES[dtype], torch.device("cpu")), target)
     note(f"{len(bridges.by_window)} bridges written to {target}")
 
 

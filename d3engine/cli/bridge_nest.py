@@ -22,14 +22,14 @@ from d3engine.cli.bridge_texts import (
     open_passage,
     progress_bar,
     read_own_bridges,
+    write_own_bridges,
 )
 from d3engine.cli.engine_options import Model, Options, takes_engine
 from d3engine.cli.output_files import check_output, printing_last
-from d3engine.errors import InvalidValueError, require, require_integer
+from d3engine.errors import require, require_integer
 
 if TYPE_CHECKING:
     from d3engine.bridges.nesting import Order
-    from d3engine.model.bridges import Bridges
 
 
 @takes_engine
@@ -74,16 +74,7 @@ def nest_command(
     ) as bar:
         order = choose_order(full, found.by_window, candidates, count, lambda: bar.update() and None)
     with printing_last(partial(_show, order, as_json)):
-        _write(found, order, target)
-
-
-def _write(bridges: Bridges, order: Order, target: Path) -> None:
-    from d3engine.model.bridges import write_bridges
-
-    try:
-        write_bridges(replace(bridges, about={**bridges.about, "nested": order.as_dict()}), target)
-    except OSError as error:
-        raise InvalidValueError("--out", str(target), f"a file that can be written ({error})") from error
+        write_own_bridges(replace(found, about={**found.about, "nested": order.as_dict()}), target)
 
 
 def _show(order: Order, as_json: bool) -> None:

@@ -139,6 +139,16 @@ def read_own_bridges(engine: Engine, path: Path, device: Any) -> Bridges:
     return found.to(torch.float32, torch.device(device))
 
 
+def write_own_bridges(bridges: Bridges, target: Path) -> None:
+    """Write a file of bridges. Raises `InvalidValueError` where that cannot be done."""
+    from d3engine.model.bridges import write_bridges
+
+    try:
+        write_bridges(bridges, target)
+    except OSError as error:
+        raise InvalidValueError("--out", str(target), f"a file that can be written ({error})") from error
+
+
 def bridges_of(schedule: Schedule, bridges: Bridges, path: Path) -> Mapping[Window, Bridge]:
     """Those that a schedule needs."""
     missing = [f"{first}:{stop}" for first, stop in schedule.windows() if (first, stop) not in bridges.by_window]

@@ -27,11 +27,12 @@ from d3engine.cli.bridge_texts import (
     progress_bar,
     read_own_bridges,
     schedule_of,
+    write_own_bridges,
 )
 from d3engine.cli.engine_options import Model, Options, takes_engine
 from d3engine.cli.output_files import check_output, printing_last
 from d3engine.cli.verbosity import note
-from d3engine.errors import InvalidValueError, require, require_integer, require_number
+from d3engine.errors import require, require_integer, require_number
 
 if TYPE_CHECKING:
     from d3engine.bridges.decoded import Comparison
@@ -154,13 +155,8 @@ def _compared(
 
 
 def _write(own: Bridges, tuned: Mapping[Window, Bridge], told: dict[str, Any], target: Path) -> None:
-    from d3engine.model.bridges import write_bridges
-
     about = {**own.about, "tuned": [*own.about.get("tuned", []), told]}
-    try:
-        write_bridges(replace(own, by_window={**own.by_window, **tuned}, about=about), target)
-    except OSError as error:
-        raise InvalidValueError("--out", str(target), f"a file that can be written ({error})") from error
+    write_own_bridges(replace(own, by_window={**own.by_window, **tuned}, about=about), target)
 
 
 def _show(result: Comparison, pays: bool, target: Path, as_json: bool) -> None:

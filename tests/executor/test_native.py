@@ -17,7 +17,6 @@ from tiny_models import TinyLlama
 from d3engine import D3, Engine, FullDepth
 from d3engine.errors import InvalidValueError
 from d3engine.executor.native import MAX_ROWS
-from d3engine.kernels.native.library import LibraryMissing, library
 from d3engine.loading.device import num_tokens_ahead
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LayerWeights, LlamaWeights, load_weights
@@ -28,13 +27,7 @@ from d3engine.scheduling.running import RunningTable
 OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**22, "skip_tokenizer_init": True}
 MODEL: dict[str, Any] = {"seed": 11, "max_position_embeddings": 1024}
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _built() -> None:
-    try:
-        library()
-    except LibraryMissing as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("native_library")
 
 
 @pytest.fixture(scope="module")

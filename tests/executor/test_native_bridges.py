@@ -15,7 +15,6 @@ from bridge_files import some_maps, write_maps
 from tiny_models import TinyLlama
 
 from d3engine import D3, Engine, FullDepth, Lossless, RequestOutput, SamplingParams, SelfSpeculative
-from d3engine.kernels.native.library import LibraryMissing, library
 from d3engine.model.bridges import BRIDGES_FILE
 from d3engine.weights_tools.quantize import quantize_model
 
@@ -24,13 +23,7 @@ OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**22, "ski
 BRIDGED = (D3(0.9, 0.3, bridges="auto"), D3(0.8, 0.5, bridges="auto"), D3(0.95, 0.3, tail=1, bridges="auto"))
 PROMPTS = [[5, 9, 200, 31], [7] * 20, [11, 12], [5, 9, 200, 8]]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _built() -> None:
-    try:
-        library()
-    except LibraryMissing as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("native_library")
 
 
 @pytest.fixture(scope="module")

@@ -18,15 +18,11 @@ def ahead(
     """`make_engine`, with each of the executors that decode by themselves."""
     from d3engine.executor.cuda_graph import GraphExecutor
     from d3engine.executor.native import NativeExecutor
-    from d3engine.kernels.native.library import LibraryMissing, library
     from d3engine.loading import resolve
 
     monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager: "eager" if eager else request.param)
     if request.param == "native":
-        try:
-            library()
-        except LibraryMissing as error:  # which is a fault where there is a compiler: see tests/kernels/native
-            pytest.skip(str(error))
+        request.getfixturevalue("native_library")
     wanted = {"graphs": GraphExecutor, "native": NativeExecutor}[request.param]
 
     def make(**changes: Any) -> Engine:

@@ -13,7 +13,6 @@ from batches import Request, assert_same, kv_is_back, run_together
 
 from d3engine import D3, Engine, FullDepth, LayerTable, Lossless, SelfSpeculative, SkipDecode, UnifiedSkip
 from d3engine.depth import DepthPolicy
-from d3engine.kernels.native.library import LibraryMissing, library
 from d3engine.plan import Plan
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import RequestOutputKind
@@ -28,13 +27,7 @@ DRAFTING: list[DepthPolicy] = [
     SelfSpeculative(LayerTable(WAKING, on_skip="project"), 3),
 ]
 
-
-@pytest.fixture(autouse=True, scope="module")
-def native_library() -> None:
-    try:
-        library()
-    except LibraryMissing as error:  # which is a fault where there is a compiler: see tests/kernels/native
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("native_library")
 
 
 def counts(output: RequestOutput) -> list[int]:
