@@ -6,10 +6,15 @@ which a launch has several programs in every direction.
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,6 +119,25 @@ def test_programs_in_any_order_give_the_same_bits(run: Callable[[int], list[Tens
     for order in ("backwards", "shuffled"):
         for nth, (one, other) in enumerate(zip(found["in order"], found[order], strict=True)):
             assert torch.equal(one, other), f"the result {nth} depends on the order: {order}"
+
+
+def bits() -> str:
+    """Of all that these operations return and write."""
+    digest = sha256()
+    for tensor in (*layer(2), *ends_of_a_step(2)):
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def test_the_interpreter_that_tests_use_gives_the_bits_of_the_one_that_triton_brings() -> None:
+    code = (
+        "from d3engine.kernels.triton import products; products.MIN_PROGRAMS = 2; products.MIN_STEPS = 1; "
+        "import test_grid_orders; print(test_grid_orders.bits())"
+    )
+    places = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": places}
+    plain = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert plain.stdout.split() == [bits()]
 
 
 def test_a_program_that_relies_on_the_one_before_it_is_seen(device: torch.device) -> None:
