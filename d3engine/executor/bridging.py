@@ -103,7 +103,8 @@ class BridgeStore:
         except ModelFormatError as error:
             raise InvalidValueError("bridges", name, f"what d3engine bridge fit has written ({error})") from None
         require(is_ours, "bridges", name, "fitted to these weights, not to others (d3engine bridge fit)")
-        scheme = self._config.quantization
+        has_values = self._kind["device"].type != "meta"  # which scales are made of
+        scheme = self._config.quantization if has_values else None
         return {window: held(bridge, quantization=scheme, **self._kind) for window, bridge in found.by_window.items()}
 
 

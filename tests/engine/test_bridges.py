@@ -32,6 +32,7 @@ from transformers_oracle import assert_same_tokens, greedy
 from d3engine import D3, Engine, FullDepth, LayerTable, RequestOutput, SamplingParams, SkipDecode, TailSkip, UnifiedSkip
 from d3engine.depth import DepthPolicy, Lossless, Nested, SelfSpeculative
 from d3engine.errors import InvalidValueError, ModelFormatError
+from d3engine.loading.bridges import NOWHERE, bridge_store
 from d3engine.model.bridges import BRIDGES_FILE, Bridge, Bridges, write_bridges
 from d3engine.model.fingerprint import fingerprint
 
@@ -207,6 +208,26 @@ def test_a_perfect_bridge_lets_every_draft_be_accepted(tiny_llama: Callable[...,
         engine.generate([1, 2, 3], asked(policy, max_tokens=21), use_tqdm=False)
         stats = engine.stats()
     assert stats.drafted_tokens == stats.accepted_tokens > 0
+
+
+def test_who_checks_requests_for_an_engine_in_another_process_holds_no_map(
+    make_engine: Callable[..., Engine], model: TinyLlama
+) -> None:
+    pytest.importorskip("msgspec", reason="an engine in a process of its own needs the extra serve")
+    from d3engine.async_engine.process_front import ProcessFront
+    from d3engine.async_engine.process_main import _ready
+
+    with make_engine(depth=D3(0.9, 0.5, bridges=AUTO)) as engine:
+        front = ProcessFront(_ready(engine), {"skip_tokenizer_init": True})
+        params = asked(D3(0.8, 0.5, bridges=AUTO))
+        assert front.prepare([1, 2], params).schedule == engine.prepare([1, 2], params).schedule
+        for checks, holds in ((front, False), (engine, True)):
+            weights = [bridge.weight for bridge in checks.bridges.bridges(AUTO).values()]
+            assert {isinstance(weight, torch.Tensor) and not weight.is_meta for weight in weights} == {holds}
+        with pytest.raises(InvalidValueError, match='bridges must be "auto"'):
+            front.prepare([1, 2], asked(D3(0.8, 0.5, bridges="/elsewhere")))
+        quantized = replace(engine.settings, config=replace(engine.config, quantization="int8"))
+        bridge_store(quantized, device=NOWHERE).check(engine.depth.schedule(LAYERS))
 
 
 # -- what is refused -------------------------------------------------------------------------------------------
