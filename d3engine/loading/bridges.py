@@ -8,7 +8,6 @@ from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.executor.bridging import BridgeStore
 from d3engine.loading.settings import EngineSettings
 
-
 NOWHERE = torch.device("meta")
 """For who checks requests and computes none: bridges are read and looked at, and take neither memory nor a device."""
 
