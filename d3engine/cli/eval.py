@@ -60,9 +60,6 @@ HARNESS_MAX_TOKENS = 256
 """Tokens of an answer whose task in lm-evaluation-harness does not say, as in the harness itself; gsm8k and bbh have
 those of the paper."""
 
-VALIDATION_QUESTIONS = 64
-"""By which the threshold of early exit is found, at most; no more than --limit."""
-
 
 class SplitName(StrEnum):
     """The parts of a task; they share no question."""
@@ -113,6 +110,14 @@ def evaluate(
             help="After each D3: other skips at its nominal mean depth, and Early Exit at its depth on validation.",
         ),
     ] = False,
+    exit_questions: Annotated[
+        int | None,
+        typer.Option(
+            "--exit-questions",
+            help="Questions by which --baselines finds Early Exit's threshold, each answered up to nine times (64, or "
+            "as many as are asked).",
+        ),
+    ] = None,
     share_prompts: Annotated[
         bool,
         typer.Option(
@@ -143,11 +148,15 @@ def evaluate(
     require(len(names) > 0 and len(set(names)) == len(names), "--tasks", tasks, "different names, separated by commas")
     if limit is not None:
         require_integer("--limit", limit, 1)
+    if exit_questions is not None:
+        require_integer("--exit-questions", exit_questions, 1)
     check_output("--html", html)
     check_output("--answers", answers)
     is_harness = data is None and not catalogue.are_generated(names)
     require(is_harness or include_path is None, "--include-path", str(include_path), "given only with harness tasks")
     seed = engine_options.get("seed", 0)
+    sets_exits = exit_questions is None or (baselines and not is_harness)
+    require(sets_exits, "--exit-questions", exit_questions, "given with --baselines, and no task of the harness")
     run = Run(model, names, seed, limit, num_fewshot, html, as_json, share_prompts, answers)
     wanted = [depth] if depth != AUTO or not policy else []
     wanted += [policy_from_words(words.split()) for words in policy or ()]
@@ -170,7 +179,7 @@ def evaluate(
     given = {"split": split.value, "seed": seed, "limit": limit, "shots": num_fewshot}
     benchmarks = catalogue.from_files(names, data, **given) if data else catalogue.generated(names, **given)
     engine = open_engine(model, engine_options, AUTO if AUTO in wanted else None)
-    more = {"seed": seed, "shots": num_fewshot, "most": min(VALIDATION_QUESTIONS, limit or VALIDATION_QUESTIONS)}
+    more = {"seed": seed, "shots": num_fewshot, "most": exit_questions}
     depth_questions = partial(catalogue.depth_questions, folder=data, **more) if baselines else None
     run.with_benchmarks(engine, benchmarks, wanted, sampling, compare_full, depth_questions)
 

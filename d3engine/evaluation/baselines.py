@@ -90,10 +90,14 @@ def early_exit_at_depth(depth_of: Callable[[DepthPolicy], float], mean_layers: f
     """Early exit whose mean depth is nearest, by bisection of its threshold over CALM's range [0, 1].
 
     `depth_of` answers some questions under a policy and tells the layers run per token; it is asked `BISECTIONS` times.
-    Where even the threshold 1 leaves too soon, it is what is returned: the depth that is measured then says so.
+    Where even the threshold 1 leaves too soon, it is what is returned, and no other is tried: the depth that is
+    measured then says so.
     """
     low, high = 0.0, 1.0
-    tried = [(abs(depth_of(EarlyExit(high)) - mean_layers), EarlyExit(high))]
+    deepest = depth_of(EarlyExit(high))
+    if deepest <= mean_layers:
+        return EarlyExit(high)
+    tried = [(deepest - mean_layers, EarlyExit(high))]
     for _ in range(BISECTIONS - 1):
         policy = EarlyExit((low + high) / 2)
         depth = depth_of(policy)

@@ -23,6 +23,9 @@ NAMES_WITHOUT_HARNESS = f"one of {', '.join(procedural.NAMES)}, or with --data o
 DEFAULT_PROBLEMS = 500
 """Of a generated task; of files, all there are."""
 
+DEPTH_QUESTIONS = 64
+"""By which a policy's depth is set, at most, unless a number is given; no more than are asked afterwards."""
+
 PUBLISHED_SHOTS = 3
 """Examples before each question, as in the D3 paper; generated tasks are asked without."""
 
@@ -54,12 +57,14 @@ def generated(
 
 
 def depth_questions(
-    benchmark: Benchmark, folder: Path | None, *, seed: int, shots: int | None, most: int
+    benchmark: Benchmark, folder: Path | None, *, seed: int, shots: int | None, most: int | None
 ) -> list[Question]:
     """Questions by which a policy's depth is set, which takes no answers: of the validation split, where there is one.
 
     BBH has none; of its own questions every so manieth is taken, from all tasks.
     """
+    if most is None:
+        most = min(DEPTH_QUESTIONS, len(benchmark.questions))
     if benchmark.name == "bbh":
         return benchmark.questions[:: -(-len(benchmark.questions) // most)]
     if folder is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,15 @@ def test_the_table_and_the_page_have_the_figures_of_the_json(report: dict[str, A
     assert "McNemar" in result.stdout
 
 
-def test_policies_in_words_run_in_turn_each_compared_with_the_first() -> None:
+def test_policies_in_words_run_in_turn_each_compared_with_the_first(tmp_path: Path) -> None:
     policies = ("--policy", "d3 alpha=0.9 start=0.7", "--policy", "full")
-    short = ("--limit", "2", "--max-tokens", "24", "--split", "validation")
-    result = evaluate(*policies, "--baselines", "--tasks", "word-problems", *short, "--json")
+    short = ("--limit", "2", "--max-tokens", "24", "--split", "validation", "--answers", str(tmp_path / "kept.jsonl"))
+    baselines = ("--baselines", "--exit-questions", "1")
+    result = evaluate(*policies, *baselines, "--tasks", "word-problems", *short, "--json")
     assert result.exit_code == 0, result.output
+    kept = [json.loads(line)["policy"] for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
+    exits = Counter(policy for policy in kept if policy.startswith("Early exit"))
+    assert sorted(exits.values()) == [1] * (len(exits) - 1) + [2], "tried on one question, the one that is taken on two"
     (found,) = json.loads(result.stdout)["benchmarks"]
     assert [score["depth"]["policy"] for score in found["scores"]] == [
         "d3",
@@ -154,6 +159,8 @@ def test_questions_of_files_are_read_from_a_folder(tmp_path: Path) -> None:
         (["--tasks", "arc_easy", "--temperature", "1"], "--temperature"),
         (["--tasks", "arc_easy", "--split", "train"], "--split"),
         (["--include-path", "."], "--include-path"),
+        (["--policy", "d3 alpha=0.9 start=0.6", "--exit-questions", "4"], "--exit-questions"),
+        (["--policy", "d3 alpha=0.9 start=0.6", "--baselines", "--exit-questions", "0"], "--exit-questions"),
         (["--html", "no/such/folder/page.html"], "--html"),
         (["--html", "."], "--html"),
         (

@@ -209,6 +209,7 @@ def test_a_depth_is_set_by_questions_of_the_validation_split_and_of_bbh_by_some_
     ]
     (bbh,) = from_files(["bbh"], folder, split="test", seed=0, limit=None, shots=1)
     assert depth_questions(bbh, folder, seed=0, shots=1, most=4) == bbh.questions[::2]
+    assert depth_questions(bbh, folder, seed=0, shots=1, most=None) == bbh.questions, "no more than are asked"
     (words,) = generated(["word-problems"], split="test", seed=0, limit=3, shots=None)
     own = depth_questions(words, None, seed=0, shots=None, most=5)
     assert len(own) == 5
