@@ -1,13 +1,13 @@
 """Decoding on a CPU by the native library: a whole run of steps is one call.
 
 Like the graphs of a GPU it takes the plans whose steps need nothing of the host, and single steps, of answers or of
-prompts, that the sampler chooses from. Whatever else a plan may hold goes through the eager executor on the same
-weights and the same pool.
+prompts, whose tokens it chooses as well unless more is wanted than one of each row. Whatever else a plan may hold goes
+through the eager executor on the same weights and the same pool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,9 +16,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from d3engine.cache.kv_cache import IntArray
+from d3engine.depth import NEVER
+from d3engine.executor.choosing import choice_of_step
 from d3engine.executor.computed import Computed
 from d3engine.executor.eager import EagerExecutor
-from d3engine.executor.native_choices import FormsOfRun, all_may_end, drafts_of, draws_of, ends_of, reporting_chunks
+from d3engine.executor.native_choices import (
+    ChoicesOfStep,
+    FormsOfRun,
+    all_may_end,
+    drafts_of,
+    draws_of,
+    ends_of,
+    reporting_chunks,
+)
 from d3engine.kernels.native.cycles import Drafts
 from d3engine.kernels.native.library import Decoder
 from d3engine.kernels.native.model import Linear, NativeBridge, NativeBridges, NativeError, NativeLayer, NativeModel
@@ -102,7 +113,7 @@ class NativeExecutor:
         """Nothing: the library goes with this object."""
 
     def run(self, plan: Plan) -> Computed:
-        """Run the steps of a plan: tokens of a run, logits of a single step that is the host's to choose from."""
+        """Run the steps of a plan: their tokens, or logits of a single step that is the host's to choose from."""
         if plan.ahead is not None:
             computed = Computed(self._run_ahead(plan, plan.ahead))
             self.stats.native_steps += computed.carried_out(plan).num_steps
@@ -196,29 +207,48 @@ class NativeExecutor:
             and (not self._eager.rope.depends_on_length or bool((plan.steps >= 0).all()))
         )
 
+    def _single(self, plan: Plan) -> Tensor | Chosen:
+        """The tokens of the sampled rows, or logits [plan.logit_rows, V] where more is wanted than these."""
+        choice = choice_of_step(plan)
+        if choice is Choice.HOST:
+            return self._logits_of_step(plan)
+        choices = ChoicesOfStep(plan, choice, self._vocab)
+        for part, rows in self._parts(plan, choices.steps):
+            choices.take(part, *self._decoder.run(rows, 1, **choices.asked(part)))
+        return choices.chosen()
+
     @torch.inference_mode()
-    def _single(self, plan: Plan) -> Tensor:
-        """Logits [plan.logit_rows, V]. A layer runs at "step" 0 for the rows whose cutoff is 1."""
-        active = np.zeros((plan.num_rows, plan.tables.shape[1]), np.int32)
-        for span in plan.spans:
-            awake = slice(0, span.num_rows) if span.rows is None else span.rows
-            active[awake, span.layers.start : span.layers.stop] = 1
-        states, bridges = self._states(plan), self._bridges_of_rows(plan)
+    def _logits_of_step(self, plan: Plan) -> Tensor:
+        states = self._states(plan)
         wanted, logits = _mask(plan), np.empty((plan.num_rows, self._vocab), np.float32)
-        for start in range(0, plan.num_rows, self._max_rows):
-            # Entries of rows before these are in the pool by now, whatever their layer.
-            part = slice(start, start + self._max_rows)
-            rows = Rows(
-                plan.token_ids[part],
-                plan.positions[part],
-                np.zeros_like(plan.positions[part]),
-                plan.slots[plan.row_chunks[part]],
-                active[part],
-                plan.tables,
-                bridges and bridges[part],
-            )
+        for part, rows in self._parts(plan, np.zeros(plan.num_rows, np.int64)):
             self._decoder.run(rows, 1, logits=logits[None, part], yields=wanted[part], states=states)
         return torch.from_numpy(logits[plan.logit_rows])
+
+    def _parts(self, plan: Plan, steps: IntArray) -> Iterator[tuple[slice, Rows]]:
+        """The rows of a single step, as many at a time as go through the layers together, at these steps [R].
+
+        Entries of one part are in the pool before the next one comes, whatever their layer.
+        """
+        cutoffs = np.zeros((plan.num_rows, plan.tables.shape[1]), np.int32)  # which no step is before
+        for span in plan.spans:
+            awake = slice(0, span.num_rows) if span.rows is None else span.rows
+            cutoffs[awake, span.layers.start : span.layers.stop] = NEVER
+        bridges = self._bridges_of_rows(plan)
+        for start in range(0, plan.num_rows, self._max_rows):
+            part = slice(start, min(start + self._max_rows, plan.num_rows))
+            yield (
+                part,
+                Rows(
+                    plan.token_ids[part],
+                    plan.positions[part],
+                    steps[part],
+                    plan.slots[plan.row_chunks[part]],
+                    cutoffs[part],
+                    plan.tables,
+                    bridges and bridges[part],
+                ),
+            )
 
     def _bridges_of_rows(self, plan: Plan) -> list[NativeBridges | None] | None:
         """By what each row of a step crosses the layers that it leaves out; None where nobody does."""

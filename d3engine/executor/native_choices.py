@@ -1,4 +1,4 @@
-"""What the rows of a native run ask of their choices: draws, cuts, penalties, rules, and forms, asked on the way.
+"""What the rows of a native run, or step, ask of their choices: draws, cuts, penalties, rules, and forms on the way.
 
 A form says what may come next only when it knows the tokens before. So a run asks for it at each step: a copy of the
 sequence's place in it goes ahead with the run, and the sequence's own stays where the answer is.
@@ -6,16 +6,21 @@ sequence's place in it goes ahead with the run, and the sequence's own stays whe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as AnySequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from d3engine.cache.kv_cache import IntArray
 from d3engine.depth.draft_rule import MAX_DRAFT_LENGTH
-from d3engine.kernels.native.choices import Asked, Counted, Mask, Rules
+from d3engine.executor.choosing import sampled_steps
+from d3engine.kernels.native.choices import Asked, Counted, Form, Mask, Rules
 from d3engine.kernels.native.cycles import Drafts
 from d3engine.kernels.native.runs import Draws
+from d3engine.plan import Chosen, Plan
 from d3engine.request.choice import Choice, is_restricted
 from d3engine.request.constraint import Constraint
 from d3engine.request.sequence import Sequence
@@ -58,6 +63,77 @@ class FormsOfRun:
         return mask
 
 
+class ChoicesOfStep:
+    """How the rows of one step that are asked for a token choose it, and what they have chosen.
+
+    `steps` [R] are the generation steps of the tokens that they yield, 0 for rows that yield none. The rows may go
+    through the layers in parts, one after the other.
+    """
+
+    def __init__(self, plan: Plan, choice: Choice, vocab_size: int) -> None:
+        sequences = [plan.sequences[chunk] for chunk in plan.sampled.tolist()]
+        self._rows = plan.sample_rows  # in order
+        self.steps = np.zeros(plan.num_rows, np.int64)
+        self.steps[self._rows] = sampled_steps(plan)
+        self._forms = FormsOfRun.of(sequences)
+        self._draws = draws_of(sequences, choice, self._forms, vocab_size)
+        self._places = np.full(plan.num_rows, -1)
+        reporting = self._rows[reporting_chunks(sequences)]
+        self._places[reporting] = np.arange(reporting.size)
+        self._logits = np.empty((1, reporting.size, vocab_size), np.float32) if reporting.size else None
+        self._chosen = np.empty((1, self._rows.size), np.int64)
+        self._scores = np.empty((1, self._rows.size), np.float32)
+
+    def asked(self, part: slice) -> dict[str, Any]:
+        """What the library is told of the choices of these rows."""
+        inside, rows = self._in(part)
+        yields = np.zeros(part.stop - part.start, np.bool_)
+        yields[rows] = True
+        asked: dict[str, Any] = {"yields": yields}
+        if self._draws is not None:
+            asked["draws"] = _spread(self._draws, inside, rows, yields.size)
+        if self._logits is not None:
+            asked |= {"logits": self._logits, "logit_places": self._places[part]}
+        return asked
+
+    def take(self, part: slice, token_ids: npt.NDArray[np.int64], scores: npt.NDArray[np.float32]) -> None:
+        """What these rows have chosen, [1, rows] each."""
+        inside, rows = self._in(part)
+        self._chosen[:, inside], self._scores[:, inside] = token_ids[:, rows], scores[:, rows]
+
+    def chosen(self) -> Chosen:
+        """What all have chosen."""
+        return Chosen(self._chosen, self._scores, logits=self._logits, faults=self._forms.faults)
+
+    def _in(self, part: slice) -> tuple[slice, IntArray]:
+        """Which of the rows that are asked lie in a part, and where in it."""
+        first, stop = np.searchsorted(self._rows, (part.start, part.stop)).tolist()
+        return slice(first, stop), self._rows[first:stop] - part.start
+
+
+def _spread(draws: Draws, inside: slice, rows: IntArray, count: int) -> Draws:
+    """Some of the draws, for these rows of a step's `count`; the others are asked for nothing."""
+
+    def numbers(of_draws: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        found = np.zeros(count, of_draws.dtype)
+        found[rows] = of_draws[inside]
+        return found
+
+    asked: list[Asked | None] | None = None
+    if draws.asked is not None:
+        asked = [None] * count
+        for row, own in zip(rows.tolist(), draws.asked[inside], strict=True):
+            asked[row] = own
+    draw_of = dict(zip(rows.tolist(), range(inside.start, inside.stop), strict=True))
+    form = None if draws.form is None else _of_other_rows(draws.form, draw_of)
+    return Draws(numbers(draws.temperatures), numbers(draws.seeds), numbers(draws.indices), asked, form)
+
+
+def _of_other_rows(form: Form, own: dict[int, int]) -> Form:
+    """A form that is asked by other numbers of its rows."""
+    return lambda row, taken, token: form(own[row], taken, token)
+
+
 def reporting_chunks(sequences: AnySequence[Sequence]) -> list[int]:
     """The rows of a run whose sequences want log-probabilities, in order."""
     return [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
@@ -98,7 +174,7 @@ def _asked(sequence: Sequence, vocab_size: int) -> Asked:
     params = sequence.params
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     return Asked(
-        float(torch.tensor(params.min_p).log()),
+        float(torch.tensor(params.min_p).log()) if params.min_p else -math.inf,
         params.top_p,
         params.top_k,
         *penalties,

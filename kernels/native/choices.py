@@ -112,11 +112,16 @@ class Asked:
     rules: Rules | None = None
 
 
-def structures(rows: list[Asked], steps: int) -> tuple[Any, list[Any]]:
-    """An array of `D3Choice` for a run of `steps` steps, and what has to live as long as it."""
+def structures(rows: list[Asked | None], steps: int) -> tuple[Any, list[Any]]:
+    """An array of `D3Choice` for a run of `steps` steps, and what has to live as long as it.
+
+    A row without anything keeps zeros: it has a temperature of 0, or is not asked for a token.
+    """
     made = (_Choice * len(rows))()
     keeps: list[Any] = []
     for structure, row in zip(made, rows, strict=True):
+        if row is None:
+            continue
         for name in ("log_min_p", "top_p", "top_k", "repetition", "presence", "frequency"):
             setattr(structure, name, getattr(row, name))
         if row.counted is not None:

@@ -45,14 +45,14 @@ class RunStructure(Structure):
 class Draws:
     """How rows draw: `temperatures` float32, 0 for the likeliest token, int64 `seeds` and `indices`; [rows] each.
 
-    `asked` has what each row asks for beside it; None where nobody cuts, has penalties or rules. `form` is asked for
-    the rows whose rules say so.
+    `asked` has what each row asks for beside it, None for one whose token nobody wants; it is None where nobody cuts,
+    has penalties or rules. `form` is asked for the rows whose rules say so.
     """
 
     temperatures: npt.NDArray[np.float32]
     seeds: npt.NDArray[np.int64]
     indices: npt.NDArray[np.int64]
-    asked: list[Asked] | None = None
+    asked: list[Asked | None] | None = None
     form: Form | None = None
 
 

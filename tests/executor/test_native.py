@@ -14,7 +14,7 @@ import torch
 from ahead import greedy, unread
 from tiny_models import TinyLlama
 
-from d3engine import D3, Engine, FullDepth
+from d3engine import D3, Engine, FullDepth, SamplingParams
 from d3engine.errors import InvalidValueError
 from d3engine.executor.native import MAX_ROWS
 from d3engine.loading.device import num_tokens_ahead
@@ -155,6 +155,23 @@ def test_short_prompts_share_a_step_with_answers_under_way(engines: tuple[Engine
     for name, answer in wanted.items():
         assert (done[name].token_ids, done[name].depths) == (answer.token_ids, answer.depths)
     assert native.stats().eager_steps == before
+
+
+def test_a_step_that_goes_through_the_layers_in_parts_chooses_in_each_of_them(engines: tuple[Engine, Engine]) -> None:
+    """Rows that yield a token lie in its first, its second and its third part."""
+    lengths, draws = (MAX_ROWS - 200, 300, MAX_ROWS + 70), {"temperature": 1.5, "top_k": 7, "logprobs": 1}
+    prompts = [[(7 * token + length) % 250 + 3 for token in range(length)] for length in lengths]
+    params = [
+        SamplingParams(max_tokens=3, ignore_eos=True, seed=nth, **(draws if nth else {"temperature": 0}))
+        for nth in range(len(prompts))
+    ]
+    found, wanted = (engine.generate(prompts, params, use_tqdm=False) for engine in engines)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine.outputs[0].token_ids == theirs.outputs[0].token_ids
+        for row, other in zip(mine.outputs[0].logprobs or [], theirs.outputs[0].logprobs or [], strict=True):
+            assert {token: place.logprob for token, place in row.items()} == pytest.approx(
+                {token: place.logprob for token, place in other.items()}, abs=1e-4
+            )
 
 
 def with_last_layer(weights: LlamaWeights, change: Callable[[LayerWeights], dict[str, Any]]) -> LlamaWeights:

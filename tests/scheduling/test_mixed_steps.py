@@ -1,0 +1,81 @@
+"""Who arrives while others decode shares their steps, and the device chooses for all of them all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from ahead import NESTED, Solo, greedy
+from batches import Request, assert_same, kv_is_back
+
+from d3engine import D3, Engine, Lossless
+from d3engine.executor.computed import Computed
+from d3engine.plan import Chosen, Plan
+
+pytestmark = pytest.mark.usefixtures("native_library")
+
+ASKED: dict[str, dict[str, Any]] = {
+    "the likeliest": {},
+    "a draw": {"temperature": 2.0},
+    "cuts": {"temperature": 3.0, "top_k": 9, "top_p": 0.9},
+    "penalties": {"frequency_penalty": 1.9, "presence_penalty": 1.5, "repetition_penalty": 1.4},
+    "log-probabilities": {"logprobs": 2, "temperature": 1.0},
+    "rules": {"allowed_token_ids": [4, 90, 7, 31], "min_tokens": 9, "ignore_eos": False, "stop_token_ids": [31]},
+}
+
+
+def arriving(nth: int, asked: dict[str, Any]) -> Request:
+    params = replace(greedy(NESTED[nth % len(NESTED)], 18 - nth), seed=nth, **asked)
+    return Request(tuple(range(60, 71 + nth)), params)
+
+
+def answers(engine: Engine, requests: list[Request], steps_between: int = 2) -> tuple[list[Any], list[bool]]:
+    """The last outputs, and whether the device has chosen in each step that has a prompt beside an answer."""
+    chosen, run = [], engine.executor.run
+
+    def watched(plan: Plan) -> Computed:
+        computed = run(plan)
+        if (plan.steps < 0).any() and (plan.steps >= 0).any():
+            chosen.append(isinstance(computed.logits, Chosen))
+        return computed
+
+    engine.executor.run = watched  # type: ignore[method-assign]
+    waiting, done, step = dict(enumerate(requests)), {}, 0
+    while waiting or engine.has_unfinished_requests():
+        if waiting and step % steps_between == 0:
+            nth = min(waiting)
+            request = waiting.pop(nth)
+            engine.add_request(str(nth), list(request.prompt), request.params)
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        step += 1
+    return [done[str(nth)] for nth in range(len(requests))], chosen
+
+
+@pytest.mark.parametrize("kind", [*ASKED, "all of them"])
+def test_the_native_library_chooses_in_a_step_that_has_a_prompt_as_the_sampler_does(
+    make_engine: Callable[..., Engine], solo: Solo, kind: str
+) -> None:
+    """Prompts are computed in pieces of eight rows, some of which yield no token."""
+    all_kinds = list(ASKED.values())
+    requests = [arriving(nth, ASKED.get(kind, all_kinds[nth % len(all_kinds)])) for nth in range(6)]
+    engine = make_engine(max_num_batched_tokens=8, num_scheduler_steps=4, enable_prefix_caching=False)
+    found, chosen = answers(engine, requests)
+    for output, request in zip(found, requests, strict=True):
+        assert_same(output, solo(request))
+    assert len(chosen) >= 5
+    assert all(chosen)
+    assert kv_is_back(engine)
+
+
+@pytest.mark.parametrize("asked", [{"prompt_logprobs": 1}, {"depth": Lossless(D3(0.9, 0.5), 3)}], ids=repr)
+def test_where_more_is_wanted_than_a_token_of_each_row_the_sampler_chooses(
+    make_engine: Callable[..., Engine], solo: Solo, asked: dict[str, Any]
+) -> None:
+    requests = [arriving(0, ASKED["a draw"]), arriving(1, asked), arriving(2, {})]
+    engine = make_engine(num_scheduler_steps=4, enable_prefix_caching=False)
+    found, chosen = answers(engine, requests)
+    for output, request in zip(found, requests, strict=True):
+        assert_same(output, solo(request))
+    assert False in chosen
