@@ -8,7 +8,8 @@ Every system answers the same prompts, one after the other or `batch` at once, o
 them. Prompts are word problems, or a file's in the model's chat template. D3 drafts for `Lossless`; a window of layers
 left out drafts for `SelfSpeculative`. Seconds are the process's own (CPU time), which on an otherwise idle machine are
 those of the clock. The speed-up is the median of the ratios within rounds: a machine's speed may change from one round
-to the next, so the fastest of all rounds may be one of either system.
+to the next, so the fastest of all rounds may be one of either system. Without rounds (`--repeats 0`) nothing is timed,
+and what is accepted is counted alone: that does not depend on the machine, or on how many answers run at once.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class Draft:
         """ "alpha 0.9, start 0.6", or "without layers 3 to 4"."""
         if "alpha" in self.about:
             return f"alpha {self.about['alpha']}, start {self.about['start']}"
-        return "without layers {} to {}".format(*self.about["without"])
+        first, last = self.about["without"]
+        return f"without layer {first}" if first == last else f"without layers {first} to {last}"
 
     def policy(self, length: int) -> SelfSpeculative:
         """The answers of full depth, drafted `length` tokens at a time."""
@@ -128,7 +130,8 @@ def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[st
         drafts = drafts_of(settings, engine.config.num_layers)
         systems: dict[str, DepthPolicy] = {"full": FullDepth()}
         for draft in drafts:
-            systems[draft.title] = draft.alone
+            if settings.repeats:
+                systems[draft.title] = draft.alone
             systems |= {_name(draft, length): draft.policy(length) for length in settings.lengths}
         asked = prompts_for(engine, settings.prompts, settings.chat)
         seconds: dict[str, list[float]] = {name: [] for name in systems}
@@ -150,10 +153,17 @@ def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[st
         "settings": asdict(settings),
         "num_layers": num_layers,
         "tokens": count,
-        "full_depth_tokens_per_second": summary([count / s for s in seconds["full"]]),
         "cells": cells,
-        "best": max(cells, key=lambda cell: cell["speedup"]["median"]),
+        **_full_depth(count, cells, seconds["full"]),
     }
+
+
+def _full_depth(count: int, cells: Sequence[dict[str, Any]], seconds: Sequence[float]) -> dict[str, Any]:
+    """Its speed, and the best draft beside it; nothing without timed rounds."""
+    if not seconds:
+        return {}
+    speed = summary([count / s for s in seconds])
+    return {"full_depth_tokens_per_second": speed, "best": max(cells, key=lambda cell: cell["speedup"]["median"])}
 
 
 def _cell(
@@ -169,24 +179,27 @@ def _cell(
     accepted = sum(m.num_accepted_tokens for m in metrics)
     passes = sum(m.num_verifications for m in metrics)
     count = sum(map(len, full))
-    draft_tokens = sum(len(output.outputs[0].token_ids) for output in answers[draft.title])
-    # What a shallow token costs: the draft by itself, whose answers may be of another length, over full depth.
-    cost = median(_ratios(seconds[draft.title], seconds["full"])) * count / draft_tokens
-    # The end of an answer ends its draft, so drafts are shorter than they may be.
-    acceptance = acceptance_for(1 + accepted / passes, drafted / passes)
-    return {
+    counts = {
         **draft.about,
         "title": draft.title,
         "draft_length": length,
-        "tokens_per_second": summary([count / s for s in seconds[name]]),
-        "speedup": summary(_ratios(seconds["full"], seconds[name])),
         "mean_draft_length": drafted / passes,
         "accepted_over_drafted": accepted / drafted,
         "tokens_per_verification": 1 + accepted / passes,
-        "acceptance": acceptance,
-        "draft_cost": cost,
-        "modelled_speedup": modelled_speedup(acceptance, cost, drafted / passes),
+        # The end of an answer ends its draft, so drafts are shorter than they may be.
+        "acceptance": acceptance_for(1 + accepted / passes, drafted / passes),
         "layers_per_token": sum(sum(answer.depths) for answer in given) / count,
+    }
+    if not seconds["full"]:
+        return counts
+    draft_tokens = sum(len(output.outputs[0].token_ids) for output in answers[draft.title])
+    # What a shallow token costs: the draft by itself, whose answers may be of another length, over full depth.
+    cost = median(_ratios(seconds[draft.title], seconds["full"])) * count / draft_tokens
+    return counts | {
+        "tokens_per_second": summary([count / s for s in seconds[name]]),
+        "speedup": summary(_ratios(seconds["full"], seconds[name])),
+        "draft_cost": cost,
+        "modelled_speedup": modelled_speedup(counts["acceptance"], cost, drafted / passes),
     }
 
 
@@ -208,33 +221,30 @@ def show(report: dict[str, Any], console: Console) -> None:
     table = Table(
         title=f"Drafts on {settings['model']!r}, {settings['batch']} at once", title_justify="left", padding=(0, 0)
     )
-    columns = (
-        "draft",
-        "g",
-        "accepted",
-        "tokens\nper pass",
-        "layers\nper token",
-        "speed-up",
-        "rounds",
-        "model",
-    )
-    for column in columns:
+    is_timed = "best" in report
+    columns = ["draft", "g", "accepted", "tokens\nper pass", "layers\nper token"]
+    for column in columns + ["speed-up", "rounds", "model"] * is_timed:
         table.add_column(column, justify="right", no_wrap=True)
     for cell in report["cells"]:
-        speedup = cell["speedup"]
         table.add_row(
             cell["title"],
             str(cell["draft_length"]),
             f"{cell['accepted_over_drafted']:.0%}",
             f"{cell['tokens_per_verification']:.2f}",
             f"{cell['layers_per_token']:.1f}",
-            f"{speedup['median']:.2f}",
-            f"{speedup['min']:.2f}-{speedup['max']:.2f}",
-            f"{cell['modelled_speedup']:.2f}",
+            *(_times(cell) if is_timed else ()),
         )
     console.print(table)
+    if not is_timed:
+        return
     paying = [cell for cell in report["cells"] if cell["speedup"]["median"] > 1]
     console.print(f"{len(paying)} of {len(report['cells'])} settings pay; the best is {_in_words(report['best'])}.")
+
+
+def _times(cell: dict[str, Any]) -> tuple[str, str, str]:
+    """What only a clock tells of a cell: the speed-up, its rounds, and what its model says."""
+    speedup = cell["speedup"]
+    return f"{speedup['median']:.2f}", f"{speedup['min']:.2f}-{speedup['max']:.2f}", f"{cell['modelled_speedup']:.2f}"
 
 
 def _in_words(cell: dict[str, Any]) -> str:
@@ -289,8 +299,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="layers to leave out of a self-speculative draft; may be repeated",
     )
     parser.add_argument("--batch", type=int, default=default.batch, help="answers at once")
-    parser.add_argument("--repeats", type=int, default=default.repeats, help="rounds counted, after one warm-up")
+    parser.add_argument("--repeats", type=int, default=default.repeats, help="rounds timed, after a warm-up; 0: counts")
     options = parser.parse_args(arguments)
+    if options.repeats < 0 or (options.plot and not options.repeats):
+        parser.error(f"--repeats must be at least {1 if options.plot else 0}, not {options.repeats}")
     settings = Settings(
         model=options.model,
         drafts=() if options.windows and not options.drafts else tuple(map(tuple, options.drafts or default.drafts)),

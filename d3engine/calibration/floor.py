@@ -2,7 +2,7 @@
 
 The one idea: whoever knows nothing has nothing to lose, so any setting would pass the test. A setting is worth
 certifying where a loss of the whole tolerance is a small part of what full depth knows, beyond what one and the same
-answer to every question would get right.
+answer to every question of a task would get right.
 """
 
 from __future__ import annotations

@@ -65,7 +65,11 @@ def _too_little(result: Calibration) -> str:
     if wilson_interval(correct, problems).low > least:
         words += f" To certify this tolerance takes {fewest_to_certify(tolerance)} right answers at least."
     else:
-        guess = f", beyond the {100 * result.guess:.1f} % that one constant answer gets right" if result.guess else ""
+        guess = (
+            f", beyond the {100 * result.guess:.1f} % that one constant answer to each task gets right"
+            if result.guess
+            else ""
+        )
         words += f" The lower bound must be above {100 * least:.1f} %: {FLOOR} times the tolerance{guess}."
     advice = "a smaller tolerance" if tolerance.relative else "a smaller tolerance or a relative one"
     return f"{words} No setting was tried. Take a task that the model can do, or more problems and {advice}."

@@ -6,7 +6,6 @@ tested on scorers whose truth is known.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from d3engine.depth import DepthPolicy
 from d3engine.evaluation.accuracy import measure, wilson_interval
-from d3engine.evaluation.benchmark import Asked
+from d3engine.evaluation.constant import commonest, right_by_constant, told_answer
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
@@ -70,7 +69,7 @@ class Scorer(Protocol):
 
     @property
     def guess(self) -> float:
-        """The share that one and the same answer surely gets right of such problems; 0 where that is unknown."""
+        """The share that one and the same answer to each task surely gets right of such problems; 0 where unknown."""
 
     def score(self, policy: DepthPolicy, part: Part, first: int, count: int) -> Answers:
         """Answer problems [first, first + count) of a part; the same problems for every policy."""
@@ -105,13 +104,18 @@ class EngineScorer:
 
 
 def best_constant(questions: Sequence[Question]) -> float:
-    """What the commonest answer gets right of such questions: the lower end of its 95 % interval, as of few questions
-    two are alike by chance. Those that do not tell their answer count as different."""
-    told = Counter(answer for answer in map(_told_answer, questions) if answer is not None)
-    return wilson_interval(max(told.values(), default=0), len(questions)).low
+    """What the commonest answer to each task gets right of such questions: the lower end of its 95 % interval, as of
+    few questions two are alike by chance. Those that do not tell their answer count as different.
 
-
-def _told_answer(question: Question) -> object:
-    """What `Question` does not ask for, but those of d3engine's tasks have, under one of two names."""
-    inner = question.question if isinstance(question, Asked) else question
-    return getattr(inner, "target", getattr(inner, "answer", None))
+    Of several tasks there are few questions each, so an answer that is commonest by chance would count for many: there
+    it is the commonest among other questions of the task.
+    """
+    tasks: dict[str, list[Question]] = {}
+    for question in questions:
+        tasks.setdefault(getattr(question, "task", ""), []).append(question)
+    if len(tasks) > 1:
+        right = sum(sum(right_by_constant(asked)) for asked in tasks.values())
+    else:
+        told = [answer for answer in map(told_answer, questions) if answer is not None]
+        right = told.count(commonest(told))
+    return wilson_interval(right, len(questions)).low

@@ -7,8 +7,8 @@ nothing was chosen on, so that it holds although many settings were tried.
 The rule, in full, with the tolerance the loss of exact match that is accepted:
 
 1. Full depth answers the certificate's problems, all of the test split. Unless the lower bound of its exact match is
-   above five tolerances and what one constant answer gets right (`floor.py`), the search ends: where full depth knows
-   next to nothing, no setting can lose anything.
+   above five tolerances and what one constant answer to each task gets right (`floor.py`), the search ends: where full
+   depth knows next to nothing, no setting can lose anything.
 2. Candidates are all start x alpha x tail; those that skip nothing within `max_tokens` are left out, and those that
    run the same layers at every step of an answer are one.
 3. Screening, three rounds on n, 2 n and 4 n problems of the validation split. After each round a candidate leaves if
@@ -95,8 +95,9 @@ class Check:
 class Calibration:
     """What was tried and what came out. `chosen` is None where no setting could be shown to be safe.
 
-    `baseline` is full depth on the certificate's problems, `guess` what one constant answer gets right of them, and
-    `full` full depth on those of screening; it is None, and nothing was tried, where full depth knows too little.
+    `baseline` is full depth on the certificate's problems, `guess` what one constant answer to each task gets right of
+    them, and `full` full depth on those of screening; it is None, and nothing was tried, where full depth knows too
+    little.
     """
 
     num_layers: int

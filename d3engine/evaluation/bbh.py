@@ -62,7 +62,7 @@ def load_bbh(
 def _load_task(folder: Path, task: str, shots: int, limit: int | None) -> list[Asked]:
     preamble = _preamble(folder / "cot-prompts" / f"{task}.txt", shots)
     return [
-        Asked("\n\n".join([*preamble, question.prompt]), question)
+        Asked("\n\n".join([*preamble, question.prompt]), question, task)
         for question in _read(folder / f"{task}.json")[:limit]
     ]
 

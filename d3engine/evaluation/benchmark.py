@@ -27,10 +27,11 @@ class Question(Protocol):
 
 @dataclass(frozen=True)
 class Asked:
-    """A question behind other text, such as solved examples."""
+    """A question behind other text, such as solved examples; `task` names its own of a benchmark that has several."""
 
     prompt: str
     question: Question
+    task: str = ""
 
     def is_right(self, answer: str) -> bool:
         return self.question.is_right(answer)

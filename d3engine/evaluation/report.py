@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 from d3engine.evaluation.accuracy import Comparison, Interval, Score, compare, paired, wilson_interval
 from d3engine.evaluation.benchmark import Benchmark
+from d3engine.evaluation.constant import right_by_constant
 from d3engine.evaluation.work import Cost, has_second_model, is_known_beforehand
 
 
@@ -92,10 +94,27 @@ def quality_table(result: Result) -> Table:
         )
         if len(rows) > 2:
             notes += ("The p-values are of single comparisons, not corrected for their number.",)
-    notes += _prompt_note(result.scores)
+    notes += _constant_note(result) + _prompt_note(result.scores)
     questions = len(result.scores[0].right)
     title = f"{result.benchmark.name}: {questions} questions, {result.benchmark.about}"
     return Table(title, tuple(header), tuple(row[: len(header)] for row in rows), notes)
+
+
+def _constants(benchmark: Benchmark) -> tuple[bool, ...]:
+    """Which questions the commonest answer to each task gets right."""
+    return tuple(chain.from_iterable(map(right_by_constant, benchmark.tasks.values())))
+
+
+def _constant_note(result: Result) -> tuple[str, ...]:
+    """What nobody has to read a question for, where answers are alike; a score near it says nothing of the model."""
+    right = _constants(result.benchmark)
+    if not any(right):
+        return ()
+    difference, *_ = against(paired(result.scores[0].right, right))
+    return (
+        "The commonest answer to each task, found in the other half of its questions, would be right on "
+        f"{share(right):.1%} ({sum(right)}): {difference} points from {result.titles[0]}.",
+    )
 
 
 def _prompt_note(scores: Sequence[Score]) -> tuple[str, ...]:
@@ -221,6 +240,7 @@ def as_dict(result: Result) -> dict[str, Any]:
         "task": benchmark.name,
         "about": benchmark.about,
         "problems": len(result.scores[0].right),
+        "right_by_constant_answers": sum(_constants(benchmark)),
         "scores": [
             _score_as_dict(benchmark, score, result.scores[0] if number else None)
             for number, score in enumerate(result.scores)

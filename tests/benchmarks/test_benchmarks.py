@@ -143,6 +143,23 @@ def test_the_lossless_benchmark_compares_equal_answers_with_what_their_acceptanc
     assert (tmp_path / "lossless.png").stat().st_size > 10_000
 
 
+def test_what_is_accepted_is_counted_without_a_clock(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    some = ["--model=demo", "--without", "8", "8", "--lengths", "2", "--prompts=1", "--tokens=8"]
+    assert lossless.main([*some, "--repeats=0", f"--json={tmp_path / 'counts.json'}"]) == 0
+    report = json.loads((tmp_path / "counts.json").read_text())
+    (cell,) = report["cells"]
+    assert cell["title"] == "without layer 8"
+    assert cell["tokens_per_verification"] == 1 + cell["accepted_over_drafted"] * cell["mean_draft_length"]
+    assert not {"best", "full_depth_tokens_per_second"} & report.keys()
+    assert "speedup" not in cell
+    printed = capsys.readouterr().out
+    assert f"{cell['accepted_over_drafted']:.0%}" in printed
+    assert "speed-up" not in printed
+    with pytest.raises(SystemExit):
+        lossless.main([*some, "--repeats=0", "--plot=picture.png"])
+    assert "--repeats must be at least 1, not 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("b", "g", "c"), [(0.5, 3, 0.25), (0.9, 1, 0.6), (1.0, 4, 0.5), (0.0, 2, 0.5)])
 def test_the_break_even_line_is_the_sum_of_its_series(b: float, g: int, c: float) -> None:
     tokens = sum(b**power for power in range(g + 1))

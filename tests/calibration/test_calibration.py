@@ -27,6 +27,8 @@ from d3engine.calibration.tasks import calibration_task
 from d3engine.depth import D3, DepthPolicy, FullDepth
 from d3engine.depth.policy import POLICY_FILE, calibrated_for, calibrated_task, policy_from_directory
 from d3engine.errors import InvalidValueError
+from d3engine.evaluation.bbh import BBHQuestion
+from d3engine.evaluation.benchmark import Asked
 
 # -- the search, on scorers whose truth is known -----------------------------------------------------------------------
 
@@ -168,7 +170,7 @@ def test_what_one_constant_answer_gets_right_is_not_known() -> None:
     assert known.chosen == D3(alpha=0.8, start=0.7)
     guessed = search(KnownScorer(late_is_safe, base=0.55, guess=0.5))
     assert outcome(guessed) is Outcome.TOO_LITTLE_KNOWN
-    assert "beyond the 50.0 % that one constant answer gets right" in reason(guessed)
+    assert "beyond the 50.0 % that one constant answer to each task gets right" in reason(guessed)
     assert search(KnownScorer(late_is_safe, base=0.55)).chosen is not None
 
 
@@ -203,6 +205,17 @@ def test_the_best_constant_answer_is_the_commonest_one() -> None:
             return True
 
     assert best_constant([Silent(), Silent()]) == 0
+
+
+def test_of_several_tasks_each_has_a_constant_answer_of_its_own() -> None:
+    told = [
+        Asked("?", BBHQuestion(str(i), f"({'ABCD'[task]})"), f"task {task}") for task in range(4) for i in range(50)
+    ]
+    assert best_constant(told) > 0.95, (
+        "who knows no more than the task is right on all of them, and has nothing to lose"
+    )
+    different = [Asked("?", BBHQuestion(str(i), str(i)), f"task {i % 20}") for i in range(60)]
+    assert best_constant(different) < 0.01, "one answer of three is no third by being the only one of its kind"
 
 
 # -- the sequence of certificates, and what it costs -------------------------------------------------------------------

@@ -32,9 +32,10 @@ from d3engine.evaluation.baselines import (
     unified_for_mean,
 )
 from d3engine.evaluation.benchmark import Asked, Benchmark
+from d3engine.evaluation.constant import right_by_constant
 from d3engine.evaluation.generated import GeneratedProblem
 from d3engine.evaluation.html_page import page
-from d3engine.evaluation.report import Chart, Result, chart, cost_table, tables
+from d3engine.evaluation.report import Chart, Result, as_dict, chart, cost_table, tables
 from d3engine.evaluation.work import Cost, Work
 
 
@@ -133,6 +134,18 @@ def test_the_tables_hold_the_figures_of_the_scores() -> None:
     assert by_task.rows[0][3] == f"33.33 (-33.33: {100 * change.low:+.1f} to {100 * change.high:+.1f})"
     assert by_task.rows[2][1:3] == ("4", f"75.00 ({100 * wilson_interval(3, 4).low:.1f} to 95.4)")
     assert by_task.rows[2][3].startswith("50.00 (-25.00: ")
+
+
+def test_a_score_stands_beside_that_of_whoever_reads_no_question() -> None:
+    told = [Asked("?", GeneratedProblem("?", f"#### {answer}", answer)) for answer in ("1", "1", "1", "1", "2", "1")]
+    benchmark = Benchmark("known", "test split", {"ones": told, "apart": told[3:5]}, 8)
+    assert right_by_constant(told) == (True, True, True, True, False, True)
+    assert right_by_constant(told[3:5]) == (False, False), "an answer is not found on the question that it answers"
+    right = tuple(place < 3 for place in range(8))
+    known = Result(benchmark, ("Full depth",), (Score(FullDepth(), LLAMA2_7B, Work(8, 256, 8), 0, 32.0, 1.0, right),))
+    quality, *_ = tables([known])
+    assert "would be right on 62.5% (5): +25.0 (" in quality.notes[0]
+    assert as_dict(known)["right_by_constant_answers"] == 5
 
 
 def test_several_benchmarks_end_in_the_figures_of_table_6() -> None:
