@@ -15,7 +15,7 @@ import numpy as np
 
 from d3engine.analysis.layers import FloatArray, Mean, mean_of_clusters
 from d3engine.analysis.report import Table, counted, step_groups, steps_in_words
-from d3engine.bridges.judging import FullText, first_layers, long_enough
+from d3engine.bridges.judging import FullText, Reading, first_layers, long_enough
 from d3engine.bridges.passage import Passage, crossings_of
 from d3engine.depth import Schedule
 from d3engine.evaluation.accuracy import shape_of
@@ -106,18 +106,17 @@ class Comparison:
 def measure_decoded(
     passage: Passage,
     candidates: Sequence[Candidate],
-    texts: Sequence[Sequence[int]],
-    prompt_length: int,
+    readings: Sequence[Reading],
     progress: Callable[[], None] = lambda: None,
 ) -> Comparison:
-    """Judge policies on texts whose first `prompt_length` tokens are the prompt; shorter texts are passed over.
+    """Judge policies on texts; those without two tokens behind their prompt are passed over.
 
     `progress` hears of every text that is not.
     """
     found = [Decoded(candidate.name) for candidate in candidates]
     layers = first_layers([candidate.schedule for candidate in candidates])
-    for text in long_enough(texts, prompt_length):
-        full = FullText(passage, text, prompt_length, layers)
+    for reading in long_enough(readings):
+        full = FullText(passage, reading, layers)
         for one, candidate in zip(found, candidates, strict=True):
             one.texts.append(full.judge(candidate.schedule, candidate.bridges))
             _count(one, candidate, passage, one.texts[-1].shape[1])

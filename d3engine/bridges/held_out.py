@@ -13,7 +13,7 @@ from typing import Any
 
 from d3engine.analysis.layers import FloatArray
 from d3engine.analysis.report import Table, counted
-from d3engine.bridges.judging import FullText, long_enough, window_schedule
+from d3engine.bridges.judging import FullText, Reading, long_enough, window_schedule
 from d3engine.bridges.passage import Passage
 from d3engine.model.bridges import Bridge, Window
 
@@ -93,18 +93,17 @@ def _cells(judged: Judged) -> tuple[str, str, str]:
 def measure_held_out(
     passage: Passage,
     bridges: Sequence[Bridge],
-    texts: Sequence[Sequence[int]],
-    prompt_tokens: int,
+    readings: Sequence[Reading],
     progress: Callable[[], None] = lambda: None,
 ) -> HeldOut:
-    """Judge each bridge's window on texts of which the first `prompt_tokens` positions run every layer.
+    """Judge each bridge's window on texts whose prompts run every layer.
 
-    Texts without two tokens more are passed over. `progress` hears of every other.
+    Those without two tokens more are passed over. `progress` hears of every other.
     """
     found = HeldOut()
     firsts = {bridge.first for bridge in bridges}
-    for text in long_enough(texts, prompt_tokens):
-        full = FullText(passage, text, prompt_tokens, firsts)
+    for reading in long_enough(readings):
+        full = FullText(passage, reading, firsts)
         surprise = -float(full.logprobs.gather(1, full.targets[:, None]).sum())
         found.full.add(full.judge(window_schedule([], passage.config.num_layers), None), surprise)
         for bridge in bridges:

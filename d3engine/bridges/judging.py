@@ -7,6 +7,7 @@ it ever leaves out begins, and what it makes of every position is compared with 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -22,14 +23,22 @@ from d3engine.model.bridges import Bridge, Window
 FloatArray = npt.NDArray[np.float64]
 
 
+@dataclass(frozen=True)
+class Reading:
+    """A text to be read: its token ids, of which the first `prompt_length` run every layer, as a prompt does."""
+
+    token_ids: Sequence[int]
+    prompt_length: int
+
+
 class FullText:
     """A text at full depth. What is judged are the positions behind its prompt: generation steps from 1 on."""
 
-    def __init__(self, passage: Passage, text: Sequence[int], prompt_length: int, layers: set[int]) -> None:
+    def __init__(self, passage: Passage, reading: Reading, layers: set[int]) -> None:
         """The states before each of `layers` are kept, and those behind the last layer."""
         self.passage = passage
-        self.text, self.prompt_length = text, prompt_length
-        self._states = passage.at_full_depth(text, prompt_length, {*layers, passage.config.num_layers})
+        self.text, self.prompt_length = reading.token_ids, reading.prompt_length
+        self._states = passage.at_full_depth(self.text, self.prompt_length, {*layers, passage.config.num_layers})
 
     @property
     def rows(self) -> slice:
@@ -68,9 +77,9 @@ class FullText:
             return compared(self.logprobs, logits.log_softmax(-1), self.targets)
 
 
-def long_enough(texts: Sequence[Sequence[int]], prompt_length: int) -> list[Sequence[int]]:
-    """The texts with two tokens at least behind their prompt."""
-    return [text for text in texts if len(text) >= prompt_length + 2]
+def long_enough(readings: Sequence[Reading]) -> list[Reading]:
+    """Those with two tokens at least behind their prompt."""
+    return [one for one in readings if len(one.token_ids) >= one.prompt_length + 2]
 
 
 def window_schedule(windows: Sequence[Window], num_layers: int) -> Schedule:

@@ -15,9 +15,12 @@ from d3engine.cli.apps import new_app
 from d3engine.cli.bridge_measure import measure_command
 from d3engine.cli.bridge_nest import nest_command, windows_in_words
 from d3engine.cli.bridge_texts import (
+    ANSWER_TOKENS,
     Data,
     HeldOutFile,
     HeldOutTexts,
+    MaxTokens,
+    Prompts,
     PromptTokens,
     Task,
     Text,
@@ -71,6 +74,7 @@ def fit_command(
     model: Model = "demo",
     text: Text = None,
     task: Task = None,
+    prompts: Prompts = None,
     data: Data = None,
     held_out: HeldOutFile = None,
     starts: Annotated[
@@ -94,7 +98,8 @@ def fit_command(
     texts: Annotated[int, typer.Option("--texts", help="Texts to fit on at most.")] = 150,
     held_out_texts: HeldOutTexts = 24,
     text_tokens: TextTokens = 512,
-    prompt_tokens: PromptTokens = 40,
+    prompt_tokens: PromptTokens = None,
+    max_tokens: MaxTokens = ANSWER_TOKENS,
     bridge_dtype: Annotated[
         BridgeDtype, typer.Option("--bridge-dtype", help="What the maps are written in.")
     ] = BridgeDtype.float32,
@@ -118,7 +123,9 @@ def fit_command(
         check_picture("--png", png)
     reported = _windows(directory, starts or [], windows or [], grid)
     wanted = sorted({*reported, *_grid(directory, grid)})
-    asked = TextOptions(text or [], task, data, held_out, texts, held_out_texts, text_tokens, prompt_tokens)
+    asked = TextOptions(
+        text or [], task, prompts, data, texts, text_tokens, prompt_tokens, max_tokens, held_out, held_out_texts
+    )
     asked.check(fewest=CHOOSING_EVERY)
 
     from d3engine.bridges.fitting import Fit
@@ -128,7 +135,8 @@ def fit_command(
     size = engine.config.hidden_size
     require(rank is None or 1 <= rank < size, "--rank", rank, f"an integer from 1 to {size - 1}")
     seed = engine_options.get("seed", 0)
-    fit_on, judge_on = asked.read(engine, seed)
+    readings, judge_on = asked.read(engine, seed)
+    fit_on = [one.token_ids for one in readings]
     about = {"source": asked.source, "seed": seed}
     fit = Fit(passage, wanted)
     state = target.with_name(f"{target.name}.part")
@@ -141,7 +149,6 @@ def fit_command(
             passage,
             [fitted.bridge for fitted in found if fitted.bridge.window in reported],
             judge_on,
-            prompt_tokens,
             lambda: bar.update() and None,
         )
     with printing_last(partial(_show, result, found, target, as_json)):

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from d3engine.cli.bridge_texts import (
+    ANSWER_TOKENS,
     BridgesFile,
     Data,
+    MaxTokens,
+    Prompts,
     PromptTokens,
     Task,
     Text,
@@ -39,12 +42,14 @@ def nest_command(
     bridges: BridgesFile = None,
     text: Text = None,
     task: Task = None,
+    prompts: Prompts = None,
     data: Data = None,
     width: Annotated[int, typer.Option("--width", help="Layers of each window, as --grid of d3engine bridge fit.")] = 3,
     count: Annotated[int, typer.Option("--count", help="Windows to choose at most.")] = 3,
     texts: Annotated[int, typer.Option("--texts", help="Texts to choose by at most.")] = 8,
     text_tokens: TextTokens = 256,
-    prompt_tokens: PromptTokens = 40,
+    prompt_tokens: PromptTokens = None,
+    max_tokens: MaxTokens = ANSWER_TOKENS,
     out: Annotated[Path | None, typer.Option("--out", help="The file to write (the same file).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -55,7 +60,7 @@ def nest_command(
     path = bridges_path(model, bridges)
     target = out or path
     check_output("--out", target)
-    asked = TextOptions(text or [], task, data, None, texts, 1, text_tokens, prompt_tokens)
+    asked = TextOptions(text or [], task, prompts, data, texts, text_tokens, prompt_tokens, max_tokens)
     asked.check()
     require_integer("--width", width, 1)
     require_integer("--count", count, 1)
@@ -67,8 +72,8 @@ def nest_command(
     found = read_own_bridges(engine, path, passage.device)
     candidates = grid_of(found.by_window, width)
     require(len(candidates) > 0, "--width", width, "that of --grid when the bridges were fitted")
-    chosen = long_enough(asked.read_one_kind(engine, engine_options.get("seed", 0)), prompt_tokens)
-    full = [FullText(passage, one, prompt_tokens, {first for first, _ in candidates}) for one in chosen]
+    chosen = long_enough(asked.read_one_kind(engine, engine_options.get("seed", 0)))
+    full = [FullText(passage, one, {first for first, _ in candidates}) for one in chosen]
     with progress_bar(
         "windows", "attempt", sum(range(max(len(candidates) - count, 0) + 1, len(candidates) + 1))
     ) as bar:

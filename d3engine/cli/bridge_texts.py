@@ -6,8 +6,9 @@ The one idea: what is measured on is never what was fitted on. It is a file of i
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -18,10 +19,20 @@ from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, requir
 from d3engine.progress import hides_bars
 
 if TYPE_CHECKING:
+    from d3engine.bridges.judging import Reading
     from d3engine.bridges.passage import Passage
-    from d3engine.depth import Schedule
+    from d3engine.bridges.texts import Line
+    from d3engine.depth import DepthPolicy, Schedule
     from d3engine.engine import Engine
     from d3engine.model.bridges import Bridge, Bridges, Window
+
+PROMPT_TOKENS = 40
+"""Of a text that is no answer."""
+
+ANSWER_TOKENS = 128
+
+CHAT = "chat"
+"""The task whose questions the model makes up itself."""
 
 Text: TypeAlias = Annotated[
     list[Path] | None,
@@ -33,7 +44,17 @@ Text: TypeAlias = Annotated[
 ]
 Task: TypeAlias = Annotated[
     str | None,
-    typer.Option("--task", help="Or the model's own answers to a task's questions, as d3engine calibrate has it."),
+    typer.Option(
+        "--task",
+        help="Or the model's own answers to a task's questions, as d3engine calibrate has it; chat: to questions that "
+        "it makes up itself.",
+    ),
+]
+Prompts: TypeAlias = Annotated[
+    Path | None, typer.Option("--prompts", help="Or its answers to these, a line each, asked by its chat template.")
+]
+MaxTokens: TypeAlias = Annotated[
+    int, typer.Option("--max-tokens", help="Tokens of an answer at most, to --prompts or of --task chat.")
 ]
 Data: TypeAlias = Annotated[
     Path | None, typer.Option("--data", help="Folder with gsm8k/ and bbh/ to read questions from.")
@@ -44,7 +65,11 @@ HeldOutFile: TypeAlias = Annotated[
 HeldOutTexts: TypeAlias = Annotated[int, typer.Option("--held-out-texts", help="Texts to measure on at most.")]
 TextTokens: TypeAlias = Annotated[int, typer.Option("--text-tokens", help="Tokens of a text at most.")]
 PromptTokens: TypeAlias = Annotated[
-    int, typer.Option("--prompt-tokens", help="First tokens of a text, which run every layer, as prompts do.")
+    int | None,
+    typer.Option(
+        "--prompt-tokens",
+        help=f"First tokens of a text, which run every layer, as prompts do ({PROMPT_TOKENS}; of an answer, its own).",
+    ),
 ]
 BridgesFile: TypeAlias = Annotated[
     Path | None,
@@ -58,51 +83,81 @@ class TextOptions:
 
     files: Sequence[Path]
     task: str | None
+    prompts: Path | None
     data: Path | None
-    held_out: Path | None
     texts: int
-    held_out_texts: int
     text_tokens: int
-    prompt_tokens: int
+    prompt_tokens: int | None
+    max_tokens: int
+    held_out: Path | None = None
+    held_out_texts: int = 1
 
     @property
     def source(self) -> str | list[str]:
         """Where the texts are from, for people."""
-        return self.task or [path.name for path in self.files]
+        return self.task or [path.name for path in (*self.files, *([self.prompts] if self.prompts else []))]
+
+    @property
+    def are_chats(self) -> bool:
+        """Whether they are the model's answers in a conversation."""
+        return self.prompts is not None or self.task == CHAT
 
     def check(self, fewest: int = 1) -> None:
         """Refuse what cannot be, before any work."""
         require_integer("--texts", self.texts, fewest)
         require_integer("--held-out-texts", self.held_out_texts, 1)
-        require_integer("--prompt-tokens", self.prompt_tokens, 1)
-        require_integer("--text-tokens", self.text_tokens, self.prompt_tokens + 2)
-        require(bool(self.files) != (self.task is not None), "--text", NOTHING, "given, or --task in its place")
-        require(self.task is not None or self.data is None, "--data", self.data, "absent without --task")
+        require_integer("--max-tokens", self.max_tokens, 2)
+        fewest_tokens = 2 + require_integer("--prompt-tokens", self._prompt_tokens, 1)
+        require_integer("--text-tokens", self.text_tokens, fewest_tokens)
+        sources = bool(self.files) + (self.task is not None) + (self.prompts is not None)
+        require(sources == 1, "--text", NOTHING, "given, or --task or --prompts in its place")
+        reads_files = self.task not in (None, CHAT)
+        require(reads_files or self.data is None, "--data", self.data, "absent without a --task of its files")
 
-    def read(self, engine: Engine, seed: int) -> tuple[list[list[int]], list[list[int]]]:
+    def read(self, engine: Engine, seed: int) -> tuple[list[Reading], list[Reading]]:
         """The texts, and others to measure on."""
         from d3engine.bridges.texts import parted, shuffled
 
-        lines, reader = self._lines(engine, seed, self.texts + (0 if self.held_out else self.held_out_texts))
-        first, other = parted(lines) if self.held_out is None else (lines, reader.lines(self.held_out, "--held-out"))
+        found = self._found(engine, 2 * seed, self.texts + (0 if self.held_out else self.held_out_texts))
+        first, other = parted(found) if self.held_out is None else (found, self._lines(engine, self.held_out))
         picked = shuffled(first, self.texts, seed), shuffled(other, self.held_out_texts, seed + 1)
-        return list(map(reader.encode, picked[0])), list(map(reader.encode, picked[1]))
+        return [one() for one in picked[0]], [one() for one in picked[1]]
 
-    def read_one_kind(self, engine: Engine, seed: int) -> list[list[int]]:
-        """The texts, none of them held out."""
+    def read_one_kind(self, engine: Engine, seed: int) -> list[Reading]:
+        """The texts, none of them held out; what a model makes up for them `read` has never given."""
         from d3engine.bridges.texts import shuffled
 
-        lines, reader = self._lines(engine, seed, self.texts)
-        return list(map(reader.encode, shuffled(lines, self.texts, seed)))
+        return [one() for one in shuffled(self._found(engine, 2 * seed + 1, self.texts), self.texts, seed)]
 
-    def _lines(self, engine: Engine, seed: int, count: int) -> tuple[Any, Any]:
-        from d3engine.bridges.texts import Line, TextReader
+    @property
+    def _prompt_tokens(self) -> int:
+        return PROMPT_TOKENS if self.prompt_tokens is None else self.prompt_tokens
+
+    def _found(self, engine: Engine, seed: int, count: int) -> list[Callable[[], Reading]]:
+        """All texts to choose from, of which those that are chosen are then called for."""
+        if self.task is None and self.prompts is None:
+            return [one for path in self.files for one in self._lines(engine, path, "--text")]
+        if self.are_chats:
+            answers = _own_chats(engine, self.prompts, seed, self.max_tokens, self.text_tokens, count)
+        else:
+            assert self.task is not None
+            answers = _own_answers(engine, self.task, self.data, seed // 2, self.text_tokens, count)
+        return [partial(self._answer, one) for one in answers]
+
+    def _answer(self, answer: Reading) -> Reading:
+        return answer if self.prompt_tokens is None else replace(answer, prompt_length=self.prompt_tokens)
+
+    def _lines(self, engine: Engine, path: Path, option: str = "--held-out") -> list[Callable[[], Reading]]:
+        from d3engine.bridges.judging import Reading
+        from d3engine.bridges.texts import TextReader
 
         reader = TextReader(engine.directory, engine.get_tokenizer(), self.text_tokens)
-        if self.task is None:
-            return [line for path in self.files for line in reader.lines(path, "--text")], reader
-        texts = _own_answers(engine, self.task, self.data, seed, self.text_tokens, count)
-        return [Line(text, "--task", Path(self.task)) for text in texts], reader
+        lines = reader.lines(path, option)
+
+        def read(line: Line) -> Reading:
+            return Reading(reader.encode(line), self._prompt_tokens)
+
+        return [partial(read, line) for line in lines]
 
 
 def open_passage(model: str, options: Options) -> tuple[Engine, Passage]:
@@ -156,14 +211,20 @@ def bridges_of(schedule: Schedule, bridges: Bridges, path: Path) -> Mapping[Wind
     return {window: bridges.by_window[window] for window in schedule.windows()}
 
 
-def schedule_of(policy: str, num_layers: int) -> Schedule:
-    """The schedule of a policy in one line, without bridges of its own."""
+def policy_of(words: str, *more: str) -> DepthPolicy:
+    """A policy in one line, with more options of its own."""
     from d3engine.cli.depth_options import policy_from_words
     from d3engine.depth import DepthPolicy
 
-    found = policy_from_words(policy.split())
-    require(isinstance(found, DepthPolicy), "--policy", policy, "a policy with its options, not auto")
+    found = policy_from_words([*words.split(), *more])
+    require(isinstance(found, DepthPolicy), "--policy", words, "a policy with its options, not auto")
     assert isinstance(found, DepthPolicy)
+    return found
+
+
+def schedule_of(policy: str, num_layers: int) -> Schedule:
+    """The schedule of a policy in one line, without bridges of its own."""
+    found = policy_of(policy)
     plain = found.exit_rule(num_layers) is None and found.draft_rule(num_layers) is None
     schedule = found.schedule(num_layers)
     require(plain and schedule.is_nested, "--policy", policy, "one whose skipped layers stay skipped")
@@ -180,13 +241,32 @@ def progress_bar(name: str, unit: str, total: int) -> Any:
 
 def _own_answers(
     engine: Engine, task: str, data: Path | None, seed: int, text_tokens: int, count: int
-) -> list[list[int]]:
+) -> list[Reading]:
     """Prompts of a task's validation split with the model's own greedy answers at full depth behind them."""
     from d3engine.analysis.answers import answer
+    from d3engine.bridges.judging import Reading
     from d3engine.calibration.tasks import calibration_task
 
     asked = calibration_task(task, data, seed=seed, shots=None)
     prompts = [question.prompt for question in asked.load("validation", count)][:count]
-    progress = sys.stderr.isatty() and not hides_bars()
-    answers = answer(engine, prompts, min(asked.max_tokens, text_tokens), stop=asked.stop, progress=progress)
-    return [(one.prompt_ids + one.token_ids)[-text_tokens:] for one in answers]
+    answers = answer(engine, prompts, min(asked.max_tokens, text_tokens), stop=asked.stop, progress=_shows_bars())
+    kept = [one.prompt_ids[-max(text_tokens - len(one.token_ids), 1) :] for one in answers]
+    return [Reading(prompt + one.token_ids, len(prompt)) for prompt, one in zip(kept, answers, strict=True)]
+
+
+def _own_chats(
+    engine: Engine, file: Path | None, seed: int, max_tokens: int, text_tokens: int, count: int
+) -> list[Reading]:
+    """Questions of a file, or such as the model makes up, with its own greedy answers at full depth behind them."""
+    from d3engine.analysis.answers import answer, read_prompts
+    from d3engine.bridges.judging import Reading
+    from d3engine.bridges.own_chats import made_up_prompts
+
+    asked = made_up_prompts(engine, count, seed) if file is None else read_prompts(file, count)
+    prompts = [engine.chat_prompt([{"role": "user", "content": one}]) for one in asked]
+    answers = answer(engine, prompts, max_tokens, progress=_shows_bars())
+    return [Reading((one.prompt_ids + one.token_ids)[:text_tokens], len(one.prompt_ids)) for one in answers]
+
+
+def _shows_bars() -> bool:
+    return sys.stderr.isatty() and not hides_bars()

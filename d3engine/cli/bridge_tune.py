@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from d3engine.cli.bridge_texts import (
+    ANSWER_TOKENS,
     BridgesFile,
     Data,
     HeldOutFile,
     HeldOutTexts,
+    MaxTokens,
+    Prompts,
     PromptTokens,
     Task,
     Text,
@@ -36,6 +39,7 @@ from d3engine.errors import require, require_integer, require_number
 
 if TYPE_CHECKING:
     from d3engine.bridges.decoded import Comparison
+    from d3engine.bridges.judging import Reading
     from d3engine.model.bridges import Bridge, Bridges, Window
 
 
@@ -49,6 +53,7 @@ def tune_command(
     bridges: BridgesFile = None,
     text: Text = None,
     task: Task = None,
+    prompts: Prompts = None,
     data: Data = None,
     held_out: HeldOutFile = None,
     from_nothing: Annotated[
@@ -65,7 +70,8 @@ def tune_command(
     texts: Annotated[int, typer.Option("--texts", help="Texts to tune on at most; their states are kept.")] = 48,
     held_out_texts: HeldOutTexts = 8,
     text_tokens: TextTokens = 256,
-    prompt_tokens: PromptTokens = 40,
+    prompt_tokens: PromptTokens = None,
+    max_tokens: MaxTokens = ANSWER_TOKENS,
     out: Annotated[Path | None, typer.Option("--out", help="The file to write (the same file).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -77,13 +83,14 @@ def tune_command(
     path = bridges_path(model, bridges)
     target = out or path
     check_output("--out", target)
-    asked = TextOptions(text or [], task, data, held_out, texts, held_out_texts, text_tokens, prompt_tokens)
+    asked = TextOptions(
+        text or [], task, prompts, data, texts, text_tokens, prompt_tokens, max_tokens, held_out, held_out_texts
+    )
     asked.check()
     require_integer("--steps", steps, 1)
     require_integer("--rows", rows, 1)
     require_number("--rate", rate, 0, 1, open_low=True)
 
-    from d3engine.bridges.fitting import text_hash
     from d3engine.bridges.judging import FullText, first_layers, long_enough
     from d3engine.bridges.tuning import Tuning, TuningOptions
 
@@ -95,28 +102,26 @@ def tune_command(
         before = {window: bridge.of_nothing() for window, bridge in before.items()}
     seed = engine_options.get("seed", 0)
     options = TuningOptions(steps, rows, rate, seed)
-    tune_on, judge_on = (long_enough(read, prompt_tokens) for read in asked.read(engine, seed))
+    tune_on, judge_on = (long_enough(read) for read in asked.read(engine, seed))
     for option, kept in (("--text", tune_on), ("--held-out", judge_on)):
-        require(len(kept) > 0, option, asked.source, "texts longer than --prompt-tokens by two tokens")
+        require(len(kept) > 0, option, asked.source, "texts longer than their prompts by two tokens")
     tuning = Tuning(before, schedule, options)
     layers = first_layers([schedule])
     with progress_bar("texts", "text", len(tune_on)) as bar:
         full = []
         for one in tune_on:
-            full.append(FullText(passage, one, prompt_tokens, layers))
+            full.append(FullText(passage, one, layers))
             bar.update()
     state = target.with_name(f"{target.name}.part")
-    key = json.dumps([own.fingerprint, policy, asdict(options), text_hash(tune_on), _hash(before)])
+    key = json.dumps([own.fingerprint, policy, asdict(options), _text_hash(tune_on), _hash(before)])
     with progress_bar("tune", "step", steps) as bar:
         tuning.run(full, state, key, lambda loss: _advance(bar, loss))
-    result = _compared(
-        passage, schedule, before, tuning.bridges, judge_on, prompt_tokens, "skipped" if from_nothing else "fitted"
-    )
+    result = _compared(passage, schedule, before, tuning.bridges, judge_on, "skipped" if from_nothing else "fitted")
     pays = result.policies[1].mean("kl").value < result.policies[0].mean("kl").value
     with printing_last(partial(_show, result, pays, target, as_json)):
         if pays:
             told = {"policy": policy, **asdict(options), "source": asked.source, "texts": len(tune_on)}
-            _write(own, tuning.bridges, {**told, "text_hash": text_hash(tune_on)}, target)
+            _write(own, tuning.bridges, {**told, "text_hash": _text_hash(tune_on)}, target)
         state.unlink(missing_ok=True)
 
 
@@ -124,6 +129,12 @@ def _advance(bar: Any, loss: float) -> None:
     bar.update()
     if loss == loss:
         bar.set_postfix(kl=f"{loss:.3f}", refresh=False)
+
+
+def _text_hash(readings: Sequence[Reading]) -> str:
+    from d3engine.bridges.fitting import text_hash
+
+    return text_hash([one.token_ids for one in readings])
 
 
 def _hash(bridges: Mapping[Window, Bridge]) -> str:
@@ -144,14 +155,13 @@ def _compared(
     before: Mapping[Window, Bridge],
     after: Mapping[Window, Bridge],
     texts: list[Any],
-    prompt_tokens: int,
     name: str,
 ) -> Comparison:
     from d3engine.bridges.decoded import Candidate, measure_decoded
 
     candidates = [Candidate(name, schedule, before), Candidate("tuned", schedule, after)]
     with progress_bar("held out", "text", len(texts)) as bar:
-        return measure_decoded(passage, candidates, texts, prompt_tokens, lambda: bar.update() and None)
+        return measure_decoded(passage, candidates, texts, lambda: bar.update() and None)
 
 
 def _write(own: Bridges, tuned: Mapping[Window, Bridge], told: dict[str, Any], target: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from d3engine.bridges import fitting
 from d3engine.bridges.fitting import CHOOSING_EVERY, Fit, windows_from
 from d3engine.bridges.held_out import measure_held_out
+from d3engine.bridges.judging import Reading
 from d3engine.bridges.passage import Passage
 from d3engine.errors import InvalidValueError
 from d3engine.model.bridges import Bridge
@@ -139,7 +140,9 @@ def test_windows_are_judged_as_transformers_runs_them(model: Any, texts: list[li
     size, prompt = model.model.config.hidden_size, 12
     generator = torch.Generator().manual_seed(1)
     bridge = Bridge(1, 3, torch.randn(size, size, generator=generator) / size, torch.randn(size, generator=generator))
-    result = measure_held_out(Passage(observer_of(model.directory)), [bridge], texts[:2], prompt)
+    result = measure_held_out(
+        Passage(observer_of(model.directory)), [bridge], [Reading(text, prompt) for text in texts[:2]]
+    )
     divergence = agreed = surprise = count = 0.0
     llama = model.model.model
     with torch.inference_mode():

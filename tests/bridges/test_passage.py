@@ -19,7 +19,7 @@ from d3engine.bridges import tuning
 from d3engine.bridges.decoded import Candidate, measure_decoded
 from d3engine.bridges.fitting import Fit
 from d3engine.bridges.held_out import measure_held_out
-from d3engine.bridges.judging import FullText, window_schedule
+from d3engine.bridges.judging import FullText, Reading, window_schedule
 from d3engine.bridges.nesting import choose_order, grid_of
 from d3engine.bridges.passage import Passage
 from d3engine.bridges.tuning import Tuning, TuningOptions
@@ -74,7 +74,7 @@ def test_policies_are_measured_by_step_with_what_their_bridges_cost(passage: Pas
     schedule = TailSkip(4.5, 16).schedule(LAYERS)  # 5 layers up to step 6, then 4
     bridges = some_bridges(schedule.windows())
     candidates = [Candidate("skipped", schedule, None), Candidate("bridged", schedule, bridges)]
-    result = measure_decoded(passage, candidates, [*texts[:3], texts[0][:9]], prompt_length=8)
+    result = measure_decoded(passage, candidates, [Reading(text, 8) for text in (*texts[:3], texts[0][:9])])
     skipped, bridged = result.policies
     assert [text.shape for text in skipped.texts] == [(3, 21)] * 3
     assert skipped.mean_cost == skipped.mean_layers == bridged.mean_layers
@@ -84,7 +84,7 @@ def test_policies_are_measured_by_step_with_what_their_bridges_cost(passage: Pas
     matrices = 2 * (layer.num_heads + layer.num_kv_heads) * layer.head_dim * SIZE + 3 * SIZE * layer.intermediate_size
     assert bridged.mean_cost - bridged.mean_layers == pytest.approx((SIZE * SIZE + SIZE) / matrices)
     assert [(group.start, group.stop) for group in result.groups] == [(1, 2), (2, 4), (4, 8), (8, 16), (16, 22)]
-    full = FullText(passage, texts[1], 8, set())
+    full = FullText(passage, Reading(texts[1], 8), set())
     for one, has in ((skipped, None), (bridged, bridges)):
         states = passage.run(passage.embedded(texts[1]), 0, 8, schedule, has)
         given = passage.logits(states[8:-1]).log_softmax(-1)
@@ -107,7 +107,7 @@ def test_a_window_of_layers_that_do_nothing_goes_first(tiny_llama: Callable[...,
     bridges = {window: Bridge(*window, torch.zeros(SIZE, SIZE), torch.zeros(SIZE)) for window in windows}
     candidates = grid_of(bridges, 2)
     assert candidates == [(0, 2), (2, 4), (4, 6)]
-    full = [FullText(passage, text, 8, {0, 2, 4}) for text in texts[:2]]
+    full = [FullText(passage, Reading(text, 8), {0, 2, 4}) for text in texts[:2]]
     tried = []
     order = choose_order(full, bridges, candidates, 3, lambda: tried.append(1))
     assert order.chosen[0].window == (4, 6)
@@ -136,7 +136,7 @@ def test_tuning_brings_the_next_token_nearer_to_full_depths_and_leaves_the_model
     bridges = fitted(passage, texts, rank)
     if from_nothing:
         bridges = {window: bridge.of_nothing() for window, bridge in bridges.items()}
-    full = [FullText(passage, text, 8, {1}) for text in texts]
+    full = [FullText(passage, Reading(text, 8), {1}) for text in texts]
     before = passage.logits(full[0].last)
     run = Tuning(bridges, schedule, TuningOptions(steps=40, rows=16, rate=3e-3))
     run.run(full, None, "key")
@@ -145,7 +145,7 @@ def test_tuning_brings_the_next_token_nearer_to_full_depths_and_leaves_the_model
     if from_nothing:
         assert kl[0] == np.mean([text.judge(schedule, None)[0].mean() for text in full])
     assert kl[1] < 0.9 * kl[0]
-    assert torch.equal(passage.logits(FullText(passage, texts[0], 8, set()).last), before)
+    assert torch.equal(passage.logits(FullText(passage, Reading(texts[0], 8), set()).last), before)
 
 
 def test_tuning_that_was_cut_off_ends_as_if_it_had_not_been(
@@ -154,7 +154,7 @@ def test_tuning_that_was_cut_off_ends_as_if_it_had_not_been(
     monkeypatch.setattr(tuning, "SAVE_EVERY", 2)
     schedule = window_schedule([(4, 5)], LAYERS)
     bridges = fitted(passage, texts)
-    full = [FullText(passage, text, 8, {4}) for text in texts]
+    full = [FullText(passage, Reading(text, 8), {4}) for text in texts]
     options, state = TuningOptions(steps=6, rows=8), tmp_path / "state.part"
 
     def runs(key: str, stop_at: int | None, path: Path | None) -> tuple[list[float], Tuning]:
@@ -185,10 +185,10 @@ def test_maps_of_float32_are_measured_beside_weights_of_bfloat16(model: Any, tex
     weights = load_weights(model.directory, config, dtype=torch.bfloat16, device="cpu")
     passage = Passage(Observer(config, weights))
     bridge = some_bridges([(1, 3)])[1, 3]
-    result = measure_held_out(passage, [bridge], texts[:1], 8)
+    result = measure_held_out(passage, [bridge], [Reading(texts[0], 8)])
     schedule = window_schedule([(1, 3)], LAYERS)
     wide = Passage(observer_of(model.directory))
-    wanted = FullText(wide, texts[0], 8, {1}).judge(schedule, {(1, 3): bridge})[0].mean()
+    wanted = FullText(wide, Reading(texts[0], 8), {1}).judge(schedule, {(1, 3): bridge})[0].mean()
     assert result.bridged[1, 3].kl == pytest.approx(wanted, rel=0.1)
     assert result.skipped[1, 3].kl != pytest.approx(wanted, rel=0.2)
 

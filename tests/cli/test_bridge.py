@@ -59,6 +59,25 @@ def test_the_models_own_answers_to_a_task_serve_as_text(tmp_path: Path) -> None:
     assert read_bridges(out).about["source"] == "word-problems"
 
 
+def test_a_models_own_chats_serve_as_text_and_policies_answer_by_themselves(tmp_path: Path) -> None:
+    out, prompts = tmp_path / "b.safetensors", tmp_path / "prompts.txt"
+    prompts.write_text("Tom has 2 pens and finds 3. How many?\nAnn buys 3 cups. Ann sells 1. How many?\n")
+    fit = ("fit", "demo", *SMALL, "--task", "chat", "--max-tokens", "12", "--window", "3:6", "--out", str(out))
+    assert run(*fit, "--rank", "8").exit_code == 0
+    assert read_bridges(out).about["source"] == "chat"
+    policy = "nested alpha=0.9 windows=3:6"
+    asked = (*SMALL[:4], "--prompts", str(prompts), "--max-tokens", "12", "--policy", policy)
+    result = run("measure", "demo", *asked, "--bridges", str(out), "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert (report["texts"], report["own_answers"]["prompts"]) == (2, 2)
+    full, skipped, bridged = report["own_answers"]["policies"]
+    assert [one["policy"] for one in (full, skipped, bridged)] == ["full", policy, f"{policy}, bridged"]
+    assert full["kept_of_32"] == 1 > bridged["kept_of_32"]
+    shown = run("measure", "demo", *asked, "--bridges", str(out))
+    assert "Answers of their own: 2 prompts" in shown.stdout
+
+
 def test_windows_are_nested_measured_and_tuned_with_a_file_of_bridges(texts: Path, tmp_path: Path) -> None:
     out, better = str(tmp_path / "b.safetensors"), str(tmp_path / "better.safetensors")
     given = ("--text", str(texts), "--prompt-tokens", "4", "--text-tokens", "24")
@@ -94,7 +113,7 @@ def test_windows_are_nested_measured_and_tuned_with_a_file_of_bridges(texts: Pat
     ("options", "complaint"),
     [
         (("--text", "no.jsonl"), "--out must be given"),
-        (("--out", "b"), "--text must be given, or --task in its place"),
+        (("--out", "b"), "--text must be given, or --task or --prompts in its place"),
         (("--out", "b", "--text", "no.jsonl", "--task", "word-problems"), "--text must be given, or --task"),
         (("--out", "b", "--text", "no.jsonl"), "--text must be a file of text.*missing"),
         (("--out", "b", "--text", "x", "--window", "3:17"), "--window must be A:B with 0 <= A < B <= 16"),

@@ -15,7 +15,7 @@ from bridge_files import some_maps, write_maps
 from tiny_models import TinyLlama
 
 from d3engine import D3, Engine, FullDepth, TailSkip
-from d3engine.depth import NEVER
+from d3engine.depth import NEVER, Nested
 from d3engine.depth.schedule import windows_of
 from d3engine.executor.graph_shapes import Crossed, crossed_at, expected_shapes
 from d3engine.loading import resolve
@@ -30,6 +30,7 @@ POLICIES = (
     D3(0.8, 0.3, bridges="auto"),
     D3(0.9, 0.3),
     TailSkip(4, 12, bridges="auto"),
+    Nested(0.8, [(1, 3), (4, 5), (3, 4)], bridges="auto"),
 )
 
 

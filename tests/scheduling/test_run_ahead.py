@@ -12,11 +12,11 @@ from ahead import NESTED, PLAIN, Solo, greedy, steps_by_itself, unread
 from batches import BLOCK, LAYERS, POLICIES, Request, assert_same, block_bytes, kv_is_back, run_together, some_requests
 
 from d3engine import D3, DraftAndVerify, Engine, Lossless, SelfSpeculative, UnifiedSkip, Waves
-from d3engine.depth import DepthPolicy
+from d3engine.depth import DepthPolicy, Nested
 from d3engine.request.outputs import RequestOutput
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+@pytest.mark.parametrize("policy", [*POLICIES, Nested(0.8, [(1, 3), (4, 5), (3, 4)])], ids=repr)
 def test_generate_answers_as_step_by_step(ahead: Callable[..., Engine], solo: Solo, policy: DepthPolicy) -> None:
     requests = [Request(tuple(range(30 + n, 33 + 3 * n)), greedy(policy, 10 + 5 * n)) for n in range(4)]
     engine = ahead()

@@ -1,0 +1,99 @@
+"""What policies answer by themselves, beside full depth's answers to the same prompts.
+
+The one idea: where a given text is read, an error stays where it was made; in an answer of the policy's own every later
+token reads it. So what is counted is how long an answer stays full depth's, and whether it goes round in circles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from d3engine.analysis.layers import Mean, mean_of_clusters
+from d3engine.analysis.report import Table, counted
+from d3engine.bridges.judging import Reading
+from d3engine.depth import DepthPolicy
+from d3engine.engine import Engine
+from d3engine.evaluation.bridged import open_bridges
+from d3engine.request.params import SamplingParams
+
+FIRST = (32, 64)
+"""Of these many first tokens of full depth's answer, the share before the two part."""
+
+GRAM = 4
+"""Tokens in a row whose repetition is counted."""
+
+
+def own_answers(engine: Engine, policy: DepthPolicy, readings: Sequence[Reading]) -> list[list[int]]:
+    """What a policy answers, greedily, to the prompts of these texts; as many tokens at most as the longest has.
+
+    The engine may open the file of bridges that the policy names.
+    """
+    open_bridges(engine, [policy])
+    longest = max(len(one.token_ids) - one.prompt_length for one in readings)
+    params = SamplingParams(temperature=0.0, max_tokens=longest, depth=policy)
+    prompts = [{"prompt_token_ids": list(one.token_ids[: one.prompt_length])} for one in readings]
+    return [output.outputs[0].token_ids for output in engine.generate(prompts, params, use_tqdm=False)]
+
+
+@dataclass(frozen=True)
+class OwnAnswers:
+    """The answers of one policy, token ids each, in the order of the prompts."""
+
+    name: str
+    answers: Sequence[Sequence[int]]
+
+    def kept(self, full: Sequence[Sequence[int]], first: int) -> Mean:
+        """The mean share of the first so many tokens of full depth's answers before these part from them."""
+        shares = [_same(own, one[:first]) / len(one[:first]) for own, one in zip(self.answers, full, strict=True)]
+        return mean_of_clusters(np.array(shares), np.ones(len(shares), dtype=np.int64))
+
+    @property
+    def distinct(self) -> float:
+        """Of all runs of `GRAM` tokens in an answer, the part that are different; NaN where no answer is so long."""
+        runs = [[tuple(one[at : at + GRAM]) for at in range(len(one) - GRAM + 1)] for one in self.answers]
+        return sum(len(set(found)) for found in runs) / (sum(map(len, runs)) or float("nan"))
+
+
+@dataclass(frozen=True)
+class OwnComparison:
+    """Policies beside full depth; none of its answers is empty."""
+
+    full: OwnAnswers
+    policies: Sequence[OwnAnswers]
+
+    def table(self) -> Table:
+        """A row for full depth, and one for each policy."""
+        header = ("policy", *(f"first {first} tokens kept" for first in FIRST), "95 %", f"distinct {GRAM}-grams")
+        rows = [self._row(one) for one in (self.full, *self.policies)]
+        tokens = sum(map(len, self.full.answers))
+        about = f"{counted(len(self.full.answers), 'prompt')}, {tokens:,} tokens of full depth's"
+        return Table(f"Answers of their own: {about}", header, rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for machines."""
+        return {
+            "prompts": len(self.full.answers),
+            "policies": [
+                {
+                    "policy": one.name,
+                    **{f"kept_of_{first}": one.kept(self.full.answers, first).value for first in FIRST},
+                    "distinct": None if np.isnan(one.distinct) else one.distinct,
+                }
+                for one in (self.full, *self.policies)
+            ],
+        }
+
+    def _row(self, one: OwnAnswers) -> tuple[str, ...]:
+        means = [one.kept(self.full.answers, first) for first in FIRST]
+        low, high = means[-1].value - means[-1].arm, means[-1].value + means[-1].arm
+        return one.name, *(f"{mean.value:.1%}" for mean in means), f"{low:.1%} to {high:.1%}", f"{one.distinct:.3f}"
+
+
+def _same(own: Sequence[int], full: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = zip(own, full, strict=False)
+    return next((place for place, (left, right) in enumerate(pairs) if left != right), min(len(own), len(full)))

@@ -1,0 +1,65 @@
+"""What a model makes up to be asked, and what policies keep of full depth's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bridge_files import some_maps, write_maps
+
+from d3engine.bridges.judging import Reading
+from d3engine.bridges.own_answers import OwnAnswers, OwnComparison, own_answers
+from d3engine.bridges.own_chats import made_up_prompts
+from d3engine.depth import D3, FullDepth
+from d3engine.engine import Engine
+from d3engine.errors import InvalidValueError
+from d3engine.loading.model_directory import model_directory
+from d3engine.request.params import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine("demo", device="cpu", depth=FullDepth(), kv_cache_memory_bytes=2**25) as engine:
+        yield engine
+
+
+def test_a_model_makes_up_questions_that_end_and_other_seeds_have_others(engine: Engine) -> None:
+    asked = made_up_prompts(engine, 5, seed=0)
+    assert len(set(asked)) == 5
+    assert all(question.endswith("?") and "Question:" not in question for question in asked)
+    assert made_up_prompts(engine, 3, seed=0) == asked[:3]
+    assert not set(asked) & set(made_up_prompts(engine, 5, seed=1))
+
+
+def test_a_model_that_ends_none_of_its_questions_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("d3engine.bridges.own_chats.QUESTION_TOKENS", 2)
+    with pytest.raises(InvalidValueError, match="--task must be that of a model which ends the questions"):
+        made_up_prompts(engine, 2, seed=0)
+
+
+def test_a_policy_answers_with_the_file_of_bridges_that_it_names(engine: Engine, tmp_path: Path) -> None:
+    file, directory, config = tmp_path / "b.safetensors", model_directory("demo"), engine.config
+    write_maps(some_maps(config.num_layers, config.hidden_size, scale=0), directory, file)
+    prompts = ["Question: Tom has 2 pens and finds 3. How many?\nAnswer:", "Question: Ann has 9 cups.\nAnswer:"]
+    params = SamplingParams(temperature=0, max_tokens=10, depth=D3(0.8, 0.5))
+    outputs = engine.generate(prompts, params, use_tqdm=False)
+    readings = [Reading([*one.prompt_token_ids, *range(5, 15)], len(one.prompt_token_ids)) for one in outputs]
+    found = own_answers(engine, D3(0.8, 0.5, bridges=str(file)), readings)
+    assert found == [one.outputs[0].token_ids for one in outputs], "maps that do nothing change nothing"
+    with pytest.raises(InvalidValueError, match=r"bridges must be .*is missing"):
+        own_answers(engine, D3(0.8, 0.5, bridges=str(tmp_path / "none")), readings)
+
+
+def test_what_is_kept_ends_where_the_answers_part_and_circles_are_counted() -> None:
+    full = OwnAnswers("full", [list(range(64)), [1, 2, 3, 4]])
+    other = OwnAnswers("other", [[*range(16), 99, *range(17, 64)], [1, 2]])
+    circles = OwnAnswers("circles", [[0, *[7, 8] * 20], [1, 2, 3, 4, 1, 2, 3, 4]])
+    result = OwnComparison(full, [other, circles])
+    assert [one["kept_of_32"] for one in result.as_dict()["policies"]] == [1, (1 / 2 + 1 / 2) / 2, (1 / 32 + 1) / 2]
+    assert [one["kept_of_64"] for one in result.as_dict()["policies"]] == [1, (1 / 4 + 1 / 2) / 2, (1 / 64 + 1) / 2]
+    assert [one["distinct"] for one in result.as_dict()["policies"]] == [1, 1, (3 + 4) / (38 + 5)]
+    assert np.isnan(OwnAnswers("short", [[1, 2]]).distinct)
+    row = result.table().rows[1]
+    assert row[:3] == ("other", "50.0%", "37.5%")
