@@ -17,6 +17,7 @@ constexpr int64_t PIECE_BYTES = 64 * 1024;
 constexpr int64_t LEAST_PIECE_BYTES = 16 * 1024;
 constexpr int64_t PANEL_BYTES = 512 * 1024;  // of a piece's panels: they stay in a core's second cache
 constexpr int MANY_ROWS = 48;                // from here on widening a panel costs less than it saves
+static_assert(MANY_ROWS % 16 == 0);         // vectors that were prepared together stay together
 
 }  // namespace
 
@@ -50,6 +51,8 @@ D3Decoder::D3Decoder(const D3Model& model, const Kernels& kernels)
         scratch.keys = Floats(int64_t(ATTENTION_CHUNK) * (model.head_dim + MOST_LANES));
         scratch.partials = Floats(2 * int64_t(queries) * (model.head_dim + 2));
     }
+    if (kernels.prepare)
+        prepared_ = Floats(kernels.prepared_bytes(D3_INT8, widest, model.max_rows) / int64_t(sizeof(float)));
     strips_ = Floats((model.max_rows / kernels.strip + 1) * kernels.strip_floats(widest));
 }
 
@@ -188,7 +191,17 @@ void D3Decoder::norm(const float* weight) {
 Product D3Decoder::product(const D3Matrix& matrix, const Rows& x) const {
     return {D3Kind(matrix.kind), matrix.columns, static_cast<const char*>(matrix.values), bytes_of_row(matrix),
             matrix.scales, (matrix.columns + INT4_GROUP - 1) / INT4_GROUP, x.row(0), x.stride(),
-            int32_t(active_.size())};
+            int32_t(active_.size()), nullptr, 0};
+}
+
+// With its vectors in another form too, where this instruction set multiplies such a matrix by that.
+Product D3Decoder::prepared(Product p) {
+    if (!kernels_.prepare || kernels_.prepared_bytes(p.kind, p.columns, 1) == 0) return p;
+    p.prepared = reinterpret_cast<char*>(prepared_.at(0)), p.at_once = p.batch;
+    auto one = [&](int, int nth) { kernels_.prepare(p, nth); };
+    if (int64_t(p.batch) * p.columns >= 16 * 1024) team_.each(p.batch, one);
+    else for (int nth = 0; nth < p.batch; nth++) one(0, nth);  // sooner done than handed over
+    return p;
 }
 
 // Output channels of a piece: about what a core's second cache holds beside the vectors, less where that would leave
@@ -216,7 +229,7 @@ template <class Use> void D3Decoder::multiply(const D3Matrix& matrix, const Rows
 // The same where the output channels are one band or two, which lie half a matrix apart and are used together: calls
 // use(worker, nth row, first channel, last channel, their values, those of the second band).
 template <int BANDS, class Use> void D3Decoder::multiply_bands(const D3Matrix& matrix, const Rows& x, Use use) {
-    const Product p = product(matrix, x);
+    const Product p = prepared(product(matrix, x));
     const int channels = matrix.rows / BANDS;
     const auto use_rows = [&](int worker, int first, int count, int start, int stop) {
         const Rows& out = scratch_[worker].outputs;
@@ -227,16 +240,21 @@ template <int BANDS, class Use> void D3Decoder::multiply_bands(const D3Matrix& m
             use(worker, first + nth, start, stop, values[0], values[1]);
         }
     };
-    if (p.batch >= MANY_ROWS) return multiply_many<BANDS>(matrix, p, use_rows);
+    if (p.batch >= MANY_ROWS && !p.prepared) return multiply_many<BANDS>(matrix, p, use_rows);
     const int size = std::max(16, rows_of_piece(matrix) / BANDS / 16 * 16);
     team_.each((channels + size - 1) / size, [&](int worker, int piece) {
         const Rows& out = scratch_[worker].outputs;
         const int start = piece * size, stop = std::min(channels, start + size);
-        for (int band = 0; band < BANDS; band++) {
-            const int before = band * channels;
-            kernels_.multiply(p, before + start, before + stop, out.row(band * MANY_ROWS), out.stride());
+        for (int first = 0; first < p.batch; first += MANY_ROWS) {
+            Product some = p;
+            some.batch = std::min(MANY_ROWS, p.batch - first), some.x += first * p.ldx;
+            if (p.prepared) some.prepared += kernels_.prepared_bytes(p.kind, p.columns, first);
+            for (int band = 0; band < BANDS; band++) {
+                const int before = band * channels;
+                kernels_.multiply(some, before + start, before + stop, out.row(band * MANY_ROWS), out.stride());
+            }
+            use_rows(worker, first, some.batch, start, stop);
         }
-        use_rows(worker, 0, p.batch, start, stop);
     });
 }
 

@@ -128,6 +128,7 @@ private:
 
     void norm(const float* weight);
     Product product(const D3Matrix& matrix, const Rows& x) const;
+    Product prepared(Product p);
     int rows_of_piece(const D3Matrix& matrix) const;
     int panels_of_piece(const D3Matrix& matrix, int bands) const;
     template <class Use> void multiply(const D3Matrix& matrix, const Rows& x, Use use);
@@ -148,6 +149,7 @@ private:
     std::vector<Crossing> crossings_;
     std::vector<Block> blocks_;
     std::vector<Scratch> scratch_;
+    Floats prepared_;              // the vectors of a product in a form of the instruction set's own
     Floats strips_;                // the vectors of a product of many rows
     std::vector<float> partials_;  // [block and head, span], where spans are shared out
     std::vector<Best> best_;       // [workers, rows]

@@ -4,7 +4,7 @@
 
 #if defined(D3_PORTABLE)
 #elif defined(__x86_64__)
-namespace avx512 { extern const Kernels kernels; }
+namespace avx512 { extern const Kernels kernels, amx; }
 namespace avx2 { extern const Kernels kernels; }
 #elif defined(__aarch64__)
 namespace neon { extern const Kernels kernels; }
@@ -14,6 +14,9 @@ namespace portable { extern const Kernels kernels; }
 const Kernels* const ALL_KERNELS[] = {
 #if defined(D3_PORTABLE)
 #elif defined(__x86_64__)
+#if defined(D3_TILES)
+    &avx512::amx,
+#endif
     &avx512::kernels,
     &avx2::kernels,
 #elif defined(__aarch64__)

@@ -5,6 +5,13 @@
 
 #include "abi.h"
 
+// Whether the compiler knows the tiles of x86, which Linux gives to a process that asks for them.
+#if defined(__x86_64__) && defined(__linux__) && !defined(D3_PORTABLE)
+#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
+#define D3_TILES
+#endif
+#endif
+
 // A matrix and the vectors that it meets: `x` has `batch` rows of `ldx` floats, zeros from `columns` on up to a whole
 // number of int4's groups.
 struct Product {
@@ -17,6 +24,8 @@ struct Product {
     const float* x;
     int64_t ldx;
     int32_t batch;
+    char* prepared;   // the same vectors as `prepare` has made them, or null
+    int32_t at_once;  // so many of them
 };
 
 // Rows of one sequence at neighbouring positions: their query heads that share a key/value head, and where that head's
@@ -55,6 +64,10 @@ struct Kernels {
     bool (*runs_here)();
     // out[b * ldo + n - start] for output channels n in [start, stop)
     void (*multiply)(const Product&, int start, int stop, float* out, int64_t ldo);
+    // Where products with a kind of matrix take vectors in another form: how many bytes it has, a multiple of 64 for 16
+    // vectors each, and what writes that of vector `row` to p.prepared. Null where they take floats.
+    int64_t (*prepared_bytes)(D3Kind, int columns, int rows);
+    void (*prepare)(const Product&, int row);
     // Products of many vectors, bit for bit the same: `panel` channels at most are widened into a panel of
     // `panel_floats(columns)` floats, `strip` vectors at most packed into a strip of `strip_floats(columns)`.
     int panel, strip;

@@ -118,8 +118,9 @@ def test_draws_are_those_of_the_sampler(vocab: int) -> None:
 
 
 @pytest.mark.parametrize("isa", isas())
-def test_what_is_not_finite_stays_in_its_row_and_what_is_not_its_own_is_never_read(isa: str) -> None:
-    case = Case(Shape(rows=4, max_positions=100))
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_not_finite_stays_in_its_row_and_what_is_not_its_own_is_never_read(form: str, isa: str) -> None:
+    case = Case(Shape(rows=4, max_positions=100, form=form))
     before, _, healthy = case.decode(2, isa=isa)
     case.pool[0] = np.nan  # the block that stands where a table has none
     spoilt = case.rows.tables[case.rows.slots[1], 0, 0]
