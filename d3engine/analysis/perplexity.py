@@ -13,7 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from d3engine.analysis import along
+from d3engine.analysis.along import in_words, mean_at, with_arm
 from d3engine.analysis.answers import Answered
+from d3engine.analysis.layers import Mean
 from d3engine.analysis.report import STEP, Table, counted, step_groups, steps_in_words
 
 FloatArray = npt.NDArray[np.float64]
@@ -41,20 +44,27 @@ class Perplexity:
 
     def table(self) -> Table:
         """A row for each group of steps, and one for all tokens."""
+        texts = self._surprises()
         groups = [(steps_in_words(group), group) for group in step_groups(self.longest)]
         rows = []
         for name, group in [*groups, ("all", range(self.longest))]:
             count, value = self.at(group)
-            rows.append((name, f"{count}", f"{np.exp(value):.4f}", f"{value:.2g}"))
+            mean = Mean(value, mean_at(texts, group).arm)
+            rows.append((name, f"{count}", f"{np.exp(value):.4f}", with_arm(mean, ".2g")))
         title = f"Perplexity by generation step, {counted(len(self.logprobs), 'answer')}"
-        return Table(title, (STEP, "tokens", "perplexity", "mean -log p"), rows)
+        return Table(title, (STEP, "tokens", "perplexity", "mean -log p"), rows, in_words(texts, "nats"))
+
+    def _surprises(self) -> list[FloatArray]:
+        """For each answer -log p of its tokens."""
+        return [-np.array(answer, dtype=np.float64) for answer in self.logprobs]
 
     def as_dict(self) -> dict[str, Any]:
-        """By single steps, and over all tokens."""
+        """By single steps, over all tokens, and late ones less early ones."""
         values, counts = self.by_step()
         return {
             "answers": len(self.logprobs),
             "perplexity": float(np.exp(self.at(range(self.longest))[1])),
+            "late_less_early": along.as_dict(self._surprises()),
             "steps": [
                 {"step": step, "answers": int(count), "perplexity": float(np.exp(value)), "mean_negative_log_p": value}
                 for step, (value, count) in enumerate(zip(values.tolist(), counts.tolist(), strict=True))

@@ -17,11 +17,12 @@ STEP = "step (from 0)"
 
 @dataclass(frozen=True)
 class Table:
-    """A title, the header, and rows of cells."""
+    """A title, the header, rows of cells, and what has to be said below."""
 
     title: str
     header: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
+    notes: tuple[str, ...] = ()
 
 
 class Analysis(Protocol):

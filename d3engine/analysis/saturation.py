@@ -15,7 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from d3engine.analysis import along
+from d3engine.analysis.along import in_words, mean_at, with_arm
 from d3engine.analysis.answers import Answered
+from d3engine.analysis.layers import Mean
 from d3engine.analysis.observer import Observer
 from d3engine.analysis.report import STEP, Table, counted, step_groups, steps_in_words
 
@@ -53,18 +56,26 @@ class Saturation:
     def table(self) -> Table:
         """A row for each group of steps, and one for all tokens."""
         header = (STEP, "tokens", "layers, mean", "of all", "median", "90 % by", "confidence", "at last layer")
-        rows = [_row(steps_in_words(group), found, self.num_layers) for group, found in self.by_step()]
-        longest = max(len(answer.layers) for answer in self.answers)
-        rows.append(_row("all", _gathered(self.answers, range(longest)), self.num_layers))
+        texts = self._layers()
+        groups = [(steps_in_words(group), group) for group, _ in self.by_step()]
+        rows = [
+            _row(name, _gathered(self.answers, group), mean_at(texts, group), self.num_layers)
+            for name, group in [*groups, ("all", range(max(map(len, texts))))]
+        ]
         title = f"Layers (of {self.num_layers}) until the prediction is settled, {counted(len(self.answers), 'answer')}"
-        return Table(title, header, rows)
+        return Table(title, header, rows, in_words(texts, "layers"))
+
+    def _layers(self) -> list[FloatArray]:
+        """For each answer the layers of its tokens."""
+        return [answer.layers.astype(np.float64) for answer in self.answers]
 
     def as_dict(self) -> dict[str, Any]:
-        """Every token."""
+        """Every token, and late ones less early ones."""
         return {
             "num_layers": self.num_layers,
             "mean_layers": float(np.concatenate([answer.layers for answer in self.answers]).mean()),
             "settled_share_after_layers": self.settled_share().tolist(),
+            "late_less_early": along.as_dict(self._layers()),
             "answers": [
                 {
                     "layers": answer.layers.tolist(),
@@ -112,13 +123,12 @@ def _gathered(answers: Sequence[AnswerSaturation], group: range) -> AnswerSatura
     )
 
 
-def _row(name: str, found: AnswerSaturation, num_layers: int) -> tuple[str, ...]:
-    mean = found.layers.mean()
+def _row(name: str, found: AnswerSaturation, mean: Mean, num_layers: int) -> tuple[str, ...]:
     return (
         name,
         f"{len(found.layers)}",
-        f"{mean:.2f}",
-        f"{mean / num_layers:.0%}",
+        with_arm(mean, ".2f"),
+        f"{mean.value / num_layers:.0%}",
         f"{np.median(found.layers):g}",
         f"{np.quantile(found.layers, 0.9, method='inverted_cdf'):g}",
         f"{found.confidence.mean():.2f}",

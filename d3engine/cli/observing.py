@@ -234,3 +234,5 @@ def show_result(result: Analysis, as_json: bool) -> None:
 
         table = result.table()
         print_table(table.title, table.header, table.rows)
+        for said in table.notes:
+            typer.echo(said)

@@ -20,7 +20,7 @@ from d3engine.analysis.copying import Outcome, TailCopied, measure_copying
 from d3engine.analysis.flow import measure_flow
 from d3engine.analysis.observer import Observer
 from d3engine.analysis.perplexity import measure_perplexity
-from d3engine.analysis.saturation import measure_saturation, saturation
+from d3engine.analysis.saturation import AnswerSaturation, Saturation, measure_saturation, saturation
 from d3engine.depth import NEVER, LayerTable
 from d3engine.errors import InvalidValueError
 
@@ -205,6 +205,24 @@ def test_certainty_is_no_negative_number() -> None:
     result = measure_perplexity([Answered("", [1], [2], [0.0], [], "", True)])
     assert result.table().title.endswith("1 answer")
     assert list(result.table().rows) == [("0", "1", "1.0000", "0"), ("all", "1", "1.0000", "0")]
+
+
+def test_late_tokens_are_compared_with_early_ones_of_the_same_text_over_texts() -> None:
+    early, late, other = range(4, 16), range(32, 40), [9.0] * 16
+    texts = [[1.0] * 4 + [base] * len(early) + other + [base + add] * len(late) for base, add in ((5, -1), (70, -3))]
+    short = [100.0] * 32  # not in the comparison, since it has no late part
+    result = measure_perplexity(
+        [Answered("", [1], [2] * len(t), [-v for v in t], [], "", True) for t in [*texts, short]]
+    )
+    found = result.as_dict()["late_less_early"]
+    assert (found["texts"], found["value"]) == (2, pytest.approx(-2))
+    assert found["arm_95"] == pytest.approx(1.96, abs=0.001), "two texts, one away from their mean each"
+    (note,) = result.table().notes
+    assert "over 2 texts that reach them: -2.00 nats (95 %: -3.96 to -0.04)" in note
+    settled = Saturation(80, [AnswerSaturation(np.array(t, dtype=int), np.array(t), np.array(t)) for t in texts])
+    assert "-2.00 layers" in settled.table().notes[0]
+    assert settled.table().rows[-1][2].startswith(f"{np.mean(texts):.2f} +- ")
+    assert measure_perplexity([Answered("", [1], [2], [0.0], [], "", True)]).table().notes == ()
 
 
 # -- copying -----------------------------------------------------------------------------------------------------------

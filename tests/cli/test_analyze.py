@@ -50,7 +50,8 @@ def test_saturation_in_three_forms(png: Path) -> None:
     assert [len(answer) for answer in layers] == [8, 8]
     mean = sum(map(sum, layers)) / 16
     assert report["mean_layers"] == pytest.approx(mean)
-    assert ["all", "16", f"{mean:.2f}", f"{mean / 16:.0%}"] in [row[:4] for row in cells(result.stdout)]
+    (whole,) = (row for row in cells(result.stdout) if row[0] == "all")
+    assert [*whole[:4], whole[5]] == ["all", "16", f"{mean:.2f}", "+-", f"{mean / 16:.0%}"], "with its interval"
 
 
 def test_perplexity_in_three_forms(png: Path) -> None:
