@@ -21,7 +21,7 @@ _CACHED = 280  # of a load from L2
 _SHARED = 30  # of a load from shared memory
 _ARITHMETIC = 5
 _ROUNDS = 24  # of the loop: the first half fills it
-_CACHED_MARK = ".EL"  # activations are loaded so that they stay in the cache (evict last)
+_CACHED_MARKS = (".EL", ".STRONG")  # activations stay in the cache (evict last); what others have just written is there
 _LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P[T0-9]+\s+)?([A-Z][A-Z0-9_.]*)\s*([^;]*);", re.M)
 _REGISTER = re.compile(r"\bR(\d+)\b")
 _WRITES_NOTHING = ("ST", "BRA", "BAR", "EXIT", "LDGSTS", "LDGDEPBAR", "DEPBAR", "NOP", "WARPSYNC", "RED")
@@ -46,7 +46,7 @@ class Instruction:
     @property
     def is_streamed(self) -> bool:
         """Whether it loads what is read once, 16 bytes a thread: weights, keys and values."""
-        return self.memory_bytes >= 16 and _CACHED_MARK not in self.operation
+        return self.memory_bytes >= 16 and not _is_cached(self.operation)
 
 
 def instructions(sass: str) -> list[Instruction]:
@@ -71,14 +71,22 @@ def instructions(sass: str) -> list[Instruction]:
 def hottest_loop(code: list[Instruction]) -> list[Instruction]:
     """The innermost loop that loads most from memory; all of the code if none does."""
     best: list[Instruction] = []
+    loading: list[int] = []  # where loops that load begin, in the order of their ends
     for last, instruction in enumerate(code):
         target = re.search(r"(0x[0-9a-f]+)", instruction.operands) if instruction.operation.startswith("BRA") else None
         if target is None or int(target[1], 16) >= instruction.address:
             continue
         body = [one for one in code[: last + 1] if one.address >= int(target[1], 16)]
+        if not _loaded(body) or any(begin >= body[0].address for begin in loading):
+            continue  # what stands around a loop is done once, where the loop goes round many times
+        loading.append(body[0].address)
         if (_loaded(body), -len(body)) > (_loaded(best), -len(best)):
             best = body
     return best if _loaded(best) else code
+
+
+def _is_cached(operation: str) -> bool:
+    return any(mark in operation for mark in _CACHED_MARKS)
 
 
 def _loaded(body: Iterable[Instruction]) -> int:
@@ -159,7 +167,7 @@ class _Warp:
 
     def _delay(self, name: str) -> int:
         if name.startswith("LDG"):
-            return _CACHED if _CACHED_MARK in name else self._latency
+            return _CACHED if _is_cached(name) else self._latency
         return _SHARED if name.startswith(("LDS", "LDSM", "LDC", "SHFL")) else _ARITHMETIC
 
 

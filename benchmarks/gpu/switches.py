@@ -177,6 +177,7 @@ def questions(current: Round) -> Iterator[Question]:
         uneven = [long] + [short] * (15 if current.on_gpu else 2)
         yield _splits("one long row among short ones", each, uneven, current)
         yield _splits("one row", each, [long // 4], current)
+        yield _splits("even rows", each, [long // 8] * many, current)
         yield _stages("even rows", each, [long // 8] * many, current)
     for rows in (24, 64, 128) if current.on_gpu else (3,):
         for scheme in ("", "int8", "int4") if current.on_gpu else ("int8",):
@@ -264,8 +265,15 @@ def _attention(shape: Shape, lengths: list[int], current: Round) -> Case:
 
 def _splits(name: str, shape: Shape, lengths: list[int], current: Round) -> Question:
     variants: dict[str, Settings] = {"today": ()}
-    for splits in (1, 4, 16, 64) if current.on_gpu else (1, 4):
-        variants[f"{splits} splits"] = (("paged_attention", "choose_splits", lambda *_, splits=splits: splits),)
+    for entries in (64, 256, 512, 2**20) if current.on_gpu else (256,):  # the last: no row is split
+        variants[f"{entries} entries a split"] = (("paged_attention", "SPLIT", entries),)
+    tune = import_module("d3engine.kernels.triton.paged_attention").tune_single_rows
+    for programs in (2, 3, 4) if current.on_gpu else ():
+
+        def tuned(*given: Any, programs: int = programs) -> Any:
+            return replace(tune(*given), programs=programs)
+
+        variants[f"{programs} programs a processor"] = (("paged_attention", "tune_single_rows", tuned),)
     return Question(f"attention, {name}: splits", shape, _attention(shape, lengths, current), variants)
 
 

@@ -1,8 +1,8 @@
-"""The device code of `paged_attention.py`: three kernels, and the loop over entries that they share.
+"""The device code of `paged_attention.py`: two kernels, and the loop over entries that they share.
 
-Chunks of one row ("single rows": decoded tokens) are a matter of bandwidth, so their entries are dealt out to several
-programs (`single_rows_kernel`), whose partial results meet in `combine_kernel`; longer chunks go query tile by query
-tile (`long_chunks_kernel`). All compute softmax online in float32 and base 2, so `scale` comes multiplied by log2(e).
+Chunks of one row ("single rows": decoded tokens) are a matter of bandwidth, so their entries are dealt out to all
+programs (`single_rows_kernel`; how, is in `attention_splits.py`); longer chunks go query tile by query tile
+(`long_chunks_kernel`). Both compute softmax online in float32 and base 2, so `scale` comes multiplied by log2(e).
 Letters are the reference's: T rows, C chunks, N query heads, M key/value heads, D channels per head.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from d3engine.kernels.triton.attention_splits import combine_parts, entries_a_split, find_split
 from d3engine.kernels.triton.product_kernels import wait_for_previous
 
 # Values that differ between steps, and views that begin anywhere, must not make a new variant of a kernel: it would
@@ -126,67 +127,29 @@ def _attend_tiles(
 
 
 @triton.jit
-def _entries_a_split(kv_length, splits, TILE: tl.constexpr):
-    """Entries that each split takes, in whole tiles; the last splits may get fewer, or none."""
-    return tl.cdiv(tl.cdiv(tl.maximum(kv_length, 1), TILE), splits) * TILE
-
-
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=_NOT_ALIGNED)
-def single_rows_kernel(
+def _attend_entries(
     queries,
     pool,
-    out,
-    log_totals,
-    query_starts,
-    kv_lengths,
-    block_tables,
-    num_rows,
-    query_stride,
-    table_stride,
+    table,
+    begin,
+    end,
     scale,
-    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
     PADDED_CHANNELS: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """One chunk of one row, one key/value head, one split of the entries: program (chunk, kv head, split).
+    """One row's heads of a group over entries [begin, end): the result [PADDED_GROUP, D], and its weight.
 
-    With SPLIT, `out` is float32 [splits, C, N, D] and `log_totals` float32 [splits, C, N] takes each part's weight as
-    the base-2 logarithm of its sum of exponentials; a split without entries writes nothing. Without, `out` is [T, N D].
+    `queries` points at the group's first head. The weight [PADDED_GROUP] is the base-2 logarithm of the sum of
+    exponentials.
     """
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    wait_for_previous(PDL)
-    chunk = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    row = tl.load(query_starts + chunk)
-    if (tl.load(query_starts + chunk + 1) - row != 1) | (row >= tl.load(num_rows)):
-        return
-    begin = 0
-    end = tl.load(kv_lengths + chunk).to(tl.int32)
-    if SPLIT:
-        size = _entries_a_split(end, tl.num_programs(2), TILE)
-        begin = split * size
-        end = tl.minimum(end, begin + size)
-        if begin >= end:
-            return
-
-    table = block_tables + chunk.to(tl.int64) * table_stride
-    pool += kv_head * CHANNELS
     channels = tl.arange(0, PADDED_CHANNELS)
-    queries += row.to(tl.int64) * query_stride + kv_head * GROUP * CHANNELS
-    if SPLIT:
-        state = (split * tl.num_programs(0) + chunk).to(tl.int64) * HEADS + kv_head * GROUP
-    else:
-        state = row.to(tl.int64) * HEADS + kv_head * GROUP
-
     if GROUP == 1:
         # No other head shares these entries, so a matrix product would fill one row of sixteen: multiply and sum.
         # Each lane of the tile keeps a softmax of its own over the entries it meets; the lanes meet once, at the end,
@@ -213,15 +176,12 @@ def single_rows_kernel(
         top = tl.max(peak, 0)
         share = tl.exp2(peak - top)
         mass = tl.sum(total * share, 0)
-        result = tl.sum(attended * share[:, None], 0) / tl.where(mass > 0.0, mass, 1.0)
-        tl.store(out + state * CHANNELS + channels, result.to(out.dtype.element_ty), mask=channels < CHANNELS)
-        if SPLIT:
-            tl.store(log_totals + state, top + tl.log2(mass))
+        result = (tl.sum(attended * share[:, None], 0) / tl.where(mass > 0.0, mass, 1.0))[None, :]
+        weight = tl.zeros([1], tl.float32) + top + tl.log2(mass)
     else:
         heads = tl.arange(0, PADDED_GROUP)
         valid = (heads < GROUP)[:, None] & (channels < CHANNELS)[None, :]
-        cells = heads[:, None] * CHANNELS + channels[None, :]
-        packed = tl.load(queries + cells, mask=valid, other=0.0)
+        packed = tl.load(queries + heads[:, None] * CHANNELS + channels[None, :], mask=valid, other=0.0)
         if UPCAST:
             packed = packed.to(tl.float32)
         peak = tl.full([PADDED_GROUP], _FLOOR, tl.float32)
@@ -233,50 +193,89 @@ def single_rows_kernel(
             KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True, UPCAST,
         )  # fmt: skip
         result = attended / tl.where(total > 0.0, total, 1.0)[:, None]
-        tl.store(out + state * CHANNELS + cells, result.to(out.dtype.element_ty), mask=valid)
-        if SPLIT:
-            tl.store(log_totals + state + heads, peak + tl.log2(total), mask=heads < GROUP)
+        weight = peak + tl.log2(total)
+    return result, weight
 
 
-@triton.jit(do_not_specialize_on_alignment=_NOT_ALIGNED)
-def combine_kernel(
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=_NOT_ALIGNED)
+def single_rows_kernel(
+    queries,
+    pool,
+    out,
     parts,
     log_totals,
-    out,
+    arrived,
     query_starts,
     kv_lengths,
+    block_tables,
     num_rows,
+    query_stride,
+    table_stride,
+    num_chunks,
+    scale,
     HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
     PADDED_CHANNELS: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
+    UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Weigh the splits of one head of one chunk into `out` [T, N D]: program (chunk, head).
+    """Every chunk of one row: the splits of all of them, by key/value head, are dealt out to the programs there are.
 
-    `parts` [SPLITS, C, N, D] and `log_totals` [SPLITS, C, N] float32. Which splits had entries follows from the
-    length, so what the others did not write is not read.
+    A row of one split goes to `out` [T, N D] at once. Of others each split leaves its part and its weight, in `parts`
+    float32 [splits, N, D] and `log_totals` float32 [splits, N], and counts itself in `arrived` int32 [C, M]: who comes
+    last puts the parts together, and leaves a zero there.
     """
+    GROUP: tl.constexpr = HEADS // KV_HEADS
     wait_for_previous(PDL)
-    chunk = tl.program_id(0)
-    head = tl.program_id(1)
-    row = tl.load(query_starts + chunk)
-    if (tl.load(query_starts + chunk + 1) - row != 1) | (row >= tl.load(num_rows)):
-        return
-    kv_length = tl.load(kv_lengths + chunk).to(tl.int32)
-    splits = tl.arange(0, SPLITS)
+    active = tl.load(num_rows).to(tl.int32)
+    heads = tl.arange(0, PADDED_GROUP)
     channels = tl.arange(0, PADDED_CHANNELS)
-    written = splits * _entries_a_split(kv_length, SPLITS, TILE) < kv_length
-    states = (splits * tl.num_programs(0) + chunk).to(tl.int64) * HEADS + head
-    logs = tl.load(log_totals + states, mask=written, other=float("-inf"))
-    shares = tl.exp2(logs - tl.maximum(tl.max(logs, 0), _FLOOR))
-    total = tl.sum(shares, 0)
-    valid = written[:, None] & (channels < CHANNELS)[None, :]
-    values = tl.load(parts + states[:, None] * CHANNELS + channels[None, :], mask=valid, other=0.0)
-    result = tl.sum(values * shares[:, None], 0) / tl.where(total > 0.0, total, 1.0)
-    target = out + (row.to(tl.int64) * HEADS + head) * CHANNELS + channels
-    tl.store(target, result.to(out.dtype.element_ty), mask=channels < CHANNELS)
+    cells = heads[:, None] * CHANNELS + channels[None, :]
+    valid = (heads < GROUP)[:, None] & (channels < CHANNELS)[None, :]
+    work = tl.program_id(0)
+    all_work = work + 1  # at least; the first look tells
+    while work < all_work:
+        nth = work // KV_HEADS
+        first_head = (work % KV_HEADS) * GROUP
+        chunk, split, all_splits = find_split(nth, query_starts, kv_lengths, num_chunks, active, SPLIT, MOST_SPLITS)
+        all_work = all_splits * KV_HEADS
+        if work < all_work:
+            row = tl.load(query_starts + chunk).to(tl.int64)
+            kv_length = tl.load(kv_lengths + chunk).to(tl.int32)
+            size = entries_a_split(kv_length, SPLIT, MOST_SPLITS)
+            result, weight = _attend_entries(
+                queries + row * query_stride + first_head * CHANNELS,
+                pool + (work % KV_HEADS) * CHANNELS,
+                block_tables + chunk.to(tl.int64) * table_stride,
+                split * size, tl.minimum((split + 1) * size, kv_length), scale,
+                GROUP, KV_HEADS, CHANNELS, PADDED_CHANNELS, PADDED_GROUP, BLOCK_SIZE, TILE, STAGES, UPCAST,
+            )  # fmt: skip
+            target = out + (row * HEADS + first_head) * CHANNELS
+            if size >= kv_length:
+                tl.store(target + cells, result.to(out.dtype.element_ty), mask=valid)
+            else:
+                states = nth.to(tl.int64) * HEADS + first_head
+                tl.store(parts + states * CHANNELS + cells, result, mask=valid)
+                tl.store(log_totals + states + heads, weight, mask=heads < GROUP)
+                tl.debug_barrier()  # all warps have stored, before one thread says so
+                splits = tl.cdiv(kv_length, size)
+                counter = arrived + chunk * KV_HEADS + work % KV_HEADS
+                if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
+                    first = (nth - split).to(tl.int64) * HEADS + first_head
+                    for head in range(GROUP):
+                        combine_parts(
+                            target + head * CHANNELS, parts + (first + head) * CHANNELS, log_totals + first + head,
+                            splits, HEADS, CHANNELS, PADDED_CHANNELS,
+                        )  # fmt: skip
+                    tl.store(counter, 0)
+        work += tl.num_programs(0)
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=_NOT_ALIGNED)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from d3engine.kernels.decode_rows import DecodeRows
+from d3engine.kernels.triton.attention_splits import Room
 from d3engine.kernels.triton.launches import Launch, ModelShape
 from d3engine.kernels.triton.paged_attention import AttentionInputs
 
@@ -36,6 +37,7 @@ def decode_attention_inputs(rows: DecodeRows, query_starts: Tensor, max_kv_lengt
 
     `query_starts` int32 [B + 1] counts 0, 1, 2 .. B; no row has more than `max_kv_length` entries.
     """
+    room = Room()
     return [
         AttentionInputs(
             query_starts=query_starts,
@@ -45,6 +47,7 @@ def decode_attention_inputs(rows: DecodeRows, query_starts: Tensor, max_kv_lengt
             max_kv_length=max_kv_length,
             max_chunk_rows=1,
             single_rows=True,
+            room=room,
         )
         for layer, tables in enumerate(rows.block_tables.unbind())
     ]

@@ -5,15 +5,14 @@ how many rows take part) is read from device memory, so a launch depends on uppe
 graph. `attention_inputs` and `paged_attention` have the reference's shape for eager use; `attend_into` under them takes
 buffers that a caller keeps, and is what a graph captures.
 
-Here are the inputs, the choice of tiles and splits, and the launches; what runs on the device is in
-`attention_kernels.py`. Letters are the reference's: T rows, C chunks, N query heads, M key/value heads, D channels per
-head.
+Here are the inputs, the choice of tiles, and the launches; what runs on the device is in `attention_kernels.py`.
+Letters are the reference's: T rows, C chunks, N query heads, M key/value heads, D channels per head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -22,12 +21,12 @@ import torch
 import triton
 from torch import Tensor
 
-from d3engine.kernels.triton.attention_kernels import combine_kernel, long_chunks_kernel, single_rows_kernel
+from d3engine.kernels.triton.attention_kernels import long_chunks_kernel, single_rows_kernel
+from d3engine.kernels.triton.attention_splits import MOST_SPLITS, SPLIT, Room
 from d3engine.kernels.triton.launches import Launch, ModelShape, meta
 
 _LOG2_E = 1.4426950408889634
 _INTERPRETED = triton.knobs.runtime.interpret
-_MAX_SPLITS = 64  # all of them meet in one tile of the combining kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +42,10 @@ class AttentionInputs:
     kv_lengths: Tensor  # [C] entries of each chunk, its own rows included
     block_tables: Tensor  # [C, blocks] ids in the order of positions; what lies beyond a length is not read
     num_rows: Tensor  # [1] rows from here on are left as they are
-    max_kv_length: int  # no chunk is longer; only the number of splits depends on it
+    max_kv_length: int  # no chunk is longer; how many programs are launched depends on it, and where splits meet
     max_chunk_rows: int  # no chunk has more rows; above 1 the kernel of long chunks is launched
     single_rows: bool  # whether any chunk may have a single row
+    room: Room = field(default_factory=Room)  # the layers of a step may share it
 
 
 def attention_inputs(query_starts: list[int], kv_lengths: list[int], block_tables: Tensor) -> list[AttentionInputs]:
@@ -59,6 +59,7 @@ def attention_inputs(query_starts: list[int], kv_lengths: list[int], block_table
     # One copy to the device for all layers.
     numbers = torch.tensor(query_starts + kv_lengths, dtype=torch.int32).to(block_tables.device, non_blocking=True)
     sizes = [stop - start for start, stop in pairwise(query_starts)]
+    room = Room()
     return [
         AttentionInputs(
             query_starts=numbers[: count + 1],
@@ -68,6 +69,7 @@ def attention_inputs(query_starts: list[int], kv_lengths: list[int], block_table
             max_kv_length=max(kv_lengths, default=0),
             max_chunk_rows=max(sizes, default=0),
             single_rows=1 in sizes,
+            room=room,
         )
         for layer in block_tables.unbind()
     ]
@@ -92,26 +94,14 @@ def paged_attention(
     return out
 
 
-def attend_into(
-    out: Tensor, queries: Tensor, pool: Tensor, inputs: AttentionInputs, scale: float, scratch: Tensor | None = None
-) -> None:
-    """`paged_attention` into `out` [T, N D] (written, rows below `num_rows` alone), without looking at any value.
-
-    This is the call to capture. `scratch` is float32 with `scratch_size(...)` elements or more, and is overwritten;
-    without it the memory comes from torch's allocator.
-    """
-    for launch in attention_launches(out, queries, pool, inputs, scale, scratch):
+def attend_into(out: Tensor, queries: Tensor, pool: Tensor, inputs: AttentionInputs, scale: float) -> None:
+    """`paged_attention` into `out` [T, N D] (written, rows below `num_rows` alone), without looking at any value."""
+    for launch in attention_launches(out, queries, pool, inputs, scale):
         launch.run()
 
 
-def scratch_size(num_chunks: int, num_heads: int, pool: Tensor, max_kv_length: int) -> int:
-    """Elements of float32 scratch that `attend_into` wants for these bounds; 0 where it does not split."""
-    splits = _splits(num_chunks, num_heads, pool, max_kv_length)
-    return splits * num_chunks * num_heads * (pool.shape[4] + 1) if splits > 1 else 0
-
-
 def attention_launches(
-    out: Tensor, queries: Tensor, pool: Tensor, inputs: AttentionInputs, scale: float, scratch: Tensor | None = None
+    out: Tensor, queries: Tensor, pool: Tensor, inputs: AttentionInputs, scale: float
 ) -> list[Launch]:
     """The launches of `attend_into`, in order; arguments as there."""
     if not (pool.is_contiguous() and queries.stride()[1:] == (queries.shape[2], 1) and out.is_contiguous()):
@@ -125,61 +115,39 @@ def attention_launches(
     if queries.shape[0] == 0 or inputs.kv_lengths.shape[0] == 0:
         return launches
     if inputs.single_rows:
-        launches += _single_rows_launches(out, queries, pool, inputs, scale, scratch)
+        launches.append(_single_rows_launch(out, queries, pool, inputs, scale))
     if inputs.max_chunk_rows > 1:
         launches.append(_long_chunks_launch(out, queries, pool, inputs, scale))
     return launches
 
 
-def _single_rows_launches(
-    out: Tensor, queries: Tensor, pool: Tensor, inputs: AttentionInputs, scale: float, scratch: Tensor | None
-) -> list[Launch]:
-    chunks, heads, kv_heads = inputs.kv_lengths.shape[0], queries.shape[1], pool.shape[3]
-    tuning = tune_single_rows(pool.shape[4], heads // kv_heads, pool.element_size())
-    splits = _splits(chunks, heads, pool, inputs.max_kv_length)
-    parts, log_totals = out, out  # unused: a split of one is the result
-    if splits > 1:
-        if scratch is None:
-            size = scratch_size(chunks, heads, pool, inputs.max_kv_length)
-            scratch = torch.empty(size, dtype=torch.float32, device=queries.device)
-        states = splits * chunks * heads
-        parts, log_totals = scratch, scratch[states * pool.shape[4] :]
-    attend = Launch(
+def _single_rows_launch(out: Tensor, queries: Tensor, pool: Tensor, inputs: AttentionInputs, scale: float) -> Launch:
+    chunks, heads, kv_heads, channels = inputs.kv_lengths.shape[0], queries.shape[1], pool.shape[3], pool.shape[4]
+    tuning = tune_single_rows(channels, heads // kv_heads, pool.element_size())
+    splits = min(MOST_SPLITS, triton.cdiv(inputs.max_kv_length, SPLIT))
+    meeting = chunks if splits > 1 else 0
+    parts, log_totals, arrived = inputs.room.of(meeting * splits, heads, meeting * kv_heads, channels, queries.device)
+    programs = min(chunks * kv_heads * splits, tuning.programs * _processors(pool.device))
+    return Launch(
         single_rows_kernel,
-        (chunks, kv_heads, splits),
+        (programs,),
         {
             **_common_arguments(queries, pool, inputs, scale),
-            "out": parts,
+            "out": out,
+            "parts": parts,
             "log_totals": log_totals,
+            "arrived": arrived,
             "PADDED_GROUP": tuning.packed_rows,
             "TILE": tuning.tile,
-            "SPLIT": splits > 1,
             "STAGES": tuning.num_stages,
+            "SPLIT": SPLIT,
+            "MOST_SPLITS": MOST_SPLITS,
         },
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        options={"maxnreg": 168},  # three programs a processor
         streams=True,
     )
-    if splits == 1:
-        return [attend]
-    combine = Launch(
-        combine_kernel,
-        (chunks, heads),
-        {
-            "parts": parts,
-            "log_totals": log_totals,
-            "out": out,
-            "query_starts": inputs.query_starts,
-            "kv_lengths": inputs.kv_lengths,
-            "num_rows": inputs.num_rows,
-            "HEADS": heads,
-            "CHANNELS": pool.shape[4],
-            "PADDED_CHANNELS": _padded(pool.shape[4]),
-            "TILE": tuning.tile,
-            "SPLITS": splits,
-        },
-    )
-    return [attend, combine]
 
 
 def _long_chunks_launch(out: Tensor, queries: Tensor, pool: Tensor, inputs: AttentionInputs, scale: float) -> Launch:
@@ -193,7 +161,6 @@ def _long_chunks_launch(out: Tensor, queries: Tensor, pool: Tensor, inputs: Atte
         {
             **_common_arguments(queries, pool, inputs, scale),
             "out": out,
-            "num_chunks": chunks,
             "PACKED_ROWS": tuning.packed_rows,
             "TILE": tuning.tile,
         },
@@ -212,6 +179,7 @@ def _common_arguments(queries: Tensor, pool: Tensor, inputs: AttentionInputs, sc
         "num_rows": inputs.num_rows,
         "query_stride": queries.stride(0),
         "table_stride": inputs.block_tables.stride(0),
+        "num_chunks": inputs.kv_lengths.shape[0],
         "scale": scale * _LOG2_E,  # the kernels take powers of two
         "HEADS": queries.shape[1],
         "KV_HEADS": pool.shape[3],
@@ -228,26 +196,30 @@ class Tuning:
     """Shape of one launch: entries per KV tile, query rows times heads per program, warps, and pipeline stages.
 
     Of the stages, two go to the block ids, whose loads come before those of keys and values: 5 leave two KV tiles.
+    Where programs go from one split to the next, each processor gets as many as have a place on it at once.
     """
 
     tile: int
     packed_rows: int
     num_warps: int
     num_stages: int
+    programs: int = 2  # a processor
 
 
 def tune_single_rows(channels: int, group: int, element_size: int) -> Tuning:
     """Tiles of 8 KB of keys where lanes sum, of 16 KB where heads are packed; several programs share a processor.
 
-    Packed heads have a score for each entry of a tile in registers, so that small heads get no more than 128 entries.
+    A tile is part of a split, and packed heads have a score for each of its entries in registers: 128 entries at most.
     """
     width = _padded(channels) * element_size
     if group == 1:
-        return Tuning(tile=max(16, 8192 // width), packed_rows=1, num_warps=4, num_stages=3)
+        return Tuning(tile=max(16, min(128, 8192 // width)), packed_rows=1, num_warps=4, num_stages=3, programs=3)
     packed_rows = max(16, triton.next_power_of_2(group))
     if element_size == 4:
         return Tuning(tile=16, packed_rows=packed_rows, num_warps=4 if packed_rows == 16 else 8, num_stages=5)
-    return Tuning(tile=max(16, min(128, 16384 // width)), packed_rows=packed_rows, num_warps=4, num_stages=5)
+    tile = max(16, min(128, 16384 // width))
+    programs = 2 if tile * width >= 16384 else 3  # by shared memory, of an A100 too
+    return Tuning(tile=tile, packed_rows=packed_rows, num_warps=4, num_stages=5, programs=programs)
 
 
 def tune_long_chunks(channels: int, group: int, element_size: int, max_chunk_rows: int) -> Tuning:
@@ -261,23 +233,6 @@ def tune_long_chunks(channels: int, group: int, element_size: int, max_chunk_row
         # More entries a tile would spill on Ampere, and more stages on Blackwell.
         return Tuning(tile=32, packed_rows=max(64, fewest), num_warps=4, num_stages=4)
     return Tuning(tile=64, packed_rows=max(128, fewest), num_warps=8, num_stages=5)
-
-
-def choose_splits(programs: int, tile: int, max_kv_length: int, processors: int) -> int:
-    """Programs that share the entries of one chunk and head, a power of two, at least two tiles each.
-
-    Splitting costs a second launch, so only a grid that would leave processors short of loads is split; then up to
-    four programs a processor.
-    """
-    if programs >= 2 * processors:
-        return 1
-    most = min(4 * processors // programs, max_kv_length // (2 * tile), _MAX_SPLITS)
-    return 1 << (most.bit_length() - 1) if most > 1 else 1
-
-
-def _splits(num_chunks: int, num_heads: int, pool: Tensor, max_kv_length: int) -> int:
-    tile = tune_single_rows(pool.shape[4], num_heads // pool.shape[3], pool.element_size()).tile
-    return choose_splits(num_chunks * pool.shape[3], tile, max_kv_length, _processors(pool.device))
 
 
 @cache
@@ -294,13 +249,12 @@ def _padded(channels: int) -> int:
 
 
 def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
-    """Launches to compile ahead of time: decoding unsplit and split, short and long chunks, at two block sizes."""
+    """Launches to compile ahead of time: decoding, short and long chunks, at two block sizes."""
     heads, channels = shape.num_heads, shape.head_dim
     for block_size in sorted({shape.block_size, 64}):
         pool = meta(1024, 2, block_size, shape.num_kv_heads, channels, dtype=dtype)
         for label, chunks, rows, length in (
-            ("decode", 64, 1, 2048),
-            ("split decode", 1, 1, 4096),
+            ("decode", 64, 1, 4096),
             ("chunk of 4", 1, 4, 2048),
             ("chunk of 32", 1, 32, 2048),
             ("chunk of 512", 2, 512, 2048),
@@ -317,5 +271,4 @@ def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launc
             )
             out = meta(chunks * rows, heads * channels, dtype=dtype)
             for launch in attention_launches(out, queries, pool, inputs, channels**-0.5):
-                suffix = ", combine" if launch.kernel is combine_kernel else ""
-                yield f"{label}{suffix}, blocks of {block_size}", launch
+                yield f"{label}, blocks of {block_size}", launch

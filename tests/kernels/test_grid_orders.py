@@ -69,9 +69,9 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 def layer(rows: int) -> list[Tensor]:
     """Everything of a decoded layer: what it returns and what it writes."""
     hidden, norm, count = numbers(rows, HIDDEN), numbers(HIDDEN, seed=1), torch.tensor([rows], dtype=torch.int32)
-    heads, lengths = HEADS * CHANNELS, [9 + 30 * row for row in range(rows)]
-    tables = (torch.arange(rows * 32).view(1, rows, 32) + 1).clone()
-    pool = numbers(rows * 32 + 1, 2, BLOCK, HEADS, CHANNELS, seed=2)
+    heads, lengths = HEADS * CHANNELS, [149 - 70 * row for row in range(rows)]
+    tables = (torch.arange(rows * 38).view(1, rows, 38) + 1).clone()
+    pool = numbers(rows * 38 + 1, 2, BLOCK, HEADS, CHANNELS, seed=2)
     keys = torch.tensor(
         [int(tables[0, row, (n - 1) // BLOCK]) * 2 * BLOCK + (n - 1) % BLOCK for row, n in enumerate(lengths)]
     )

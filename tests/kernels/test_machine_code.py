@@ -63,6 +63,14 @@ def test_the_loop_that_loads_most_is_the_one_that_counts() -> None:
     assert hottest_loop(straight) == straight
 
 
+def test_a_loop_around_another_that_loads_does_not_count_nor_what_others_have_just_written() -> None:
+    code = sass(*loads(5), *loads(1), "@P0 BRA 0x150", "@P1 BRA 0x100", "EXIT")
+    assert [one.address for one in hottest_loop(instructions(code))] == [0x150, 0x160]
+    written = [load.replace(".EF.128", ".128.STRONG.GPU") for load in loads(4)]
+    code = sass(*loads(1), "@P0 BRA 0x100", *written, *uses(4), "@P1 BRA 0x120", "EXIT")
+    assert [one.address for one in hottest_loop(instructions(code))] == [0x100, 0x110]
+
+
 def test_a_longer_latency_leaves_the_same_loads_in_flight_where_waiting_is_all() -> None:
     code = sass(*loads(4), *uses(4), "@!P1 BRA 0x100")
     assert bytes_in_flight(code, 10 * LATENCY) == pytest.approx(64, rel=0.01)

@@ -85,17 +85,18 @@ class Paged:
         return torch.cat(out)
 
 
-def split_by(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
-    monkeypatch.setattr(attention, "choose_splits", lambda *_: splits)
+def split_by(monkeypatch: pytest.MonkeyPatch, entries: int, most: int = 64) -> None:
+    monkeypatch.setattr(attention, "SPLIT", entries)
+    monkeypatch.setattr(attention, "MOST_SPLITS", most)
 
 
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("tiles", "most"), [(8, 64), (1, 64), (1, 2)], ids=["one split", "several", "larger ones"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (4, 1)])
 def test_single_rows_see_all_of_their_entries_and_nothing_else(
-    heads: int, kv_heads: int, splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    heads: int, kv_heads: int, tiles: int, most: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    split_by(monkeypatch, splits)
     tile = attention.tune_single_rows(32, heads // kv_heads, 4).tile
+    split_by(monkeypatch, tiles * tile, most)
     # At and around the borders of a block, of a tile, and of what a split gets.
     lengths = [1, 15, 16, 17, tile - 1, tile, tile + 1, 3 * tile, 4 * tile + 1, 5 * tile]
     paged = Paged(lengths, heads=heads, kv_heads=kv_heads, device=device)
@@ -127,11 +128,10 @@ def test_a_tile_may_cover_many_blocks_or_part_of_one(heads: int, block_size: int
 @pytest.mark.parametrize("channels", [32, 64, 80, 96, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("heads", [1, 4])
-def test_head_sizes_and_dtypes(
-    heads: int, dtype: torch.dtype, channels: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    split_by(monkeypatch, 2)
-    paged = Paged([70, 5], [1, 5], heads=heads, kv_heads=1, channels=channels, dtype=dtype, device=device)
+def test_head_sizes_and_dtypes(heads: int, dtype: torch.dtype, channels: int, device: torch.device) -> None:
+    paged = Paged(
+        [attention.SPLIT + 6, 5], [1, 5], heads=heads, kv_heads=1, channels=channels, dtype=dtype, device=device
+    )
     assert relative_error(paged.attend().cpu(), paged.expected()) < ERRORS[dtype]
 
 
@@ -143,12 +143,12 @@ def test_it_agrees_with_the_reference_on_a_real_batch(device: torch.device) -> N
     assert relative_error(paged.attend().cpu(), expected.cpu()) < ERRORS[torch.float32]
 
 
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("split", [64, 256])
 @pytest.mark.parametrize("heads", [2, 4])
 def test_rows_from_the_active_count_on_stay_untouched_bit_for_bit(
-    heads: int, splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    heads: int, split: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    split_by(monkeypatch, splits)
+    split_by(monkeypatch, split)
     paged = Paged([200, 70, 9, 33], heads=heads, device=device)
     expected, inputs = paged.expected(), paged.inputs()
     for active in (0, 1, 3, 4):
@@ -174,7 +174,7 @@ def test_long_chunks_beyond_the_active_count_stay_untouched(device: torch.device
 
 
 def test_one_launch_serves_changed_tables_and_lengths_as_a_graph_replays_it(device: torch.device) -> None:
-    """Persistent buffers larger than the batch: more chunks and blocks than are used, and scratch full of NaN."""
+    """Persistent buffers larger than the batch: more chunks and blocks than are used, and parts full of NaN."""
     first, second = Paged([300, 20, 33], heads=4, device=device), Paged([64, 250], heads=4, device=device)
     tables = torch.full((4, 32), 10**6, dtype=torch.int32, device=device)  # a block id that must never be followed
     inputs = attention.AttentionInputs(
@@ -187,15 +187,14 @@ def test_one_launch_serves_changed_tables_and_lengths_as_a_graph_replays_it(devi
         single_rows=True,
     )
     pool = torch.full((64, *first.pool.shape[1:]), torch.nan, device=device)
-    size = attention.scratch_size(4, 4, pool, 512)
-    assert size > 0, "the case is meant to split"
-    scratch = torch.full((size,), torch.nan, device=device)
     queries = torch.full((4, 4, 32), torch.nan, device=device)
     out = torch.full((4, 4 * 32), POISON, device=device)
-    launches = attention.attention_launches(out, queries, pool, inputs, first.scale, scratch)
+    launches = attention.attention_launches(out, queries, pool, inputs, first.scale)
+    parts, counters = launches[0].arguments["parts"], launches[0].arguments["arrived"]
     for paged in (first, second):
         count = len(paged.lengths)
         out.fill_(POISON)
+        parts.fill_(torch.nan)
         pool.fill_(torch.nan)
         pool[: len(paged.pool)] = paged.pool
         queries[:count] = paged.queries
@@ -209,6 +208,27 @@ def test_one_launch_serves_changed_tables_and_lengths_as_a_graph_replays_it(devi
             launch.run()
         assert relative_error(out[:count].cpu(), paged.expected()) < ERRORS[torch.float32]
         assert bool((out[count:] == POISON).all())
+        assert not parts.isnan().all(), "the case is meant to split"
+        assert not counters.any()
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_gets_the_same_bits_alone_and_beside_others_by_few_programs_or_many(
+    dtype: torch.dtype, heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [300, 20, 129]
+    paged = Paged(lengths, heads=heads, dtype=dtype, device=device)
+    together = paged.attend()
+    for row, length in enumerate(lengths):
+        tables = paged.tables[None, row : row + 1]
+        (inputs,) = attention.attention_inputs([0, 1], [length], tables)
+        alone = attention.paged_attention(paged.queries[row : row + 1], paged.pool, inputs, paged.scale)
+        assert torch.equal(alone[0], together[row])
+    monkeypatch.setattr(attention, "_processors", lambda _: 1)
+    (launch,) = attention.attention_launches(together, paged.queries, paged.pool, paged.inputs(), paged.scale)
+    assert launch.grid[0] in (2, 3)  # of 12 splits
+    assert torch.equal(paged.attend(), together)
 
 
 def test_two_tables_may_name_one_block(device: torch.device) -> None:
@@ -229,13 +249,13 @@ def test_queries_may_be_the_front_of_wider_rows(device: torch.device) -> None:
 
 
 def test_more_chunks_than_one_search_looks_at(device: torch.device) -> None:
-    row_counts = [1] * 130 + [3, 2]
-    paged = Paged([3] * 132, row_counts, heads=1, kv_heads=1, channels=16, block_size=4, device=device)
-    inputs = replace(paged.inputs(), single_rows=False)
-    out = torch.full((135, 16), POISON, device=device)
-    attention.attend_into(out, paged.queries, paged.pool, inputs, paged.scale)
+    row_counts = [1] * 130 + [3, 2, 1]
+    paged = Paged([3] * 133, row_counts, heads=1, kv_heads=1, channels=16, block_size=4, device=device)
+    assert relative_error(paged.attend().cpu(), paged.expected()) < ERRORS[torch.float32]
+    out = torch.full((136, 16), POISON, device=device)
+    attention.attend_into(out, paged.queries, paged.pool, replace(paged.inputs(), single_rows=False), paged.scale)
     assert bool((out[:130] == POISON).all())
-    assert relative_error(out[130:].cpu(), paged.expected()[130:]) < ERRORS[torch.float32]
+    assert bool((out[135:] == POISON).all())
 
 
 def test_a_query_finds_its_key_among_extreme_scores(device: torch.device) -> None:
@@ -286,9 +306,11 @@ def test_a_block_size_that_is_no_power_of_two_is_refused_by_name(block_size: int
         paged.attend()
 
 
-def test_splits_fill_the_processors_and_no_more() -> None:
-    assert attention.choose_splits(32, 32, 4096, 132) == 16  # one sequence of 32 heads
-    assert attention.choose_splits(32, 32, 256, 132) == 4  # two tiles each
-    assert attention.choose_splits(32, 32, 63, 132) == 1
-    assert attention.choose_splits(2048, 32, 4096, 132) == 1  # the grid is full
-    assert attention.choose_splits(1, 64, 10**6, 132) == attention._MAX_SPLITS
+@pytest.mark.parametrize(("chunks", "longest", "programs"), [(1, 128, 2), (1, 513, 10), (3, 129, 12), (64, 4096, 396)])
+def test_there_are_no_more_programs_than_splits_nor_than_have_a_place(chunks: int, longest: int, programs: int) -> None:
+    pool = torch.empty(8, 2, 16, 2, 32, device="meta")
+    queries, numbers = torch.empty(chunks, 2, 32, device="meta"), torch.empty(chunks + 1, device="meta")
+    tables = torch.empty(chunks, 8, device="meta")
+    inputs = attention.AttentionInputs(numbers, numbers[:chunks], tables, numbers[:1], longest, 1, True)
+    (launch,) = attention.attention_launches(queries.flatten(1), queries, pool, inputs, 1.0)
+    assert launch.grid == (programs,)

@@ -25,8 +25,8 @@ from d3engine.kernels.triton.launches import Launch
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="only the interpreter can count")
 
 EPS = 1e-5
-A_PROGRAM_MAY_LOAD = 6
-"""Numbers with which a program finds out that it has nothing to do: counts of rows, and where chunks begin."""
+A_PROGRAM_MAY_LOAD = 7
+"""Numbers with which a program finds out that it has nothing to do: of rows, and where chunks begin and end."""
 
 
 @dataclass
@@ -65,15 +65,12 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of every operation and path on small tensors, attention and products split."""
+    """Tiles of every operation and path on small tensors, products split."""
     monkeypatch.setattr(products, "MIN_PROGRAMS", 2)
     monkeypatch.setattr(products, "MIN_STEPS", 1)
     monkeypatch.setattr(products, "MATMUL_ROWS", 40)
     monkeypatch.setattr(importlib.import_module("d3engine.kernels.triton.sample"), "TILE", 64)
     monkeypatch.setattr(cuts, "TILE", 64)
-    monkeypatch.setattr(
-        importlib.import_module("d3engine.kernels.triton.paged_attention"), "choose_splits", lambda *_: 2
-    )
 
 
 Call = Callable[[int, torch.Tensor | None], object]
