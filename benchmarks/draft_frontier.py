@@ -181,7 +181,7 @@ def plot(report: dict[str, Any], path: str) -> None:
     axes.set_xlabel("share s of a full pass that a draft costs (FLOPs)")
     axes.set_ylabel("acceptance a of a drafted token")
     axes.set_title(f"Drafts of {report['settings']['model']} by skipped layers: a line is what they must reach")
-    axes.legend(frameon=False, fontsize="small", loc="lower right")
+    axes.legend(frameon=False, fontsize="small", loc="upper left")
     axes.spines[["top", "right"]].set_visible(False)
     save_figure(figure, Path(path))
 

@@ -26,6 +26,9 @@ FIRST = (32, 64)
 GRAM = 4
 """Tokens in a row whose repetition is counted."""
 
+CIRCLES = 0.7
+"""An answer with no larger part of different runs goes round in circles."""
+
 
 def own_answers(engine: Engine, policy: DepthPolicy, readings: Sequence[Reading]) -> list[list[int]]:
     """What a policy answers, greedily, to the prompts of these texts; as many tokens at most as the longest has.
@@ -53,9 +56,13 @@ class OwnAnswers:
 
     @property
     def distinct(self) -> float:
-        """Of all runs of `GRAM` tokens in an answer, the part that are different; NaN where no answer is so long."""
-        runs = [[tuple(one[at : at + GRAM]) for at in range(len(one) - GRAM + 1)] for one in self.answers]
-        return sum(len(set(found)) for found in runs) / (sum(map(len, runs)) or float("nan"))
+        """Of the runs of `GRAM` tokens in an answer the part that are different, on average over answers."""
+        return float(np.mean([_distinct(one) for one in self.answers]))
+
+    @property
+    def circling(self) -> float:
+        """The share of answers of which no more than `CIRCLES` are different runs."""
+        return float(np.mean([_distinct(one) <= CIRCLES for one in self.answers]))
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,13 @@ class OwnComparison:
 
     def table(self) -> Table:
         """A row for full depth, and one for each policy."""
-        header = ("policy", *(f"first {first} tokens kept" for first in FIRST), "95 %", f"distinct {GRAM}-grams")
+        header = (
+            "policy",
+            *(f"first {first} tokens kept" for first in FIRST),
+            "95 %",
+            f"distinct {GRAM}-grams",
+            "in circles",
+        )
         rows = [self._row(one) for one in (self.full, *self.policies)]
         tokens = sum(map(len, self.full.answers))
         about = f"{counted(len(self.full.answers), 'prompt')}, {tokens:,} tokens of full depth's"
@@ -81,7 +94,8 @@ class OwnComparison:
                 {
                     "policy": one.name,
                     **{f"kept_of_{first}": one.kept(self.full.answers, first).value for first in FIRST},
-                    "distinct": None if np.isnan(one.distinct) else one.distinct,
+                    "distinct": one.distinct,
+                    "circling": one.circling,
                 }
                 for one in (self.full, *self.policies)
             ],
@@ -90,10 +104,17 @@ class OwnComparison:
     def _row(self, one: OwnAnswers) -> tuple[str, ...]:
         means = [one.kept(self.full.answers, first) for first in FIRST]
         low, high = means[-1].value - means[-1].arm, means[-1].value + means[-1].arm
-        return one.name, *(f"{mean.value:.1%}" for mean in means), f"{low:.1%} to {high:.1%}", f"{one.distinct:.3f}"
+        kept = (*(f"{mean.value:.1%}" for mean in means), f"{low:.1%} to {high:.1%}")
+        return one.name, *kept, f"{one.distinct:.3f}", f"{one.circling:.0%}"
 
 
 def _same(own: Sequence[int], full: Sequence[int]) -> int:
     """How many tokens both begin with."""
     pairs = zip(own, full, strict=False)
     return next((place for place, (left, right) in enumerate(pairs) if left != right), min(len(own), len(full)))
+
+
+def _distinct(answer: Sequence[int]) -> float:
+    """1 for an answer that is too short to repeat a run."""
+    runs = [tuple(answer[at : at + GRAM]) for at in range(len(answer) - GRAM + 1)]
+    return len(set(runs)) / len(runs) if runs else 1.0

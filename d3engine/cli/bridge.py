@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from d3engine.cli.apps import new_app
+from d3engine.cli.bridge_chats import chats_command
 from d3engine.cli.bridge_measure import measure_command
 from d3engine.cli.bridge_nest import nest_command, windows_in_words
 from d3engine.cli.bridge_texts import (
@@ -54,6 +55,7 @@ GRID_WIDTHS = 3
 CHOOSING_EVERY = 5
 """The same of that file's: fewer texts cannot be fitted on."""
 
+app.command("chats")(chats_command)
 app.command("nest")(nest_command)
 app.command("tune")(tune_command)
 app.command("measure")(measure_command)

@@ -35,7 +35,7 @@ from d3engine.evaluation import catalogue
 from d3engine.evaluation.accuracy import Score, measure, measure_with_shared_prompts, shape_of
 from d3engine.evaluation.baselines import BISECTIONS, at_equal_depth, early_exit_at_depth, published_order
 from d3engine.evaluation.benchmark import Benchmark, Question, check_prompts
-from d3engine.evaluation.bridged import bridge_hashes, open_bridges
+from d3engine.evaluation.bridged import bridge_hashes, bridged_rivals, open_bridges
 from d3engine.evaluation.kept import KeptAnswers
 from d3engine.evaluation.report import (
     Chart,
@@ -107,15 +107,15 @@ def evaluate(
         bool,
         typer.Option(
             "--baselines",
-            help="After each D3: other skips at its nominal mean depth, and Early Exit at its depth on validation.",
+            help="After each D3: other skips at its nominal mean depth, and Early Exit at its depth on validation; "
+            "after one with bridges also itself without, and the nested windows of the file.",
         ),
     ] = False,
     exit_questions: Annotated[
         int | None,
         typer.Option(
             "--exit-questions",
-            help="Questions by which --baselines finds Early Exit's threshold, each answered up to nine times (64, or "
-            "as many as are asked).",
+            help="Questions by which --baselines finds Early Exit's threshold, up to nine times each (64, or fewer).",
         ),
     ] = None,
     share_prompts: Annotated[
@@ -201,6 +201,7 @@ def resolve_policies(
         policies.append(one)
         if baselines and isinstance(one, D3):
             at_depth = at_equal_depth(one, num_layers=shape.num_layers, max_tokens=max_tokens, removal_order=order)
+            at_depth += bridged_rivals(engine, one, max_tokens)
             policies += [other for other in at_depth if other not in policies and other not in named]
     for one in policies:
         one.schedule(engine.config.num_layers)  # refused before the first has run

@@ -32,8 +32,8 @@ class Nested(DepthPolicy):
 
     Args:
         alpha: the decay, in (0, 1]; 1 never skips.
-        windows: (first, stop) for the layers first .. stop - 1, in the order in which they go. `d3engine bridge fit
-            --nested` finds one.
+        windows: (first, stop) for the layers first .. stop - 1, in the order in which they go. `d3engine bridge
+            nest` finds one.
         on_skip: what the cache holds at a skipped layer; "none" is enough, since nothing reads it.
         bridges: what stands in for skipped layers: a file of bridges, or "auto" for the one beside the weights. Where
             neighbouring windows are left out together, the file must have their union.

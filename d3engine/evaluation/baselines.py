@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from d3engine.depth import DepthPolicy, EarlyExit, FixedSkip, SkipDecode, TailSkip, UnifiedSkip
+from d3engine.depth import D3, DepthPolicy, EarlyExit, FixedSkip, Nested, SkipDecode, TailSkip, UnifiedSkip
 from d3engine.depth.presets import SHORTGPT_ORDER
 from d3engine.depth.statistics import LLAMA2_BY_LAYERS, ModelShape, mean_depth
 from d3engine.errors import require_integer
@@ -34,6 +34,14 @@ def at_equal_depth(
         tail_skip_for_mean(mean, num_layers=num_layers, max_tokens=max_tokens),
         *fixed_for_mean(removal_order, mean, num_layers=num_layers, max_tokens=max_tokens),
     ]
+
+
+def nested_for_mean(
+    windows: Sequence[Sequence[int]], policy: D3, mean_layers: float, *, num_layers: int, max_tokens: int
+) -> list[Nested]:
+    """Nested windows with D3's alpha and bridges, as many of these as bring the nominal mean nearest; none of none."""
+    found = [Nested(policy.alpha, windows[:count], bridges=policy.bridges) for count in range(1, len(windows) + 1)]
+    return sorted(found, key=lambda one: abs(mean_depth(one.schedule(num_layers), max_tokens) - mean_layers))[:1]
 
 
 def published_order(shape: ModelShape) -> tuple[int, ...]:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from d3engine.depth import DepthPolicy
+from d3engine.depth import D3, DepthPolicy
 from d3engine.depth.policy import named_bridges
+from d3engine.depth.statistics import mean_depth
+from d3engine.evaluation.baselines import nested_for_mean
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
@@ -28,6 +31,23 @@ def open_bridges(engine: Engine, policies: Iterable[DepthPolicy]) -> None:
         for schedule in (policy.schedule(engine.config.num_layers), None if rule is None else rule.schedule):
             if schedule is not None:
                 engine.bridges.check(schedule)
+
+
+def bridged_rivals(engine: Engine, policy: D3, max_tokens: int) -> list[DepthPolicy]:
+    """What a D3 with bridges stands beside: itself without them, and bridged windows of the same nominal mean depth.
+
+    The windows are those whose order `d3engine bridge nest` has written into the file. Nothing for a D3 without
+    bridges; raises as `open_bridges`.
+    """
+    if policy.bridges is None:
+        return []
+    from d3engine.model.bridges import read_bridges  # loads torch, which the help of a command goes without
+
+    open_bridges(engine, [policy])
+    order = read_bridges(engine.bridges.path(policy.bridges)).about.get("nested", {}).get("windows", [])
+    given = {"num_layers": engine.config.num_layers, "max_tokens": max_tokens}
+    mean = mean_depth(policy.schedule(engine.config.num_layers), max_tokens)
+    return [replace(policy, bridges=None), *nested_for_mean(order, policy, mean, **given)]
 
 
 def bridge_hashes(engine: Engine, policies: Iterable[DepthPolicy]) -> dict[str, str]:

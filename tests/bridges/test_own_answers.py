@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from bridge_files import some_maps, write_maps
 
@@ -59,7 +58,7 @@ def test_what_is_kept_ends_where_the_answers_part_and_circles_are_counted() -> N
     result = OwnComparison(full, [other, circles])
     assert [one["kept_of_32"] for one in result.as_dict()["policies"]] == [1, (1 / 2 + 1 / 2) / 2, (1 / 32 + 1) / 2]
     assert [one["kept_of_64"] for one in result.as_dict()["policies"]] == [1, (1 / 4 + 1 / 2) / 2, (1 / 64 + 1) / 2]
-    assert [one["distinct"] for one in result.as_dict()["policies"]] == [1, 1, (3 + 4) / (38 + 5)]
-    assert np.isnan(OwnAnswers("short", [[1, 2]]).distinct)
+    assert [one["distinct"] for one in result.as_dict()["policies"]] == [1, 1, (3 / 38 + 4 / 5) / 2]
+    assert [one["circling"] for one in result.as_dict()["policies"]] == [0, 0, 1 / 2]
     row = result.table().rows[1]
     assert row[:3] == ("other", "50.0%", "37.5%")

@@ -78,6 +78,20 @@ def test_a_models_own_chats_serve_as_text_and_policies_answer_by_themselves(tmp_
     assert "Answers of their own: 2 prompts" in shown.stdout
 
 
+def test_conversations_that_a_model_makes_up_are_written_to_be_read_as_texts(tmp_path: Path) -> None:
+    chats, few = tmp_path / "chats.jsonl", (*SMALL[:4], "--texts", "6", "--max-tokens", "12")
+    result = run("chats", "demo", *few, "--out", str(chats))
+    assert result.exit_code == 0, result.output
+    (asked, answered), *_ = (json.loads(line)["messages"] for line in chats.read_text().splitlines())
+    assert (asked["role"], answered["role"]) == ("user", "assistant")
+    assert asked["content"].endswith("?")
+    assert re.search(r"\d", answered["content"])
+    fit = ("--text", str(chats), "--prompt-tokens", "4", "--window", "3:6", "--out", str(tmp_path / "b"))
+    assert run("fit", "demo", *SMALL, *fit).exit_code == 0
+    refused = run("chats", "demo", *few, "--out", str(tmp_path / "chats.txt"))
+    assert re.search(r"--out must be a file whose name ends in \.jsonl", refused.stderr)
+
+
 def test_windows_are_nested_measured_and_tuned_with_a_file_of_bridges(texts: Path, tmp_path: Path) -> None:
     out, better = str(tmp_path / "b.safetensors"), str(tmp_path / "better.safetensors")
     given = ("--text", str(texts), "--prompt-tokens", "4", "--text-tokens", "24")

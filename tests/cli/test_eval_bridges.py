@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ from bridge_files import some_maps, write_maps
 from invoking import invoke
 
 from d3engine.cli.engine_options import model_directory
-from d3engine.depth import D3
+from d3engine.cli.eval import resolve_policies
+from d3engine.depth import D3, Nested
+from d3engine.depth.statistics import mean_depth
 from d3engine.depth.words import policy_in_words
 from d3engine.engine import Engine
 from d3engine.executor.bridging import BridgeStore
+from d3engine.model.bridges import read_bridges
+from d3engine.model.bridges import write_bridges as write_maps_file
 from d3engine.model.config import ModelConfig
 
 SMALL = ("--limit", "2", "--max-tokens", "12", "--device", "cpu", "--kv-cache-memory-bytes", str(2**25))
@@ -102,3 +107,20 @@ def test_a_long_path_shows_its_end() -> None:
     assert title.startswith("D3, alpha 0.8, start 0.5, bridges ... ")
     assert title.endswith("/a/b.safetensors")
     assert len(title.removeprefix("D3, alpha 0.8, start 0.5, bridges ")) == 60
+
+
+def test_beside_a_bridged_d3_stand_itself_without_bridges_and_the_files_nested_windows(tmp_path: Path) -> None:
+    file = tmp_path / "b.safetensors"
+    write_bridges(file, 0)
+    nested = {"nested": {"windows": [[6, 10], [2, 6], [10, 14]]}}
+    write_maps_file(replace(read_bridges(file), about=nested), file)
+    policy = D3(0.5, 0.5, bridges=str(file))
+    with Engine("demo", device="cpu", kv_cache_memory_bytes=2**25) as engine:
+        found = resolve_policies(engine, [policy, D3(0.5, 0.75)], False, True, 64)
+        without = resolve_policies(engine, [D3(0.5, 0.75)], False, True, 64)
+    rivals = [D3(0.5, 0.5), Nested(0.5, [[6, 10], [2, 6]], bridges=str(file))]
+    assert found[0] == policy
+    assert [one for one in found[1:] if one in rivals] == rivals
+    assert found[found.index(D3(0.5, 0.75)) :] == without, "a D3 without bridges has the published baselines alone"
+    means = [mean_depth(one.schedule(CONFIG.num_layers), 64) for one in (policy, rivals[1])]
+    assert means[0] == pytest.approx(means[1], abs=0.1)
