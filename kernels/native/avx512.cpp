@@ -56,19 +56,10 @@ static bool runs_here() {
 #if defined(D3_TILES)
 #include "fixed_point.inc"
 #include "fixed_few.inc"
+#include "tiles.inc"
 #include "fixed_many.inc"
-
-static bool runs_here_with_tiles() { return runs_here() && has_tiles(); }
-
-constexpr Kernels with_tiles() {
-    Kernels made = table("amx");
-    made.runs_here = runs_here_with_tiles, made.multiply = multiply_bytes;
-    made.prepared_bytes = prepared_bytes, made.prepare = prepare;
-    return made;
-}
-
-extern const Kernels amx;
-const Kernels amx = with_tiles();
+#include "bfloat16_many.inc"
+#include "with_tiles.inc"
 #endif
 
 extern const Kernels kernels;

@@ -226,3 +226,12 @@ def isas() -> list[str]:
         return isas_here()
     except LibraryMissing:
         return ["none"]
+
+
+DIFFERENT_IN = {"amx": ("int8", "int4"), "amx-bf16": ("bfloat16",)}
+"""Of the instruction sets that are another one's but for some forms of matrices: those forms."""
+
+
+def forms_and_isas() -> list[tuple[str, str]]:
+    """Each form of matrices with each instruction set of this machine that has products of its own for it."""
+    return [(form, isa) for isa in isas() for form in DIFFERENT_IN.get(isa, FORMS)]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from native_models import FORMS, Case, Shape, at_places, isas
+from native_models import FORMS, Case, Shape, at_places, forms_and_isas
 
 from d3engine.kernels.native.model import Linear, NativeBridge, NativeBridges, NativeError
 
@@ -38,8 +38,7 @@ def case_of(form: str = "float32", rank: int | None = None) -> tuple[Case, list[
     return case, by_row
 
 
-@pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "isa"), forms_and_isas())
 @pytest.mark.parametrize("rank", [None, 5], ids=["full", "of low rank"])
 def test_bridged_rows_are_those_of_the_reference(form: str, rank: int | None, isa: str) -> None:
     case, _ = case_of(form, rank)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from native_models import FORMS, Case, Shape, at_places, isas
+from native_models import FORMS, Case, Shape, at_places, forms_and_isas
 
 from d3engine.kernels.native.runs import Draws, HiddenStates
 
@@ -32,8 +32,7 @@ SHAPES = {
 STEPS = 5
 
 
-@pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "isa"), forms_and_isas())
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_run_is_that_of_the_reference(shape: Shape, form: str, isa: str) -> None:
     assert_as_reference(Case(replace(shape, form=form)), isa=isa, num_threads=2)
@@ -54,8 +53,7 @@ def assert_as_reference(case: Case, **decoding: Any) -> None:
     np.testing.assert_allclose(case.entries, case.reference_entries, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "isa"), forms_and_isas())
 def test_logits_are_the_same_bits_alone_and_in_any_batch_on_any_threads(form: str, isa: str) -> None:
     shape = Shape(rows=14, hidden=136, intermediate=200, head_dim=24, max_positions=150, vocab=300, form=form)
     case = Case(shape)
@@ -117,8 +115,7 @@ def test_draws_are_those_of_the_sampler(vocab: int) -> None:
     assert vocab == 2 or (tokens[:, 2:6] != tokens[:, 8:12]).any(), "another index draws other numbers"
 
 
-@pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "isa"), forms_and_isas())
 def test_what_is_not_finite_stays_in_its_row_and_what_is_not_its_own_is_never_read(form: str, isa: str) -> None:
     case = Case(Shape(rows=4, max_positions=100, form=form))
     before, _, healthy = case.decode(2, isa=isa)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from native_models import FORMS, Case, Shape, isas, prompt_rows
+from native_models import Case, Shape, forms_and_isas, isas, prompt_rows
 
 from d3engine.kernels.native.library import Decoder
 
@@ -28,8 +28,7 @@ FIRST = 190
 """Before it stand entries of earlier rows; behind it chunks and spans of attention end."""
 
 
-@pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "isa"), forms_and_isas())
 @pytest.mark.parametrize(
     "changes",
     [
@@ -49,8 +48,7 @@ def test_a_prompt_is_that_of_the_reference(changes: dict[str, Any], form: str, i
     np.testing.assert_allclose(case.entries, case.reference_entries, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "isa"), forms_and_isas())
 def test_logits_are_the_same_bits_in_chunks_of_any_size(form: str, isa: str) -> None:
     """Alone, row by row, beside another prompt, in one chunk or in many, on any threads."""
     case = Case(replace(SHAPE, form=form))
