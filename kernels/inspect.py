@@ -1,7 +1,7 @@
 """Compiles the Triton kernels ahead of time and prints what they cost: no GPU is needed.
 
     python -m d3engine.kernels.inspect [--arch 80,90,100] [--shapes llama2-7b,llama3-8b] [--dtype bf16] [--weights all]
-        [--operations qkv,gate_up] [--pdl] [--jobs 2] [--json]
+        [--operations qkv,gate_up] [--rows 1,16] [--pdl] [--jobs 2] [--json]
 
 Every launch that `kernels/triton/launches.py` knows is compiled to a cubin with the specializations that the launcher
 would get at run time. The exit code is 1 if a kernel uses local memory or a stack: then registers were spilled, and a
@@ -108,9 +108,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Print a table or JSON of all launches; return 1 if any has a fault that was not said to be known."""
     options = _parse(arguments)
     dtype = DTYPES[options.dtype]
-    usages = list(
-        inspect(options.shapes, options.arch, dtype, options.weights, options.operations, options.jobs, options.pdl)
-    )
+    given = (options.weights, options.operations, options.jobs, options.pdl, options.rows)
+    usages = list(inspect(options.shapes, options.arch, dtype, *given))
     if options.json:
         print(
             json.dumps([asdict(u) | {"spills": u.spills, "fits": u.fits, "faults": u.faults} for u in usages], indent=1)
@@ -129,12 +128,14 @@ def inspect(
     operations: Iterable[str] = (),
     jobs: int = 1,
     programmatic: bool = False,
+    rows: Iterable[int] = (),
 ) -> Iterator[Usage]:
     """Compile every registered launch of the named shapes (of `operations` only, if any) and yield what it needs.
 
     `weights` names the forms of the matrices: that of `dtype` ("bf16"), "int8" and "int4"; only the first if there is
-    none. What does not depend on them is compiled once, as is every specialization that several launches share. `jobs`
-    processes compile. Raises `ValueError` for an unknown name and `RuntimeError` where kernels cannot be compiled.
+    none. What does not depend on them is compiled once, as is every specialization that several launches share. Of
+    launches for several row counts there are those for `rows` alone, if any. `jobs` processes compile. Raises
+    `ValueError` for an unknown name or row count, and `RuntimeError` where kernels cannot be compiled.
     """
     # Imported late: `--help` needs no Triton, and nothing but this module may import it without a GPU.
     import triton
@@ -143,12 +144,14 @@ def inspect(
 
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET=1 is set: interpreted kernels cannot be compiled in the same process")
-    float_name, wanted, archs = _TRITON_NAMES[dtype], list(operations), list(archs)
+    float_name, wanted, archs, rows = _TRITON_NAMES[dtype], list(operations), list(archs), list(rows)
     forms = list(weights) or [float_name]
     _need_known("shapes", shapes := list(shapes), launches.SHAPES)
     _need_known("weights", forms, (float_name, "int8", "int4"))
     _need_known("operations", wanted, launches.MODULES)
     _need_known("arch", archs, _SHARED_LIMITS)
+    _need_known("rows", rows, launches.ROW_COUNTS)
+    others = tuple(f"rows={count}" for count in launches.ROW_COUNTS if rows and count not in rows)
 
     launches.PROGRAMMATIC = programmatic
     found: list[tuple[dict[str, Any], Launch]] = []
@@ -159,7 +162,8 @@ def inspect(
             for operation, label, launch in launches.registered(launches.SHAPES[shape], dtype, form, names):
                 kind = form if operation in launches.PROJECTIONS else ""
                 words: dict[str, Any] = {"shape": shape, "weights": kind, "operation": operation, "label": label}
-                found.append((words, launch))
+                if not label.endswith(others):
+                    found.append((words, launch))
     works: dict[str, tuple[Launch, int]] = {}
     keys = []
     for arch in archs:
@@ -202,9 +206,10 @@ def needs(launch: Launch, arch: int) -> dict[str, Any]:
     ptx, shared = compiled.asm["ptx"], compiled.metadata.shared
     widths = load_widths(ptx)
     total = sum(width * count for width, count in widths.items())
-    resources, sass = _resources_and_sass(compiled.asm["cubin"], _find_cuobjdump())
+    resources = _resources(compiled.asm["cubin"])
     in_flight = 0.0
     if launch.streams:
+        sass = _cuobjdump("--dump-sass", compiled.asm["cubin"])  # takes as long as compiling, so for nothing else
         fit = programs_a_processor(resources["REG"], shared, launch.num_warps, _SHARED_LIMITS[arch] * 1024)
         programs = min(fit, -(-math.prod(launch.grid) // PROCESSORS))
         in_flight = 32 * launch.num_warps * programs * bytes_in_flight(sass)
@@ -274,19 +279,20 @@ def load_widths(ptx: str) -> dict[int, int]:
     return counts
 
 
-def _resources_and_sass(cubin: bytes, cuobjdump: str) -> tuple[dict[str, int], str]:
-    """REG, STACK, LOCAL and more of the one function in `cubin`, and its machine code."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        usage, sass = (
-            subprocess.run([cuobjdump, option, str(path)], capture_output=True, text=True, check=True).stdout
-            for option in ("--dump-resource-usage", "--dump-sass")
-        )
+def _resources(cubin: bytes) -> dict[str, int]:
+    """REG, STACK, LOCAL and more of the one function in `cubin`."""
+    usage = _cuobjdump("--dump-resource-usage", cubin)
     fields = {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", usage)}
     if not {"REG", "STACK", "LOCAL"} <= fields.keys():
         raise RuntimeError(f"cuobjdump's answer has no REG, STACK and LOCAL: {usage!r}")
-    return fields, sass
+    return fields
+
+
+def _cuobjdump(option: str, cubin: bytes) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        return subprocess.run([_find_cuobjdump(), option, str(path)], capture_output=True, text=True, check=True).stdout
 
 
 def _find_cuobjdump() -> str:
@@ -335,6 +341,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--shapes", type=_names, default=["llama2-7b", "llama3-8b"], help="names with commas")
     parser.add_argument("--operations", type=_names, default=[], help="names with commas; all if left out")
+    parser.add_argument("--rows", type=_numbers, default=[], help="row counts with commas; all if left out")
     parser.add_argument(
         "--dtype", choices=DTYPES, default="bf16", help="of activations, and of weights that are not quantized"
     )

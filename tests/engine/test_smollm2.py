@@ -27,12 +27,12 @@ from d3engine.model.gguf_file import open_gguf
 from d3engine.model.source import open_checkpoint
 from d3engine.text.tokenizer import load_tokenizer
 
-QUESTIONS = [f"What is the capital of {country}?" for country in ("France", "Italy", "Japan", "Peru", "Kenya")]
-QUESTIONS += [f"How much is {number} plus {7 * number}?" for number in (3, 12, 50, 101, 999)]
-QUESTIONS += [f"Name three {things}." for things in ("animals", "colours", "rivers", "metals", "fruits")]
-QUESTIONS += [f"Write a sentence about {thing}." for thing in ("rain", "bread", "the moon", "a cat", "school")]
-QUESTIONS += [f"What does the word '{word}' mean?" for word in ("quiet", "swift", "bridge", "honest", "ancient")]
-QUESTIONS += ["def add(a, b):", "Translate to French: hello", "Who are you?", "Tell me a joke", "Why is the sky blue?"]
+QUESTIONS = [f"What is the capital of {country}?" for country in ("France", "Kenya")]
+QUESTIONS += [f"How much is {number} plus {7 * number}?" for number in (3, 101)]
+QUESTIONS += [f"Name three {things}." for things in ("animals", "colours")]
+QUESTIONS += [f"Write a sentence about {thing}." for thing in ("rain", "the moon")]
+QUESTIONS += [f"What does the word '{word}' mean?" for word in ("quiet", "bridge")]
+QUESTIONS += ["def add(a, b):", "Translate to French: hello"]
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +48,15 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def header_read_once() -> Iterator[None]:
-    """transformers reads the 100 thousand texts of a header, which takes seconds, for each thing that it loads."""
+    """transformers reads the 100 thousand texts of a header, which takes seconds, for each thing that it loads.
+
+    The names of all tensors it lists anew for each module of a model.
+    """
     import gguf
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))
+        patch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
         yield
 
 
@@ -68,11 +72,11 @@ def test_weights_are_transformers_to_the_bit(source: Path, oracle: Any) -> None:
         assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in expected.items())
 
 
-def test_greedy_answers_of_thirty_chats_are_transformers(source: Path, oracle: Any) -> None:
+def test_greedy_answers_of_twelve_chats_are_transformers(source: Path, oracle: Any) -> None:
     with Engine(source, device="cpu", dtype="float32", max_model_len=256) as engine:
         chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
         outputs = engine.chat(chats, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
-    assert len(outputs) == 30
+    assert len(outputs) == 12
     for output in outputs:
         ids = output.outputs[0].token_ids
         assert_same_tokens(ids, greedy_after(oracle, output.prompt_token_ids, ids))
