@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -181,6 +182,28 @@ def test_a_row_that_cuts_nothing_is_not_searched_for_its_border(temperature: flo
     kernels.sample(logits, replace(rows, cuts=nothing if temperature else some), zeros)
     assert traffic.stored - 2 * before.stored == 2  # each row's border, and no keys
     assert traffic.loaded - 2 * before.loaded <= A_PROGRAM_MAY_LOAD * (traffic.programs - before.programs)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_the_entries_of_a_long_row_among_short_ones_are_shared_by_all_programs(
+    heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer takes as long as the program that reads most."""
+    builder = importlib.import_module("triton.runtime.interpreter").InterpreterBuilder
+    load, attention = builder.create_masked_load, importlib.import_module("d3engine.kernels.triton.paged_attention")
+    read: Counter[int] = Counter()
+
+    def count_tiles(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+        read[self.grid_idx[0]] += mask.data.ndim == 2 and int(mask.data.sum())
+        return load(self, pointers, mask, *others)
+
+    monkeypatch.setattr(builder, "create_masked_load", count_tiles)
+    monkeypatch.setattr(attention, "_processors", lambda _: 1)
+    lengths = [11 * 128, 20, 9]
+    inputs = kernels.attention_inputs([0, 1, 2, 3], lengths, torch.zeros(1, 3, 88, dtype=torch.int64))[0]
+    kernels.paged_attention(torch.ones(3, heads, 16), torch.ones(1, 2, 16, 1, 16), inputs, 0.25)
+    assert len(read) in (2, 3)
+    assert max(read.values()) < 1.25 * sum(read.values()) / len(read)
 
 
 def test_every_operation_with_rows_that_may_not_live_is_here() -> None:
