@@ -1,6 +1,7 @@
 """What comes back of a request: RequestOutput, its sequences, and what is measured of them.
 
-Names follow vLLM's, so that engines can be swapped.
+Names follow vLLM's, so that engines can be swapped. None of them is frozen: a stream makes three for each token, and a
+frozen one takes some three times as long to make. They are the reader's own once he has them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Logprob:
     """One token's log-probability under the raw distribution, its rank (1 is the likeliest), and what it reads as.
 
@@ -37,7 +38,7 @@ class Logprob:
     bytes: Bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CompletionOutput:
     """One sequence of a request, as far as it has come.
 
@@ -58,7 +59,7 @@ class CompletionOutput:
     depths: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestMetrics:
     """Times in seconds on the monotonic clock; None while the event has not come.
 
@@ -112,7 +113,7 @@ def _between(begin: float | None, end: float | None) -> float | None:
     return None if begin is None or end is None else end - begin
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestOutput:
     """A request as far as it has come; `outputs` holds its n sequences by index."""
 

@@ -123,22 +123,31 @@ class _Request:
     def finished(self) -> bool:
         return all(answer.sequence.status is Status.FINISHED for answer in self.answers)
 
-    def output(self) -> RequestOutput:
+    def output(self, *, finished: bool) -> RequestOutput:
         """What the kind of output asks for, as it stands now."""
         if self.kind is not RequestOutputKind.DELTA:
             prompt = list(self.prompt_token_ids)  # a reader may do with them what he likes
-            return self._output(prompt, [answer.output() for answer in self.answers], since=0)
+            return self._output(prompt, [answer.output() for answer in self.answers], 0, finished)
         if self.prompt_given is None:
             self.prompt_given = list(self.prompt_token_ids)
         changed = [answer.delta() for answer in self.answers if answer.has_news]
-        output = self._output(self.prompt_given, changed, since=self.num_prompt_logprobs_given)
+        output = self._output(self.prompt_given, changed, self.num_prompt_logprobs_given, finished)
         self.num_prompt_logprobs_given = len(self.prompt_logprobs or ())
         return output
 
-    def _output(self, prompt_token_ids: list[int], answers: list[CompletionOutput], since: int) -> RequestOutput:
-        sequences = [answer.sequence for answer in self.answers]
-        scheduled = [sequence.scheduled_time for sequence in sequences if sequence.scheduled_time is not None]
-        finished = self.finished
+    def _output(
+        self, prompt_token_ids: list[int], answers: list[CompletionOutput], since: int, finished: bool
+    ) -> RequestOutput:
+        """Made for every token of a stream, so that it counts what it takes: one loop, over one sequence mostly."""
+        scheduled, num_preemptions, num_cached, drafts = None, 0, 0, False
+        for answer in self.answers:
+            sequence = answer.sequence
+            num_preemptions += sequence.num_preemptions
+            num_cached = max(num_cached, sequence.num_cached_tokens)
+            drafts = drafts or sequence.draft is not None
+            began = sequence.scheduled_time
+            if began is not None and (scheduled is None or began < scheduled):
+                scheduled = began
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -150,20 +159,18 @@ class _Request:
                 arrival_time=self.arrival_time,
                 first_token_time=self.first_token_time,
                 finished_time=time.monotonic() if finished else None,
-                num_preemptions=sum(sequence.num_preemptions for sequence in sequences),
-                first_scheduled_time=min(scheduled, default=None),
+                num_preemptions=num_preemptions,
+                first_scheduled_time=scheduled,
                 last_token_time=self.last_token_time,
-                **_counts_of_drafts(sequences),
+                **(_counts_of_drafts(self.answers) if drafts else {}),
             ),
-            num_cached_tokens=max(sequence.num_cached_tokens for sequence in sequences),
+            num_cached_tokens=num_cached,
         )
 
 
-def _counts_of_drafts(sequences: list[Sequence]) -> dict[str, int]:
-    """What `RequestMetrics` counts of drafts; nothing where none are made."""
-    drafts = [sequence.draft for sequence in sequences if sequence.draft is not None]
-    if not drafts:
-        return {}
+def _counts_of_drafts(answers: list[_Answer]) -> dict[str, int]:
+    """What `RequestMetrics` counts of drafts."""
+    drafts = [answer.sequence.draft for answer in answers if answer.sequence.draft is not None]
     return {
         "num_drafted_tokens": sum(draft.num_drafted for draft in drafts),
         "num_accepted_tokens": sum(draft.num_accepted for draft in drafts),
@@ -279,7 +286,7 @@ class OutputProcessor:
                 del self._requests[request.request_id]
             streams = request.kind is not RequestOutputKind.FINAL_ONLY
             if finished or (streams and request.is_due(self._stream_interval)):
-                outputs.append(request.output())
+                outputs.append(request.output(finished=finished))
         return outputs
 
     def _take(self, request: _Request, token: TokenOutput, now: float) -> None:
