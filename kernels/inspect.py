@@ -1,7 +1,7 @@
 """Compiles the Triton kernels ahead of time and prints what they cost: no GPU is needed.
 
     python -m d3engine.kernels.inspect [--arch 80,90,100] [--shapes llama2-7b,llama3-8b] [--dtype bf16] [--weights all]
-        [--operations qkv,gate_up] [--rows 1,16] [--pdl] [--jobs 2] [--json]
+        [--operations qkv,gate_up] [--rows 1,16] [--spills-only] [--pdl] [--jobs 2] [--json]
 
 Every launch that `kernels/triton/launches.py` knows is compiled to a cubin with the specializations that the launcher
 would get at run time. The exit code is 1 if a kernel uses local memory or a stack: then registers were spilled, and a
@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print a table or JSON of all launches; return 1 if any has a fault that was not said to be known."""
     options = _parse(arguments)
     dtype = DTYPES[options.dtype]
-    given = (options.weights, options.operations, options.jobs, options.pdl, options.rows)
+    given = (options.weights, options.operations, options.jobs, options.pdl, options.rows, options.spills_only)
     usages = list(inspect(options.shapes, options.arch, dtype, *given))
     if options.json:
         print(
@@ -129,13 +129,15 @@ def inspect(
     jobs: int = 1,
     programmatic: bool = False,
     rows: Iterable[int] = (),
+    spills_only: bool = False,
 ) -> Iterator[Usage]:
     """Compile every registered launch of the named shapes (of `operations` only, if any) and yield what it needs.
 
     `weights` names the forms of the matrices: that of `dtype` ("bf16"), "int8" and "int4"; only the first if there is
     none. What does not depend on them is compiled once, as is every specialization that several launches share. Of
-    launches for several row counts there are those for `rows` alone, if any. `jobs` processes compile. Raises
-    `ValueError` for an unknown name or row count, and `RuntimeError` where kernels cannot be compiled.
+    launches for several row counts there are those for `rows` alone, if any. With `spills_only` nobody looks
+    how much a kernel has in flight. `jobs` processes compile. Raises `ValueError` for an unknown name or row count, and
+    `RuntimeError` where kernels cannot be compiled.
     """
     # Imported late: `--help` needs no Triton, and nothing but this module may import it without a GPU.
     import triton
@@ -163,7 +165,7 @@ def inspect(
                 kind = form if operation in launches.PROJECTIONS else ""
                 words: dict[str, Any] = {"shape": shape, "weights": kind, "operation": operation, "label": label}
                 if not label.endswith(others):
-                    found.append((words, launch))
+                    found.append((words, replace(launch, streams=False) if spills_only else launch))
     works: dict[str, tuple[Launch, int]] = {}
     keys = []
     for arch in archs:
@@ -350,6 +352,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--may-starve", type=_names, default=[], help="weights of which STARVES is printed, but is no failure"
+    )
+    parser.add_argument(
+        "--spills-only", action="store_true", help="not what is in flight: machine code is slow to disassemble"
     )
     parser.add_argument("--pdl", action="store_true", help="with programmatic dependent launch, from 90 on")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes that compile")

@@ -44,6 +44,8 @@ from d3engine.kernels.triton import launches
 # Of numbers of rows one for each way to multiply: the gate compiles the others of real models (.ci/check_kernels).
 operations = ["--operations=rms_norm,linear_residual", "--rows=1,16"]
 assert main(["--shapes=tiny", "--weights=bf16,int4", *operations, "--json"]) == 0
+print("\\nALONE")
+assert main(["--shapes=tiny", "--operations=linear_residual", "--rows=1", "--spills-only", "--json"]) == 0
 print("\\nPDL")
 
 for switch, arch in ((True, 90), (True, 80), (False, 90)):
@@ -68,23 +70,25 @@ print(decode.arguments["HEADS"] // decode.arguments["KV_HEADS"], needs(decode, 9
 """
 
 
+Compiled = tuple[list[dict[str, Any]], list[str], str, str, list[dict[str, Any]]]
+
+
 @pytest.fixture(scope="module")
-def compiled() -> tuple[list[dict[str, Any]], list[str], str, str]:
+def compiled() -> Compiled:
     """What a process without the interpreter's flag prints of them: this one may have loaded Triton with it."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILING]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    usages, others = result.stdout.split("\nPDL\n")
+    usages, others = result.stdout.split("\nALONE\n")
+    alone, others = others.split("\nPDL\n")
     waits, others = others.split("\nFLIGHT\n")
     flight, small = others.split("\nSMALL\n")
-    return json.loads(usages), waits.split("\n")[:-1], flight, small
+    return json.loads(usages), waits.split("\n")[:-1], flight, small, json.loads(alone)
 
 
 @needs_triton
-def test_kernels_of_a_tiny_model_compile_without_spills(
-    compiled: tuple[list[dict[str, Any]], list[str], str, str],
-) -> None:
+def test_kernels_of_a_tiny_model_compile_without_spills(compiled: Compiled) -> None:
     usages = compiled[0]
     kinds = {(usage["operation"], usage["weights"]) for usage in usages}
     assert kinds == {("rms_norm", ""), ("linear_residual", "bf16"), ("linear_residual", "int4")}
@@ -97,9 +101,7 @@ def test_kernels_of_a_tiny_model_compile_without_spills(
 
 
 @needs_triton
-def test_with_the_switch_on_kernels_wait_for_the_one_before_after_their_first_weights(
-    compiled: tuple[list[dict[str, Any]], list[str], str, str],
-) -> None:
+def test_with_the_switch_on_kernels_wait_for_the_one_before_after_their_first_weights(compiled: Compiled) -> None:
     assert compiled[1] == [
         "rms_norm True 90 True True False []",
         "linear_residual True 90 True True True []",
@@ -111,19 +113,22 @@ def test_with_the_switch_on_kernels_wait_for_the_one_before_after_their_first_we
 
 
 @needs_triton
-def test_a_single_row_keeps_enough_of_its_weights_in_flight(
-    compiled: tuple[list[dict[str, Any]], list[str], str, str],
-) -> None:
+def test_a_single_row_keeps_enough_of_its_weights_in_flight(compiled: Compiled) -> None:
     streams, in_flight = compiled[2].split()
     assert streams == "True"
     assert int(in_flight) > 2 * inspect.LEAST_IN_FLIGHT
 
 
 @needs_triton
-def test_grouped_heads_of_16_channels_are_read_without_spills(
-    compiled: tuple[list[dict[str, Any]], list[str], str, str],
-) -> None:
+def test_grouped_heads_of_16_channels_are_read_without_spills(compiled: Compiled) -> None:
     assert compiled[3].split() == ["2", "0"]
+
+
+@needs_triton
+def test_what_is_in_flight_can_be_left_out_and_the_rest_stays(compiled: Compiled) -> None:
+    wanted = [usage for usage in compiled[0] if usage["weights"] == "bf16" and "rows=16" not in usage["label"]]
+    assert any(usage["streams"] and usage["in_flight"] for usage in wanted)
+    assert compiled[4] == [usage | {"streams": False, "in_flight": 0} for usage in wanted]
 
 
 def test_a_kernel_that_wants_more_shared_memory_than_there_is_does_not_fit(
