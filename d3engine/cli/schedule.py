@@ -135,8 +135,9 @@ def schedule(
     kv_dtype = dtype or Dtype(model_dtype or "bfloat16")
     report = Report(policy, policy.schedule(num_layers), steps, prompt_tokens, kv_dtype, shape)
     if plot:
-        from d3engine.pictures.plots import plot_schedule
+        from d3engine.pictures.plots import check_picture, plot_schedule
 
+        check_picture("--plot", plot)
         plot_schedule(report.schedule, steps, plot, title=_title(report))
     if as_json:
         typer.echo(json.dumps(as_dict(report), indent=2))

@@ -213,8 +213,8 @@ LAYERS = ["schedule", "--layers", "32"]
             ["schedule", "--model", "no-such-directory", "--depth", "full"],
             "model must be .*; got 'no-such-directory'",
         ),
-        ([*BBH, "--plot", "no-such-directory/a.png"], "plot must be .*; got 'no-such-directory"),
-        ([*BBH, "--plot", "a.docx"], "plot must be .*; got 'a.docx'"),
+        ([*BBH, "--plot", "no-such-directory/a.png"], "--plot must be a file in a directory that exists; got"),
+        ([*BBH, "--plot", "a.docx"], "--plot must be a file name that ends in one of .*; got 'a.docx'"),
         (
             ["schedule", "--layers", "8", "--depth", "early-exit", "--threshold", "0.9"],
             "--depth must be .* each token decides as it runs.*; got 'early-exit'",
