@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from d3engine.kernels.machine_code import before_the_wait, bytes_in_flight, programs_a_processor
+from d3engine.kernels.machine_code import before_the_wait, bytes_in_flight, programs_a_processor, read_once
 
 if TYPE_CHECKING:
     from d3engine.kernels.triton.launches import Launch
@@ -78,6 +78,11 @@ class Usage:
     too_early: tuple[str, ...] = ()  # what it does before it waits for the kernel in front of it, and may not
 
     @property
+    def kind(self) -> str:
+        """Its weights and its rows, as `int8:32`."""
+        return f"{self.weights}:{self.label.rpartition('rows=')[2]}"
+
+    @property
     def spills(self) -> bool:
         """Whether the kernel touches local memory."""
         return self.stack > 0 or self.local > 0
@@ -116,8 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
     else:
         print(_table(usages))
-    known = {"STARVES"}
-    return int(any(set(u.faults) - (known if u.weights in options.may_starve else set()) for u in usages))
+    return int(any(set(u.faults) - ({"STARVES"} if u.kind in options.may_starve else set()) for u in usages))
 
 
 def inspect(
@@ -214,7 +218,7 @@ def needs(launch: Launch, arch: int) -> dict[str, Any]:
         sass = _cuobjdump("--dump-sass", compiled.asm["cubin"])  # takes as long as compiling, so for nothing else
         fit = programs_a_processor(resources["REG"], shared, launch.num_warps, _SHARED_LIMITS[arch] * 1024)
         programs = min(fit, -(-math.prod(launch.grid) // PROCESSORS))
-        in_flight = 32 * launch.num_warps * programs * bytes_in_flight(sass)
+        in_flight = 32 * launch.num_warps * programs * bytes_in_flight(sass) * read_once(ptx)
     waits = bool(launch.for_capability(arch)[0].get("PDL"))
     return {
         "registers": resources["REG"],
@@ -351,7 +355,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--weights", type=_names, default=[], help="the dtype, int8, int4; or all; the dtype if left out"
     )
     parser.add_argument(
-        "--may-starve", type=_names, default=[], help="weights of which STARVES is printed, but is no failure"
+        "--may-starve",
+        type=_names,
+        default=[],
+        help="weights and rows, as int8:32, of which STARVES is printed, but is no failure",
     )
     parser.add_argument(
         "--spills-only", action="store_true", help="not what is in flight: machine code is slow to disassemble"

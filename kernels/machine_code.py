@@ -45,8 +45,9 @@ class Instruction:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether it loads what is read once, 16 bytes a thread: weights, keys and values."""
-        return self.memory_bytes >= 16 and not _is_cached(self.operation)
+        """Whether it may load what is read once, weights, keys and values: 16 bytes a thread, or a copy of 8."""
+        wide = self.memory_bytes >= (8 if self.operation.startswith("LDGSTS") else 16)
+        return wide and not _is_cached(self.operation)
 
 
 def instructions(sass: str) -> list[Instruction]:
@@ -102,6 +103,32 @@ def bytes_in_flight(sass: str, latency: int = LATENCY) -> float:
     times = _Warp(latency).times(body)
     cycles = (times[-1] - times[_ROUNDS // 2 - 1]) / (_ROUNDS - _ROUNDS // 2)
     return loaded * latency / cycles
+
+
+def read_once(ptx: str) -> float:
+    """The part of what `bytes_in_flight` counts that is read once: wide loads that are marked to leave the cache first.
+
+    The rows that all programs read may come by asynchronous copies too, and machine code does not show whose copies are
+    whose. 1 if nothing is marked.
+    """
+    first = set(re.findall(r"evict_first\.b64 (%\w+)", ptx))
+    once = every = 0
+    for line in re.findall(r"^.*\b(?:ld\.global|cp\.async\.c[ag])\..*;", ptx, re.M):
+        size = _copied(line)
+        is_first = line.rstrip(" ;").endswith(tuple(first)) if first else False
+        once += size * is_first
+        every += size * (is_first or "cp.async" in line)
+    return once / every if once else 1.0
+
+
+def _copied(line: str) -> int:
+    """Bytes of a line of PTX that loads 8 or more at once, else 0."""
+    if copy := re.search(r"\], (0x[0-9a-f]+|\d+)", line):
+        size = int(copy[1], 0)
+    else:
+        load = re.search(r"(?:\.v(\d))?\.[bfus](\d+)\s", line)
+        size = int(load[1] or 1) * int(load[2]) // 8 if load else 0
+    return size if size >= 8 else 0
 
 
 def programs_a_processor(registers: int, shared: int, warps: int, most_shared: int) -> int:

@@ -5,8 +5,8 @@ no launch of its own. A single row is multiplied and summed without tensor cores
 rows use `tl.dot`. Masks along rows and outputs are avoided: indices are clamped, and only what is valid is stored.
 
 What a tile of weights holds follows from its pointer: int8 values (`Int8Weight`), uint8 pairs of 4-bit values
-(`Int4Weight`), or floats. Quantized values become floats in registers; an output's int8 scale meets the finished sum,
-a group's int4 scale the sum over that group. The host's side is in `products.py`.
+(`Int4Weight`), or floats. Quantized values become floats in registers (`small_values.py`); an output's int8 scale meets
+the finished sum, a group's int4 scale the sum over that group. The host's side is in `products.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from d3engine.kernels.quantized import GROUP
+from d3engine.kernels.triton.small_values import int4_values, int8_values
 
 NOT_SPECIALIZED = {"do_not_specialize": ["total_rows"], "do_not_specialize_on_alignment": ["num_rows_ptr"]}
 """Options of `triton.jit` for every kernel: a new row count, or a view of another layer's count, compiles nothing."""
@@ -50,7 +51,8 @@ def first_weights(weight_ptr, weight_stride, outputs, begin, K: tl.constexpr, BL
     """`wait_for_previous`, with the first tile of weights loaded meanwhile: what `product` takes as `first`."""
     if PDL:
         gdc_launch_dependents()
-        first = _load_weights(weight_ptr + outputs.to(tl.int64) * weight_stride, begin, K, BLOCK_K)
+        STEP: tl.constexpr = BLOCK_K // 2 if weight_ptr.dtype.element_ty == tl.uint8 and BLOCK_K > _GROUP else BLOCK_K
+        first = _load_weights(weight_ptr + outputs.to(tl.int64) * weight_stride, begin, K, STEP)
         gdc_wait()
         return first
     else:  # noqa: RET505
@@ -118,7 +120,7 @@ def product(
         end = K
     if BLOCK_T == 1:
         sums = _sum_product(
-            x_rows, norm_ptr, eps, weight_rows, scale_rows, PDL, first, begin, end, K, BLOCK_N, BLOCK_K, STAGES
+            x_rows, norm_ptr, eps, weight_rows, PDL, first, begin, end, K, BLOCK_N, BLOCK_K, STAGES
         )  # fmt: skip
     else:
         sums = _dot_product(
@@ -132,18 +134,17 @@ def product(
 
 @triton.jit
 def _sum_product(
-    x_row, norm_ptr, eps, weight_rows, scale_rows, PDL: tl.constexpr, first, begin, end,
+    x_row, norm_ptr, eps, weight_rows, PDL: tl.constexpr, first, begin, end,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """[1, BLOCK_N]: one row, on the ordinary cores; sums are taken across threads only once, at the end."""
     # What one thread loads at once, 16 bytes of each output, it adds up at once: one sum of each output.
-    VALUES: tl.constexpr = 2 if weight_rows.dtype.element_ty == tl.uint8 else 1  # of a stored number
-    EACH: tl.constexpr = VALUES * 128 // weight_rows.dtype.element_ty.primitive_bitwidth
+    EACH: tl.constexpr = 128 // weight_rows.dtype.element_ty.primitive_bitwidth
     sums = tl.zeros((BLOCK_N, BLOCK_K // EACH), tl.float32)
     squares = tl.zeros((1, BLOCK_K // EACH), tl.float32)
     if PDL:
         sums, squares = _sum_step(
-            sums, squares, first, x_row, norm_ptr, scale_rows, begin, K, BLOCK_N, BLOCK_K
+            sums, squares, first, x_row, norm_ptr, begin, K, BLOCK_N, BLOCK_K
         )  # fmt: skip
         begin += BLOCK_K
     # A launch's stages pipeline only loads that a product of tensor cores reads. A loop's own pipeline all: then
@@ -152,7 +153,7 @@ def _sum_product(
     for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         weight = _load_weights(weight_rows, start, K, BLOCK_K)
         sums, squares = _sum_step(
-            sums, squares, weight, x_row, norm_ptr, scale_rows, start, K, BLOCK_N, BLOCK_K
+            sums, squares, weight, x_row, norm_ptr, start, K, BLOCK_N, BLOCK_K
         )  # fmt: skip
     total = tl.sum(sums, 1)[None, :]
     if norm_ptr is not None:
@@ -162,7 +163,7 @@ def _sum_product(
 
 @triton.jit
 def _sum_step(
-    sums, squares, weight, x_row, norm_ptr, scale_rows, start,
+    sums, squares, weight, x_row, norm_ptr, start,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Add the columns [start, start + BLOCK_K) to both sums."""
@@ -176,24 +177,7 @@ def _sum_step(
             nth = tl.arange(0, THREADS * 8)[None, :]
             columns = start + nth // 8 * 16 + half * 8 + nth % 8
             x, squares = _load_row(x_row, norm_ptr, squares, columns, K, THREADS, 8, BLOCK_K)
-            sums += tl.sum(_int8_values(halves[half]) * x, 2)
-    elif weight.dtype == tl.uint8:
-        # The same, and each byte has a low and a high value. All of a thread's columns are of one group.
-        PACKED_THREADS: tl.constexpr = BLOCK_K // 32
-        halves = tl.split(tl.trans(tl.reshape(weight, (BLOCK_N, PACKED_THREADS, 2, 8)), (0, 1, 3, 2)))
-        group_sums = tl.zeros((BLOCK_N, PACKED_THREADS, 8), tl.float32)
-        for half in tl.static_range(2):
-            # Written so that Triton sees 8 neighbours: 4 threads share the low values of a group, 16 each.
-            nth = tl.arange(0, PACKED_THREADS * 8)[None, :]
-            low = start + nth // 32 * _GROUP + nth // 8 % 4 * 16 + half * 8 + nth % 8
-            x, squares = _load_row(x_row, norm_ptr, squares, low, K, PACKED_THREADS, 8, BLOCK_K)
-            group_sums += _low_values(halves[half]) * x
-            x, squares = _load_row(x_row, norm_ptr, squares, low + _GROUP // 2, K, PACKED_THREADS, 8, BLOCK_K)
-            group_sums += _high_values_times_16(halves[half]) * (x * 0.0625)
-        groups = (start + 32 * tl.arange(0, PACKED_THREADS)) // _GROUP
-        mask = (groups * _GROUP < K)[None, :]
-        scales = tl.load(scale_rows[:, None] + groups[None, :], mask=mask, other=0.0)
-        sums += tl.sum(group_sums, 2) * scales
+            sums += tl.sum(int8_values(halves[half], tl.float32) * x, 2)
     else:
         EACH: tl.constexpr = 128 // weight.dtype.primitive_bitwidth
         columns = start + tl.arange(0, BLOCK_K)[None, :]
@@ -224,36 +208,47 @@ def _dot_product(
     # The row times the norm weight, not yet scaled, can leave the range of float16. There the scale comes first, at the
     # price of reading the rows twice (they are in L2). bfloat16 has the range of float32.
     SCALE_FIRST: tl.constexpr = (norm_ptr is not None) and (x_rows.dtype.element_ty == tl.float16)
-    squares = tl.zeros((BLOCK_T,), tl.float32)
+    # A step of int4 is one group. Two of them a round leave less of it to barriers and addresses.
+    STEP: tl.constexpr = BLOCK_K // 2 if weight_rows.dtype.element_ty == tl.uint8 and BLOCK_K > _GROUP else BLOCK_K
+    # What one thread loads at once it adds up at once; sums are taken across threads only once, at the end.
+    EACH: tl.constexpr = 128 // x_rows.dtype.element_ty.primitive_bitwidth
+    AT_ONCE: tl.constexpr = STEP // 2 if weight_rows.dtype.element_ty == tl.uint8 else STEP
+    squares = tl.zeros((BLOCK_T, AT_ONCE // EACH), tl.float32)
     scale = tl.full((BLOCK_T,), 1.0, tl.float32)
     if SCALE_FIRST:
-        for start in range(0, K, BLOCK_K):
-            columns = start + tl.arange(0, BLOCK_K)[None, :]
-            x = _load_columns(x_rows[:, None] + columns, columns, K, BLOCK_K, "evict_last").to(tl.float32)
-            squares += tl.sum(x * x, 1)
-        scale = tl.rsqrt(squares / K + eps)
+        for start in range(0, K, AT_ONCE):
+            columns = start + tl.arange(0, AT_ONCE)[None, :]
+            x = _load_columns(x_rows[:, None] + columns, columns, K, AT_ONCE, "evict_last").to(tl.float32)
+            squares += tl.sum(tl.reshape(x * x, (BLOCK_T, AT_ONCE // EACH, EACH)), 2)
+        scale = tl.rsqrt(tl.sum(squares, 1) / K + eps)
 
     if WEIGHTS_FIRST:
         sums = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     else:
         sums = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     if PDL:
-        sums, squares = _dot_step(
-            sums, squares, first, x_rows, norm_ptr, scale, scale_rows, begin, K, BLOCK_K, WEIGHTS_FIRST, SCALE_FIRST
-        )
+        for column in tl.static_range(0, BLOCK_K, STEP):
+            weight = first
+            if column > 0:
+                weight = _load_weights(weight_rows, begin + column, K, STEP)
+            sums, squares = _dot_step(
+                sums, squares, weight, x_rows, norm_ptr, scale, scale_rows, begin + column, K, STEP,
+                WEIGHTS_FIRST, SCALE_FIRST,
+            )  # fmt: skip
         begin += BLOCK_K
     # Of int4 no product reads the loads themselves, but both halves of their bytes: the launch's stages pass them by.
-    # With few rows that would be the limit.
-    LOOP_STAGES: tl.constexpr = STAGES if weight_rows.dtype.element_ty == tl.uint8 and BLOCK_T <= 16 else None
+    LOOP_STAGES: tl.constexpr = STAGES if weight_rows.dtype.element_ty == tl.uint8 else None
     for start in tl.range(begin, end, BLOCK_K, num_stages=LOOP_STAGES):
-        weight = _load_weights(weight_rows, start, K, BLOCK_K)
-        sums, squares = _dot_step(
-            sums, squares, weight, x_rows, norm_ptr, scale, scale_rows, start, K, BLOCK_K, WEIGHTS_FIRST, SCALE_FIRST
-        )
+        for column in tl.static_range(0, BLOCK_K, STEP):
+            weight = _load_weights(weight_rows, start + column, K, STEP)
+            sums, squares = _dot_step(
+                sums, squares, weight, x_rows, norm_ptr, scale, scale_rows, start + column, K, STEP,
+                WEIGHTS_FIRST, SCALE_FIRST,
+            )  # fmt: skip
     if WEIGHTS_FIRST:
         sums = tl.trans(sums)
     if (norm_ptr is not None) and (not SCALE_FIRST):
-        sums *= tl.rsqrt(squares / K + eps)[:, None]
+        sums *= tl.rsqrt(tl.sum(squares, 1) / K + eps)[:, None]
     return sums
 
 
@@ -268,10 +263,11 @@ def _dot_step(
         group_scales = tl.load(scale_rows + start // _GROUP)
         columns = start + tl.arange(0, BLOCK_K // 2)[None, :]
         x, squares = _load_rows(x_rows, norm_ptr, scale, squares, columns, K, BLOCK_K, SCALE_FIRST)
-        group_sums = _dot(_low_values(weight), x, tl.zeros_like(sums), WEIGHTS_FIRST)
+        low, high = int4_values(weight, x.dtype)
+        group_sums = _dot(low, x, tl.zeros_like(sums), WEIGHTS_FIRST)
         columns += BLOCK_K // 2
         x, squares = _load_rows(x_rows, norm_ptr, scale, squares, columns, K, BLOCK_K, SCALE_FIRST)
-        group_sums = _dot(_high_values_times_16(weight) * 0.0625, x, group_sums, WEIGHTS_FIRST)
+        group_sums = _dot(high, x, group_sums, WEIGHTS_FIRST)
         if WEIGHTS_FIRST:
             sums += group_sums * group_scales[:, None]
         else:
@@ -280,7 +276,7 @@ def _dot_step(
         columns = start + tl.arange(0, BLOCK_K)[None, :]
         x, squares = _load_rows(x_rows, norm_ptr, scale, squares, columns, K, BLOCK_K, SCALE_FIRST)
         if weight.dtype == tl.int8:
-            weight = _int8_values(weight)
+            weight = int8_values(weight, x.dtype)
         sums = _dot(weight, x, sums, WEIGHTS_FIRST)
     return sums, squares
 
@@ -296,8 +292,12 @@ def _load_rows(
         if SCALE_FIRST:
             wide *= scale[:, None]
         else:
-            squares += tl.sum(wide * wide, 1)
-        wide *= _load_columns(norm_ptr + columns, columns, K, BLOCK_K, "evict_last").to(tl.float32)
+            EACH: tl.constexpr = x.shape[1] // squares.shape[1]
+            squares += tl.sum(tl.reshape(wide * wide, (squares.shape[0], squares.shape[1], EACH)), 2)
+        norms = norm_ptr + columns
+        if x.shape[1] <= _GROUP // 2:  # one row would be too narrow for asynchronous copies: once for each row
+            norms += tl.zeros((x.shape[0], 1), tl.int32)
+        wide *= _load_columns(norms, columns, K, BLOCK_K, "evict_last").to(tl.float32)
         x = wide.to(x.dtype)
     return x, squares
 
@@ -312,29 +312,6 @@ def _dot(weight, x, sums, WEIGHTS_FIRST: tl.constexpr):
         return tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
     else:  # noqa: RET505
         return tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
-
-
-# Whole numbers become floats by being written into the mantissa of 2^23 (0x4B000000), which is then subtracted: two
-# fast instructions, where the conversion instruction runs at a quarter of their rate or less.
-
-
-@triton.jit
-def _int8_values(stored):
-    """int8 as float32."""
-    raised = stored.to(tl.uint8, bitcast=True).to(tl.int32) ^ 0x4B000080  # the sign bit's place counts +128
-    return raised.to(tl.float32, bitcast=True) - 8388736.0
-
-
-@triton.jit
-def _low_values(packed):
-    """The low four bits, less 8, as float32."""
-    return ((packed.to(tl.int32) & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
-
-
-@triton.jit
-def _high_values_times_16(packed):
-    """The high four bits, less 8, times 16, as float32: without a shift."""
-    return ((packed.to(tl.int32) & 240) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
 
 
 @triton.jit

@@ -52,62 +52,79 @@ class Tile:
 def product_tile(rows: int, weight: Weight, dtype: torch.dtype, *, may_split: bool = False) -> Tile | None:
     """The tile for `rows` rows of `dtype` times `weight` [N, K] transposed; None: leave it to torch.matmul.
 
-    What the operations share. With `may_split` a tile of few rows may have parts. The numbers are for Hopper, and fit
-    Ampere's shared memory: the first path has two tiles in flight, the others 2 to 5 stages (see `inspect`).
+    What the operations share. With `may_split` a tile may have parts. The numbers are for Hopper, and fit Ampere's
+    shared memory: the first path has two tiles in flight, the others 2 to 5 stages (see `inspect`).
     """
     outputs, columns = weight.shape
-    if rows <= 1:
+    if rows <= 1 and not isinstance(weight, Int4Weight):
         return _single_row_tile(outputs, columns, weight)
     if rows > MATMUL_ROWS:
         return None
-    quantized = not isinstance(weight, Tensor)
-    if dtype == torch.float32:  # runs without tensor cores, from registers: smaller steps
-        block_rows, step, stages = (16 if rows <= 16 else 32 if rows <= 32 else 64), 32, 2
-    elif rows <= 16:
-        block_rows, step, stages = 16, 128, 6 if quantized else 4
-    else:
-        block_rows, step, stages = (32 if rows <= 32 else 64), 64, 4
-        if quantized and rows <= 32:
-            step = 128  # with more rows registers are short: on Blackwell 128 columns of int8 spilled
-    if isinstance(weight, Int4Weight):
-        step = GROUP
     if rows <= 16:
-        block_outputs = _enough_programs(64 if outputs >= 2 * 64 * MIN_PROGRAMS else 32, outputs, least=16)
+        tile = _few_rows_tile(rows, weight, dtype, may_split)
+        return _split(tile, weight) if may_split else tile
+    quantized = not isinstance(weight, Tensor)
+    block_rows = 32 if rows <= 32 else 64
+    if dtype == torch.float32:  # runs without tensor cores, from registers: smaller steps
+        step, stages = 32, 2
     else:
-        block_outputs = _enough_programs(64, outputs, least=32)
-    # Tensor cores want 16 or 64 left rows, and few rows fill only the 8 or more of the right. Weights that become
-    # floats in registers can stay there as the left operand alone.
-    tile = Tile(block_rows, block_outputs, step, 4, stages, weights_first=rows <= 16 or quantized)
-    return _split(tile, outputs, columns) if may_split and rows <= 16 else tile
+        # With more rows registers are short: on Blackwell 128 columns of int8 spilled.
+        step, stages = (128 if quantized and rows <= 32 else 64), 4
+    if isinstance(weight, Int4Weight):
+        step, stages = GROUP, 4 if rows <= 32 else 3
+    # Tensor cores want 16 or 64 left rows. Weights that become floats in registers can stay there as the left operand
+    # alone.
+    return Tile(block_rows, _enough_programs(64, outputs, least=32), step, 4, stages, weights_first=quantized)
+
+
+def _few_rows_tile(rows: int, weight: Weight, dtype: torch.dtype, may_split: bool) -> Tile:
+    """For up to 16 rows, which are the right operand: of the left one tensor cores take 16 or 64 rows, of this 8."""
+    outputs, columns = weight.shape
+    block_rows = 8 if rows <= 8 else 16
+    many = outputs >= 2 * 64 * MIN_PROGRAMS
+    block_outputs = _enough_programs(64 if many else 32, outputs, least=16)
+    if dtype == torch.float32:  # runs without tensor cores, from registers: smaller steps
+        return Tile(block_rows, block_outputs, GROUP if isinstance(weight, Int4Weight) else 32, 4, 2, True)
+    if isinstance(weight, Tensor):
+        return Tile(block_rows, block_outputs, 128, 4, 4, True)
+    # Two warps, each with 32 outputs, or 16: then no value becomes a float twice, and the weights come to the tensor
+    # cores 8 bytes at a time. Four warps with 64 outputs would get them from shared memory by twos.
+    if isinstance(weight, Int8Weight):
+        if rows > 8 and outputs >= 64 * MIN_PROGRAMS:
+            block_outputs = 64
+        return Tile(block_rows, block_outputs, 128, max(1, min(2, block_outputs // 16)), 6, True)
+    step = 2 * GROUP if columns % (2 * GROUP) == 0 else GROUP
+    warps = max(1, min(2, block_outputs // 16))
+    if not (many or may_split) and outputs >= 64 * MIN_PROGRAMS:
+        block_outputs, warps = 64, 4  # so few programs have too few loads under way with two warps
+    return Tile(block_rows, block_outputs, step, warps, 3, True)
 
 
 def _single_row_tile(outputs: int, columns: int, weight: Weight) -> Tile:
     # Exactly 16 bytes a thread along the columns: then row and weights get one layout. With any other step Triton
     # moves every weight through shared memory.
-    if isinstance(weight, Tensor):
-        each, least, most_warps = 16 // weight.element_size(), 16, 4
-    elif isinstance(weight, Int8Weight):
-        each, least, most_warps = 16, 16, 4
-    else:
-        each, least, most_warps = 32, GROUP, 1  # a row is then several steps: with only one, nothing is loaded ahead
-    stages = 5 if isinstance(weight, Int4Weight) else 3  # int4 has so few bytes a step that two are not enough ahead
-    padded = max(least, triton.next_power_of_2(columns))
-    warps = min(most_warps, max(1, padded // (32 * each)))
-    return Tile(1, _enough_programs(8, outputs), min(warps * 32 * each, padded), warps, stages)
+    each = 16 // weight.element_size() if isinstance(weight, Tensor) else 16
+    padded = max(16, triton.next_power_of_2(columns))
+    warps = min(4, max(1, padded // (32 * each)))
+    return Tile(1, _enough_programs(8, outputs), min(warps * 32 * each, padded), warps, stages=3)
 
 
-def _split(tile: Tile, outputs: int, columns: int) -> Tile:
-    """`tile` with parts, if that gives every processor two programs where there were fewer.
+def _split(tile: Tile, weight: Weight) -> Tile:
+    """`tile` with parts, if that gives every processor two programs (four of int4) where there were fewer.
 
     Then outputs are many a program, since each program reads the rows: these would be half of what it moves.
     """
-    wide = replace(tile, outputs=64)
+    outputs, columns = weight.shape
+    packed = isinstance(weight, Int4Weight)
+    wide = replace(tile, outputs=32, columns=GROUP) if packed else replace(tile, outputs=64)
+    if not isinstance(weight, Tensor) and tile.warps < 4:
+        wide = replace(wide, warps=2)
     programs = triton.cdiv(outputs, wide.outputs)
-    parts = min(2 * MIN_PROGRAMS // programs, triton.cdiv(columns, wide.columns) // MIN_STEPS)
+    parts = min((4 if packed else 2) * MIN_PROGRAMS // programs, triton.cdiv(columns, wide.columns) // MIN_STEPS)
     if parts < 2:
         return tile
     parts = triton.cdiv(columns, replace(wide, parts=parts).part_columns(columns))  # none is empty
-    return replace(wide, parts=parts)
+    return replace(wide, parts=parts, stages=5 if packed and tile.warps < 4 else tile.stages)
 
 
 def _enough_programs(most: int, outputs: int, least: int = 2) -> int:

@@ -173,14 +173,17 @@ def test_a_kernel_that_waits_for_memory_alone_or_does_not_wait_for_the_one_befor
 
 
 @pytest.mark.parametrize(
-    ("changes", "code"), [({}, 0), ({"weights": "int4"}, 1), ({"stack": 64}, 1)], ids=["known", "others", "spills too"]
+    ("changes", "code"),
+    [({}, 0), ({"weights": "int4"}, 1), ({"label": "rows=3"}, 1), ({"stack": 64}, 1)],
+    ids=["known", "other weights", "other rows", "spills too"],
 )
 def test_weights_that_are_known_to_starve_fail_for_anything_else_alone(
     changes: dict[str, Any], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    usage = replace(USAGE, **({"streams": True, "grid": (1, 500), "in_flight": 0, "weights": "int8"} | changes))
+    known: dict[str, Any] = {"weights": "int8", "label": "down rows=32"}
+    usage = replace(USAGE, **({"streams": True, "grid": (1, 500), "in_flight": 0} | known | changes))
     monkeypatch.setattr(inspect, "inspect", lambda *arguments: iter([usage]))
-    assert inspect.main(["--may-starve", "int8"]) == code
+    assert inspect.main(["--may-starve", "int8:32"]) == code
     assert "STARVES" in capsys.readouterr().out
 
 

@@ -11,6 +11,7 @@ from d3engine.kernels.machine_code import (
     hottest_loop,
     instructions,
     programs_a_processor,
+    read_once,
 )
 
 
@@ -97,6 +98,23 @@ def test_weights_alone_may_be_loaded_before_a_kernel_waits() -> None:
     assert before_the_wait(WEIGHTS + WAIT) == []
     assert before_the_wait(WAIT) == []
     assert before_the_wait(WEIGHTS) == ["it never waits"]
+
+
+def test_of_asynchronous_copies_those_of_8_bytes_count_too() -> None:
+    copies = [f"LDGSTS.E.64 [R9+0x{nth}00], desc[UR4][R2.64], P0" for nth in range(4)]
+    code = sass(*copies, "LDGDEPBAR", "DEPBAR.LE SB0, 0x0", "LDS.128 R20, [R9]", "@P1 BRA 0x100")
+    assert bytes_in_flight(code) == pytest.approx(32, rel=0.1)
+
+
+def test_rows_that_all_programs_read_are_told_from_weights_by_how_long_they_may_stay_in_the_cache() -> None:
+    copy = "\tcp.async.c{}.shared.global.L2::cache_hint [ %r16 + 0 ], [ %rd13 + 0 ], {}, %r17, {};\n"
+    weights, rows = copy.format("a", "0x8", "%rd2"), copy.format("g", "0x10", "%rd3")
+    scales = "\t@%p2 cp.async.ca.shared.global [ %r53 + 0 ], [ %rd18 + 0 ], 0x4, %r54;\n"
+    policies = "\tcreatepolicy.fractional.L2::evict_first.b64 %rd2, 1.0;\n"
+    assert read_once(policies + 4 * weights + rows + scales) == pytest.approx(32 / 48)
+    wide = "\tld.global.L1::evict_first.L2::cache_hint.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ], %rd2;\n"
+    assert read_once(policies + wide + rows + "\tld.global.b32 %r1, [ %rd3 + 0 ];\n") == pytest.approx(16 / 32)
+    assert read_once(rows) == 1.0  # keys and values, which nothing marks
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,17 @@ def test_qkv(kind: str, rows: int, has_head_norms: bool, randn: Randn, device: t
     assert_close(flat[entries[:, 1]], projected[:, heads + kv_heads :], 2e-6)
 
 
+@pytest.mark.parametrize("rows", [1, 11])
+def test_two_groups_of_int4_a_round_with_the_norm_of_their_rows(rows: int, randn: Randn, device: torch.device) -> None:
+    weight, exact = random_weight("int4", 37, 512, device)
+    hidden, norm = randn(rows, 512, dtype=torch.float16, scale=3.0), randn(512, dtype=torch.float16)
+    tile = products.product_tile(rows, weight, torch.float16)
+    assert tile is not None
+    assert tile.columns == 2 * GROUP
+    found = kernels.lm_head(hidden, norm, EPS, weight)
+    assert_close(found, normed(hidden, norm) @ exact.t(), LIMITS[torch.float16])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_columns_that_several_programs_share_are_added_up(kind: str, randn: Randn, device: torch.device) -> None:
     """More steps than parts can have evenly, and a last step that is not whole."""

@@ -1,0 +1,90 @@
+"""The PTX that makes floats of stored small values, run here instruction by instruction for every byte there is.
+
+Triton's interpreter does not know PTX, so nothing else runs it where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+if find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from d3engine.kernels.triton import small_values
+
+BYTES = torch.arange(256)
+WORDS = BYTES | BYTES.roll(-64) << 8 | BYTES.roll(-128) << 16 | BYTES.roll(-192) << 24  # every byte in every place
+SIGNED = BYTES.to(torch.uint8).view(torch.int8).double()
+
+
+def run(ptx: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The registers, 32 bits each in int64, after the lines of `ptx`."""
+    registers = dict(inputs)
+    for line in ptx.strip("{} ").split(";"):
+        if not line.strip() or line.strip().startswith(".reg"):
+            continue
+        name, rest = line.strip().split(" ", 1)
+        target, *sources = re.split(r",\s*", rest)
+        registers[target] = step(name, [registers[s] if s in registers else torch.tensor(int(s, 0)) for s in sources])
+    return registers
+
+
+def step(name: str, sources: list[Tensor]) -> Tensor:
+    """One instruction, as the PTX ISA defines it."""
+    first, *others = sources
+    if name == "mov.b32":
+        return first
+    if name == "and.b32":
+        return first & others[0]
+    if name == "xor.b32":
+        return first ^ others[0]
+    if name == "shr.b32":
+        return first >> others[0]
+    if name == "prmt.b32":
+        both = first | others[0] << 32
+        places = [int(others[1]) >> 4 * nth & 7 for nth in range(4)]
+        return sum((both >> 8 * place & 255) << 8 * nth for nth, place in enumerate(places))  # type: ignore[return-value]
+    dtype = torch.bfloat16 if "bf16x2" in name else torch.float16
+    halves = [[halved.double() for halved in as_floats(source, dtype)] for source in sources]
+    if name.startswith("fma.rn."):
+        return as_word([a * b + c for a, b, c in zip(*halves, strict=True)], dtype)
+    assert name.startswith("sub.rn.")
+    return as_word([a - b for a, b in zip(*halves, strict=True)], dtype)
+
+
+def as_floats(word: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    low, high = (word & 65535), word >> 16 & 65535
+    return low.to(torch.uint16).view(dtype), high.to(torch.uint16).view(dtype)
+
+
+def as_word(halves: list[Tensor], dtype: torch.dtype) -> Tensor:
+    low, high = (half.to(dtype).view(torch.uint16).long() for half in halves)
+    return low | high << 16
+
+
+def floats(registers: dict[str, Tensor], names: tuple[str, ...], dtype: torch.dtype) -> list[Tensor]:
+    """The values of the bytes, in the order of memory."""
+    return [half.double() for name in names for half in as_floats(registers[name], dtype)]
+
+
+FORMS = [("BF16", torch.bfloat16), ("FP16", torch.float16)]
+
+
+@pytest.mark.parametrize(("form", "dtype"), FORMS)
+def test_every_int8_value_becomes_the_same_float(form: str, dtype: torch.dtype) -> None:
+    done = run(getattr(small_values, f"INT8_TO_{form}").value, {"$2": WORDS})
+    for nth, found in enumerate(floats(done, ("$0", "$1"), dtype)):
+        assert torch.equal(found, SIGNED.roll(-64 * nth))
+
+
+@pytest.mark.parametrize(("form", "dtype"), FORMS)
+def test_both_halves_of_every_byte_become_floats_less_8(form: str, dtype: torch.dtype) -> None:
+    done = run(getattr(small_values, f"INT4_TO_{form}").value, {"$4": WORDS})
+    for names, values in ((("$0", "$1"), BYTES & 15), (("$2", "$3"), BYTES >> 4)):
+        for nth, found in enumerate(floats(done, names, dtype)):
+            assert torch.equal(found, (values - 8).double().roll(-64 * nth))
