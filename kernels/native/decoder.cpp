@@ -364,7 +364,7 @@ void D3Decoder::head(const Step& step) {
     if (active_.empty()) return;
     norm(model_.final_norm);
     if (run.choices) {  // all memory is taken here: where pieces are shared nothing may throw
-        collected_.resize(size_t(model_.max_rows) * model_.vocab);
+        if (!collected_.at(0)) collected_ = Floats(int64_t(model_.max_rows) * model_.vocab);
         orders_.resize(team_.size());
         for (auto& order : orders_) order.reserve(model_.vocab);
     }
@@ -378,7 +378,7 @@ void D3Decoder::head(const Step& step) {
             memcpy(logits + start, values, (stop - start) * sizeof(float));
         }
         if (needs_all(run, row)) {
-            memcpy(&collected_[size_t(row) * model_.vocab + start], values, (stop - start) * sizeof(float));
+            memcpy(collected_.at(int64_t(row) * model_.vocab + start), values, (stop - start) * sizeof(float));
             return;
         }
         choose(best_[size_t(worker) * model_.max_rows + row], values, start, stop - start, choosing(step, row));

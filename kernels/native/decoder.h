@@ -153,7 +153,7 @@ private:
     Floats strips_;                // the vectors of a product of many rows
     std::vector<float> partials_;  // [block and head, span], where spans are shared out
     std::vector<Best> best_;       // [workers, rows]
-    std::vector<float> collected_;               // [rows, vocab]: all logits of the rows that need them to choose
+    Floats collected_;                           // [rows, vocab]: all logits of the rows that need them to choose
     std::vector<std::vector<uint64_t>> orders_;  // [workers]: scratch of `sample`
     std::vector<bool> ended_;                    // [rows] of a run
     std::vector<const uint8_t*> forms_;          // [rows]: the masks of their forms at a step

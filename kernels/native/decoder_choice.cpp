@@ -26,7 +26,7 @@ void D3Decoder::choose_from_all(const Step& step) {
         if (!needs_all(run, row)) return;
         const D3Choice& asked = run.choices[row];
         if (step.taken) count(asked, step.taken, run.chosen[(step.taken - 1) * run.rows + row]);
-        float* logits = &collected_[size_t(row) * model_.vocab];
+        float* logits = collected_.at(int64_t(row) * model_.vocab);
         if (asked.rules) {
             const uint8_t* form = asked.rules->has_form ? forms_[row] : nullptr;
             restrict_logits(logits, model_.vocab, *asked.rules, form, run, row, step.taken);
