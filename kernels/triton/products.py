@@ -168,7 +168,9 @@ def product_launch(
     if norm is not None:
         arguments["norm_ptr"], arguments["eps"] = norm
     grid = (triton.cdiv(rows, tile.rows), triton.cdiv(weight.shape[0], tile.outputs), tile.parts)
-    return Launch(kernel, grid, arguments, tile.warps, tile.stages, streams=True)
+    # Of 64 threads a processor has room for six programs even so; left alone, ptxas saves registers and spills one.
+    options = {"maxnreg": 168} if tile.warps == 2 else {}
+    return Launch(kernel, grid, arguments, tile.warps, tile.stages, options, streams=True)
 
 
 def weight_arguments(weight: Weight) -> dict[str, object]:
