@@ -7,8 +7,8 @@ Every launch that `kernels/triton/launches.py` knows is compiled to a cubin with
 would get at run time. The exit code is 1 if a kernel uses local memory or a stack: then registers were spilled, and a
 kernel whose limit is memory bandwidth pays for that twice. It is 1 too if a kernel wants more shared memory than a
 program may have; if one that streams weights or the cache keeps too little of them in flight (see `machine_code.py`);
-and with `--pdl` if one loads more than weights before it waits. The interpreter's flag must be off: the two cannot
-share a process.
+and with `--pdl` if one loads more than weights before it waits; and 2 if something is asked for that is not known. The
+interpreter's flag must be off: the two cannot share a process.
 """
 
 from __future__ import annotations
@@ -110,11 +110,15 @@ class Usage:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a table or JSON of all launches; return 1 if any has a fault that was not said to be known."""
+    """Print a table or JSON of all launches; return 1 if any has a fault not said to be known, 2 for bad input."""
     options = _parse(arguments)
     dtype = DTYPES[options.dtype]
     given = (options.weights, options.operations, options.jobs, options.pdl, options.rows, options.spills_only)
-    usages = list(inspect(options.shapes, options.arch, dtype, *given))
+    try:
+        usages = list(inspect(options.shapes, options.arch, dtype, *given))
+    except (ValueError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 2
     if options.json:
         print(
             json.dumps([asdict(u) | {"spills": u.spills, "fits": u.fits, "faults": u.faults} for u in usages], indent=1)

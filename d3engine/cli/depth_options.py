@@ -185,7 +185,9 @@ def _plain(name: str, given: dict[str, Any], others: Sequence[str] = ()) -> Dept
     for field, value in given.items():
         if field not in takes:
             flags = ", ".join(_flag(option) for option in takes)
-            raise InvalidValueError(_flag(field), value, f"absent, since --depth {name} takes {flags or 'no options'}")
+            takers = [other for other in depth_names() if other != AUTO and field in policy_options(other)]
+            allowed = f"absent, since --depth {name} takes {flags or 'no options'} (it goes with {', '.join(takers)})"
+            raise InvalidValueError(_flag(field), value, allowed)
     if name == AUTO:
         return AUTO
     missing = [_flag(field) for field in required_options(name) if field not in given]

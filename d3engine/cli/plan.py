@@ -63,7 +63,10 @@ def plan(
         typer.Argument(metavar="MODEL", help=f"As elsewhere, a config.json, or one of {', '.join(KNOWN)}."),
     ],
     gpus: Annotated[str, typer.Option("--gpus", help="Memory of each device, such as 80GB,80GB (or GiB).")],
-    context: Annotated[int, typer.Option("--context", help="Tokens of prompt and answer.")] = 4096,
+    context: Annotated[
+        int | None,
+        typer.Option("--context", help="Tokens of prompt and answer; 4096, or what the model holds if less."),
+    ] = None,
     answer: Annotated[int, typer.Option("--answer", help="Of these, tokens generated.")] = 256,
     max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="Sequences that are to run at once.")] = 64,
     max_num_batched_tokens: Annotated[
@@ -82,6 +85,9 @@ def plan(
         int(require_number("--gpu-memory-utilization", gpu_memory_utilization, 0, 1, open_low=True) * size)
         for size in _sizes_of(gpus)
     ]
+    config = _config_of(model)
+    context = min(4096, config.max_length) if context is None else context
+    require(context <= config.max_length, "--context", context, f"at most the {config.max_length} that the model holds")
     for flag, value in (
         ("--context", context),
         ("--answer", answer),
@@ -92,7 +98,6 @@ def plan(
     require(answer < context, "--answer", answer, f"less than --context {context}, which has the prompt too")
     from d3engine.loading.fitting import Demand, fit
 
-    config = _config_of(model)
     policy = FullDepth() if depth == AUTO else depth
     rule = policy.exit_rule(config.num_layers)
     require(rule is None, "--depth", policy.name, "a policy of fixed depths (under this one each token decides)")

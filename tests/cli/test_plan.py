@@ -100,6 +100,7 @@ def test_a_config_alone_is_enough_and_what_cannot_be_parted_says_why(tiny_llama:
         ["--gpus", "0GB"],
         ["--gpus", "80GB,"],
         ["--gpus", "80GB", "--context", "0"],
+        ["--gpus", "80GB", "--context", "4097"],
         ["--gpus", "80GB", "--context", "100", "--answer", "100"],
         ["--gpus", "80GB", "--gpu-memory-utilization", "1.5"],
         ["--gpus", "80GB", "--depth", "early-exit", "--threshold", "0.9"],

@@ -186,9 +186,12 @@ LAYERS = ["schedule", "--layers", "32"]
         ([*LAYERS, "--depth", "full", "--alpha", "0.9"], r"--alpha must be .*--depth full takes no options.*; got 0.9"),
         (
             [*LAYERS, "--depth", "unified", "--speedup", "2", "--tail", "1"],
-            "--tail must be absent, .* takes --speedup, --on-skip, --bridges; got 1",
+            r"--tail must be absent, .* takes --speedup, --on-skip, --bridges \(it goes with .*d3.*\); got 1",
         ),
-        ([*LAYERS, "--alpha", "0.9"], r"--alpha must be .*--depth auto takes no options.*; got 0.9"),
+        (
+            [*LAYERS, "--alpha", "0.9"],
+            r"--alpha must be .*--depth auto takes no options \(it goes with d3.*\); got 0.9",
+        ),
         ([*LAYERS, "--depth", "d3"], "--depth d3 must be given with --alpha and --start"),
         ([*LAYERS, "--depth", "d3", "--alpha", "0.9"], "--depth d3 must be given with --start"),
         ([*LAYERS, "--depth", "skipdecode", "--min-layers", "4"], "must be given with --decay-steps"),

@@ -46,6 +46,7 @@ operations = ["--operations=rms_norm,linear_residual", "--rows=1,16"]
 assert main(["--shapes=tiny", "--weights=bf16,int4", *operations, "--json"]) == 0
 print("\\nALONE")
 assert main(["--shapes=tiny", "--operations=linear_residual", "--rows=1", "--spills-only", "--json"]) == 0
+assert main(["--shapes=tiny", "--rows=3"]) == 2
 print("\\nPDL")
 
 for switch, arch in ((True, 90), (True, 80), (False, 90)):
