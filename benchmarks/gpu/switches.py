@@ -172,7 +172,7 @@ def questions(current: Round) -> Iterator[Question]:
     yield _dependent_launch("a kernel with next to no work", shape, _short_norm(shape, current))
     for rows in (1, few) if current.on_gpu else (few,):
         yield _dependent_launch(f"a layer, {rows} rows", shape, _layer(shape, rows, current))
-    long, short = (4096, 64) if current.on_gpu else (40, 9)
+    long, short = (4096, 64) if current.on_gpu else (200, 9)
     for each in dict.fromkeys((shape, grouped)):
         uneven = [long] + [short] * (15 if current.on_gpu else 2)
         yield _splits("one long row among short ones", each, uneven, current)
