@@ -63,7 +63,7 @@ class Decoder:
         self._vocab, self._hidden = model.lm_head.shape
         self._table_shape = (num_slots, len(model.layers), max_blocks)
         self.num_threads = num_threads
-        self.isa = isas_here()[0] if isa == "auto" else isa
+        self.isa = _best_isa(model) if isa == "auto" else isa
         num_blocks, _, block_size, kv_heads, head_dim = model.pool.shape
         layers = (LayerStructure * len(model.layers))(*(layer.structure() for layer in model.layers))
         sizes = (
@@ -333,6 +333,13 @@ def load(path: Path) -> ctypes.CDLL:
 def isas_here() -> list[str]:
     """The instruction sets of the library that this machine runs, best first."""
     return [name for nth, name in enumerate(_all_isas()) if library().d3_isa_runs_here(nth)]
+
+
+def _best_isa(model: NativeModel) -> str:
+    """The best of them for a model: tiles are for quantized matrices, and for others only where they are asked for."""
+    matrices = (model.lm_head, *(layer.down.weight for layer in model.layers))
+    quantized = not all(isinstance(matrix, torch.Tensor) for matrix in matrices)
+    return next(name for name in isas_here() if quantized or not name.startswith("amx"))
 
 
 def _all_isas() -> list[str]:

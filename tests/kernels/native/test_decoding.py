@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from native_models import FORMS, Case, Shape, at_places, forms_and_isas
+from native_models import FORMS, Case, Shape, at_places, forms_and_isas, isas
 
 from d3engine.kernels.native.runs import Draws, HiddenStates
 
@@ -36,6 +36,12 @@ STEPS = 5
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_run_is_that_of_the_reference(shape: Shape, form: str, isa: str) -> None:
     assert_as_reference(Case(replace(shape, form=form)), isa=isa, num_threads=2)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tiles_are_for_quantized_matrices_where_nothing_is_said(form: str) -> None:
+    best = next(isa for isa in isas() if form.startswith("int") or "amx" not in isa)
+    assert Case(Shape(form=form)).decoder().isa == best
 
 
 @pytest.mark.parametrize("group", range(1, 9))
