@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from d3engine.analysis.answers import Answered
+from d3engine.analysis.beginning import same_beginning
 from d3engine.analysis.kinds import Kind, TokenKinds
 from d3engine.analysis.layers import Mean, compared, mean_of_clusters
 from d3engine.analysis.observer import Observer
@@ -198,8 +199,7 @@ def _first_difference(kinds: TokenKinds, full: Answered, other: Answered) -> Kin
     Where one is the beginning of the other, it is that of the token that the longer one has there.
     """
     ours, theirs = full.token_ids, other.token_ids
-    for one, two in zip(ours, theirs, strict=False):
-        if one != two:
-            return kinds.of(one)
-    longer = max(ours, theirs, key=len)
-    return kinds.of(longer[min(len(ours), len(theirs))]) if len(ours) != len(theirs) else None
+    same = same_beginning(ours, theirs)
+    if same == max(len(ours), len(theirs)):
+        return None
+    return kinds.of((ours if same < len(ours) else theirs)[same])

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from d3engine.analysis.beginning import same_beginning
 from d3engine.analysis.layers import Mean, mean_of_clusters
 from d3engine.analysis.report import Table, counted
 from d3engine.bridges.judging import Reading
@@ -51,7 +52,9 @@ class OwnAnswers:
 
     def kept(self, full: Sequence[Sequence[int]], first: int) -> Mean:
         """The mean share of the first so many tokens of full depth's answers before these part from them."""
-        shares = [_same(own, one[:first]) / len(one[:first]) for own, one in zip(self.answers, full, strict=True)]
+        shares = [
+            same_beginning(own, one[:first]) / len(one[:first]) for own, one in zip(self.answers, full, strict=True)
+        ]
         return mean_of_clusters(np.array(shares), np.ones(len(shares), dtype=np.int64))
 
     @property
@@ -106,12 +109,6 @@ class OwnComparison:
         low, high = means[-1].value - means[-1].arm, means[-1].value + means[-1].arm
         kept = (*(f"{mean.value:.1%}" for mean in means), f"{low:.1%} to {high:.1%}")
         return one.name, *kept, f"{one.distinct:.3f}", f"{one.circling:.0%}"
-
-
-def _same(own: Sequence[int], full: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    pairs = zip(own, full, strict=False)
-    return next((place for place, (left, right) in enumerate(pairs) if left != right), min(len(own), len(full)))
 
 
 def _distinct(answer: Sequence[int]) -> float:

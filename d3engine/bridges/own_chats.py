@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from d3engine.analysis.beginning import same_beginning
 from d3engine.depth import FullDepth
 from d3engine.errors import require
 from d3engine.request.params import SamplingParams
@@ -60,10 +61,4 @@ def _around_a_question(engine: Engine) -> tuple[list[int], list[int]]:
     one, other = (
         engine.chat_prompt([{"role": "user", "content": content}])["prompt_token_ids"] for content in ("How", "7")
     )
-    return one[: _common(one, other)], one[len(one) - _common(one[::-1], other[::-1]) :][:1]
-
-
-def _common(one: list[int], other: list[int]) -> int:
-    """How many tokens both begin with."""
-    pairs = zip(one, other, strict=False)
-    return next((place for place, (left, right) in enumerate(pairs) if left != right), min(len(one), len(other)))
+    return one[: same_beginning(one, other)], one[len(one) - same_beginning(one[::-1], other[::-1]) :][:1]
