@@ -27,7 +27,7 @@ help:
 	@echo "make lint     formatting, names, types, layers"
 	@echo "make docs     the pages as a site in build/site"
 	@echo "make inspect  compile every Triton kernel without a GPU"
-	@echo "make ports    the native library for Arm in an emulator, by Clang and under ThreadSanitizer"
+	@echo "make ports    the native library for Arm in an emulator, by Clang and under sanitizers"
 	@echo "make bench    time the parts"
 
 setup: $(VENV)/.installed-dev $(VENV)/.native
@@ -83,7 +83,7 @@ inspect: $(VENV)/.installed
 	$(BIN)/python -m d3engine.kernels.inspect --shapes small-heads --operations paged_attention
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama3-8b --weights all --pdl --may-starve $(STARVING),$(GROUPED)
 
-# The native library by other compilers than an installation's, and for Arm under an emulator, optimized as it is shipped.
+# The native library by other compilers than an installation's, for Arm under an emulator, and with sanitizers.
 ports: $(VENV)/.installed-test $(VENV)/.native
 	NATIVE_TEST_FLAGS=-O3 $(BIN)/python -m pytest tests/kernels/native/test_other_builds.py \
 		tests/kernels/native/test_sanitized.py --durations=0

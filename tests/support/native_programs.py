@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ import pytest
 from d3engine.kernels.native import build
 
 PROGRAM = Path(__file__).resolve().parents[1] / "kernels" / "native" / "odd_shapes.cpp"
-
+GUARD_PAGES = PROGRAM.with_name("guard_pages.cpp")
 
 FLAGS = "NATIVE_TEST_FLAGS"
 
@@ -46,22 +46,40 @@ def needs_to_run(folder: Path, compiler: Sequence[str], flags: Sequence[str]) ->
 
 
 def go_through_odd_shapes(
-    folder: Path, compiler: Sequence[str], flags: Sequence[str], runner: Sequence[str] = (), *, every: int = 1
+    folder: Path, compiler: Sequence[str], flags: Sequence[str], runner: Sequence[str] = ()
 ) -> list[str]:
     """Build library and program in `folder`, any warning an error, and run them; the instruction sets that agreed.
 
-    Of 16 cases, four shapes with each kind of weights, one in `every` is gone through, but by `make ports` all of them.
     `NATIVE_TEST_FLAGS` in the environment are further flags: `make ports` asks for an installation's -O3.
     """
     flags = [*flags, "-Werror"]
-    library, program = folder / build.LIBRARY, folder / "odd_shapes"
+    library = folder / build.LIBRARY
     further = os.environ.get(FLAGS, "").split()
     build.compile_library(library, compiler=compiler, flags=[*flags, *further])
-    paths = [f"-I{build.FOLDER}", str(PROGRAM), str(library), f"-Wl,-rpath,{folder}", "-o", str(program)]
+    return run([*runner, str(link(library, compiler, flags, [PROGRAM]))])
+
+
+def guarded_program(folder: Path) -> str:
+    """The program with the library of an installation, where each piece of memory lies between closed pages."""
+    library = folder / build.LIBRARY
+    build.compile_library(library)
+    return str(link(library, build.find_compiler(), ("-Og", "-Werror"), [PROGRAM, GUARD_PAGES]))
+
+
+def link(library: Path, compiler: Sequence[str], flags: Sequence[str], sources: Sequence[Path]) -> Path:
+    """The program of these sources beside its library."""
+    program = library.parent / "odd_shapes"
+    paths = [f"-I{build.FOLDER}", *map(str, sources), str(library), f"-Wl,-rpath,{library.parent}", "-o", str(program)]
     subprocess.run([*compiler, "-std=c++17", "-Wall", "-Wextra", *flags, *paths], check=True)
-    every = 1 if is_ports() else every
-    done = subprocess.run([*runner, str(program), str(every)], capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr
+    return program
+
+
+def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
+    """The instruction sets that agreed, in each of 16 cases: four shapes with each kind of weights."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=1800, env={**os.environ, **(environment or {})}
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr)
     *isas, cases = done.stdout.split()
-    assert int(cases) == -(-16 // every)
+    assert int(cases) == 16
     return isas

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from native_programs import go_through_odd_shapes, is_ports, left_to_ports, needs_to_run
+from native_programs import go_through_odd_shapes, guarded_program, left_to_ports, needs_to_run, run
 
 from d3engine.kernels.native import build
 from d3engine.kernels.native.library import isas_here
@@ -16,15 +16,21 @@ MEMORY = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 THREADS = ("-Og", "-g1", "-fsanitize=thread", "-DD3_PORTABLE")
 
 
-def test_odd_shapes_stay_within_their_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every instruction set of this machine, every kind of weights, one to three threads.
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The program between closed pages, in a build of an installation's; both sides of the memory are closed in turn."""
+    return guarded_program(tmp_path_factory.mktemp("guarded"))
 
-    What else is undefined is looked for in the portable code, of the same templates as the instruction sets, and by
-    `make ports` in all of them.
-    """
-    if not is_ports():
-        isa_flags = {name: (*flags, "-fno-sanitize=undefined") for name, flags in build.ISA_FLAGS.items()}
-        monkeypatch.setattr(build, "ISA_FLAGS", isa_flags)
+
+@pytest.mark.parametrize("side", ["after", "before"])
+def test_what_is_installed_touches_nothing_beyond_its_memory(guarded: str, side: str) -> None:
+    """Every instruction set of this machine, every kind of weights, one to three threads, optimized as it is shipped."""
+    assert run([guarded], {"GUARDED": side}) == isas_here()
+
+
+def test_odd_shapes_stay_within_their_memory_and_do_nothing_undefined(tmp_path: Path) -> None:
+    """What closed pages do not see as well: arrays of a function, and what C++ leaves undefined."""
+    left_to_ports()
     compiler = build.find_compiler()
     needs_to_run(tmp_path, compiler, MEMORY)
     assert go_through_odd_shapes(tmp_path, compiler, MEMORY) == isas_here()
