@@ -18,13 +18,13 @@ THREADS = ("-Og", "-g1", "-fsanitize=thread", "-DD3_PORTABLE")
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The program between closed pages, in a build of an installation's; both sides of the memory are closed in turn."""
+    """The program between closed pages, with the library of an installation."""
     return guarded_program(tmp_path_factory.mktemp("guarded"))
 
 
 @pytest.mark.parametrize("side", ["after", "before"])
 def test_what_is_installed_touches_nothing_beyond_its_memory(guarded: str, side: str) -> None:
-    """Every instruction set of this machine, every kind of weights, one to three threads, optimized as it is shipped."""
+    """Every instruction set of this machine, every kind of weights, one to three threads, as it is shipped."""
     assert run([guarded], {"GUARDED": side}) == isas_here()
 
 
