@@ -1,9 +1,11 @@
-"""The settings that a calibration tries: a grid of start, alpha and tail, without those that change nothing."""
+"""The settings that a calibration tries: start, alpha, tail and bridges, without those that change nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -32,21 +34,31 @@ def make_candidates(
     starts: Sequence[float] = STARTS,
     alphas: Sequence[float] = ALPHAS,
     tails: Sequence[int] = (0,),
+    bridges: Mapping[str, AbstractSet[tuple[int, int]]] | None = None,
 ) -> list[Candidate]:
-    """The different settings of a grid, for a model of so many layers and answers of so many tokens at most."""
+    """The different settings of a grid, for a model of so many layers and answers of so many tokens at most.
+
+    `bridges` are the windows that each file holds, by what it is called: every setting is also one with each that holds
+    all of its windows.
+    """
     require_integer("num_layers", num_layers, 1)
     require_integer("max_tokens", max_tokens, 1)
-    by_effect: dict[bytes, list[D3]] = {}
-    for tail in tails:
-        for alpha in alphas:
-            for start in starts:
-                policy = D3(alpha=alpha, start=start, tail=tail)
-                if policy.first_layer(num_layers) + tail > num_layers:
-                    continue  # the window would end below its first layer
-                effect = _effect(policy.schedule(num_layers), max_tokens)
-                if (effect < max_tokens).any():
-                    by_effect.setdefault(effect.tobytes(), []).append(policy)
+    by_effect: dict[tuple[str | None, bytes], list[D3]] = {}
+    for tail, alpha, start in product(tails, alphas, starts):
+        policy = D3(alpha=alpha, start=start, tail=tail)
+        if policy.first_layer(num_layers) + tail > num_layers:
+            continue  # the window would end below its first layer
+        schedule = policy.schedule(num_layers)
+        effect = _effect(schedule, max_tokens)
+        if (effect < max_tokens).any():
+            for name in (None, *_with_all_windows(schedule, bridges or {})):
+                by_effect.setdefault((name, effect.tobytes()), []).append(replace(policy, bridges=name))
     return [Candidate(alike[0], tuple(alike)) for alike in by_effect.values()]
+
+
+def _with_all_windows(schedule: Schedule, bridges: Mapping[str, AbstractSet[tuple[int, int]]]) -> Iterator[str]:
+    left_out = set(schedule.windows())
+    return (name for name, windows in bridges.items() if left_out <= windows)
 
 
 def _effect(schedule: Schedule, max_tokens: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from d3engine.calibration.outcome import outcome
 from d3engine.calibration.scoring import Answers
-from d3engine.calibration.search import Calibration, Fate, Trial, best_at_each_speed
+from d3engine.calibration.search import Calibration, Fate, Trial, best_at_each_speed, grids
 from d3engine.depth import D3
 from d3engine.errors import require
 from d3engine.evaluation.accuracy import wilson_interval
@@ -32,31 +32,35 @@ NEAR = 3
 
 
 def plot_calibration(result: Calibration, title: str, path: str | Path) -> None:
-    """Draw one grid for each tail, and below them the speed-quality curve, to a file (PNG by its suffix).
+    """Draw one grid for each tail and choice of bridges, and below them the speed-quality curve, to a file (PNG by its
+    suffix).
 
     Raises `InvalidValueError` for a calibration that tried nothing.
     """
     require(result.full is not None, "calibration", outcome(result).value, "one that has tried settings")
     assert result.full is not None
-    tails = sorted({policy.tail for trial in result.trials for policy in trial.candidate.alike})
-    columns = min(len(tails), GRIDS_IN_A_ROW)
-    rows = -(-len(tails) // columns)
+    places = grids(result)
+    columns = min(len(places), GRIDS_IN_A_ROW)
+    rows = -(-len(places) // columns)
     figure = new_figure(width=11, height=0.6 + 3.2 * rows + 4)
     upper, lower = figure.subfigures(2, 1, height_ratios=[3.2 * rows + 0.3, 4])
-    _draw_grids(upper, result, tails, rows, columns)
+    _draw_grids(upper, result, places, rows, columns)
     _draw_curves(lower, result, result.full)
     figure.suptitle(title, fontsize="medium")
     save_figure(figure, Path(path))
 
 
-def _draw_grids(figure: Any, result: Calibration, tails: list[int], rows: int, columns: int) -> None:
+def _draw_grids(
+    figure: Any, result: Calibration, places: list[tuple[int, str | None]], rows: int, columns: int
+) -> None:
     axes = figure.subplots(rows, columns, squeeze=False)
     image = None
-    for place, tail in enumerate(tails):
-        image = _draw_grid(axes.flat[place], result, tail)
-        if len(tails) > 1:
-            axes.flat[place].set_title(f"tail {tail}", fontsize="small")
-    for unused in axes.flat[len(tails) :]:
+    for nth, (tail, bridges) in enumerate(places):
+        image = _draw_grid(axes.flat[nth], result, tail, bridges)
+        if len(places) > 1:
+            crossed = f", {Path(bridges).name}" if bridges else ""
+            axes.flat[nth].set_title(f"tail {tail}{crossed}", fontsize="small")
+    for unused in axes.flat[len(places) :]:
         unused.axis("off")
     figure.colorbar(image, ax=axes, label="exact match in screening, %", fraction=0.04, pad=0.01)
     meaning = "exact match, %, and layers run for a token; ★ chosen, ✓ certified, x not certified"
@@ -66,10 +70,15 @@ def _draw_grids(figure: Any, result: Calibration, tails: list[int], rows: int, c
     figure.suptitle(meaning, fontsize="small")
 
 
-def _draw_grid(axes: Any, result: Calibration, tail: int) -> Any:
+def _draw_grid(axes: Any, result: Calibration, tail: int, bridges: str | None) -> Any:
     import numpy as np
 
-    cells = {(p.alpha, float(p.start)): (p, t) for t in result.trials for p in t.candidate.alike if p.tail == tail}
+    cells = {
+        (p.alpha, float(p.start)): (p, t)
+        for t in result.trials
+        for p in t.candidate.alike
+        if (p.tail, p.bridges) == (tail, bridges)
+    }
     alphas = sorted({alpha for alpha, _ in cells})  # from the top, as in the printed grid
     starts = sorted({start for _, start in cells})
     values = np.full((len(alphas), len(starts)), np.nan)

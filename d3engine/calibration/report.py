@@ -7,7 +7,7 @@ rule, and of which weights that is true.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from d3engine.calibration.noninferiority import Pairs, Tolerance
 from d3engine.calibration.outcome import DIFFERING, outcome, reason
 from d3engine.calibration.scoring import Answers
 from d3engine.calibration.search import Calibration, Check, Trial
+from d3engine.depth import D3
+from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import InvalidValueError
 from d3engine.evaluation.accuracy import paired_difference_interval, wilson_interval
 from d3engine.files import write_whole
@@ -100,14 +102,17 @@ def check_as_dict(check: Check) -> dict[str, Any]:
     }
 
 
-def policy_file(result: Calibration, about: dict[str, Any], fingerprint: str) -> dict[str, Any]:
-    """What `d3.json` holds for a calibration that chose a setting."""
+def policy_file(
+    result: Calibration, about: dict[str, Any], fingerprint: str, bridges: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """What `d3.json` holds for a calibration that chose a setting; `bridges` says which file it crosses by."""
     assert result.chosen is not None
     assert result.certificate is not None
     return {
-        "depth": result.chosen.describe(),
+        "depth": as_written(result.chosen).describe(),
         "task": about["task"],
         "fingerprint": fingerprint,
+        **({} if bridges is None else {"bridges": bridges}),
         "evidence": {
             **about,
             "written_by": f"d3engine {__version__}",
@@ -122,6 +127,11 @@ def policy_file(result: Calibration, about: dict[str, Any], fingerprint: str) ->
             "test": _evidence(result.certificate),
         },
     }
+
+
+def as_written(setting: D3) -> D3:
+    """A setting as `d3.json` has it: its bridges are those beside the weights."""
+    return setting if setting.bridges is None else replace(setting, bridges=AUTO_BRIDGES)
 
 
 def _evidence(check: Check) -> dict[str, Any]:

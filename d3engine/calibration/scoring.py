@@ -12,10 +12,12 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 from d3engine.depth import DepthPolicy
+from d3engine.depth.policy import BRIDGES
 from d3engine.evaluation.accuracy import measure, wilson_interval
 from d3engine.evaluation.constant import commonest, right_by_constant, told_answer
 
 if TYPE_CHECKING:
+    from d3engine.calibration.bridge_choices import BridgeChoice
     from d3engine.engine import Engine
     from d3engine.evaluation.benchmark import Question
     from d3engine.request.params import SamplingParams
@@ -30,11 +32,12 @@ class Part(StrEnum):
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers to some problems, in order. `layers` counts the layers run for all `tokens` together."""
+    """Answers to some problems, in order. `layers` counts the layers run for all `tokens` together, and each bridge
+    that was crossed as the share of a layer that its map is."""
 
     right: tuple[bool, ...]
     tokens: int
-    layers: int
+    layers: float
     seconds: float
 
     def __add__(self, more: Answers) -> Answers:
@@ -53,7 +56,7 @@ class Answers:
 
     @property
     def mean_layers(self) -> float:
-        """Layers truly run for a token truly generated."""
+        """Layers truly run for a token truly generated, bridges counted."""
         return self.layers / self.tokens
 
 
@@ -76,12 +79,19 @@ class Scorer(Protocol):
 
 
 class EngineScorer:
-    """The engine at a task's questions."""
+    """The engine at a task's questions; `bridges` are those that settings name."""
 
-    def __init__(self, engine: Engine, params: SamplingParams, problems: Mapping[Part, Sequence[Question]]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        params: SamplingParams,
+        problems: Mapping[Part, Sequence[Question]],
+        bridges: Mapping[str, BridgeChoice] | None = None,
+    ) -> None:
         self._engine = engine
         self._params = params
         self._problems = problems
+        self._bridges = bridges or {}
 
     @property
     def num_layers(self) -> int:
@@ -98,8 +108,12 @@ class EngineScorer:
 
     def score(self, policy: DepthPolicy, part: Part, first: int, count: int) -> Answers:
         """One batch through the engine."""
-        score = measure(self._engine, self._problems[part][first : first + count], policy, self._params)
-        layers = round(score.realised_mean_layers * score.tokens)
+        choice = self._bridges.get(getattr(policy, BRIDGES, None) or "")
+        run = policy if choice is None else choice.policy(policy)
+        score = measure(self._engine, self._problems[part][first : first + count], run, self._params)
+        layers: float = score.work.layers
+        if choice is not None:
+            layers += score.work.crossings * choice.share * score.shape.hidden_size**2 / score.shape.layer_parameters
         return Answers(score.right, score.tokens, layers, score.seconds)
 
 

@@ -9,8 +9,9 @@ The rule, in full, with the tolerance the loss of exact match that is accepted:
 1. Full depth answers the certificate's problems, all of the test split. Unless the lower bound of its exact match is
    above five tolerances and what one constant answer to each task gets right (`floor.py`), the search ends: where full
    depth knows next to nothing, no setting can lose anything.
-2. Candidates are all start x alpha x tail; those that skip nothing within `max_tokens` are left out, and those that
-   run the same layers at every step of an answer are one.
+2. Candidates are all start x alpha x tail, each without bridges and with each choice of them that holds its windows;
+   those that skip nothing within `max_tokens` are left out, and those that run the same layers at every step of an
+   answer, by the same bridges, are one.
 3. Screening, three rounds on n, 2 n and 4 n problems of the validation split. After each round a candidate leaves if
    the paired test (`noninferiority.py`) says at 5 % that its loss is above the tolerance, and after the first if it
    ran more layers than `least_saving` allows. After the first two rounds at most half of all, then a quarter, but
@@ -27,7 +28,8 @@ The rule, in full, with the tolerance the loss of exact match that is accepted:
    then test", 2021), and no level has to be divided. There is no second look: it would only refuse more settings
    that are safe.
 
-*Fastest* is fewest layers truly run for a token, which does not depend on the machine.
+*Fastest* is fewest layers truly run for a token, a bridge counted as the share of a layer that its map is; that does
+not depend on the machine.
 """
 
 from __future__ import annotations
@@ -178,6 +180,12 @@ def best_at_each_speed(trials: Sequence[Trial]) -> list[Trial]:
             best = trial.screened.exact_match
             chain.append(trial)
     return chain[::-1]
+
+
+def grids(result: Calibration) -> list[tuple[int, str | None]]:
+    """Tail and bridges of each grid of start and alpha that was tried, those without bridges first."""
+    found = {(policy.tail, policy.bridges) for trial in result.trials for policy in trial.candidate.alike}
+    return sorted(found, key=lambda place: (place[1] is not None, place[1] or "", place[0]))
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -40,6 +41,7 @@ from d3engine.model.config import ModelConfig
 from d3engine.progress import hides_bars
 
 if TYPE_CHECKING:
+    from d3engine.calibration.bridge_choices import BridgeChoice
     from d3engine.calibration.budget import Budget
 
 app = new_app()
@@ -111,6 +113,16 @@ def calibrate_command(
         typer.Option("--alpha", help="An alpha to try; may be repeated (0.8, 0.9, 0.99, 0.999 and 0.9999)."),
     ] = None,
     tails: Annotated[list[int] | None, typer.Option("--tail", help="A tail to try; may be repeated (0).")] = None,
+    bridges: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--bridges", metavar="FILE", help="Also try each setting with these bridges; may be repeated (none)."
+        ),
+    ] = None,
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option("--bridge-rank", metavar="R", help="Also try their maps cut to this rank; may be repeated."),
+    ] = None,
     grid: Annotated[
         GridName, typer.Option("--grid", help="Which settings without --start and --alpha: ours, or the paper's 28.")
     ] = GridName.ours,
@@ -148,55 +160,70 @@ def calibrate_command(
     _check_plot(plot)
     seed = engine_options.get("seed", 0)
 
+    from d3engine.calibration.bridge_choices import check_target, write_chosen
     from d3engine.calibration.scoring import EngineScorer
     from d3engine.calibration.tasks import calibration_task
+    from d3engine.evaluation.bridged import open_bridges
+    from d3engine.model.bridges import BRIDGES_FILE
     from d3engine.model.fingerprint import fingerprint
 
     asked = calibration_task(task, data, seed=seed, shots=num_fewshot)
+    grids: Options = {"--start": starts, "--alpha": alphas, "--tail": tails, "--plot": plot}
+    grids |= {"--bridges": bridges, "--bridge-rank": ranks}
     if draft is not None:
-        grids = {"--check": check, "--start": starts, "--alpha": alphas, "--tail": tails, "--plot": plot}
+        grids = {"--check": check, **grids}
         wanted: Options = {"trials": draft, "score": draft_by, "limit": limit, "max_tokens": max_tokens}
         code = find_draft(model, directory, engine_options, asked, target, as_json=as_json, refused=grids, **wanted)
         raise typer.Exit(code)
     most = require_integer("--max-tokens", asked.max_tokens if max_tokens is None else max_tokens, 2)
     layers = ModelConfig.from_directory(directory).num_layers
-    given = _given_setting(check, layers, most, {"--start": starts, "--alpha": alphas, "--tail": tails, "--plot": plot})
-    usual = PAPER_ALPHAS if grid is GridName.paper else ALPHAS
-    candidates = [given] if given else make_candidates(layers, most, starts or STARTS, alphas or usual, tails or (0,))
-    require(
-        len(candidates) > 0, "--start, --alpha, --tail", (starts, alphas, tails), "such that a setting skips something"
-    )
-    if given:
-        plan = plan_check(limit, accepted, asked.has)
-    else:
-        plan = plan_budget(len(candidates), budget, limit, accepted, asked.has)
-    parts = asked.parts(plan.screening, plan.certification)
-    _tell_plan(plan, accepted, len(candidates))
-    engine = open_engine(model, engine_options, FullDepth())
-    params = sampling_params(engine, {"max_tokens": most, "temperature": 0.0, "stop": list(asked.stop) or None})
+    given = _given_setting(check, layers, most, grids)
     name = fingerprint(directory)
-    scorer = EngineScorer(engine, params, parts)
-    result = _search(scorer, candidates, plan, accepted, least_saving / 100, only=given)
-    about: Options = {"task": task, "seed": seed, "max_tokens": most, "dtype": str(engine.dtype).removeprefix("torch.")}
-    about |= {"device": engine.device.type} | ({} if num_fewshot is None else {"shots": num_fewshot})
-    report = _report(result, {"model": model, "fingerprint": name, **about})
-    if result.chosen is not None:  # first of all, so that nothing after it can lose the work
-        from d3engine.calibration.report import policy_file, write_policy_file
+    with TemporaryDirectory(prefix="d3engine-") as cuts:
+        choices = _bridge_choices(given, bridges, ranks, directory, name, Path(cuts))
+        check_target(choices, target.with_name(BRIDGES_FILE))
+        usual = PAPER_ALPHAS if grid is GridName.paper else ALPHAS
+        held = {choice.name: choice.windows for choice in choices.values()}
+        candidates = (
+            [given] if given else make_candidates(layers, most, starts or STARTS, alphas or usual, tails or (0,), held)
+        )
+        skips = "such that a setting skips something"
+        require(len(candidates) > 0, "--start, --alpha, --tail", (starts, alphas, tails), skips)
+        _check_windows(choices, candidates)
+        if given:
+            plan = plan_check(limit, accepted, asked.has)
+        else:
+            plan = plan_budget(len(candidates), budget, limit, accepted, asked.has)
+        parts = asked.parts(plan.screening, plan.certification)
+        _tell_plan(plan, accepted, len(candidates))
+        engine = open_engine(model, engine_options, FullDepth())
+        params = sampling_params(engine, {"max_tokens": most, "temperature": 0.0, "stop": list(asked.stop) or None})
+        open_bridges(engine, [choices[one.bridges].policy(one) for one in _settings(candidates) if one.bridges])
+        scorer = EngineScorer(engine, params, parts, choices)
+        result = _search(scorer, candidates, plan, accepted, least_saving / 100, only=given)
+        ran = {"dtype": str(engine.dtype).removeprefix("torch."), "device": engine.device.type}
+        about: Options = {"task": task, "seed": seed, "max_tokens": most, **ran}
+        about |= {} if num_fewshot is None else {"shots": num_fewshot}
+        report = _report(result, {"model": model, "fingerprint": name, **about})
+        if result.chosen is not None:  # first of all, so that nothing after it can lose the work
+            from d3engine.calibration.report import policy_file, write_policy_file
 
-        try:
-            write_policy_file(policy_file(result, about, name), target)
-        except InvalidValueError:
-            typer.echo(json.dumps({**report, "written": None}, indent=2))  # all that is left of the work
-            raise
-    if as_json:
-        typer.echo(json.dumps({**report, "written": str(target) if result.chosen else None}, indent=2))
-    else:
-        show_calibration(result, task, target)
-    if plot and result.full is not None:
-        from d3engine.calibration.picture import plot_calibration
+            crossed = choices.get(result.chosen.bridges or "")
+            try:
+                beside_it = None if crossed is None else write_chosen(crossed, target.with_name(BRIDGES_FILE))
+                write_policy_file(policy_file(result, about, name, beside_it), target)
+            except InvalidValueError:
+                typer.echo(json.dumps({**report, "written": None}, indent=2))  # all that is left of the work
+                raise
+        if as_json:
+            typer.echo(json.dumps({**report, "written": str(target) if result.chosen else None}, indent=2))
+        else:
+            show_calibration(result, task, target)
+        if plot and result.full is not None:
+            from d3engine.calibration.picture import plot_calibration
 
-        plot_calibration(result, _title(model, task, result), plot)
-    raise typer.Exit(EXIT_CODES[outcome(result)])
+            plot_calibration(result, _title(model, task, result), plot)
+        raise typer.Exit(EXIT_CODES[outcome(result)])
 
 
 def read_tolerance(words: str) -> Tolerance:
@@ -264,6 +291,37 @@ def _given_setting(words: str | None, num_layers: int, max_tokens: int, others: 
     skips = policy.schedule(num_layers).first_skipping_step < max_tokens
     require(skips, "--check", words, f"a setting that skips something within {max_tokens} tokens")
     return Candidate(policy, (policy,))
+
+
+def _bridge_choices(
+    given: Candidate | None,
+    files: list[str] | None,
+    ranks: list[int] | None,
+    directory: Path,
+    weights: str,
+    cut_to: Path,
+) -> Mapping[str, BridgeChoice]:
+    """What --bridges names, or the setting of --check; cut maps are written into `cut_to`."""
+    require(bool(files) or not ranks, "--bridge-rank", ranks, "given beside --bridges, whose maps it cuts")
+    if given is not None and given.policy.bridges is not None:
+        files = [given.policy.bridges]
+    if not files:
+        return {}
+    from d3engine.calibration.bridge_choices import bridge_choices
+
+    require(len(set(files)) == len(files), "--bridges", files, "files of which each is named once")
+    return bridge_choices(files, ranks or (), directory, weights, cut_to)
+
+
+def _settings(candidates: Sequence[Candidate]) -> list[D3]:
+    return [one.policy for one in candidates]
+
+
+def _check_windows(choices: Mapping[str, BridgeChoice], candidates: Sequence[Candidate]) -> None:
+    """That each choice serves some setting; those that it does not serve are tried without it."""
+    for choice in choices.values():
+        served = sum(policy.bridges == choice.name for policy in _settings(candidates))
+        require(served > 0, "--bridges", choice.name, "a file with all windows of at least one setting that is tried")
 
 
 def _search(

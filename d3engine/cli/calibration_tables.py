@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from d3engine.calibration.outcome import reason
-from d3engine.calibration.search import Calibration, Check, Fate, Trial, best_at_each_speed
+from d3engine.calibration.search import Calibration, Check, Fate, Trial, best_at_each_speed, grids
 from d3engine.cli.verbosity import note
 from d3engine.depth import D3
 from d3engine.evaluation.accuracy import wilson_interval
@@ -20,24 +20,30 @@ if TYPE_CHECKING:
 
 def setting(policy: D3) -> str:
     """A setting in words: "alpha 0.9, start 0.7"."""
-    return f"alpha {policy.alpha:g}, start {policy.start}" + (f", tail {policy.tail}" if policy.tail else "")
+    tail = f", tail {policy.tail}" if policy.tail else ""
+    return f"alpha {policy.alpha:g}, start {policy.start}{tail}" + (f", {policy.bridges}" if policy.bridges else "")
 
 
-def grid(result: Calibration, tail: int) -> tuple[list[str], list[list[str]]]:
+def grid(result: Calibration, tail: int, bridges: str | None = None) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the D3 paper's Table 9: a row for each alpha, a column for each start."""
-    cells = {(p.alpha, float(p.start)): t for t in result.trials for p in t.candidate.alike if p.tail == tail}
+    cells = {
+        (p.alpha, float(p.start)): t
+        for t in result.trials
+        for p in t.candidate.alike
+        if (p.tail, p.bridges) == (tail, bridges)
+    }
     starts = sorted({start for _, start in cells})
     rows = []
     for alpha in sorted({alpha for alpha, _ in cells}):
-        row = [_cell(cells.get((alpha, start)), (alpha, start, tail)) for start in starts]
+        row = [_cell(cells.get((alpha, start)), (alpha, start)) for start in starts]
         rows.append([f"{alpha:g}", *row])
     return ["alpha \\ start", *(f"{start:g}" for start in starts)], rows
 
 
-def _cell(trial: Trial | None, place: tuple[float, float, int]) -> str:
+def _cell(trial: Trial | None, place: tuple[float, float]) -> str:
     if trial is None:
         return "-"
-    tried = (trial.policy.alpha, float(trial.policy.start), trial.policy.tail)
+    tried = (trial.policy.alpha, float(trial.policy.start))
     mark = {Fate.CHOSEN: " *", Fate.CERTIFIED: " +", Fate.FAILED: " x"}.get(trial.fate, "") if tried == place else " ="
     return f"{100 * trial.screened.exact_match:.1f} / {trial.screened.mean_layers:.1f}{mark}"
 
@@ -62,9 +68,10 @@ def _show_tables(result: Calibration, full: Answers) -> None:
     from d3engine.cli.terminal import print_table
 
     rounds = [len(trial.screened.right) for trial in result.trials]
-    for tail in sorted({policy.tail for trial in result.trials for policy in trial.candidate.alike}):
+    for tail, bridges in grids(result):
         title = "Screening: exact match, % / layers run for a token"
-        print_table(title + (f", tail {tail}" if tail else ""), *grid(result, tail))
+        words = (f", tail {tail}" if tail else "") + (f", bridged by {bridges}" if bridges else "")
+        print_table(title + words, *grid(result, tail, bridges))
         sys.stdout.flush()
     answered = f"{min(rounds)} to {max(rounds)} problems, more the further it came"
     typer.echo(

@@ -195,6 +195,17 @@ def calibrated_task(directory: str | Path) -> str | None:
         return _text(content.get("task", content.get("evidence", {}).get("task")))
 
 
+def calibrated_bridges(directory: str | Path) -> str | None:
+    """The SHA-256 of the bridges that the setting in `d3.json` was found with; None without that file, or where it
+    names none. Raises `ModelFormatError` as `calibrated_for` does.
+    """
+    path = beside(directory, POLICY_FILE)
+    if not is_there(path):
+        return None
+    with _reading(path, 'has no text under "sha256" of "bridges"'):
+        return _text(read_json(path).get(BRIDGES, {}).get("sha256"))
+
+
 def _text(found: object) -> str | None:
     if found is not None and not isinstance(found, str):
         raise TypeError(f"it is {found!r}")

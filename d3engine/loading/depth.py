@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from pathlib import Path
 
 from d3engine.depth import DepthPolicy
-from d3engine.depth.policy import BRIDGES, POLICY_FILE, calibrated_for, calibrated_task, policy_from_directory
+from d3engine.depth.policy import (
+    BRIDGES,
+    POLICY_FILE,
+    calibrated_bridges,
+    calibrated_for,
+    calibrated_task,
+    policy_from_directory,
+)
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.depth.words import policy_in_words
 from d3engine.errors import ModelFormatError, require
 from d3engine.files import beside, is_there
+from d3engine.model.bridges import BRIDGES_FILE
 from d3engine.model.fingerprint import fingerprint
 
 _log = logging.getLogger(__name__)
@@ -20,8 +29,8 @@ def resolve_depth(depth: str | DepthPolicy, directory: Path) -> DepthPolicy:
     """The engine's depth policy; "auto" is what calibration has written beside the weights, full depth without, and
     the log says for which task that was found.
 
-    Raises `ModelFormatError` where `d3.json` names the fingerprint of other weights: what is safe for those says
-    nothing of these, and a quiet fall to full depth would hide that the file is stale.
+    Raises `ModelFormatError` where `d3.json` names the fingerprint of other weights, or other bridges than those beside
+    it: what is safe for those says nothing of these, and a quiet fall to full depth would hide that the file is stale.
     """
     if isinstance(depth, DepthPolicy):
         return depth
@@ -37,9 +46,23 @@ def resolve_depth(depth: str | DepthPolicy, directory: Path) -> DepthPolicy:
             f"{beside(directory, POLICY_FILE)} was calibrated on other weights than those beside it; run d3engine "
             "calibrate on these, delete the file, or name a depth"
         )
+    if AUTO_BRIDGES in own:
+        _check_bridges(directory)
     if (found := own_setting(policy, directory)) is not None:
         _log.info(found)
     return policy
+
+
+def _check_bridges(directory: Path) -> None:
+    """That the bridges beside the weights are those that the setting was found with, where `d3.json` names them."""
+    path, expected = beside(directory, BRIDGES_FILE), calibrated_bridges(directory)
+    if expected is None or not is_there(path):  # whoever loads them says that they are missing
+        return
+    if hashlib.sha256(path.read_bytes()).hexdigest() != expected:
+        raise ModelFormatError(
+            f"{beside(directory, POLICY_FILE)} was calibrated with other bridges than those in {path}; run d3engine "
+            "calibrate with these, put those back, or name a depth"
+        )
 
 
 def own_setting(policy: DepthPolicy, directory: Path) -> str | None:

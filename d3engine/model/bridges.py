@@ -76,6 +76,14 @@ class Bridge:
         of gradient descent can still move it."""
         return replace(self, weight=torch.zeros_like(self.weight), offset=torch.zeros_like(self.offset))
 
+    def cut(self, rank: int) -> Bridge:
+        """Its largest singular values alone, so many, float32: the nearest map of that rank where all states count
+        alike. One that is fitted at that rank knows which of them do."""
+        whole = self.weight.double() if self.down is None else self.weight.double() @ self.down.double()
+        left, values, right = torch.linalg.svd(whole, full_matrices=False)
+        weight, down = (left[:, :rank] * values[:rank]).float(), right[:rank].float()
+        return replace(self, weight=weight, down=down, offset=self.offset.float())
+
     def to(self, dtype: torch.dtype, device: torch.device) -> Bridge:
         """The same in another dtype, on another device."""
         moved: dict[str, Any] = {

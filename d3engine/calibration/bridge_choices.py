@@ -1,0 +1,103 @@
+"""Which bridges a calibration tries: those of the files that were given, and their maps cut to lower ranks.
+
+The one idea: inside the search a choice is a name that people can read. Where its file lies is known here alone, so a
+cut map may lie in a directory that goes away, and what was chosen ends as the "auto" file beside `d3.json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from d3engine.depth import D3, DepthPolicy
+from d3engine.depth.schedule import AUTO_BRIDGES
+from d3engine.errors import InvalidValueError, ModelFormatError, require, require_integer
+from d3engine.files import beside, write_whole
+from d3engine.model.bridges import BRIDGES_FILE, Bridges, Window, read_bridges, write_bridges
+
+
+@dataclass(frozen=True)
+class BridgeChoice:
+    """Bridges that settings may cross by. `share` is what crossing one window costs, of a full map; the largest."""
+
+    name: str
+    path: Path
+    windows: frozenset[Window]
+    share: float
+
+    def policy(self, setting: DepthPolicy) -> DepthPolicy:
+        """The setting with this very file, as an engine runs it."""
+        assert isinstance(setting, D3)
+        return replace(setting, bridges=str(self.path))
+
+
+def bridge_choices(
+    files: Sequence[str], ranks: Sequence[int], directory: Path, weights: str, cut_to: Path
+) -> Mapping[str, BridgeChoice]:
+    """The choices by their names: each file as it is, and cut to each rank, which is written into `cut_to`.
+
+    "auto" is the file beside the weights in `directory`; `weights` is the fingerprint that all must name. Raises
+    `InvalidValueError` that names `--bridges` or `--bridge-rank`.
+    """
+    found: dict[str, BridgeChoice] = {}
+    for number, file in enumerate(files):
+        lies_at = beside(directory, BRIDGES_FILE) if file == AUTO_BRIDGES else Path(file)
+        bridges = _read(lies_at, weights)
+        found[file] = _choice(file, lies_at, bridges)
+        for rank in sorted(set(ranks)):
+            _check_rank(rank, bridges, file)
+            path = cut_to / f"{number}-{rank}.safetensors"
+            found[f"{file} at rank {rank}"] = _choice(f"{file} at rank {rank}", path, _cut(bridges, rank, path))
+    return found
+
+
+def write_chosen(choice: BridgeChoice, target: Path) -> dict[str, Any]:
+    """Write what was chosen to `target`, unless it lies there; returns what `d3.json` says of it.
+
+    Raises `InvalidValueError` where that cannot be done.
+    """
+    try:
+        content = choice.path.read_bytes()
+        if not (target.exists() and target.samefile(choice.path)):
+            write_whole(target, content)
+    except OSError as error:
+        raise InvalidValueError("--out", str(target), f"beside a file that can be written ({error})") from error
+    return {"file": target.name, "sha256": sha256(content).hexdigest(), "from": choice.name}
+
+
+def check_target(choices: Mapping[str, BridgeChoice], target: Path) -> None:
+    """Refuse to write over bridges that are not the only ones that could be chosen."""
+    lies_there = target.exists() and any(not target.samefile(choice.path) for choice in choices.values())
+    allowed = f"such that no {target.name} lies beside it, since the bridges that are chosen are written there"
+    require(not lies_there, "--out", str(target.parent), allowed)
+
+
+def _read(path: Path, weights: str) -> Bridges:
+    try:
+        bridges = read_bridges(path)
+    except ModelFormatError as error:
+        raise InvalidValueError("--bridges", str(path), f"what d3engine bridge fit has written ({error})") from None
+    require(bridges.fingerprint == weights, "--bridges", str(path), "fitted to these weights, not to others")
+    return bridges
+
+
+def _check_rank(rank: int, bridges: Bridges, file: str) -> None:
+    held = [bridge.rank for bridge in bridges.by_window.values() if bridge.rank is not None]
+    most = min([bridges.hidden_size // 2, *held]) - 1
+    reason = f"an integer from 1 to {most}: from there on a cut map of {file} costs no less than the map itself"
+    require(1 <= require_integer("--bridge-rank", rank, 1) <= most, "--bridge-rank", rank, reason)
+
+
+def _cut(bridges: Bridges, rank: int, path: Path) -> Bridges:
+    cut = replace(bridges, by_window={window: one.cut(rank) for window, one in bridges.by_window.items()})
+    cut = replace(cut, about={**bridges.about, "cut_to_rank": rank})
+    write_bridges(cut, path)
+    return cut
+
+
+def _choice(name: str, path: Path, bridges: Bridges) -> BridgeChoice:
+    largest = max(one.num_parameters - one.offset.numel() for one in bridges.by_window.values())
+    return BridgeChoice(name, path, frozenset(bridges.by_window), largest / bridges.hidden_size**2)
