@@ -13,7 +13,8 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -129,16 +130,13 @@ class Ours:
 def in_kind(weights: LlamaWeights, kind: str) -> LlamaWeights:
     """Float32 weights with their matrices in a kind; norms stay float32.
 
-    An embedding that is the LM head too is narrowed to bfloat16, as it comes in nearly every checkpoint: quantization
-    leaves it alone.
+    The LM head, and with it an embedding that is the head too, is in bfloat16, or beside quantized matrices in 8 bits.
     """
     if kind == "f32":
         return weights
-    if weights.lm_head is weights.embedding:
-        narrow = weights.embedding.to(torch.bfloat16)
-        weights = replace(weights, embedding=narrow, lm_head=narrow)
     if kind == "16-bit":
-        return with_matrices(weights, lambda matrix: matrix.to(torch.bfloat16))  # type: ignore[union-attr]
+        narrow = methodcaller("to", torch.bfloat16)
+        return with_matrices(weights, narrow, narrow)
     return quantize_weights(weights, {"8-bit": "int8", "4-bit": "int4"}[kind])
 
 

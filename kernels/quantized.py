@@ -47,6 +47,10 @@ class Int8Weight:
         """Output channels [start, stop) alone, without a copy."""
         return Int8Weight(self.values[start:stop], self.scales[start:stop])
 
+    def at(self, places: Tensor) -> Int8Weight:
+        """The rows at int64 `places` [T], copied."""
+        return Int8Weight(self.values[places], self.scales[places])
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The matrix [N, K] it stands for, rounded once to `dtype`."""
         return self.values.float().mul_(self.scales[:, None]).to(dtype)
@@ -97,6 +101,16 @@ class Int4Weight:
 
 Weight: TypeAlias = Tensor | Int8Weight | Int4Weight
 """What stands where an operation has a weight matrix."""
+
+Table: TypeAlias = Tensor | Int8Weight
+"""A matrix [V, K] of which single rows are read: an embedding."""
+
+
+def looked_up(table: Table, places: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows [T, K] of a table at int64 `places` [T], in `dtype`: those of int8 times their scales, rounded once."""
+    if isinstance(table, Tensor):
+        return F.embedding(places, table).to(dtype)
+    return table.at(places).dequantize(dtype)
 
 
 INT4_DIVISORS = (7.0, -8.0, 6.0, 6.5, 7.5, 8.0, -6.5, -7.0, -7.5, -8.5, -9.0)

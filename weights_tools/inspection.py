@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,7 @@ def _facts(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any]:
         "bos_token_id": config.bos_token_id,
         "eos_token_ids": list(config.eos_token_ids),
         "quantization": config.quantization,
+        "lm_head_quantization": config.head_quantization,
         "num_parameters": _num_parameters(config, checkpoint),
         "file_bytes": sum(entry.nbytes for entry in entries),
         "kv_bytes_per_token": kv_bytes_per_token(config, itemsize),
@@ -140,7 +141,7 @@ def _num_parameters(config: ModelConfig, checkpoint: Checkpoint) -> int:
     """What the files hold; of a quantized model, what the float model held: scales are no parameters."""
     if config.quantization is None:
         return sum(entry.num_values for entry in checkpoint.entries.values())
-    shapes = expected_tensors(replace(config, quantization=None)).values()
+    shapes = expected_tensors(config.quantized(None)).values()
     return sum(prod(shape) for shape in shapes)
 
 
@@ -154,6 +155,7 @@ def _tensor_groups(checkpoint: Checkpoint) -> list[TensorGroup]:
 
 
 def _configuration(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    scheme = facts["quantization"]
     factor = "" if facts["rope_factor"] is None else f" x{facts['rope_factor']:g}"
     rows = {
         "layers": f"{facts['num_layers']}",
@@ -164,7 +166,7 @@ def _configuration(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         "rope": f"{facts['rope_type']}{factor}, theta {facts['rope_theta']:g}",
         "dtype": facts["dtype"] or "not given",
         "bos / eos": f"{facts['bos_token_id']} / {', '.join(map(str, facts['eos_token_ids'])) or None}",
-        "quantization": facts["quantization"] or "none",
+        "quantization": "none" if scheme is None else f"{scheme}, LM head {facts['lm_head_quantization'] or 'float'}",
         "parameters": f"{facts['num_parameters']:,}",
         "file bytes": f"{facts['file_bytes']:,}",
         "KV bytes per token": f"{facts['kv_bytes_per_token']:,} ({8 * facts['bytes_per_kv_value']}-bit)",

@@ -15,16 +15,22 @@ from torch import Tensor
 from d3engine.depth.policy import POLICY_FILE
 from d3engine.errors import InvalidValueError
 from d3engine.model.checkpoint import Checkpoint, TensorEntry
-from d3engine.model.config import CONFIG_FILE, QUANTIZATION_METHOD, QUANTIZATION_SCHEMES, ModelConfig
+from d3engine.model.config import (
+    CONFIG_FILE,
+    DEFAULT_HEAD_FORM,
+    QUANTIZATION_METHOD,
+    QUANTIZATION_SCHEMES,
+    ModelConfig,
+)
 from d3engine.model.expected_tensors import (
     check_tensors,
     check_values,
     expected_tensors,
-    is_quantized,
     quantized_tensors,
+    scheme_of,
 )
 from d3engine.model.mapped_file import dtype_of
-from d3engine.model.quantization import quantize_matrix
+from d3engine.model.quantization import check_head_form, quantize_matrix
 from d3engine.model.source import files_of, open_checkpoint
 from d3engine.weights_tools.writing import (
     DEFAULT_SHARD_BYTES,
@@ -41,46 +47,50 @@ def quantize_model(
     destination: Path,
     scheme: str,
     *,
+    lm_head: str = DEFAULT_HEAD_FORM,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     overwrite: bool = False,
     show_progress: bool = True,
 ) -> None:
     """Write the model directory or GGUF file `source`, its matrices quantized by `scheme`, to `destination`.
 
-    Norms, biases and the embedding keep the dtype of the file; so does an LM head that is tied to the embedding.
-    Configs, tokenizer and chat template are copied, and config.json gets a `quantization_config`. A d3.json stays
-    behind: what was calibrated on the float weights says nothing of these. Raises
-    `ModelFormatError` for what the loader would refuse, `InvalidValueError` for an unknown scheme, a source that is
-    quantized already and a destination in use.
+    The LM head becomes `lm_head`, one of LM_HEAD_FORMS, and with it an embedding that is the head too. Norms, biases
+    and any other embedding keep the dtype of the file. Configs, tokenizer and chat template are copied, and config.json
+    gets a `quantization_config`. A d3.json stays behind: what was calibrated on the float weights says nothing of
+    these. Raises `ModelFormatError` for what the loader would refuse, `InvalidValueError` for an unknown scheme, a form
+    that the head cannot have, a source that is quantized already and a destination in use.
     """
     if scheme not in QUANTIZATION_SCHEMES:
         raise InvalidValueError("scheme", scheme, f"one of {', '.join(QUANTIZATION_SCHEMES)}")
     config = ModelConfig.from_directory(source)
     if config.quantization is not None:
         raise InvalidValueError("SRC", str(source), f"a model with float weights (this one is {config.quantization})")
+    check_head_form(lm_head, config.tie_word_embeddings)
     if destination.exists() and destination.samefile(source):
         raise InvalidValueError("DST", str(destination), "another directory than SRC")
     with open_checkpoint(source) as checkpoint, output_directory(destination, overwrite=overwrite) as folder:
         check_tensors(checkpoint, config)
         copy_companions(source, folder, leave=[POLICY_FILE])
-        quantization = {"quant_method": QUANTIZATION_METHOD, "scheme": scheme}
+        quantization = {"quant_method": QUANTIZATION_METHOD, "scheme": scheme, "lm_head": lm_head}
         contents = files_of(source).read_json_object(CONFIG_FILE) | {"quantization_config": quantization}
         write_json(folder / CONFIG_FILE, contents)
+        quantized = ModelConfig.from_directory(folder)
         write_weights(
             folder,
-            ModelConfig.from_directory(folder),
-            _pending_tensors(checkpoint, config, scheme),
+            quantized,
+            _pending_tensors(checkpoint, config, quantized),
             shard_bytes=shard_bytes,
             show_progress=show_progress,
             description="quantizing",
         )
 
 
-def _pending_tensors(checkpoint: Checkpoint, config: ModelConfig, scheme: str) -> dict[str, PendingTensor]:
+def _pending_tensors(checkpoint: Checkpoint, config: ModelConfig, quantized: ModelConfig) -> dict[str, PendingTensor]:
     pending = {}
     for name in expected_tensors(config):
         entry = checkpoint.entries[name]
-        if not is_quantized(name):
+        scheme = scheme_of(name, quantized)
+        if scheme is None:
             dtype = dtype_of(entry.dtype)
             pending[name] = PendingTensor(entry.file, entry.shape, dtype, partial(_read, checkpoint, entry, dtype))
             continue

@@ -16,6 +16,7 @@ from torch import Tensor
 from d3engine.depth import Schedule
 from d3engine.errors import require, require_integer
 from d3engine.kernels import reference
+from d3engine.kernels.quantized import looked_up
 from d3engine.model.config import ModelConfig
 from d3engine.model.rope import Rope
 from d3engine.model.weights import LlamaWeights
@@ -38,7 +39,7 @@ class Observer:
     def __init__(self, config: ModelConfig, weights: LlamaWeights) -> None:
         self.config = config
         self.weights = weights
-        self._device = weights.embedding.device
+        self._device = weights.device
         self._scale = config.attention_scale
 
     @torch.inference_mode()
@@ -85,8 +86,8 @@ class Observer:
 
     def embedded(self, token_ids: Sequence[int]) -> Tensor:
         """The residual stream [T, H] before the first layer."""
-        hidden: Tensor = self.weights.embedding[torch.tensor(token_ids, device=self._device)].to(self.weights.dtype)
-        return hidden
+        places = torch.tensor(token_ids, device=self._device)
+        return looked_up(self.weights.embedding, places, self.weights.dtype)
 
     def new_pool(self, length: int) -> Tensor:
         """Room for the keys and values of so many positions of one layer, [1, 2, length, kv heads, head dim]."""

@@ -117,6 +117,14 @@ class Scheme(StrEnum):
     int4 = "int4"
 
 
+class HeadForm(StrEnum):
+    """What the LM head becomes; `LM_HEAD_FORMS` as an option."""
+
+    int8 = "int8"
+    int4 = "int4"
+    float = "float"
+
+
 @app.command("fetch")
 def fetch_command(
     name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2: SmolLM2-135M-Instruct (93 MB, Apache-2.0).")],
@@ -136,13 +144,24 @@ def quantize_command(
         Scheme,
         typer.Option(help="int8: one scale per output channel; int4: one scale for 128 input channels of each."),
     ],
+    lm_head: Annotated[
+        HeadForm,
+        typer.Option(help="What the LM head becomes, and an embedding that is the head too; that cannot be int4."),
+    ] = HeadForm.int8,
     shard_size: ShardSize = 5.0,
     overwrite: Overwrite = False,
 ) -> None:
-    """Quantize a model's matrices; norms, biases and embedding stay float."""
+    """Quantize a model's matrices; norms, biases and an embedding that is not the LM head too stay float."""
     from d3engine.weights_tools.quantize import quantize_model
 
-    quantize_model(source, destination, scheme.value, shard_bytes=_shard_bytes(shard_size), overwrite=overwrite)
+    quantize_model(
+        source,
+        destination,
+        scheme.value,
+        lm_head=lm_head.value,
+        shard_bytes=_shard_bytes(shard_size),
+        overwrite=overwrite,
+    )
     typer.echo(f"wrote {destination}")
     if is_there(beside(source, POLICY_FILE)):
         left = f"{POLICY_FILE} stays behind, since it was calibrated on the float weights"

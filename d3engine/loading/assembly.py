@@ -114,10 +114,11 @@ def _workspace_bytes(settings: EngineSettings, build: Callable[[int], Executor])
 
 def _check_weights(weights: LlamaWeights, settings: EngineSettings) -> None:
     """Refuse ready weights that lie elsewhere, or are of another float type, than the engine computes with."""
-    device, given = settings.device, weights.embedding.device
+    device, given = settings.device, weights.device
     there = given.type == device.type and device.index in (None, given.index)
     computes = weights.dtype == settings.dtype
-    fits = there and computes and weights.weight_dtype == settings.weight_dtype
+    is_as_narrow = weights.weight_dtype == settings.weight_dtype or not weights.has_float_matrices
+    fits = there and computes and is_as_narrow
     found = _in_words(weights.dtype, weights.weight_dtype, given)
     matrices = settings.weight_dtype if computes else settings.dtype
     require(fits, "weights", found, _in_words(settings.dtype, matrices, device))

@@ -6,7 +6,7 @@ The one idea: the shapes are those that ranks would load. What steps take beside
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -63,7 +63,7 @@ class Fit:
 def fit(config: ModelConfig, scheme: str | None, devices: Sequence[int], demand: Demand) -> Fit:
     """How `config` fits with weights of `scheme` (None: bfloat16) on devices of so many bytes, a rank on each."""
     named = scheme or str(DTYPE).removeprefix("torch.")
-    of_scheme = replace(config, quantization=scheme)
+    of_scheme = config if scheme == config.quantization else config.quantized(scheme)
     try:
         parts = [part_of(of_scheme, rank, len(devices)) for rank in range(len(devices))]
     except InvalidValueError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from d3engine.errors import ModelFormatError
@@ -26,6 +26,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATION_METHOD = "d3engine"
 """What `quant_method` says in the quantization_config of a directory that `d3engine weights quantize` wrote."""
 QUANTIZATION_SCHEMES = ("int8", "int4")
+LM_HEAD_FORMS = ("int8", "int4", "float")
+"""What an LM head may be beside quantized matrices; one that is the embedding too is not int4."""
+DEFAULT_HEAD_FORM = "int8"
+"""Under both schemes: four bits of a head cost far more of the answers than those of all layers."""
 
 _MAX_LAYERS = 10_000
 """Far above any real model, low enough that the names built from it stay harmless."""
@@ -56,6 +60,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str | None
     quantization: str | None  # one of QUANTIZATION_SCHEMES; None for float weights
+    head_quantization: str | None  # the same of the LM head, and of an embedding that is the head too
 
     @classmethod
     def from_directory(cls, path: ModelSource) -> ModelConfig:
@@ -84,6 +89,8 @@ class ModelConfig:
         num_layers = fields.integer("num_hidden_layers", high=_MAX_LAYERS)
         max_positions = fields.integer("max_position_embeddings", default=2048)
         multipliers = family.multipliers(fields)
+        is_tied = fields.boolean("tie_word_embeddings")
+        quantization, head_quantization = _quantization(fields, is_tied)
         return cls(
             vocab_size=fields.integer("vocab_size"),
             hidden_size=hidden_size,
@@ -96,7 +103,7 @@ class ModelConfig:
             rope=_rope(fields, family, head_dim, max_positions),
             layers_without_rope=family.layers_without_rope(fields, num_layers),
             max_position_embeddings=max_positions,
-            tie_word_embeddings=fields.boolean("tie_word_embeddings"),
+            tie_word_embeddings=is_tied,
             biases=family.biases(fields),
             has_head_norms=family.has_head_norms,
             multipliers=multipliers,
@@ -105,8 +112,13 @@ class ModelConfig:
             bos_token_id=_bos_token_id(fields, generation_config, family.bos_token_id),
             eos_token_ids=_eos_token_ids(fields, generation_config, family.eos_token_ids),
             dtype=_dtype(fields),
-            quantization=_quantization(fields),
+            quantization=quantization,
+            head_quantization=head_quantization,
         )
+
+    def quantized(self, scheme: str | None) -> ModelConfig:
+        """The config that `d3engine weights quantize --scheme` would make of this one; None: that of float weights."""
+        return replace(self, quantization=scheme, head_quantization=None if scheme is None else DEFAULT_HEAD_FORM)
 
     @property
     def max_length(self) -> int:
@@ -248,11 +260,21 @@ def _dtype(fields: Fields) -> str | None:
     return str(dtype)
 
 
-def _quantization(fields: Fields) -> str | None:
-    """The scheme of our own quantization; anybody else's is refused by the name of its method."""
+def head_forms(is_tied: bool) -> tuple[str, ...]:
+    """Those of LM_HEAD_FORMS that a head can have: rows of an embedding are not read from int4."""
+    return tuple(form for form in LM_HEAD_FORMS if not (is_tied and form == "int4"))
+
+
+def _quantization(fields: Fields, is_tied: bool) -> tuple[str | None, str | None]:
+    """The schemes of our own quantization, of the matrices and of the LM head; anybody else's is refused by the name of
+    its method.
+
+    Directories from before there was a choice do not say what the head is: an own one is as the matrices, and one tied
+    to the embedding float.
+    """
     given = fields.get("quantization_config")
     if given is None:
-        return None
+        return None, None
     if not isinstance(given, Mapping):
         fields.refuse("quantization_config", "an object, or absent")
     own = Fields(given, f"{fields.source}: quantization_config")
@@ -261,9 +283,14 @@ def _quantization(fields: Fields) -> str | None:
             "quant_method",
             f"{QUANTIZATION_METHOD!r}, as `d3engine weights quantize` makes of a model with float weights",
         )
-    if own.get("scheme") not in QUANTIZATION_SCHEMES:
+    scheme = own.get("scheme")
+    if scheme not in QUANTIZATION_SCHEMES:
         own.refuse("scheme", f"one of {', '.join(QUANTIZATION_SCHEMES)}")
+    head = given.get("lm_head", "float" if is_tied else scheme)
+    if head not in head_forms(is_tied):
+        tied = " (this model's is its embedding)" if is_tied else ""
+        own.refuse("lm_head", f"one of {', '.join(head_forms(is_tied))}, or absent{tied}")
     for name in given:
-        if name not in ("quant_method", "scheme"):
-            own.refuse(name, "absent, since only quant_method and scheme are read")
-    return str(own.get("scheme"))
+        if name not in ("quant_method", "scheme", "lm_head"):
+            own.refuse(name, "absent, since only quant_method, scheme and lm_head are read")
+    return str(scheme), None if head == "float" else str(head)

@@ -42,18 +42,13 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the name and shape in the file of every tensor a model of this config must have.
 
     Names are those that transformers gives them in the model's family. Of a quantized model, `X.qweight` and `X.scales`
-    stand for each matrix `X.weight`.
+    stand for each matrix `X.weight` that is quantized.
     """
-    shapes = _float_tensors(config)
-    if config.quantization is None:
-        return shapes
-    quantized: dict[str, tuple[int, ...]] = {}
-    for name, shape in shapes.items():
-        if is_quantized(name):
-            quantized |= quantized_tensors(name, shape, config.quantization)
-        else:
-            quantized[name] = shape
-    return quantized
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in _float_tensors(config).items():
+        scheme = scheme_of(name, config)
+        found |= {name: shape} if scheme is None else quantized_tensors(name, shape, scheme)
+    return found
 
 
 def float_matrices(config: ModelConfig) -> list[str]:
@@ -65,12 +60,15 @@ def float_matrices(config: ModelConfig) -> list[str]:
     ]
 
 
-def is_quantized(name: str) -> bool:
-    """Whether quantization touches a tensor: the layers' matrices and an LM head of its own.
+def scheme_of(name: str, config: ModelConfig) -> str | None:
+    """How a tensor is quantized, by the name that it has as a float: the layers' matrices, and the LM head.
 
-    The embedding stays float, for only one row of it is read for a token; so a head tied to it stays float too.
+    Of an embedding that is no head only one row is read for a token, so it stays float.
     """
-    return name.endswith("_proj.weight") or name == LM_HEAD
+    if name.endswith("_proj.weight"):
+        return config.quantization
+    head = config.tensor_names.embedding if config.tie_word_embeddings else LM_HEAD
+    return config.head_quantization if name == head else None
 
 
 def quantized_tensors(name: str, shape: tuple[int, ...], scheme: str) -> dict[str, tuple[int, ...]]:
@@ -83,11 +81,11 @@ def quantized_tensors(name: str, shape: tuple[int, ...], scheme: str) -> dict[st
     return {module + VALUES: (rows, groups * GROUP // 2), module + SCALES: (rows, groups)}
 
 
-def allowed_dtypes(name: str, scheme: str | None) -> tuple[str, ...]:
-    """The dtypes, in safetensors' names, that a tensor of a model of this scheme may have in its file."""
-    if scheme is not None and name.endswith(VALUES):
-        return ("I8",) if scheme == "int8" else ("U8",)
-    return ("F32",) if scheme is not None and name.endswith(SCALES) else FLOAT_DTYPES
+def allowed_dtypes(name: str, config: ModelConfig) -> tuple[str, ...]:
+    """The dtypes, in safetensors' names, that an expected tensor of a model may have in its file."""
+    if name.endswith(VALUES):
+        return ("I8",) if scheme_of(name.removesuffix(VALUES) + ".weight", config) == "int8" else ("U8",)
+    return ("F32",) if name.endswith(SCALES) else FLOAT_DTYPES
 
 
 def held_dtype(entry: TensorEntry, dtype: torch.dtype) -> torch.dtype:
@@ -150,7 +148,7 @@ def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
         if name not in entries:
             hint = ", and tie_word_embeddings is false" if name == LM_HEAD else ""
             raise ModelFormatError(f"tensor {name!r} is missing in {_files_of(checkpoint)}{hint}")
-        entry, allowed = entries[name], allowed_dtypes(name, config.quantization)
+        entry, allowed = entries[name], allowed_dtypes(name, config)
         if entry.dtype not in allowed:
             raise ModelFormatError(
                 f"{entry.file}: tensor {name!r} has dtype {entry.dtype}: allowed are {', '.join(allowed)}"
@@ -159,11 +157,12 @@ def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
             raise ModelFormatError(
                 f"{entry.file}: tensor {name!r} has shape {list(entry.shape)}; {CONFIG_FILE} asks for {list(shape)}"
             )
+    has_float_copy = config.tie_word_embeddings and config.head_quantization is None
     for name, entry in entries.items():
-        is_copy = name == LM_HEAD and config.tie_word_embeddings
+        is_copy = name == LM_HEAD and has_float_copy
         if name not in expected and not is_ignored_tensor(name) and not is_copy:
             raise ModelFormatError(f"{entry.file}: tensor {name!r} is unexpected for this {CONFIG_FILE}")
-    if config.tie_word_embeddings and LM_HEAD in entries:
+    if has_float_copy and LM_HEAD in entries:
         _check_stray_lm_head(checkpoint, config.tensor_names.embedding)
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from d3engine.kernels.quantized import Weight
+from d3engine.kernels.quantized import Weight, looked_up
 from d3engine.kernels.sampling import SamplingRows
 from d3engine.model.config import ModelConfig
 from d3engine.model.parallel import Ranks
@@ -35,7 +34,7 @@ class Llama:
         """Hidden states [T, H] of int64 `token_ids` [T]."""
         if self.ranks is not None:
             return self.ranks.embed(token_ids, self.weights.embedding, self.weights.dtype)
-        return F.embedding(token_ids, self.weights.embedding).to(self.weights.dtype)
+        return looked_up(self.weights.embedding, token_ids, self.weights.dtype)
 
     def layer(
         self,

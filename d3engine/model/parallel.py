@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from d3engine.kernels.quantized import Table, looked_up
 from d3engine.model.part import Part
 
 
@@ -45,11 +46,11 @@ class Ranks:
         if self.part.rank:
             hidden.zero_()
 
-    def embed(self, token_ids: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+    def embed(self, token_ids: Tensor, table: Table, dtype: torch.dtype) -> Tensor:
         """Rows [T, H] of an embedding of which each rank has its own tokens' rows, as `table`."""
         places = token_ids - self.part.tokens.start
         is_own = (places >= 0) & (places < len(self.part.tokens))
-        states = table[places.where(is_own, 0)].to(dtype).masked_fill_(~is_own.unsqueeze(1), 0.0)
+        states = looked_up(table, places.where(is_own, 0), dtype).masked_fill_(~is_own.unsqueeze(1), 0.0)
         self.collectives.sum_(states)
         return states
 

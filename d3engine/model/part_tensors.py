@@ -14,7 +14,7 @@ from torch import Tensor
 from d3engine.kernels.quantized import GROUP
 from d3engine.model.checkpoint import Checkpoint
 from d3engine.model.config import ModelConfig
-from d3engine.model.expected_tensors import SCALES, VALUES, expected_tensors, rows_of
+from d3engine.model.expected_tensors import LM_HEAD, SCALES, VALUES, expected_tensors, rows_of
 from d3engine.model.mapped_file import dtype_of
 from d3engine.model.part import Part
 
@@ -95,7 +95,8 @@ def _cuts(config: ModelConfig, part: Part) -> dict[str, Cut]:
             if part.rank:  # a bias is added once
                 cuts[prefix + module + ".bias"] = Cut(is_others=True)
     tokens = Cut(rows=(part.tokens,))
-    return cuts | {names.embedding: tokens} | {"lm_head" + suffix: tokens for suffix in (".weight", VALUES, SCALES)}
+    by_tokens = (names.embedding.removesuffix(".weight"), LM_HEAD.removesuffix(".weight"))
+    return cuts | {module + suffix: tokens for module in by_tokens for suffix in (".weight", VALUES, SCALES)}
 
 
 def _of_columns(module: str, columns: range, scheme: str | None) -> dict[str, Cut]:

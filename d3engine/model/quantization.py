@@ -13,7 +13,7 @@ from torch import Tensor
 
 from d3engine.errors import InvalidValueError, require
 from d3engine.kernels.quantized import Int4Weight, Int8Weight, Weight, quantize_int4, quantize_int8
-from d3engine.model.config import QUANTIZATION_SCHEMES
+from d3engine.model.config import DEFAULT_HEAD_FORM, QUANTIZATION_SCHEMES, head_forms
 from d3engine.model.weights import LayerWeights, LlamaWeights
 
 _QUANTIZE: Mapping[str, Callable[[Tensor], Int8Weight | Int4Weight]] = {"int8": quantize_int8, "int4": quantize_int4}
@@ -31,16 +31,34 @@ def quantize_matrix(matrix: Weight, scheme: str) -> Int8Weight | Int4Weight:
     return _QUANTIZE[scheme](matrix)
 
 
-def quantize_weights(weights: LlamaWeights, scheme: str) -> LlamaWeights:
-    """Return `weights` with the matrices of the layers, and an LM head that is not tied, quantized on their device.
+def check_head_form(form: str, is_tied: bool) -> None:
+    """Raise `InvalidValueError` unless the LM head of a model, which may be its embedding, can have this form."""
+    forms = head_forms(is_tied)
+    tied = " for a model whose head is its embedding" if is_tied else ""
+    require(form in forms, "lm_head", form, f"one of {', '.join(forms)}{tied}")
 
-    Norms, biases and the embedding (with an LM head tied to it) are those of `weights`. Raises as `quantize_matrix`.
+
+def quantize_weights(weights: LlamaWeights, scheme: str, *, lm_head: str = DEFAULT_HEAD_FORM) -> LlamaWeights:
+    """Return `weights` with the matrices of the layers and the LM head quantized on their device.
+
+    The head becomes `lm_head`, one of LM_HEAD_FORMS. Norms, biases and an embedding that is no head are those of
+    `weights`. Raises as `quantize_matrix`, and `InvalidValueError` for a form that the head cannot have.
     """
-    return with_matrices(weights, lambda matrix: quantize_matrix(matrix, scheme))
+    is_tied = weights.lm_head is weights.embedding
+    check_head_form(lm_head, is_tied)
+    return with_matrices(
+        weights,
+        lambda matrix: quantize_matrix(matrix, scheme),
+        lambda matrix: matrix if lm_head == "float" else quantize_matrix(matrix, lm_head),
+    )
 
 
-def with_matrices(weights: LlamaWeights, change: Callable[[Weight], Weight]) -> LlamaWeights:
-    """Return `weights` with `change` applied to each matrix that quantization touches."""
+def with_matrices(
+    weights: LlamaWeights, change: Callable[[Weight], Weight], change_head: Callable[[Weight], Weight] | None = None
+) -> LlamaWeights:
+    """Return `weights` with `change` applied to each matrix of the layers, and `change_head` to the LM head, which may
+    be the embedding; None: `change` to an own head, and nothing to the embedding.
+    """
 
     def layer(given: LayerWeights) -> LayerWeights:
         return replace(
@@ -51,10 +69,9 @@ def with_matrices(weights: LlamaWeights, change: Callable[[Weight], Weight]) -> 
             down=change(given.down),
         )
 
-    tied = weights.lm_head is weights.embedding
-    return LlamaWeights(
-        embedding=weights.embedding,
-        layers=tuple(layer(given) for given in weights.layers),
-        final_norm=weights.final_norm,
-        lm_head=weights.embedding if tied else change(weights.lm_head),
-    )
+    layers = tuple(layer(given) for given in weights.layers)
+    if weights.lm_head is not weights.embedding:
+        return replace(weights, layers=layers, lm_head=(change_head or change)(weights.lm_head))
+    table = weights.embedding if change_head is None else change_head(weights.embedding)
+    assert not isinstance(table, Int4Weight), "single rows are not read from int4"
+    return replace(weights, layers=layers, embedding=table, lm_head=table)

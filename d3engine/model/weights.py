@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from d3engine.kernels.quantized import Int4Weight, Int8Weight, Weight
+from d3engine.kernels.quantized import Int4Weight, Int8Weight, Table, Weight
 from d3engine.model.checkpoint import Checkpoint, TensorEntry
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import (
@@ -30,6 +30,7 @@ from d3engine.model.expected_tensors import (
     expected_tensors,
     held_dtype,
     rows_of,
+    scheme_of,
 )
 from d3engine.model.mapped_file import dtype_of
 from d3engine.model.part import Part
@@ -70,10 +71,10 @@ class LayerWeights:
 class LlamaWeights:
     """All weights; V vocabulary, H hidden.
 
-    `lm_head` is the same object as `embedding` when tied, and then float, as the embedding always is.
+    `lm_head` is the same object as `embedding` when tied; an embedding that is no head too is float.
     """
 
-    embedding: Tensor  # [V, H]
+    embedding: Table  # [V, H]
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [H]
     lm_head: Weight  # [V, H]
@@ -85,14 +86,26 @@ class LlamaWeights:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Of float matrices; where all are quantized, of the embedding."""
-        matrix = self.layers[0].qkv
-        return matrix.dtype if isinstance(matrix, Tensor) else self.embedding.dtype
+        """Of float matrices and the embedding; where all of these are quantized, that of activations."""
+        for matrix in (self.layers[0].qkv, self.embedding):
+            if isinstance(matrix, Tensor):
+                return matrix.dtype
+        return self.dtype
+
+    @property
+    def has_float_matrices(self) -> bool:
+        """Whether `weight_dtype` says something of a matrix."""
+        return isinstance(self.layers[0].qkv, Tensor) or isinstance(self.embedding, Tensor)
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of them lie."""
+        return self.final_norm.device
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights; tied ones count once."""
-        tensors = [self.embedding, self.final_norm]
+        tensors = [*_tensors_of(self.embedding), self.final_norm]
         if self.lm_head is not self.embedding:
             tensors.extend(_tensors_of(self.lm_head))
         for layer in self.layers:
@@ -212,7 +225,7 @@ class _Loader:
     def load(self) -> LlamaWeights:
         config, names, multipliers = self.config, self.config.tensor_names, self.config.multipliers
         layers = tuple(self._layer(names.layer(index)) for index in range(config.num_layers))
-        embedding = self._vector_or_table(names.embedding, multipliers.on_embedding, self.weight_dtype)
+        embedding = self._embedding(names.embedding, multipliers.on_embedding)
         lm_head = embedding if config.tie_word_embeddings else self._matrix({"lm_head": None}, config.hidden_size)
         on_norm = multipliers.on_final_norm(config.tie_word_embeddings)
         final_norm = self._vector_or_table(names.final_norm, on_norm, self.dtype)
@@ -243,10 +256,11 @@ class _Loader:
 
     def _matrix(self, modules: _Modules, num_columns: int) -> Weight:
         """Return the modules' matrices on top of each other, in the form that the config names."""
-        if self.config.quantization is None:
+        scheme = scheme_of(next(iter(modules)) + ".weight", self.config)
+        if scheme is None:
             return self._stack(_with(".weight", modules), self.weight_dtype)
         values, scales = (self._stack(_with(suffix, modules), self.dtype) for suffix in (VALUES, SCALES))
-        if self.config.quantization == "int8":
+        if scheme == "int8":
             return Int8Weight(values, scales)
         return Int4Weight(values, scales, num_columns)
 
@@ -257,6 +271,13 @@ class _Loader:
         width = self.config.head_dim
         norms = self._stack({attention + name: [_Rows(width, 1)] for name in HEAD_NORMS}, self.dtype)
         return norms.view(len(HEAD_NORMS), width)
+
+    def _embedding(self, name: str, multiplier: float) -> Table:
+        if scheme_of(name, self.config) is None:
+            return self._vector_or_table(name, multiplier, self.weight_dtype)
+        module: _Modules = {name.removesuffix(".weight"): None}
+        values, scales = (self._stack(_with(suffix, module), self.dtype) for suffix in (VALUES, SCALES))
+        return Int8Weight(values, scales if multiplier == 1.0 else scales * multiplier)
 
     def _vector_or_table(self, name: str, multiplier: float, dtype: torch.dtype) -> Tensor:
         """One tensor times a number; one that stays as it is may lie in its file."""

@@ -21,7 +21,7 @@ bool is_model(const D3Model& m) {
         if (size < 1) return false;
     if (m.heads % m.kv_heads || m.heads / m.kv_heads > MOST_GROUP || m.head_dim % 2) return false;
     const int q_size = m.heads * m.head_dim, kv_size = m.kv_heads * m.head_dim;
-    if (m.embedding.kind != D3_FLOAT32 && m.embedding.kind != D3_BFLOAT16) return false;
+    if (!is_table(m.embedding)) return false;
     if (!is_matrix(m.embedding, m.vocab, m.hidden) || !is_matrix(m.lm_head, m.vocab, m.hidden)) return false;
     for (int32_t l = 0; l < m.num_layers; l++) {
         const D3Layer& layer = m.layers[l];

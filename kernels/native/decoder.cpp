@@ -150,17 +150,7 @@ void D3Decoder::embed(const Step& step) {
             continue;
         }
         const int64_t* tokens = step.taken ? step.run.chosen + (step.taken - 1) * step.run.rows : step.run.tokens;
-        const char* from = static_cast<const char*>(table.values) + tokens[row] * bytes_of_row(table);
-        if (table.kind == D3_FLOAT32) {
-            memcpy(hidden_.row(row), from, bytes_of_row(table));
-            continue;
-        }
-        for (int i = 0; i < model_.hidden; i++) {
-            uint16_t half;
-            memcpy(&half, from + 2 * i, sizeof half);
-            const uint32_t bits = uint32_t(half) << 16;
-            memcpy(hidden_.row(row) + i, &bits, sizeof bits);
-        }
+        look_up(hidden_.row(row), table, tokens[row]);
     }
 }
 

@@ -1,6 +1,7 @@
 // What a matrix is in memory.
 #pragma once
 #include <cstdint>
+#include <cstring>
 
 #include "abi.h"
 #include "kernels.h"
@@ -18,4 +19,27 @@ inline bool is_matrix(const D3Matrix& matrix, int rows, int columns) {
     const bool is_quantized = matrix.kind == D3_INT8 || matrix.kind == D3_INT4;
     return matrix.kind >= D3_FLOAT32 && matrix.kind <= D3_INT4 && matrix.rows == rows && matrix.columns == columns &&
            matrix.values && (matrix.scales != nullptr) == is_quantized;
+}
+
+// Whether single rows can be read from a matrix.
+inline bool is_table(const D3Matrix& matrix) { return matrix.kind != D3_INT4; }
+
+// Row `row` of a table, as floats.
+inline void look_up(float* to, const D3Matrix& table, int64_t row) {
+    const char* from = static_cast<const char*>(table.values) + row * bytes_of_row(table);
+    if (table.kind == D3_FLOAT32) {
+        memcpy(to, from, bytes_of_row(table));
+        return;
+    }
+    if (table.kind == D3_INT8) {
+        const int8_t* values = reinterpret_cast<const int8_t*>(from);
+        for (int i = 0; i < table.columns; i++) to[i] = float(values[i]) * table.scales[row];
+        return;
+    }
+    for (int i = 0; i < table.columns; i++) {
+        uint16_t half;
+        memcpy(&half, from + 2 * i, sizeof half);
+        const uint32_t bits = uint32_t(half) << 16;
+        memcpy(to + i, &bits, sizeof bits);
+    }
 }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from d3engine.kernels.quantized import Int4Weight, Int8Weight, Weight
+from d3engine.kernels.quantized import Int4Weight, Int8Weight, Table, Weight
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _INT8, _INT4 = 2, 3
@@ -118,12 +118,12 @@ class NativeLayer:
 class NativeModel:
     """A model whose activations are float32, and the pool [blocks, 2, block_size, kv heads, head_dim] that it fills.
 
-    Matrices are float32, bfloat16, int8 or int4, the embedding float32 or bfloat16. Rotations have `max_positions`
-    rows; `scale` is what scores are multiplied by.
+    Matrices are float32, bfloat16, int8 or int4, the embedding anything of these but int4. Rotations have
+    `max_positions` rows; `scale` is what scores are multiplied by.
     """
 
     layers: tuple[NativeLayer, ...]
-    embedding: Tensor
+    embedding: Table
     final_norm: Tensor
     lm_head: Weight
     pool: Tensor

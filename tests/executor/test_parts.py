@@ -111,11 +111,12 @@ def test_drafts_are_verified_alike_over_two_ranks(
         assert answers(over_threads(engine_of(directory), 2), prompts, **params) == wanted
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize(("scheme", "is_tied"), [("int8", True), ("int4", False)])
 def test_quantized_matrices_answer_alike_over_two_ranks(
-    scheme: str, tiny_llama: MakeModel, make_prompts: MakePrompts, tmp_path: Path
+    scheme: str, is_tied: bool, tiny_llama: MakeModel, make_prompts: MakePrompts, tmp_path: Path
 ) -> None:
-    quantize_model(tiny_llama(head_dim=64, intermediate_size=256).directory, tmp_path / scheme, scheme)
+    sizes = {"head_dim": 64, "intermediate_size": 256, "tie_word_embeddings": is_tied}
+    quantize_model(tiny_llama(**sizes).directory, tmp_path / scheme, scheme)
     prompts = make_prompts([3, 14])
     wanted = answers(engine_of(tmp_path / scheme), prompts)
     assert answers(over_threads(engine_of(tmp_path / scheme), 2), prompts) == wanted

@@ -214,8 +214,9 @@ def load(directory: Path) -> LlamaWeights:
 
 def all_tensors(weights: LlamaWeights) -> list[Tensor]:
     tensors = [tensor for layer in weights.layers for tensor in layer.tensors()]
-    head = weights.lm_head
-    return [*tensors, weights.embedding, weights.final_norm, *((head,) if isinstance(head, Tensor) else head.tensors)]
+    for matrix in (weights.embedding, weights.lm_head):
+        tensors += [matrix] if isinstance(matrix, Tensor) else matrix.tensors
+    return [*tensors, weights.final_norm]
 
 
 def assert_equal(one: LlamaWeights, other: LlamaWeights) -> None:
@@ -230,7 +231,13 @@ def test_a_quantized_family_loads_as_its_quantized_weights(
 ) -> None:
     quantize_model(saved(name), tmp_path / "out", scheme, show_progress=False)
     verify_model(tmp_path / "out", show_progress=False)
-    assert_equal(load(tmp_path / "out"), quantize_weights(load(saved(name)), scheme))
+    found, expected = (
+        all_tensors(one) for one in (load(tmp_path / "out"), quantize_weights(load(saved(name)), scheme))
+    )
+    if name == "Granite":  # whose embedding is multiplied: here after it was quantized, there before
+        assert all(map(torch.allclose, found, expected))
+    else:
+        assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("name", ["Granite", "Phi-3", "Qwen2", "Qwen3", "SmolLM3"])

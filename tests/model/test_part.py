@@ -70,7 +70,7 @@ def assert_parts(directory: Path, size: int) -> None:
         part = part_of(config, rank, size)
         own = weights_of(directory, part)
         tokens = slice(part.tokens.start, part.tokens.stop)
-        assert torch.equal(own.embedding, whole.embedding[tokens])
+        assert torch.equal(dense(own.embedding), dense(whole.embedding)[tokens])
         assert torch.equal(dense(own.lm_head), dense(whole.lm_head)[tokens])
         assert (own.lm_head is own.embedding) == config.tie_word_embeddings
         assert torch.equal(own.final_norm, whole.final_norm)
@@ -86,11 +86,11 @@ def test_a_rank_loads_its_own_rows_and_columns_and_the_biases_that_are_added_onc
         assert_parts(tiny_llama(**layout).directory, size)
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize(("scheme", "is_tied"), [("int8", False), ("int4", False), ("int4", True)])
 def test_a_rank_loads_its_part_of_quantized_matrices_as_they_are(
-    scheme: str, tiny_llama: MakeModel, tmp_path: Path
+    scheme: str, is_tied: bool, tiny_llama: MakeModel, tmp_path: Path
 ) -> None:
-    quantize_model(tiny_llama(**WIDE).directory, tmp_path / scheme, scheme)
+    quantize_model(tiny_llama(**WIDE, tie_word_embeddings=is_tied).directory, tmp_path / scheme, scheme)
     assert_parts(tmp_path / scheme, 2)
 
 

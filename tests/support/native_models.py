@@ -14,7 +14,7 @@ from d3engine.kernels import reference
 from d3engine.kernels.native.library import Decoder, LibraryMissing, isas_here
 from d3engine.kernels.native.model import Linear, NativeLayer, NativeModel
 from d3engine.kernels.native.runs import Draws, Rows
-from d3engine.kernels.quantized import Weight, quantize_int4, quantize_int8
+from d3engine.kernels.quantized import Weight, looked_up, quantize_int4, quantize_int8
 from d3engine.kernels.sampling import SamplingRows
 
 FORMS = {
@@ -40,6 +40,7 @@ class Shape:
     max_positions: int = 40
     rows: int = 5
     form: str = "float32"
+    head: str | None = None  # the form of an LM head that is the embedding too; None: one of its own, in `form`
     bias: bool = False
     head_norms: bool = False
     layers_without_rope: tuple[int, ...] = ()
@@ -78,11 +79,12 @@ class Case:
             for index in range(s.layers)
         )
         embedding = self._normal(s.vocab, s.hidden)
+        own = FORMS[s.head or ("bfloat16" if s.form == "bfloat16" else "float32")](embedding)
         self.model = NativeModel(
             layers=layers,
-            embedding=embedding.bfloat16() if s.form == "bfloat16" else embedding,
+            embedding=own,
             final_norm=1 + self._normal(s.hidden) / 4,
-            lm_head=self._matrix(s.vocab, s.hidden),
+            lm_head=self._matrix(s.vocab, s.hidden) if s.head is None else own,
             pool=self.pool,
             num_heads=s.heads,
             max_positions=s.max_positions,
@@ -123,7 +125,7 @@ class Case:
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         tokens = torch.from_numpy(given.tokens)
         for taken in range(steps):
-            hidden = model.embedding.float()[tokens]
+            hidden = looked_up(model.embedding, tokens, torch.float32)
             for index, layer in enumerate(model.layers):
                 self._cross(index, given.generation + taken, hidden)
                 active = order[given.generation + taken < given.cutoffs[:, index]]

@@ -38,9 +38,10 @@ def load(directory: Path) -> LlamaWeights:
 
 
 def all_tensors(weights: LlamaWeights) -> list[Tensor]:
-    head = weights.lm_head
-    tensors = [weights.embedding, weights.final_norm, *((head,) if isinstance(head, Tensor) else head.tensors)]
-    return tensors + [tensor for layer in weights.layers for tensor in layer.tensors()]
+    ends = [weights.final_norm]
+    for matrix in (weights.embedding, weights.lm_head):
+        ends += [matrix] if isinstance(matrix, Tensor) else matrix.tensors
+    return ends + [tensor for layer in weights.layers for tensor in layer.tensors()]
 
 
 def run(*arguments: object) -> Result:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from d3engine import Engine
 from d3engine.errors import InvalidValueError, ModelFormatError
-from d3engine.kernels.quantized import Int4Weight, Int8Weight, quantize_int4
+from d3engine.kernels.quantized import Int4Weight, Int8Weight, quantize_int8
 from d3engine.model.quantization import quantize_matrix, quantize_weights
 from d3engine.weights_tools import quantize
 from d3engine.weights_tools.quantize import quantize_model
@@ -42,7 +42,7 @@ def test_a_quantized_directory_loads_as_the_quantized_float_weights(
         assert torch.equal(one, other)
     tied = layout == "tied"
     assert (loaded.lm_head is loaded.embedding) == (expected.lm_head is expected.embedding) == tied
-    assert isinstance(loaded.lm_head, Tensor if tied else kind)
+    assert isinstance(loaded.lm_head, Int8Weight)
     files = load_file(target / "model.safetensors")
     assert loaded.nbytes == expected.nbytes == sum(tensor.nbytes for tensor in files.values())
     assert loaded.nbytes < original.nbytes
@@ -86,7 +86,7 @@ def test_what_is_not_quantized_is_copied_as_it_is(tiny_llama: MakeTiny, tmp_path
         assert (target / name).read_bytes() == (source / name).read_bytes()
     assert not (target / "d3.json").exists(), "it was calibrated on other weights"
     config = json.loads((target / "config.json").read_text())
-    assert config.pop("quantization_config") == {"quant_method": "d3engine", "scheme": "int4"}
+    assert config.pop("quantization_config") == {"quant_method": "d3engine", "scheme": "int4", "lm_head": "int8"}
     assert config == json.loads((source / "config.json").read_text())
     before, after = load_file(source / "model.safetensors"), load_file(target / "model.safetensors")
     kept = {name for name in before if "proj.weight" not in name and name != "lm_head.weight"}
@@ -95,7 +95,7 @@ def test_what_is_not_quantized_is_copied_as_it_is(tiny_llama: MakeTiny, tmp_path
         assert after[name].dtype == torch.bfloat16
         assert torch.equal(after[name], before[name])
     assert {name.rpartition(".")[2] for name in set(after) - kept} == {"qweight", "scales"}
-    assert torch.equal(after["lm_head.scales"], quantize_int4(before["lm_head.weight"]).scales)
+    assert torch.equal(after["lm_head.scales"], quantize_int8(before["lm_head.weight"]).scales)
     with safe_open(target / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
 
@@ -189,6 +189,7 @@ def test_a_wrong_tensor_is_named_with_its_file(
         ({"quant_method": "d3engine"}, "scheme must be one of int8, int4.*; got None"),
         ({"quant_method": "d3engine", "scheme": "int2"}, "scheme must be one of int8, int4.*; got 'int2'"),
         ({"quant_method": "d3engine", "scheme": ["int8"]}, r"scheme must be .*; got \['int8'\]"),
+        ({"quant_method": "d3engine", "scheme": "int8", "lm_head": "int6"}, "lm_head must be one of int8, int4, float"),
         ({"quant_method": "d3engine", "scheme": "int8", "bits": 8}, "bits must be absent, since only .*; got 8"),
         (["int8"], "quantization_config must be an object, or absent.*; got .*"),
         ({"quant_method": "d3engine", "scheme": "int4"}, "qweight' has dtype I8: allowed are U8"),

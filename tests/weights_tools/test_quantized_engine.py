@@ -8,15 +8,20 @@ from typing import Any
 import pytest
 import torch
 from quantized_weights import LAYOUTS, SCHEMES, QuantizedDirectory, load
+from torch import Tensor
 
 from d3engine import D3, Engine, FullDepth, SamplingParams
+from d3engine.kernels.quantized import Weight
 from d3engine.model.config import ModelConfig
 from d3engine.model.quantization import with_matrices
 from d3engine.model.weights import LlamaWeights, load_weights
 
 
 def dequantized(weights: LlamaWeights) -> LlamaWeights:
-    return with_matrices(weights, lambda matrix: matrix.dequantize(torch.float32))
+    def wide(matrix: Weight) -> Weight:
+        return matrix if isinstance(matrix, Tensor) else matrix.dequantize(torch.float32)
+
+    return with_matrices(weights, wide, wide)
 
 
 def tokens_of(engine: Engine, prompts: list[list[int]], *, together: bool = True) -> list[tuple[int, ...]]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from native_models import FORMS, Case, Shape, at_places, forms_and_isas, isas
 
+from d3engine.kernels.native.model import NativeError
 from d3engine.kernels.native.runs import Draws, HiddenStates
 
 SHAPES = {
@@ -36,6 +37,22 @@ STEPS = 5
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_run_is_that_of_the_reference(shape: Shape, form: str, isa: str) -> None:
     assert_as_reference(Case(replace(shape, form=form)), isa=isa, num_threads=2)
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_an_int8_head_that_is_the_embedding_too_is_that_of_the_reference_and_in_any_batch_the_same(isa: str) -> None:
+    case = Case(Shape(rows=7, hidden=136, vocab=300, form="int4", head="int8"))
+    assert_as_reference(case, isa=isa, num_threads=2)
+    tokens, _, together = case.decode(3, isa=isa, num_threads=2)
+    for row in range(7):
+        own, _, logits = case.decode(3, at_places(case.rows, [row]), isa=isa)
+        np.testing.assert_array_equal(logits[:, 0].view(np.int32), together[:, row].view(np.int32))
+        np.testing.assert_array_equal(own[:, 0], tokens[:, row])
+
+
+def test_a_head_of_four_bits_that_is_the_embedding_too_is_refused() -> None:
+    with pytest.raises(NativeError, match="a weight is of a kind that is not known"):
+        Case(Shape(form="int4", head="int4")).decoder()
 
 
 @pytest.mark.parametrize("form", FORMS)
