@@ -33,6 +33,8 @@ def pytest_collectstart() -> None:
     Hypothesis, whose settings a test takes when it is imported, is to judge no example by its time.
     """
     gc.disable()  # until all is collected: what is imported stays, and would be searched for garbage all the time
+    # Whatever a test starts: its own threads would spin while the other worker computes.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
     from hypothesis import HealthCheck, settings
 
@@ -43,8 +45,14 @@ def pytest_collectstart() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """From here on garbage is looked for again."""
+    """From here on garbage is looked for again, but not among what is imported, which took half a second a time."""
+    gc.freeze()
     gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    """What is imported may be garbage again, or extension modules would complain at the end of what they still hold."""
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -27,12 +27,14 @@ from d3engine.model.gguf_file import open_gguf
 from d3engine.model.source import open_checkpoint
 from d3engine.text.tokenizer import load_tokenizer
 
-QUESTIONS = [f"What is the capital of {country}?" for country in ("France", "Kenya")]
-QUESTIONS += [f"How much is {number} plus {7 * number}?" for number in (3, 101)]
-QUESTIONS += [f"Name three {things}." for things in ("animals", "colours")]
-QUESTIONS += [f"Write a sentence about {thing}." for thing in ("rain", "the moon")]
-QUESTIONS += [f"What does the word '{word}' mean?" for word in ("quiet", "bridge")]
-QUESTIONS += ["def add(a, b):", "Translate to French: hello"]
+QUESTIONS = [
+    "What is the capital of France?",
+    "How much is 101 plus 707?",
+    "Name three colours.",
+    "Write a sentence about the moon.",
+    "What does the word 'quiet' mean?",
+    "def add(a, b):",
+]
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +74,15 @@ def test_weights_are_transformers_to_the_bit(source: Path, oracle: Any) -> None:
         assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in expected.items())
 
 
-def test_greedy_answers_of_twelve_chats_are_transformers(source: Path, oracle: Any) -> None:
+def test_greedy_answers_of_six_chats_are_transformers(source: Path, oracle: Any) -> None:
     with Engine(source, device="cpu", dtype="float32", max_model_len=256) as engine:
         chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
-        outputs = engine.chat(chats, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
-    assert len(outputs) == 12
+        outputs = engine.chat(chats, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    assert len(outputs) == len(QUESTIONS)
     for output in outputs:
         ids = output.outputs[0].token_ids
         assert_same_tokens(ids, greedy_after(oracle, output.prompt_token_ids, ids))
-        assert len(ids) == 12 or ids[-1] in (0, 2), output.prompt
+        assert len(ids) == 8 or ids[-1] in (0, 2), output.prompt
 
 
 def test_token_ids_are_the_published_tokenizers_and_transformers_differ_only_before_numbers(source: Path) -> None:

@@ -48,7 +48,7 @@ def test_every_policy_answers_otherwise_than_full_depth_so_equal_answers_mean_so
     assert not any(all(policy in group for policy in exits) for group in answers.values())
 
 
-@pytest.mark.parametrize(("rows", "seed"), [(4, 0), (9, 1), (512, 2), (4, 2), (9, 0)])
+@pytest.mark.parametrize(("rows", "seed"), [(4, 0), (9, 1), (512, 2)])
 def test_a_request_answers_as_alone_whoever_comes_beside_it_and_however_prompts_are_cut(
     make_engine: Callable[..., Engine], solo: Callable[[Request], RequestOutput], seed: int, rows: int
 ) -> None:
@@ -62,7 +62,7 @@ def test_a_request_answers_as_alone_whoever_comes_beside_it_and_however_prompts_
     assert kv_is_back(engine)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_request_answers_as_alone_when_memory_is_so_short_that_others_push_it_out(
     make_engine: Callable[..., Engine], solo: Callable[[Request], RequestOutput], seed: int
 ) -> None:
@@ -100,7 +100,7 @@ def test_a_request_answers_as_alone_although_it_is_preempted_after_every_single_
     assert engine.stats().num_preemptions == 10 + 8
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_request_answers_as_alone_while_random_sequences_are_preempted_and_the_prefix_cache_is_reset(
     make_engine: Callable[..., Engine], solo: Callable[[Request], RequestOutput], seed: int
 ) -> None:

@@ -126,8 +126,7 @@ def test_a_tile_may_cover_many_blocks_or_part_of_one(heads: int, block_size: int
 
 
 @pytest.mark.parametrize("channels", [32, 64, 80, 96, 128])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize(("heads", "dtype"), [(1, torch.float32), (4, torch.float16), (4, torch.bfloat16)])
 def test_head_sizes_and_dtypes(heads: int, dtype: torch.dtype, channels: int, device: torch.device) -> None:
     paged = Paged(
         [attention.SPLIT + 6, 5], [1, 5], heads=heads, kv_heads=1, channels=channels, dtype=dtype, device=device

@@ -296,7 +296,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestAnyOrderOfEventsLeavesEveryEntryWhereItsReaderLooks = SchedulerMachine.TestCase
 TestAnyOrderOfEventsLeavesEveryEntryWhereItsReaderLooks.settings = settings(
-    max_examples=100,
+    max_examples=50,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
