@@ -108,10 +108,10 @@ def test_bfloat16_matrices_give_the_tokens_of_float32_under_every_kind_of_policy
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_quantized_model_keeps_its_embedding_in_bfloat16(
+def test_a_quantized_model_with_a_float_head_keeps_its_embedding_in_bfloat16(
     directory: Callable[..., Path], make_prompts: Callable[..., list[list[int]]], scheme: str, tmp_path: Path
 ) -> None:
-    quantize_model(directory("tied"), tmp_path / "out", scheme, show_progress=False)
+    quantize_model(directory("tied"), tmp_path / "out", scheme, lm_head="float", show_progress=False)
     prompts = make_prompts([5, 11])
     found = []
     for name in ("float32", "bfloat16"):
@@ -121,6 +121,18 @@ def test_a_quantized_model_keeps_its_embedding_in_bfloat16(
             assert weights.lm_head is weights.embedding
             found.append(answers(engine, prompts, [FullDepth(), D3(0.8, 0.4)]))
     assert_alike(*found)
+
+
+def test_a_dtype_of_matrices_changes_nothing_where_all_of_them_are_quantized(
+    directory: Callable[..., Path], make_prompts: Callable[..., list[list[int]]], tmp_path: Path
+) -> None:
+    quantize_model(directory("tied"), tmp_path / "out", "int4", show_progress=False)
+    found = []
+    for name in ("float32", "bfloat16"):
+        with Engine(tmp_path / "out", weight_dtype=name, **OPTIONS) as engine:
+            assert not engine.executor.model.weights.has_float_matrices
+            found.append(answers(engine, make_prompts([5, 11]), [FullDepth()]))
+    assert found[0] == found[1]
 
 
 def test_a_second_model_drafts_from_bfloat16_matrices_too(
