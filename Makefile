@@ -73,15 +73,14 @@ docs: $(VENV)/.installed-dev
 
 # Compiles every Triton kernel for a GPU that need not be there; fails where one spills registers, keeps too few loads in
 # flight, or with programmatic launch reads what the kernel before it may not have written yet.
-STARVING := int8:32,int8:64,int4:32,int4:64
-# Grouped heads have so few queries, keys and values that their product has too few programs.
-GROUPED := int8:16,int4:1,int4:8,int4:16
+# Grouped heads have so few queries, keys and values that of int4 too few warps make floats of them.
+GROUPED := int4:1,int4:8,int4:16
 inspect: $(VENV)/.installed
-	$(BIN)/python -m d3engine.kernels.inspect --shapes llama2-7b --weights all --may-starve $(STARVING)
-	$(BIN)/python -m d3engine.kernels.inspect --shapes llama3-8b --weights all --may-starve $(STARVING),$(GROUPED)
-	$(BIN)/python -m d3engine.kernels.inspect --shapes qwen3-8b --operations qkv --weights all --may-starve $(STARVING),$(GROUPED)
+	$(BIN)/python -m d3engine.kernels.inspect --shapes llama2-7b --weights all
+	$(BIN)/python -m d3engine.kernels.inspect --shapes llama3-8b --weights all --may-starve $(GROUPED)
+	$(BIN)/python -m d3engine.kernels.inspect --shapes qwen3-8b --operations qkv --weights all --may-starve $(GROUPED)
 	$(BIN)/python -m d3engine.kernels.inspect --shapes small-heads --operations paged_attention
-	$(BIN)/python -m d3engine.kernels.inspect --shapes llama3-8b --weights all --pdl --may-starve $(STARVING),$(GROUPED)
+	$(BIN)/python -m d3engine.kernels.inspect --shapes llama3-8b --weights all --pdl --may-starve $(GROUPED)
 
 # The native library by other compilers than an installation's, for Arm under an emulator, and with sanitizers.
 ports: $(VENV)/.installed-test $(VENV)/.native

@@ -1,13 +1,16 @@
 """How fast a decode step would be on a GPU by what its compiled kernels say: a model, and no measurement.
 
     python -m benchmarks.gpu_model [--shape llama2-7b] [--weights bf16] [--batch 1] [--context 512] [--json FILE]
+    python -m benchmarks.gpu_model --prompt 128 [--weights int8]
     python -m benchmarks.gpu_model --plot FILE --of FILES
 
-Each kernel of a step is compiled without a GPU. Its time is the bytes that it must read, over what it can read them at:
-the device's copy rate, or less where too few of its loads are under way at once (the bytes in flight that its machine
-code keeps, over the latency of a load); and what a kernel's launch costs in a graph. What such models forget (tails,
-the L2 cache, what rows of activations take from it where a batch is large, clocks that fall) makes devices slower than
-this. Nothing here was measured on a GPU of ours. `--of` compiles nothing: it draws what `--json` has written before.
+Each kernel of a step is compiled without a GPU. Its time is what its launch costs in a graph, and the longest of four:
+the bytes that it must read, over the device's copy rate, or less where too few of its loads are under way at once (the
+bytes in flight that its machine code keeps, over the latency of a load); the same with the rows of activations that
+each program reads, over the rate of the L2 cache; the instructions of its loop, over what a processor issues; and what
+tensor cores multiply. What is left to torch is taken to be as good as its bytes and products allow. What such models
+forget (tails, four that hinder each other, clocks that fall) makes devices slower than this. Nothing here was measured
+on a GPU of ours. `--of` compiles nothing: it draws what `--json` has written before.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +38,12 @@ LAUNCH_US = 2.0
 COPY_SHARE = 0.95
 """Of the copy rate that a kernel reads at, at best."""
 WEIGHT_BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 0.5 + 4 / GROUP}
+ISSUE_SHARE = 0.65
+"""Of one instruction a cycle on each of a processor's four schedulers, at best."""
+TENSOR_SHARE = 0.6
+"""Of the products that the maker names, at best."""
 CONTEXT_BATCHES = (1, 8, 16, 32, 64)
+PROMPTS = (128, 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,8 @@ class Device:
     copy_tbs: float  # terabytes a second that a large copy reads and writes
     clock_ghz: float
     latency: int  # cycles of a load under load
+    cache_tbs: float  # terabytes a second that processors read from L2
+    tensor_tflops: float  # of dense products in half precision
 
     def read_tbs(self, in_flight: float) -> float:
         """Terabytes a second at so many bytes under way a processor; near both limits neither is reached."""
@@ -56,25 +66,37 @@ class Device:
 
 
 DEVICES = (
-    Device("H100", 90, 132, 3.0, 1.755, 800),
-    Device("H200", 90, 132, 4.3, 1.755, 800),
-    Device("B200", 100, 148, 7.0, 1.85, 800),
+    Device("H100", 90, 132, 3.0, 1.755, 800, 5.5, 989),
+    Device("H200", 90, 132, 4.3, 1.755, 800, 5.5, 989),
+    Device("B200", 100, 148, 7.0, 1.85, 800, 9.0, 2250),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One launch of a step: the bytes that it must read, and those that it keeps under way a processor."""
+    """One launch of a step: what it must read and do, and the bytes that it keeps under way a processor."""
 
     operation: str
     is_in_layer: bool
-    num_bytes: float
-    in_flight: float  # 0: nothing that its time depends on
+    num_bytes: float = 0.0
+    in_flight: float = 0.0  # 0: nothing that its time depends on
+    row_bytes: float = 0.0  # of activations, through the cache
+    instructions: float = 0.0  # of warps
+    products: float = 0.0  # operations on tensor cores
+
+    def limits_us(self, device: Device) -> dict[str, float]:
+        """The microseconds that each of the four takes."""
+        issued = device.processors * 4 * device.clock_ghz * 1e3 * ISSUE_SHARE
+        return {
+            "memory": self.num_bytes / device.read_tbs(self.in_flight) / 1e6 if self.in_flight else 0.0,
+            "cache": (self.num_bytes + self.row_bytes) / device.cache_tbs / 1e6,
+            "instructions": self.instructions / issued,
+            "products": self.products / (device.tensor_tflops * TENSOR_SHARE) / 1e6,
+        }
 
     def microseconds(self, device: Device) -> float:
         """Its time on a device."""
-        reading = self.num_bytes / device.read_tbs(self.in_flight) / 1e6 if self.num_bytes and self.in_flight else 0.0
-        return reading + LAUNCH_US
+        return max(self.limits_us(device).values()) + LAUNCH_US
 
 
 def step_us(kernels: list[Kernel], device: Device, layers: int) -> float:
@@ -89,76 +111,158 @@ def limit_us(kernels: list[Kernel], device: Device, layers: int) -> float:
     return total / device.copy_tbs / 1e6
 
 
-def step_launches(shape: ModelShape, weights: str, batch: int, context: int) -> Iterator[tuple[str, Launch, float]]:
-    """The launches of a step in bfloat16, with weights of that form, and the bytes of each: (operation, launch, bytes).
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A launch of a step and what it must do; without `launch` it is a product left to torch."""
 
-    Those of small size (adding, combining, norms of heads, both ends of a step) have 0.
+    operation: str
+    launch: Launch | None
+    num_bytes: float = 0.0  # 0: of small size (adding, combining, norms, both ends of a step)
+    products: float = 0.0
+
+
+def step_work(shape: ModelShape, weights: str, batch: int, context: int, *, is_prompt: bool = False) -> Iterator[Work]:
+    """What a step in bfloat16 does, with weights of that form: `batch` rows that decode, or those of one prompt.
+
+    Of a prompt one row goes to the head, and attention within it is taken for small.
     """
+    from d3engine.kernels.triton import launches
+
+    heads, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    head_rows = 1 if is_prompt else batch
+    sizes = {
+        f"qkv: rows={batch}": (heads + 2 * kv) * shape.hidden_size,
+        f"linear_residual: output rows={batch}": heads * shape.hidden_size,
+        f"linear_residual: down rows={batch}": shape.intermediate_size * shape.hidden_size,
+        f"gate_up: rows={batch}": 2 * shape.intermediate_size * shape.hidden_size,
+        f"lm_head: argmax rows={head_rows}": shape.vocab_size * shape.hidden_size,
+    }
+    small = _small_launches(batch, head_rows)
+    form = "" if weights == "bf16" else weights
+    missing = dict(sizes)
+    for operation, label, launch in launches.registered(shape, torch.bfloat16, form, launches.PROJECTIONS):
+        name = f"{operation}: {label}"
+        if name in sizes:
+            values = missing.pop(name)
+            rows = launch.grid[0] * launch.arguments["BLOCK_T"]
+            yield Work(operation, launch, values * WEIGHT_BYTES[weights], 2.0 * rows * values)
+        elif name in small:
+            yield Work(operation, launch)
+    for name, values in missing.items():
+        rows = -(-batch // 128) * 128
+        yield Work(name.partition(":")[0], None, values * 2.0, 2.0 * rows * values)
+    yield from _attention(shape, batch, context, is_prompt)
+
+
+def _small_launches(batch: int, head_rows: int) -> set[str]:
+    around = {"qkv": ("finish", "norm"), "gate_up": ("swiglu", "norm"), "linear_residual": ()}
+    names = {f"{operation}: {label} rows={batch}" for operation, labels in around.items() for label in labels}
+    names |= {f"linear_residual: {name}, {kind} rows={batch}" for name in ("output", "down") for kind in _RESIDUAL}
+    return names | {"lm_head: best", f"lm_head: argmax, norm rows={head_rows}"}
+
+
+_RESIDUAL = ("add", "arranged")
+
+
+def _attention(shape: ModelShape, batch: int, context: int, is_prompt: bool) -> Iterator[Work]:
     from d3engine.kernels.triton import launches
     from d3engine.kernels.triton.paged_attention import AttentionInputs, attention_launches
 
-    each = WEIGHT_BYTES[weights]
-    heads, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    sizes = {
-        f"qkv: rows={batch}": (heads + 2 * kv) * shape.hidden_size * each,
-        f"linear_residual: output rows={batch}": heads * shape.hidden_size * each,
-        f"linear_residual: down rows={batch}": shape.intermediate_size * shape.hidden_size * each,
-        f"gate_up: rows={batch}": 2 * shape.intermediate_size * shape.hidden_size * each,
-        f"lm_head: argmax rows={batch}": shape.vocab_size * shape.hidden_size * each,
-    }
-    small = {f"linear_residual: {name}, add rows={batch}" for name in ("output", "down")} | {"lm_head: best"}
-    form = "" if weights == "bf16" else weights
-    for operation, label, launch in launches.registered(shape, torch.bfloat16, form, launches.PROJECTIONS):
-        name = f"{operation}: {label}"
-        if name in sizes or name in small:
-            yield operation, launch, sizes.get(name, 0.0)
-    meta = launches.meta
+    if is_prompt:
+        yield Work("attention", None)
+        return
+    meta, kv = launches.meta, shape.num_kv_heads * shape.head_dim
     queries = meta(batch, shape.num_heads, shape.head_dim, dtype=torch.bfloat16)
     pool = meta(1024, 2, shape.block_size, shape.num_kv_heads, shape.head_dim, dtype=torch.bfloat16)
     integers = meta(batch + 1, dtype=torch.int32)
     tables = meta(batch, -(-context // shape.block_size), dtype=torch.int32)
     inputs = AttentionInputs(integers, integers[:batch], tables, integers[:1], context, 1, True)
-    out = meta(batch, heads, dtype=torch.bfloat16)
+    out = meta(batch, shape.num_heads * shape.head_dim, dtype=torch.bfloat16)
     for launch in attention_launches(out, queries, pool, inputs, shape.head_dim**-0.5):
-        yield "attention", launch, batch * context * 2 * kv * 2.0 if launch.streams else 0.0
+        yield Work("attention", launch, batch * context * 2 * kv * 2.0 if launch.streams else 0.0)
 
 
-def kernels_of_step(shape: ModelShape, weights: str, batch: int, context: int, arch: int) -> list[Kernel]:
+def kernels_of_step(
+    shape: ModelShape, weights: str, batch: int, context: int, arch: int, *, is_prompt: bool = False
+) -> list[Kernel]:
     """The kernels of a step, compiled for one architecture."""
-    from d3engine.kernels.inspect import needs
-
-    found = [Kernel("ends of a step", False, 0.0, 0.0)] * 3  # begin, embedding, end
-    for operation, launch, size in step_launches(shape, weights, batch, context):
-        in_flight = needs(launch, arch)["in_flight"] if launch.streams and size else 0
-        found.append(Kernel(operation, operation != "lm_head", size, in_flight))
+    found = [Kernel("ends of a step", False)] * 3  # begin, embedding, end
+    for work in step_work(shape, weights, batch, context, is_prompt=is_prompt):
+        found.append(_kernel(work, arch))
     return found
 
 
-def report_of(shape: ModelShape, layers: int, weights: str, batch: int, context: int) -> dict[str, Any]:
+def _kernel(work: Work, arch: int) -> Kernel:
+    from d3engine.kernels.inspect import needs
+
+    kernel = Kernel(work.operation, work.operation != "lm_head", work.num_bytes, products=work.products)
+    if work.launch is None:
+        return replace(kernel, in_flight=math.inf)
+    if not work.num_bytes:
+        return kernel
+    launch, given = work.launch, work.launch.arguments
+    found = needs(replace(launch, streams=True), arch)
+    passes, row_bytes = 1, 0.0
+    if "BLOCK_T" in given:  # a product: each tile of rows makes floats of all weights, each of outputs reads the rows
+        passes = launch.grid[0]
+        row_bytes = 2.0 * math.prod(launch.grid[:2]) * given["BLOCK_T"] * given["K"]
+    return replace(
+        kernel,
+        in_flight=found["in_flight"],
+        row_bytes=row_bytes,
+        instructions=found["instructions"] * work.num_bytes * passes,
+    )
+
+
+def report_of(
+    shape: ModelShape, layers: int, weights: str, batch: int, context: int, *, is_prompt: bool = False
+) -> dict[str, Any]:
     """All figures, by device and depth."""
-    compiled = {arch: kernels_of_step(shape, weights, batch, context, arch) for arch in {d.arch for d in DEVICES}}
+    compiled = {
+        arch: kernels_of_step(shape, weights, batch, context, arch, is_prompt=is_prompt)
+        for arch in {d.arch for d in DEVICES}
+    }
     rows = []
     for device in DEVICES:
         kernels = compiled[device.arch]
         for depth in sorted({layers, *(math.floor(layers * share) for share in (0.75, 0.5, 0.25))}, reverse=True):
             time, limit = step_us(kernels, device, depth), limit_us(kernels, device, depth)
-            figures = {"step_us": time, "tokens_per_second": batch * 1e6 / time, "share_of_limit": limit / time}
+            figures: dict[str, Any] = {
+                "step_us": time,
+                "tokens_per_second": batch * 1e6 / time,
+                "share_of_limit": limit / time,
+            }
+            figures["bound_by"] = _longest(kernels, device)
             rows.append({"device": device.name, "layers": depth} | figures)
-    asked = {"shape": shape.name, "weights": weights, "batch": batch, "context": context}
+    asked = {"shape": shape.name, "weights": weights, "batch": batch, "context": context, "is_prompt": is_prompt}
     kernels = {str(arch): [asdict(kernel) for kernel in found] for arch, found in compiled.items()}
     return asked | {"is_model": True, "rows": rows, "kernels": kernels, "devices": [asdict(d) for d in DEVICES]}
 
 
+def _longest(kernels: list[Kernel], device: Device) -> str:
+    """Which of the four limits takes most of the time in a layer."""
+    times: dict[str, float] = {}
+    for kernel in kernels:
+        limits = kernel.limits_us(device)
+        name = max(limits, key=limits.__getitem__)
+        if kernel.is_in_layer:
+            times[name] = times.get(name, 0.0) + limits[name]
+    return max(times, key=times.__getitem__)
+
+
 def show(report: dict[str, Any], console: Console) -> None:
     """The table; its title says that it is a model."""
-    words = "{shape}, {weights}, batch {batch}, context {context}".format(**report)
+    rows = "a prompt of {batch}" if report["is_prompt"] else "batch {batch}, context {context}"
+    words = f"{{shape}}, {{weights}}, {rows}".format(**report)
     table = Table(title=f"By a model, not measured: {words}", title_justify="left")
-    for name in ("device", "layers", "ms a step", "tokens/s", "of the limit"):
-        table.add_column(name, justify="left" if name == "device" else "right")
+    for name in ("device", "layers", "ms a step", "tokens/s", "of the copy rate", "bound by"):
+        table.add_column(name, justify="left" if name in ("device", "bound by") else "right")
     for row in report["rows"]:
         time = f"{row['step_us'] / 1000:.2f}"
         share = f"{row['share_of_limit']:.2f}"
-        table.add_row(row["device"], str(row["layers"]), time, f"{row['tokens_per_second']:.0f}", share)
+        table.add_row(
+            row["device"], str(row["layers"]), time, f"{row['tokens_per_second']:.0f}", share, row["bound_by"]
+        )
     console.print(table)
 
 
@@ -198,6 +302,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=32, help="of the whole model")
     parser.add_argument("--weights", choices=WEIGHT_BYTES, default="bf16")
     parser.add_argument("--batch", type=int, choices=CONTEXT_BATCHES, default=1, help="rows of a step")
+    parser.add_argument("--prompt", type=int, choices=PROMPTS, help="a step over so many tokens of one prompt instead")
     parser.add_argument("--context", type=int, default=512, help="entries of each row")
     parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
     parser.add_argument("--plot", metavar="FILE", help="draw to this PNG file (needs matplotlib)")
@@ -209,7 +314,8 @@ def main(arguments: list[str] | None = None) -> None:
         plot([json.loads(Path(file).read_text(encoding="utf-8")) for file in options.of], options.plot)
         return
     shape = launches.SHAPES[options.shape]
-    found = report_of(shape, options.layers, options.weights, options.batch, options.context)
+    rows, is_prompt = options.prompt or options.batch, options.prompt is not None
+    found = report_of(shape, options.layers, options.weights, rows, options.context, is_prompt=is_prompt)
     tell(
         {"environment": environment("benchmarks.gpu_model", arguments or [])} | found,
         show,

@@ -30,7 +30,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from d3engine.kernels.machine_code import before_the_wait, bytes_in_flight, programs_a_processor, read_once
+from d3engine.kernels.machine_code import (
+    before_the_wait,
+    bytes_in_flight,
+    instructions_a_byte,
+    programs_a_processor,
+    read_once,
+)
 
 if TYPE_CHECKING:
     from d3engine.kernels.triton.launches import Launch
@@ -75,6 +81,7 @@ class Usage:
     wide_loads: float  # share of the statically loaded bytes that come in loads of 16 bytes
     streams: bool = False  # whether bandwidth is its limit
     in_flight: int = 0  # bytes that a processor has under way in the mean
+    instructions: float = 0.0  # that a warp takes for a byte that is read once, in the loop that loads most
     too_early: tuple[str, ...] = ()  # what it does before it waits for the kernel in front of it, and may not
 
     @property
@@ -217,12 +224,14 @@ def needs(launch: Launch, arch: int) -> dict[str, Any]:
     widths = load_widths(ptx)
     total = sum(width * count for width, count in widths.items())
     resources = _resources(compiled.asm["cubin"])
-    in_flight = 0.0
+    in_flight = per_byte = 0.0
     if launch.streams:
         sass = _cuobjdump("--dump-sass", compiled.asm["cubin"])  # takes as long as compiling, so for nothing else
         fit = programs_a_processor(resources["REG"], shared, launch.num_warps, _SHARED_LIMITS[arch] * 1024)
         programs = min(fit, -(-math.prod(launch.grid) // PROCESSORS))
-        in_flight = 32 * launch.num_warps * programs * bytes_in_flight(sass) * read_once(ptx)
+        once = read_once(ptx)
+        in_flight = 32 * launch.num_warps * programs * bytes_in_flight(sass) * once
+        per_byte = instructions_a_byte(sass) / once
     waits = bool(launch.for_capability(arch)[0].get("PDL"))
     return {
         "registers": resources["REG"],
@@ -231,6 +240,7 @@ def needs(launch: Launch, arch: int) -> dict[str, Any]:
         "shared": shared,
         "streams": launch.streams,
         "in_flight": int(in_flight),
+        "instructions": round(per_byte, 3),
         "too_early": tuple(before_the_wait(ptx)) if waits else (),
         "widest_load": max(widths, default=0),
         "wide_loads": 16 * widths.get(16, 0) / total if total else 0.0,
@@ -318,7 +328,7 @@ def _find_cuobjdump() -> str:
 
 def _table(usages: list[Usage]) -> str:
     header = ["arch", "shape", "weights", "operation", "launch", "grid", "warps"]
-    header += ["regs", "stack", "local", "shared", "load", "16 B loads", "in flight"]
+    header += ["regs", "stack", "local", "shared", "load", "16 B loads", "a byte", "in flight"]
     rows = [
         (
             str(usage.arch),
@@ -334,6 +344,7 @@ def _table(usages: list[Usage]) -> str:
             str(usage.shared),
             f"{usage.widest_load} B",
             f"{usage.wide_loads:.0%}",
+            f"{usage.instructions:.2f}" if usage.streams else "",
             " ".join([f"{usage.in_flight / 1024:.0f} KB" if usage.streams else "", *usage.faults]),
         )
         for usage in usages

@@ -105,6 +105,13 @@ def bytes_in_flight(sass: str, latency: int = LATENCY) -> float:
     return loaded * latency / cycles
 
 
+def instructions_a_byte(sass: str) -> float:
+    """Instructions of a warp for each byte that it streams, in the loop that loads most; 0 if nothing is streamed."""
+    body = hottest_loop(instructions(sass))
+    loaded = _loaded(body)
+    return len(body) / (32 * loaded) if loaded else 0.0
+
+
 def read_once(ptx: str) -> float:
     """The part of what `bytes_in_flight` counts that is read once: wide loads that are marked to leave the cache first.
 

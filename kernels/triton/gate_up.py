@@ -1,4 +1,4 @@
-"""RMSNorm, gate and up projections, and SwiGLU: one launch.
+"""RMSNorm, gate and up projections, and SwiGLU: one launch, or two where many rows are normed before.
 
 A tile takes rows of the gate and of the up projection in turns, so that a gate meets its up value in one program; the
 weights themselves stay apart in memory, because a program reads every weight row as a stream of its own anyway.
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from d3engine.kernels.quantized import Weight
 from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
+from d3engine.kernels.triton.matmul import matmul
 from d3engine.kernels.triton.product_kernels import (
     NOT_SPECIALIZED,
     live_rows,
@@ -22,7 +23,8 @@ from d3engine.kernels.triton.product_kernels import (
     tile_product,
     wait_for_previous,
 )
-from d3engine.kernels.triton.products import Tile, matmul, need_unit_stride, product_launch, product_tile
+from d3engine.kernels.triton.product_rows import labelled, product_launches
+from d3engine.kernels.triton.products import Tile, need_unit_stride, product_tile
 from d3engine.kernels.triton.rms_norm import rms_norm
 
 
@@ -48,14 +50,15 @@ def gate_up(
     out = torch.empty(rows, outputs // 2, dtype=hidden.dtype, device=hidden.device)
     tile = product_tile(rows, weight, hidden.dtype)
     if tile is not None:
-        gate_up_launch(tile, hidden, norm_weight, eps, weight, bias, out, num_rows).run()
+        for launch in gate_up_launches(tile, hidden, norm_weight, eps, weight, bias, out, num_rows):
+            launch.run()
     else:
         projected = matmul(rms_norm(hidden, norm_weight, eps, num_rows=num_rows), weight, bias)
         swiglu_launch(projected, out, num_rows).run()
     return out
 
 
-def gate_up_launch(
+def gate_up_launches(
     tile: Tile,
     hidden: Tensor,
     norm_weight: Tensor,
@@ -64,10 +67,10 @@ def gate_up_launch(
     bias: Tensor | None,
     out: Tensor,
     num_rows: Tensor | None,
-) -> Launch:
-    """Everything in one kernel."""
+) -> list[Launch]:
+    """Everything in one kernel; and what its rows need before."""
     target = {"bias_ptr": bias, "out_ptr": out, "GATES": out.shape[1]}
-    return product_launch(_product_kernel, tile, hidden, weight, num_rows, norm=(norm_weight, eps), **target)
+    return product_launches(_product_kernel, tile, hidden, weight, num_rows, norm=(norm_weight, eps), **target)
 
 
 def swiglu_launch(projected: Tensor, out: Tensor, num_rows: Tensor | None) -> Launch:
@@ -98,7 +101,8 @@ def launches(shape: ModelShape, dtype: torch.dtype, weights: str) -> Iterator[tu
             yield f"swiglu rows={rows}", swiglu_launch(meta(rows, 2 * gates, dtype=dtype), out, num_rows)
         else:
             hidden = meta(rows, hidden_size, dtype=dtype)
-            yield f"rows={rows}", gate_up_launch(tile, hidden, norm, 1e-5, weight, bias, out, num_rows)
+            found = gate_up_launches(tile, hidden, norm, 1e-5, weight, bias, out, num_rows)
+            yield from labelled(found, "", rows)
 
 
 @triton.jit(**NOT_SPECIALIZED)

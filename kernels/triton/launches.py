@@ -30,6 +30,7 @@ MODULES = (
     "linear_residual",
     "gate_up",
     "lm_head",
+    "unpack",
     "sample",
     "copy_entries",
     "paged_attention",
@@ -37,7 +38,7 @@ MODULES = (
 )
 """The files of this package that have a function `launches`, in the order of a layer."""
 
-PROJECTIONS = ("qkv", "linear_residual", "gate_up", "lm_head")
+PROJECTIONS = ("qkv", "linear_residual", "gate_up", "lm_head", "unpack")
 """Those of `MODULES` that read weights, which may be quantized."""
 
 PROGRAMMATIC = False
@@ -46,7 +47,7 @@ PROGRAMMATIC = False
 The one switch for all kernels. Off, because it was never measured; it takes effect on compute capability 9.0 and later.
 """
 
-ROW_COUNTS = (1, 8, 16, 32, 64)
+ROW_COUNTS = (1, 8, 16, 32, 64, 128)
 """Row counts worth inspecting: one for every path of the products, and a few between."""
 
 

@@ -1,8 +1,7 @@
 """Output and down projection: a product added to the residual stream in place.
 
 One launch; or two, where so few outputs would leave processors idle: then several programs share the columns of one
-tile of outputs (split-K), their sums stand in float32 scratch, and a second kernel adds those up in a fixed order. The
-other projections have outputs enough, and their norm would need the whole row in every part.
+tile of outputs (see `product_sums.py`), and a second kernel adds their sums to the residual.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from d3engine.kernels.quantized import Weight
 from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
+from d3engine.kernels.triton.matmul import add_matmul_, matmul
 from d3engine.kernels.triton.product_kernels import (
     NOT_SPECIALIZED,
     live_rows,
@@ -24,7 +24,9 @@ from d3engine.kernels.triton.product_kernels import (
     tile_product,
     wait_for_previous,
 )
-from d3engine.kernels.triton.products import Tile, add_matmul_, matmul, need_unit_stride, product_launch, product_tile
+from d3engine.kernels.triton.product_rows import labelled, product_launches
+from d3engine.kernels.triton.product_sums import added, sums_launches
+from d3engine.kernels.triton.products import Tile, need_unit_stride, product_tile
 
 
 def linear_residual(
@@ -51,22 +53,17 @@ def linear_residual(
 def residual_launches(
     tile: Tile, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, num_rows: Tensor | None
 ) -> list[Launch]:
-    """Product and sum in one kernel, or in two if the tile has parts."""
-    outputs, columns = weight.shape
+    """Product and sum in one kernel, or in two if the tile has parts; and what its rows need before."""
     if tile.parts == 1:
         target: dict[str, Any] = {
             "bias_ptr": bias,
             "residual_ptr": residual,
             "residual_stride": residual.stride(0),
-            "N": outputs,
+            "N": weight.shape[0],
         }
-        return [product_launch(_product_kernel, tile, x, weight, num_rows, **target)]
-    sums = torch.empty(tile.parts, x.shape[0], outputs, dtype=torch.float32, device=x.device)
-    part: dict[str, Any] = {"sums_ptr": sums, "N": outputs, "PART_K": tile.part_columns(columns)}
-    return [
-        product_launch(_partial_kernel, tile, x, weight, num_rows, **part),
-        add_launch(sums, bias, residual, num_rows),
-    ]
+        return product_launches(_product_kernel, tile, x, weight, num_rows, **target)
+    sums, launches = sums_launches(tile, x, weight, num_rows)
+    return [*launches, add_launch(sums, bias, residual, num_rows)]
 
 
 def add_launch(sums: Tensor, bias: Tensor | None, residual: Tensor, num_rows: Tensor | None) -> Launch:
@@ -91,14 +88,13 @@ def launches(shape: ModelShape, dtype: torch.dtype, weights: str) -> Iterator[tu
     hidden = shape.hidden_size
     num_rows = meta(1, dtype=torch.int32)
     bias = meta(hidden, dtype=dtype) if shape.bias else None
-    for rows in ROW_COUNTS:
+    for rows in (*ROW_COUNTS, 512):
         residual = meta(rows, hidden, dtype=dtype)
         for label, columns in (("output", shape.num_heads * shape.head_dim), ("down", shape.intermediate_size)):
             x, weight = meta(rows, columns, dtype=dtype), meta_weight(hidden, columns, dtype=dtype, weights=weights)
             tile = product_tile(rows, weight, dtype, may_split=True)
             if tile is not None:
-                for launch in residual_launches(tile, x, weight, bias, residual, num_rows):
-                    yield f"{label}{', add' if launch.kernel is _add_kernel else ''} rows={rows}", launch
+                yield from labelled(residual_launches(tile, x, weight, bias, residual, num_rows), label, rows)
     many = meta(512, hidden, dtype=dtype)
     yield "add rows=512", add_launch(many[None], bias, many, num_rows)
 
@@ -139,43 +135,6 @@ def _product_kernel(
 
 
 @triton.jit(**NOT_SPECIALIZED)
-def _partial_kernel(
-    x_ptr,
-    x_stride,
-    weight_ptr,
-    weight_stride,
-    scales_ptr,
-    scales_stride,
-    sums_ptr,
-    num_rows_ptr,
-    total_rows,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    PART_K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WEIGHTS_FIRST: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    valid_outputs = tl.minimum(outputs, N - 1)
-    part = tl.program_id(2)
-    column = part * PART_K
-    first, count = prologue(weight_ptr, weight_stride, valid_outputs, column, num_rows_ptr, total_rows, K, BLOCK_K, PDL)
-    if tl.program_id(0) * BLOCK_T >= count:
-        return
-    rows, sums = tile_product(
-        x_ptr, x_stride, count, None, 0.0,
-        weight_ptr, weight_stride, scales_ptr, scales_stride, valid_outputs,
-        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first, column, tl.minimum(column + PART_K, K),
-    )  # fmt: skip
-    pointers = sums_ptr + (part * total_rows + rows).to(tl.int64)[:, None] * N + outputs[None, :]
-    tl.store(pointers, sums, mask=(rows < count)[:, None] & (outputs < N)[None, :])
-
-
-@triton.jit(**NOT_SPECIALIZED)
 def _add_kernel(
     sums_ptr,
     bias_ptr,
@@ -194,10 +153,7 @@ def _add_kernel(
         return
     rows = tl.program_id(0) + tl.arange(0, 1)
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    sums = tl.zeros((1, BLOCK_N), tl.float32)
-    for part in tl.static_range(PARTS):
-        pointers = sums_ptr + (part * total_rows + rows).to(tl.int64)[:, None] * N + outputs[None, :]
-        sums += tl.load(pointers, mask=(outputs < N)[None, :], other=0.0).to(tl.float32)
+    sums = added(sums_ptr, rows, outputs, total_rows, PARTS, N)
     _add(sums, rows, outputs, count, bias_ptr, residual_ptr, residual_stride, N)
 
 

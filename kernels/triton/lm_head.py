@@ -17,11 +17,16 @@ from d3engine.kernels.quantized import Weight
 from d3engine.kernels.sampling import SamplingRows
 from d3engine.kernels.triton.candidates import best_launch, best_of, candidate, ordered
 from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
+from d3engine.kernels.triton.matmul import matmul
 from d3engine.kernels.triton.noise import gumbel, token_words
 from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, tile_product
-from d3engine.kernels.triton.products import Tile, matmul, need_unit_stride, product_launch, product_tile
+from d3engine.kernels.triton.product_rows import labelled, product_launches
+from d3engine.kernels.triton.products import Tile, need_unit_stride, product_tile
 from d3engine.kernels.triton.rms_norm import rms_norm
 from d3engine.kernels.triton.sample import need_unit_strides, sample
+
+DRAWN_ROWS = 64
+"""Rows of a tile whose noise is drawn where its logits are: beside 128 rows of sums no registers are left for it."""
 
 
 def lm_head(
@@ -38,7 +43,8 @@ def lm_head(
     if tile is None:
         return matmul(rms_norm(hidden, norm_weight, eps, num_rows=num_rows), weight).float()
     logits = torch.empty(rows, vocab, dtype=torch.float32, device=hidden.device)
-    logits_launch(tile, hidden, norm_weight, eps, weight, logits, num_rows).run()
+    for launch in logits_launches(tile, hidden, norm_weight, eps, weight, logits, num_rows):
+        launch.run()
     return logits
 
 
@@ -57,7 +63,8 @@ def lm_head_argmax(
         tokens = logits.argmax(dim=-1)
         return tokens, logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
     candidates = torch.empty(rows, triton.cdiv(vocab, tile.outputs), dtype=torch.int64, device=hidden.device)
-    choice_launch(tile, hidden, norm_weight, eps, weight, None, None, candidates, num_rows).run()
+    for launch in choice_launches(tile, hidden, norm_weight, eps, weight, None, None, candidates, num_rows):
+        launch.run()
     return best_of(candidates, num_rows)
 
 
@@ -85,15 +92,17 @@ def lm_head_sample(
     rows = SamplingRows(temperature, seeds, indices)
     need_unit_strides(rows)
     tile = product_tile(count, weight, hidden.dtype)
-    if tile is None:
+    if tile is None or tile.rows > DRAWN_ROWS:
         logits = lm_head(hidden, norm_weight, eps, weight, num_rows=num_rows)
         return sample(logits, rows, steps, first_token=first_token, num_rows=num_rows)
     candidates = torch.empty(count, triton.cdiv(vocab, tile.outputs), dtype=torch.int64, device=hidden.device)
-    choice_launch(tile, hidden, norm_weight, eps, weight, rows, steps, candidates, num_rows, first_token).run()
+    given = (tile, hidden, norm_weight, eps, weight, rows, steps, candidates, num_rows, first_token)
+    for launch in choice_launches(*given):
+        launch.run()
     return best_of(candidates, num_rows)
 
 
-def logits_launch(
+def logits_launches(
     tile: Tile,
     hidden: Tensor,
     norm_weight: Tensor,
@@ -101,13 +110,13 @@ def logits_launch(
     weight: Weight,
     logits: Tensor,
     num_rows: Tensor | None,
-) -> Launch:
-    """Norm, product and store in one kernel."""
+) -> list[Launch]:
+    """Norm, product and store in one kernel; or the norm of many rows before."""
     target = {"logits_ptr": logits, "V": weight.shape[0]}
-    return product_launch(_logits_kernel, tile, hidden, weight, num_rows, norm=(norm_weight, eps), **target)
+    return product_launches(_logits_kernel, tile, hidden, weight, num_rows, norm=(norm_weight, eps), **target)
 
 
-def choice_launch(
+def choice_launches(
     tile: Tile,
     hidden: Tensor,
     norm_weight: Tensor,
@@ -118,7 +127,7 @@ def choice_launch(
     candidates: Tensor,
     num_rows: Tensor | None,
     first_token: int = 0,
-) -> Launch:
+) -> list[Launch]:
     """The best candidate of every tile, `candidates` int64 [T, tiles] (written): by logit, or a draw of `rows`."""
     choice = {
         "temperature_ptr": None if rows is None else rows.temperature,
@@ -130,7 +139,7 @@ def choice_launch(
         "TILES": candidates.shape[1],
         "V": weight.shape[0],
     }
-    return product_launch(_choice_kernel, tile, hidden, weight, num_rows, norm=(norm_weight, eps), **choice)
+    return product_launches(_choice_kernel, tile, hidden, weight, num_rows, norm=(norm_weight, eps), **choice)
 
 
 def launches(shape: ModelShape, dtype: torch.dtype, weights: str) -> Iterator[tuple[str, Launch]]:
@@ -143,13 +152,15 @@ def launches(shape: ModelShape, dtype: torch.dtype, weights: str) -> Iterator[tu
         if tile is None:
             continue
         hidden, logits = meta(rows, columns, dtype=dtype), meta(rows, vocab, dtype=torch.float32)
-        yield f"logits rows={rows}", logits_launch(tile, hidden, norm, 1e-5, weight, logits, num_rows)
+        found = logits_launches(tile, hidden, norm, 1e-5, weight, logits, num_rows)
+        yield from labelled(found, "logits", rows)
         integers, floats = meta(rows, dtype=torch.int64), meta(rows, dtype=torch.float32)
         candidates = meta(rows, triton.cdiv(vocab, tile.outputs), dtype=torch.int64)
         given = (tile, hidden, norm, 1e-5, weight)
         draws = SamplingRows(floats, integers, integers)
-        yield f"argmax rows={rows}", choice_launch(*given, None, None, candidates, num_rows)
-        yield f"sample rows={rows}", choice_launch(*given, draws, integers, candidates, num_rows)
+        yield from labelled(choice_launches(*given, None, None, candidates, num_rows), "argmax", rows)
+        if tile.rows <= DRAWN_ROWS:
+            yield from labelled(choice_launches(*given, draws, integers, candidates, num_rows), "sample", rows)
     yield "best", best_launch(candidates, integers, floats, num_rows)
 
 

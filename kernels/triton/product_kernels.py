@@ -6,7 +6,11 @@ rows use `tl.dot`. Masks along rows and outputs are avoided: indices are clamped
 
 What a tile of weights holds follows from its pointer: int8 values (`Int8Weight`), uint8 pairs of 4-bit values
 (`Int4Weight`), or floats. Quantized values become floats in registers (`small_values.py`); an output's int8 scale meets
-the finished sum, a group's int4 scale the sum over that group. The host's side is in `products.py`.
+the finished sum, a group's int4 scale the sum over that group.
+
+More than `FEW_ROWS` rows a tile come without a norm, which others have applied and stored, and beside quantized weights
+in half precision in the order of `slots.py`: then a round of the loop is loads, small values that become floats, and
+products. The host's side is in `products.py` and `product_rows.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +20,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from d3engine.kernels.quantized import GROUP
+from d3engine.kernels.triton.slots import in_places
 from d3engine.kernels.triton.small_values import int4_values, int8_values
+
+FEW_ROWS: tl.constexpr = tl.constexpr(16)
+"""Rows of a tile that carries the norm along, and takes columns in their own order."""
 
 NOT_SPECIALIZED = {"do_not_specialize": ["total_rows"], "do_not_specialize_on_alignment": ["num_rows_ptr"]}
 """Options of `triton.jit` for every kernel: a new row count, or a view of another layer's count, compiles nothing."""
@@ -123,9 +131,11 @@ def product(
             x_rows, norm_ptr, eps, weight_rows, PDL, first, begin, end, K, BLOCK_N, BLOCK_K, STAGES
         )  # fmt: skip
     else:
+        IS_SMALL: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth == 8
+        IS_HALF: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
         sums = _dot_product(
             x_rows, norm_ptr, eps, weight_rows, scale_rows, PDL, first, begin, end,
-            K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES,
+            K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, BLOCK_T > FEW_ROWS and IS_SMALL and IS_HALF,
         )  # fmt: skip
     if weight_rows.dtype.element_ty == tl.int8:
         sums *= tl.load(scale_rows)[None, :]
@@ -202,9 +212,9 @@ def _load_row(
 def _dot_product(
     x_rows, norm_ptr, eps, weight_rows, scale_rows, PDL: tl.constexpr, first, begin, end,
     K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, ARRANGED: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_T, BLOCK_N]: several rows, on tensor cores."""
+    """[BLOCK_T, BLOCK_N]: several rows, on tensor cores; ARRANGED: in the order of `slots.py`."""
     # The row times the norm weight, not yet scaled, can leave the range of float16. There the scale comes first, at the
     # price of reading the rows twice (they are in L2). bfloat16 has the range of float32.
     SCALE_FIRST: tl.constexpr = (norm_ptr is not None) and (x_rows.dtype.element_ty == tl.float16)
@@ -233,7 +243,7 @@ def _dot_product(
                 weight = _load_weights(weight_rows, begin + column, K, STEP)
             sums, squares = _dot_step(
                 sums, squares, weight, x_rows, norm_ptr, scale, scale_rows, begin + column, K, STEP,
-                WEIGHTS_FIRST, SCALE_FIRST,
+                WEIGHTS_FIRST, SCALE_FIRST, ARRANGED,
             )  # fmt: skip
         begin += BLOCK_K
     # Of int4 no product reads the loads themselves, but both halves of their bytes: the launch's stages pass them by.
@@ -243,7 +253,7 @@ def _dot_product(
             weight = _load_weights(weight_rows, start + column, K, STEP)
             sums, squares = _dot_step(
                 sums, squares, weight, x_rows, norm_ptr, scale, scale_rows, start + column, K, STEP,
-                WEIGHTS_FIRST, SCALE_FIRST,
+                WEIGHTS_FIRST, SCALE_FIRST, ARRANGED,
             )  # fmt: skip
     if WEIGHTS_FIRST:
         sums = tl.trans(sums)
@@ -256,17 +266,21 @@ def _dot_product(
 def _dot_step(
     sums, squares, weight, x_rows, norm_ptr, scale, scale_rows, start,
     K: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, SCALE_FIRST: tl.constexpr,
+    ARRANGED: tl.constexpr,
 ):  # fmt: skip
     """Add the columns [start, start + BLOCK_K) to both sums."""
+    WIDTH: tl.constexpr = (K + _GROUP - 1) // _GROUP * _GROUP if ARRANGED else K  # of rows of x
+    if ARRANGED:
+        weight = in_places(weight)
     if weight.dtype == tl.uint8:
         tl.static_assert(BLOCK_K == _GROUP, "a step of int4 is one group")
         group_scales = tl.load(scale_rows + start // _GROUP)
         columns = start + tl.arange(0, BLOCK_K // 2)[None, :]
-        x, squares = _load_rows(x_rows, norm_ptr, scale, squares, columns, K, BLOCK_K, SCALE_FIRST)
+        x, squares = _load_rows(x_rows, norm_ptr, scale, squares, columns, WIDTH, BLOCK_K, SCALE_FIRST)
         low, high = int4_values(weight, x.dtype)
         group_sums = _dot(low, x, tl.zeros_like(sums), WEIGHTS_FIRST)
         columns += BLOCK_K // 2
-        x, squares = _load_rows(x_rows, norm_ptr, scale, squares, columns, K, BLOCK_K, SCALE_FIRST)
+        x, squares = _load_rows(x_rows, norm_ptr, scale, squares, columns, WIDTH, BLOCK_K, SCALE_FIRST)
         group_sums = _dot(high, x, group_sums, WEIGHTS_FIRST)
         if WEIGHTS_FIRST:
             sums += group_sums * group_scales[:, None]
@@ -274,7 +288,7 @@ def _dot_step(
             sums += group_sums * group_scales[None, :]
     else:
         columns = start + tl.arange(0, BLOCK_K)[None, :]
-        x, squares = _load_rows(x_rows, norm_ptr, scale, squares, columns, K, BLOCK_K, SCALE_FIRST)
+        x, squares = _load_rows(x_rows, norm_ptr, scale, squares, columns, WIDTH, BLOCK_K, SCALE_FIRST)
         if weight.dtype == tl.int8:
             weight = int8_values(weight, x.dtype)
         sums = _dot(weight, x, sums, WEIGHTS_FIRST)

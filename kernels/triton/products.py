@@ -1,35 +1,37 @@
-"""The host's side of all projections: which tile a product gets, its launch, and what is left to torch.
+"""The host's side of all projections: which tile a product gets, and its launch.
 
-The device's side, the loop itself, is in `product_kernels.py`.
+The device's side, the loop itself, is in `product_kernels.py`; what is left to torch in `matmul.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
 from d3engine.kernels.quantized import GROUP, Int4Weight, Int8Weight, Weight
 from d3engine.kernels.triton.launches import Launch
+from d3engine.kernels.triton.product_kernels import FEW_ROWS
 
 MATMUL_ROWS = 64
 """Products of more rows go to torch.matmul (cuBLAS) with a kernel for the rest of the operation around it.
 
-Not yet measured on a GPU.
+Not yet measured on a GPU. Of quantized weights beside float32, too.
+"""
+
+UNPACK_ROWS = 512
+"""Up to so many rows of half precision read quantized weights as they lie; for more they are unpacked for torch.matmul.
+
+Unpacking costs 3 bytes a weight of int8 whatever the rows, and each 128 rows make floats of all weights anew: by
+`benchmarks.gpu_model` the two are even somewhere between 350 and 750 rows. Not yet measured on a GPU.
 """
 
 MIN_PROGRAMS = 128  # about the number of processors of an H100 (132): fewer programs leave some without work
 
 MIN_STEPS = 4  # of a program that shares its outputs with others: below, filling its pipeline is most of its time
-
-
-_REDUCED = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,15 @@ class Tile:
     weights_first: bool = False  # whether the weights are the left operand of the tensor cores
     parts: int = 1  # programs that share the columns of one tile of outputs (split-K)
 
+    @property
+    def is_normed(self) -> bool:
+        """Whether it takes rows to which a norm has been applied."""
+        return bool(self.rows > FEW_ROWS.value)
+
+    def is_arranged(self, weight: Weight, dtype: torch.dtype) -> bool:
+        """Whether it takes rows of `dtype` in the order of `slots.py` beside that weight."""
+        return self.is_normed and not isinstance(weight, Tensor) and dtype != torch.float32
+
     def part_columns(self, columns: int) -> int:
         """Columns of each part, in whole steps; the last may have fewer."""
         return int(triton.cdiv(triton.cdiv(columns, self.columns), self.parts)) * self.columns
@@ -52,29 +63,57 @@ class Tile:
 def product_tile(rows: int, weight: Weight, dtype: torch.dtype, *, may_split: bool = False) -> Tile | None:
     """The tile for `rows` rows of `dtype` times `weight` [N, K] transposed; None: leave it to torch.matmul.
 
-    What the operations share. With `may_split` a tile may have parts. The numbers are for Hopper, and fit Ampere's
-    shared memory: the first path has two tiles in flight, the others 2 to 5 stages (see `inspect`).
+    What the operations share. With `may_split` a tile may have parts. The numbers are for Hopper, and fit the 99 KB of
+    shared memory that consumer cards have: the first path has two tiles in flight, the others 2 to 5 stages (see
+    `inspect`).
     """
     outputs, columns = weight.shape
     if rows <= 1 and not isinstance(weight, Int4Weight):
         return _single_row_tile(outputs, columns, weight)
-    if rows > MATMUL_ROWS:
+    reads_small = not isinstance(weight, Tensor) and dtype != torch.float32
+    if rows > (UNPACK_ROWS if reads_small else MATMUL_ROWS):
         return None
-    if rows <= 16:
+    if rows <= FEW_ROWS.value:
         tile = _few_rows_tile(rows, weight, dtype, may_split)
         return _split(tile, weight) if may_split else tile
-    quantized = not isinstance(weight, Tensor)
-    block_rows = 32 if rows <= 32 else 64
-    if dtype == torch.float32:  # runs without tensor cores, from registers: smaller steps
-        step, stages = 32, 2
-    else:
-        # With more rows registers are short: on Blackwell 128 columns of int8 spilled.
-        step, stages = (128 if quantized and rows <= 32 else 64), 4
+    if dtype == torch.float32:
+        return _many_float32_rows_tile(rows, weight)
+    return _many_rows_tile(rows, weight, may_split)
+
+
+def _many_float32_rows_tile(rows: int, weight: Weight) -> Tile:
+    """Without tensor cores, from registers: small steps."""
+    step, stages = (GROUP, 4 if rows <= 32 else 3) if isinstance(weight, Int4Weight) else (32, 2)
+    outputs = _enough_programs(64, weight.shape[0], least=32)
+    return Tile(32 if rows <= 32 else 64, outputs, step, 4, stages, weights_first=not isinstance(weight, Tensor))
+
+
+def _many_rows_tile(rows: int, weight: Weight, may_split: bool) -> Tile:
+    """For more than 16 rows of half precision: 128 outputs a program, since each program reads the rows from L2.
+
+    Outputs are the left operand, of which tensor cores take 64, where rows are fewer; and of weights that become floats
+    in registers, since only the left one can stay there.
+    """
+    block_rows = 32 if rows <= 32 else 64 if rows <= 64 else 128
     if isinstance(weight, Int4Weight):
-        step, stages = GROUP, 4 if rows <= 32 else 3
-    # Tensor cores want 16 or 64 left rows. Weights that become floats in registers can stay there as the left operand
-    # alone.
-    return Tile(block_rows, _enough_programs(64, outputs, least=32), step, 4, stages, weights_first=quantized)
+        step, stages = GROUP, 4 if rows <= 64 else 2
+    elif isinstance(weight, Int8Weight):
+        step, stages = (128, 4 if rows <= 32 else 3) if rows <= 64 else (64, 4)
+    else:
+        step, stages = 64, 4 if rows <= 64 else 3
+    weights_first = not isinstance(weight, Tensor) or rows <= 32
+    tile = Tile(block_rows, 128, step, 8, stages, weights_first)
+    outputs, columns = weight.shape
+    row_tiles = triton.cdiv(rows, block_rows)
+    programs = row_tiles * triton.cdiv(outputs, tile.outputs)
+    if may_split:
+        parts = min((MIN_PROGRAMS + programs // 2) // programs, triton.cdiv(columns, step) // MIN_STEPS)
+        parts = triton.cdiv(columns, replace(tile, parts=max(1, parts)).part_columns(columns))  # none is empty
+        return replace(tile, parts=parts)
+    # Two programs of three processors: narrower tiles would read the rows twice as often.
+    while tile.outputs > 32 and 3 * row_tiles * triton.cdiv(outputs, tile.outputs) < 2 * MIN_PROGRAMS:
+        tile = replace(tile, outputs=tile.outputs // 2, warps=4)
+    return tile
 
 
 def _few_rows_tile(rows: int, weight: Weight, dtype: torch.dtype, may_split: bool) -> Tile:
@@ -90,9 +129,12 @@ def _few_rows_tile(rows: int, weight: Weight, dtype: torch.dtype, may_split: boo
     # Two warps, each with 32 outputs, or 16: then no value becomes a float twice, and the weights come to the tensor
     # cores 8 bytes at a time. Four warps with 64 outputs would get them from shared memory by twos.
     if isinstance(weight, Int8Weight):
+        step, stages = 128, 6
         if rows > 8 and outputs >= 64 * MIN_PROGRAMS:
             block_outputs = 64
-        return Tile(block_rows, block_outputs, 128, max(1, min(2, block_outputs // 16)), 6, True)
+        elif rows > 8 and not may_split and columns % 256 == 0:
+            step, stages = 256, 4  # so few programs have too little under way with shorter rounds
+        return Tile(block_rows, block_outputs, step, max(1, min(2, block_outputs // 16)), stages, True)
     step = 2 * GROUP if columns % (2 * GROUP) == 0 else GROUP
     warps = max(1, min(2, block_outputs // 16))
     if not (many or may_split) and outputs >= 64 * MIN_PROGRAMS:
@@ -170,7 +212,9 @@ def product_launch(
     grid = (triton.cdiv(rows, tile.rows), triton.cdiv(weight.shape[0], tile.outputs), tile.parts)
     # Of 64 threads a processor has room for six programs even so; left alone, ptxas saves registers and spills one.
     options = {"maxnreg": 168} if tile.warps == 2 else {}
-    return Launch(kernel, grid, arguments, tile.warps, tile.stages, options, streams=True)
+    # Beside 128 rows small weights wait for tensor cores, and for becoming floats.
+    streams = tile.rows <= 64 or isinstance(weight, Tensor)
+    return Launch(kernel, grid, arguments, tile.warps, tile.stages, options, streams=streams)
 
 
 def weight_arguments(weight: Weight) -> dict[str, object]:
@@ -187,44 +231,6 @@ def weight_arguments(weight: Weight) -> dict[str, object]:
         "scales_ptr": scales,
         "scales_stride": 0 if scales is None else scales.stride(0),
     }
-
-
-def as_matrix(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """`weight` [N, K] as torch.matmul takes it, beside activations of `dtype`: for more than `MATMUL_ROWS` rows.
-
-    Quantized weights are unpacked on every call. Whether that beats a kernel of our own at these sizes was not
-    measured; the memory it needs for a moment is that of the matrix in float32.
-    """
-    return weight if isinstance(weight, Tensor) else weight.dequantize(dtype)
-
-
-def matmul(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """`x` [T, K] times `weight` [N, K] transposed, plus `bias` [N]: torch's product, for many rows."""
-    with float32_sums():
-        return F.linear(x, as_matrix(weight, x.dtype), bias)
-
-
-def add_matmul_(target: Tensor, x: Tensor, weight: Weight) -> None:
-    """Add `x` [T, K] times `weight` [N, K] transposed to `target` [T, N], in place."""
-    with float32_sums():
-        target.addmm_(x, as_matrix(weight, x.dtype).t())
-
-
-@contextmanager
-def float32_sums() -> Iterator[None]:
-    """Within it the matrix library keeps the sums of half precision in float32 to the end, as all kernels here do.
-
-    torch lets it add up parts of a long sum in half precision, if nobody says otherwise.
-    """
-    settings = torch.backends.cuda.matmul
-    before = [(name, getattr(settings, name)) for name in _REDUCED]
-    for name in _REDUCED:
-        setattr(settings, name, False)
-    try:
-        yield
-    finally:
-        for name, value in before:
-            setattr(settings, name, value)
 
 
 def need_unit_stride(**tensors: Weight | None) -> None:

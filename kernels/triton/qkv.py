@@ -1,10 +1,11 @@
-"""RMSNorm, the query, key and value projections, RoPE, and the write into the cache: one launch.
+"""RMSNorm, the query, key and value projections, RoPE, and the write into the cache: one launch for few rows.
 
 Channels of a pair stand side by side, so any even tile of outputs holds whole pairs: a tile needs to know nothing of
 heads, and a head size may be any even number.
 
 Where heads have norms of their own it is two: a norm needs a whole head, and products of few rows are cut finer than
-that, to keep all processors loading. The sums go through memory in float32, and the second launch takes whole heads.
+that, to keep all processors loading. The sums go through memory in float32 (`product_sums.py`), and the second launch
+takes whole heads. So it is where many rows meet so few outputs, of grouped heads, that programs share their columns.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ from torch import Tensor
 
 from d3engine.kernels.quantized import Weight
 from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
+from d3engine.kernels.triton.matmul import matmul
 from d3engine.kernels.triton.product_kernels import (
+    FEW_ROWS,
     NOT_SPECIALIZED,
     live_rows,
     prologue,
     tile_product,
     wait_for_previous,
 )
-from d3engine.kernels.triton.products import Tile, matmul, need_unit_stride, product_launch, product_tile
+from d3engine.kernels.triton.product_rows import labelled, product_launches
+from d3engine.kernels.triton.product_sums import added, sums_launches
+from d3engine.kernels.triton.products import Tile, need_unit_stride, product_tile
 from d3engine.kernels.triton.rms_norm import rms_norm
 
 
@@ -61,19 +66,17 @@ def qkv(
     rows = hidden.shape[0]
     queries = torch.empty(rows, num_heads, pool.shape[4], dtype=hidden.dtype, device=hidden.device)
     targets = _targets(rotations, pool, entries, queries, weight.shape[0])
-    tile = product_tile(rows, weight, hidden.dtype)
-    projected: Tensor | None
+    tile = product_tile(rows, weight, hidden.dtype, may_split=rows > FEW_ROWS.value)
     if tile is None:
         projected = matmul(rms_norm(hidden, norm_weight, eps, num_rows=num_rows), weight, bias)
+        finish_launch(projected[None], None, targets, num_rows, head_norms, eps).run()
     else:
-        projected = None if head_norms is None else _sums(rows, weight, hidden.device)
-        qkv_launch(tile, hidden, norm_weight, eps, weight, bias, targets, num_rows, projected).run()
-    if projected is not None:
-        finish_launch(projected, targets, num_rows, head_norms, eps).run()
+        for launch in qkv_launches(tile, hidden, norm_weight, eps, weight, bias, targets, num_rows, head_norms):
+            launch.run()
     return queries
 
 
-def qkv_launch(
+def qkv_launches(
     tile: Tile,
     hidden: Tensor,
     norm_weight: Tensor,
@@ -82,22 +85,29 @@ def qkv_launch(
     bias: Tensor | None,
     targets: dict[str, object],
     num_rows: Tensor | None,
-    projected: Tensor | None = None,
-) -> Launch:
-    """Everything in one kernel, or only the product into `projected` float32 [T, (N + 2 M) D] (written, contiguous)."""
-    norm, others = (norm_weight, eps), {"bias_ptr": bias, "projected_ptr": projected, **targets}
-    return product_launch(_product_kernel, tile, hidden, weight, num_rows, norm=norm, **others)
+    head_norms: Tensor | None,
+) -> list[Launch]:
+    """Everything in one kernel, or in two if the tile has parts or heads have norms; and what its rows need before."""
+    norm = norm_weight, eps
+    if tile.parts == 1 and head_norms is None:
+        return product_launches(
+            _product_kernel, tile, hidden, weight, num_rows, norm=norm, bias_ptr=bias, **targets
+        )  # fmt: skip
+    sums, launches = sums_launches(tile, hidden, weight, num_rows, norm=norm)
+    return [*launches, finish_launch(sums, bias, targets, num_rows, head_norms, eps)]
 
 
 def finish_launch(
     projected: Tensor,
+    bias: Tensor | None,
     targets: dict[str, object],
     num_rows: Tensor | None,
     head_norms: Tensor | None = None,
     eps: float | None = None,
 ) -> Launch:
-    """The norms of heads, RoPE and the writes, after a product [T, (N + 2 M) D] made elsewhere."""
-    rows, outputs = projected.shape
+    """What is left to do after a product made elsewhere: `projected` [parts, T, (N + 2 M) D], contiguous, is added up,
+    and there follow bias, norms of heads, RoPE and the writes."""
+    parts, rows, outputs = projected.shape
     channels = width = cast(int, targets["D"])
     block = 1024
     if head_norms is not None:  # a program's tile holds whole heads, each in so many places
@@ -105,20 +115,17 @@ def finish_launch(
         block = max(block, width)
     arguments = {
         "projected_ptr": projected,
-        "projected_stride": projected.stride(0),
+        "bias_ptr": bias,
         "head_norms_ptr": head_norms,
         "eps": None if head_norms is None else eps,
         "num_rows_ptr": num_rows,
         "total_rows": rows,
         **targets,
+        "PARTS": parts,
         "WIDTH": width,
         "BLOCK_N": block,
     }
     return Launch(_finish_kernel, (rows, triton.cdiv(outputs // channels * width, block)), arguments)
-
-
-def _sums(rows: int, weight: Weight, device: torch.device) -> Tensor:
-    return torch.empty(rows, weight.shape[0], dtype=torch.float32, device=device)
 
 
 def _targets(rotations: Tensor, pool: Tensor, entries: Tensor, queries: Tensor, outputs: int) -> dict[str, object]:
@@ -156,14 +163,14 @@ def launches(shape: ModelShape, dtype: torch.dtype, weights: str) -> Iterator[tu
             meta(rows, shape.num_heads, head_dim, dtype=dtype),
             outputs,
         )
-        tile = product_tile(rows, weight, dtype)
-        projected = meta(rows, outputs, dtype=dtype) if tile is None else None
-        if tile is not None:
+        tile = product_tile(rows, weight, dtype, may_split=rows > FEW_ROWS.value)
+        if tile is None:
+            projected = meta(1, rows, outputs, dtype=dtype)
+            yield f"finish rows={rows}", finish_launch(projected, None, targets, num_rows, head_norms, 1e-5)
+        else:
             hidden = meta(rows, hidden_size, dtype=dtype)
-            projected = meta(rows, outputs, dtype=torch.float32) if shape.head_norms else None
-            yield f"rows={rows}", qkv_launch(tile, hidden, norm, 1e-5, weight, bias, targets, num_rows, projected)
-        if projected is not None:
-            yield f"finish rows={rows}", finish_launch(projected, targets, num_rows, head_norms, 1e-5)
+            found = qkv_launches(tile, hidden, norm, 1e-5, weight, bias, targets, num_rows, head_norms)
+            yield from labelled(found, "", rows)
 
 
 @triton.jit
@@ -221,7 +228,6 @@ def _product_kernel(
     scales_ptr,
     scales_stride,
     bias_ptr,
-    projected_ptr,  # None, or where the sums go instead
     rotations_ptr,
     rotations_stride,
     pool_ptr,
@@ -255,21 +261,17 @@ def _product_kernel(
     )  # fmt: skip
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + outputs, mask=outputs < N, other=0.0).to(tl.float32)[None, :]
-    if projected_ptr is not None:
-        pointers = projected_ptr + rows.to(tl.int64)[:, None] * N + outputs[None, :]
-        tl.store(pointers, sums, mask=(rows < count)[:, None] & (outputs < N)[None, :])
-    else:
-        pairs = first_output + 2 * tl.arange(0, BLOCK_N // 2)
-        _finish(
-            sums, rows, outputs, pairs, first_output + BLOCK_N > Q, count, rotations_ptr, rotations_stride,
-            pool_ptr, entries_ptr, entries_stride, values_stride, queries_ptr, N, Q, D, BLOCK_T, BLOCK_N,
-        )  # fmt: skip
+    pairs = first_output + 2 * tl.arange(0, BLOCK_N // 2)
+    _finish(
+        sums, rows, outputs, pairs, first_output + BLOCK_N > Q, count, rotations_ptr, rotations_stride,
+        pool_ptr, entries_ptr, entries_stride, values_stride, queries_ptr, N, Q, D, BLOCK_T, BLOCK_N,
+    )  # fmt: skip
 
 
 @triton.jit(**NOT_SPECIALIZED)
 def _finish_kernel(
     projected_ptr,
-    projected_stride,
+    bias_ptr,
     head_norms_ptr,
     eps,
     rotations_ptr,
@@ -284,6 +286,7 @@ def _finish_kernel(
     N: tl.constexpr,
     Q: tl.constexpr,
     D: tl.constexpr,
+    PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
@@ -295,8 +298,9 @@ def _finish_kernel(
     rows = tl.program_id(0) + tl.arange(0, 1)
     first_place = tl.program_id(1) * BLOCK_N
     outputs = _outputs_at(first_place + tl.arange(0, BLOCK_N), N, D, WIDTH)
-    pointers = projected_ptr + rows.to(tl.int64)[:, None] * projected_stride + outputs[None, :]
-    sums = tl.load(pointers, mask=(outputs < N)[None, :], other=0.0).to(tl.float32)
+    sums = added(projected_ptr, rows, outputs, total_rows, PARTS, N)
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + outputs, mask=outputs < N, other=0.0).to(tl.float32)[None, :]
     if head_norms_ptr is not None:
         sums = _norm_heads(sums, outputs, head_norms_ptr, eps, N, Q, D, WIDTH, BLOCK_N)
     pairs = _outputs_at(first_place + 2 * tl.arange(0, BLOCK_N // 2), N, D, WIDTH)

@@ -1,6 +1,7 @@
 """RMS norm of whole rows, with the residual addition before it if wanted: one program a row.
 
-The projections do not need it, as they carry the norm along; it serves where a product is left to torch.
+Projections of few rows do not need it, as they carry the norm along. It serves where more rows are multiplied, and
+stores them in the order of `slots.py` if the product wants that; rows that need no norm are brought into it here too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from d3engine.kernels.triton.launches import Launch, ModelShape, meta
 from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, wait_for_previous
 from d3engine.kernels.triton.products import need_unit_stride
+from d3engine.kernels.triton.slots import arranged_columns, places_of
 
 
 def rms_norm(
@@ -45,9 +47,16 @@ def tuning(columns: int) -> int:
 
 
 def norm_launch(
-    hidden: Tensor, weight: Tensor, eps: float, residual: Tensor | None, num_rows: Tensor | None, out: Tensor
+    hidden: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    num_rows: Tensor | None,
+    out: Tensor,
+    *,
+    arranged: bool = False,
 ) -> Launch:
-    """The launch of the one kernel."""
+    """The launch of the one kernel; `out` is contiguous, and has `arranged_columns` if it is to be `arranged`."""
     rows, columns = hidden.shape
     arguments = {
         "hidden_ptr": hidden,
@@ -60,9 +69,26 @@ def norm_launch(
         "num_rows_ptr": num_rows,
         "total_rows": rows,
         "H": columns,
-        "BLOCK_H": triton.next_power_of_2(columns),
+        "WIDTH": out.shape[1],
+        "ARRANGED": arranged,
+        "BLOCK_H": triton.next_power_of_2(out.shape[1]),
     }
     return Launch(_norm_kernel, (rows,), arguments, tuning(columns))
+
+
+def arrange_launch(x: Tensor, num_rows: Tensor | None, out: Tensor) -> Launch:
+    """`out` [T, arranged columns], contiguous, is written: the rows of `x` [T, K] in the order of `slots.py`."""
+    arguments = {
+        "x_ptr": x,
+        "x_stride": x.stride(0),
+        "out_ptr": out,
+        "num_rows_ptr": num_rows,
+        "total_rows": x.shape[0],
+        "K": x.shape[1],
+        "WIDTH": out.shape[1],
+        "BLOCK_K": 1024,
+    }
+    return Launch(_arrange_kernel, (x.shape[0], triton.cdiv(out.shape[1], 1024)), arguments)
 
 
 def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
@@ -71,6 +97,9 @@ def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launc
     num_rows = meta(1, dtype=torch.int32)
     yield "norm", norm_launch(hidden, weight, 1e-5, None, num_rows, hidden)
     yield "add, norm", norm_launch(hidden, weight, 1e-5, hidden, num_rows, hidden)
+    arranged = meta(512, arranged_columns(shape.hidden_size), dtype=dtype)
+    yield "norm, arranged", norm_launch(hidden, weight, 1e-5, None, num_rows, arranged, arranged=True)
+    yield "arranged", arrange_launch(hidden, num_rows, arranged)
 
 
 @triton.jit(**NOT_SPECIALIZED)
@@ -85,6 +114,8 @@ def _norm_kernel(
     num_rows_ptr,
     total_rows,
     H: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ARRANGED: tl.constexpr,
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -103,4 +134,29 @@ def _norm_kernel(
     scaled = wide * tl.rsqrt(tl.sum(wide * wide, 0) / H + eps)
     rounded = scaled.to(out_ptr.dtype.element_ty).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * H + columns, (rounded * weight).to(out_ptr.dtype.element_ty), mask=mask)
+    out = (rounded * weight).to(out_ptr.dtype.element_ty)
+    if ARRANGED:  # what fills up the row is zeros
+        tl.store(out_ptr + row * WIDTH + places_of(columns), out, mask=columns < WIDTH)
+    else:
+        tl.store(out_ptr + row * H + columns, out, mask=mask)
+
+
+@triton.jit(**NOT_SPECIALIZED)
+def _arrange_kernel(
+    x_ptr,
+    x_stride,
+    out_ptr,
+    num_rows_ptr,
+    total_rows,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    if row >= live_rows(num_rows_ptr, total_rows):
+        return
+    columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    x = tl.load(x_ptr + row * x_stride + columns, mask=columns < K, other=0.0)
+    tl.store(out_ptr + row * WIDTH + places_of(columns), x, mask=columns < WIDTH)

@@ -18,9 +18,9 @@ H200 = next(device for device in DEVICES if device.name == "H200")
 
 
 @pytest.fixture(autouse=True)
-def in_flight(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """What every kernel has under way: a test may change it."""
-    found = {"in_flight": 64 * 1024}
+def in_flight(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """What every kernel has under way, and its instructions a byte: a test may change it."""
+    found = {"in_flight": 64 * 1024, "instructions": 0.01}
     monkeypatch.setattr(inspect, "needs", lambda launch, arch: found)
     return found
 
@@ -35,7 +35,7 @@ def test_a_step_reads_each_weight_and_each_entry_once() -> None:
     assert sum(k.num_bytes for k in int8 if k.operation == "gate_up") == 2 * 4096 * 11008
 
 
-def test_fewer_bytes_in_flight_make_a_step_slower_and_the_limit_is_never_reached(in_flight: dict[str, int]) -> None:
+def test_fewer_bytes_in_flight_make_a_step_slower_and_the_limit_is_never_reached(in_flight: dict[str, float]) -> None:
     times = []
     for each in (8, 16, 64):
         in_flight["in_flight"] = each * 1024
@@ -44,6 +44,29 @@ def test_fewer_bytes_in_flight_make_a_step_slower_and_the_limit_is_never_reached
         assert limit_us(kernels, H200, 32) < times[-1]
     assert times == sorted(times, reverse=True)
     assert times[0] > 1.5 * times[1]  # waiting is nearly all of the time
+
+
+def test_many_instructions_a_byte_are_a_limit_of_their_own(in_flight: dict[str, float]) -> None:
+    in_flight["instructions"] = 0.5
+    rows = report_of(SHAPES["llama2-7b"], 32, "int8", 8, 512)["rows"]
+    assert {row["bound_by"] for row in rows} == {"instructions"}
+    layer = 4 * 4096 * 4096 + 3 * 4096 * 11008 + 8 * 512 * 2 * 4096 * 2  # int8 and entries of two bytes
+    cycles = 0.5 * layer / (132 * 4 * 0.65)
+    found = next(row for row in rows if row["device"] == "H200" and row["layers"] == 32)
+    assert found["step_us"] == pytest.approx(32 * cycles / 1755, rel=0.1)
+
+
+def test_a_prompt_of_int8_reads_it_as_it_lies_and_takes_about_as_long_as_in_bfloat16() -> None:
+    times = {}
+    for weights in ("bf16", "int8"):
+        kernels = kernels_of_step(SHAPES["llama2-7b"], weights, 128, 512, 90, is_prompt=True)
+        each = 2 if weights == "bf16" else 1
+        read = sum(kernel.num_bytes for kernel in kernels if kernel.is_in_layer)
+        assert read == each * (4 * 4096 * 4096 + 3 * 4096 * 11008)
+        products = sum(kernel.products for kernel in kernels if kernel.is_in_layer)
+        assert products == 128 * 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
+        times[weights] = step_us(kernels, H200, 32)
+    assert times["int8"] < 1.2 * times["bf16"]
 
 
 def test_a_step_of_half_the_layers_takes_half_and_the_head() -> None:

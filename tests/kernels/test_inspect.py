@@ -63,6 +63,8 @@ print("\\nFLIGHT")
 found = list(launches.registered(launches.SHAPES["llama2-7b"], torch.bfloat16, "", ["linear_residual"]))
 down = next(launch for _, label, launch in found if label == "down rows=1")
 print(down.streams, needs(down, 90)["in_flight"])
+found = launches.registered(launches.SHAPES["llama2-7b"], torch.bfloat16, "int8", ["linear_residual"])
+print(needs(next(launch for _, label, launch in found if label == "output rows=64"), 90)["instructions"])
 
 print("\\nSMALL")
 found = launches.registered(launches.SHAPES["small-heads"], torch.bfloat16, "", ["paged_attention"])
@@ -115,9 +117,15 @@ def test_with_the_switch_on_kernels_wait_for_the_one_before_after_their_first_we
 
 @needs_triton
 def test_a_single_row_keeps_enough_of_its_weights_in_flight(compiled: Compiled) -> None:
-    streams, in_flight = compiled[2].split()
+    streams, in_flight, _ = compiled[2].split()
     assert streams == "True"
     assert int(in_flight) > 2 * inspect.LEAST_IN_FLIGHT
+
+
+@needs_triton
+def test_small_weights_become_floats_beside_many_rows_without_being_moved(compiled: Compiled) -> None:
+    """At a byte in five threads' instructions as many would put bytes together as make floats of them."""
+    assert 0.05 < float(compiled[2].split()[2]) < 0.15
 
 
 @needs_triton
@@ -129,7 +137,7 @@ def test_grouped_heads_of_16_channels_are_read_without_spills(compiled: Compiled
 def test_what_is_in_flight_can_be_left_out_and_the_rest_stays(compiled: Compiled) -> None:
     wanted = [usage for usage in compiled[0] if usage["weights"] == "bf16" and "rows=16" not in usage["label"]]
     assert any(usage["streams"] and usage["in_flight"] for usage in wanted)
-    assert compiled[4] == [usage | {"streams": False, "in_flight": 0} for usage in wanted]
+    assert compiled[4] == [usage | {"streams": False, "in_flight": 0, "instructions": 0.0} for usage in wanted]
 
 
 def test_a_kernel_that_wants_more_shared_memory_than_there_is_does_not_fit(

@@ -10,6 +10,7 @@ from d3engine.kernels.machine_code import (
     bytes_in_flight,
     hottest_loop,
     instructions,
+    instructions_a_byte,
     programs_a_processor,
     read_once,
 )
@@ -62,6 +63,12 @@ def test_the_loop_that_loads_most_is_the_one_that_counts() -> None:
     assert [one.address for one in hottest_loop(instructions(code))] == [0x120, 0x130, 0x140, 0x150]
     straight = instructions(sass(*loads(2), "EXIT"))
     assert hottest_loop(straight) == straight
+
+
+def test_instructions_are_counted_in_the_loop_that_loads_and_by_what_a_whole_warp_loads() -> None:
+    code = sass("MOV R4, RZ", *loads(2), *uses(5), "@P0 BRA 0x110", "EXIT")
+    assert instructions_a_byte(code) == 8 / (32 * 32)
+    assert instructions_a_byte(sass("MOV R4, RZ", "EXIT")) == 0.0
 
 
 def test_a_loop_around_another_that_loads_does_not_count_nor_what_others_have_just_written() -> None:

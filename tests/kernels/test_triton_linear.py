@@ -333,6 +333,18 @@ def test_a_transposed_operand_is_refused_by_name(device: torch.device) -> None:
         kernels.copy_entries(torch.ones(1, 2, 4, 2, 3, device=device).transpose(3, 4), *torch.zeros(2, 1).long())
 
 
+def test_many_rows_of_few_outputs_share_their_columns(randn: Callable[..., Tensor], device: torch.device) -> None:
+    """More steps than parts can have evenly, and a last step that is not whole."""
+    x, weight, residual = (randn(n, 1000, dtype=torch.float16) for n in (20, 70, 20))
+    residual = residual[:, :70]
+    tile = products.product_tile(20, weight, torch.float16, may_split=True)
+    assert tile is not None
+    assert (tile.rows, tile.parts) == (32, 2)
+    expected = residual.double() + x.double() @ weight.double().t()
+    kernels.linear_residual(x, weight, None, residual)
+    assert_close(residual, expected)
+
+
 def test_every_launch_is_built_without_looking_at_data() -> None:
     """Meta tensors have none, so a captured graph cannot hold a number that came from a tensor."""
     launches = list(registered(SHAPES["tiny"], torch.bfloat16))

@@ -1,0 +1,81 @@
+"""A product whose sums go to memory in float32, for another kernel to do the rest: in parts, where outputs are few.
+
+Then several programs share the columns of one tile of outputs (split-K), and the other kernel adds their sums up,
+always in the same order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from d3engine.kernels.quantized import Weight
+from d3engine.kernels.triton.launches import Launch
+from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, prologue, tile_product
+from d3engine.kernels.triton.product_rows import product_launches
+from d3engine.kernels.triton.products import Tile
+
+
+def sums_launches(
+    tile: Tile, x: Tensor, weight: Weight, num_rows: Tensor | None, *, norm: tuple[Tensor, float] | None = None
+) -> tuple[Tensor, list[Launch]]:
+    """The sums float32 [parts, T, N] of `x` [T, K] times `weight` [N, K] transposed, and what writes them.
+
+    A norm that a tile carries along needs whole rows: such a tile has one part.
+    """
+    rows, (outputs, columns) = x.shape[0], weight.shape
+    sums = torch.empty(tile.parts, rows, outputs, dtype=torch.float32, device=x.device)
+    others = {"sums_ptr": sums, "N": outputs, "PART_K": tile.part_columns(columns)}
+    norm_or_none = {"norm_ptr": None, "eps": 0.0} if norm is None else {}
+    return sums, product_launches(_sums_kernel, tile, x, weight, num_rows, norm=norm, **others, **norm_or_none)
+
+
+@triton.jit
+def added(sums_ptr, rows, outputs, total_rows, PARTS: tl.constexpr, N: tl.constexpr):
+    """[rows, outputs] float32: the sums of all parts; 0 from output N on."""
+    sums = tl.zeros((rows.shape[0], outputs.shape[0]), tl.float32)
+    for part in tl.static_range(PARTS):
+        pointers = sums_ptr + (part * total_rows + rows).to(tl.int64)[:, None] * N + outputs[None, :]
+        sums += tl.load(pointers, mask=(outputs < N)[None, :], other=0.0).to(tl.float32)
+    return sums
+
+
+@triton.jit(**NOT_SPECIALIZED)
+def _sums_kernel(
+    x_ptr,
+    x_stride,
+    norm_ptr,
+    eps,
+    weight_ptr,
+    weight_stride,
+    scales_ptr,
+    scales_stride,
+    sums_ptr,
+    num_rows_ptr,
+    total_rows,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    PART_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    valid_outputs = tl.minimum(outputs, N - 1)
+    part = tl.program_id(2)
+    column = part * PART_K
+    first, count = prologue(weight_ptr, weight_stride, valid_outputs, column, num_rows_ptr, total_rows, K, BLOCK_K, PDL)
+    if tl.program_id(0) * BLOCK_T >= count:
+        return
+    rows, sums = tile_product(
+        x_ptr, x_stride, count, norm_ptr, eps,
+        weight_ptr, weight_stride, scales_ptr, scales_stride, valid_outputs,
+        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first, column, tl.minimum(column + PART_K, K),
+    )  # fmt: skip
+    pointers = sums_ptr + (part * total_rows + rows).to(tl.int64)[:, None] * N + outputs[None, :]
+    tl.store(pointers, sums, mask=(rows < count)[:, None] & (outputs < N)[None, :])
