@@ -49,7 +49,7 @@ class CalibrationTask:
 def calibration_task(name: str, folder: Path | None, *, seed: int, shots: int | None) -> CalibrationTask:
     """A generated task, or `gsm8k`, `bbh` or `bbh/<task>` from a folder's files, `shots` examples before each."""
     if folder is None:
-        require(name in procedural.NAMES, "--task", name, f"one of {', '.join(procedural.NAMES)} (others need --data)")
+        require(procedural.is_generated(name), "--task", name, f"{procedural.KNOWN}; others need --data")
 
         def generate(split: Split, count: int) -> Sequence[Question]:
             return _one(catalogue.generated([name], split=split, seed=seed, limit=count, shots=shots)).questions

@@ -71,8 +71,8 @@ def calibrate_command(
         typer.Option(
             "--task",
             help="What the answers are scored on: a generated task (word-problems, boolean-expressions, word-sorting, "
-            "dyck-languages, object-counting, tracking-shuffled-objects, multistep-arithmetic); gsm8k, bbh or "
-            "bbh/<task> with --data.",
+            "dyck-languages, object-counting, tracking-shuffled-objects, multistep-arithmetic), as word-sorting:3 of "
+            "that size; gsm8k, bbh or bbh/<task> with --data.",
         ),
     ] = "word-problems",
     data: Annotated[

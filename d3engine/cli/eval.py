@@ -84,8 +84,8 @@ def evaluate(
             "--tasks",
             "--task",
             help="Names, with commas: generated tasks (word-problems, boolean-expressions, word-sorting, "
-            "dyck-languages, object-counting, tracking-shuffled-objects, multistep-arithmetic); gsm8k, bbh and "
-            "bbh/<task> with --data; without it, any task of lm-evaluation-harness (extra: eval).",
+            "dyck-languages, object-counting, tracking-shuffled-objects, multistep-arithmetic), as word-sorting:3 of "
+            "that size; gsm8k, bbh and bbh/<task> with --data; without it, any task of lm-evaluation-harness (eval).",
         ),
     ] = "word-problems",
     data: Annotated[

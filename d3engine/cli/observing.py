@@ -37,7 +37,8 @@ ASKING: OptionTable = {
     "task": (
         "--task",
         str,
-        "What is asked: a generated task (word-problems); gsm8k, bbh or bbh/<task> with --data, by the paper's rules.",
+        "What is asked: a generated task (word-problems; word-sorting:3 is one of that size); gsm8k, bbh or bbh/<task> "
+        "with --data, by the paper's rules.",
     ),
     "data": ("--data", Path, "Folder with gsm8k/ and bbh/ to read questions from."),
     "shots": ("--num-fewshot", int, "Solved examples before a question (3; none if generated)."),
@@ -127,7 +128,7 @@ def questions_of(asking: Options, seed: int, limit: int) -> Asked:
     """The questions of a task, or the prompts of a file; word problems where neither is named."""
     from d3engine.analysis.answers import read_prompts
     from d3engine.evaluation import catalogue
-    from d3engine.evaluation.procedural import NAMES
+    from d3engine.evaluation.procedural import KNOWN, is_generated
 
     prompts: Path | None = asking.get("prompts")
     task: str | None = asking.get("task")
@@ -144,8 +145,8 @@ def questions_of(asking: Options, seed: int, limit: int) -> Asked:
         max_tokens = require_integer("--max-tokens", asking.get("max_tokens", DEFAULT_MAX_TOKENS), 1)
         return Asked(read_prompts(prompts, limit), None, max_tokens)
     if data is None:
-        allowed = f"one of {', '.join(NAMES)}, or with --data one of gsm8k, bbh and bbh/<task>"
-        require(task is None or task in NAMES, "--task", task, allowed)
+        allowed = f"{KNOWN}, or with --data one of gsm8k, bbh and bbh/<task>"
+        require(task is None or is_generated(task), "--task", task, allowed)
         (benchmark,) = catalogue.generated([task or "word-problems"], **given)
     else:
         require(task is not None, "--task", task, "one of gsm8k, bbh and bbh/<task> beside --data")

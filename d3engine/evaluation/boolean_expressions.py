@@ -12,10 +12,10 @@ from d3engine.evaluation.generated import GeneratedProblem, worked
 MIN_OPERATORS, MAX_OPERATORS = 2, 6
 
 
-def generate(rng: random.Random) -> GeneratedProblem:
-    """A random expression of two to six operators; "not" binds tighter than "and", "and" tighter than "or"."""
+def generate(rng: random.Random, fewest: int = MIN_OPERATORS, most: int = MAX_OPERATORS) -> GeneratedProblem:
+    """A random expression of so many operators; "not" binds tighter than "and", "and" tighter than "or"."""
     steps: list[str] = []
-    text, value = _expression(rng, rng.randint(MIN_OPERATORS, MAX_OPERATORS), steps)
+    text, value = _expression(rng, rng.randint(fewest, most), steps)
     return worked(f"What is {text}?", steps, str(value))
 
 

@@ -17,7 +17,7 @@ from d3engine.evaluation.benchmark import Asked, Benchmark, Question
 from d3engine.evaluation.gsm8k import load_gsm8k
 from d3engine.evaluation.word_problems import Split
 
-NAMES_WITHOUT_HARNESS = f"one of {', '.join(procedural.NAMES)}, or with --data one of gsm8k, bbh and bbh/<task>"
+NAMES_WITHOUT_HARNESS = f"{procedural.KNOWN}, or with --data one of gsm8k, bbh and bbh/<task>"
 """What `--tasks` takes besides the tasks of lm-evaluation-harness, for errors."""
 
 DEFAULT_PROBLEMS = 500
@@ -42,7 +42,7 @@ def harness_length(name: str, otherwise: int) -> int:
 
 def are_generated(names: Sequence[str]) -> bool:
     """Whether all names are of generated tasks; a mixture with others is refused."""
-    generated = [name for name in names if name in procedural.NAMES]
+    generated = [name for name in names if procedural.is_generated(name)]
     allowed = "either generated tasks or tasks of lm-evaluation-harness in one run"
     require(not generated or len(generated) == len(names), "--tasks", ",".join(names), allowed)
     return bool(generated)

@@ -13,9 +13,9 @@ CLOSING = {"(": ")", "[": "]", "{": "}", "<": ">"}
 MIN_LENGTH, MAX_LENGTH = 4, 24
 
 
-def generate(rng: random.Random) -> GeneratedProblem:
-    """A beginning of a well-formed sequence, of four to 24 brackets, that leaves at least one open."""
-    sequence, still_open = _beginning(rng, rng.randint(MIN_LENGTH, MAX_LENGTH))
+def generate(rng: random.Random, fewest: int = MIN_LENGTH, most: int = MAX_LENGTH) -> GeneratedProblem:
+    """A beginning of a well-formed sequence, of so many brackets or one more, that leaves at least one open."""
+    sequence, still_open = _beginning(rng, rng.randint(fewest, most))
     closed = [CLOSING[bracket] for bracket in reversed(still_open)]
     steps = [f"Open: {' '.join(still_open)} ."]
     return worked(f"Close the brackets: {' '.join(sequence)}", steps, " ".join(closed))

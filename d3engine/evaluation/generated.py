@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from d3engine.evaluation.word_problems import Split, format_prompt, split_of
 
@@ -36,8 +37,10 @@ class GeneratedProblem:
         return final_answer(answer) == self.answer
 
 
-Generator = Callable[[random.Random], GeneratedProblem]
-"""Makes a random problem of any split."""
+class Generator(Protocol):
+    """Makes a random problem of any split, of `fewest` to `most` of what its task counts: words, swaps, operations."""
+
+    def __call__(self, rng: random.Random, fewest: int = ..., most: int = ...) -> GeneratedProblem: ...
 
 
 def worked(question: str, steps: list[str], answer: str) -> GeneratedProblem:
@@ -51,7 +54,9 @@ def final_answer(text: str) -> str | None:
     return rest.partition("\n")[0].strip() if mark else None
 
 
-def problems_of(generate: Generator, name: str, split: Split, seed: int) -> Iterator[GeneratedProblem]:
+def problems_of(
+    generate: Callable[[random.Random], GeneratedProblem], name: str, split: Split, seed: int
+) -> Iterator[GeneratedProblem]:
     """Problems of one split for ever, the same for the same name and seed."""
     rng = random.Random(f"{name}-{split}-{seed}")
     while True:

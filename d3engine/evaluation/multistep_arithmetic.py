@@ -16,10 +16,10 @@ MIN_OPERATIONS, MAX_OPERATIONS = 2, 5
 LARGEST = 9
 
 
-def generate(rng: random.Random) -> GeneratedProblem:
-    """Two to five operations on numbers from -9 to 9."""
+def generate(rng: random.Random, fewest: int = MIN_OPERATIONS, most: int = MAX_OPERATIONS) -> GeneratedProblem:
+    """So many operations on numbers from -9 to 9."""
     steps: list[str] = []
-    text, value = _expression(rng, rng.randint(MIN_OPERATIONS, MAX_OPERATIONS), steps)
+    text, value = _expression(rng, rng.randint(fewest, most), steps)
     return worked(f"What is {text}?", steps, str(value))
 
 

@@ -20,10 +20,10 @@ NUMBERS = ("a", "two", "three", "four", "five", "six")
 MIN_THINGS, MAX_THINGS = 3, 8
 
 
-def generate(rng: random.Random) -> GeneratedProblem:
-    """Three to eight things, up to six of each, of two kinds, one of which is asked for."""
+def generate(rng: random.Random, fewest: int = MIN_THINGS, most: int = MAX_THINGS) -> GeneratedProblem:
+    """So many things, up to six of each, of two kinds, one of which is asked for."""
     asked, other = rng.sample(sorted(KINDS), 2)
-    things = rng.sample([*KINDS[asked], *KINDS[other]], rng.randint(MIN_THINGS, MAX_THINGS))
+    things = rng.sample([*KINDS[asked], *KINDS[other]], rng.randint(fewest, most))
     counts = [rng.randint(1, len(NUMBERS)) for _ in things]
     total, steps = 0, []
     for thing, count in zip(things, counts, strict=True):

@@ -15,13 +15,13 @@ MIN_PEOPLE, MAX_PEOPLE = 3, 5
 MIN_SWAPS, MAX_SWAPS = 2, 6
 
 
-def generate(rng: random.Random) -> GeneratedProblem:
-    """Three to five people with a thing each, and two to six swaps."""
+def generate(rng: random.Random, fewest: int = MIN_SWAPS, most: int = MAX_SWAPS) -> GeneratedProblem:
+    """Three to five people with a thing each, and so many swaps."""
     people = rng.sample(NAMES, rng.randint(MIN_PEOPLE, MAX_PEOPLE))
     holds = dict(zip(people, rng.sample(OBJECTS, len(people)), strict=True))
     sentences = [f"{person} has the {thing}." for person, thing in holds.items()]
     steps = []
-    for _ in range(rng.randint(MIN_SWAPS, MAX_SWAPS)):
+    for _ in range(rng.randint(fewest, most)):
         first, second = rng.sample(people, 2)
         holds[first], holds[second] = holds[second], holds[first]
         sentences.append(f"{first} and {second} swap.")

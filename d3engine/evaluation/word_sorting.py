@@ -26,7 +26,7 @@ WORDS = (
 )  # fmt: skip
 
 
-def generate(rng: random.Random) -> GeneratedProblem:
-    """Three to ten different words."""
-    words = rng.sample(WORDS, rng.randint(MIN_WORDS, MAX_WORDS))
+def generate(rng: random.Random, fewest: int = MIN_WORDS, most: int = MAX_WORDS) -> GeneratedProblem:
+    """So many different words."""
+    words = rng.sample(WORDS, rng.randint(fewest, most))
     return worked(f"Sort these words: {' '.join(words)}.", [], " ".join(sorted(words)))

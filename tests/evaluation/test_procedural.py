@@ -11,7 +11,7 @@ import pytest
 from d3engine.errors import InvalidValueError
 from d3engine.evaluation import object_counting
 from d3engine.evaluation.generated import GeneratedProblem, final_answer, problems_of
-from d3engine.evaluation.procedural import GENERATORS, NAMES, different_problems, procedural
+from d3engine.evaluation.procedural import GENERATORS, NAMES, SIZES, different_problems, procedural
 from d3engine.evaluation.word_problems import Split, split_of
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -124,6 +124,47 @@ def test_the_same_seed_gives_the_same_problems_and_splits_share_none(name: str) 
         assert all(split_of(question) == split for question in questions[split])
 
 
+COUNTED: dict[str, Callable[[str], int]] = {
+    "word-problems": lambda question: question.count(".") - 1,
+    "boolean-expressions": lambda question: len(re.findall(r"and|or|not", question)),
+    "word-sorting": lambda question: len(question.removeprefix("Sort these words: ").split()),
+    "dyck-languages": lambda question: len(question.removeprefix("Close the brackets: ").split()),
+    "object-counting": lambda question: len(re.findall(r"\b(?:an?|two|three|four|five|six) ", question)),
+    "tracking-shuffled-objects": lambda question: question.count(" swap."),
+    "multistep-arithmetic": lambda question: question.count("("),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_size_behind_the_name_is_the_size_of_every_question(name: str) -> None:
+    least = SIZES[name].least
+    for words, sizes in (
+        (f"{name}:{least}", {least}),
+        (f"{name}:{least + 3}-{least + 5}", range(least + 3, least + 6)),
+    ):
+        found = {COUNTED[name](problem.question) for problem in different_problems(words, "validation", 0, 24)}
+        more = {max(sizes) + 1} if name == "dyck-languages" else set()  # one more, where nothing was left open
+        assert set(sizes) <= found <= {*sizes, *more}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_usual_size_said_aloud_asks_the_usual_questions(name: str) -> None:
+    usual = SIZES[name]
+    assert different_problems(f"{name}:{usual.fewest}-{usual.most}", "test", 2, 5) == different_problems(
+        name, "test", 2, 5
+    )
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_every_split_has_questions_of_the_smallest_and_of_the_largest_size(name: str) -> None:
+    for size in (SIZES[name].least, SIZES[name].largest):
+        for split in SPLITS:
+            found = different_problems(f"{name}:{size}", split, 0, 15)
+            assert found
+            assert all(problem.is_right(problem.solution) for problem in found)
+            assert all(ORACLES[name](problem.question) == problem.answer for problem in found)
+
+
 def test_first_problems_of_the_test_splits_are_pinned() -> None:
     """Published scores name a split by its seed: a change of a generator must not pass unnoticed."""
     assert {name: some(name, count=1)[0].question for name in GENERATORS} == PINNED
@@ -164,6 +205,9 @@ def test_examples_come_from_the_training_split_before_every_question() -> None:
 def test_what_there_is_not_is_refused_by_name() -> None:
     with pytest.raises(InvalidValueError, match="poetry"):
         procedural("poetry", split="test", seed=0, limit=3)
+    for size in ("", "1", "101", "5-3", "3-", "three", "3:4", "-3"):
+        with pytest.raises(InvalidValueError, match=re.escape(f"of 2 to 100 words; got 'word-sorting:{size}'")):
+            procedural(f"word-sorting:{size}", split="test", seed=0, limit=3)
     with pytest.raises(InvalidValueError, match="limit"):
         procedural("word-sorting", split="test", seed=0, limit=0)
     with pytest.raises(InvalidValueError, match="num-fewshot"):
