@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 START_SECONDS = 300
 
@@ -38,6 +40,15 @@ class Server:
         with urllib.request.urlopen(f"{self.url}/v1/models", timeout=30) as answer:
             return str(json.load(answer)["data"][0]["id"])
 
+    def num_steps(self) -> float | None:
+        """Steps of its engine so far; None of a server that does not tell."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+                found = re.search(rb"^d3engine:engine_steps_total (\S+)$", answer.read(), re.MULTILINE)
+        except urllib.error.HTTPError:
+            return None
+        return None if found is None else float(found[1])
+
     def cpu_seconds(self) -> float:
         """Processor time of it and of what it has started, so far."""
         import psutil
@@ -47,15 +58,37 @@ class Server:
         return float(sum(one.user + one.system for one in times))
 
 
+@dataclass(frozen=True)
+class RecordedServer(Server):
+    """One that counts how its requests came (`benchmarks.serving.recorded`)."""
+
+    process: subprocess.Popen[str]
+
+    def take_arrivals(self) -> list[int]:
+        """How many requests came before each of the steps since this was last asked."""
+        found: list[int] = _answered(self.process, "")
+        return found
+
+
 @contextlib.contextmanager
 def d3engine_server(place: Place, rows: int, *options: str) -> Iterator[Server]:
     """`d3engine serve`, of at most so many rows at once."""
     port = free_port()
-    command = ["-m", "d3engine", "serve", place.model, "--port", str(port), "--depth", "full"]
-    command += ["--threads", str(place.threads), "--weight-dtype", place.weight_dtype]
-    command += ["--max-num-seqs", str(rows), "--max-queue", "100000", *options]
-    with _running(command, port) as server:
+    with _running(["-m", "d3engine", "serve", *_serve_options(place, rows, port), *options], port) as (server, _):
         yield server
+
+
+@contextlib.contextmanager
+def recorded_server(place: Place, rows: int) -> Iterator[RecordedServer]:
+    """The same, which tells how its requests came."""
+    port = free_port()
+    with _running(["-m", "benchmarks.serving.recorded", *_serve_options(place, rows, port)], port) as (server, process):
+        yield RecordedServer(server.url, server.pid, process)
+
+
+def _serve_options(place: Place, rows: int, port: int) -> list[str]:
+    sizes = ["--threads", str(place.threads), "--weight-dtype", place.weight_dtype, "--max-num-seqs", str(rows)]
+    return [place.model, "--port", str(port), "--depth", "full", "--max-queue", "100000", *sizes]
 
 
 @contextlib.contextmanager
@@ -63,17 +96,18 @@ def llama_server(file: str, place: Place, rows: int) -> Iterator[Server]:
     """llama.cpp's, of the weights in a GGUF file, with so many slots."""
     port = free_port()
     sizes = [file, str(port), str(rows), str(rows * place.length), str(place.threads)]
-    with _running(["-m", "benchmarks.serving.llama_server", *sizes], port) as server:
+    with _running(["-m", "benchmarks.serving.llama_server", *sizes], port) as (server, _):
         yield server
 
 
 @contextlib.contextmanager
-def _running(command: Sequence[str], port: int) -> Iterator[Server]:
-    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+def _running(command: Sequence[str], port: int) -> Iterator[tuple[Server, subprocess.Popen[str]]]:
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, *command], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     with process:
         try:
             _await_health(process, port)
-            yield Server(f"http://127.0.0.1:{port}", process.pid)
+            yield Server(f"http://127.0.0.1:{port}", process.pid), process
         finally:
             process.terminate()
             try:
@@ -103,22 +137,27 @@ def free_port() -> int:
 
 
 class Bare:
-    """The engine alone (`benchmarks.serving.bare`), which answers rounds on command."""
+    """The engine alone in one of the ways of `benchmarks.serving.bare`, which answers rounds on command."""
 
-    def __init__(self, place: Place, rows: int, tokens: int) -> None:
-        given = json.dumps(asdict(place) | {"rows": rows, "tokens": tokens})
+    def __init__(self, place: Place, rows: int, tokens: int, way: str) -> None:
+        given = json.dumps(asdict(place) | {"rows": rows, "tokens": tokens, "way": way})
         command = [sys.executable, "-m", "benchmarks.serving.bare", given]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def round(self, streams: int, seconds: float, depth: str) -> dict[str, float]:
-        """Answer `streams` prompts at once, again and again for so many seconds: tokens, seconds, cpu_seconds."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([streams, seconds, depth]) + "\n")
-        self._process.stdin.flush()
-        found: dict[str, float] = json.loads(self._process.stdout.readline())
+    def round(self, streams: int, seconds: float, depth: str, arrivals: Sequence[int]) -> dict[str, float]:
+        """Keep `streams` going for so many seconds, or give it `arrivals`: tokens, num_steps, seconds, cpu_seconds."""
+        found: dict[str, float] = _answered(self._process, json.dumps([streams, seconds, depth, arrivals]))
         return found
 
     def close(self) -> None:
         """End the process."""
         self._process.communicate()
+
+
+def _answered(process: subprocess.Popen[str], line: str) -> Any:
+    """What a process says to a line."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+    return json.loads(process.stdout.readline())

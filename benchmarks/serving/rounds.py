@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,10 @@ from tqdm import tqdm
 
 from benchmarks.report import summary
 from benchmarks.serving.asking import Answered, Asking, Client, bursts, figures, poisson
-from benchmarks.serving.processes import Bare, Place, Server, d3engine_server, llama_server
+from benchmarks.serving.bare import ALONE, LOCKSTEP, WAYS
+from benchmarks.serving.processes import Bare, Place, Server, d3engine_server, llama_server, recorded_server
 
-OURS, BARE, PEER = "d3engine", "engine alone", "llama.cpp"
+OURS, PEER = "d3engine", "llama.cpp"
 PATTERNS: dict[str, Callable[[float, int], list[float]]] = {"poisson": poisson, "bursts": bursts}
 
 
@@ -49,9 +51,11 @@ class Running:
         self._file = file
         self._tokens = settings.tokens
         rows = max(settings.streams)
-        self.ours = Measured.of(OURS, self._stack.enter_context(d3engine_server(place, rows)), settings.tokens)
-        self.bare = Bare(place, rows, settings.tokens)
-        self._stack.callback(self.bare.close)
+        self.server = self._stack.enter_context(recorded_server(place, rows))
+        self.ours = Measured.of(OURS, self.server, settings.tokens)
+        self.bare = {way: Bare(place, rows, settings.tokens, way) for way in WAYS}
+        for bare in self.bare.values():
+            self._stack.callback(bare.close)
 
     @contextlib.contextmanager
     def peer(self, rows: int) -> Iterator[Measured | None]:
@@ -95,9 +99,15 @@ class Measured:
         return self._round(lambda: self.client.arrivals(gaps, depth))
 
     def _round(self, ask: Callable[[], list[Answered]]) -> dict[str, float]:
-        before = self.server.cpu_seconds()
+        """`tokens_per_step` is there where the server counts its steps."""
+        steps, before, own = self.server.num_steps(), self.server.cpu_seconds(), time.process_time()
         found = figures(ask())
-        return {**found, "cpu_per_token": (self.server.cpu_seconds() - before) / found["tokens"]}
+        tokens = found["tokens"]
+        found["client_cpu_per_token"] = (time.process_time() - own) / tokens
+        found["cpu_per_token"] = (self.server.cpu_seconds() - before) / tokens
+        if steps is not None:
+            found["tokens_per_step"] = tokens / (self.server.num_steps() - steps)
+        return found
 
 
 Rounds = dict[tuple[str, str], list[dict[str, float]]]
@@ -125,7 +135,7 @@ def measure(settings: Settings, model: str, file: Path | None, bar: tqdm[Any]) -
 
 def num_rounds(settings: Settings) -> int:
     """How often the bar of one model moves."""
-    systems = 2 * len(settings.depths) + settings.peer
+    systems = (1 + len(WAYS)) * len(settings.depths) + settings.peer
     closed = len(settings.streams) * settings.repeats * systems
     arrived = len(settings.depths) + ("d3" in settings.depths) + settings.peer
     return closed + len(settings.arrivals) * settings.repeats * arrived
@@ -137,10 +147,13 @@ def _closed_loops(settings: Settings, running: Running, count: int, bar: tqdm[An
         for number in range(settings.repeats + 1):
             many, seconds = (count, settings.seconds) if number else (1, 0.0)  # the round that warms up is a short one
             for depth in settings.depths:
+                running.server.take_arrivals()
                 values = running.ours.streams(many, seconds, depth)
-                alone = running.bare.round(many, seconds, depth)
+                arrivals = running.server.take_arrivals()
                 _keep(found, (OURS, depth), values, number, bar)
-                _keep(found, (BARE, depth), _of_bare(alone), number, bar)
+                for way, bare in running.bare.items():
+                    alone = bare.round(many, seconds, depth, arrivals)
+                    _keep(found, (way, depth), _of_bare(alone), number, bar)
             if peer is not None:
                 _keep(found, (PEER, "full"), peer.streams(many, seconds, "full"), number, bar)
     return [{"streams": count, **row} for row in rows_of(found)]
@@ -149,7 +162,8 @@ def _closed_loops(settings: Settings, running: Running, count: int, bar: tqdm[An
 def _of_bare(found: dict[str, float]) -> dict[str, float]:
     tokens = found["tokens"]
     rate, cost = tokens / found["seconds"], found["cpu_seconds"] / tokens
-    return {"tokens": tokens, "tokens_per_second": rate, "cpu_per_token": cost}
+    rows = tokens / found["num_steps"]
+    return {"tokens": tokens, "tokens_per_second": rate, "cpu_per_token": cost, "tokens_per_step": rows}
 
 
 def _open_loops(
@@ -195,10 +209,13 @@ def _compared(system: str, depth: str) -> dict[str, tuple[str, str]]:
     """With which rows one is compared, by the name of the ratio."""
     if system == PEER:
         return {}
-    over_full = {"over_full": (system, "full")} if depth != "full" else {}
-    if system not in (OURS, BARE):
-        over_full = {"over_immediate": (OURS, depth)}
-    return {"over_peer": (PEER, "full"), **({} if system == BARE else {"of_engine": (BARE, depth)}), **over_full}
+    others = {"over_peer": (PEER, "full"), "of_lockstep": (LOCKSTEP, depth), "of_engine": (ALONE, depth)}
+    others = {name: other for name, other in others.items() if other[0] != system}
+    if system not in (OURS, *WAYS):
+        others["over_immediate"] = OURS, depth
+    elif depth != "full":
+        others["over_full"] = system, "full"
+    return others
 
 
 def _ratio(ours: Sequence[dict[str, float]], theirs: Sequence[dict[str, float]], name: str) -> float:
@@ -208,7 +225,7 @@ def _ratio(ours: Sequence[dict[str, float]], theirs: Sequence[dict[str, float]],
 def _slowest(streams: Sequence[dict[str, Any]]) -> float:
     """Tokens per second at full depth of the slowest server, with as many streams as there may be."""
     most = max(row["streams"] for row in streams)
-    rows = [row for row in streams if row["streams"] == most and row["system"] != BARE]
+    rows = [row for row in streams if row["streams"] == most and row["system"] not in WAYS]
     return float(min(row["tokens_per_second"]["median"] for row in rows))
 
 

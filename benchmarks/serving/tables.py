@@ -9,9 +9,9 @@ from rich.table import Table
 
 TIMES = {"first token": "first_token", "between tokens": "between_tokens", "whole answer": "whole"}
 TITLES = (
-    *("server", "depth", "tokens/s", "CPU µs per token"),
+    *("server", "depth", "tokens/s", "CPU µs per token", "tokens a step"),
     *(f"{name}, ms: p50 / p99" for name in TIMES),
-    *("of the engine alone", "over llama.cpp", "over full depth", "over immediate admission"),
+    *("of the engine alone", "of lockstep", "over llama.cpp", "over full depth", "over immediate admission"),
 )
 
 
@@ -63,8 +63,9 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         row["depth"],
         f"{row['tokens_per_second']['median']:.0f}",
         f"{row['cpu_per_token']['median'] * 1e6:.0f}" if "cpu_per_token" in row else "-",
+        f"{row['tokens_per_step']['median']:.1f}" if "tokens_per_step" in row else "-",
         *(f"{p50} / {p99}" for p50, p99 in times),
-        *(_ratio(row, name) for name in ("of_engine", "over_peer", "over_full", "over_immediate")),
+        *(_ratio(row, name) for name in ("of_engine", "of_lockstep", "over_peer", "over_full", "over_immediate")),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Self
 
 from d3engine.async_engine.slots import Slot, Waker
 from d3engine.async_engine.switchboard import Switchboard
-from d3engine.async_engine.wakers import LoopWaker, ThreadWaker
+from d3engine.async_engine.wakers import LoopWaker, Tap, ThreadWaker
 from d3engine.errors import require
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.prepared import Prepared
@@ -70,6 +70,15 @@ class AsyncAnswer(_Reading):
         self._find_waker = waker
         self._prepare = prepare
         self._waker: LoopWaker | None = None
+        self._tap: Tap | None = None
+
+    def tap(self, take: Callable[[RequestOutput], bool]) -> None:
+        """Show each output to `take` first, which the event loop calls as soon as it is there.
+
+        What it returns True for is done with. The rest is for whoever awaits the next output, and so is the last one,
+        and every output that was there before he began to. What `take` raises ends the request, and is raised to him.
+        """
+        self._tap = lambda output: not output.finished and take(output)
 
     def __aiter__(self) -> Self:
         return self
@@ -83,7 +92,7 @@ class AsyncAnswer(_Reading):
                 prepared = await self._prepare()
                 self._waker = self._find_waker()
                 self._slot = self._begin(prepared, self._waker)
-            output: RequestOutput = await self._waker.take(self._slot)
+            output: RequestOutput = await self._waker.take(self._slot, self._tap)
         except _LeftError:
             raise StopAsyncIteration from None
         except BaseException:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 from d3engine.async_engine.slots import Slot
+
+Tap: TypeAlias = "Callable[[Any], bool]"
+"""Takes what came for a reader who waits, so that he is not woken; false where it does not, and he is."""
 
 
 class LoopWaker:
@@ -18,7 +21,7 @@ class LoopWaker:
         self._lock = threading.Lock()
         self._filled: list[Slot] = []
         self._is_called = False
-        self._readers: dict[int, asyncio.Future[None]] = {}
+        self._readers: dict[int, tuple[asyncio.Future[Any], Tap | None]] = {}
 
     @property
     def is_gone(self) -> bool:
@@ -37,22 +40,46 @@ class LoopWaker:
             filled, self._filled = self._filled, []
             self._is_called = False
         for slot in filled:
-            reader = self._readers.get(slot.key)
-            if reader is not None and not reader.done():
-                reader.set_result(None)
+            reader, tap = self._readers.get(slot.key, _NOBODY)
+            if reader is None or reader.done():
+                continue
+            if tap is None:
+                reader.set_result(_LOOK)
+            else:
+                self._pour(slot, reader, tap)
 
-    async def take(self, slot: Slot) -> Any:
-        """What waits in a slot, or what comes next. Raises what ended it."""
+    @staticmethod
+    def _pour(slot: Slot, reader: asyncio.Future[Any], tap: Tap) -> None:
+        """Hand what waits to the tap, or else to the reader, who also hears of errors, the tap's own among them."""
+        try:
+            is_there, reply = slot.take()
+            while is_there and tap(reply):
+                is_there, reply = slot.take()  # an error that came after it
+            if is_there:
+                reader.set_result(reply)
+        except Exception as error:
+            reader.set_exception(error)
+
+    async def take(self, slot: Slot, tap: Tap | None = None) -> Any:
+        """What waits in a slot, or what comes next and `tap` does not take. Raises what ended it."""
         while True:
             is_there, reply = slot.take()
             if is_there:
                 return reply
             assert slot.key not in self._readers, "a slot has one reader"
-            self._readers[slot.key] = reader = self._loop.create_future()
+            reader: asyncio.Future[Any] = self._loop.create_future()
+            self._readers[slot.key] = reader, tap
             try:
-                await reader
+                reply = await reader
             finally:
                 del self._readers[slot.key]
+            if reply is not _LOOK:
+                return reply
+
+
+_LOOK = object()
+"""For a reader who has no tap: there is something in his slot."""
+_NOBODY = None, None
 
 
 class ThreadWaker:

@@ -1,7 +1,8 @@
 """Connections: HTTP as uvicorn speaks it, with limits that it does not have.
 
 The one idea: an app sees a request when its head is complete, and nothing after its answer; so a head that never ends,
-and a body that goes on after the answer, are bounded here.
+and a body that goes on after the answer, are bounded here. And what flows freely need not wait for anything: a stream
+may write its pieces straight to the socket (`Outlet`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from d3engine.server.errors import RequestError, error_body
 
@@ -17,6 +18,30 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 256
 LINGER_SECONDS = 5.0
 """For a client to end a body that was refused, so that it reads why; what comes is thrown away."""
+
+
+class Outlet:
+    """Of one answer that is streamed: writes its pieces at once, past all that stands between a route and its socket.
+
+    That all is for answers that begin or end, and for writes that must wait; these go through `send`.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._write = cycle.transport.write
+        self._is_closing = cycle.transport.is_closing
+
+    @property
+    def is_free(self) -> bool:
+        """Whether what is written now goes on its way: the client is there, and what was written has not piled up."""
+        cycle = self._cycle
+        held_up = self._flow.write_paused or cycle.disconnected or cycle.response_complete or self._is_closing()
+        return bool(cycle.chunked_encoding) and not held_up
+
+    def write(self, content: bytes) -> None:
+        """Write a piece that is not empty, while it is free."""
+        self._write(b"%x\r\n%b\r\n" % (len(content), content))
 
 
 class GuardedConnection(HttpToolsProtocol):
@@ -65,6 +90,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._stop_timer()
         super().on_headers_complete()
         self.scope["state"]["abort_connection"] = self.transport.abort
+        self.scope["state"]["outlet"] = Outlet(self.cycle)
 
     def on_message_complete(self) -> None:
         self._in_message = False

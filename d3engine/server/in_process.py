@@ -41,7 +41,7 @@ async def messages_of(app: ASGIApp, path: str, body: bytes) -> AsyncGenerator[Me
 
     async def run() -> None:
         try:
-            await app(_scope(path, len(body)), whole(body), sent.put)
+            await app(scope_of(path, len(body)), whole(body), sent.put)
             await sent.put(None)
         except Exception as error:
             await sent.put(error)
@@ -69,7 +69,8 @@ def whole(body: bytes) -> Receive:
     return receive
 
 
-def _scope(path: str, length: int) -> Scope:
+def scope_of(path: str, length: int) -> Scope:
+    """Of a POST of so many bytes of JSON."""
     headers = {"host": "localhost", "content-type": "application/json", "content-length": str(length)}
     return {
         "type": "http",

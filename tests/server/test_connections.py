@@ -156,6 +156,37 @@ def test_who_does_not_read_loses_the_connection_and_the_stream_ends() -> None:
     assert app.traffic.taken == 0
 
 
+def test_an_outlet_is_free_while_its_client_reads_and_only_then() -> None:
+    found: dict[str, int] = {}
+    ended = threading.Event()
+
+    class Flooding(Response):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            outlet = scope["state"]["outlet"]
+            found["pieces"] = 0
+            while outlet.is_free and found["pieces"] < 10_000:
+                outlet.write(b"x" * 65536)
+                found["pieces"] += 1
+            await send({"type": "http.response.body", "body": b"last", "more_body": False})
+            found["free after its end"] = outlet.is_free
+            ended.set()
+
+    async def stream(request: Request) -> Response:
+        return Flooding()
+
+    app = GuardedApp(GuardSettings(port=0), stream=stream)
+    with served(app.app, app.traffic) as running, running.connect(receive_bytes=4096) as client:
+        client.sendall(request("/stream", b"{}", Connection="close"))
+        head = client.recv(1)
+        answer = head + read_to_the_end(client)
+        assert ended.wait(GUARD)
+    assert 0 < found["pieces"] < 10_000
+    assert not found["free after its end"]
+    assert answer.count(b"x" * 65536) == found["pieces"]
+    assert answer.endswith(b"4\r\nlast\r\n0\r\n\r\n")
+
+
 # -- how it ends -----------------------------------------------------------------------------------------------------
 
 

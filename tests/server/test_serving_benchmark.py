@@ -15,9 +15,11 @@ from tqdm import tqdm
 
 from benchmarks.gguf_tokenizer import add_tokenizer
 from benchmarks.serving import __main__ as program
-from benchmarks.serving.asking import DEPTHS, Answered, Asking, Client, bursts, figures, percentile, poisson
+from benchmarks.serving.asking import DEPTHS, Answered, Asking, Client, bursts, figures, percentile, poisson, prompt
+from benchmarks.serving.bare import ALONE, ASYNC, LOCKSTEP, WAYS, Load, Steps, Tasks
 from benchmarks.serving.processes import Server
-from benchmarks.serving.rounds import BARE, OURS, PEER, Measured, Settings, num_rounds, rows_of
+from benchmarks.serving.recorded import Arrivals, record
+from benchmarks.serving.rounds import OURS, PEER, Measured, Settings, num_rounds, rows_of
 from benchmarks.serving.tables import markdown
 from benchmarks.serving.vllm_client import VllmClient
 from d3engine.depth import D3, policy_from_dict
@@ -79,25 +81,63 @@ def test_bursts_bring_as_many_requests_in_a_time_as_single_ones() -> None:
     assert [gap > 0 for gap in gaps[:33]] == [True, *[False] * 15] * 2 + [True]
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_the_engine_without_a_server_answers_as_many_prompts_in_each_way(way: str) -> None:
+    from d3engine import FullDepth, RequestOutputKind, SamplingParams
+
+    kind = RequestOutputKind.CUMULATIVE if way == LOCKSTEP else RequestOutputKind.DELTA
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, depth=FullDepth(), output_kind=kind)
+    numbers = itertools.count()
+    sizes = {"device": "cpu", "max_num_seqs": 4, "kv_cache_memory_bytes": 2**24}
+    load = Load(3, 0.0, params, lambda: prompt(next(numbers)), [2, 0, 1, *[0] * 6])
+    with contextlib.closing(Tasks("demo", **sizes) if way == ASYNC else Steps(way, "demo", **sizes)) as runs:
+        runs.run(load)
+    assert (load.tokens, next(numbers)) == (15, 3)
+    if way == ALONE:
+        assert load.num_steps >= 7  # the third prompt came two steps after the others
+
+
+def test_the_engine_alone_is_given_what_came_to_the_servers_engine_step_by_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from d3engine import Engine, SamplingParams
+
+    monkeypatch.setattr(Engine, "add", Engine.add)  # as they were, when the test has ended
+    monkeypatch.setattr(Engine, "step", Engine.step)
+    arrivals = Arrivals()
+    record(arrivals)
+    with Engine("demo", device="cpu", kv_cache_memory_bytes=2**24) as engine:
+        for many in (2, 0, 1):
+            for _ in range(many):
+                engine.add(engine.prepare([11, 12], SamplingParams(max_tokens=8, ignore_eos=True)))
+            engine.step()
+    assert arrivals.take() == [2, 0, 1]
+    assert arrivals.take() == []
+
+
 def test_a_row_is_compared_with_the_engine_alone_with_llama_cpp_and_with_full_depth() -> None:
     def rounds(*rates: float) -> list[dict[str, float]]:
         return [{"tokens_per_second": rate, "cpu_per_token": 1 / rate} for rate in rates]
 
     found = {
         (OURS, "full"): rounds(90, 80),
-        (BARE, "full"): rounds(100, 100),
+        (ALONE, "full"): rounds(100, 100),
+        (LOCKSTEP, "full"): rounds(120, 120),
         (OURS, "d3"): rounds(180, 160),
         (PEER, "full"): rounds(45, 40),
     }
-    full, alone, d3, peer = rows_of(found)
+    full, alone, _, d3, peer = rows_of(found)
+    assert [full["of_lockstep"], alone["of_lockstep"]] == pytest.approx([85 / 120, 100 / 120])
     assert [full[name] for name in ("of_engine", "of_engine_cpu", "over_peer")] == pytest.approx([0.85, 0.85, 2.0])
     assert [d3["over_full"], d3["over_peer_cpu"]] == pytest.approx([2.0, 4.0])
     assert "of_engine" not in alone
     assert not {"over_peer", "of_engine"} & set(peer)
     report = {"models": [{"model": "demo", "streams": [{"streams": 8, **full}], "arrivals": []}]}
-    row_of_page = "| 8 | d3engine | full | 85 | 11806 | - / - | - / - | - / - | 0.85 (0.85) | 2.00 (2.00) | - | - |"
+    row_of_page = (
+        "| 8 | d3engine | full | 85 | 11806 | - | - / - | - / - | - / - | 0.85 (0.85) | 0.71 (0.71) | 2.00 (2.00)"
+    )
     assert row_of_page in markdown(report)
-    assert num_rounds(Settings(arrivals=("poisson",))) == 3 * 2 * 5 + 2 * 4
+    assert num_rounds(Settings(arrivals=("poisson",))) == 3 * 2 * 11 + 2 * 4
     waves = (f"{OURS}, waves of 16", "d3")
     (*_, row) = rows_of({(OURS, "d3"): rounds(180, 160), waves: rounds(90, 80)})
     assert [row["over_immediate"], row["over_immediate_cpu"]] == pytest.approx([0.5, 0.5])

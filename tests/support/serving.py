@@ -1,4 +1,4 @@
-"""A real uvicorn in a thread, for tests that talk HTTP over a socket."""
+"""A real uvicorn in a thread, with connections of our own, for tests that talk HTTP over a socket."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import uvicorn
 from starlette.types import ASGIApp
+
+from d3engine.server.connections import GuardedConnection
 
 HANG_SECONDS = 120.0
 """Against tests that hang: no test is judged by it."""
@@ -31,7 +34,8 @@ class _Server(uvicorn.Server):
 def serving(app: ASGIApp, lifespan: Literal["on", "off"] = "off") -> Iterator[str]:
     """The address of an app that is served on a free port: `http://127.0.0.1:PORT`."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = _Server(uvicorn.Config(app, log_config=None, lifespan=lifespan, timeout_graceful_shutdown=5))
+    http: Any = partial(GuardedConnection, HANG_SECONDS)
+    server = _Server(uvicorn.Config(app, http=http, log_config=None, lifespan=lifespan, timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from d3engine.server.answering.running import unless_disconnected
+from d3engine.server.answering.straight import Straight
 from d3engine.server.errors import RequestError, as_request_error, error_body
 
 HEADERS = {
@@ -61,6 +62,7 @@ class EventStream(Response):
         headers: further ones of the response.
         ping_interval: seconds of silence after which a ping keeps proxies from hanging up; 0: never.
         form: whose events they are.
+        straight: by which events after the first may go past this response, while its connection has an outlet.
     """
 
     def __init__(
@@ -70,12 +72,14 @@ class EventStream(Response):
         *,
         ping_interval: float,
         form: StreamForm,
+        straight: Straight | None = None,
     ) -> None:
         super().__init__(headers={**HEADERS, **(headers or {})})
         del self.headers["content-length"]
         self._events = events
         self._ping_interval = ping_interval or None
         self._form = form
+        self._straight = straight or Straight()
         self._state: dict[str, Any] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,10 +99,13 @@ class EventStream(Response):
                 await asyncio.wait({first}, timeout=self._ping_interval)
                 if first.done() and (error := first.exception()) is not None:
                     raise error
-                await self._send_all(first, events, _Writer(send, self.raw_headers, self._form.ping))
+                await self._send_all(first, events, self._writer(send))
             finally:
                 first.cancel()
                 await asyncio.gather(first, return_exceptions=True)
+
+    def _writer(self, send: Send) -> _Writer:
+        return _Writer(send, self.raw_headers, self._form.ping, self._straight)
 
     async def _send_all(
         self, first: asyncio.Future[bytes], events: AsyncGenerator[bytes, None], writer: _Writer
@@ -108,6 +115,7 @@ class EventStream(Response):
         pinging = asyncio.ensure_future(writer.ping(self._ping_interval)) if self._ping_interval else None
         try:
             await writer.write(await first)
+            self._straight.open(self._state.get("outlet"))
             async for content in events:
                 await writer.write(content)
         except Exception as error:
@@ -122,18 +130,23 @@ class EventStream(Response):
 class _Writer:
     """The sending side; each write is of whole events, so that a ping never falls into one."""
 
-    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]], ping: bytes) -> None:
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]], ping: bytes, straight: Straight) -> None:
         self._send = send
         self._headers = headers
         self._ping = ping
-        self._num_writes = 0
+        self._straight = straight
+        self._num_own = 0
 
     async def start(self) -> None:
         await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
 
     async def write(self, content: bytes) -> None:
-        self._num_writes += 1
+        self._num_own += 1
         await self._send(_body(content, more=True))
+
+    @property
+    def _num_writes(self) -> int:
+        return self._num_own + self._straight.num_writes
 
     async def ping(self, interval: float) -> None:
         """Write a ping whenever nothing was written for an interval, until cancelled."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
+from d3engine.request.outputs import RequestOutput
 from d3engine.server.answering.event_stream import named_event
 from d3engine.server.answering.job import Job
 from d3engine.server.answering.message_blocks import MessageBlocks, whole_blocks
@@ -35,6 +34,8 @@ class MessageAnswer:
     def __init__(self, job: Job[ChatRequest]) -> None:
         self._job = job
         self._answer = SingleAnswer(job)
+        self._blocks = MessageBlocks(begins_with_text=job.calling is None)
+        self._has_begun = False
         self._has_calls = False
 
     async def whole(self) -> Message:
@@ -43,18 +44,20 @@ class MessageAnswer:
         self._has_calls = bool(news.calls)
         return {**self._message(content, news), **self._answer.tally.depth()}  # type: ignore[typeddict-item]  # its own
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        has_begun = False
-        blocks = MessageBlocks(begins_with_text=self._job.calling is None)
-        async with aclosing(self._answer.news()) as found:
-            async for news in found:
-                events = [] if has_begun else self._first_events(blocks)
-                has_begun = True
-                events += blocks.events(news)
-                self._has_calls = blocks.has_calls
-                if news.finish_reason is not None:
-                    events += [*blocks.close(), *self._last_events(news)]
-                yield b"".join(map(named_event, events))
+    def told(self, number: int, output: RequestOutput) -> bytes:
+        news = self._answer.news(output)
+        if news is None:
+            return b""
+        events = [] if self._has_begun else self._first_events(self._blocks)
+        self._has_begun = True
+        events += self._blocks.events(news)
+        self._has_calls = self._blocks.has_calls
+        if news.finish_reason is not None:
+            events += [*self._blocks.close(), *self._last_events(news)]
+        return b"".join(map(named_event, events))
+
+    def last(self) -> bytes:
+        return b""
 
     def _first_events(self, blocks: MessageBlocks) -> list[dict[str, Any]]:
         start = self._message([], None)

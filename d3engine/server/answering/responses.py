@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any, Literal
 
 import msgspec
 
+from d3engine.request.outputs import RequestOutput
 from d3engine.server.answering.event_stream import OpenAIForm, StreamForm, named_event
 from d3engine.server.answering.job import Job
 from d3engine.server.answering.output_items import OutputItems
@@ -45,16 +44,20 @@ class ResponseAnswer:
         first.get("content", [first])[0].update(news.d3ext)
         return response
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self._answer.news()) as found:
-            async for news in found:
-                events = [] if self._num_events else self._first_events()
-                events += self._items.events(news)
-                if news.finish_reason is not None:
-                    events += self._items.end(_status(news))
-                    response = self._ended(news)
-                    events.append({"type": f"response.{response['status']}", "response": response})
-                yield b"".join(map(self._numbered, events))
+    def told(self, number: int, output: RequestOutput) -> bytes:
+        news = self._answer.news(output)
+        if news is None:
+            return b""
+        events = [] if self._num_events else self._first_events()
+        events += self._items.events(news)
+        if news.finish_reason is not None:
+            events += self._items.end(_status(news))
+            response = self._ended(news)
+            events.append({"type": f"response.{response['status']}", "response": response})
+        return b"".join(map(self._numbered, events))
+
+    def last(self) -> bytes:
+        return b""
 
     def failed(self, error: RequestError) -> bytes:
         response = self._response("failed")

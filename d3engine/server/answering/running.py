@@ -4,29 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 from starlette.types import Receive
 
+from d3engine.async_engine.answers import AsyncAnswer
 from d3engine.request.outputs import RequestOutput
 from d3engine.server.answering.job import Job
+from d3engine.server.answering.straight import Straight
 from d3engine.server.errors import RequestError
+from d3engine.server.metrics.meters import RequestMeter
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Told: TypeAlias = "Callable[[int, RequestOutput], bytes]"
+"""What is new of the prompt of a number, as whole events; nothing where it is worth none."""
 
 
-async def outputs_of(job: Job[Any]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+async def events_of(job: Job[Any], told: Told, straight: Straight) -> AsyncGenerator[bytes, None]:
+    """One or more whole events for each output that has news, but for those that have gone straight to the client.
+
+    Raises as `outputs_of` does.
+    """
+    async with aclosing(outputs_of(job, told, straight)) as outputs:
+        async for number, output in outputs:
+            if content := told(number, output):
+                yield content
+
+
+async def outputs_of(
+    job: Job[Any], told: Told | None = None, straight: Straight | None = None
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """The outputs of all prompts as they come, each with its prompt's number.
+
+    Those of a single prompt go straight to the client, by what `told` makes of them, while `straight` is free.
 
     Raises `RequestError` for a depth too many at work, and where one of the prompts fails.
     """
     with job.served.depths.at_work(job.depth):
         if len(job.prepared) == 1:
-            async with aclosing(_outputs(job, 0)) as outputs:
+            async with aclosing(_outputs(job, 0, told, straight)) as outputs:
                 async for output in outputs:
                     yield 0, output
             return
@@ -35,18 +55,45 @@ async def outputs_of(job: Job[Any]) -> AsyncGenerator[tuple[int, RequestOutput],
                 yield found
 
 
-async def _outputs(job: Job[Any], number: int) -> AsyncGenerator[RequestOutput, None]:
+async def _outputs(
+    job: Job[Any], number: int, told: Told | None = None, straight: Straight | None = None
+) -> AsyncGenerator[RequestOutput, None]:
     prepared = job.prepared[number]
     # What a client gives can be closed, be it a generator or not.
     given = cast("AsyncGenerator[RequestOutput, None]", job.served.client.generate(prepared))
     async with aclosing(given) as outputs:
         with job.served.meters.request(prepared) as meter:
+            if isinstance(given, AsyncAnswer) and told is not None and straight is not None:
+                given.tap(_sent_straight(job, number, meter, told, straight))
             async for output in outputs:
-                meter.see(output)
-                if job.trace is not None:
-                    job.trace.see(number, output)
+                _see(job, number, meter, output)
                 _check_sound(output)
                 yield output
+
+
+def _see(job: Job[Any], number: int, meter: RequestMeter, output: RequestOutput) -> None:
+    meter.see(output)
+    if job.trace is not None:
+        job.trace.see(number, output)
+
+
+def _sent_straight(
+    job: Job[Any], number: int, meter: RequestMeter, told: Told, straight: Straight
+) -> Callable[[RequestOutput], bool]:
+    """Writes an output at once; passes over those at which an answer ends, and all while it would have to wait."""
+
+    def write(output: RequestOutput) -> bool:
+        if not straight.is_free:
+            return False
+        for answer in output.outputs:
+            if answer.finish_reason is not None:
+                return False
+        _see(job, number, meter, output)
+        if content := told(number, output):
+            straight.write(content)
+        return True
+
+    return write
 
 
 async def _merged(job: Job[Any]) -> AsyncGenerator[tuple[int, RequestOutput], None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -54,16 +54,15 @@ class SingleAnswer:
         ]
         return _news(choice["message"]["content"] or "", whole, found, _depths(choice.get("d3ext")))
 
-    async def news(self) -> AsyncGenerator[News, None]:
-        """Each time that there is something to tell. Raises `RequestError`."""
-        async with aclosing(outputs_of(self._job)) as outputs:
-            async for _, output in outputs:
-                self.tally.add(0, output)
-                chunks = self._writer.chunks(0, output)
-                if chunks:
-                    text = "".join(chunk["delta"].get("content") or "" for chunk in chunks)
-                    calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", ())]
-                    yield _news(text, calls, output, _depths(chunks[-1].get("d3ext")))
+    def news(self, output: RequestOutput) -> News | None:
+        """What a delta brings, if that is worth telling."""
+        self.tally.add(0, output)
+        chunks = self._writer.chunks(0, output)
+        if not chunks:
+            return None
+        text = "".join(chunk["delta"].get("content") or "" for chunk in chunks)
+        calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", ())]
+        return _news(text, calls, output, _depths(chunks[-1].get("d3ext")))
 
 
 def _news(text: str, calls: Sequence[ToolCallDelta], output: RequestOutput, d3ext: dict[str, DepthsOfTokens]) -> News:

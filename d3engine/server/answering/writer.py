@@ -13,7 +13,8 @@ from starlette.responses import Response
 from d3engine.request.outputs import RequestOutput
 from d3engine.server.answering.event_stream import EventStream, OpenAIForm, StreamForm
 from d3engine.server.answering.job import Job
-from d3engine.server.answering.running import outputs_of, unless_disconnected
+from d3engine.server.answering.running import events_of, outputs_of, unless_disconnected
+from d3engine.server.answering.straight import Straight
 from d3engine.server.answering.tally import Tally
 from d3engine.server.answers import json_response
 from d3engine.server.errors import RequestError
@@ -51,8 +52,11 @@ class Answer(Protocol):
     async def whole(self) -> Mapping[str, Any]:
         """Run it, and return the body."""
 
-    def events(self) -> AsyncGenerator[bytes, None]:
-        """Run it, and yield one or more whole events for each output."""
+    def told(self, number: int, output: RequestOutput) -> bytes:
+        """What is new of the prompt of this number, as whole events; nothing where it is worth none."""
+
+    def last(self) -> bytes:
+        """The events after all outputs, if there are any."""
 
 
 async def answer(request: Request, job: Job[Any], writer: Writer, headers: Mapping[str, str]) -> Response:
@@ -64,11 +68,21 @@ async def respond(request: Request, job: Job[Any], told: Answer, headers: Mappin
     """The same for an answer of any form."""
     if job.asked.stream:
         interval = job.served.settings.sse_keep_alive_seconds
-        return EventStream(told.events(), headers, ping_interval=interval, form=told.form)
+        straight = Straight()
+        events = _events(job, told, straight)
+        return EventStream(events, headers, ping_interval=interval, form=told.form, straight=straight)
     found = await unless_disconnected(request.receive, told.whole())
     if found is None:
         raise RequestError(499, "The client has left.", code="client_closed_request")
     return json_response(found, headers)
+
+
+async def _events(job: Job[Any], told: Answer, straight: Straight) -> AsyncGenerator[bytes, None]:
+    async with aclosing(events_of(job, told.told, straight)) as events:
+        async for content in events:
+            yield content
+    if last := told.last():
+        yield last
 
 
 class _Choices:
@@ -79,12 +93,32 @@ class _Choices:
     def __init__(self, job: Job[Any], writer: Writer) -> None:
         self._job = job
         self._writer = writer
+        self._tally = Tally(job)
+        options = job.asked.stream_options or StreamOptions()
+        self._tells_usage = bool(options.include_usage)
+        self._tells_usage_always = bool(options.continuous_usage_stats)
+        self._frame = _Frame(_head(job, writer.chunk_kind))
+        self._tail: dict[str, Any] = {"usage": None} if options.include_usage else {}
+        self._is_first = True
 
     async def whole(self) -> dict[str, Any]:
         return await _whole(self._job, self._writer)
 
-    def events(self) -> AsyncGenerator[bytes, None]:
-        return _events(self._job, self._writer)
+    def told(self, number: int, given: RequestOutput) -> bytes:
+        """The events of one output together, so that they are one write."""
+        output = self._writer.taken(given)
+        self._tally.add(number, output)
+        chunks = self._writer.chunks(number, output)
+        if not chunks:
+            return b""
+        tail = {"usage": self._tally.usage()} if self._tells_usage_always else self._tail
+        first = self._writer.extras([]) if self._is_first else {}
+        self._is_first = False
+        last = self._tally.depth() if self._tally.is_finished else {}
+        return self._frame.events(chunks, {**tail, **first}, {**tail, **last})
+
+    def last(self) -> bytes:
+        return self._frame.event([], {"usage": self._tally.usage()}) if self._tells_usage else b""
 
 
 async def _whole(job: Job[Any], writer: Writer) -> dict[str, Any]:
@@ -102,29 +136,6 @@ async def _whole(job: Job[Any], writer: Writer) -> dict[str, Any]:
         **writer.extras(in_order),
         **tally.depth(),
     }
-
-
-async def _events(job: Job[Any], writer: Writer) -> AsyncGenerator[bytes, None]:
-    """Each item holds the events of one output, so that it is one write."""
-    options = job.asked.stream_options or StreamOptions()
-    tally = Tally(job)
-    frame = _Frame(_head(job, writer.chunk_kind))
-    tail: dict[str, Any] = {"usage": None} if options.include_usage else {}
-    first: Mapping[str, Any] = writer.extras([])
-    async with aclosing(outputs_of(job)) as found:
-        async for number, given in found:
-            output = writer.taken(given)
-            tally.add(number, output)
-            chunks = writer.chunks(number, output)
-            if not chunks:
-                continue
-            if options.continuous_usage_stats:
-                tail = {"usage": tally.usage()}
-            last = tally.depth() if tally.is_finished else {}
-            yield frame.events(chunks, {**tail, **first}, {**tail, **last})
-            first = {}
-    if options.include_usage:
-        yield frame.event([], {"usage": tally.usage()})
 
 
 def _head(job: Job[Any], kind: str) -> dict[str, Any]:

@@ -1,0 +1,69 @@
+"""`d3engine serve`, which tells by which steps its requests came, so that the engine alone can be given the same.
+
+The one idea: what an engine computes follows from its prompts and from the step by which each of them came, and from
+nothing else that a server does. The rest of what a server takes is its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from typing import Any
+
+from d3engine import Engine
+from d3engine.cli import main as d3engine
+from d3engine.request.outputs import RequestOutput
+from d3engine.request.prepared import Prepared
+
+
+class Arrivals:
+    """Requests that came before each step; `take` hands them out and begins anew."""
+
+    def __init__(self) -> None:
+        self._waiting = 0
+        self._by_step: list[int] = []
+
+    def add(self) -> None:
+        """A request has come."""
+        self._waiting += 1
+
+    def step(self) -> None:
+        """A step begins."""
+        self._by_step.append(self._waiting)
+        self._waiting = 0
+
+    def take(self) -> list[int]:
+        """So many before each of the steps since it was last asked."""
+        taken, self._by_step = self._by_step, []
+        return taken
+
+
+def record(arrivals: Arrivals) -> None:
+    """Have every engine of this process count."""
+    add, step = Engine.add, Engine.step
+
+    def counted_add(self: Engine, prepared: Prepared) -> str:
+        arrivals.add()
+        return add(self, prepared)
+
+    def counted_step(self: Engine) -> list[RequestOutput]:
+        arrivals.step()
+        return step(self)
+
+    engine: Any = Engine
+    engine.add, engine.step = counted_add, counted_step
+
+
+def answer(arrivals: Arrivals) -> None:
+    """A line for each that comes."""
+    for _ in sys.stdin:
+        print(json.dumps(arrivals.take()), flush=True)
+
+
+if __name__ == "__main__":
+    arrivals = Arrivals()
+    record(arrivals)
+    threading.Thread(target=answer, args=(arrivals,), daemon=True).start()
+    sys.argv[0:1] = ["d3engine", "serve"]
+    d3engine()

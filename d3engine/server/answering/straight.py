@@ -1,0 +1,44 @@
+"""The straight way of a stream: what is new goes from the engine's outputs to the socket without waking any task.
+
+The one idea: tasks are for what begins, ends, fails or must wait. Between a stream's first event and its last, as long
+as its client reads, there is nothing to wait for: the event loop's call that hears of a step writes what it brought to
+all of its streams.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Outlet(Protocol):
+    """What a connection offers for an answer in pieces (`scope["state"]["outlet"]`); servers of others offer none."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether what is written now goes on its way."""
+
+    def write(self, content: bytes) -> None:
+        """Write a piece that is not empty, while it is free."""
+
+
+class Straight:
+    """Of one stream: shut until its task opens it, when the first event is out."""
+
+    def __init__(self) -> None:
+        self._outlet: Outlet | None = None
+        self.num_writes = 0
+
+    def open(self, outlet: Outlet | None) -> None:
+        """What is new may pass from now on."""
+        self._outlet = outlet
+
+    @property
+    def is_free(self) -> bool:
+        """Whether something may pass now."""
+        return self._outlet is not None and self._outlet.is_free
+
+    def write(self, content: bytes) -> None:
+        """Send whole events, while it is free."""
+        assert self._outlet is not None
+        self.num_writes += 1
+        self._outlet.write(content)

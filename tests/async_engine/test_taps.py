@@ -1,0 +1,87 @@
+"""A tap takes outputs as they come, without waking who reads them; all that it does not take, the reader gets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from async_reading import DELTA, PROMPT, Make, nothing_runs
+from stepping import greedy
+
+from d3engine import Engine, RequestOutput
+from d3engine.async_engine.slots import Slot
+from d3engine.async_engine.wakers import LoopWaker
+
+PARAMS = replace(greedy(12), output_kind=DELTA)
+
+
+async def read_all(stream: Any, into: list[tuple[str, RequestOutput]]) -> None:
+    async for output in stream:
+        into.append(("reader", output))
+
+
+async def let_go_when_he_waits(gate: Any) -> None:
+    """The first output comes when its reader waits for it."""
+    await asyncio.to_thread(gate.wait_until_held)
+    gate.open()
+
+
+def test_what_a_tap_does_not_take_is_the_readers_and_so_is_the_last_output(
+    make_async: Make, make_engine: Callable[..., Engine], gate: Any
+) -> None:
+    found: list[tuple[str, RequestOutput]] = []
+
+    def every_other(output: RequestOutput) -> bool:
+        takes = len(found) % 2 == 0
+        if takes:
+            found.append(("tap", output))
+        return takes
+
+    async def main() -> None:
+        engine = make_async()
+        gate.shut()
+        stream = engine.generate(PROMPT, PARAMS)
+        stream.tap(every_other)
+        reading = asyncio.create_task(read_all(stream, found))
+        await let_go_when_he_waits(gate)
+        await reading
+        assert await nothing_runs(engine)
+
+    asyncio.run(main())
+    (want,) = make_engine().generate([PROMPT], greedy(12), use_tqdm=False)
+    assert [token for _, output in found for token in output.outputs[0].token_ids] == want.outputs[0].token_ids
+    assert found[0][0] == "tap"
+    assert [who for who, output in found if output.finished] == ["reader"]
+
+
+def test_what_a_tap_raises_ends_its_request_and_is_raised_to_the_reader(make_async: Make, gate: Any) -> None:
+    async def main() -> None:
+        engine = make_async()
+        gate.shut()
+        stream = engine.generate(PROMPT, PARAMS)
+        stream.tap(lambda output: bool(1 / 0))
+        reading = asyncio.create_task(read_all(stream, []))
+        await let_go_when_he_waits(gate)
+        with pytest.raises(ZeroDivisionError):
+            await reading
+        assert await nothing_runs(engine)
+
+    asyncio.run(main())
+
+
+def test_an_error_behind_an_output_that_the_tap_takes_reaches_the_reader() -> None:
+    async def main() -> None:
+        waker = LoopWaker(asyncio.get_running_loop())
+        slot = Slot(1, waker)
+        reading = asyncio.create_task(waker.take(slot, lambda reply: True))
+        await asyncio.sleep(0)
+        assert slot.put("an output")
+        slot.put(ZeroDivisionError())
+        waker.wake([slot])
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(reading, 60)
+
+    asyncio.run(main())
