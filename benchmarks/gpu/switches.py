@@ -179,11 +179,12 @@ def questions(current: Round) -> Iterator[Question]:
         yield _splits("one row", each, [long // 4], current)
         yield _splits("even rows", each, [long // 8] * many, current)
         yield _stages("even rows", each, [long // 8] * many, current)
-    for rows in (24, 64, 128) if current.on_gpu else (3,):
-        for scheme in ("", "int8", "int4") if current.on_gpu else ("int8",):
-            if rows != 64 or scheme == "":
-                yield from _borders(shape, rows, scheme, current)
-    for rows in (1, few) if current.on_gpu else (few,):
+    # Float weights meet cuBLAS early; small ones save it reading them as floats, and pay for each 128 rows again.
+    borders = {"": (24, 64, 128), "int8": (128, 512), "int4": (128, 512)} if current.on_gpu else {"int8": (3,)}
+    for scheme, counts in borders.items():
+        for rows in counts:
+            yield from _borders(shape, rows, scheme, current)
+    for rows in (1, few, many) if current.on_gpu else (few,):
         for scheme in ("", "int8", "int4") if current.on_gpu else ("",):
             yield from _tiles(shape, rows, scheme, current)
 
@@ -292,10 +293,12 @@ def _stages(name: str, shape: Shape, lengths: list[int], current: Round) -> Ques
 def _borders(shape: Shape, rows: int, scheme: str, current: Round) -> Iterator[Question]:
     """From how many rows on each matrix is better left to cuBLAS."""
     products = import_module("d3engine.kernels.triton.products")
+    borders = ("MATMUL_ROWS", "UNPACK_ROWS")  # of float weights, and of quantized ones beside half precision
+    reads_small = scheme != "" and current.dtype != torch.float32
     ways = {"own kernel": 10**9, "cuBLAS": 0}
-    first = "own kernel" if rows <= products.MATMUL_ROWS else "cuBLAS"
+    first = "own kernel" if rows <= getattr(products, borders[reads_small]) else "cuBLAS"
     names = sorted(ways, key=lambda name: name != first)
-    variants: dict[str, Settings] = {name: (("products", "MATMUL_ROWS", ways[name]),) for name in names}
+    variants: dict[str, Settings] = {name: tuple(("products", each, ways[name]) for each in borders) for name in names}
     for case in _matrices(shape, rows, scheme, current):
         yield Question(f"{case.operation}, {rows} rows: border", shape, case, variants)
 
@@ -305,7 +308,8 @@ def _tiles(shape: Shape, rows: int, scheme: str, current: Round) -> Iterator[Que
     products = import_module("d3engine.kernels.triton.products")
     for case in _matrices(shape, rows, scheme, current):
         operation = case.operation.split()[0]
-        may_split = {"may_split": True} if operation == "linear_residual" else {}
+        splits = operation == "linear_residual" or (operation == "qkv" and rows > products.FEW_ROWS.value)
+        may_split = {"may_split": True} if splits else {}
         weight = case.inputs["weight"]
         today = products.product_tile(rows, weight, current.dtype, **may_split)
         least = 2 if rows == 1 else 16  # of outputs: pairs of channels stay together, tensor cores take 16
