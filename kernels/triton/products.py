@@ -26,7 +26,7 @@ UNPACK_ROWS = 512
 """Up to so many rows of half precision read quantized weights as they lie; for more they are unpacked for torch.matmul.
 
 Unpacking costs 3 bytes a weight of int8 whatever the rows, and each 128 rows make floats of all weights anew: by
-`benchmarks.gpu_model` the two are even somewhere between 350 and 750 rows. Not yet measured on a GPU.
+arithmetic the two are even somewhere between 350 and 750 rows. Not yet measured on a GPU.
 """
 
 MIN_PROGRAMS = 128  # about the number of processors of an H100 (132): fewer programs leave some without work
