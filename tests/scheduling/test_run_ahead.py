@@ -18,7 +18,7 @@ from d3engine.request.outputs import RequestOutput
 
 @pytest.mark.parametrize("policy", [*POLICIES, Nested(0.8, [(1, 3), (4, 5), (3, 4)])], ids=repr)
 def test_generate_answers_as_step_by_step(ahead: Callable[..., Engine], solo: Solo, policy: DepthPolicy) -> None:
-    requests = [Request(tuple(range(30 + n, 33 + 3 * n)), greedy(policy, 10 + 5 * n)) for n in range(4)]
+    requests = [Request(tuple(range(30 + n, 33 + 3 * n)), greedy(policy, 10 + 5 * n)) for n in (0, 1, 3)]
     engine = ahead()
     outputs = engine.generate([list(r.prompt) for r in requests], [r.params for r in requests], use_tqdm=False)
     for output, request in zip(outputs, requests, strict=True):
