@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as AnySequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from tqdm import tqdm
 
+from d3engine.calls.chats import Chats
 from d3engine.calls.in_flight import InFlight
 from d3engine.calls.interrupts import Interrupt
 from d3engine.calls.life import Life
@@ -25,6 +27,7 @@ from d3engine.calls.one_caller import OneCaller
 from d3engine.depth import DepthPolicy
 from d3engine.errors import EngineDeadError, require, require_integer
 from d3engine.loading.assembly import assemble
+from d3engine.loading.batch_invariance import check_policy
 from d3engine.loading.bridges import bridge_store
 from d3engine.loading.defaults import default_sampling_params
 from d3engine.loading.facts import Facts
@@ -36,12 +39,12 @@ from d3engine.request.prepared import Prepared
 from d3engine.sampling.verification import VerifyingSampler
 from d3engine.scheduling.admission import Admission
 from d3engine.stats import EngineStats, engine_stats
-from d3engine.text.chat_prompts import ChatPrompts, Messages, as_conversations
+from d3engine.text.chat_prompts import ChatPrompts
 from d3engine.text.prompts import Prompt, as_list
 from d3engine.text.tokenizer import load_tokenizer
 
 
-class Engine(Facts):
+class Engine(Chats, Facts):
     """A Llama model ready to generate.
 
     It takes one call at a time: threads may share it if they take turns, and a call made while another is running
@@ -78,6 +81,8 @@ class Engine(Facts):
         num_threads: threads that decode on a CPU in the native library; None: PyTorch's, within CPUs and their quota.
         tensor_parallel_size: devices that the model is spread over, each a process of its own: of this machine, or of
             those that torchrun has started. On CPUs without the native library.
+        batch_invariant: let a request's tokens and logits be the same bits whoever shares its batch, however its prompt
+            is cut, and after a preemption or a prefix hit. On a GPU slower; refused where it cannot be had.
         stream_interval: tokens from one output of a request to the next; its first and its last come at once.
         seed: from which requests without a seed get theirs.
         tokenizer: a directory or a GGUF file to take the tokenizer from; None: the model's.
@@ -111,6 +116,7 @@ class Engine(Facts):
         num_scheduler_steps: int | None = None,
         num_threads: int | None = None,
         tensor_parallel_size: int = 1,
+        batch_invariant: bool = False,
         stream_interval: int = 1,
         seed: int = 0,
         tokenizer: str | os.PathLike[str] | None = None,
@@ -139,6 +145,7 @@ class Engine(Facts):
             num_scheduler_steps=num_scheduler_steps,
             num_threads=num_threads,
             tensor_parallel_size=tensor_parallel_size,
+            batch_invariant=batch_invariant,
             stream_interval=stream_interval,
         )
         self.settings = settings
@@ -146,7 +153,13 @@ class Engine(Facts):
         self.tokenizer = None if skip_tokenizer_init else load_tokenizer(Path(tokenizer or settings.directory))
         self.bridges = bridge_store(settings)  # what does not fit the model is refused before the weights are loaded
         self._requests = NewRequests(
-            settings.config, self.tokenizer, settings.depth, settings.max_model_len, seed=seed, bridges=self.bridges
+            settings.config,
+            self.tokenizer,
+            settings.depth,
+            settings.max_model_len,
+            seed=seed,
+            bridges=self.bridges,
+            check=partial(check_policy, settings),
         )
         self.scheduler, self.executor = assemble(settings, self.tokenizer, weights, self.bridges)
         self.sampler = VerifyingSampler()
@@ -222,64 +235,6 @@ class Engine(Facts):
                     return
         finally:
             self._caller.leave(request_id, self._in_flight.drop)
-
-    def chat(
-        self,
-        messages: Messages | AnySequence[Messages],
-        sampling_params: SamplingParams | AnySequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: AnySequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[RequestOutput]:
-        """Answer one conversation (a list of {"role", "content"}), or a list of them, by the model's chat template.
-
-        Args:
-            messages: the conversation, or several.
-            sampling_params: as for `generate`.
-            use_tqdm: show a progress bar.
-            chat_template: the text of another Jinja template; it runs within the same limits as the model's own.
-            add_generation_prompt: let the template begin the answer.
-            continue_final_message: let the answer go on where the last message ends; not with `add_generation_prompt`.
-            tools: JSON objects that describe what the model may call, for the template.
-            chat_template_kwargs: further variables of the template.
-        """
-        prompts = [
-            self.chat_prompt(
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                chat_template_kwargs=chat_template_kwargs,
-            )
-            for conversation in as_conversations(messages)
-        ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
-
-    def chat_prompt(
-        self,
-        messages: Messages,
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: AnySequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> dict[str, list[int]]:
-        """The prompt of a conversation as token ids, for `generate`; the arguments are those of `chat`."""
-        ids = self._chat_prompts.token_ids(
-            messages,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-        return {"prompt_token_ids": ids}
 
     # -- the step API ------------------------------------------------------------------------------------------
 

@@ -16,9 +16,10 @@ _BY_DEVICE = {"cpu": "reference", "cuda": "triton"}
 _MODULES = {"reference": "d3engine.kernels.reference", "triton": "d3engine.kernels.triton"}
 
 
-def for_device(device: torch.device, implementation: str = "auto") -> ModuleType:
+def for_device(device: torch.device, implementation: str = "auto", *, batch_invariant: bool = False) -> ModuleType:
     """The module that holds the operations for `device`: the one made for it, or another by name.
 
+    With `batch_invariant` what an operation makes of a row is the same bits whoever stands beside it: Triton's alone.
     Raises `ValueError` for a device without operations and for an unknown name. Triton runs on a CPU only in its
     interpreter (TRITON_INTERPRET=1 before Triton is first imported).
     """
@@ -27,4 +28,8 @@ def for_device(device: torch.device, implementation: str = "auto") -> ModuleType
     if implementation not in ("auto", *_MODULES):
         raise ValueError(f"implementation must be auto, or one of {', '.join(_MODULES)}; got {implementation!r}")
     chosen = _BY_DEVICE[device.type] if implementation == "auto" else implementation
+    if batch_invariant:
+        if chosen != "triton":
+            raise ValueError(f"implementation must be triton where batch_invariant is True; got {chosen!r}")
+        return import_module(f"{_MODULES[chosen]}.batch_invariant")
     return import_module(_MODULES[chosen])

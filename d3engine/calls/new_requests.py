@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as AnySequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -28,6 +29,7 @@ class NewRequests:
 
     `depth` is the policy of requests that bring none; one that does not fit the model is refused at once. Requests
     without a seed get `seed` and their place in the order of arrival. `bridges` has those that policies may name.
+    `check` raises for a policy that the engine has not.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class NewRequests:
         *,
         seed: int,
         bridges: BridgeStore | None = None,
+        check: Callable[[DepthPolicy], None] | None = None,
     ) -> None:
         self._num_layers = config.num_layers
         self._prompts = PromptReader(config, tokenizer, max_model_len)
@@ -47,7 +50,8 @@ class NewRequests:
         self._max_model_len = max_model_len
         self._seed = seed
         self._num_sequences = 0
-        self._fit = lru_cache(NUM_KEPT)(partial(_fit, num_layers=config.num_layers, own=depth, bridges=bridges))
+        fit = partial(_fit, num_layers=config.num_layers, own=depth, bridges=bridges, check=check)
+        self._fit = lru_cache(NUM_KEPT)(fit)
         self._fit(depth)
 
     def prepare(
@@ -120,13 +124,19 @@ class NewRequests:
 
 
 def _fit(
-    policy: DepthPolicy, num_layers: int, own: DepthPolicy, bridges: BridgeStore | None
+    policy: DepthPolicy,
+    num_layers: int,
+    own: DepthPolicy,
+    bridges: BridgeStore | None,
+    check: Callable[[DepthPolicy], None] | None,
 ) -> tuple[Schedule, DraftRule | None]:
     """The schedule of a policy for a model of `num_layers`, and how it drafts, where `own` is the engine's policy.
 
     Raises `InvalidValueError` for a policy that does not fit the model, drafts with a model that is not loaded, or
     names bridges that cannot be had.
     """
+    if check is not None:
+        check(policy)
     schedule = policy.schedule(num_layers)
     require(schedule.num_layers == num_layers, "depth", policy, f"a schedule of the model's {num_layers} layers")
     if policy.exit_rule(num_layers) is not None:

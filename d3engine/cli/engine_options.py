@@ -59,6 +59,11 @@ ENGINE: OptionTable = {
     ),
     "admission": ("--admission-waves", int, "Admit waiting requests only every so many steps (each step)."),
     "tensor_parallel_size": ("--tensor-parallel-size", int, "Devices to spread the model over (1)."),
+    "batch_invariant": (
+        "--batch-invariant/--no-batch-invariant",
+        bool,
+        "Let no bit of an answer depend on who shares its batch; slower on a GPU (no).",
+    ),
     "seed": ("--seed", int, "From which every sequence gets the seed of its sampling (0)."),
     "threads": ("--threads", str, "CPU threads: a number, or auto, which gives a small model one (auto)."),
 }

@@ -58,10 +58,11 @@ class EagerExecutor:
         kernels: Any,
         ranks: Ranks | None = None,
         bridges: BridgeStore | None = None,
+        tells_prompts: bool = False,
     ) -> None:
         """`config` and `weights` are those of this rank's part where there are `ranks`.
 
-        `bridges` has what plans name.
+        `bridges` has what plans name. With `tells_prompts` the kernels are told which rows are those of prompts.
         """
         self.device = device
         self.block_size = block_size
@@ -73,6 +74,7 @@ class EagerExecutor:
         self.pool = _zeros(shape, dtype, device)
         self.stats = ExecutorStats()
         self.bridges = bridges
+        self._tells_prompts = tells_prompts
         if bridges is not None:
             bridges.count_in(self.stats)
         self.kept_states = KeptStates(config.hidden_size, dtype, device)
@@ -136,20 +138,20 @@ class EagerExecutor:
         if span.num_rows == 0:
             return
         if span.rows is None or span.chunks is None:
+            which: slice | IntArray = slice(0, span.num_chunks)
             chunks: slice | Tensor = slice(0, span.num_chunks)
             rows: slice | Tensor = slice(0, span.num_rows)
             starts = plan.query_starts[: span.num_chunks + 1]
-            lengths = plan.stops[: span.num_chunks]
         else:
             chunks, rows = self._tensor(span.chunks), self._tensor(span.rows)
             sizes = np.diff(plan.query_starts)[span.chunks]
             starts = np.concatenate(([0], np.cumsum(sizes)))
-            lengths = plan.stops[span.chunks]
+            which = span.chunks
         state = hidden[rows]  # a view of a prefix, a copy of scattered rows
         if span.part == "mlp":
             self.model.mlp(span.layers.start, state)
         else:
-            self._run_layers(span, chunks, rows, starts, lengths, inputs, state)
+            self._run_layers(span, chunks, rows, starts, plan.stops[which], plan.prompt_lengths[which], inputs, state)
         if span.rows is not None:
             hidden[rows] = state
 
@@ -160,14 +162,16 @@ class EagerExecutor:
         rows: slice | Tensor,
         starts: IntArray,
         lengths: IntArray,
+        prompt_lengths: IntArray,
         inputs: _Inputs,
         state: Tensor,
     ) -> None:
         """Run a span's layers, or the attention of its one, over `state`, its rows."""
         layers = slice(span.layers.start, span.layers.stop)
         run = self.model.layer if span.part == "layer" else self.model.attention
+        told = {"prompt_lengths": prompt_lengths.tolist()} if self._tells_prompts else {}
         attention = self.kernels.attention_inputs(
-            starts.tolist(), lengths.tolist(), inputs.block_tables[layers, chunks]
+            starts.tolist(), lengths.tolist(), inputs.block_tables[layers, chunks], **told
         )
         entries = inputs.entries[layers, rows].unbind()
         rotations = self.rope.of_layers(inputs.rotations[rows])

@@ -54,15 +54,15 @@ def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.d
     return resolved
 
 
-def kernels_for(device: torch.device) -> ModuleType:
-    """The operations that run on `device`, as D3ENGINE_KERNELS says."""
+def kernels_for(device: torch.device, *, batch_invariant: bool = False) -> ModuleType:
+    """The operations that run on `device`, as D3ENGINE_KERNELS says; `batch_invariant` as for `kernels.for_device`."""
     chosen = KERNELS.read()
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     allowed = "auto or reference on a CPU, unless Triton interprets (TRITON_INTERPRET=1)"
     require(not (chosen == "triton" and device.type == "cpu") or is_interpreted, KERNELS.name, chosen, allowed)
     require(not (chosen == "native" and device.type != "cpu"), KERNELS.name, chosen, f"another than native on {device}")
     # What the native library does not run, copies and early exits above all, is for the reference.
-    module: ModuleType = for_device(device, "auto" if chosen == "native" else chosen)
+    module: ModuleType = for_device(device, "auto" if chosen == "native" else chosen, batch_invariant=batch_invariant)
     return module
 
 

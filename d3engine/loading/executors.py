@@ -88,6 +88,7 @@ def build_executor(
             isa=isa,
         )
     except NativeError as error:
+        require(not settings.batch_invariant, "batch_invariant", True, f"False here, since {error}")
         require(KERNELS.read() != "native", KERNELS.name, "native", f"another than native, since {error}")
         _log.warning("decoding by PyTorch alone, which takes several times longer: %s", error)
         return eager

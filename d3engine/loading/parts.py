@@ -32,6 +32,8 @@ def eager_executor(
     bridges: BridgeStore | None = None,
 ) -> EagerExecutor:
     """What runs a model of `config`, or with `ranks` a part of one, step by step, over a pool of `num_blocks`."""
+    # The native library runs everything by itself there, and its sums have one order.
+    by_kernels = settings.batch_invariant and settings.executor != "native"
     return EagerExecutor(
         config,
         weights,
@@ -40,7 +42,8 @@ def eager_executor(
         max_model_len=settings.max_model_len,
         dtype=settings.dtype,
         device=settings.device,
-        kernels=kernels_for(settings.device),
+        kernels=kernels_for(settings.device, batch_invariant=by_kernels),
+        tells_prompts=by_kernels,
         ranks=ranks,
         bridges=bridges,
     )

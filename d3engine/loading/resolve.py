@@ -8,6 +8,7 @@ import torch
 
 from d3engine.depth import DepthPolicy
 from d3engine.errors import NOTHING, require, require_integer, require_number
+from d3engine.loading.batch_invariance import check_engine
 from d3engine.loading.cache_size import check_memory
 from d3engine.loading.defaults import resolve_max_model_len
 from d3engine.loading.depth import resolve_depth
@@ -47,6 +48,7 @@ def resolve_settings(
     num_threads: int | None,
     tensor_parallel_size: int,
     stream_interval: int,
+    batch_invariant: bool,
 ) -> EngineSettings:
     """The settings of an engine, from its arguments and the model's own files; no weights are read.
 
@@ -58,7 +60,9 @@ def resolve_settings(
     require_integer("max_num_batched_tokens", max_num_batched_tokens, 1)
     require_integer("block_size", block_size, 1, 1024)
     require_number("gpu_memory_utilization", gpu_memory_utilization, 0.0, 1.0, open_low=True)
-    check_switches(enable_prefix_caching=enable_prefix_caching, enforce_eager=enforce_eager)
+    check_switches(
+        enable_prefix_caching=enable_prefix_caching, enforce_eager=enforce_eager, batch_invariant=batch_invariant
+    )
     _check_admission(admission)
     directory = model_directory(model)
     config = ModelConfig.from_directory(directory)
@@ -89,8 +93,11 @@ def resolve_settings(
         num_scheduler_steps=resolve_scheduler_steps(num_scheduler_steps, executor != "eager"),
         tensor_parallel_size=tensor_parallel_size,
         stream_interval=require_integer("stream_interval", stream_interval, 1),
+        batch_invariant=batch_invariant,
         num_tokens_ahead=resolve_tokens_ahead(num_scheduler_steps, executor, config),
     )
+    if batch_invariant:
+        check_engine(settings)
     check_memory(settings if part is None else settings.of_part(part, rank_device(there, own_index())))
     return settings
 

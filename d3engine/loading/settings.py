@@ -50,6 +50,7 @@ class EngineSettings:
     num_tokens_ahead: int
     tensor_parallel_size: int = 1
     stream_interval: int = 1
+    batch_invariant: bool = False
 
     @property
     def own_bridges(self) -> frozenset[str]:

@@ -298,10 +298,13 @@ def long_chunks_kernel(
     BLOCK_SIZE: tl.constexpr,
     PACKED_ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    BATCH_INVARIANT: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One query tile of a chunk of two rows or more, for one key/value head: program (tile, kv head).
+
+    With BATCH_INVARIANT it is that of a chunk of any number of rows, unless its length is 0.
 
     The heads of a group share entries, so a tile packs them: PACKED_ROWS // GROUP rows times GROUP heads. Chunk c owns
     the tiles from starts[c] // rows + c on: enough for every chunk, at most one too many each, and whose tile this is
@@ -326,7 +329,12 @@ def long_chunks_kernel(
     chunk_rows = tl.load(query_starts + chunk + 1).to(tl.int32) - chunk_row
     active = tl.minimum(chunk_rows, tl.load(num_rows).to(tl.int32) - chunk_row)
     first_row = (tile - (chunk_row // ROWS + chunk)) * ROWS
-    if (chunk_rows <= 1) | (first_row >= active):
+    kv_length = tl.load(kv_lengths + chunk).to(tl.int32)
+    if BATCH_INVARIANT:
+        is_other = kv_length == 0
+    else:
+        is_other = chunk_rows <= 1
+    if is_other | (first_row >= active):
         return
 
     packed = tl.arange(0, PACKED_ROWS)
@@ -340,20 +348,23 @@ def long_chunks_kernel(
     if UPCAST:
         tile_queries = tile_queries.to(tl.float32)
 
-    cached = tl.load(kv_lengths + chunk).to(tl.int32) - chunk_rows  # entries before the chunk's first row
+    cached = kv_length - chunk_rows  # entries before the chunk's first row
     limits = cached + rows + 1
     end = cached + tl.minimum(first_row + ROWS, active)
-    seen_by_all = (cached + first_row + 1) // TILE * TILE
+    # Which tiles the whole query tile sees depends on where it begins, and the compiler need not round a score that no
+    # mask is between in the same way.
+    seen_by_all = 0 if BATCH_INVARIANT else (cached + first_row + 1) // TILE * TILE
 
     pool += kv_head * CHANNELS
     table = block_tables + chunk.to(tl.int64) * table_stride
     peak = tl.full([PACKED_ROWS], _FLOOR, tl.float32)
     total = tl.zeros([PACKED_ROWS], tl.float32)
     attended = tl.zeros([PACKED_ROWS, PADDED_CHANNELS], tl.float32)
-    attended, peak, total = _attend_tiles(
-        attended, peak, total, tile_queries, limits, pool, table, 0, seen_by_all, scale,
-        KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, False, UPCAST,
-    )  # fmt: skip
+    if not BATCH_INVARIANT:
+        attended, peak, total = _attend_tiles(
+            attended, peak, total, tile_queries, limits, pool, table, 0, seen_by_all, scale,
+            KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, False, UPCAST,
+        )  # fmt: skip
     attended, peak, total = _attend_tiles(
         attended, peak, total, tile_queries, limits, pool, table, seen_by_all, end, scale,
         KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True, UPCAST,

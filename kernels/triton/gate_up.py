@@ -36,19 +36,20 @@ def gate_up(
     bias: Tensor | None,
     *,
     num_rows: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """RMSNorm, the gate and up projections, and SwiGLU: silu(gate) * up, [T, I].
 
     `hidden` [T, H]; `weight` [2 I, H] and `bias` [2 I] hold the gate's rows first, then the up projection's. All
     but a quantized weight of one dtype. `num_rows` int32 [1]: rows at or beyond it are undefined in what is returned;
-    None means all rows.
+    None means all rows. `batch_invariant`: as for `product_tile`.
 
     Everything is float32 until the result is rounded; `reference.py` rounds gate, up and silu(gate) too.
     """
     need_unit_stride(hidden=hidden, norm_weight=norm_weight, weight=weight, bias=bias)
     rows, outputs = hidden.shape[0], weight.shape[0]
     out = torch.empty(rows, outputs // 2, dtype=hidden.dtype, device=hidden.device)
-    tile = product_tile(rows, weight, hidden.dtype)
+    tile = product_tile(rows, weight, hidden.dtype, batch_invariant=batch_invariant)
     if tile is not None:
         for launch in gate_up_launches(tile, hidden, norm_weight, eps, weight, bias, out, num_rows):
             launch.run()

@@ -30,15 +30,22 @@ from d3engine.kernels.triton.products import Tile, need_unit_stride, product_til
 
 
 def linear_residual(
-    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, *, num_rows: Tensor | None = None
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    residual: Tensor,
+    *,
+    num_rows: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> None:
     """Add `x` [T, K] times `weight` [H, K] transposed (and `bias` [H]) to `residual` [T, H], in place.
 
     All but a quantized weight of one dtype, last dimensions contiguous; sums are float32, rounded once with the
-    residual. `num_rows` int32 [1]: rows at or beyond it keep their residual; None means all rows.
+    residual. `num_rows` int32 [1]: rows at or beyond it keep their residual; None means all rows. `batch_invariant`: as
+    for `product_tile`.
     """
     need_unit_stride(x=x, weight=weight, bias=bias, residual=residual)
-    tile = product_tile(x.shape[0], weight, x.dtype, may_split=True)
+    tile = product_tile(x.shape[0], weight, x.dtype, may_split=True, batch_invariant=batch_invariant)
     if tile is not None:
         for launch in residual_launches(tile, x, weight, bias, residual, num_rows):
             launch.run()

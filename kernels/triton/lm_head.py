@@ -30,16 +30,23 @@ DRAWN_ROWS = 64
 
 
 def lm_head(
-    hidden: Tensor, norm_weight: Tensor, eps: float, weight: Weight, *, num_rows: Tensor | None = None
+    hidden: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Weight,
+    *,
+    num_rows: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Final norm and projection of `hidden` [T, H] by `weight` [V, H]: float32 logits [T, V].
 
     The logits are the float32 sums; `reference.py`, and the path of many rows, round them to the weights' dtype first.
     `num_rows` int32 [1]: rows at or beyond it are undefined in what is returned; None means all rows.
+    `batch_invariant`: as for `product_tile`; then the three operations here have the same logits.
     """
     need_unit_stride(hidden=hidden, norm_weight=norm_weight, weight=weight)
     rows, vocab = hidden.shape[0], weight.shape[0]
-    tile = product_tile(rows, weight, hidden.dtype)
+    tile = product_tile(rows, weight, hidden.dtype, batch_invariant=batch_invariant)
     if tile is None:
         return matmul(rms_norm(hidden, norm_weight, eps, num_rows=num_rows), weight).float()
     logits = torch.empty(rows, vocab, dtype=torch.float32, device=hidden.device)
@@ -49,7 +56,13 @@ def lm_head(
 
 
 def lm_head_argmax(
-    hidden: Tensor, norm_weight: Tensor, eps: float, weight: Weight, *, num_rows: Tensor | None = None
+    hidden: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Weight,
+    *,
+    num_rows: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The token of the largest logit of each row, int64 [T], and that logit, float32 [T]. Arguments as for `lm_head`.
 
@@ -57,7 +70,7 @@ def lm_head_argmax(
     """
     need_unit_stride(hidden=hidden, norm_weight=norm_weight, weight=weight)
     rows, vocab = hidden.shape[0], weight.shape[0]
-    tile = product_tile(rows, weight, hidden.dtype)
+    tile = product_tile(rows, weight, hidden.dtype, batch_invariant=batch_invariant)
     if tile is None:
         logits = lm_head(hidden, norm_weight, eps, weight, num_rows=num_rows)
         tokens = logits.argmax(dim=-1)
@@ -80,6 +93,7 @@ def lm_head_sample(
     *,
     first_token: int = 0,
     num_rows: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """A draw from the softmax of logits / temperature in each row; temperature 0 takes the likeliest token.
 
@@ -91,7 +105,7 @@ def lm_head_sample(
     count, vocab = hidden.shape[0], weight.shape[0]
     rows = SamplingRows(temperature, seeds, indices)
     need_unit_strides(rows)
-    tile = product_tile(count, weight, hidden.dtype)
+    tile = product_tile(count, weight, hidden.dtype, batch_invariant=batch_invariant)
     if tile is None or tile.rows > DRAWN_ROWS:
         logits = lm_head(hidden, norm_weight, eps, weight, num_rows=num_rows)
         return sample(logits, rows, steps, first_token=first_token, num_rows=num_rows)

@@ -25,6 +25,9 @@ from d3engine.kernels.triton.attention_kernels import long_chunks_kernel, single
 from d3engine.kernels.triton.attention_splits import MOST_SPLITS, SPLIT, Room
 from d3engine.kernels.triton.launches import Launch, ModelShape, meta
 
+ROWS_IN_TURN = 64
+"""Rows of a replay that meet in the room of their splits at once; a batch of so many rows needs as much."""
+
 _LOG2_E = 1.4426950408889634
 _INTERPRETED = triton.knobs.runtime.interpret
 
@@ -46,6 +49,9 @@ class AttentionInputs:
     max_chunk_rows: int  # no chunk has more rows; above 1 the kernel of long chunks is launched
     single_rows: bool  # whether any chunk may have a single row
     room: Room = field(default_factory=Room)  # the layers of a step may share it
+    # [C] the lengths of chunks that go query tile by query tile, 0 of the others, which `kv_lengths` has, 0 of these;
+    # None: how many rows a chunk has decides, and how many the longest has which tile.
+    tiled_lengths: Tensor | None = None
 
 
 def attention_inputs(query_starts: list[int], kv_lengths: list[int], block_tables: Tensor) -> list[AttentionInputs]:
@@ -115,10 +121,26 @@ def attention_launches(
     if queries.shape[0] == 0 or inputs.kv_lengths.shape[0] == 0:
         return launches
     if inputs.single_rows:
-        launches.append(_single_rows_launch(out, queries, pool, inputs, scale))
-    if inputs.max_chunk_rows > 1:
+        launches += [_single_rows_launch(out, queries, pool, some, scale) for some in _in_turn(inputs)]
+    if inputs.max_chunk_rows > (1 if inputs.tiled_lengths is None else 0):
         launches.append(_long_chunks_launch(out, queries, pool, inputs, scale))
     return launches
+
+
+def _in_turn(inputs: AttentionInputs) -> list[AttentionInputs]:
+    """The chunks for each launch of single rows: all, but of replays only so many as have room to meet."""
+    count = inputs.kv_lengths.shape[0]
+    if inputs.tiled_lengths is None or count <= ROWS_IN_TURN:
+        return [inputs]
+    return [
+        replace(
+            inputs,
+            query_starts=inputs.query_starts[first : first + ROWS_IN_TURN + 1],
+            kv_lengths=inputs.kv_lengths[first : first + ROWS_IN_TURN],
+            block_tables=inputs.block_tables[first : first + ROWS_IN_TURN],
+        )
+        for first in range(0, count, ROWS_IN_TURN)
+    ]
 
 
 def _single_rows_launch(out: Tensor, queries: Tensor, pool: Tensor, inputs: AttentionInputs, scale: float) -> Launch:
@@ -153,16 +175,19 @@ def _single_rows_launch(out: Tensor, queries: Tensor, pool: Tensor, inputs: Atte
 def _long_chunks_launch(out: Tensor, queries: Tensor, pool: Tensor, inputs: AttentionInputs, scale: float) -> Launch:
     chunks, heads, kv_heads = inputs.kv_lengths.shape[0], queries.shape[1], pool.shape[3]
     group = heads // kv_heads
-    tuning = tune_long_chunks(pool.shape[4], group, pool.element_size(), inputs.max_chunk_rows)
+    fixed = inputs.tiled_lengths is not None
+    tuning = tune_long_chunks(pool.shape[4], group, pool.element_size(), None if fixed else inputs.max_chunk_rows)
     num_tiles = queries.shape[0] // (tuning.packed_rows // group) + chunks
     return Launch(
         long_chunks_kernel,
         (num_tiles, kv_heads),
         {
             **_common_arguments(queries, pool, inputs, scale),
+            **({"kv_lengths": inputs.tiled_lengths} if fixed else {}),
             "out": out,
             "PACKED_ROWS": tuning.packed_rows,
             "TILE": tuning.tile,
+            "BATCH_INVARIANT": fixed,
         },
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
@@ -222,11 +247,14 @@ def tune_single_rows(channels: int, group: int, element_size: int) -> Tuning:
     return Tuning(tile=tile, packed_rows=packed_rows, num_warps=4, num_stages=5, programs=programs)
 
 
-def tune_long_chunks(channels: int, group: int, element_size: int, max_chunk_rows: int) -> Tuning:
-    """Query tiles no larger than the longest chunk fills; exact float32 has no tensor cores and would spill."""
+def tune_long_chunks(channels: int, group: int, element_size: int, max_chunk_rows: int | None) -> Tuning:
+    """Query tiles no larger than the longest chunk fills, if that is to count; float32 has no tensor cores and would
+    spill."""
     fewest = triton.next_power_of_2(group)
     if element_size == 4:
         return Tuning(tile=16, packed_rows=max(32, fewest), num_warps=8, num_stages=2)
+    if max_chunk_rows is None:
+        return Tuning(tile=64, packed_rows=max(128, fewest), num_warps=8, num_stages=5)
     if max_chunk_rows * group <= 16:
         return Tuning(tile=64, packed_rows=16, num_warps=4, num_stages=5)
     if max_chunk_rows * group <= 256:
@@ -272,3 +300,7 @@ def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launc
             out = meta(chunks * rows, heads * channels, dtype=dtype)
             for launch in attention_launches(out, queries, pool, inputs, channels**-0.5):
                 yield f"{label}, blocks of {block_size}", launch
+        if block_size == shape.block_size:  # the last of these, where no bit may depend on how a prompt is cut
+            fixed = replace(inputs, tiled_lengths=inputs.kv_lengths, single_rows=False)
+            for launch in attention_launches(out, queries, pool, fixed, channels**-0.5):
+                yield "batch-invariant chunk", launch

@@ -29,6 +29,9 @@ Unpacking costs 3 bytes a weight of int8 whatever the rows, and each 128 rows ma
 arithmetic the two are even somewhere between 350 and 750 rows. Not yet measured on a GPU.
 """
 
+INVARIANT_ROWS = 64
+"""Rows of the one tile that a product has whose sums must not depend on how many rows there are."""
+
 MIN_PROGRAMS = 128  # about the number of processors of an H100 (132): fewer programs leave some without work
 
 MIN_STEPS = 4  # of a program that shares its outputs with others: below, filling its pipeline is most of its time
@@ -60,18 +63,25 @@ class Tile:
         return int(triton.cdiv(triton.cdiv(columns, self.columns), self.parts)) * self.columns
 
 
-def product_tile(rows: int, weight: Weight, dtype: torch.dtype, *, may_split: bool = False) -> Tile | None:
+def product_tile(
+    rows: int, weight: Weight, dtype: torch.dtype, *, may_split: bool = False, batch_invariant: bool = False
+) -> Tile | None:
     """The tile for `rows` rows of `dtype` times `weight` [N, K] transposed; None: leave it to torch.matmul.
 
-    What the operations share. With `may_split` a tile may have parts. The numbers are for Hopper, and fit the 99 KB of
-    shared memory that consumer cards have: the first path has two tiles in flight, the others 2 to 5 stages (see
-    `inspect`).
+    What the operations share. With `may_split` a tile may have parts. With `batch_invariant` it is the same tile for
+    any number of rows, of one part, so that a row meets the same instructions in the same order whoever stands beside
+    it.
+
+    The numbers are for Hopper, and fit the 99 KB of shared memory that consumer cards have: the first path has two
+    tiles in flight, the others 2 to 5 stages (see `inspect`).
     """
     outputs, columns = weight.shape
+    if batch_invariant:
+        rows, may_split = INVARIANT_ROWS, False
     if rows <= 1 and not isinstance(weight, Int4Weight):
         return _single_row_tile(outputs, columns, weight)
     reads_small = not isinstance(weight, Tensor) and dtype != torch.float32
-    if rows > (UNPACK_ROWS if reads_small else MATMUL_ROWS):
+    if rows > (UNPACK_ROWS if reads_small else MATMUL_ROWS) and not batch_invariant:
         return None
     if rows <= FEW_ROWS.value:
         tile = _few_rows_tile(rows, weight, dtype, may_split)

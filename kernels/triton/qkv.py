@@ -48,6 +48,7 @@ def qkv(
     *,
     head_norms: Tensor | None = None,
     num_rows: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """RMSNorm, the three projections, RoPE, and the write of keys and values into the pool.
 
@@ -57,6 +58,7 @@ def qkv(
     first for queries, the second for keys; None means none. Returns the queries [T, N, D]. All but rotations, entries
     and a quantized weight are of one dtype.
     `num_rows` int32 [1]: rows at or beyond it write nothing, and their queries are undefined; None means all rows.
+    `batch_invariant`: as for `product_tile`.
 
     Products, scale, bias and rotation are float32, and rounded once; `reference.py` rounds after each.
     """
@@ -66,7 +68,8 @@ def qkv(
     rows = hidden.shape[0]
     queries = torch.empty(rows, num_heads, pool.shape[4], dtype=hidden.dtype, device=hidden.device)
     targets = _targets(rotations, pool, entries, queries, weight.shape[0])
-    tile = product_tile(rows, weight, hidden.dtype, may_split=rows > FEW_ROWS.value)
+    may_split = rows > FEW_ROWS.value
+    tile = product_tile(rows, weight, hidden.dtype, may_split=may_split, batch_invariant=batch_invariant)
     if tile is None:
         projected = matmul(rms_norm(hidden, norm_weight, eps, num_rows=num_rows), weight, bias)
         finish_launch(projected[None], None, targets, num_rows, head_norms, eps).run()
