@@ -18,15 +18,15 @@ GUARD_PAGES = PROGRAM.with_name("guard_pages.cpp")
 FLAGS = "NATIVE_TEST_FLAGS"
 
 
-def is_ports() -> bool:
-    """Whether `make ports` runs, which has time for everything."""
+def is_asked_for() -> bool:
+    """Whether a run asks for these builds: `make ports`, and the gate for what is neither Clang's nor of threads."""
     return FLAGS in os.environ
 
 
 def left_to_ports() -> None:
-    """Skip a test that takes more time than every run of the gate can have."""
-    if not is_ports():
-        pytest.skip("`make ports` runs it: it takes longer than the gate has time for")
+    """Skip a test that takes more time than every run of all tests can have."""
+    if not is_asked_for():
+        pytest.skip("`make ports` runs it: it takes longer than all tests have time for")
 
 
 def needs(*commands: str, package: str) -> None:

@@ -1,7 +1,7 @@
 """The native library on another machine and by another compiler: no warnings, and what the portable code finds.
 
-Each is skipped by name where its compiler is missing. The gate only lets Arm's compiler read what is for Arm; `make
-ports` builds the library with what its compilers are asked for, and runs it.
+Each is skipped by name where its compiler is missing. Among all tests Arm's compiler only reads what is for Arm; the
+gate and `make ports` build the library with it, and run it.
 """
 
 from __future__ import annotations
