@@ -1,7 +1,7 @@
 // Decodes on models of odd shapes by every instruction set that the machine runs: each has to find what the portable
 // code finds, and the same bits for rows of a smaller batch. The tensors are exactly as large as they have to be: built
-// with sanitizers or between closed pages, a read or a write beyond one of them ends the program. Prints the instruction
-// sets, best first, and how many cases each has decoded.
+// with sanitizers or between closed pages, a read or a write beyond one of them ends the program. Prints the
+// instruction sets, best first, and how many cases each has decoded.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
