@@ -160,7 +160,7 @@ def calibrate_command(
     _check_plot(plot)
     seed = engine_options.get("seed", 0)
 
-    from d3engine.calibration.bridge_choices import check_target, write_chosen
+    from d3engine.calibration.bridge_choices import check_target
     from d3engine.calibration.scoring import EngineScorer
     from d3engine.calibration.tasks import calibration_task
     from d3engine.evaluation.bridged import open_bridges
@@ -205,25 +205,22 @@ def calibrate_command(
         about: Options = {"task": task, "seed": seed, "max_tokens": most, **ran}
         about |= {} if num_fewshot is None else {"shots": num_fewshot}
         report = _report(result, {"model": model, "fingerprint": name, **about})
-        if result.chosen is not None:  # first of all, so that nothing after it can lose the work
-            from d3engine.calibration.report import policy_file, write_policy_file
-
-            crossed = choices.get(result.chosen.bridges or "")
+        # First of all, so that nothing after it can lose the work, and while the maps that were cut are there.
+        if result.chosen is not None:
             try:
-                beside_it = None if crossed is None else write_chosen(crossed, target.with_name(BRIDGES_FILE))
-                write_policy_file(policy_file(result, about, name, beside_it), target)
+                _write(result, choices, about, name, target)
             except InvalidValueError:
                 typer.echo(json.dumps({**report, "written": None}, indent=2))  # all that is left of the work
                 raise
-        if as_json:
-            typer.echo(json.dumps({**report, "written": str(target) if result.chosen else None}, indent=2))
-        else:
-            show_calibration(result, task, target)
-        if plot and result.full is not None:
-            from d3engine.calibration.picture import plot_calibration
+    if as_json:
+        typer.echo(json.dumps({**report, "written": str(target) if result.chosen else None}, indent=2))
+    else:
+        show_calibration(result, task, target)
+    if plot and result.full is not None:
+        from d3engine.calibration.picture import plot_calibration
 
-            plot_calibration(result, _title(model, task, result), plot)
-        raise typer.Exit(EXIT_CODES[outcome(result)])
+        plot_calibration(result, _title(model, task, result), plot)
+    raise typer.Exit(EXIT_CODES[outcome(result)])
 
 
 def read_tolerance(words: str) -> Tolerance:
@@ -322,6 +319,17 @@ def _check_windows(choices: Mapping[str, BridgeChoice], candidates: Sequence[Can
     for choice in choices.values():
         served = sum(policy.bridges == choice.name for policy in _settings(candidates))
         require(served > 0, "--bridges", choice.name, "a file with all windows of at least one setting that is tried")
+
+
+def _write(result: Any, choices: Mapping[str, BridgeChoice], about: Options, weights: str, target: Path) -> None:
+    """Write the setting that was chosen to `target`, and the bridges that it crosses by beside it."""
+    from d3engine.calibration.bridge_choices import write_chosen
+    from d3engine.calibration.report import policy_file, write_policy_file
+    from d3engine.model.bridges import BRIDGES_FILE
+
+    crossed = choices.get(result.chosen.bridges or "")
+    bridges = None if crossed is None else write_chosen(crossed, target.with_name(BRIDGES_FILE))
+    write_policy_file(policy_file(result, about, weights, bridges), target)
 
 
 def _search(
