@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,7 +39,8 @@ def pytest_collectstart() -> None:
     import torch
     from hypothesis import HealthCheck, settings
 
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        assert "triton" not in sys.modules, "a conftest.py has imported Triton before it was told to interpret"
         os.environ["TRITON_INTERPRET"] = "1"
     settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("no clock")

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from tiny_models import TinyLlama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-if TYPE_CHECKING:  # what may be missing: the test files skip without it
+if TYPE_CHECKING:  # what may be missing: the test files skip without it; and transformers, which imports Triton
     from lm_eval.models.huggingface import HFLM
+    from tiny_models import TinyLlama
 
     from d3engine import RequestOutput
     from d3engine.integrations.lm_eval import D3EngineLM
