@@ -9,10 +9,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from d3engine.calls.interrupts import Interrupt, held_back
-from d3engine.cli.terminal import DepthColours, Writer
+from d3engine.cli.terminal import DepthColours, Writer, possible_depths
 from d3engine.errors import FailedError
 from d3engine.request.params import RequestOutputKind
 from d3engine.text.detokenizer import Detokenizer
@@ -95,6 +95,19 @@ class Answer:
             cut.append(token._replace(text=token.text[:room]))
             room -= len(cut[-1].text)
         return cut
+
+    def as_dict(self, num_layers: int, prompt: str) -> dict[str, Any]:
+        """The answer for JSON, beside its prompt."""
+        return {
+            "prompt": prompt,
+            "index": self.index,
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
+            "num_layers": num_layers,
+            "mean_layers": sum(self.depths) / max(len(self.depths), 1),
+            "tokens": [token._asdict() for token in self.tokens()],
+        }
 
     def take(self) -> list[Token]:
         """The text that has become safe to show since the last call, by tokens."""
@@ -237,6 +250,12 @@ def _step_until_done(engine: Engine, run: Run, show: Callable[[Answer], None], i
 def _raise_fault(answer: Answer) -> None:
     if answer.finish_reason == "abort":
         raise FailedError(f"{answer.request_id} ended with a fault: {answer.stop_reason}")
+
+
+def depths_of(engine: Engine, params: SamplingParams) -> list[int]:
+    """All depths that a token of an answer can have, the first one's first."""
+    steps = min(params.max_tokens or engine.max_model_len, engine.max_model_len)
+    return possible_depths(params.depth or engine.depth, engine.config.num_layers, steps)
 
 
 def show_tokens(answer: Answer, writer: Writer, colours: DepthColours, *, suffix: bool = False) -> None:

@@ -1,0 +1,216 @@
+"""The demo of `d3engine generate`: a held-out word problem, answered at full depth and with depth decay.
+
+The one idea: both answers are checked, and what the second one saved is said in layers, in memory and in time, where
+time is a median of turns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import typer
+
+from d3engine.cli.answers import Answer, Run, depths_of, run_answers, show_tokens
+from d3engine.cli.depth_options import AUTO, Depth
+from d3engine.cli.ending import ExitCode
+from d3engine.cli.engine_options import Options, open_engine, sampling_params
+from d3engine.cli.invocation import as_typed
+from d3engine.cli.terminal import DepthColours, Writer, new_console
+from d3engine.cli.turns import Speedup, speedup
+from d3engine.cli.verbosity import note
+from d3engine.depth import D3, DepthPolicy, FullDepth
+from d3engine.depth.words import policy_in_words
+from d3engine.errors import require, require_integer
+from d3engine.evaluation.word_problems import Problem, extract_answer, format_prompt, problems
+
+if TYPE_CHECKING:
+    from d3engine.engine import Engine
+    from d3engine.request.params import SamplingParams
+
+DEMO_DEPTH = D3(alpha=0.9, start=0.6)
+"""What the demo compares with full depth where neither --depth nor d3.json names a policy."""
+
+WARM_UP_TOKENS = 4
+"""Tokens before the first answer of the demo; nobody sees them, and somebody waits for them."""
+
+
+def show_problem(
+    engine_options: Options,
+    sampling: Options,
+    depth: Depth,
+    model: str,
+    seed: int,
+    *,
+    color_depth: bool,
+    depth_suffix: bool,
+    as_json: bool,
+) -> None:
+    """Show the problem of this seed, and its answers at full depth and under `depth`."""
+    require_integer("--problem-seed", seed, 0)
+    require(sampling.get("n", 1) == 1, "--n", sampling.get("n"), "1 without a prompt, since the answer is checked")
+    problem = next(problems("test", seed))
+    engine = open_engine(model, engine_options)
+    params = sampling_params(engine, sampling)
+    demo = _Demo(engine, problem, params, color_depth, depth_suffix, as_json)
+    demo.show(_policies(engine, depth), seed)
+
+
+def _policies(engine: Engine, depth: Depth) -> list[DepthPolicy]:
+    """Full depth first, then the policy asked for, the model's own, or the paper's."""
+    chosen = engine.depth if depth == AUTO else depth
+    if depth == AUTO and isinstance(chosen, FullDepth):
+        chosen = DEMO_DEPTH
+    return list(dict.fromkeys([FullDepth(), chosen]))
+
+
+class _Demo:
+    """Shows one problem and its answers."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        problem: Problem,
+        params: SamplingParams,
+        color_depth: bool,
+        depth_suffix: bool,
+        as_json: bool,
+    ) -> None:
+        self.engine, self.problem, self.params = engine, problem, params
+        self.prompt = format_prompt(problem.question)
+        self.color_depth, self.depth_suffix, self.as_json = color_depth, depth_suffix, as_json
+        self.console = new_console()
+        self.writer = Writer(self.console, wrap=True, indent="  ")
+        self.text = Writer(self.console, wrap=True)
+
+    def show(self, policies: list[DepthPolicy], seed: int) -> None:
+        """The problem, an answer by each policy, and what the second one saved."""
+        layers = self.engine.config.num_layers
+        if not self.as_json:
+            self.text.write_words(
+                f"A word problem that the model ({layers} layers) has never seen, answered"
+                + (" at full depth, then with depth decay." if len(policies) > 1 else " at full depth.")
+            )
+            self.text.end_line()
+            self.writer.write_words(self.problem.question)
+        self._warm_up()
+        runs = [self._show_answer(policy) for policy in policies]
+        if self.as_json:
+            self._print_json(policies, runs, seed)
+            return
+        self.text.end_line()
+        if len(runs) > 1:
+            turns = speedup(*(partial(self._seconds_per_token, policy) for policy in policies))
+            self.text.write_words(self._comparison(runs[0], runs[1], turns))
+        another = as_typed("generate", "--problem-seed", str(seed + 1))
+        self.text.write_words(f"Another problem:        {another}")
+        self.text.write_words(f"How often it is right:  {as_typed('eval', 'demo', *_flags(policies[-1]))}")
+
+    def _warm_up(self) -> None:
+        """A few tokens that are not shown: the first steps of a process are slower than any other."""
+        params = replace(self.params, depth=FullDepth(), min_tokens=0, max_tokens=WARM_UP_TOKENS)
+        if run_answers(self.engine, [self.prompt], params, self._silently).interrupted:
+            raise typer.Exit(ExitCode.INTERRUPTED)
+
+    def _show_answer(self, policy: DepthPolicy) -> Run:
+        if self.as_json:
+            return self._answer(policy, self._silently)
+        params = replace(self.params, depth=policy)
+        wanted = self.color_depth and not self.depth_suffix
+        colours = DepthColours(depths_of(self.engine, params), self.console, wanted=wanted)
+        self.text.end_line()
+        self.text.write_words(self._heading(policy))
+
+        def show(answer: Answer) -> None:
+            show_tokens(answer, self.writer, colours, suffix=self.depth_suffix)
+
+        run = self._answer(policy, show)
+        self.writer.end_line()
+        if run.interrupted:
+            note(run.summary())
+            raise typer.Exit(ExitCode.INTERRUPTED)
+        self.writer.write_words(self._verdict(run))
+        self.writer.write_words(f"{run.summary()}.")
+        if colours.enabled:
+            self.console.out("  ", end="", highlight=False)
+            colours.legend(run.num_layers)
+        else:
+            self.writer.write_words(f"Layers run by each token: {_in_short(run.depths)}.")
+        return run
+
+    def _heading(self, policy: DepthPolicy) -> str:
+        depths = depths_of(self.engine, replace(self.params, depth=policy))
+        if min(depths) == max(depths):
+            return f"{policy_in_words(policy)}: every token runs all {max(depths)} layers."
+        later = "as many as each needs" if policy.exit_rule(max(depths)) else "fewer for later ones"
+        falls = f"{max(depths)} layers for the first token, {later}, down to {min(depths)}"
+        return f"{policy_in_words(policy)}: {falls}."
+
+    def _answer(self, policy: DepthPolicy, show: Callable[[Answer], None]) -> Run:
+        self.engine.reset_prefix_cache()  # or the second answer would find the prompt computed
+        return run_answers(self.engine, [self.prompt], replace(self.params, depth=policy), show)
+
+    def _silently(self, answer: Answer) -> None:
+        pass
+
+    def _given(self, run: Run) -> int | None:
+        return extract_answer(run.answers[0].text)
+
+    def _verdict(self, run: Run) -> str:
+        given, right = self._given(run), self.problem.answer
+        if given == right:
+            return f"RIGHT, it is {right}."
+        return f"WRONG, it is {right}" + ("; no answer was given." if given is None else f", not {given}.")
+
+    def _seconds_per_token(self, policy: DepthPolicy) -> float:
+        run = self._answer(policy, self._silently)
+        if run.interrupted:
+            raise typer.Exit(ExitCode.INTERRUPTED)
+        return run.seconds / len(run.depths)
+
+    def _comparison(self, full: Run, run: Run, turns: Speedup) -> str:
+        fewer = 1 - run.mean_layers / full.mean_layers
+        return (
+            f"The second answer ran {fewer:.0%} fewer layers per token, held {self._kv_fraction(run):.0%} less KV "
+            f"cache at its end, and was {turns}."
+        )
+
+    def _kv_fraction(self, run: Run) -> float:
+        lengths = run.prompt_tokens["prompt-0"] + len(run.depths) - 1
+        entry = 2 * self.engine.config.kv_size * self.engine.dtype.itemsize
+        return run.kv_bytes_saved / (-(-lengths // self._block) * self._block * run.num_layers * entry)
+
+    @property
+    def _block(self) -> int:
+        return self.engine.scheduler.cache.block_size
+
+    def _print_json(self, policies: list[DepthPolicy], runs: list[Run], seed: int) -> None:
+        for policy, run in zip(policies, runs, strict=True):
+            answer = run.answers[0]
+            report = {
+                "problem_seed": seed,
+                "depth": policy.describe(),
+                "right": self._given(run) == self.problem.answer,
+                "answer": self.problem.answer,
+                "seconds": run.seconds,
+                "kv_bytes_saved": run.kv_bytes_saved,
+                **answer.as_dict(run.num_layers, self.prompt),
+            }
+            typer.echo(json.dumps(report))
+
+
+def _flags(policy: DepthPolicy) -> list[str]:
+    """The flags that measure a policy of the demo."""
+    if isinstance(policy, D3):
+        return ["--compare-full", "--depth", "d3", "--alpha", str(policy.alpha), "--start", str(policy.start)]
+    return []
+
+
+def _in_short(depths: Sequence[int]) -> str:
+    """Runs of equal depths: "16, 14, 12, 9 x 27"."""
+    runs = [(depth, len(list(group))) for depth, group in groupby(depths)]
+    return ", ".join(f"{depth} x {count}" if count > 1 else f"{depth}" for depth, count in runs)
