@@ -9,7 +9,8 @@ them. Prompts are word problems, or a file's in the model's chat template. D3 dr
 left out drafts for `SelfSpeculative`. Seconds are the process's own (CPU time), which on an otherwise idle machine are
 those of the clock. The speed-up is the median of the ratios within rounds: a machine's speed may change from one round
 to the next, so the fastest of all rounds may be one of either system. Without rounds (`--repeats 0`) nothing is timed,
-and what is accepted is counted alone: that does not depend on the machine, or on how many answers run at once.
+and what is accepted is counted alone: that does not depend on the machine, or on how many answers run at once. Ctrl-C
+after the first round ends the run with the rounds that are done.
 """
 
 from __future__ import annotations
@@ -134,16 +135,27 @@ def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[st
                 systems[draft.title] = draft.alone
             systems |= {_name(draft, length): draft.policy(length) for length in settings.lengths}
         asked = prompts_for(engine, settings.prompts, settings.chat)
-        seconds: dict[str, list[float]] = {name: [] for name in systems}
+        rounds: list[dict[str, float]] = []
         with tqdm(total=(settings.repeats + 1) * len(systems), unit="run", disable=hidden) as bar:
-            for turn, (name, policy) in itertools.product(range(settings.repeats + 1), systems.items()):
+
+            def timed(name: str) -> float:
                 bar.set_description(name)
-                params = SamplingParams(temperature=0.0, max_tokens=settings.tokens, depth=policy)
+                params = SamplingParams(temperature=0.0, max_tokens=settings.tokens, depth=systems[name])
                 start = time.process_time()
                 answers[name] = engine.generate(asked, params, use_tqdm=False)
-                if turn:  # the first is a warm-up
-                    seconds[name].append(time.process_time() - start)
                 bar.update()
+                return time.process_time() - start
+
+            for name in systems:  # a warm-up, whose answers are those of every round
+                timed(name)
+            try:
+                for _ in range(settings.repeats):
+                    rounds.append({name: timed(name) for name in systems})
+            except KeyboardInterrupt:
+                if not rounds:
+                    raise
+                print(f"Ended after {len(rounds)} of {settings.repeats} rounds; what they say stands.", file=sys.stderr)
+        seconds = {name: [each[name] for each in rounds] for name in systems}
         num_layers = engine.config.num_layers
     full = [output.outputs[0].token_ids for output in answers["full"]]
     cells = [_cell(draft, length, answers, seconds) for draft, length in itertools.product(drafts, settings.lengths)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import LlamaForCausalLM
 from benchmarks import admission, decode, lossless, lowest_layers, policies, systems
 from benchmarks.report import environment
 from d3engine.depth import D3, EarlyExit
+from d3engine.engine import Engine
 from d3engine.loading.model_directory import model_directory
 from d3engine.scheduling.admission import Immediate
 
@@ -128,6 +130,23 @@ def test_admission_saves_as_its_cells_say(tmp_path: Path) -> None:
         assert 1 <= cell["layer_steps_saved"] <= 32 / depths.min()
         assert 0 < cell["mean_rows"] <= batch
         assert cell["extra_wait"] == pytest.approx(cell["mean_wait"] - cells[batch, 1]["mean_wait"])
+
+
+def test_the_rounds_that_are_done_stand_where_ctrl_c_ends_the_lossless_benchmark(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generate, calls = Engine.generate, itertools.count(1)
+
+    def pressed_in_the_third_round(*arguments: Any, **options: Any) -> Any:
+        if next(calls) > 3 * 3:  # a warm-up and two rounds of three systems
+            raise KeyboardInterrupt
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(Engine, "generate", pressed_in_the_third_round)
+    settings = lossless.Settings(drafts=((0.8, 0.4),), lengths=(2,), prompts=1, tokens=6, repeats=5)
+    report = lossless.measure(settings, show_progress=False)
+    assert [len(cell["speedup"]["rounds"]) for cell in report["cells"]] == [2]
+    assert "2 of 5 rounds" in capsys.readouterr().err
 
 
 def test_the_lossless_benchmark_compares_equal_answers_with_what_their_acceptance_promises(tmp_path: Path) -> None:
