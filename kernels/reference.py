@@ -4,7 +4,8 @@ The operations are cut where a GPU would launch: a layer is `qkv`, `paged_attent
 `linear_residual`. Shapes below use T rows (tokens), H hidden channels, D channels per head, N query heads and M
 key/value heads.
 
-The KV pool is `[num_blocks, 2, block_size, M, D]`, keys at index 0 and values at 1. An *entry* is the flat index
+The KV pool is `[num_blocks, 2, block_size, M, D]`, keys at index 0 and values at 1, of the dtype of `hidden` or in 8
+bits (`kv_pool.py`). An *entry* is the flat index
 `block * 2 * block_size + half * block_size + offset` of one key or value `[M, D]`. Channels of query and key heads
 stand in adjacent pairs (see `weights.py`), so that RoPE is one complex multiplication. A `weight` is a float matrix of
 the dtype of `hidden`, one of a narrower dtype (here alone: Triton's operations take none), or a quantized one
@@ -24,7 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from d3engine.kernels import kv_pool
 from d3engine.kernels.decode_rows import DecodeRows
+from d3engine.kernels.kv_pool import KVPool
 from d3engine.kernels.quantized import Int8Weight, Weight
 from d3engine.kernels.random import gumbel
 from d3engine.kernels.reference_attention import attention_inputs as attention_inputs
@@ -139,7 +142,7 @@ def qkv(
     weight: Weight,
     bias: Tensor | None,
     rotations: Tensor,
-    pool: Tensor,
+    pool: KVPool,
     entries: Tensor,
     num_heads: int,
     *,
@@ -164,8 +167,8 @@ def qkv(
         for heads, norm in zip((turned[:, :num_heads], turned[:, num_heads:]), head_norms, strict=True):
             heads.copy_(rms_norm(heads, norm, eps))
     rotate_(turned, rotations)
-    new_entries = projected[:, num_heads * channels :].reshape(-1, kv_heads * channels)
-    pool.view(-1, kv_heads * channels).index_copy_(0, entries.view(-1), new_entries)
+    new_entries = projected[:, num_heads * channels :].reshape(-1, kv_heads, channels)
+    kv_pool.write_entries(pool, entries.view(-1), new_entries)
     return projected[:, : num_heads * channels].view(-1, num_heads, channels)
 
 
@@ -283,15 +286,14 @@ def _best(scores: Tensor, num_rows: Tensor | None) -> tuple[Tensor, Tensor]:
     return tokens, scores.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 
-def copy_entries(pool: Tensor, source: Tensor, target: Tensor, *, num_rows: Tensor | None = None) -> None:
+def copy_entries(pool: KVPool, source: Tensor, target: Tensor, *, num_rows: Tensor | None = None) -> None:
     """Copy entries of `pool` from `source` to `target`, both int64 [n] of flat entries (see above), in place.
 
     One source may have many targets; no target may be the source of another copy.
     """
     if num_rows is not None:
         source, target = source[live_rows(num_rows)], target[live_rows(num_rows)]
-    flat = pool.view(-1, pool.shape[3] * pool.shape[4])
-    flat.index_copy_(0, target, flat.index_select(0, source))
+    kv_pool.copy_entries(pool, source, target)
 
 
 def begin_step(rows: DecodeRows, rotation_table: Tensor, block_size: int) -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from d3engine.kernels.decode_rows import DecodeRows
+from d3engine.kernels.kv_pool import KVPool, read_blocks
 from d3engine.kernels.reference_rows import live_rows, undefined_beyond
 
 
@@ -108,7 +109,7 @@ def decode_attention_inputs(rows: DecodeRows, query_starts: Tensor, max_kv_lengt
 
 def paged_attention(
     queries: Tensor,
-    pool: Tensor,
+    pool: KVPool,
     inputs: AttentionInputs | DecodeAttention,
     scale: float,
     *,
@@ -128,7 +129,7 @@ def paged_attention(
         return undefined_beyond(out[live_rows(num_rows)], queries)
     outputs = []
     for group, halves in inputs:
-        keys, values = _gather(pool, halves, group)
+        keys, values = _gather(pool, halves, group, queries.dtype)
         attend = (
             _attend_chunk
             if group.chunks.stop - group.chunks.start < group.rows.stop - group.rows.start
@@ -138,11 +139,11 @@ def paged_attention(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _gather(pool: Tensor, halves: Tensor, group: _Group) -> tuple[Tensor, Tensor]:
-    """Keys and values [C, M, kv_length, D] of a group's chunks, copied out of the pool's blocks."""
-    _, _, block_size, kv_heads, channels = pool.shape
+def _gather(pool: KVPool, halves: Tensor, group: _Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values [C, M, kv_length, D] of a group's chunks, in `dtype`, copied out of the pool's blocks."""
+    _, _, _, kv_heads, channels = pool.shape
     chunks = group.chunks.stop - group.chunks.start
-    entries = pool.view(-1, block_size, kv_heads, channels).index_select(0, halves)
+    entries = read_blocks(pool, halves, dtype)
     entries = entries.view(2, chunks, -1, kv_heads, channels)[:, :, : group.kv_length]
     keys, values = entries.transpose(2, 3).unbind()
     return keys, values

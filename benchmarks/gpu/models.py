@@ -20,7 +20,7 @@ import torch
 from benchmarks.gpu.common import Round
 from d3engine.depth import DepthPolicy
 from d3engine.engine import Engine
-from d3engine.loading.settings import block_bytes
+from d3engine.kernels.kv_pool import block_bytes
 from d3engine.model.config import CONFIG_FILE, ModelConfig
 from d3engine.model.quantization import quantize_weights
 from d3engine.model.weights import LlamaWeights, random_weights
@@ -126,7 +126,8 @@ def new_engine(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         block_size=BLOCK_SIZE,
-        kv_cache_memory_bytes=num_blocks * block_bytes(model.config, BLOCK_SIZE, current.dtype),
+        kv_cache_memory_bytes=num_blocks
+        * block_bytes(BLOCK_SIZE, model.config.num_kv_heads, model.config.head_dim, current.dtype),
         enable_prefix_caching=False,
         enforce_eager=current.mode != "graphs",
         skip_tokenizer_init=True,

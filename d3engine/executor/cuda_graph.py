@@ -17,7 +17,6 @@ from itertools import islice
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from d3engine.depth.schedule import Schedule
 from d3engine.executor.block_tables import DeviceBlockTables
@@ -29,6 +28,7 @@ from d3engine.executor.graph_bridges import GraphBridges
 from d3engine.executor.graph_shapes import GraphShape, batch_sizes, crossed_at, expected_shapes
 from d3engine.executor.recording import CudaGraphs, Recorder, Repeats, Step
 from d3engine.kernels.decode_rows import DecodeRows
+from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.llama import Llama
 from d3engine.plan import Chosen, Plan, Reach, RunAhead
 from d3engine.request.choice import Choice
@@ -84,7 +84,7 @@ class GraphExecutor:
         return self._eager.model
 
     @property
-    def pool(self) -> Tensor:
+    def pool(self) -> KVPool:
         """The KV pool; see `EagerExecutor`."""
         return self._eager.pool
 

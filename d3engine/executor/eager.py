@@ -21,6 +21,7 @@ from d3engine.executor.computed import Computed
 from d3engine.executor.early_exit import EarlyExits
 from d3engine.executor.interface import ExecutorStats
 from d3engine.executor.kept_states import KeptStates
+from d3engine.kernels.kv_pool import FP8, Fp8Pool, KVPool
 from d3engine.model.config import ModelConfig
 from d3engine.model.llama import Llama
 from d3engine.model.parallel import Ranks
@@ -54,6 +55,7 @@ class EagerExecutor:
         block_size: int,
         max_model_len: int,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
         device: torch.device,
         kernels: Any,
         ranks: Ranks | None = None,
@@ -62,7 +64,8 @@ class EagerExecutor:
     ) -> None:
         """`config` and `weights` are those of this rank's part where there are `ranks`.
 
-        `bridges` has what plans name. With `tells_prompts` the kernels are told which rows are those of prompts.
+        `kv_dtype` is that of the pool: None that of activations, `dtype`, or else float8_e4m3fn. `bridges` has what
+        plans name. With `tells_prompts` the kernels are told which rows are those of prompts.
         """
         self.device = device
         self.block_size = block_size
@@ -71,7 +74,7 @@ class EagerExecutor:
         self.rope = Rope(config, max_model_len, device)
         # One block more than the pool hands out: id 0 is what an empty table entry reads.
         shape = (num_blocks + 1, 2, block_size, config.num_kv_heads, config.head_dim)
-        self.pool = _zeros(shape, dtype, device)
+        self.pool = _new_pool(shape, kv_dtype or dtype, device)
         self.stats = ExecutorStats()
         self.bridges = bridges
         self._tells_prompts = tells_prompts
@@ -191,6 +194,14 @@ class EagerExecutor:
 
     def _tensor(self, array: IntArray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)
+
+
+def _new_pool(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVPool:
+    values = _zeros(shape, dtype, device)
+    if dtype != FP8:
+        return values
+    blocks, halves, block_size, kv_heads, _ = shape
+    return Fp8Pool(values, _zeros((blocks, halves, kv_heads, block_size), torch.float32, device))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from d3engine.cache.kv_cache import IntArray
 from d3engine.executor.computed import Computed
+from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.llama import Llama
 from d3engine.plan import BoolArray, ExitingChunks, Plan, Span, rows_of
 
@@ -51,7 +52,7 @@ class EarlyExits:
                     self._look(group, layers[-1], before)
         yield from self._projections()
 
-    def copy_entries(self, pool: Tensor, entries: Tensor) -> None:
+    def copy_entries(self, pool: KVPool, entries: Tensor) -> None:
         """Let the entry of its last layer stand in all layers that a row left out, where its rule is "copy".
 
         `entries` [L, R, 2] are all rows' places in `pool`. The blocks of all layers are taken before a step, so there

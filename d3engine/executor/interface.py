@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
 from d3engine.executor.computed import Computed
+from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.llama import Llama
 from d3engine.plan import Plan, Reach
 
@@ -41,7 +40,7 @@ class Executor(Protocol):
         ...
 
     @property
-    def pool(self) -> Tensor:
+    def pool(self) -> KVPool:
         """The pool [blocks, 2, block_size, kv heads, head_dim]; block 0 is handed to nobody."""
         ...
 

@@ -30,6 +30,7 @@ from d3engine.executor.native_choices import (
     ends_of,
     reporting_chunks,
 )
+from d3engine.kernels.kv_pool import KVPool
 from d3engine.kernels.native.cycles import Drafts
 from d3engine.kernels.native.library import Decoder
 from d3engine.kernels.native.model import Linear, NativeBridge, NativeBridges, NativeError, NativeLayer, NativeModel
@@ -98,7 +99,7 @@ class NativeExecutor:
         return self._eager.model
 
     @property
-    def pool(self) -> Tensor:
+    def pool(self) -> KVPool:
         """The KV pool; see `EagerExecutor`."""
         return self._eager.pool
 
@@ -314,12 +315,18 @@ def native_model(eager: EagerExecutor) -> NativeModel:
         embedding=weights.embedding,
         final_norm=weights.final_norm,
         lm_head=weights.lm_head,
-        pool=eager.pool,
+        pool=_float_pool(eager),
         num_heads=model.config.num_heads,
         max_positions=rotations.shape[0],
         eps=model.config.rms_norm_eps,
         scale=model.config.attention_scale,
     )
+
+
+def _float_pool(eager: EagerExecutor) -> Tensor:
+    if not isinstance(eager.pool, Tensor):
+        raise NativeError("the native library reads no cache of 8-bit floats")
+    return eager.pool
 
 
 _KNOWN = {

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from d3engine.executor.computed import Computed
 from d3engine.executor.interface import Executor
+from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.llama import Llama
 from d3engine.plan import Plan, Reach
 
@@ -25,7 +26,7 @@ class PairedExecutor:
         return self.first.model
 
     @property
-    def pool(self) -> Tensor:
+    def pool(self) -> KVPool:
         """The KV pool of the first model."""
         return self.first.pool
 

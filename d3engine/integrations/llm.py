@@ -33,7 +33,6 @@ SAME: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "hf_token": ((None,), BY_ENVIRONMENT),
     "hf_overrides": ((None, {}), "None, since config.json is taken as it is"),
     "generation_config": (("auto",), "'auto', since the model's directory has it"),
-    "kv_cache_dtype": (("auto",), "'auto', since the cache has the dtype of the activations"),
     "cpu_offload_gb": ((0,), "0, since weights stay where they are computed with"),
     "swap_space": ((0,), "0, since preempted requests are computed again"),
     "enable_chunked_prefill": ((None, True), "True, since long prompts are always computed in pieces"),

@@ -305,6 +305,7 @@ ENGINE_OPTIONS = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "block_size",
+    "kv_cache_dtype",
     "kv_cache_memory_bytes",
     "gpu_memory_utilization",
     "enable_prefix_caching",

@@ -8,7 +8,7 @@ import torch
 
 from d3engine.errors import require, require_integer
 from d3engine.loading.host_memory import check_length, machine_bytes
-from d3engine.loading.settings import EngineSettings, block_bytes
+from d3engine.loading.settings import EngineSettings
 from d3engine.model.config import ModelConfig
 
 CPU_CACHE_BYTES = 2**30
@@ -43,7 +43,7 @@ def num_blocks(settings: EngineSettings, workspace_bytes: Callable[[], int], dra
     free, total = torch.cuda.mem_get_info(settings.device)
     with_draft = one
     if draft is not None:
-        drafts = block_bytes(draft, settings.block_size, settings.dtype) * draft.num_layers
+        drafts = settings.block_bytes_of(draft) * draft.num_layers
         with_draft += drafts // settings.config.num_layers
     room = max(0, int(free - workspace - (1 - share) * total)) // with_draft
     allowed = (

@@ -38,7 +38,7 @@ class Facts:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations, cache, norms and biases."""
+        """Of activations, norms and biases, and of cache entries that are not held in 8 bits."""
         return self.settings.dtype
 
     @property

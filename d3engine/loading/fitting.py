@@ -14,7 +14,7 @@ import torch
 from d3engine.depth import Schedule
 from d3engine.depth.statistics import kv_saved
 from d3engine.errors import InvalidValueError
-from d3engine.loading.settings import block_bytes
+from d3engine.kernels.kv_pool import block_bytes
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import SCALES, VALUES
 from d3engine.model.part import Part, part_of
@@ -79,7 +79,7 @@ def _on_device(config: ModelConfig, part: Part, device: int, demand: Demand, nam
     weights = weight_bytes(config, part) + bridge_bytes(config, demand.schedule)
     steps = _step_bytes(own, len(part.vocabulary), demand.max_num_batched_tokens)
     blocks = config.num_layers * -(-demand.context // demand.block_size)
-    sequence = blocks * block_bytes(own, demand.block_size, DTYPE)
+    sequence = blocks * block_bytes(demand.block_size, own.num_kv_heads, own.head_dim, DTYPE)
     room = device - weights - steps
     saved = kv_saved(demand.schedule, max(1, demand.context - demand.answer), demand.answer)
     by_depth = int(max(0, room) / (sequence * (1 - saved.mean_fraction)))

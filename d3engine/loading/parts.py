@@ -41,6 +41,7 @@ def eager_executor(
         block_size=settings.block_size,
         max_model_len=settings.max_model_len,
         dtype=settings.dtype,
+        kv_dtype=settings.kv_cache_dtype,
         device=settings.device,
         kernels=kernels_for(settings.device, batch_invariant=by_kernels),
         tells_prompts=by_kernels,

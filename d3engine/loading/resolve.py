@@ -17,6 +17,7 @@ from d3engine.loading.device import num_threads as resolve_threads
 from d3engine.loading.device import num_tokens_ahead as resolve_tokens_ahead
 from d3engine.loading.device import resolve_device, resolve_dtype
 from d3engine.loading.executors import executor_for
+from d3engine.loading.kv_cache_dtype import resolve_kv_cache_dtype
 from d3engine.loading.model_directory import model_directory
 from d3engine.loading.rank_processes import is_under_torchrun, own_index
 from d3engine.loading.ranks import rank_device
@@ -39,6 +40,7 @@ def resolve_settings(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     block_size: int,
+    kv_cache_dtype: str,
     kv_cache_memory_bytes: int | None,
     gpu_memory_utilization: float,
     enable_prefix_caching: bool,
@@ -69,9 +71,10 @@ def resolve_settings(
     there = resolve_device(device)
     computed = resolve_dtype(dtype, config, there)
     part = check_ranks(tensor_parallel_size, config, there, held)
-    # The native library knows nothing of ranks.
-    on_cpus = tensor_parallel_size > 1 and there.type == "cpu"
-    executor = executor_for(there, computed, enforce_eager or on_cpus)
+    cached = resolve_kv_cache_dtype(kv_cache_dtype, dtype=computed, device=there)
+    # The native library knows nothing of ranks, and no cache but of activations' dtype.
+    unknown = there.type == "cpu" and (tensor_parallel_size > 1 or cached != computed)
+    executor = executor_for(there, computed, enforce_eager or unknown)
     kept = held or kept_by_default(dtype, directory, config, executor)
     settings = EngineSettings(
         directory=directory,
@@ -80,6 +83,7 @@ def resolve_settings(
         device=there,
         dtype=computed,
         weight_dtype=resolve_weight_dtype(weight_dtype, dtype=computed, device=there, kept=kept),
+        kv_cache_dtype=cached,
         max_model_len=resolve_max_model_len(max_model_len, config),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

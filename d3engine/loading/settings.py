@@ -14,6 +14,7 @@ import torch
 
 from d3engine.depth import DepthPolicy, policy_from_dict
 from d3engine.depth.policy import named_bridges
+from d3engine.kernels.kv_pool import block_bytes
 from d3engine.model.config import ModelConfig
 from d3engine.model.part import Part
 from d3engine.scheduling.admission import Admission
@@ -36,6 +37,7 @@ class EngineSettings:
     device: torch.device
     dtype: torch.dtype
     weight_dtype: torch.dtype
+    kv_cache_dtype: torch.dtype
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -77,7 +79,11 @@ class EngineSettings:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block of the KV cache."""
-        return block_bytes(self.config, self.block_size, self.dtype)
+        return self.block_bytes_of(self.config)
+
+    def block_bytes_of(self, config: ModelConfig) -> int:
+        """The same of the cache that a second model of `config` keeps."""
+        return block_bytes(self.block_size, config.num_kv_heads, config.head_dim, self.kv_cache_dtype)
 
     @property
     def sequence_blocks(self) -> int:
@@ -85,9 +91,7 @@ class EngineSettings:
         return self.config.num_layers * -(-self.max_model_len // self.block_size)
 
 
-def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: keys and values of `block_size` positions of one layer."""
-    return 2 * block_size * config.kv_size * dtype.itemsize
+_DTYPES = ("dtype", "weight_dtype", "kv_cache_dtype")
 
 
 def plain_settings(settings: EngineSettings) -> dict[str, Any]:
@@ -98,7 +102,7 @@ def plain_settings(settings: EngineSettings) -> dict[str, Any]:
     plain = {field.name: getattr(settings, field.name) for field in fields(EngineSettings)}
     del plain["config"], plain["admission"]
     plain |= {"directory": str(settings.directory), "device": str(settings.device)}
-    plain |= {name: str(plain[name]).removeprefix("torch.") for name in ("dtype", "weight_dtype")}
+    plain |= {name: str(plain[name]).removeprefix("torch.") for name in _DTYPES}
     plain["depth"] = settings.depth.describe()
     return plain
 
@@ -106,7 +110,7 @@ def plain_settings(settings: EngineSettings) -> dict[str, Any]:
 def settings_of_plain(plain: Mapping[str, Any], admission: Admission) -> EngineSettings:
     """The settings of an engine in another process; the model's config is read from its files again."""
     given = dict(plain)
-    given |= {name: getattr(torch, given[name]) for name in ("dtype", "weight_dtype")}
+    given |= {name: getattr(torch, given[name]) for name in _DTYPES}
     given |= {"directory": Path(given["directory"]), "device": torch.device(given["device"])}
     given["depth"] = policy_from_dict(given["depth"])
     return EngineSettings(config=ModelConfig.from_directory(given["directory"]), admission=admission, **given)

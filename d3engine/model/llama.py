@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from d3engine.kernels.kv_pool import KVPool
 from d3engine.kernels.quantized import Weight, looked_up
 from d3engine.kernels.sampling import SamplingRows
 from d3engine.model.config import ModelConfig
@@ -41,7 +42,7 @@ class Llama:
         index: int,
         hidden: Tensor,
         rotations: Tensor,
-        pool: Tensor,
+        pool: KVPool,
         entries: Tensor,
         attention: Any,
         num_rows: Tensor | None = None,
@@ -59,7 +60,7 @@ class Llama:
         index: int,
         hidden: Tensor,
         rotations: Tensor,
-        pool: Tensor,
+        pool: KVPool,
         entries: Tensor,
         attention: Any,
         num_rows: Tensor | None = None,
@@ -87,7 +88,7 @@ class Llama:
         self.kernels.linear_residual(x, weight, bias, hidden, num_rows=num_rows)
         self.ranks.collectives.sum_(hidden)
 
-    def project(self, index: int, hidden: Tensor, rotations: Tensor, pool: Tensor, entries: Tensor) -> None:
+    def project(self, index: int, hidden: Tensor, rotations: Tensor, pool: KVPool, entries: Tensor) -> None:
         """Write only the KV entries that layer `index` would have for `hidden` [T, H] (CALM's rule for an exit)."""
         self._qkv(index, hidden, rotations, pool, entries)
 
@@ -96,7 +97,7 @@ class Llama:
         index: int,
         hidden: Tensor,
         rotations: Tensor,
-        pool: Tensor,
+        pool: KVPool,
         entries: Tensor,
         num_rows: Tensor | None = None,
     ) -> Tensor:

@@ -129,14 +129,16 @@ def greedy_at_depth(
     active: ActiveLayers,
     on_skip: str = "none",
     maps: Maps | None = None,
+    kept: Callable[[Tensor], Tensor] = lambda heads: heads,
 ) -> DepthAnswer:
     """`num_tokens` greedy tokens, token i >= 1 of which ran the layers `active(i)` alone.
 
-    With `maps`, what it left out between two layers that ran was crossed by the map of just these layers.
+    With `maps`, what it left out between two layers that ran was crossed by the map of just these layers. `kept` is
+    what caches hold of keys and values `[1, kv_heads, entries, head_dim]`.
     """
     num_layers = len(model.model.layers)
     everything = set(range(num_layers))
-    run = _Run(model, on_skip, [_Entries() for _ in range(num_layers)], maps or {})
+    run = _Run(model, on_skip, [_Entries(kept) for _ in range(num_layers)], maps or {})
     rows, depths = [run.tokens(prompt, 0, everything)], [num_layers]
     for step in range(1, num_tokens):
         layers = active(step)
@@ -194,10 +196,12 @@ class _Entries:
     the prompt runs more than one token at a time, with nothing before it, so transformers' own causal rule is enough.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Callable[[Tensor], Tensor] = lambda heads: heads) -> None:
+        self._kept = kept
         self._entries: tuple[Tensor, Tensor] | None = None
 
     def update(self, key: Tensor, value: Tensor, layer_index: int) -> tuple[Tensor, Tensor]:
+        key, value = self._kept(key), self._kept(value)
         if self._entries is None:
             self._entries = key, value
         else:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import weakref
 
-from torch import Tensor
-
 from d3engine.executor.computed import Computed
 from d3engine.executor.interface import Executor
 from d3engine.executor.tensor_parallel.plan_message import PlanSender
 from d3engine.executor.tensor_parallel.team import Team
+from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.llama import Llama
 from d3engine.plan import Plan, Reach
 
@@ -34,7 +33,7 @@ class TensorParallelExecutor:
         return self._own.model
 
     @property
-    def pool(self) -> Tensor:
+    def pool(self) -> KVPool:
         """The KV pool of rank 0's heads."""
         return self._own.pool
 

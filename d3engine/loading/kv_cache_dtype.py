@@ -1,0 +1,33 @@
+"""In which dtype the KV cache is held: that of activations, or 8-bit floats with scales (`kernels/kv_pool.py`)."""
+
+from __future__ import annotations
+
+import torch
+
+from d3engine.environment import KERNELS
+from d3engine.errors import require
+from d3engine.kernels.kv_pool import FP8
+
+NAMES = ("auto", "fp8", "fp8_e4m3")
+"""As in vLLM; "auto" is the dtype of activations, the other two are the same."""
+
+ARGUMENT = "kv_cache_dtype"
+
+
+def resolve_kv_cache_dtype(given: str, *, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of the cache's entries beside activations of `dtype`.
+
+    Raises `InvalidValueError` for another name, and for fp8 where nothing could read it.
+    """
+    require(isinstance(given, str) and given in NAMES, ARGUMENT, given, f"one of {', '.join(NAMES)}")
+    if given == "auto":
+        return dtype
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        allowed = f"auto on a GPU of compute capability {major}.{minor}: 8.9 is the first that converts 8-bit floats"
+        require((major, minor) >= (8, 9), ARGUMENT, given, allowed)
+    by_triton = KERNELS.read() == "triton" or (KERNELS.read() == "auto" and device.type == "cuda")
+    require(not by_triton, ARGUMENT, given, f"auto beside Triton's kernels ({KERNELS.name}={KERNELS.read()})")
+    natively = KERNELS.read() == "native"
+    require(not natively, ARGUMENT, given, f"auto beside {KERNELS.name}=native, whose cache is of float32")
+    return FP8

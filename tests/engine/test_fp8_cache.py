@@ -1,0 +1,196 @@
+"""An 8-bit cache: an oracle's tokens at every depth, the same answers whoever shares it, and every byte counted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from batches import BLOCK, LAYERS, POLICIES, Request, assert_same, kv_is_back, run_together, some_requests
+from depth_oracle import ActiveLayers, d3, greedy_at_depth, layer_table
+from e4m3 import kept
+from tiny_models import TinyLlama, random_prompts, save_without_layer
+from transformers_oracle import assert_same_tokens
+
+from d3engine import D3, LLM, Engine, FullDepth, LayerTable, Lossless, SamplingParams, Speculative
+from d3engine.depth import DepthPolicy
+from d3engine.errors import InvalidValueError
+from d3engine.kernels.kv_pool import FP8, Fp8Pool
+from d3engine.loading.kv_cache_dtype import resolve_kv_cache_dtype
+
+ALL = list(range(LAYERS))
+WAKING = [ALL, ALL[:4], ALL[:2], [0, 1, 5], [0, 5], ALL, [0, 2, 4], [0], ALL]
+CASES: dict[str, tuple[DepthPolicy, ActiveLayers, str]] = {
+    "full depth": (FullDepth(), lambda step: set(ALL), "none"),
+    "D3": (D3(0.9, 0.5), d3(LAYERS, 0.9, 0.5), "none"),
+    "layers that wake, copied": (LayerTable(WAKING, on_skip="copy"), layer_table(WAKING), "copy"),
+    "layers that wake, projected": (LayerTable(WAKING, on_skip="project"), layer_table(WAKING), "project"),
+}
+
+
+@pytest.fixture
+def solo(make_engine: Callable[..., Engine]) -> Callable[[Request], Any]:
+    """The answer of a request alone in an engine whose cache has 8 bits, its whole prompt in one step."""
+
+    def answer(request: Request) -> Any:
+        engine = make_engine(max_num_seqs=4, enable_prefix_caching=False, kv_cache_dtype="fp8")
+        return engine.generate(list(request.prompt), request.params, use_tqdm=False)[0]
+
+    return answer
+
+
+def block_bytes() -> int:
+    return 2 * BLOCK * 2 * (8 + 4)  # keys and values, entries, kv heads, 8 channels of a byte and their scale
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_those_of_transformers_with_a_cache_rounded_number_by_number(
+    tiny_llama: Callable[..., TinyLlama], case: str
+) -> None:
+    tiny = tiny_llama(num_hidden_layers=LAYERS, hidden_size=32, intermediate_size=48)
+    policy, active, on_skip = CASES[case]
+    greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    prompts = random_prompts([1, 21], seed=4)
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": 4, "skip_tokenizer_init": True}
+    with Engine(tiny.directory, depth=policy, kv_cache_dtype="fp8", **options) as engine:
+        outputs = engine.generate(prompts, greedy, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        answer = greedy_at_depth(tiny.model, prompt, 32, active, on_skip, kept=kept)
+        assert_same_tokens(output.outputs[0].token_ids, answer, tie=1e-3)
+
+
+def test_eight_bits_change_what_is_answered_so_equal_answers_mean_something(
+    make_engine: Callable[..., Engine], solo: Callable[[Request], Any]
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
+    wide = make_engine(enforce_eager=True).generate(list(range(20, 40)), params, use_tqdm=False)[0]
+    narrow = solo(Request(tuple(range(20, 40)), params))
+    wide_first, narrow_first = (next(iter(one.outputs[0].logprobs[0].values())) for one in (wide, narrow))
+    assert abs(wide_first.logprob - narrow_first.logprob) > 0.01
+
+
+@pytest.mark.parametrize(("rows", "seed"), [(4, 0), (9, 1), (512, 2)])
+def test_a_request_answers_as_alone_whoever_comes_beside_it_and_however_prompts_are_cut(
+    make_engine: Callable[..., Engine], solo: Callable[[Request], Any], seed: int, rows: int
+) -> None:
+    requests = some_requests(seed, 15)
+    engine = make_engine(max_num_batched_tokens=rows, max_num_seqs=min(rows, 7), kv_cache_dtype="fp8")
+    done = run_together(engine, requests, random.Random(seed))
+    for nth, request in enumerate(requests):
+        assert_same(done[nth], solo(request))
+    assert engine.stats().cached_prompt_tokens > 0
+    assert kv_is_back(engine)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_a_request_answers_as_alone_although_it_is_preempted_after_every_second_token(
+    make_engine: Callable[..., Engine], solo: Callable[[Request], Any], policy: DepthPolicy
+) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, depth=policy, logprobs=1)
+    drawn = SamplingParams(temperature=2.0, seed=5, max_tokens=8, ignore_eos=True, depth=policy)
+    requests = [Request(tuple(range(40, 49)), greedy), Request(tuple(range(40, 46)), drawn)]
+    engine = make_engine(kv_cache_dtype="fp8_e4m3")
+    steps: dict[str, int] = {}
+
+    def preempt(engine: Engine) -> None:
+        for sequence in engine.scheduler.running:
+            if sequence.step > steps.get(sequence.request_id, 0) + 1:
+                steps[sequence.request_id] = sequence.step
+                engine.scheduler._preempt(sequence)
+
+    done = run_together(engine, requests, random.Random(1), before_step=preempt)
+    for nth, request in enumerate(requests):
+        assert_same(done[nth], solo(request))
+    assert engine.stats().num_preemptions == 4 + 3
+
+
+def test_drafts_answer_as_full_depth_does_over_the_same_cache(
+    tiny_llama: Callable[..., TinyLlama], tmp_path: Path
+) -> None:
+    tiny = tiny_llama(num_hidden_layers=LAYERS, hidden_size=32, intermediate_size=48)
+    second = save_without_layer(tiny, 2, tmp_path)
+    prompts = random_prompts([3, 18, 9], seed=2)
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": 4, "skip_tokenizer_init": True}
+    found = []
+    for policy in (FullDepth(), Lossless(D3(0.8, 0.5), 4), Speculative(str(second), 3)):
+        with Engine(tiny.directory, depth=policy, kv_cache_dtype="fp8", **options) as engine:
+            params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+            found.append([one.outputs[0].token_ids for one in engine.generate(prompts, params, use_tqdm=False)])
+            if isinstance(policy, Speculative):
+                assert isinstance(engine.executor.second.pool, Fp8Pool)  # type: ignore[attr-defined]
+    assert found[0] == found[1] == found[2]
+
+
+def test_ranks_answer_as_one(tiny_llama: Callable[..., TinyLlama]) -> None:
+    tiny = tiny_llama(num_hidden_layers=4)
+    prompts = random_prompts([3, 17, 9], seed=2)
+    found = []
+    for ranks in (1, 2):
+        options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": 4, "max_model_len": 64}
+        options |= {"kv_cache_dtype": "fp8", "skip_tokenizer_init": True, "tensor_parallel_size": ranks}
+        with Engine(tiny.directory, depth=D3(0.8, 0.3), **options) as engine:
+            params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+            found.append([one.outputs[0].token_ids for one in engine.generate(prompts, params, use_tqdm=False)])
+    assert found[0] == found[1]
+
+
+def test_the_same_memory_holds_more_blocks_and_every_byte_is_counted(make_engine: Callable[..., Engine]) -> None:
+    memory = 200 * 2 * BLOCK * 2 * 8 * 4
+    wide, narrow = (make_engine(kv_cache_memory_bytes=memory, kv_cache_dtype=name) for name in ("auto", "fp8"))
+    assert (wide.stats().kv_blocks_total, narrow.stats().kv_blocks_total) == (200, memory // block_bytes())
+    pool = narrow.executor.pool
+    assert isinstance(pool, Fp8Pool)
+    assert pool.dtype == FP8
+    assert pool.nbytes == (narrow.stats().kv_blocks_total + 1) * block_bytes()
+    narrow.add_request("one", list(range(10)), SamplingParams(max_tokens=4, ignore_eos=True))
+    narrow.step()
+    stats = narrow.stats()
+    assert stats.kv_bytes_in_use == stats.kv_blocks_in_use * block_bytes() == LAYERS * 3 * block_bytes()
+
+
+def test_pytorch_decodes_on_a_cpu_and_nobody_pretends_otherwise(make_engine: Callable[..., Engine]) -> None:
+    assert make_engine(kv_cache_dtype="fp8").stats().executor == "eager"
+    with pytest.raises(InvalidValueError, match="num_scheduler_steps must be 1 without"):
+        make_engine(kv_cache_dtype="fp8", num_scheduler_steps=4)
+
+
+@pytest.mark.parametrize("given", ["int8", "fp8_e5m2", "", None, torch.float8_e4m3fn])
+def test_another_name_is_refused(make_engine: Callable[..., Engine], given: object) -> None:
+    with pytest.raises(InvalidValueError, match="kv_cache_dtype must be one of auto, fp8, fp8_e4m3; got"):
+        make_engine(kv_cache_dtype=given)
+
+
+def test_what_cannot_read_it_is_refused_by_name(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InvalidValueError, match=r"batch_invariant must be False on a CPU .*kv_cache_dtype auto"):
+        make_engine(kv_cache_dtype="fp8", batch_invariant=True)
+    monkeypatch.setenv("D3ENGINE_KERNELS", "native")
+    with pytest.raises(InvalidValueError, match="kv_cache_dtype must be auto beside D3ENGINE_KERNELS=native"):
+        make_engine(kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_refused"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False)]
+)
+def test_a_gpu_that_cannot_convert_it_is_refused_by_its_capability(
+    capability: tuple[int, int], is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setenv("D3ENGINE_KERNELS", "reference")
+    asked: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
+    assert resolve_kv_cache_dtype("auto", **asked) == torch.bfloat16
+    if is_refused:
+        with pytest.raises(InvalidValueError, match=rf"auto on a GPU of compute capability 8\.{capability[1]}"):
+            resolve_kv_cache_dtype("fp8", **asked)
+    else:
+        assert resolve_kv_cache_dtype("fp8", **asked) == FP8
+
+
+def test_llm_takes_it_as_vllm_does(tiny_llama: Callable[..., TinyLlama]) -> None:
+    options: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "kv_cache_memory_bytes": 2**22}
+    with LLM(tiny_llama().directory, kv_cache_dtype="fp8", **options) as llm:
+        assert llm.settings.kv_cache_dtype == FP8
