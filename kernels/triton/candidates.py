@@ -63,6 +63,30 @@ def candidate(keys, tokens):
     return (keys.to(tl.int64) << 32) | (tokens ^ _LOW_BITS).to(tl.int64)
 
 
+@triton.jit
+def token_of(candidates):
+    """int64: the tokens of candidates."""
+    return (candidates & _LOW_BITS) ^ _LOW_BITS
+
+
+@triton.jit
+def best_of_tiles(candidates_ptr, TILES: tl.constexpr, BLOCK: tl.constexpr):
+    """The best candidate of one row's tiles."""
+    best = tl.full((BLOCK,), EVERYTHING, tl.int64)
+    for start in range(0, TILES, BLOCK):
+        tiles = start + tl.arange(0, BLOCK)
+        found = tl.load(candidates_ptr + tiles, mask=tiles < TILES, other=EVERYTHING)
+        best = tl.maximum(best, found)
+    return tl.max(best, 0)
+
+
+@triton.jit
+def store_best(best, token_ptr, score_ptr):
+    """Store a candidate's token, int64, and its score, float32."""
+    tl.store(token_ptr, token_of(best))
+    tl.store(score_ptr, unordered((best >> 32).to(tl.int32)))
+
+
 @triton.jit(**NOT_SPECIALIZED)
 def _best_kernel(
     candidates_ptr,
@@ -76,11 +100,4 @@ def _best_kernel(
     row = tl.program_id(0).to(tl.int64)
     if row >= live_rows(num_rows_ptr, total_rows):
         return
-    best = tl.full((BLOCK,), EVERYTHING, tl.int64)
-    for start in range(0, TILES, BLOCK):
-        tiles = start + tl.arange(0, BLOCK)
-        found = tl.load(candidates_ptr + row * TILES + tiles, mask=tiles < TILES, other=EVERYTHING)
-        best = tl.maximum(best, found)
-    winner = tl.max(best, 0)
-    tl.store(tokens_ptr + row, (winner & _LOW_BITS) ^ _LOW_BITS)
-    tl.store(scores_ptr + row, unordered((winner >> 32).to(tl.int32)))
+    store_best(best_of_tiles(candidates_ptr + row * TILES, TILES, BLOCK), tokens_ptr + row, scores_ptr + row)

@@ -3,17 +3,19 @@
 Likelier tokens come before others, of equal ones the lower first. All three cuts keep a beginning of that order, so
 whatever a row asks for, the outcome is one candidate (see `candidates.py`): the last one to stay, the row's *border*.
 
-It is searched by bisection over the scores' integer keys. A probe passes over the row and weighs what is at or above
-the middle: tokens weigh 1 for top-k and their probability for top-p. The ends of the search snap to keys that are
-there, so it ends at a token's own key, after 32 probes at most and about 20 on normally distributed logits. The
-probabilities are integers in units of 2**-40 of the likeliest: their sums depend on no order, and a probe can be
-trusted to the last bit.
+Many programs look at a row, and none waits for another. First, each tile leaves its highest and its lowest score. Then
+tokens are counted and weighed in bins, by their distance from the likeliest: top-k adds up counts, top-p
+probabilities. The bins say of nearly every token whether it stays, when the draw comes to it; those few that share a
+bin with a border are put on a list. Who picks the best of the row then searches that list for the border itself.
 
-One program a row. Several would have to meet after every probe, by atomics or a launch each; one keeps its row of keys
-in L2 (and a vocabulary of 32000 in L1), and only batches in which somebody cuts pay for it.
+All of it is exact. The probabilities are integers in units of 2**-40 of the likeliest: their sums depend on no order,
+and so on no neighbour. What is farther from the likeliest than bins reach weighs nothing in these units, and no noise
+lifts it above the likeliest (`gumbel` lies between -2.9 and 16.7): so whoever cuts by bins cuts all of that.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -21,168 +23,253 @@ import triton.language as tl
 from torch import Tensor
 
 from d3engine.kernels.sampling import SamplingRows
-from d3engine.kernels.triton.candidates import EVERYTHING, candidate, ordered, unordered
+from d3engine.kernels.triton.borders import bins_of, border_bins, weights_of
+from d3engine.kernels.triton.candidates import ordered, unordered
 from d3engine.kernels.triton.launches import Launch
 from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows
+from d3engine.kernels.triton.scores import scores_launch, tile_scores, tiles_of
 
-TILE = 4096  # keys per step: 2 loads of 16 bytes in flight for each of 512 threads; more would spill registers
-WARPS = 16
+BINS = 512
+"""Bins of a row: of a hundred thousand normally distributed logits some 700 share the fullest."""
+
+MINUS_INFINITY: tl.constexpr = tl.constexpr(-0x7F800001)
+"""The key of -inf."""
 
 _LOWEST: tl.constexpr = tl.constexpr(-(2**31))  # below the key of every score
+_HIGHEST: tl.constexpr = tl.constexpr(2**31 - 1)
 _INFINITY: tl.constexpr = tl.constexpr(0x7F800000)  # the key of inf
-_MINUS_INFINITY: tl.constexpr = tl.constexpr(-0x7F800001)  # the key of -inf
-_UNIT: tl.constexpr = tl.constexpr(2.0**40)  # the weight of the likeliest token under top-p
 
 
-def border_launch(keys: Tensor, rows: SamplingRows, borders: Tensor, num_rows: Tensor | None) -> Launch:
-    """`borders` int64 [T] is written from `keys` int32 [T, V], contiguous; `rows.cuts` must be there.
+@dataclass(frozen=True, slots=True, eq=False)
+class Search:
+    """What the launches of one choice leave for the next ones. Nothing needs to be written before the first."""
 
-    A row of temperature 0, one without cuts, and one whose best score is not finite keep everything.
-    """
-    assert rows.cuts is not None
-    total, vocab = keys.shape
-    arguments = {
-        "keys_ptr": keys,
-        "temperature_ptr": rows.temperature,
-        "min_p_ptr": rows.cuts.min_p,
-        "top_k_ptr": rows.cuts.top_k,
-        "top_p_ptr": rows.cuts.top_p,
-        "borders_ptr": borders,
-        "num_rows_ptr": num_rows,
-        "total_rows": total,
-        "V": vocab,
-        "BLOCK": min(TILE, triton.next_power_of_2(max(vocab, 32))),
+    ends: Tensor  # int32 [T, 2, tiles]: the highest key of each tile, and the lowest of a finite score
+    counts: Tensor  # int32 [T, BINS]: tokens, where the row has a top-k
+    weights: Tensor  # int64 [T, BINS]: their probabilities, where it has a top-p
+    border_bins: Tensor  # int32 [T, 3]: see `border_bins`
+    arrived: Tensor  # int32 [T]: tiles that are counted and weighed
+    num_listed: Tensor  # int32 [T]
+    listed: Tensor  # int64 [T, V]: candidates that share a bin with a border, in any order
+
+    @classmethod
+    def empty(cls, logits: Tensor) -> Search:
+        """Memory for the rows of `logits` [T, V]."""
+        (rows, vocab), device = logits.shape, logits.device
+
+        def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        return cls(
+            integers(rows, 2, tiles_of(vocab)),
+            integers(rows, BINS),
+            integers(rows, BINS, dtype=torch.int64),
+            integers(rows, 3),
+            integers(rows),
+            integers(rows),
+            integers(rows, vocab, dtype=torch.int64),
+        )
+
+    def arguments(self, rows: SamplingRows) -> dict[str, object]:
+        """What the kernels before the draw are given, and the draw; `rows.cuts` must be there."""
+        assert rows.cuts is not None
+        cuts = {"min_p_ptr": rows.cuts.min_p, "top_k_ptr": rows.cuts.top_k, "top_p_ptr": rows.cuts.top_p}
+        return cuts | {
+            "ends_ptr": self.ends,
+            "border_bins_ptr": self.border_bins,
+            "num_listed_ptr": self.num_listed,
+            **_tiles(self.ends.shape[2]),
+        }
+
+    def bins(self) -> dict[str, object]:
+        """What those are given that know the bins."""
+        return {"bin_counts_ptr": self.counts, "bin_weights_ptr": self.weights}
+
+
+def no_search(tiles: int) -> dict[str, object]:
+    """In place of `Search.arguments` where nobody cuts."""
+    names = ("min_p_ptr", "top_k_ptr", "top_p_ptr", "ends_ptr", "border_bins_ptr", "num_listed_ptr")
+    return dict.fromkeys(names) | _tiles(tiles)
+
+
+def _tiles(tiles: int) -> dict[str, object]:
+    return {"TILES": tiles, "PADDED_TILES": triton.next_power_of_2(tiles), "BINS": BINS}
+
+
+def search_launches(logits: Tensor, rows: SamplingRows, search: Search, num_rows: Tensor | None) -> dict[str, Launch]:
+    """What goes before the draw, in this order: ends and bins of each row that cuts, and an empty list."""
+    given = search.arguments(rows) | search.bins() | {"arrived_ptr": search.arrived}
+    return {
+        "ends": scores_launch(_ends_kernel, logits, rows, num_rows, given),
+        "bins": scores_launch(_bins_kernel, logits, rows, num_rows, given),
     }
-    return Launch(_border_kernel, (total,), arguments, WARPS)
-
-
-def borders_of(keys: Tensor, rows: SamplingRows, num_rows: Tensor | None) -> Tensor:
-    """The border of every row, int64 [T]: what `border_launch` writes."""
-    borders = torch.empty(keys.shape[0], dtype=torch.int64, device=keys.device)
-    border_launch(keys, rows, borders, num_rows).run()
-    return borders
 
 
 @triton.jit
 def cuts_row(temperature_ptr, min_p_ptr, top_k_ptr, top_p_ptr, row):
-    """Whether a row has a border to be searched."""
+    """Whether a row cuts anything."""
     cuts = (tl.load(min_p_ptr + row) > 0) | (tl.load(top_k_ptr + row) > 0) | (tl.load(top_p_ptr + row) < 1)
     return cuts & (tl.load(temperature_ptr + row) != 0)
 
 
+@triton.jit
+def searches(top_k, top_p, V: tl.constexpr):
+    """Whether a border is to be searched, which that of min-p need not be."""
+    return ((top_k > 0) & (top_k < V)) | (top_p < 1)
+
+
+@triton.jit
+def row_ends(ends_ptr, row, TILES: tl.constexpr, PADDED_TILES: tl.constexpr):
+    """The highest key of a row, the lowest of a finite score, and whether there is anything to cut.
+
+    There is not where the best score is not finite.
+    """
+    tiles = tl.arange(0, PADDED_TILES)
+    ends_ptr += row * (2 * TILES)
+    highest = tl.max(tl.load(ends_ptr + tiles, mask=tiles < TILES, other=_LOWEST), 0)
+    lowest = tl.min(tl.load(ends_ptr + TILES + tiles, mask=tiles < TILES, other=_HIGHEST), 0)
+    return highest, lowest, (highest < _INFINITY) & (highest > MINUS_INFINITY)
+
+
+@triton.jit
+def _raised(floor, ends_ptr, row, top_k, TILES: tl.constexpr, PADDED_TILES: tl.constexpr):
+    """A key at or above `floor` which all reach that top-k keeps, so that few others need to be counted.
+
+    Of GROUPS groups of tiles each has a token that reaches the lowest of the groups' highest keys. So do all of the
+    GROUPS likeliest.
+    """
+    GROUPS: tl.constexpr = PADDED_TILES // 2 if PADDED_TILES > TILES else TILES
+    if (top_k > 0) & (top_k <= GROUPS):
+        tiles = tl.arange(0, PADDED_TILES)
+        highest = tl.load(ends_ptr + row * (2 * TILES) + tiles, mask=tiles < TILES, other=_LOWEST)
+        of_groups = tl.max(tl.reshape(highest, (PADDED_TILES // GROUPS, GROUPS)), 0)
+        floor = tl.maximum(floor, tl.min(of_groups, 0))
+    return floor
+
+
+@triton.jit
+def floor_of(highest, min_p):
+    """The lowest key that min-p keeps."""
+    floor = tl.full((), MINUS_INFINITY, tl.int32)
+    if min_p > 0:
+        floor = ordered(unordered(highest) + tl.log(min_p))
+    return floor
+
+
 @triton.jit(**NOT_SPECIALIZED)
-def _border_kernel(
-    keys_ptr,
+def _ends_kernel(
+    logits_ptr,
+    logits_stride,
     temperature_ptr,
+    repetition_ptr,
+    presence_ptr,
+    frequency_ptr,
+    seen_ptr,
+    seen_stride,
+    counts_ptr,
+    counts_stride,
     min_p_ptr,
     top_k_ptr,
     top_p_ptr,
-    borders_ptr,
+    ends_ptr,
+    border_bins_ptr,
+    num_listed_ptr,
+    bin_counts_ptr,
+    bin_weights_ptr,
+    arrived_ptr,
     num_rows_ptr,
     total_rows,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    PADDED_TILES: tl.constexpr,
+    BINS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     if row >= live_rows(num_rows_ptr, total_rows):
         return
-    tl.store(borders_ptr + row, EVERYTHING)
     if not cuts_row(temperature_ptr, min_p_ptr, top_k_ptr, top_p_ptr, row):
         return
-    keys_ptr += row * V
-    highest = _highest(keys_ptr, V, BLOCK)
-    if (highest >= _INFINITY) | (highest <= _MINUS_INFINITY):
+    _, scores = tile_scores(
+        logits_ptr, logits_stride, temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr,
+        seen_ptr, seen_stride, counts_ptr, counts_stride, row, V, BLOCK,
+    )  # fmt: skip
+    keys = ordered(scores)
+    tile = tl.program_id(1)
+    ends_ptr += row * (2 * TILES) + tile
+    tl.store(ends_ptr, tl.max(keys, 0))
+    tl.store(ends_ptr + TILES, tl.min(tl.where(keys > MINUS_INFINITY, keys, _HIGHEST), 0))
+    # Each tile empties its part of the bins.
+    SHARE: tl.constexpr = (BINS + TILES - 1) // TILES
+    places = tl.arange(0, triton.next_power_of_2(SHARE))
+    bins = tile * SHARE + places
+    mine = (places < SHARE) & (bins < BINS)
+    tl.store(bin_counts_ptr + row * BINS + bins, 0, mask=mine)
+    tl.store(bin_weights_ptr + row * BINS + bins, 0, mask=mine)
+    if tile == 0:
+        tl.store(arrived_ptr + row, 0)
+        tl.store(num_listed_ptr + row, 0)
+
+
+@triton.jit(**NOT_SPECIALIZED)
+def _bins_kernel(
+    logits_ptr,
+    logits_stride,
+    temperature_ptr,
+    repetition_ptr,
+    presence_ptr,
+    frequency_ptr,
+    seen_ptr,
+    seen_stride,
+    counts_ptr,
+    counts_stride,
+    min_p_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    ends_ptr,
+    border_bins_ptr,
+    num_listed_ptr,
+    bin_counts_ptr,
+    bin_weights_ptr,
+    arrived_ptr,
+    num_rows_ptr,
+    total_rows,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    PADDED_TILES: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    if row >= live_rows(num_rows_ptr, total_rows):
         return
-    min_p, top_k, top_p = tl.load(min_p_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-    border = tl.full((), _MINUS_INFINITY, tl.int64) << 32
-    if min_p > 0:
-        border = ordered(unordered(highest) + tl.log(min_p)).to(tl.int64) << 32
+    if not cuts_row(temperature_ptr, min_p_ptr, top_k_ptr, top_p_ptr, row):
+        return
+    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    if not searches(top_k, top_p, V):
+        return
+    highest, lowest, is_finite = row_ends(ends_ptr, row, TILES, PADDED_TILES)
+    if not is_finite:
+        return
+    _, scores = tile_scores(
+        logits_ptr, logits_stride, temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr,
+        seen_ptr, seen_stride, counts_ptr, counts_stride, row, V, BLOCK,
+    )  # fmt: skip
+    keys = ordered(scores)
+    bins = bins_of(keys, highest, lowest, BINS)
+    floor = _raised(floor_of(highest, tl.load(min_p_ptr + row)), ends_ptr, row, top_k, TILES, PADDED_TILES)
+    kept = (keys >= floor) & (bins < BINS)
     if (top_k > 0) & (top_k < V):
-        border = _search(keys_ptr, border, highest, top_k.to(tl.float64), V, BLOCK, BY_COUNT=True)
+        tl.atomic_add(bin_counts_ptr + row * BINS + bins, 1, mask=kept, sem="relaxed")
     if top_p < 1:
-        border = _search(keys_ptr, border, highest, top_p.to(tl.float64), V, BLOCK, BY_COUNT=False)
-    tl.store(borders_ptr + row, border)
-
-
-@triton.jit
-def _highest(keys_ptr, V: tl.constexpr, BLOCK: tl.constexpr):
-    """The highest key of a row."""
-    highest = tl.full((BLOCK,), _LOWEST, tl.int32)
-    for start in range(0, V, BLOCK):
-        tokens = start + tl.arange(0, BLOCK)
-        highest = tl.maximum(highest, tl.load(keys_ptr + tokens, mask=tokens < V, other=_LOWEST))
-    return tl.max(highest, 0)
-
-
-@triton.jit
-def _search(keys_ptr, border, highest, wanted, V: tl.constexpr, BLOCK: tl.constexpr, BY_COUNT: tl.constexpr):
-    """The border of the smallest set of likeliest tokens, of those that `border` keeps, that weighs enough.
-
-    Enough are `wanted` tokens, or the share `wanted` of the weight of all. The new border is the old one if there are
-    not more.
-    """
-    lowest = (border >> 32).to(tl.int32)
-    total, low, _ = _probe(keys_ptr, border, lowest, highest, V, BLOCK, BY_COUNT)
-    if BY_COUNT:
-        target = wanted.to(tl.int64)
-    else:
-        target = tl.maximum(tl.ceil(total.to(tl.float64) * wanted).to(tl.int64), 1)
-    if total > target:
-        high = highest
-        above = tl.zeros((), tl.int64)  # the weight of all keys above `high`
-        while low < high:
-            # Rounded up, in 64 bits: the distance of two keys does not fit 32.
-            middle = (low.to(tl.int64) + ((high.to(tl.int64) - low.to(tl.int64) + 1) >> 1)).to(tl.int32)
-            weight, least, most = _probe(keys_ptr, border, middle, highest, V, BLOCK, BY_COUNT)
-            enough = weight >= target
-            low = tl.where(enough, least, low)
-            high = tl.where(enough, high, most)
-            above = tl.where(enough, above, weight)
-        # The tokens of this one key all weigh the same: the first few, by token, make up what is missing.
-        each = _weight(low, highest, BY_COUNT)
-        missing = (target - above + each - 1) // each
-        border = _nth(keys_ptr, low, missing, V, BLOCK)
-    return border
-
-
-@triton.jit
-def _probe(keys_ptr, border, middle, highest, V: tl.constexpr, BLOCK: tl.constexpr, BY_COUNT: tl.constexpr):
-    """Of the tokens that `border` keeps: the weight of those at or above `middle`, their least key, and the next below.
-
-    The least is the highest int32 if there is none at or above, the next below the lowest if there is none.
-    """
-    weights = tl.zeros((BLOCK,), tl.int64)
-    least = tl.full((BLOCK,), 0x7FFFFFFF, tl.int32)
-    below = tl.full((BLOCK,), _LOWEST, tl.int32)
-    for start in range(0, V, BLOCK):
-        tokens = start + tl.arange(0, BLOCK)
-        keys = tl.load(keys_ptr + tokens, mask=tokens < V, other=_MINUS_INFINITY)
-        kept = (tokens < V) & (candidate(keys, tokens) >= border)
-        over = kept & (keys >= middle)
-        weights += tl.where(over, _weight(keys, highest, BY_COUNT), 0)
-        least = tl.minimum(least, tl.where(over, keys, 0x7FFFFFFF))
-        below = tl.maximum(below, tl.where(kept & (keys < middle), keys, _LOWEST))
-    return tl.sum(weights, 0), tl.min(least, 0), tl.max(below, 0)
-
-
-@triton.jit
-def _weight(keys, highest, BY_COUNT: tl.constexpr):
-    """int64: 1, or the probability relative to that of the likeliest."""
-    if BY_COUNT:
-        return tl.full(keys.shape, 1, tl.int64)
-    else:  # noqa: RET505 (Triton's frontend needs the other branch of a constexpr condition)
-        return (tl.exp(unordered(keys) - unordered(highest)) * _UNIT).to(tl.int64)
-
-
-@triton.jit
-def _nth(keys_ptr, key, nth, V: tl.constexpr, BLOCK: tl.constexpr):
-    """The candidate of the `nth` token, from 1, whose key is `key`."""
-    seen = tl.zeros((), tl.int32)
-    last = tl.zeros((), tl.int32)
-    for start in range(0, V, BLOCK):
-        tokens = start + tl.arange(0, BLOCK)
-        equal = tl.load(keys_ptr + tokens, mask=tokens < V, other=_LOWEST) == key
-        within = equal & (seen + tl.cumsum(equal.to(tl.int32), 0) <= nth)
-        last = tl.maximum(last, tl.max(tl.where(within, tokens, 0), 0))
-        seen += tl.sum(equal.to(tl.int32), 0)
-    return candidate(key, last)
+        weights = weights_of(keys, highest)
+        tl.atomic_add(bin_weights_ptr + row * BINS + bins, weights, mask=kept & (weights > 0), sem="relaxed")
+    tl.debug_barrier()  # all warps have added theirs, before one thread says so
+    if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel", scope="gpu") == TILES - 1:
+        counted, first, last = border_bins(
+            bin_counts_ptr + row * BINS, bin_weights_ptr + row * BINS, top_k, top_p, V, BINS
+        )  # fmt: skip
+        border_bins_ptr += row * 3
+        tl.store(border_bins_ptr, counted)
+        tl.store(border_bins_ptr + 1, first)
+        tl.store(border_bins_ptr + 2, last)

@@ -23,7 +23,7 @@ from torch import Tensor
 import d3engine.kernels.triton as kernels
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.sampling import Cuts, Penalties, SamplingRows
-from d3engine.kernels.triton import products
+from d3engine.kernels.triton import products, scores
 
 HIDDEN, HEADS, CHANNELS, GATES, VOCABULARY, BLOCK = 64, 2, 16, 40, 96, 4
 
@@ -60,6 +60,7 @@ def interpreted(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("a GPU has its own order")
     monkeypatch.setattr(products, "MIN_PROGRAMS", 2)
     monkeypatch.setattr(products, "MIN_STEPS", 1)
+    monkeypatch.setattr(scores, "TILE", 32)
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -131,8 +132,8 @@ def bits() -> str:
 
 def test_the_interpreter_that_tests_use_gives_the_bits_of_the_one_that_triton_brings() -> None:
     code = (
-        "from d3engine.kernels.triton import products; products.MIN_PROGRAMS = 2; products.MIN_STEPS = 1; "
-        "import test_grid_orders; print(test_grid_orders.bits())"
+        "from d3engine.kernels.triton import products, scores; products.MIN_PROGRAMS = 2; products.MIN_STEPS = 1; "
+        "scores.TILE = 32; import test_grid_orders; print(test_grid_orders.bits())"
     )
     places = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": places}

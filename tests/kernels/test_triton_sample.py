@@ -5,7 +5,6 @@ Memory from `torch.empty` is poisoned here, so that a value nobody wrote shows.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import fields, replace
 
 import pytest
@@ -18,8 +17,8 @@ import d3engine.kernels.triton as kernels
 from d3engine.kernels import reference
 from d3engine.kernels.random import philox
 from d3engine.kernels.sampling import Cuts, Penalties, SamplingRows, cut_min_p_, cut_top
-from d3engine.kernels.triton import candidates, cuts, noise, products
-from d3engine.kernels.triton.sample import keys_launch
+from d3engine.kernels.triton import borders, candidates, cuts, noise, products, scores, settle
+from d3engine.kernels.triton.sample import draw_launch
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "rows_apart")
 
@@ -29,10 +28,9 @@ LOW = 0xFFFFFFFF
 
 @pytest.fixture(autouse=True)
 def several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tiles: a row of a thousand tokens takes several programs, and several steps of a search."""
-    file = importlib.import_module("d3engine.kernels.triton.sample")  # its name in the package is the operation's
-    monkeypatch.setattr(file, "TILE", 512)
-    monkeypatch.setattr(cuts, "TILE", 1024)
+    """Small tiles and few bins: a row of a thousand tokens takes several programs, and its borders share their bins."""
+    monkeypatch.setattr(scores, "TILE", 512)
+    monkeypatch.setattr(cuts, "BINS", 64)
     monkeypatch.setattr(products, "MIN_PROGRAMS", 2)
     monkeypatch.setattr(products, "MATMUL_ROWS", 24)
 
@@ -179,15 +177,43 @@ def test_tokens_are_those_of_the_reference(
     assert torch.equal(alone[1], scores[3:4])
 
 
+@triton.jit
+def _kept_kernel(
+    keys_ptr, kept_ptr, min_p_ptr, top_k_ptr, top_p_ptr, ends_ptr, border_bins_ptr, num_listed_ptr, bin_counts_ptr,
+    bin_weights_ptr, listed_ptr, V: tl.constexpr, BLOCK: tl.constexpr, LISTED: tl.constexpr,
+    TILES: tl.constexpr, PADDED_TILES: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """uint8: what the border keeps of one row, where bins reach."""
+    row = tl.program_id(0)
+    highest, lowest, _ = cuts.row_ends(ends_ptr, row, TILES, PADDED_TILES)
+    border = borders.find_border(
+        listed_ptr + row * V, tl.load(num_listed_ptr + row), bin_counts_ptr + row * BINS, bin_weights_ptr + row * BINS,
+        highest, lowest, tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), V, BINS, LISTED,
+    )  # fmt: skip
+    tokens = tl.arange(0, BLOCK)
+    keys = tl.load(keys_ptr + row * V + tokens, mask=tokens < V, other=cuts.MINUS_INFINITY)
+    last_bin = tl.minimum(tl.load(border_bins_ptr + row * 3), tl.load(border_bins_ptr + row * 3 + 2))
+    kept = borders.bins_of(keys, highest, lowest, BINS) <= last_bin
+    kept &= candidates.candidate(keys, tokens) >= border
+    kept &= keys >= cuts.floor_of(highest, tl.load(min_p_ptr + row))
+    tl.store(kept_ptr + row * V + tokens, kept.to(tl.uint8), mask=tokens < V)
+
+
 def kept_by_kernels(scores: Tensor, wanted: Cuts) -> Tensor:
-    """The tokens [T, V] that the kernels' borders keep of `scores`, whose temperature is 1."""
-    rows, _ = rows_like([1.0] * scores.shape[0], scores.device)
-    rows = replace(rows, cuts=wanted)
-    keys = torch.empty(scores.shape, dtype=torch.int32, device=scores.device)
-    keys_launch(scores, rows, keys, None).run()
-    borders = cuts.borders_of(keys, rows, None)
-    tokens = torch.arange(scores.shape[1], device=scores.device)
-    return ((keys.long() << 32) | (0x7FFFFFFF - tokens)) >= borders[:, None]
+    """The tokens [T, V] that the kernels' cuts keep of `scores`, whose temperature is 1."""
+    (count, vocab), device = scores.shape, scores.device
+    rows, steps = rows_like([1.0] * count, device)
+    rows, search = replace(rows, cuts=wanted), cuts.Search.empty(scores)
+    for launch in cuts.search_launches(scores, rows, search, None).values():
+        launch.run()
+    best = torch.empty(count, search.ends.shape[2], dtype=torch.int64, device=device)
+    draw_launch(scores, rows, steps, search, best, None).run()
+    bits = (scores + 0.0).view(torch.int32)
+    keys, kept = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits), torch.empty_like(scores, dtype=torch.uint8)
+    more = {"V": vocab, "BLOCK": triton.next_power_of_2(vocab), "LISTED": borders.LISTED}
+    given = search.arguments(rows) | search.bins()
+    _kept_kernel[(count,)](keys, kept, listed_ptr=search.listed, **given, **more)
+    return kept != 0
 
 
 @pytest.mark.parametrize(
@@ -213,6 +239,51 @@ def test_cuts_keep_the_tokens_that_sorting_keeps(
     wanted = mixed_cuts(count, vocab, device, generator)
     expected = cut_top(cut_min_p_(scores.clone(), wanted.min_p), wanted.top_k, wanted.top_p) > -torch.inf
     assert torch.equal(kept_by_kernels(scores, wanted) & (scores > -torch.inf), expected)
+
+
+@pytest.mark.parametrize(("tile", "bins", "listed"), [(32, 64, 512), (32, 8, 32), (128, 512, 32), (512, 1, 512)])
+def test_tiles_bins_and_lists_of_any_size_keep_the_same_tokens(
+    tile: int,
+    bins: int,
+    listed: int,
+    device: torch.device,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The top-k below the number of tiles has a way of its own; one bin puts the whole row on the list."""
+    monkeypatch.setattr(scores, "TILE", tile)
+    monkeypatch.setattr(cuts, "BINS", bins)
+    monkeypatch.setattr(settle, "LISTED", listed)
+    monkeypatch.setattr(borders, "LISTED", listed)
+    some = (torch.randn(8, 270, generator=generator) * 2).to(device)
+    some[4:] = (some[4:] * 2).round() / 2
+    top_k = torch.tensor([5, 8, 9, 0, 5, 7, 100, 0], device=device)
+    top_p = torch.tensor([1.0, 0.9, 0.95, 0.9, 0.6, 1.0, 0.99, 0.5], device=device)
+    wanted = Cuts(torch.tensor([0.0, 0.0, 0.0, 0.0, 0.05, 0.0, 0.0, 0.0], device=device), top_k, top_p)
+    expected = cut_top(cut_min_p_(some.clone(), wanted.min_p), top_k, top_p) > -torch.inf
+    assert torch.equal(kept_by_kernels(some, wanted), expected)
+    rows, steps = rows_like([1.0] * 8, device)
+    rows = replace(rows, cuts=wanted)
+    for later in range(3):
+        assert_same_choice(kernels.sample(some, rows, steps + later), reference.sample(some, rows, steps + later))
+
+
+def test_a_top_k_that_ends_where_nothing_can_be_drawn_draws_as_the_reference_does(
+    device: torch.device, generator: torch.Generator
+) -> None:
+    logits = (torch.randn(6, 523, generator=generator) * 3).to(device)
+    rows, steps = rows_like([0.05, 0.1, 0.02, 0.1, 1e-3, 0.3], device)
+    top_k, top_p = torch.tensor([50, 400, 3, 200, 7, 500]), torch.tensor([1.0, 0.9, 0.99, 1.0, 0.9, 0.999])
+    rows = replace(rows, cuts=Cuts(torch.zeros(6, device=device), top_k.to(device), top_p.to(device)))
+    for later in range(4):
+        assert_same_choice(kernels.sample(logits, rows, steps + later), reference.sample(logits, rows, steps + later))
+
+
+def test_no_noise_lifts_a_token_out_of_reach_above_the_likeliest() -> None:
+    uniform = torch.tensor([0.5, 2**23 - 0.5], dtype=torch.float64) * 2.0**-23  # the lowest and the highest
+    least, most = -torch.log(-torch.log(uniform))
+    assert most - least < 20 < borders.REACH.value
+    assert int(torch.exp(torch.tensor(-borders.REACH.value, dtype=torch.float64)) * 2.0**40) == 0
 
 
 @pytest.mark.parametrize(
