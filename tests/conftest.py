@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 def pytest_collectstart() -> None:
     """Before a test file is imported: where there is no GPU, Triton is to interpret its kernels in this process.
 
-    Hypothesis, whose settings a test takes when it is imported, is to judge no example by its time.
+    Hypothesis, whose settings a test takes when it is imported, is to judge no example by its time, and to try 60 of
+    them where a test says nothing: others in each run.
     """
     gc.disable()  # until all is collected: what is imported stays, and would be searched for garbage all the time
     # Whatever a test starts: its own threads would spin while the other worker computes.
@@ -42,7 +43,7 @@ def pytest_collectstart() -> None:
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         assert "triton" not in sys.modules, "a conftest.py has imported Triton before it was told to interpret"
         os.environ["TRITON_INTERPRET"] = "1"
-    settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("no clock", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("no clock")
 
 

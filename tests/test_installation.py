@@ -86,7 +86,7 @@ def wheels(tmp_path: Path) -> Iterator[str]:
     (tmp_path / "index" / "torch").mkdir(parents=True)
     handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "index"))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever).start()
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 

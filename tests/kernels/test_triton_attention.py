@@ -90,8 +90,17 @@ def split_by(monkeypatch: pytest.MonkeyPatch, entries: int, most: int = 64) -> N
     monkeypatch.setattr(attention, "MOST_SPLITS", most)
 
 
-@pytest.mark.parametrize(("tiles", "most"), [(8, 64), (1, 64), (1, 2)], ids=["one split", "several", "larger ones"])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tiles", "most"),
+    [
+        pytest.param(2, 2, 8, 64, id="one split"),
+        pytest.param(2, 2, 1, 64, id="several"),
+        pytest.param(2, 2, 1, 2, id="larger ones"),
+        pytest.param(6, 2, 1, 64, id="groups of three heads, several"),
+        pytest.param(4, 1, 8, 64, id="one head of keys, one split"),
+        pytest.param(4, 1, 1, 2, id="one head of keys, larger ones"),
+    ],
+)
 def test_single_rows_see_all_of_their_entries_and_nothing_else(
     heads: int, kv_heads: int, tiles: int, most: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,7 +158,8 @@ def test_gate_up(
 
 QKV_CASES = cases((3, 1, 24, 129), (2, 2, 64, 123), (1, 1, 96, 256), (4, 2, 10, 5))
 # The second kernel gets rows of float32 or of torch's product; the last of these has three tiles of heads.
-HEAD_NORM_CASES = [(dtype, rows, 3, 1, 24, 129) for dtype in DTYPES for rows in (1, 19, 43)]
+HEAD_NORM_CASES = [(torch.float32, rows, 3, 1, 24, 129) for rows in (1, 19, 43)]
+HEAD_NORM_CASES += [(torch.float16, 43, 3, 1, 24, 129), (torch.bfloat16, 19, 3, 1, 24, 129)]
 HEAD_NORM_CASES += [
     (torch.float32, 5, 2, 2, 64, 123),
     (torch.float32, 40, 4, 2, 10, 5),

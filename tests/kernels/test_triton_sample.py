@@ -152,9 +152,14 @@ def test_of_equal_candidates_the_lowest_token_wins_also_when_tiles_are_more_than
 # -- sample ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("vocab", [5, 123, 1029])
-@pytest.mark.parametrize("penalised", [False, True])
-@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize(
+    ("vocab", "cut", "penalised"),
+    [
+        *((vocab, both, both) for vocab in (5, 123, 1029) for both in (False, True)),
+        (123, False, True),
+        (1029, True, False),
+    ],
+)
 def test_tokens_are_those_of_the_reference(
     vocab: int, cut: bool, penalised: bool, device: torch.device, generator: torch.Generator
 ) -> None:
@@ -397,8 +402,9 @@ def head(
     return hidden, norm, EPS, (torch.randn(vocab, 123, generator=generator) * 0.3).to(device, dtype)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 19, 26])  # a path each, the last by torch.matmul
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(  # rows for a path each, the last by torch.matmul
+    ("dtype", "rows"), [*((torch.float32, rows) for rows in (1, 5, 19, 26)), (torch.float16, 5), (torch.float16, 26)]
+)
 def test_the_heads_draw_is_the_draw_of_its_logits(
     dtype: torch.dtype, rows: int, device: torch.device, generator: torch.Generator
 ) -> None:

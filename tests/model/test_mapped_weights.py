@@ -199,8 +199,8 @@ for dtype in (torch.bfloat16, torch.float32):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process's own peak")
 def test_loading_takes_the_weights_and_one_tensor(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 5, "num_attention_heads": 8}
-    tensors = write_model(tmp_path, **sizes, vocab_size=4096)
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8}
+    tensors = write_model(tmp_path, **sizes, vocab_size=2048)
     in_file = sum(tensor.nbytes for tensor in tensors.values())
     largest = max(tensor.nbytes for tensor in tensors.values())
     noise = 20 * 2**20  # of the allocator and of torch's first operations

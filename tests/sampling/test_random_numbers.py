@@ -79,7 +79,7 @@ def test_noise_depends_on_seed_index_step_and_token_alone() -> None:
 
 def test_draws_follow_the_softmax() -> None:
     """Chi-square over 7 tokens, 6 degrees of freedom: 22.5 is exceeded once in a thousand."""
-    logits, draws = random_logits(1, 7, seed=4) / 2, 20000
+    logits, draws = random_logits(1, 7, seed=4) / 2, 6000
     sequences = [sequence_of(SamplingParams(temperature=1.0, seed=seed)) for seed in range(draws)]
     found = torch.bincount(torch.tensor(tokens_of(sample(logits.expand(draws, -1), sequences))), minlength=7)
     wanted = logits[0].softmax(dim=-1) * draws
@@ -87,7 +87,7 @@ def test_draws_follow_the_softmax() -> None:
 
 
 def test_the_steps_of_one_seed_and_the_sequences_of_one_request_are_draws_of_their_own() -> None:
-    logits, draws = torch.zeros(1, 5), 4000
+    logits, draws = torch.zeros(1, 5), 2000
     params = SamplingParams(temperature=1.0, seed=77)
     by_step = [sequence_of(params, generated=[0] * step) for step in range(draws)]
     by_index = [sequence_of(params, index=index) for index in range(draws)]

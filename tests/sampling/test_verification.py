@@ -33,7 +33,7 @@ from d3engine.sampling import sampler, verification
 
 VOCABULARY, LAYERS = 5, 4
 PROMPT = [1, 4, 2, 0, 3]
-SAMPLES = 1024
+SAMPLES = 512
 
 
 @pytest.fixture(scope="module")

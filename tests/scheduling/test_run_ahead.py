@@ -18,7 +18,7 @@ from d3engine.request.outputs import RequestOutput
 
 @pytest.mark.parametrize("policy", [*POLICIES, Nested(0.8, [(1, 3), (4, 5), (3, 4)])], ids=repr)
 def test_generate_answers_as_step_by_step(ahead: Callable[..., Engine], solo: Solo, policy: DepthPolicy) -> None:
-    requests = [Request(tuple(range(30 + n, 33 + 3 * n)), greedy(policy, 10 + 5 * n)) for n in (0, 1, 3)]
+    requests = [Request(tuple(range(30 + n, 33 + 3 * n)), greedy(policy, 10 + 5 * n)) for n in (0, 3)]
     engine = ahead()
     outputs = engine.generate([list(r.prompt) for r in requests], [r.params for r in requests], use_tqdm=False)
     for output, request in zip(outputs, requests, strict=True):
@@ -81,8 +81,9 @@ def test_rows_of_one_schedule_share_a_run_at_whatever_ages(
     assert steps_by_itself(engine) > 20 > stats.eager_steps
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("changes", [{}, {"max_num_batched_tokens": 8}, {"admission": Waves(5)}], ids=repr)
+@pytest.mark.parametrize(
+    ("changes", "seed"), [({}, 0), ({"max_num_batched_tokens": 8}, 1), ({"admission": Waves(5)}, 0)], ids=repr
+)
 def test_requests_of_every_kind_answer_as_alone(
     ahead: Callable[..., Engine], solo: Solo, seed: int, changes: dict[str, Any]
 ) -> None:

@@ -120,7 +120,7 @@ class TestStreamedText:
         assert detokenizer.text == tokenizer.decode(ids, skip_special_tokens=skip)
         assert (detokenizer.num_tokens, detokenizer.stop_reason) == (len(ids), None)
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=150, deadline=None)
     @given(text=st.binary(max_size=12))
     @example(text=b"\xf0\x9f\x99\x82")
     @example(text=b"\xe6\x97A\xa5")
@@ -195,7 +195,7 @@ class TestStreamedText:
 
 
 class TestStopStrings:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(data=st.data(), skip=st.booleans(), include=st.booleans(), min_tokens=st.sampled_from([0, 0, 1, 3, 6]))
     def test_text_ends_where_decoding_everything_anew_finds_the_stop_string(
         self, tokenizer: Tokenizer, data: st.DataObject, skip: bool, include: bool, min_tokens: int
@@ -218,7 +218,7 @@ class TestStopStrings:
         assert (detokenizer.stop_reason, detokenizer.num_tokens) == (reason, consumed)
         assert shown == text + (reason if include and reason else "")
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(
         text=st.text("ab", max_size=12),
         stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),

@@ -57,7 +57,7 @@ def test_a_damaged_pickle_is_read_or_refused_by_name_and_raises_nothing_else(tmp
     reach = 900 if is_zip else len(whole)  # the pickle; behind it are values, which nobody can tell from others
     rng = random.Random(1)
     refused = 0
-    for _ in range(300):
+    for _ in range(150):
         damaged = bytearray(whole)
         for _ in range(rng.choice([1, 1, 2, 5])):
             damaged[rng.randrange(min(reach, len(damaged)))] = rng.randrange(256)
@@ -69,7 +69,7 @@ def test_a_damaged_pickle_is_read_or_refused_by_name_and_raises_nothing_else(tmp
                 tensor.sum()
         except ModelFormatError as error:
             refused += str(file) in str(error)
-    assert refused > 75
+    assert refused > 37
 
 
 # -- small files of large tensors --------------------------------------------------------------------------------------

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -90,12 +88,3 @@ def test_without_a_variable_of_its_own_the_cache_is_the_users(monkeypatch: pytes
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert fetched_directory("smollm2") == tmp_path / ".cache" / "d3engine" / "models" / "smollm2"
-
-
-def test_smollm2_says_that_the_capital_of_france_is_paris() -> None:
-    if not fetched_directory("smollm2").is_dir():
-        pytest.skip("SmolLM2 has not been fetched: d3engine weights fetch smollm2")
-    settings = ["--temperature", "0", "--max-tokens", "12", "--threads", "1"]
-    command = [sys.executable, "-m", "d3engine", "chat", "smollm2", *settings]
-    done = subprocess.run(command, input="What is the capital of France?\n", capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "The capital of France is Paris."
