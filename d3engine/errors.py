@@ -83,9 +83,10 @@ def require(condition: bool, field: str, value: object, allowed: str) -> None:
 
 def require_integer(field: str, value: Any, low: int, high: int | None = None) -> int:
     """Return `value` if it is an int (never a bool) in [low, high]; raise `InvalidValueError` otherwise."""
-    allowed = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
-    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
-    require(is_integer and value >= low and (high is None or value <= high), field, value, allowed)
+    is_integer = type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+    if not (is_integer and value >= low and (high is None or value <= high)):
+        allowed = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+        raise InvalidValueError(field, value, allowed)
     return int(value)
 
 
@@ -93,10 +94,9 @@ def require_number(
     field: str, value: Any, low: float, high: float, *, open_low: bool = False, open_high: bool = False
 ) -> float:
     """Return `value` as a finite float within the bounds; raise `InvalidValueError` otherwise."""
-    allowed = f"a finite number in {'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    require(is_number, field, value, allowed)
-    above = value > low if open_low else value >= low
-    below = value < high if open_high else value <= high
-    require(above and below, field, value, allowed)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    above = is_number and (value > low if open_low else value >= low)
+    if not (above and (value < high if open_high else value <= high)):
+        allowed = f"a finite number in {'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
+        raise InvalidValueError(field, value, allowed)
     return float(value)

@@ -69,7 +69,7 @@ class EngineClient(Protocol):
         request_id: str | None = None,
         priority: int = 0,
     ) -> Prepared:
-        """Read and check a request in a pool of threads, without side effects. Raises `InvalidValueError`."""
+        """Read and check a request without side effects, a long one in a thread. Raises `InvalidValueError`."""
 
     async def chat_prompt(self, messages: Messages, **template_arguments: Any) -> Mapping[str, list[int]]:
         """The prompt of a conversation, written in a pool of threads; the arguments are those of `Engine.chat`."""

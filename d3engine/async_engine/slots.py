@@ -59,6 +59,11 @@ class Slot:
                 self._waiting.add(reply)
             return must_wake
 
+    @property
+    def has_error(self) -> bool:
+        """Whether an exception waits, behind a reply or alone."""
+        return self._error is not None
+
     def take(self) -> tuple[bool, Any]:
         """Whether something waited, and what. Raises the exception that came after it, once nothing else waits."""
         with self._lock:

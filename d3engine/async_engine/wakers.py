@@ -54,7 +54,7 @@ class LoopWaker:
         try:
             is_there, reply = slot.take()
             while is_there and tap(reply):
-                is_there, reply = slot.take()  # an error that came after it
+                is_there, reply = slot.take() if slot.has_error else _NOTHING  # an error that came after it
             if is_there:
                 reader.set_result(reply)
         except Exception as error:
@@ -80,6 +80,7 @@ class LoopWaker:
 _LOOK = object()
 """For a reader who has no tap: there is something in his slot."""
 _NOBODY = None, None
+_NOTHING = False, None
 
 
 class ThreadWaker:

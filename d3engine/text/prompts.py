@@ -55,7 +55,7 @@ class PromptReader:
             f"{len(ids)} tokens",
             f"shorter than max_model_len={self._max_model_len}, so that a token can follow",
         )
-        return text, [self._checked_id("prompt_token_ids", token) for token in ids]
+        return text, self._checked_ids(ids)
 
     def _text_and_ids(self, prompt: Any) -> tuple[str | None, Sequence[int]]:
         if isinstance(prompt, Mapping):
@@ -127,6 +127,12 @@ class PromptReader:
 
     def _has_row(self, token: int) -> bool:
         return 0 <= token < self._config.vocab_size
+
+    def _checked_ids(self, ids: Sequence[Any]) -> list[int]:
+        """The ids of a prompt, all at once where they are what they mostly are: small whole numbers."""
+        if set(map(type, ids)) == {int} and self._has_row(min(ids)) and self._has_row(max(ids)):
+            return list(ids)
+        return [self._checked_id("prompt_token_ids", token) for token in ids]
 
     def _checked_id(self, field: str, token: Any) -> int:
         try:

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from deltas import joined
 from stepping import greedy
 
 from d3engine import AsyncEngine, Engine, EngineClosedError, EngineDeadError, InvalidValueError, RequestOutputKind
+from d3engine.async_engine.async_engine import SHORT_PROMPT
 
 # -- answers ---------------------------------------------------------------------------------------------------------
 
@@ -284,3 +286,34 @@ def test_a_thread_that_leaves_ends_its_request(make_async: Make, gate: Any) -> N
     engine.abort("a")
     assert list(stream)[-1].outputs[0].finish_reason == "abort"
     assert engine.stats().num_running == engine.stats().kv_blocks_in_use == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "by_thread"),
+    [
+        (PROMPT, None, False),
+        ({"prompt_token_ids": PROMPT}, greedy(4), False),
+        ([11] * (SHORT_PROMPT + 1), greedy(4), True),
+        (tuple(PROMPT), greedy(4), True),
+        (PROMPT, replace(greedy(4), allowed_token_ids=list(range(30))), True),
+        (PROMPT, replace(greedy(4), logit_bias={5: 1.0}), True),
+    ],
+    ids=["ids", "in a mapping", "long", "of another kind", "allowed ids", "biases"],
+)
+def test_what_is_quickly_read_is_read_at_once_and_anything_else_by_a_thread(
+    make_async: Make, monkeypatch: pytest.MonkeyPatch, prompt: Any, params: Any, by_thread: bool
+) -> None:
+    async def main() -> None:
+        engine, readers = make_async(), []
+        read = engine._front.prepare
+
+        def prepare(*given: Any) -> Any:
+            readers.append(threading.current_thread())
+            return read(*given)
+
+        monkeypatch.setattr(engine._front, "prepare", prepare)
+        with suppress(InvalidValueError):  # the long one is too long for this model
+            await engine.prepare(prompt, params)
+        assert [reader is not threading.current_thread() for reader in readers] == [by_thread]
+
+    asyncio.run(main())

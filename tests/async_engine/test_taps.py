@@ -24,7 +24,7 @@ async def read_all(stream: Any, into: list[tuple[str, RequestOutput]]) -> None:
 
 
 async def let_go_when_he_waits(gate: Any) -> None:
-    """The first output comes when its reader waits for it."""
+    """The first output comes alone, since the engine makes no further step before."""
     await asyncio.to_thread(gate.wait_until_held)
     gate.open()
 
@@ -42,7 +42,7 @@ def test_what_a_tap_does_not_take_is_the_readers_and_so_is_the_last_output(
 
     async def main() -> None:
         engine = make_async()
-        gate.shut()
+        gate.shut(after=1)
         stream = engine.generate(PROMPT, PARAMS)
         stream.tap(every_other)
         reading = asyncio.create_task(read_all(stream, found))
@@ -60,7 +60,7 @@ def test_what_a_tap_does_not_take_is_the_readers_and_so_is_the_last_output(
 def test_what_a_tap_raises_ends_its_request_and_is_raised_to_the_reader(make_async: Make, gate: Any) -> None:
     async def main() -> None:
         engine = make_async()
-        gate.shut()
+        gate.shut(after=1)
         stream = engine.generate(PROMPT, PARAMS)
         stream.tap(lambda output: bool(1 / 0))
         reading = asyncio.create_task(read_all(stream, []))

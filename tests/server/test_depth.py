@@ -12,7 +12,7 @@ from openai import OpenAI
 
 from d3engine import D3, FullDepth, SamplingParams
 from d3engine.depth import DepthPolicy
-from d3engine.server.asking.depth import DepthPolicies
+from d3engine.server.asking.depth import MOST_KNOWN, DepthPolicies
 from d3engine.server.errors import RequestError
 from d3engine.server.settings import ServerSettings
 
@@ -197,3 +197,19 @@ def test_only_so_many_different_policies_are_at_work_at_once() -> None:
         assert int(caught.value.headers["Retry-After"]) > 0
     with found.at_work(third), found.at_work(second):
         pass
+
+
+def test_what_is_remembered_of_a_depth_is_its_very_spelling() -> None:
+    known = policies(allow_depth=("d3",))
+    asked = {"policy": "d3", "alpha": 1, "start": 0.5}
+    assert known.read("m", asked, None) == known.read("m", dict(asked), None) == D3(alpha=1, start=0.5)
+    with pytest.raises(RequestError, match="alpha must be"):
+        known.read("m", asked | {"alpha": True}, None)
+
+
+def test_of_depths_that_a_client_makes_up_few_are_remembered() -> None:
+    known = policies(allow_depth=("d3",))
+    for nth in range(200):
+        start = 0.5 + nth / 1000
+        assert known.read("m", {"policy": "d3", "alpha": 0.9, "start": start}, None) == D3(alpha=0.9, start=start)
+    assert len(known._known) == MOST_KNOWN

@@ -27,6 +27,10 @@ class CompletionWriter:
     def __init__(self, job: Job[CompletionRequest]) -> None:
         self._job = job
         self._n = job.asked.n or 1
+        self._awaits_prompt = bool(job.asked.echo) and job.asked.logprobs is not None
+        self._tells_tokens = bool(
+            job.asked.logprobs is not None or job.asked.return_token_ids or job.asked.return_depths
+        )
         self._choices: dict[tuple[int, int], _Choice] = {}
         self._prompt_rows: list[list[Row | None]] = [[] for _ in job.prepared]
         self._waiting: list[list[CompletionOutput]] = [[] for _ in job.prepared]
@@ -54,24 +58,23 @@ class CompletionWriter:
 
     def chunks(self, number: int, output: RequestOutput) -> list[CompletionChoice]:
         """What is new; nothing of a choice before all that is to be known of its prompt is known."""
+        outputs = self._once_prompt_is_known(number, output) if self._awaits_prompt else output.outputs
+        # A delta whose text is held back is worth a chunk only where there is something to tell of its tokens.
+        return [
+            self._choice(number, answer.index).write(answer)
+            for answer in outputs
+            if answer.text or answer.finish_reason or self._tells_tokens
+        ]
+
+    def _once_prompt_is_known(self, number: int, output: RequestOutput) -> list[CompletionOutput]:
+        """All that has come so far, when the log-probabilities of the whole prompt have; until then nothing."""
         rows, waiting = self._prompt_rows[number], self._waiting[number]
         rows += output.prompt_logprobs or []
         waiting += output.outputs
-        if self._echoes_logprobs and len(rows) < len(self._job.prepared[number].prompt_token_ids):
+        if len(rows) < len(self._job.prepared[number].prompt_token_ids):
             return []
-        written = [self._choice(number, answer.index).write(answer) for answer in waiting if self._says(answer)]
-        waiting.clear()
-        return written
-
-    @property
-    def _echoes_logprobs(self) -> bool:
-        return bool(self._job.asked.echo) and self._job.asked.logprobs is not None
-
-    def _says(self, answer: CompletionOutput) -> bool:
-        """Whether a delta is worth a chunk: one whose text is held back may be not."""
-        asked = self._job.asked
-        by_token = asked.logprobs is not None or asked.return_token_ids or asked.return_depths
-        return bool(answer.text or answer.finish_reason or by_token)
+        self._waiting[number] = []
+        return waiting
 
     def _choice(self, number: int, index: int) -> _Choice:
         key = number, index

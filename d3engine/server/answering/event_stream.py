@@ -7,8 +7,8 @@ else; only after it does it become an event.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, Protocol
 
 import orjson
@@ -85,79 +85,113 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._state = scope.setdefault("state", {})
         self._state["stream_failed"] = self._failed  # for a guard that ends it
-        await unless_disconnected(receive, self._run(send))
+        writer = _Writer(send, self.raw_headers, self._form.ping, self._straight)
+        await unless_disconnected(receive, self._run(writer))
 
     def _failed(self, error: RequestError) -> bytes:
         """The last event instead; a guard finds there what no status says any more."""
         self._state["stream_error"] = error
         return self._form.failed(error)
 
-    async def _run(self, send: Send) -> None:
-        async with aclosing(self._events) as events:
-            first = asyncio.ensure_future(anext(events))
-            try:
-                await asyncio.wait({first}, timeout=self._ping_interval)
-                if first.done() and (error := first.exception()) is not None:
-                    raise error
-                await self._send_all(first, events, self._writer(send))
-            finally:
-                first.cancel()
-                await asyncio.gather(first, return_exceptions=True)
-
-    def _writer(self, send: Send) -> _Writer:
-        return _Writer(send, self.raw_headers, self._form.ping, self._straight)
-
-    async def _send_all(
-        self, first: asyncio.Future[bytes], events: AsyncGenerator[bytes, None], writer: _Writer
-    ) -> None:
-        await writer.start()
+    async def _run(self, writer: _Writer) -> None:
         last = self._form.end
-        pinging = asyncio.ensure_future(writer.ping(self._ping_interval)) if self._ping_interval else None
-        try:
-            await writer.write(await first)
-            self._straight.open(self._state.get("outlet"))
-            async for content in events:
-                await writer.write(content)
-        except Exception as error:
-            last = self._failed(as_request_error(error))
-        finally:
-            if pinging is not None:
-                pinging.cancel()
-                await asyncio.gather(pinging, return_exceptions=True)
-        await writer.end(last)
+        async with writer.pinging(self._ping_interval), aclosing(self._events) as events:
+            try:
+                async for content in events:
+                    await writer.write(content)
+                    self._straight.open(self._state.get("outlet"))
+            except Exception as error:
+                if not writer.has_begun:
+                    raise
+                last = self._failed(as_request_error(error))
+            await writer.end(last)
 
 
 class _Writer:
-    """The sending side; each write is of whole events, so that a ping never falls into one."""
+    """The sending side; each write is of whole events, so that a ping never falls into one.
+
+    The response begins with the first of them, be it an event or a ping.
+    """
 
     def __init__(self, send: Send, headers: list[tuple[bytes, bytes]], ping: bytes, straight: Straight) -> None:
         self._send = send
         self._headers = headers
         self._ping = ping
         self._straight = straight
+        self._turn = asyncio.Lock()
         self._num_own = 0
-
-    async def start(self) -> None:
-        await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        self.has_begun = False
 
     async def write(self, content: bytes) -> None:
-        self._num_own += 1
-        await self._send(_body(content, more=True))
-
-    @property
-    def _num_writes(self) -> int:
-        return self._num_own + self._straight.num_writes
-
-    async def ping(self, interval: float) -> None:
-        """Write a ping whenever nothing was written for an interval, until cancelled."""
-        while True:
-            before = self._num_writes
-            await asyncio.sleep(interval)
-            if self._num_writes == before:
-                await self.write(self._ping)
+        async with self._turn:
+            await self._write(content)
 
     async def end(self, last: bytes) -> None:
-        await self._send(_body(last, more=False))
+        async with self._turn:
+            self._num_own += 1
+            await self._begin()
+            await self._send(_body(last, more=False))
+
+    @asynccontextmanager
+    async def pinging(self, interval: float | None) -> AsyncIterator[None]:
+        """Meanwhile write a ping whenever nothing was written for an interval. A timer looks after it: to set one takes
+        a tenth of what a task would."""
+        if interval is None:
+            yield
+            return
+        silence = _Silence(self, interval)
+        try:
+            yield
+        finally:
+            await silence.end()
+
+    @property
+    def num_writes(self) -> int:
+        """How often anything was written, be it past this writer."""
+        return self._num_own + self._straight.num_writes
+
+    async def ping(self, num_writes: int) -> None:
+        """Write a ping, unless more than so many writes have been made when its turn comes."""
+        async with self._turn:
+            if self.num_writes == num_writes:
+                await self._write(self._ping)
+
+    async def _write(self, content: bytes) -> None:
+        self._num_own += 1
+        await self._begin()
+        await self._send(_body(content, more=True))
+
+    async def _begin(self) -> None:
+        if not self.has_begun:
+            self.has_begun = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+
+
+class _Silence:
+    """Looks once in an interval whether a writer has written, and has it ping where it has not."""
+
+    def __init__(self, writer: _Writer, interval: float) -> None:
+        self._writer = writer
+        self._interval = interval
+        self._loop = asyncio.get_running_loop()
+        self._pinging: asyncio.Task[None] | None = None
+        self._wait()
+
+    def _wait(self) -> None:
+        self._timer = self._loop.call_later(self._interval, self._look, self._writer.num_writes)
+
+    def _look(self, num_writes: int) -> None:
+        is_silent = self._writer.num_writes == num_writes
+        if is_silent and (self._pinging is None or self._pinging.done()):
+            self._pinging = asyncio.ensure_future(self._writer.ping(num_writes))
+        self._wait()
+
+    async def end(self) -> None:
+        """Look no more; a ping that waits for its turn is not written."""
+        self._timer.cancel()
+        if self._pinging is not None:
+            self._pinging.cancel()
+            await asyncio.gather(self._pinging, return_exceptions=True)
 
 
 def _body(content: bytes, *, more: bool) -> Message:

@@ -24,17 +24,6 @@ Told: TypeAlias = "Callable[[int, RequestOutput], bytes]"
 """What is new of the prompt of a number, as whole events; nothing where it is worth none."""
 
 
-async def events_of(job: Job[Any], told: Told, straight: Straight) -> AsyncGenerator[bytes, None]:
-    """One or more whole events for each output that has news, but for those that have gone straight to the client.
-
-    Raises as `outputs_of` does.
-    """
-    async with aclosing(outputs_of(job, told, straight)) as outputs:
-        async for number, output in outputs:
-            if content := told(number, output):
-                yield content
-
-
 async def outputs_of(
     job: Job[Any], told: Told | None = None, straight: Straight | None = None
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -134,17 +123,32 @@ def _check_sound(output: RequestOutput) -> None:
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
     """What `work` comes to, or None if the client leaves before; `work` is then cancelled, and has ended.
 
-    The body must have been read, so that the next message is the client's leaving.
+    It runs in the caller's own task, as under a timeout of asyncio's. The body must have been read, so that the next
+    message is the client's leaving.
     """
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnect(receive))
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        return await working if working.done() else None
-    finally:
-        for task in (watching, working):
+    task = asyncio.current_task()
+    assert task is not None
+    cancelled_before = task.cancelling()
+    has_left = False
+
+    def leave(watching: asyncio.Task[None]) -> None:
+        nonlocal has_left
+        if not watching.cancelled():
+            has_left = True
+            watching.exception()  # a connection that cannot be read has ended too
             task.cancel()
-        await asyncio.gather(watching, working, return_exceptions=True)
+
+    watching = asyncio.ensure_future(_disconnect(receive))
+    watching.add_done_callback(leave)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if has_left and task.uncancel() <= cancelled_before:
+            return None
+        raise
+    finally:
+        watching.remove_done_callback(leave)
+        watching.cancel()
 
 
 async def _disconnect(receive: Receive) -> None:

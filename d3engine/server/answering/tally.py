@@ -22,11 +22,11 @@ class Tally:
 
     def add(self, number: int, output: RequestOutput) -> None:
         """Take in an output of the prompt of this number."""
-        self._completion_tokens += sum(len(answer.token_ids) for answer in output.outputs)
         self._cached[number] = output.num_cached_tokens
         self._unfinished -= output.finished
-        if self._depth is not None:
-            for answer in output.outputs:
+        for answer in output.outputs:
+            self._completion_tokens += len(answer.token_ids)
+            if self._depth is not None:
                 self._depth.add(number, answer)
 
     @property

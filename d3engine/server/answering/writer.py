@@ -13,7 +13,7 @@ from starlette.responses import Response
 from d3engine.request.outputs import RequestOutput
 from d3engine.server.answering.event_stream import EventStream, OpenAIForm, StreamForm
 from d3engine.server.answering.job import Job
-from d3engine.server.answering.running import events_of, outputs_of, unless_disconnected
+from d3engine.server.answering.running import outputs_of, unless_disconnected
 from d3engine.server.answering.straight import Straight
 from d3engine.server.answering.tally import Tally
 from d3engine.server.answers import json_response
@@ -78,9 +78,14 @@ async def respond(request: Request, job: Job[Any], told: Answer, headers: Mappin
 
 
 async def _events(job: Job[Any], told: Answer, straight: Straight) -> AsyncGenerator[bytes, None]:
-    async with aclosing(events_of(job, told.told, straight)) as events:
-        async for content in events:
-            yield content
+    """One or more whole events for each output that has news, but for those that have gone straight to the client.
+
+    Raises as `outputs_of` does.
+    """
+    async with aclosing(outputs_of(job, told.told, straight)) as outputs:
+        async for number, output in outputs:
+            if content := told.told(number, output):
+                yield content
     if last := told.last():
         yield last
 
@@ -97,8 +102,7 @@ class _Choices:
         options = job.asked.stream_options or StreamOptions()
         self._tells_usage = bool(options.include_usage)
         self._tells_usage_always = bool(options.continuous_usage_stats)
-        self._frame = _Frame(_head(job, writer.chunk_kind))
-        self._tail: dict[str, Any] = {"usage": None} if options.include_usage else {}
+        self._frame = _Frame(_head(job, writer.chunk_kind), {"usage": None} if options.include_usage else {})
         self._is_first = True
 
     async def whole(self) -> dict[str, Any]:
@@ -111,11 +115,11 @@ class _Choices:
         chunks = self._writer.chunks(number, output)
         if not chunks:
             return b""
-        tail = {"usage": self._tally.usage()} if self._tells_usage_always else self._tail
+        each = {"usage": self._tally.usage()} if self._tells_usage_always else {}
         first = self._writer.extras([]) if self._is_first else {}
         self._is_first = False
         last = self._tally.depth() if self._tally.is_finished else {}
-        return self._frame.events(chunks, {**tail, **first}, {**tail, **last})
+        return self._frame.events(chunks, {**each, **first}, {**each, **last})
 
     def last(self) -> bytes:
         return self._frame.event([], {"usage": self._tally.usage()}) if self._tells_usage else b""
@@ -143,20 +147,27 @@ def _head(job: Job[Any], kind: str) -> dict[str, Any]:
 
 
 class _Frame:
-    """What all chunks of a stream have in common, encoded once."""
+    """What all chunks of a stream have in common, encoded once: what stands before the choices, and after them."""
 
-    def __init__(self, head: Mapping[str, Any]) -> None:
+    def __init__(self, head: Mapping[str, Any], tail: Mapping[str, Any]) -> None:
         self._before = b"data: " + orjson.dumps(head)[:-1] + b',"choices":'
+        self._tail = tail
+        self._after = _after(tail)
 
-    def event(self, choices: Sequence[Mapping[str, Any]], tail: Mapping[str, Any]) -> bytes:
-        after = b"," + orjson.dumps(tail)[1:] if tail else b"}"
-        return self._before + orjson.dumps(choices) + after + b"\n\n"
+    def event(self, choices: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> bytes:
+        """The event of a chunk, which has fields of its own after those of all, or in their place."""
+        after = _after({**self._tail, **own}) if own else self._after
+        return self._before + orjson.dumps(choices) + after
 
     def events(self, choices: Sequence[Mapping[str, Any]], first: Mapping[str, Any], last: Mapping[str, Any]) -> bytes:
         """One event for each choice, since some clients look at the first alone; with what goes into the first of them
         and into the last."""
         if len(choices) == 1:
-            return self.event(choices, {**first, **last})
+            return self.event(choices, {**first, **last} if first or last else {})
         end = len(choices) - 1
         tails = [{**(first if i == 0 else {}), **(last if i == end else {})} for i in range(len(choices))]
         return b"".join(self.event([choice], tail) for choice, tail in zip(choices, tails, strict=True))
+
+
+def _after(tail: Mapping[str, Any]) -> bytes:
+    return (b"," + orjson.dumps(tail)[1:] if tail else b"}") + b"\n\n"

@@ -23,6 +23,8 @@ DEPTH_HEADER = "X-D3-Depth"
 """For clients that cannot add a field to the body: the same in a header, an object as JSON."""
 
 LONGEST_HEADER = 1000
+MOST_KNOWN = 64
+"""Policies as requests spell them, of which it is remembered that they are allowed: most requests share a few."""
 RETRY_SECONDS = 1
 AUTO = "auto"
 
@@ -40,6 +42,7 @@ class DepthPolicies:
         self._settings = settings
         self._own = own
         self._at_work: Counter[DepthPolicy] = Counter()
+        self._known: dict[str, DepthPolicy] = {}
 
     def read(self, model: str, field: Asked, header: str | None) -> DepthPolicy | None:
         """The policy of a request: by the id of its model, its field or its header; None is the engine's own.
@@ -84,7 +87,15 @@ class DepthPolicies:
     def _policy(self, asked: str | Mapping[str, Any]) -> DepthPolicy:
         if isinstance(asked, str) and asked in self._settings.depth_aliases:
             return self._settings.depth_aliases[asked]
-        description = {"policy": asked} if isinstance(asked, str) else asked
+        words = repr(asked)  # tells true from 1 and 1 from 1.0, as options do
+        policy = self._known.get(words)
+        if policy is None:
+            policy = self._described({"policy": asked} if isinstance(asked, str) else asked)
+            if len(words) <= LONGEST_HEADER and len(self._known) < MOST_KNOWN:
+                self._known[words] = policy
+        return policy
+
+    def _described(self, description: Mapping[str, Any]) -> DepthPolicy:
         if description == self._own.describe():
             return self._own
         if self._settings.lock_depth:

@@ -69,12 +69,11 @@ async def prepare_all(
 
     Raises `RequestError` or `InvalidValueError` for the first that can never run.
     """
+    preparing = [_prepare(served, prompt, params, priority or 0, max_tokens) for prompt in prompts]
     try:
-        return list(
-            await asyncio.gather(
-                *(_prepare(served, prompt, params, priority or 0, max_tokens) for prompt in prompts),
-            )
-        )
+        if len(preparing) == 1:
+            return [await preparing[0]]  # without a task of its own
+        return list(await asyncio.gather(*preparing))
     except InvalidValueError as error:
         raise _of_length(error, served.client.max_model_len) or error from None
 

@@ -46,7 +46,7 @@ def sampling_params(
 
     Raises `InvalidValueError` or `RequestError` for values that are not allowed.
     """
-    given = {name: getattr(asked, name) for name in SAME_NAMES}
+    wanted = {name: value for name in SAME_NAMES if (value := getattr(asked, name)) is not None}
     if asked.temperature is not None:
         TEMPERATURES.check("temperature", asked.temperature)
     if asked.stop == "":
@@ -54,7 +54,6 @@ def sampling_params(
     if asked.stream and asked.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs must be absent where stream is true.")
     kind = RequestOutputKind.DELTA if asked.stream else RequestOutputKind.FINAL_ONLY
-    wanted = {name: value for name, value in given.items() if value is not None}
     return replace(defaults, **(wanted | decided), depth=depth, output_kind=kind)
 
 

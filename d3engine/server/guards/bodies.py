@@ -12,7 +12,7 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from d3engine.server.errors import RequestError
-from d3engine.server.guards.json_bounds import JsonBounds
+from d3engine.server.guards.json_bounds import JsonBounds, is_within_bounds
 
 WITH_BODY = frozenset({"POST"})
 """Methods of requests whose body is read; no route takes a body by another, and the router refuses those unread."""
@@ -56,21 +56,25 @@ class BodyGuard:
 
     async def _read(self, receive: Receive) -> bytes | None:
         """The whole body; None where the client left before its end."""
-        pieces, length, bounds = [], 0, JsonBounds()
+        pieces: list[bytes] = []
+        length, bounds = 0, JsonBounds()
         try:
             async with asyncio.timeout(self._timeout):
                 while True:
                     message = await receive()
                     if message["type"] != "http.request":
                         return None
-                    piece = message.get("body", b"")
+                    piece: bytes = message.get("body", b"")
                     length += len(piece)
                     if length > self._max_bytes:
                         raise self._too_long()
+                    is_last = not message.get("more_body", False)
+                    if is_last and not pieces and is_within_bounds(piece):
+                        return piece
                     pieces.append(piece)
                     for _ in bounds.read(piece):
                         await asyncio.sleep(0)
-                    if not message.get("more_body", False):
+                    if is_last:
                         return b"".join(pieces)
         except TimeoutError:
             late = f"The body did not come whole within {self._timeout:g} seconds."

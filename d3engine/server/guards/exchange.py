@@ -103,10 +103,11 @@ def _request_id(scope: Scope) -> str:
 def log_exchange(exchange: Exchange) -> None:
     """Its line in the log, without anything of the prompt or of the answer."""
     failed = exchange.status >= 500 and exchange.code not in EXPECTED
-    if exchange.path in QUIET_PATHS and not failed:
+    level = logging.ERROR if failed else logging.INFO
+    if not _log.isEnabledFor(level) or (exchange.path in QUIET_PATHS and not failed):
         return
     seconds = time.monotonic() - exchange.began
     why = f" {exchange.code}" if exchange.code else ""
     path = exchange.path[:200].encode("unicode_escape").decode()
     line = f"{exchange.method} {path} {exchange.status}{why} {seconds:.3f} s {exchange.request_id}"
-    _log.log(logging.ERROR if failed else logging.INFO, line)
+    _log.log(level, line)

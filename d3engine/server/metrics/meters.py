@@ -54,7 +54,7 @@ class Meters:
 
     def __init__(self, own: DepthPolicy, num_layers: int) -> None:
         self._own = own
-        self._num_layers = num_layers
+        self.num_layers = num_layers
         self.finished: Counter[str] = Counter()
         self.rejections: Counter[str] = Counter()
         self.answered: Counter[tuple[str, str]] = Counter()
@@ -91,11 +91,6 @@ class Meters:
         if exchange.code in REJECTIONS:
             self.rejections[exchange.code] += 1
 
-    def count_depths(self, policy: PolicyLabel, depths: list[int]) -> None:
-        """Count the layers that new tokens ran, and those that full depth would have run."""
-        self.layers_run[policy] += sum(depths)
-        self.layers_full[policy] += self._num_layers * len(depths)
-
 
 class RequestMeter:
     """Counts one request of the engine, whose outputs it is shown as they come: deltas, or one at the end."""
@@ -111,17 +106,18 @@ class RequestMeter:
     def see(self, output: RequestOutput) -> None:
         """The next output."""
         now = time.monotonic()
-        num_new = 0
+        meters, num_new = self._meters, 0
         for answer in output.outputs:
             num_new += len(answer.token_ids)
-            self._meters.count_depths(self._policy, answer.depths)
+            meters.layers_run[self._policy] += sum(answer.depths)
+            meters.layers_full[self._policy] += meters.num_layers * len(answer.depths)
             if answer.finish_reason is not None:
-                self._meters.finished[answer.finish_reason] += 1
+                meters.finished[answer.finish_reason] += 1
                 self._num_ended += 1
         self._num_tokens += num_new
         if num_new:
             if self._last is not None:
-                self._meters.inter_token_seconds.add((now - self._last) / num_new, num_new)
+                meters.inter_token_seconds.add((now - self._last) / num_new, num_new)
             self._last = now
         if output.finished:
             self._end(output)

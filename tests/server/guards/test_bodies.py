@@ -21,6 +21,7 @@ from d3engine.server.guards.json_bounds import (
     SLICE_BYTES,
     JsonBounds,
     check_json_bounds,
+    is_within_bounds,
 )
 from d3engine.server.guards.settings import GuardSettings
 
@@ -158,6 +159,24 @@ def depth_by_the_letter(text: str) -> int:
             depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(character, 0)
             most = max(most, depth)
     return most
+
+
+@pytest.mark.parametrize("text", [nested(MAX_DEPTH), b'{"a": "%s"}' % (b"x" * 5000), b"9" * MAX_DIGITS])
+def test_a_short_plain_text_needs_no_closer_look(text: bytes) -> None:
+    assert is_within_bounds(text)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.sampled_from([b"[", b"{" * 20, b'"', b'"\\\\"', b"9" * 30, b"x", b"9" * 33]), max_size=40))
+def test_what_needs_no_closer_look_would_pass_it(pieces: list[bytes]) -> None:
+    text = b"".join(pieces)
+    if is_within_bounds(text):
+        check_json_bounds(text)
+
+
+@pytest.mark.parametrize("text", [nested(MAX_DEPTH + 2), b"9" * (MAX_DIGITS + 1), b" " * 2**20])
+def test_any_other_text_is_looked_at_closely(text: bytes) -> None:
+    assert not is_within_bounds(text)
 
 
 PIECES = st.sampled_from(["[", "{", "]", "}", "9", '"a[\\\\"', '"\\"{"', '"[\\\\\\"]"', '"\\u005b"'])

@@ -1,0 +1,140 @@
+"""A stream begins with its first event, or with a ping where that is late; and work ends when a client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import pytest
+
+from d3engine.server.answering.event_stream import EventStream, OpenAIForm
+from d3engine.server.answering.running import unless_disconnected
+from d3engine.server.errors import RequestError
+
+FORM = OpenAIForm()
+
+
+async def stays() -> Any:
+    """Of a client that never leaves."""
+    await asyncio.Event().wait()
+
+
+async def sent_of(events: Callable[[asyncio.Event], AsyncGenerator[bytes, None]], ping_interval: float) -> list[Any]:
+    """What a stream sends; the event that `events` is given is set at the first ping."""
+    pinged, sent = asyncio.Event(), []
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", message["type"]))
+        if sent[-1] == FORM.ping:
+            pinged.set()
+
+    stream = EventStream(events(pinged), ping_interval=ping_interval, form=FORM)
+    await stream({"type": "http"}, stays, send)  # type: ignore[arg-type]
+    return sent
+
+
+def test_a_first_event_that_is_late_is_announced_by_a_ping() -> None:
+    async def late(pinged: asyncio.Event) -> AsyncGenerator[bytes, None]:
+        await pinged.wait()
+        yield b"only"
+
+    sent = asyncio.run(sent_of(late, 0.001))
+    assert (sent[:2], sent[-2:]) == (["http.response.start", FORM.ping], [b"only", FORM.end])
+    assert set(sent[2:-2]) <= {FORM.ping}
+
+
+def test_an_error_before_anything_was_sent_is_raised_and_after_a_ping_it_is_the_last_event() -> None:
+    error = RequestError(503, "No.", code="no")
+
+    async def fails_at_once(pinged: asyncio.Event) -> AsyncGenerator[bytes, None]:
+        raise error
+        yield b""
+
+    async def fails_late(pinged: asyncio.Event) -> AsyncGenerator[bytes, None]:
+        await pinged.wait()
+        raise error
+        yield b""
+
+    with pytest.raises(RequestError, match=r"No\."):
+        asyncio.run(sent_of(fails_at_once, 0.001))
+    sent = asyncio.run(sent_of(fails_late, 0.001))
+    assert (sent[:2], sent[-1]) == (["http.response.start", FORM.ping], FORM.failed(error))
+
+
+def test_an_event_waits_for_the_ping_before_it() -> None:
+    """Whatever a connection does with the head of a response, its body never comes first."""
+    sent: list[Any] = []
+
+    async def main() -> None:
+        head, go_on = asyncio.Event(), asyncio.Event()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                head.set()
+                await go_on.wait()
+            sent.append(message.get("body", message["type"]))
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            await head.wait()
+            asyncio.get_running_loop().call_later(0.005, go_on.set)
+            yield b"only"
+
+        await EventStream(events(), ping_interval=0.001, form=FORM)({"type": "http"}, stays, send)  # type: ignore[arg-type]
+
+    asyncio.run(main())
+    assert sent == ["http.response.start", FORM.ping, b"only", FORM.end]
+
+
+def test_work_goes_on_while_the_client_stays_and_ends_when_he_leaves() -> None:
+    ended: list[str] = []
+
+    async def work(leaving: asyncio.Event) -> str:
+        leaving.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(0)
+            ended.append("work")
+        return "never"
+
+    async def main() -> None:
+        leaving = asyncio.Event()
+
+        async def leaves() -> Any:
+            await leaving.wait()
+            return {"type": "http.disconnect"}
+
+        assert await unless_disconnected(stays, asyncio.sleep(0, "done")) == "done"
+        assert await unless_disconnected(leaves, work(leaving)) is None
+        assert ended == ["work"]
+        task = asyncio.current_task()
+        assert task is not None
+        assert not task.cancelling()  # whoever waits after it is not cancelled
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+
+
+def test_who_is_cancelled_himself_hears_of_it_although_the_client_may_leave_too() -> None:
+    async def main(client_leaves: bool) -> None:
+        begun = asyncio.Event()
+
+        async def receive() -> Any:
+            await begun.wait()
+            if not client_leaves:
+                await stays()
+            return {"type": "http.disconnect"}
+
+        async def work() -> None:
+            begun.set()
+            await asyncio.sleep(3600)
+
+        task = asyncio.ensure_future(unless_disconnected(receive, work()))
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main(False))
+    asyncio.run(main(True))
