@@ -2,15 +2,17 @@
 
     python -m benchmarks.gpu_model [--shape llama2-7b] [--weights bf16] [--batch 1] [--context 512] [--json FILE]
     python -m benchmarks.gpu_model --prompt 128 [--weights int8]
+    python -m benchmarks.gpu_model --shape llama3-8b --sampled
     python -m benchmarks.gpu_model --plot FILE --of FILES
 
-Each kernel of a step is compiled without a GPU. Its time is what its launch costs in a graph, and the longest of four:
+Each kernel of a step is compiled without a GPU. Its time is what its launch costs in a graph, and the longest of these:
 the bytes that it must read, over the device's copy rate, or less where too few of its loads are under way at once (the
 bytes in flight that its machine code keeps, over the latency of a load); the same with the rows of activations that
 each program reads, over the rate of the L2 cache; the instructions of its loop, over what a processor issues; and what
-tensor cores multiply. What is left to torch is taken to be as good as its bytes and products allow. What such models
-forget (tails, four that hinder each other, clocks that fall) makes devices slower than this. Nothing here was measured
-on a GPU of ours. `--of` compiles nothing: it draws what `--json` has written before.
+tensor cores multiply. Where tokens are sampled it may be what programs add up in the L2 cache too, or the cycles of a
+program that has a row for itself. What is left to torch is taken to be as good as its bytes and products allow. What
+such models forget (tails, limits that hinder each other, clocks that fall) makes devices slower than this. Nothing here
+was measured on a GPU of ours. `--of` compiles nothing: it draws what `--json` has written before.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.gpu.choosing import PROBES, choosing_launches
+from benchmarks.gpu.model_tables import plot, show
 from benchmarks.report import environment, tell
+from d3engine.kernels.machine_code import cycles_alone
 from d3engine.kernels.quantized import GROUP
 
 if TYPE_CHECKING:
@@ -58,6 +61,7 @@ class Device:
     latency: int  # cycles of a load under load
     cache_tbs: float  # terabytes a second that processors read from L2
     tensor_tflops: float  # of dense products in half precision
+    additions_gs: float = 100.0  # thousand millions a second that its L2 cache adds in different places: a guess
 
     def read_tbs(self, in_flight: float) -> float:
         """Terabytes a second at so many bytes under way a processor; near both limits neither is reached."""
@@ -68,7 +72,7 @@ class Device:
 DEVICES = (
     Device("H100", 90, 132, 3.0, 1.755, 800, 5.5, 989),
     Device("H200", 90, 132, 4.3, 1.755, 800, 5.5, 989),
-    Device("B200", 100, 148, 7.0, 1.85, 800, 9.0, 2250),
+    Device("B200", 100, 148, 7.0, 1.85, 800, 9.0, 2250, 150),
 )
 
 
@@ -83,15 +87,19 @@ class Kernel:
     row_bytes: float = 0.0  # of activations, through the cache
     instructions: float = 0.0  # of warps
     products: float = 0.0  # operations on tensor cores
+    additions: float = 0.0  # in the L2 cache
+    alone: float = 0.0  # cycles of a program whose work nobody shares
 
     def limits_us(self, device: Device) -> dict[str, float]:
-        """The microseconds that each of the four takes."""
+        """The microseconds that each limit takes."""
         issued = device.processors * 4 * device.clock_ghz * 1e3 * ISSUE_SHARE
         return {
             "memory": self.num_bytes / device.read_tbs(self.in_flight) / 1e6 if self.in_flight else 0.0,
             "cache": (self.num_bytes + self.row_bytes) / device.cache_tbs / 1e6,
             "instructions": self.instructions / issued,
             "products": self.products / (device.tensor_tflops * TENSOR_SHARE) / 1e6,
+            "additions": self.additions / device.additions_gs / 1e3,
+            "alone": self.alone / device.clock_ghz / 1e3,
         }
 
     def microseconds(self, device: Device) -> float:
@@ -119,25 +127,31 @@ class Work:
     launch: Launch | None
     num_bytes: float = 0.0  # 0: of small size (adding, combining, norms, both ends of a step)
     products: float = 0.0
+    additions: float = 0.0
+    is_alone: bool = False  # whether one program does what there is to do for a row
 
 
-def step_work(shape: ModelShape, weights: str, batch: int, context: int, *, is_prompt: bool = False) -> Iterator[Work]:
+def step_work(
+    shape: ModelShape, weights: str, batch: int, context: int, *, is_prompt: bool = False, is_sampled: bool = False
+) -> Iterator[Work]:
     """What a step in bfloat16 does, with weights of that form: `batch` rows that decode, or those of one prompt.
 
-    Of a prompt one row goes to the head, and attention within it is taken for small.
+    Of a prompt one row goes to the head, and attention within it is taken for small. The likeliest tokens are chosen,
+    or with `is_sampled` some under top-p, in every row.
     """
     from d3engine.kernels.triton import launches
 
     heads, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    head_rows = 1 if is_prompt else batch
+    head_rows, head = 1 if is_prompt else batch, "logits" if is_sampled else "argmax"
     sizes = {
         f"qkv: rows={batch}": (heads + 2 * kv) * shape.hidden_size,
         f"linear_residual: output rows={batch}": heads * shape.hidden_size,
         f"linear_residual: down rows={batch}": shape.intermediate_size * shape.hidden_size,
         f"gate_up: rows={batch}": 2 * shape.intermediate_size * shape.hidden_size,
-        f"lm_head: argmax rows={head_rows}": shape.vocab_size * shape.hidden_size,
+        f"lm_head: {head} rows={head_rows}": shape.vocab_size * shape.hidden_size,
     }
-    small = _small_launches(batch, head_rows)
+    small = _small_launches(batch) | {f"lm_head: {head}, norm rows={head_rows}"}
+    small |= set() if is_sampled else {"lm_head: best"}
     form = "" if weights == "bf16" else weights
     missing = dict(sizes)
     for operation, label, launch in launches.registered(shape, torch.bfloat16, form, launches.PROJECTIONS):
@@ -152,13 +166,23 @@ def step_work(shape: ModelShape, weights: str, batch: int, context: int, *, is_p
         rows = -(-batch // 128) * 128
         yield Work(name.partition(":")[0], None, values * 2.0, 2.0 * rows * values)
     yield from _attention(shape, batch, context, is_prompt)
+    if is_sampled:
+        yield from _choosing(shape, head_rows)
 
 
-def _small_launches(batch: int, head_rows: int) -> set[str]:
+def _choosing(shape: ModelShape, rows: int) -> Iterator[Work]:
+    tokens = rows * shape.vocab_size
+    for name, launch in choosing_launches(shape, rows):
+        is_alone = name == "settle"
+        additions = tokens if name == "bins" else 0
+        yield Work("sample", launch, 0 if is_alone else tokens * 4.0, additions=additions, is_alone=is_alone)
+
+
+def _small_launches(batch: int) -> set[str]:
     around = {"qkv": ("finish", "norm"), "gate_up": ("swiglu", "norm"), "linear_residual": ()}
     names = {f"{operation}: {label} rows={batch}" for operation, labels in around.items() for label in labels}
     names |= {f"linear_residual: {name}, {kind} rows={batch}" for name in ("output", "down") for kind in _RESIDUAL}
-    return names | {"lm_head: best", f"lm_head: argmax, norm rows={head_rows}"}
+    return names
 
 
 _RESIDUAL = ("add", "arranged")
@@ -183,21 +207,31 @@ def _attention(shape: ModelShape, batch: int, context: int, is_prompt: bool) -> 
 
 
 def kernels_of_step(
-    shape: ModelShape, weights: str, batch: int, context: int, arch: int, *, is_prompt: bool = False
+    shape: ModelShape,
+    weights: str,
+    batch: int,
+    context: int,
+    arch: int,
+    *,
+    is_prompt: bool = False,
+    is_sampled: bool = False,
 ) -> list[Kernel]:
     """The kernels of a step, compiled for one architecture."""
     found = [Kernel("ends of a step", False)] * 3  # begin, embedding, end
-    for work in step_work(shape, weights, batch, context, is_prompt=is_prompt):
+    for work in step_work(shape, weights, batch, context, is_prompt=is_prompt, is_sampled=is_sampled):
         found.append(_kernel(work, arch))
     return found
 
 
 def _kernel(work: Work, arch: int) -> Kernel:
-    from d3engine.kernels.inspect import needs
+    from d3engine.kernels.inspect import machine_code_of, needs
 
-    kernel = Kernel(work.operation, work.operation != "lm_head", work.num_bytes, products=work.products)
+    is_in_layer = work.operation not in ("lm_head", "sample")
+    kernel = Kernel(work.operation, is_in_layer, work.num_bytes, products=work.products, additions=work.additions)
     if work.launch is None:
         return replace(kernel, in_flight=math.inf)
+    if work.is_alone:
+        return replace(kernel, alone=cycles_alone(machine_code_of(work.launch, arch), PROBES))
     if not work.num_bytes:
         return kernel
     launch, given = work.launch, work.launch.arguments
@@ -215,11 +249,18 @@ def _kernel(work: Work, arch: int) -> Kernel:
 
 
 def report_of(
-    shape: ModelShape, layers: int, weights: str, batch: int, context: int, *, is_prompt: bool = False
+    shape: ModelShape,
+    layers: int,
+    weights: str,
+    batch: int,
+    context: int,
+    *,
+    is_prompt: bool = False,
+    is_sampled: bool = False,
 ) -> dict[str, Any]:
     """All figures, by device and depth."""
     compiled = {
-        arch: kernels_of_step(shape, weights, batch, context, arch, is_prompt=is_prompt)
+        arch: kernels_of_step(shape, weights, batch, context, arch, is_prompt=is_prompt, is_sampled=is_sampled)
         for arch in {d.arch for d in DEVICES}
     }
     rows = []
@@ -231,16 +272,18 @@ def report_of(
                 "step_us": time,
                 "tokens_per_second": batch * 1e6 / time,
                 "share_of_limit": limit / time,
+                "sampling_us": sum(kernel.microseconds(device) for kernel in kernels if kernel.operation == "sample"),
             }
             figures["bound_by"] = _longest(kernels, device)
             rows.append({"device": device.name, "layers": depth} | figures)
-    asked = {"shape": shape.name, "weights": weights, "batch": batch, "context": context, "is_prompt": is_prompt}
+    asked = {"shape": shape.name, "weights": weights, "batch": batch, "context": context}
+    asked |= {"is_prompt": is_prompt, "is_sampled": is_sampled}
     kernels = {str(arch): [asdict(kernel) for kernel in found] for arch, found in compiled.items()}
     return asked | {"is_model": True, "rows": rows, "kernels": kernels, "devices": [asdict(d) for d in DEVICES]}
 
 
 def _longest(kernels: list[Kernel], device: Device) -> str:
-    """Which of the four limits takes most of the time in a layer."""
+    """Which of the limits takes most of the time in a layer."""
     times: dict[str, float] = {}
     for kernel in kernels:
         limits = kernel.limits_us(device)
@@ -248,48 +291,6 @@ def _longest(kernels: list[Kernel], device: Device) -> str:
         if kernel.is_in_layer:
             times[name] = times.get(name, 0.0) + limits[name]
     return max(times, key=times.__getitem__)
-
-
-def show(report: dict[str, Any], console: Console) -> None:
-    """The table; its title says that it is a model."""
-    rows = "a prompt of {batch}" if report["is_prompt"] else "batch {batch}, context {context}"
-    words = f"{{shape}}, {{weights}}, {rows}".format(**report)
-    table = Table(title=f"By a model, not measured: {words}", title_justify="left")
-    for name in ("device", "layers", "ms a step", "tokens/s", "of the copy rate", "bound by"):
-        table.add_column(name, justify="left" if name in ("device", "bound by") else "right")
-    for row in report["rows"]:
-        time = f"{row['step_us'] / 1000:.2f}"
-        share = f"{row['share_of_limit']:.2f}"
-        table.add_row(
-            row["device"], str(row["layers"]), time, f"{row['tokens_per_second']:.0f}", share, row["bound_by"]
-        )
-    console.print(table)
-
-
-def plot(reports: list[dict[str, Any]], path: str) -> None:
-    """Draw milliseconds of a step over its layers, a line a device and a panel a report, to a PNG file."""
-    from d3engine.pictures.colours import BLUE, INK, ORANGE
-    from d3engine.pictures.plots import new_figure, save_figure
-
-    figure = new_figure(width=3.1 * len(reports), height=3.6)
-    panels = figure.subplots(1, len(reports), squeeze=False)[0]
-    for axes, report in zip(panels, reports, strict=True):
-        for device, colour in zip(report["devices"], (BLUE, ORANGE, INK), strict=True):
-            rows = [row for row in report["rows"] if row["device"] == device["name"]]
-            layers = [row["layers"] for row in rows]
-            axes.plot(layers, [row["step_us"] / 1e3 for row in rows], color=colour, marker="o", label=device["name"])
-            limits = [row["step_us"] / 1e3 * row["share_of_limit"] for row in rows]
-            axes.plot(layers, limits, color=colour, linestyle=":")
-        axes.set_title("{weights}, batch {batch}".format(**report), fontsize="medium")
-        axes.set_xlabel("layers of the step")
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("milliseconds a step")
-    panels[0].legend(frameon=False, fontsize="small")
-    words = "{shape}, context {context}".format(**reports[0])
-    figure.suptitle(f"By a model, not measured: {words}; dotted: at the copy rate", fontsize="medium")
-    save_figure(figure, Path(path))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -303,6 +304,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--weights", choices=WEIGHT_BYTES, default="bf16")
     parser.add_argument("--batch", type=int, choices=CONTEXT_BATCHES, default=1, help="rows of a step")
     parser.add_argument("--prompt", type=int, choices=PROMPTS, help="a step over so many tokens of one prompt instead")
+    parser.add_argument("--sampled", action="store_true", help="choose under top-p, not the likeliest")
     parser.add_argument("--context", type=int, default=512, help="entries of each row")
     parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
     parser.add_argument("--plot", metavar="FILE", help="draw to this PNG file (needs matplotlib)")
@@ -315,7 +317,8 @@ def main(arguments: list[str] | None = None) -> None:
         return
     shape = launches.SHAPES[options.shape]
     rows, is_prompt = options.prompt or options.batch, options.prompt is not None
-    found = report_of(shape, options.layers, options.weights, rows, options.context, is_prompt=is_prompt)
+    kind = {"is_prompt": is_prompt, "is_sampled": options.sampled}
+    found = report_of(shape, options.layers, options.weights, rows, options.context, **kind)
     tell(
         {"environment": environment("benchmarks.gpu_model", arguments or [])} | found,
         show,

@@ -247,6 +247,11 @@ def needs(launch: Launch, arch: int) -> dict[str, Any]:
     }
 
 
+def machine_code_of(launch: Launch, arch: int) -> str:
+    """The SASS of `launch` for compute capability `arch`, as cuobjdump prints it."""
+    return _cuobjdump("--dump-sass", compile_launch(launch, arch).asm["cubin"])
+
+
 def compile_launch(launch: Launch, arch: int) -> Any:
     """Triton's compiled kernel of `launch` for compute capability `arch` (90 is Hopper)."""
     import triton

@@ -105,6 +105,27 @@ def bytes_in_flight(sass: str, latency: int = LATENCY) -> float:
     return loaded * latency / cycles
 
 
+def cycles_alone(sass: str, rounds: int) -> float:
+    """Cycles that one warp takes through all of the code: loops once, and those around others so many `rounds`.
+
+    What it loads comes from the L2 cache; barriers cost nothing here.
+    """
+    code = instructions(sass)
+    ends = {}  # of loops, by the addresses where they begin
+    for instruction in code:
+        target = re.search(r"(0x[0-9a-f]+)", instruction.operands) if instruction.operation.startswith("BRA") else None
+        if target and int(target[1], 16) < instruction.address:
+            ends[int(target[1], 16)] = instruction.address
+    around = {begin: end for begin, end in ends.items() if any(begin < other < end for other in ends)}
+    warp, done, cycles = _Warp(_CACHED), -1, 0.0
+    for instruction in code:
+        if instruction.address > done:
+            done = around.get(instruction.address, instruction.address)
+            body = [one for one in code if instruction.address <= one.address <= done]
+            cycles = warp.run(body * (rounds if instruction.address in around else 1))
+    return cycles
+
+
 def instructions_a_byte(sass: str) -> float:
     """Instructions of a warp for each byte that it streams, in the loop that loads most; 0 if nothing is streamed."""
     body = hottest_loop(instructions(sass))
@@ -175,12 +196,13 @@ class _Warp:
 
     def times(self, body: list[Instruction]) -> list[float]:
         """When each round of the loop has been issued."""
-        ends = []
-        for _ in range(_ROUNDS):
-            for instruction in body:
-                self._issue(instruction)
-            ends.append(self._now)
-        return ends
+        return [self.run(body) for _ in range(_ROUNDS)]
+
+    def run(self, body: Iterable[Instruction]) -> float:
+        """When all of it has been issued, after what was before."""
+        for instruction in body:
+            self._issue(instruction)
+        return self._now
 
     def _issue(self, instruction: Instruction) -> None:
         name = instruction.operation

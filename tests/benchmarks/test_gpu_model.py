@@ -22,6 +22,7 @@ def in_flight(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """What every kernel has under way, and its instructions a byte: a test may change it."""
     found = {"in_flight": 64 * 1024, "instructions": 0.01}
     monkeypatch.setattr(inspect, "needs", lambda launch, arch: found)
+    monkeypatch.setattr(inspect, "machine_code_of", lambda launch, arch: "")
     return found
 
 
@@ -78,11 +79,28 @@ def test_a_step_of_half_the_layers_takes_half_and_the_head() -> None:
     assert all(0 < row["share_of_limit"] < 1 for row in rows)
 
 
+def test_choosing_under_cuts_reads_the_logits_three_times_and_adds_up_each_token_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(inspect, "machine_code_of", lambda launch, arch: compiled.append(launch.kernel.__name__) or "")
+    kernels = kernels_of_step(SHAPES["llama3-8b"], "bf16", 8, 512, 90, is_sampled=True)
+    choosing = [kernel for kernel in kernels if kernel.operation == "sample"]
+    assert [kernel.num_bytes for kernel in choosing] == 3 * [8 * 128256 * 4] + [0]
+    assert sum(kernel.additions for kernel in choosing) == 8 * 128256
+    assert compiled == ["_settle_kernel"]
+    assert not any(kernel.is_in_layer for kernel in choosing)
+    likeliest = kernels_of_step(SHAPES["llama3-8b"], "bf16", 8, 512, 90)
+    assert step_us(kernels, H200, 32) > step_us(likeliest, H200, 32)
+
+
 def test_what_is_printed_and_written_says_that_it_is_a_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gpu_model.main(["--shape", "tiny", "--layers", "4", "--json", str(tmp_path / "model.json")])
-    assert "not measured" in capsys.readouterr().out
+    gpu_model.main(["--shape", "tiny", "--layers", "4", "--sampled", "--json", str(tmp_path / "model.json")])
+    printed = capsys.readouterr().out
+    assert "not measured" in printed
+    assert "sampled" in printed
     assert json.loads((tmp_path / "model.json").read_text())["is_model"] is True
 
 

@@ -8,6 +8,7 @@ from d3engine.kernels.machine_code import (
     LATENCY,
     before_the_wait,
     bytes_in_flight,
+    cycles_alone,
     hottest_loop,
     instructions,
     instructions_a_byte,
@@ -137,3 +138,12 @@ def test_rows_that_all_programs_read_are_told_from_weights_by_how_long_they_may_
 def test_anything_else_before_it_is_named(line: str) -> None:
     (found,) = before_the_wait(f"{WEIGHTS}\t{line}\n{WAIT}")
     assert found in (line, "it returns")
+
+
+def test_a_loop_around_another_goes_round_as_often_as_is_said_and_others_once() -> None:
+    inner = ["IADD3 R8, R8, 0x1, RZ", "@P0 BRA 0x100"]  # the first adds to what the round before has left
+    lonely = [cycles_alone(sass(*inner), rounds) for rounds in (1, 9)]
+    assert lonely[0] == lonely[1] > 0
+    searching = [cycles_alone(sass("MOV R9, R8", *inner[:1], "@P0 BRA 0x110", "@P1 BRA 0x100"), n) for n in (1, 2, 5)]
+    assert searching[2] - searching[1] == pytest.approx(3 * (searching[1] - searching[0]))
+    assert searching[1] > searching[0]
