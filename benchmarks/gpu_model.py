@@ -1,6 +1,7 @@
 """How fast a decode step would be on a GPU by what its compiled kernels say: a model, and no measurement.
 
     python -m benchmarks.gpu_model [--shape llama2-7b] [--weights bf16] [--batch 1] [--context 512] [--json FILE]
+    python -m benchmarks.gpu_model --batch 64 --cache fp8
     python -m benchmarks.gpu_model --prompt 128 [--weights int8]
     python -m benchmarks.gpu_model --shape llama3-8b --sampled
     python -m benchmarks.gpu_model --plot FILE --of FILES
@@ -30,6 +31,7 @@ import torch
 from benchmarks.gpu.choosing import PROBES, choosing_launches
 from benchmarks.gpu.model_tables import plot, show
 from benchmarks.report import environment, tell
+from d3engine.kernels.kv_pool import KVPool, block_bytes
 from d3engine.kernels.machine_code import cycles_alone
 from d3engine.kernels.quantized import GROUP
 
@@ -132,12 +134,20 @@ class Work:
 
 
 def step_work(
-    shape: ModelShape, weights: str, batch: int, context: int, *, is_prompt: bool = False, is_sampled: bool = False
+    shape: ModelShape,
+    weights: str,
+    batch: int,
+    context: int,
+    *,
+    is_prompt: bool = False,
+    is_sampled: bool = False,
+    cache: str = "auto",
 ) -> Iterator[Work]:
     """What a step in bfloat16 does, with weights of that form: `batch` rows that decode, or those of one prompt.
 
     Of a prompt one row goes to the head, and attention within it is taken for small. The likeliest tokens are chosen,
-    or with `is_sampled` some under top-p, in every row.
+    or with `is_sampled` some under top-p, in every row. With a `cache` of "fp8" a layer has a launch more, for the
+    scales of its entries.
     """
     from d3engine.kernels.triton import launches
 
@@ -153,9 +163,11 @@ def step_work(
     small = _small_launches(batch) | {f"lm_head: {head}, norm rows={head_rows}"}
     small |= set() if is_sampled else {"lm_head: best"}
     form = "" if weights == "bf16" else weights
-    missing = dict(sizes)
+    missing, launch_of_scales = dict(sizes), None
     for operation, label, launch in launches.registered(shape, torch.bfloat16, form, launches.PROJECTIONS):
         name = f"{operation}: {label}"
+        if name == "qkv: finish, into 8 bits":
+            launch_of_scales = launch
         if name in sizes:
             values = missing.pop(name)
             rows = launch.grid[0] * launch.arguments["BLOCK_T"]
@@ -165,7 +177,9 @@ def step_work(
     for name, values in missing.items():
         rows = -(-batch // 128) * 128
         yield Work(name.partition(":")[0], None, values * 2.0, 2.0 * rows * values)
-    yield from _attention(shape, batch, context, is_prompt)
+    if cache == "fp8" and not is_prompt:
+        yield Work("qkv", launch_of_scales)
+    yield from _attention(shape, batch, context, is_prompt, cache)
     if is_sampled:
         yield from _choosing(shape, head_rows)
 
@@ -188,22 +202,25 @@ def _small_launches(batch: int) -> set[str]:
 _RESIDUAL = ("add", "arranged")
 
 
-def _attention(shape: ModelShape, batch: int, context: int, is_prompt: bool) -> Iterator[Work]:
+def _attention(shape: ModelShape, batch: int, context: int, is_prompt: bool, cache: str) -> Iterator[Work]:
     from d3engine.kernels.triton import launches
     from d3engine.kernels.triton.paged_attention import AttentionInputs, attention_launches
 
     if is_prompt:
         yield Work("attention", None)
         return
-    meta, kv = launches.meta, shape.num_kv_heads * shape.head_dim
+    meta = launches.meta
     queries = meta(batch, shape.num_heads, shape.head_dim, dtype=torch.bfloat16)
-    pool = meta(1024, 2, shape.block_size, shape.num_kv_heads, shape.head_dim, dtype=torch.bfloat16)
+    pool: KVPool = meta(1024, 2, shape.block_size, shape.num_kv_heads, shape.head_dim, dtype=torch.bfloat16)
+    if cache == "fp8":
+        pool = launches.meta_fp8_pool(shape, shape.block_size)
+    entry = block_bytes(shape.block_size, shape.num_kv_heads, shape.head_dim, pool.dtype) / shape.block_size
     integers = meta(batch + 1, dtype=torch.int32)
     tables = meta(batch, -(-context // shape.block_size), dtype=torch.int32)
     inputs = AttentionInputs(integers, integers[:batch], tables, integers[:1], context, 1, True)
     out = meta(batch, shape.num_heads * shape.head_dim, dtype=torch.bfloat16)
     for launch in attention_launches(out, queries, pool, inputs, shape.head_dim**-0.5):
-        yield Work("attention", launch, batch * context * 2 * kv * 2.0 if launch.streams else 0.0)
+        yield Work("attention", launch, batch * context * entry if launch.streams else 0.0)
 
 
 def kernels_of_step(
@@ -215,10 +232,12 @@ def kernels_of_step(
     *,
     is_prompt: bool = False,
     is_sampled: bool = False,
+    cache: str = "auto",
 ) -> list[Kernel]:
     """The kernels of a step, compiled for one architecture."""
     found = [Kernel("ends of a step", False)] * 3  # begin, embedding, end
-    for work in step_work(shape, weights, batch, context, is_prompt=is_prompt, is_sampled=is_sampled):
+    kind: dict[str, Any] = {"is_prompt": is_prompt, "is_sampled": is_sampled, "cache": cache}
+    for work in step_work(shape, weights, batch, context, **kind):
         found.append(_kernel(work, arch))
     return found
 
@@ -257,11 +276,12 @@ def report_of(
     *,
     is_prompt: bool = False,
     is_sampled: bool = False,
+    cache: str = "auto",
 ) -> dict[str, Any]:
     """All figures, by device and depth."""
+    kind: dict[str, Any] = {"is_prompt": is_prompt, "is_sampled": is_sampled, "cache": cache}
     compiled = {
-        arch: kernels_of_step(shape, weights, batch, context, arch, is_prompt=is_prompt, is_sampled=is_sampled)
-        for arch in {d.arch for d in DEVICES}
+        arch: kernels_of_step(shape, weights, batch, context, arch, **kind) for arch in {d.arch for d in DEVICES}
     }
     rows = []
     for device in DEVICES:
@@ -276,8 +296,7 @@ def report_of(
             }
             figures["bound_by"] = _longest(kernels, device)
             rows.append({"device": device.name, "layers": depth} | figures)
-    asked = {"shape": shape.name, "weights": weights, "batch": batch, "context": context}
-    asked |= {"is_prompt": is_prompt, "is_sampled": is_sampled}
+    asked = {"shape": shape.name, "weights": weights, "batch": batch, "context": context} | kind
     kernels = {str(arch): [asdict(kernel) for kernel in found] for arch, found in compiled.items()}
     return asked | {"is_model": True, "rows": rows, "kernels": kernels, "devices": [asdict(d) for d in DEVICES]}
 
@@ -306,6 +325,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompt", type=int, choices=PROMPTS, help="a step over so many tokens of one prompt instead")
     parser.add_argument("--sampled", action="store_true", help="choose under top-p, not the likeliest")
     parser.add_argument("--context", type=int, default=512, help="entries of each row")
+    parser.add_argument("--cache", choices=("auto", "fp8"), default="auto", help="what entries are held in")
     parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
     parser.add_argument("--plot", metavar="FILE", help="draw to this PNG file (needs matplotlib)")
     parser.add_argument("--of", nargs="+", metavar="FILE", help="compile nothing: draw what --json wrote to these")
@@ -317,7 +337,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     shape = launches.SHAPES[options.shape]
     rows, is_prompt = options.prompt or options.batch, options.prompt is not None
-    kind = {"is_prompt": is_prompt, "is_sampled": options.sampled}
+    kind = {"is_prompt": is_prompt, "is_sampled": options.sampled, "cache": options.cache}
     found = report_of(shape, options.layers, options.weights, rows, options.context, **kind)
     tell(
         {"environment": environment("benchmarks.gpu_model", arguments or [])} | found,

@@ -54,8 +54,8 @@ class Settings:
     gsm8k: int = 32
     chats: int = 32
     text_tokens: int = 96
-    alpha: float = 0.99
-    start: float = 0.6
+    alpha: float = 0.9
+    start: float = 0.9
     batch: int = 16
     threads: int = 1
     calibration_texts: int = 4
@@ -318,6 +318,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gsm8k", type=int, default=default.gsm8k, help="worked answers of GSM8K")
     parser.add_argument("--chats", type=int, default=default.chats, help="the model's own answers")
     parser.add_argument("--text-tokens", type=int, default=default.text_tokens, help="judged of each at most")
+    parser.add_argument("--alpha", type=float, default=default.alpha, help="of D3")
+    parser.add_argument("--start", type=float, default=default.start, help="of D3")
     parser.add_argument("--batch", type=int, default=default.batch, help="texts that are read at once")
     parser.add_argument("--threads", type=int, default=default.threads, help="torch's")
     parser.add_argument("--rules", action="store_true", help="compare ways to choose the scales instead")

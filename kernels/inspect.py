@@ -50,6 +50,7 @@ _TRITON_NAMES = {
     torch.int64: "i64",
     torch.int8: "i8",
     torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
     torch.bool: "i1",
 }
 _ALIGNMENT = 16  # bytes for pointers, multiples for integers: what Triton specializes on
@@ -183,15 +184,13 @@ def inspect(
                     found.append((words, replace(launch, streams=False) if spills_only else launch))
     works: dict[str, tuple[Launch, int]] = {}
     keys = []
-    for arch in archs:
-        for _, launch in found:
-            key = repr((launch.kernel.fn.__module__, launch.kernel.fn.__name__, _specialization(launch, arch), arch))
-            works.setdefault(key, (launch, arch))
-            keys.append(key)
+    asked = [(arch, *one) for arch in archs for one in found if arch >= one[1].least_capability]
+    for arch, _, launch in asked:
+        key = repr((launch.kernel.fn.__module__, launch.kernel.fn.__name__, _specialization(launch, arch), arch))
+        works.setdefault(key, (launch, arch))
+        keys.append(key)
     results = dict(zip(works, _compile_all(list(works.values()), jobs), strict=True))
-    for number, key in enumerate(keys):
-        words, launch = found[number % len(found)]
-        arch = archs[number // len(found)]
+    for (arch, words, launch), key in zip(asked, keys, strict=True):
         yield Usage(arch=arch, grid=launch.grid, warps=launch.num_warps, **words, **results[key])
 
 

@@ -17,6 +17,9 @@ FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest finite value of e4m3fn, which has no infinities (Micikevicius et al. 2022, arXiv 2209.05433, table 1)."""
 
+FP8_CAPABILITY = 89
+"""The first compute capability, without its point, that converts from and to such values."""
+
 SMALLEST = 2.0**-100
 """What a head's largest magnitude counts as at least, so that a head of zeros has a scale by which one can divide."""
 
@@ -54,6 +57,11 @@ class Fp8Pool:
 
 KVPool: TypeAlias = Tensor | Fp8Pool
 """Entries as they were computed, [num_blocks, 2, block_size, M, D] of a float dtype, or in 8 bits."""
+
+
+def values_and_scales(pool: KVPool) -> tuple[Tensor, Tensor | None]:
+    """What lies in memory: the entries [num_blocks, 2, block_size, M, D], and their scales if they have any."""
+    return (pool.values, pool.scales) if isinstance(pool, Fp8Pool) else (pool, None)
 
 
 def block_bytes(block_size: int, kv_heads: int, channels: int, dtype: torch.dtype) -> int:

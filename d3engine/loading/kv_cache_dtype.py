@@ -6,7 +6,7 @@ import torch
 
 from d3engine.environment import KERNELS
 from d3engine.errors import require
-from d3engine.kernels.kv_pool import FP8
+from d3engine.kernels.kv_pool import FP8, FP8_CAPABILITY
 
 NAMES = ("auto", "fp8", "fp8_e4m3")
 """As in vLLM; "auto" is the dtype of activations, the other two are the same."""
@@ -25,9 +25,7 @@ def resolve_kv_cache_dtype(given: str, *, dtype: torch.dtype, device: torch.devi
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         allowed = f"auto on a GPU of compute capability {major}.{minor}: 8.9 is the first that converts 8-bit floats"
-        require((major, minor) >= (8, 9), ARGUMENT, given, allowed)
-    by_triton = KERNELS.read() == "triton" or (KERNELS.read() == "auto" and device.type == "cuda")
-    require(not by_triton, ARGUMENT, given, f"auto beside Triton's kernels ({KERNELS.name}={KERNELS.read()})")
+        require(10 * major + minor >= FP8_CAPABILITY, ARGUMENT, given, allowed)
     natively = KERNELS.read() == "native"
     require(not natively, ARGUMENT, given, f"auto beside {KERNELS.name}=native, whose cache is of float32")
     return FP8

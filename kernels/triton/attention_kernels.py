@@ -22,6 +22,9 @@ _NOT_ALIGNED = ["query_starts", "kv_lengths", "block_tables", "num_rows"]
 # The running maximum begins at a finite floor: -inf would turn a row that has seen nothing into inf - inf.
 _FLOOR = tl.constexpr(-1e38)
 
+# What scales of 8-bit values are raised by for as long as they are multiplied with weights in half precision.
+_LIFT = tl.constexpr(256.0)
+
 
 @triton.jit
 def _tile_blocks(table, start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
@@ -56,7 +59,6 @@ def _load_tile(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """Keys and values [TILE, PADDED_CHANNELS] of entries [start, start + TILE) of a head; with MASKED, 0 from `end` on.
 
@@ -77,10 +79,45 @@ def _load_tile(
     else:
         keys = tl.load(keys_at)
         values = tl.load(values_at)
-    if UPCAST:
-        keys = keys.to(tl.float32)
-        values = values.to(tl.float32)
     return keys, values
+
+
+@triton.jit
+def _load_scales(
+    scales, blocks, start, end,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """What keys and values of entries [start, start + TILE) in 8 bits are multiples of, [TILE] each; None without.
+
+    `scales` points at those of the head in block 0.
+    """
+    if scales is None:
+        return None, None
+    else:  # noqa: RET505
+        positions = start + tl.arange(0, TILE)
+        keys_at = scales + blocks.to(tl.int64) * (2 * KV_HEADS * BLOCK_SIZE) + positions % BLOCK_SIZE
+        values_at = keys_at + KV_HEADS * BLOCK_SIZE
+        if MASKED:
+            return tl.load(keys_at, mask=positions < end, other=0.0), tl.load(
+                values_at, mask=positions < end, other=0.0
+            )
+        else:  # noqa: RET505
+            return tl.load(keys_at), tl.load(values_at)
+
+
+@triton.jit
+def _normalized(queries):
+    """Rows of `queries` over their largest magnitudes, and these, float32 [rows, 1], for products with 8-bit values.
+
+    Those become float16 in one instruction, and bfloat16 in several: so half precision is float16 here, into which
+    every row fits that is not larger than 1.
+    """
+    wide = queries.to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(wide), 1), 1e-30)[:, None]
+    normalized = wide / largest
+    if queries.dtype != tl.float32:
+        normalized = normalized.to(tl.float16)
+    return normalized, largest
 
 
 @triton.jit
@@ -91,6 +128,7 @@ def _attend_tiles(
     queries,
     limits,
     pool,
+    scales,
     table,
     begin,
     end,
@@ -101,19 +139,24 @@ def _attend_tiles(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """Online softmax of `queries` [rows, D] over entries [begin, end), a row only over those below its `limits`.
 
     Takes and returns the state: `attended` [rows, D], the maximum `peak` [rows] and the sum of weights `total` [rows].
-    Without MASKED the caller promises whole tiles that every row may see.
+    Without MASKED the caller promises whole tiles that every row may see. Products are of the dtype of `queries`.
+    Scales of values go to the weights, _LIFT times as large, so that float16 can tell these apart; `attended` is then
+    so many times too large.
     """
     for start in tl.range(begin, end, TILE):
         blocks = _tile_blocks(table, start, end, BLOCK_SIZE, TILE, MASKED)
         keys, values = _load_tile(
-            pool, blocks, start, end, KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, MASKED, UPCAST
+            pool, blocks, start, end, KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, MASKED
         )
+        key_scales, value_scales = _load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, MASKED)
+        keys, values = keys.to(queries.dtype), values.to(queries.dtype)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        if key_scales is not None:
+            scores *= key_scales[None, :]
         if MASKED:
             seen = (start + tl.arange(0, TILE))[None, :] < limits[:, None]
             scores = tl.where(seen, scores, float("-inf"))
@@ -121,6 +164,8 @@ def _attend_tiles(
         decay = tl.exp2(peak - new_peak)
         weights = tl.exp2(scores - new_peak[:, None])
         total = total * decay + tl.sum(weights, 1)
+        if value_scales is not None:
+            weights *= (value_scales * _LIFT)[None, :]
         attended = tl.dot(weights.to(values.dtype), values, attended * decay[:, None], input_precision="ieee")
         peak = new_peak
     return attended, peak, total
@@ -130,6 +175,7 @@ def _attend_tiles(
 def _attend_entries(
     queries,
     pool,
+    scales,
     table,
     begin,
     end,
@@ -162,14 +208,19 @@ def _attend_entries(
         for start in tl.range(begin, end, TILE, num_stages=STAGES):  # the launch's own leave out what no dot reads
             next_blocks = _tile_blocks(table, start + TILE, end, BLOCK_SIZE, TILE, True)  # a load less to wait for
             keys, values = _load_tile(
-                pool, blocks, start, end, KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True, UPCAST
+                pool, blocks, start, end, KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True
             )
+            key_scales, value_scales = _load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, True)
             scores = tl.sum(keys.to(tl.float32) * query[None, :], 1)
+            if key_scales is not None:
+                scores *= key_scales
             scores = tl.where(start + tl.arange(0, TILE) < end, scores, float("-inf"))
             new_peak = tl.maximum(peak, scores)
             decay = tl.exp2(peak - new_peak)
             weights = tl.exp2(scores - new_peak)
             total = total * decay + weights
+            if value_scales is not None:
+                weights *= value_scales
             attended = attended * decay[:, None] + weights[:, None] * values.to(tl.float32)
             peak = new_peak
             blocks = next_blocks
@@ -184,15 +235,20 @@ def _attend_entries(
         packed = tl.load(queries + heads[:, None] * CHANNELS + channels[None, :], mask=valid, other=0.0)
         if UPCAST:
             packed = packed.to(tl.float32)
+        if scales is not None:
+            packed, largest = _normalized(packed)
+            scale = scale * largest
         peak = tl.full([PADDED_GROUP], _FLOOR, tl.float32)
         total = tl.zeros([PADDED_GROUP], tl.float32)
         attended = tl.zeros([PADDED_GROUP, PADDED_CHANNELS], tl.float32)
         limits = tl.zeros([PADDED_GROUP], tl.int32) + end
         attended, peak, total = _attend_tiles(
-            attended, peak, total, packed, limits, pool, table, begin, end, scale,
-            KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True, UPCAST,
+            attended, peak, total, packed, limits, pool, scales, table, begin, end, scale,
+            KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True,
         )  # fmt: skip
         result = attended / tl.where(total > 0.0, total, 1.0)[:, None]
+        if scales is not None:
+            result /= _LIFT
         weight = peak + tl.log2(total)
     return result, weight
 
@@ -201,6 +257,7 @@ def _attend_entries(
 def single_rows_kernel(
     queries,
     pool,
+    scales,
     out,
     parts,
     log_totals,
@@ -253,6 +310,7 @@ def single_rows_kernel(
             result, weight = _attend_entries(
                 queries + row * query_stride + first_head * CHANNELS,
                 pool + (work % KV_HEADS) * CHANNELS,
+                None if scales is None else scales + (work % KV_HEADS) * BLOCK_SIZE,
                 block_tables + chunk.to(tl.int64) * table_stride,
                 split * size, tl.minimum((split + 1) * size, kv_length), scale,
                 GROUP, KV_HEADS, CHANNELS, PADDED_CHANNELS, PADDED_GROUP, BLOCK_SIZE, TILE, STAGES, UPCAST,
@@ -282,6 +340,7 @@ def single_rows_kernel(
 def long_chunks_kernel(
     queries,
     pool,
+    scales,
     out,
     query_starts,
     kv_lengths,
@@ -347,6 +406,9 @@ def long_chunks_kernel(
     tile_queries = tl.load(queries_at, mask=valid, other=0.0)
     if UPCAST:
         tile_queries = tile_queries.to(tl.float32)
+    if scales is not None:
+        tile_queries, largest = _normalized(tile_queries)
+        scale = scale * largest
 
     cached = kv_length - chunk_rows  # entries before the chunk's first row
     limits = cached + rows + 1
@@ -356,19 +418,23 @@ def long_chunks_kernel(
     seen_by_all = 0 if BATCH_INVARIANT else (cached + first_row + 1) // TILE * TILE
 
     pool += kv_head * CHANNELS
+    if scales is not None:
+        scales += kv_head * BLOCK_SIZE
     table = block_tables + chunk.to(tl.int64) * table_stride
     peak = tl.full([PACKED_ROWS], _FLOOR, tl.float32)
     total = tl.zeros([PACKED_ROWS], tl.float32)
     attended = tl.zeros([PACKED_ROWS, PADDED_CHANNELS], tl.float32)
     if not BATCH_INVARIANT:
         attended, peak, total = _attend_tiles(
-            attended, peak, total, tile_queries, limits, pool, table, 0, seen_by_all, scale,
-            KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, False, UPCAST,
+            attended, peak, total, tile_queries, limits, pool, scales, table, 0, seen_by_all, scale,
+            KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, False,
         )  # fmt: skip
     attended, peak, total = _attend_tiles(
-        attended, peak, total, tile_queries, limits, pool, table, seen_by_all, end, scale,
-        KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True, UPCAST,
+        attended, peak, total, tile_queries, limits, pool, scales, table, seen_by_all, end, scale,
+        KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True,
     )  # fmt: skip
     result = attended / tl.where(total > 0.0, total, 1.0)[:, None]
+    if scales is not None:
+        result /= _LIFT
     out_at = out + ((rows_of_all * HEADS + heads) * CHANNELS)[:, None] + channels[None, :]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=valid)

@@ -22,6 +22,7 @@ import torch
 import triton
 from torch import Tensor
 
+from d3engine.kernels.kv_pool import FP8, Fp8Pool
 from d3engine.kernels.quantized import GROUP, Int4Weight, Int8Weight, Weight
 
 MODULES = (
@@ -94,6 +95,7 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 3
     options: dict[str, Any] = field(default_factory=dict)  # further compile options, such as maxnreg
+    least_capability: int = 0  # the first compute capability that has its instructions, without the point
     streams: bool = False  # whether reading weights or the cache once is its work: then bandwidth is its limit
 
     def for_capability(self, capability: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -138,6 +140,12 @@ def _capability(device: torch.device) -> int:
 def meta(*shape: int, dtype: torch.dtype) -> Tensor:
     """A tensor without memory, for the functions `launches`."""
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def meta_fp8_pool(shape: ModelShape, block_size: int) -> Fp8Pool:
+    """A pool of 8-bit entries without memory."""
+    values = meta(1024, 2, block_size, shape.num_kv_heads, shape.head_dim, dtype=FP8)
+    return Fp8Pool(values, meta(1024, 2, shape.num_kv_heads, block_size, dtype=torch.float32))
 
 
 def meta_weight(outputs: int, columns: int, *, dtype: torch.dtype, weights: str) -> Weight:

@@ -21,9 +21,10 @@ import torch
 import triton
 from torch import Tensor
 
+from d3engine.kernels.kv_pool import FP8_CAPABILITY, Fp8Pool, KVPool, values_and_scales
 from d3engine.kernels.triton.attention_kernels import long_chunks_kernel, single_rows_kernel
 from d3engine.kernels.triton.attention_splits import MOST_SPLITS, SPLIT, Room
-from d3engine.kernels.triton.launches import Launch, ModelShape, meta
+from d3engine.kernels.triton.launches import Launch, ModelShape, meta, meta_fp8_pool
 
 ROWS_IN_TURN = 64
 """Rows of a replay that meet in the room of their splits at once; a batch of so many rows needs as much."""
@@ -82,13 +83,13 @@ def attention_inputs(query_starts: list[int], kv_lengths: list[int], block_table
 
 
 def paged_attention(
-    queries: Tensor, pool: Tensor, inputs: AttentionInputs, scale: float, *, num_rows: Tensor | None = None
+    queries: Tensor, pool: KVPool, inputs: AttentionInputs, scale: float, *, num_rows: Tensor | None = None
 ) -> Tensor:
     """Causal attention of `queries` [T, N, D] over the entries of their chunks in `pool`; returns [T, N D].
 
-    Query head n reads key/value head n // (N / M). `pool` is `[num_blocks, 2, block_size, M, D]`, contiguous, with
-    `block_size` a power of two; the rows of `queries` may be strided. `num_rows` [1] on the device takes the place of
-    `inputs.num_rows`; rows from there on are undefined in the result.
+    Query head n reads key/value head n // (N / M). `pool` is `[num_blocks, 2, block_size, M, D]`, contiguous, of the
+    dtype of `queries` or in 8 bits, with `block_size` a power of two; the rows of `queries` may be strided. `num_rows`
+    [1] on the device takes the place of `inputs.num_rows`; rows from there on are undefined in the result.
 
     Nothing beyond a row's own chunk is read, so NaN there is harmless. Within a chunk a non-finite value of a later
     row's entry may reach an earlier row of the same query tile, as in the reference.
@@ -100,14 +101,14 @@ def paged_attention(
     return out
 
 
-def attend_into(out: Tensor, queries: Tensor, pool: Tensor, inputs: AttentionInputs, scale: float) -> None:
+def attend_into(out: Tensor, queries: Tensor, pool: KVPool, inputs: AttentionInputs, scale: float) -> None:
     """`paged_attention` into `out` [T, N D] (written, rows below `num_rows` alone), without looking at any value."""
     for launch in attention_launches(out, queries, pool, inputs, scale):
         launch.run()
 
 
 def attention_launches(
-    out: Tensor, queries: Tensor, pool: Tensor, inputs: AttentionInputs, scale: float
+    out: Tensor, queries: Tensor, pool: KVPool, inputs: AttentionInputs, scale: float
 ) -> list[Launch]:
     """The launches of `attend_into`, in order; arguments as there."""
     if not (pool.is_contiguous() and queries.stride()[1:] == (queries.shape[2], 1) and out.is_contiguous()):
@@ -143,9 +144,9 @@ def _in_turn(inputs: AttentionInputs) -> list[AttentionInputs]:
     ]
 
 
-def _single_rows_launch(out: Tensor, queries: Tensor, pool: Tensor, inputs: AttentionInputs, scale: float) -> Launch:
+def _single_rows_launch(out: Tensor, queries: Tensor, pool: KVPool, inputs: AttentionInputs, scale: float) -> Launch:
     chunks, heads, kv_heads, channels = inputs.kv_lengths.shape[0], queries.shape[1], pool.shape[3], pool.shape[4]
-    tuning = tune_single_rows(channels, heads // kv_heads, pool.element_size())
+    tuning = tune_single_rows(channels, heads // kv_heads, _element_size(queries, pool))
     splits = min(MOST_SPLITS, triton.cdiv(inputs.max_kv_length, SPLIT))
     meeting = chunks if splits > 1 else 0
     parts, log_totals, arrived = inputs.room.of(meeting * splits, heads, meeting * kv_heads, channels, queries.device)
@@ -168,15 +169,18 @@ def _single_rows_launch(out: Tensor, queries: Tensor, pool: Tensor, inputs: Atte
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         options={"maxnreg": 168},  # three programs a processor
+        least_capability=_least_capability(pool),
         streams=True,
     )
 
 
-def _long_chunks_launch(out: Tensor, queries: Tensor, pool: Tensor, inputs: AttentionInputs, scale: float) -> Launch:
+def _long_chunks_launch(out: Tensor, queries: Tensor, pool: KVPool, inputs: AttentionInputs, scale: float) -> Launch:
     chunks, heads, kv_heads = inputs.kv_lengths.shape[0], queries.shape[1], pool.shape[3]
     group = heads // kv_heads
     fixed = inputs.tiled_lengths is not None
-    tuning = tune_long_chunks(pool.shape[4], group, pool.element_size(), None if fixed else inputs.max_chunk_rows)
+    tuning = tune_long_chunks(
+        pool.shape[4], group, _element_size(queries, pool), None if fixed else inputs.max_chunk_rows
+    )
     num_tiles = queries.shape[0] // (tuning.packed_rows // group) + chunks
     return Launch(
         long_chunks_kernel,
@@ -191,13 +195,16 @@ def _long_chunks_launch(out: Tensor, queries: Tensor, pool: Tensor, inputs: Atte
         },
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        least_capability=_least_capability(pool),
     )
 
 
-def _common_arguments(queries: Tensor, pool: Tensor, inputs: AttentionInputs, scale: float) -> dict[str, Any]:
+def _common_arguments(queries: Tensor, pool: KVPool, inputs: AttentionInputs, scale: float) -> dict[str, Any]:
+    values, scales = values_and_scales(pool)
     return {
         "queries": queries,
-        "pool": pool,
+        "pool": values,
+        "scales": scales,
         "query_starts": inputs.query_starts,
         "kv_lengths": inputs.kv_lengths,
         "block_tables": inputs.block_tables,
@@ -212,8 +219,17 @@ def _common_arguments(queries: Tensor, pool: Tensor, inputs: AttentionInputs, sc
         "PADDED_CHANNELS": _padded(pool.shape[4]),
         "BLOCK_SIZE": pool.shape[2],
         # The interpreter computes bfloat16 wrongly, without a word; tensor cores want it as it is.
-        "UPCAST": _INTERPRETED and pool.dtype == torch.bfloat16,
+        "UPCAST": _INTERPRETED and queries.dtype == torch.bfloat16,
     }
+
+
+def _element_size(queries: Tensor, pool: KVPool) -> int:
+    """Bytes of a value as it is read; 4 where products are of float32, which decides more than reading does."""
+    return 4 if queries.dtype == torch.float32 else pool.dtype.itemsize
+
+
+def _least_capability(pool: KVPool) -> int:
+    return FP8_CAPABILITY if isinstance(pool, Fp8Pool) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,14 +251,15 @@ def tune_single_rows(channels: int, group: int, element_size: int) -> Tuning:
     """Tiles of 8 KB of keys where lanes sum, of 16 KB where heads are packed; several programs share a processor.
 
     A tile is part of a split, and packed heads have a score for each of its entries in registers: 128 entries at most.
+    In registers values of 8 bits are as wide as others: tiles of 4 KB, and so many programs that 16 KB are under way.
     """
-    width = _padded(channels) * element_size
+    width = _padded(channels) * max(2, element_size)
     if group == 1:
         return Tuning(tile=max(16, min(128, 8192 // width)), packed_rows=1, num_warps=4, num_stages=3, programs=3)
     packed_rows = max(16, triton.next_power_of_2(group))
     if element_size == 4:
         return Tuning(tile=16, packed_rows=packed_rows, num_warps=4 if packed_rows == 16 else 8, num_stages=5)
-    tile = max(16, min(128, 16384 // width))
+    tile = max(16, min(64, 8192 // width) if element_size == 1 else min(128, 16384 // width))
     programs = 2 if tile * width >= 16384 else 3  # by shared memory, of an A100 too
     return Tuning(tile=tile, packed_rows=packed_rows, num_warps=4, num_stages=5, programs=programs)
 
@@ -300,6 +317,10 @@ def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launc
             out = meta(chunks * rows, heads * channels, dtype=dtype)
             for launch in attention_launches(out, queries, pool, inputs, channels**-0.5):
                 yield f"{label}, blocks of {block_size}", launch
+            if dtype != torch.float32 and channels >= 64:  # smaller heads starve, and are of toys
+                narrow = meta_fp8_pool(shape, block_size)
+                for launch in attention_launches(out, queries, narrow, inputs, channels**-0.5):
+                    yield f"{label}, blocks of {block_size} in 8 bits", launch
         if block_size == shape.block_size:  # the last of these, where no bit may depend on how a prompt is cut
             fixed = replace(inputs, tiled_lengths=inputs.kv_lengths, single_rows=False)
             for launch in attention_launches(out, queries, pool, fixed, channels**-0.5):

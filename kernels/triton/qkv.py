@@ -4,8 +4,9 @@ Channels of a pair stand side by side, so any even tile of outputs holds whole p
 heads, and a head size may be any even number.
 
 Where heads have norms of their own it is two: a norm needs a whole head, and products of few rows are cut finer than
-that, to keep all processors loading. The sums go through memory in float32 (`product_sums.py`), and the second launch
-takes whole heads. So it is where many rows meet so few outputs, of grouped heads, that programs share their columns.
+that, to keep all processors loading. So does the scale of a head whose entries have 8 bits. The sums go through memory
+in float32 (`product_sums.py`), and the second launch takes whole heads. So it is where many rows meet so few outputs,
+of grouped heads, that programs share their columns.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from d3engine.kernels.kv_pool import FP8_CAPABILITY, LARGEST, SMALLEST, KVPool, values_and_scales
 from d3engine.kernels.quantized import Weight
-from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
+from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_fp8_pool, meta_weight
 from d3engine.kernels.triton.matmul import matmul
 from d3engine.kernels.triton.product_kernels import (
     FEW_ROWS,
@@ -34,6 +36,9 @@ from d3engine.kernels.triton.product_sums import added, sums_launches
 from d3engine.kernels.triton.products import Tile, need_unit_stride, product_tile
 from d3engine.kernels.triton.rms_norm import rms_norm
 
+_LARGEST = tl.constexpr(LARGEST)
+_SMALLEST = tl.constexpr(SMALLEST)
+
 
 def qkv(
     hidden: Tensor,
@@ -42,7 +47,7 @@ def qkv(
     weight: Weight,
     bias: Tensor | None,
     rotations: Tensor,
-    pool: Tensor,
+    pool: KVPool,
     entries: Tensor,
     num_heads: int,
     *,
@@ -53,10 +58,10 @@ def qkv(
     """RMSNorm, the three projections, RoPE, and the write of keys and values into the pool.
 
     `hidden` [T, H], `weight` [(N + 2 M) D, H], `bias` [(N + 2 M) D] or None, `rotations` [T, D / 2] complex64,
-    `pool` [num_blocks, 2, block_size, M, D] (written, contiguous), `entries` [T, 2] int64: where each row's key and
-    value go. `head_norms` [2, D] contiguous: weights of an RMSNorm with the same `eps` over each head before RoPE, the
-    first for queries, the second for keys; None means none. Returns the queries [T, N, D]. All but rotations, entries
-    and a quantized weight are of one dtype.
+    `pool` [num_blocks, 2, block_size, M, D] (written, contiguous; maybe in 8 bits), `entries` [T, 2] int64: where each
+    row's key and value go. `head_norms` [2, D] contiguous: weights of an RMSNorm with the same `eps` over each head
+    before RoPE, the first for queries, the second for keys; None means none. Returns the queries [T, N, D]. All but
+    rotations, entries, a quantized weight and a pool in 8 bits are of one dtype.
     `num_rows` int32 [1]: rows at or beyond it write nothing, and their queries are undefined; None means all rows.
     `batch_invariant`: as for `product_tile`.
 
@@ -64,7 +69,7 @@ def qkv(
     """
     need_unit_stride(hidden=hidden, norm_weight=norm_weight, weight=weight, bias=bias, rotations=rotations)
     if not pool.is_contiguous():
-        raise ValueError(f"pool has stride {pool.stride()}; it must be contiguous")
+        raise ValueError(f"pool has stride {values_and_scales(pool)[0].stride()}; it must be contiguous")
     rows = hidden.shape[0]
     queries = torch.empty(rows, num_heads, pool.shape[4], dtype=hidden.dtype, device=hidden.device)
     targets = _targets(rotations, pool, entries, queries, weight.shape[0])
@@ -92,7 +97,7 @@ def qkv_launches(
 ) -> list[Launch]:
     """Everything in one kernel, or in two if the tile has parts or heads have norms; and what its rows need before."""
     norm = norm_weight, eps
-    if tile.parts == 1 and head_norms is None:
+    if tile.parts == 1 and head_norms is None and targets["pool_scales_ptr"] is None:
         return product_launches(
             _product_kernel, tile, hidden, weight, num_rows, norm=norm, bias_ptr=bias, **targets
         )  # fmt: skip
@@ -113,7 +118,9 @@ def finish_launch(
     parts, rows, outputs = projected.shape
     channels = width = cast(int, targets["D"])
     block = 1024
-    if head_norms is not None:  # a program's tile holds whole heads, each in so many places
+    if (
+        head_norms is not None or targets["pool_scales_ptr"] is not None
+    ):  # a program's tile holds whole heads, each in so many places
         width = triton.next_power_of_2(channels)
         block = max(block, width)
     arguments = {
@@ -128,17 +135,21 @@ def finish_launch(
         "WIDTH": width,
         "BLOCK_N": block,
     }
-    return Launch(_finish_kernel, (rows, triton.cdiv(outputs // channels * width, block)), arguments)
+    grid = (rows, triton.cdiv(outputs // channels * width, block))
+    least = 0 if targets["pool_scales_ptr"] is None else FP8_CAPABILITY
+    return Launch(_finish_kernel, grid, arguments, least_capability=least)
 
 
-def _targets(rotations: Tensor, pool: Tensor, entries: Tensor, queries: Tensor, outputs: int) -> dict[str, object]:
+def _targets(rotations: Tensor, pool: KVPool, entries: Tensor, queries: Tensor, outputs: int) -> dict[str, object]:
     """The arguments of `_finish`, by name."""
     # Read as pairs of float32: Triton has no complex numbers.
     pairs = torch.view_as_real(rotations)
+    values, scales = values_and_scales(pool)
     return {
         "rotations_ptr": pairs,
         "rotations_stride": pairs.stride(0),
-        "pool_ptr": pool,
+        "pool_ptr": values,
+        "pool_scales_ptr": scales,
         "entries_ptr": entries,
         "entries_stride": entries.stride(0),
         "values_stride": entries.stride(1),
@@ -146,6 +157,7 @@ def _targets(rotations: Tensor, pool: Tensor, entries: Tensor, queries: Tensor, 
         "N": outputs,
         "Q": queries.shape[1] * queries.shape[2],
         "D": queries.shape[2],
+        "BLOCK_SIZE": pool.shape[2],
     }
 
 
@@ -174,6 +186,16 @@ def launches(shape: ModelShape, dtype: torch.dtype, weights: str) -> Iterator[tu
             hidden = meta(rows, hidden_size, dtype=dtype)
             found = qkv_launches(tile, hidden, norm, 1e-5, weight, bias, targets, num_rows, head_norms)
             yield from labelled(found, "", rows)
+    if dtype != torch.float32:
+        targets = _targets(
+            meta(64, head_dim // 2, dtype=torch.complex64),
+            meta_fp8_pool(shape, shape.block_size),
+            meta(64, 2, dtype=torch.int64),
+            meta(64, shape.num_heads, head_dim, dtype=dtype),
+            outputs,
+        )
+        sums = meta(1, 64, outputs, dtype=torch.float32)
+        yield "finish, into 8 bits", finish_launch(sums, bias, targets, num_rows, head_norms, 1e-5)
 
 
 @triton.jit
@@ -187,6 +209,7 @@ def _finish(
     rotations_ptr,
     rotations_stride,
     pool_ptr,
+    pool_scales_ptr,
     entries_ptr,
     entries_stride,
     values_stride,
@@ -194,10 +217,15 @@ def _finish(
     N: tl.constexpr,
     Q: tl.constexpr,
     D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Rotate queries and keys; store queries, keys and values where they belong."""
+    """Rotate queries and keys; store queries, keys and values where they belong.
+
+    Where a pool has scales, the tile is one row of whole heads of WIDTH places each, 0 where no output is.
+    """
     KV: tl.constexpr = (N - Q) // 2  # channels of all key heads
     rows = rows.to(tl.int64)
     turned = (rows < count)[:, None] & (pairs < Q + KV)[None, :]
@@ -217,7 +245,19 @@ def _finish(
         is_entry = live & (outputs >= Q)[None, :] & (outputs < N)[None, :]
         entries = tl.load(entry_pointers, mask=is_entry, other=0)
         channels = outputs[None, :] - tl.where(is_value, Q + KV, Q)
-        tl.store(pool_ptr + entries * KV + channels, out, mask=is_entry)
+        if pool_scales_ptr is not None:
+            HEADS: tl.constexpr = BLOCK_N // WIDTH
+            heads = tl.reshape(out.to(tl.float32), (HEADS, WIDTH))
+            scales = tl.maximum(tl.max(tl.abs(heads), 1), _SMALLEST) / _LARGEST
+            # All places of a head have one entry and one head; where no output is stand 0 and KV.
+            entry_of = tl.max(tl.reshape(tl.where(is_entry, entries, 0), (HEADS, WIDTH)), 1)
+            head_of = tl.min(tl.reshape(tl.where(is_entry, channels // D, KV), (HEADS, WIDTH)), 1)
+            first_scales = entry_of // BLOCK_SIZE * (KV // D) * BLOCK_SIZE + entry_of % BLOCK_SIZE
+            tl.store(pool_scales_ptr + first_scales + head_of * BLOCK_SIZE, scales, mask=head_of < KV)
+            kept = tl.reshape((heads / scales[:, None]).to(pool_ptr.dtype.element_ty), (1, BLOCK_N))
+        else:
+            kept = out
+        tl.store(pool_ptr + entries * KV + channels, kept, mask=is_entry)
 
 
 @triton.jit(**NOT_SPECIALIZED)
@@ -234,6 +274,7 @@ def _product_kernel(
     rotations_ptr,
     rotations_stride,
     pool_ptr,
+    pool_scales_ptr,
     entries_ptr,
     entries_stride,
     values_stride,
@@ -244,6 +285,7 @@ def _product_kernel(
     N: tl.constexpr,
     Q: tl.constexpr,
     D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -267,7 +309,8 @@ def _product_kernel(
     pairs = first_output + 2 * tl.arange(0, BLOCK_N // 2)
     _finish(
         sums, rows, outputs, pairs, first_output + BLOCK_N > Q, count, rotations_ptr, rotations_stride,
-        pool_ptr, entries_ptr, entries_stride, values_stride, queries_ptr, N, Q, D, BLOCK_T, BLOCK_N,
+        pool_ptr, None, entries_ptr, entries_stride, values_stride, queries_ptr,
+        N, Q, D, BLOCK_SIZE, D, BLOCK_T, BLOCK_N,
     )  # fmt: skip
 
 
@@ -280,6 +323,7 @@ def _finish_kernel(
     rotations_ptr,
     rotations_stride,
     pool_ptr,
+    pool_scales_ptr,
     entries_ptr,
     entries_stride,
     values_stride,
@@ -289,6 +333,7 @@ def _finish_kernel(
     N: tl.constexpr,
     Q: tl.constexpr,
     D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -310,7 +355,8 @@ def _finish_kernel(
     has_entries = _outputs_at(first_place + BLOCK_N - 1, N, D, WIDTH) >= Q
     _finish(
         sums, rows, outputs, pairs, has_entries, count, rotations_ptr, rotations_stride,
-        pool_ptr, entries_ptr, entries_stride, values_stride, queries_ptr, N, Q, D, 1, BLOCK_N,
+        pool_ptr, pool_scales_ptr, entries_ptr, entries_stride, values_stride, queries_ptr,
+        N, Q, D, BLOCK_SIZE, WIDTH, 1, BLOCK_N,
     )  # fmt: skip
 
 

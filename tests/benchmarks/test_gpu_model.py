@@ -70,6 +70,14 @@ def test_a_prompt_of_int8_reads_it_as_it_lies_and_takes_about_as_long_as_in_bflo
     assert times["int8"] < 1.2 * times["bf16"]
 
 
+def test_entries_of_eight_bits_are_half_of_the_bytes_and_their_scales_and_cost_a_launch_more() -> None:
+    asked = SHAPES["llama2-7b"], "bf16", 64, 512
+    wide, narrow = (list(gpu_model.step_work(*asked, cache=cache)) for cache in ("auto", "fp8"))
+    read = [next(work.num_bytes for work in works if work.operation == "attention") for works in (wide, narrow)]
+    assert read == [64 * 512 * 2 * 32 * 128 * 2, 64 * 512 * 2 * 32 * (128 + 4)]
+    assert len(narrow) == len(wide) + 1
+
+
 def test_a_step_of_half_the_layers_takes_half_and_the_head() -> None:
     kernels = kernels_of_step(SHAPES["llama2-7b"], "bf16", 1, 512, 90)
     head = step_us(kernels, H200, 0)

@@ -180,7 +180,6 @@ def test_a_gpu_that_cannot_convert_it_is_refused_by_its_capability(
     capability: tuple[int, int], is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setenv("D3ENGINE_KERNELS", "reference")
     asked: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
     assert resolve_kv_cache_dtype("auto", **asked) == torch.bfloat16
     if is_refused:

@@ -149,10 +149,11 @@ def scores_of_tokens(engine: Engine) -> dict[tuple[str, int], float]:
     return found
 
 
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
 def test_tokens_and_logits_are_the_same_bits_whoever_comes_beside_whatever_is_cut_preempted_or_cached(
-    make: Callable[..., Engine],
+    make: Callable[..., Engine], cache: str
 ) -> None:
-    together = make(max_num_batched_tokens=4)
+    together = make(max_num_batched_tokens=4, kv_cache_dtype=cache)
     scores, preempted = scores_of_tokens(together), set[str]()
     prompts = [[9, 8, 7, 6, 5, 0], [9, 8, 7, 6, 5, 1]]
     params = [
@@ -174,7 +175,7 @@ def test_tokens_and_logits_are_the_same_bits_whoever_comes_beside_whatever_is_cu
     assert stats.num_preemptions >= 1
     assert stats.cached_prompt_tokens > 0
     assert stats.graph_steps > 0
-    alone = make(enable_prefix_caching=False)
+    alone = make(enable_prefix_caching=False, kv_cache_dtype=cache)
     wanted = scores_of_tokens(alone)
     for nth, prompt in enumerate(prompts):
         (output,) = alone.generate(prompt, params[nth], use_tqdm=False)

@@ -46,13 +46,13 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def triton_engine(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
-    """`triton_engine(graphs)`: the tiny engine, on Triton's kernels."""
+    """`triton_engine(graphs, **arguments)`: the tiny engine, on Triton's kernels."""
 
-    def make(graphs: bool) -> Engine:
+    def make(graphs: bool, **arguments: Any) -> Engine:
         monkeypatch.setenv("D3ENGINE_KERNELS", "triton")
         monkeypatch.setattr(resolve, "executor_for", lambda *given: "graphs" if graphs else "eager")
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        engine = make_engine(block_size=16, max_num_batched_tokens=16, device=device)
+        engine = make_engine(block_size=16, max_num_batched_tokens=16, device=device, **arguments)
         monkeypatch.setenv("D3ENGINE_KERNELS", "reference")
         assert engine.executor._model.kernels is kernels if graphs else engine.executor.model.kernels is kernels
         return engine
@@ -60,10 +60,12 @@ def triton_engine(make_engine: Callable[..., Engine], monkeypatch: pytest.Monkey
     return make
 
 
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
 def test_prompts_in_pieces_and_rows_of_many_ages_answer_as_on_the_reference(
-    triton_engine: Callable[[bool], Engine], make_engine: Callable[..., Engine]
+    triton_engine: Callable[..., Engine], make_engine: Callable[..., Engine], cache: str
 ) -> None:
-    reference_engine, engine = make_engine(block_size=16), triton_engine(False)
+    reference_engine = make_engine(block_size=16, kv_cache_dtype=cache)
+    engine = triton_engine(False, kv_cache_dtype=cache)
     prompts = [list(request.prompt) for request in REQUESTS]
     found = engine.generate(prompts, [request.params for request in REQUESTS], use_tqdm=False)
     for output, request in zip(found, REQUESTS, strict=True):
@@ -71,11 +73,13 @@ def test_prompts_in_pieces_and_rows_of_many_ages_answer_as_on_the_reference(
         assert_same(output, wanted)
 
 
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
 def test_runs_of_steps_answer_as_on_the_reference(
-    triton_engine: Callable[[bool], Engine], make_engine: Callable[..., Engine]
+    triton_engine: Callable[..., Engine], make_engine: Callable[..., Engine], cache: str
 ) -> None:
     """Of several rows, and of one: the last request ends after all others."""
-    reference_engine, engine = make_engine(block_size=16), triton_engine(True)
+    reference_engine = make_engine(block_size=16, kv_cache_dtype=cache)
+    engine = triton_engine(True, kv_cache_dtype=cache)
     chosen = REQUESTS[2:]
     prompts = [list(request.prompt) for request in chosen]
     found = engine.generate(prompts, [request.params for request in chosen], use_tqdm=False)
