@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from d3engine.kernels.triton.attention_splits import combine_parts, entries_a_split, find_split
+from d3engine.kernels.triton.attention_tiles import load_scales, load_tile, normalized, tile_blocks
 from d3engine.kernels.triton.product_kernels import wait_for_previous
 
 # Values that differ between steps, and views that begin anywhere, must not make a new variant of a kernel: it would
@@ -24,100 +25,6 @@ _FLOOR = tl.constexpr(-1e38)
 
 # What scales of 8-bit values are raised by for as long as they are multiplied with weights in half precision.
 _LIFT = tl.constexpr(256.0)
-
-
-@triton.jit
-def _tile_blocks(table, start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """Ids of the blocks of entries [start, start + TILE): one id for all, or [TILE] one for each.
-
-    `start` is a multiple of TILE, so a tile lies inside one block or covers several blocks whole. With MASKED nothing
-    is read from `end` on, and `start` may lie there.
-    """
-    if BLOCK_SIZE >= TILE:
-        if MASKED:
-            blocks = tl.load(table + start // BLOCK_SIZE, mask=start < end, other=0)
-        else:
-            blocks = tl.load(table + start // BLOCK_SIZE)
-    else:
-        positions = start + tl.arange(0, TILE)
-        if MASKED:
-            blocks = tl.load(table + positions // BLOCK_SIZE, mask=positions < end, other=0)
-        else:
-            blocks = tl.load(table + positions // BLOCK_SIZE)
-    return blocks
-
-
-@triton.jit
-def _load_tile(
-    pool,
-    blocks,
-    start,
-    end,
-    KV_HEADS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    PADDED_CHANNELS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Keys and values [TILE, PADDED_CHANNELS] of entries [start, start + TILE) of a head; with MASKED, 0 from `end` on.
-
-    `pool` points at channel 0 of the head in block 0, `blocks` are the tile's `_tile_blocks`. Masked lanes are never
-    read: what stands there may be NaN.
-    """
-    ENTRY: tl.constexpr = KV_HEADS * CHANNELS
-    positions = start + tl.arange(0, TILE)
-    channels = tl.arange(0, PADDED_CHANNELS)
-    # 64 bits: a pool of 80 GB holds more than 2^31 elements.
-    offsets = blocks.to(tl.int64) * (2 * BLOCK_SIZE * ENTRY) + (positions % BLOCK_SIZE) * ENTRY
-    keys_at = pool + offsets[:, None] + channels[None, :]
-    values_at = keys_at + BLOCK_SIZE * ENTRY
-    if MASKED or PADDED_CHANNELS != CHANNELS:
-        wanted = (positions < end)[:, None] & (channels < CHANNELS)[None, :]
-        keys = tl.load(keys_at, mask=wanted, other=0.0)
-        values = tl.load(values_at, mask=wanted, other=0.0)
-    else:
-        keys = tl.load(keys_at)
-        values = tl.load(values_at)
-    return keys, values
-
-
-@triton.jit
-def _load_scales(
-    scales, blocks, start, end,
-    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """What keys and values of entries [start, start + TILE) in 8 bits are multiples of, [TILE] each; None without.
-
-    `scales` points at those of the head in block 0.
-    """
-    if scales is None:
-        return None, None
-    else:  # noqa: RET505
-        positions = start + tl.arange(0, TILE)
-        keys_at = scales + blocks.to(tl.int64) * (2 * KV_HEADS * BLOCK_SIZE) + positions % BLOCK_SIZE
-        values_at = keys_at + KV_HEADS * BLOCK_SIZE
-        if MASKED:
-            return tl.load(keys_at, mask=positions < end, other=0.0), tl.load(
-                values_at, mask=positions < end, other=0.0
-            )
-        else:  # noqa: RET505
-            return tl.load(keys_at), tl.load(values_at)
-
-
-@triton.jit
-def _normalized(queries):
-    """Rows of `queries` over their largest magnitudes, and these, float32 [rows, 1], for products with 8-bit values.
-
-    Those become float16 in one instruction, and bfloat16 in several: so half precision is float16 here, into which
-    every row fits that is not larger than 1.
-    """
-    wide = queries.to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(wide), 1), 1e-30)[:, None]
-    normalized = wide / largest
-    if queries.dtype != tl.float32:
-        normalized = normalized.to(tl.float16)
-    return normalized, largest
 
 
 @triton.jit
@@ -148,11 +55,11 @@ def _attend_tiles(
     so many times too large.
     """
     for start in tl.range(begin, end, TILE):
-        blocks = _tile_blocks(table, start, end, BLOCK_SIZE, TILE, MASKED)
-        keys, values = _load_tile(
+        blocks = tile_blocks(table, start, end, BLOCK_SIZE, TILE, MASKED)
+        keys, values = load_tile(
             pool, blocks, start, end, KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, MASKED
         )
-        key_scales, value_scales = _load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, MASKED)
+        key_scales, value_scales = load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, MASKED)
         keys, values = keys.to(queries.dtype), values.to(queries.dtype)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
         if key_scales is not None:
@@ -204,13 +111,13 @@ def _attend_entries(
         peak = tl.full([TILE], _FLOOR, tl.float32)
         total = tl.zeros([TILE], tl.float32)
         attended = tl.zeros([TILE, PADDED_CHANNELS], tl.float32)
-        blocks = _tile_blocks(table, begin, end, BLOCK_SIZE, TILE, True)
+        blocks = tile_blocks(table, begin, end, BLOCK_SIZE, TILE, True)
         for start in tl.range(begin, end, TILE, num_stages=STAGES):  # the launch's own leave out what no dot reads
-            next_blocks = _tile_blocks(table, start + TILE, end, BLOCK_SIZE, TILE, True)  # a load less to wait for
-            keys, values = _load_tile(
+            next_blocks = tile_blocks(table, start + TILE, end, BLOCK_SIZE, TILE, True)  # a load less to wait for
+            keys, values = load_tile(
                 pool, blocks, start, end, KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True
             )
-            key_scales, value_scales = _load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, True)
+            key_scales, value_scales = load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, True)
             scores = tl.sum(keys.to(tl.float32) * query[None, :], 1)
             if key_scales is not None:
                 scores *= key_scales
@@ -236,7 +143,7 @@ def _attend_entries(
         if UPCAST:
             packed = packed.to(tl.float32)
         if scales is not None:
-            packed, largest = _normalized(packed)
+            packed, largest = normalized(packed)
             scale = scale * largest
         peak = tl.full([PADDED_GROUP], _FLOOR, tl.float32)
         total = tl.zeros([PADDED_GROUP], tl.float32)
@@ -407,7 +314,7 @@ def long_chunks_kernel(
     if UPCAST:
         tile_queries = tile_queries.to(tl.float32)
     if scales is not None:
-        tile_queries, largest = _normalized(tile_queries)
+        tile_queries, largest = normalized(tile_queries)
         scale = scale * largest
 
     cached = kv_length - chunk_rows  # entries before the chunk's first row
