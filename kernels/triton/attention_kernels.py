@@ -59,10 +59,11 @@ def _attend_tiles(
         keys, values = load_tile(
             pool, blocks, start, end, KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, MASKED
         )
-        key_scales, value_scales = load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, MASKED)
+        if scales is not None:
+            key_scales, value_scales = load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, MASKED)
         keys, values = keys.to(queries.dtype), values.to(queries.dtype)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
-        if key_scales is not None:
+        if scales is not None:
             scores *= key_scales[None, :]
         if MASKED:
             seen = (start + tl.arange(0, TILE))[None, :] < limits[:, None]
@@ -71,7 +72,7 @@ def _attend_tiles(
         decay = tl.exp2(peak - new_peak)
         weights = tl.exp2(scores - new_peak[:, None])
         total = total * decay + tl.sum(weights, 1)
-        if value_scales is not None:
+        if scales is not None:
             weights *= (value_scales * _LIFT)[None, :]
         attended = tl.dot(weights.to(values.dtype), values, attended * decay[:, None], input_precision="ieee")
         peak = new_peak
@@ -117,16 +118,17 @@ def _attend_entries(
             keys, values = load_tile(
                 pool, blocks, start, end, KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True
             )
-            key_scales, value_scales = load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, True)
+            if scales is not None:
+                key_scales, value_scales = load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, True)
             scores = tl.sum(keys.to(tl.float32) * query[None, :], 1)
-            if key_scales is not None:
+            if scales is not None:
                 scores *= key_scales
             scores = tl.where(start + tl.arange(0, TILE) < end, scores, float("-inf"))
             new_peak = tl.maximum(peak, scores)
             decay = tl.exp2(peak - new_peak)
             weights = tl.exp2(scores - new_peak)
             total = total * decay + weights
-            if value_scales is not None:
+            if scales is not None:
                 weights *= value_scales
             attended = attended * decay[:, None] + weights[:, None] * values.to(tl.float32)
             peak = new_peak

@@ -70,22 +70,20 @@ def load_scales(
     scales, blocks, start, end,
     KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """What keys and values of entries [start, start + TILE) in 8 bits are multiples of, [TILE] each; None without.
+    """What keys and values of entries [start, start + TILE) in 8 bits are multiples of, [TILE] each.
 
-    `scales` points at those of the head in block 0.
+    `scales` points at those of the head in block 0. (Whoever has none must not call this: Triton 3.6 returns no None.)
     """
-    if scales is None:
-        return None, None
-    else:  # noqa: RET505
-        positions = start + tl.arange(0, TILE)
-        keys_at = scales + blocks.to(tl.int64) * (2 * KV_HEADS * BLOCK_SIZE) + positions % BLOCK_SIZE
-        values_at = keys_at + KV_HEADS * BLOCK_SIZE
-        if MASKED:
-            return tl.load(keys_at, mask=positions < end, other=0.0), tl.load(
-                values_at, mask=positions < end, other=0.0
-            )
-        else:  # noqa: RET505
-            return tl.load(keys_at), tl.load(values_at)
+    positions = start + tl.arange(0, TILE)
+    keys_at = scales + blocks.to(tl.int64) * (2 * KV_HEADS * BLOCK_SIZE) + positions % BLOCK_SIZE
+    values_at = keys_at + KV_HEADS * BLOCK_SIZE
+    if MASKED:
+        keys = tl.load(keys_at, mask=positions < end, other=0.0)
+        values = tl.load(values_at, mask=positions < end, other=0.0)
+    else:
+        keys = tl.load(keys_at)
+        values = tl.load(values_at)
+    return keys, values
 
 
 @triton.jit
