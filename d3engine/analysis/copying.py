@@ -16,6 +16,9 @@ from d3engine.depth import NEVER, DepthPolicy, Schedule
 from d3engine.errors import require_integer
 from d3engine.evaluation.accuracy import Interval, wilson_interval
 
+AGREEMENT = "answers equal to full depth's"
+"""The measure where the prompts bring no answers of their own."""
+
 
 @dataclass(frozen=True)
 class TailCopied(DepthPolicy):
@@ -89,7 +92,18 @@ class Copying:
             for step, outcome in zip(self.steps, outcomes, strict=True):
                 rows.append(_row(f"{layers}", f"{step}", outcome, f"{self.reaching(step)}"))
         most = counted(self.max_tokens, "token")
-        return Table(f"{self.measure}, {counted(len(self.lengths), 'answer')} of at most {most}", header, rows)
+        title = f"{self.measure}, {counted(len(self.lengths), 'answer')} of at most {most}"
+        return Table(title, header, rows, self.notes)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What has to be said where full depth does not even agree with itself."""
+        if self.measure != AGREEMENT or self.full.right == self.full.answers:
+            return ()
+        return (
+            f"Full depth itself gave only {self.full.share:.1%} of its answers again, asked in another batch: with this"
+            " dtype the other rows show that as well, and not only what is left out. In float32 it gives all.",
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """The grid; shares are from 0 to 1."""

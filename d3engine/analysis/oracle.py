@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from d3engine.analysis.answers import Answered
+from d3engine.analysis.copying import AGREEMENT
 from d3engine.analysis.observer import CachedPass, Observer
 from d3engine.analysis.perturbing import ENTRIES
 from d3engine.analysis.report import Table, counted
@@ -112,7 +113,7 @@ def ask_oracle(
             else:
                 is_right = questions[number].is_right(_cut(text(found[-1].token_ids), stop))
             right[entries].append(is_right)
-    measure = "answers equal to full depth's" if questions is None else "exact match"
+    measure = AGREEMENT if questions is None else "exact match"
     return Oracle(measure, observer.config.num_layers, answers, right)
 
 

@@ -64,7 +64,7 @@ class Perturbing:
                 rows.append((f"{layers}", f"{step}", *cells, f"{one.reaching(step)}"))
         most = counted(one.max_tokens, "token")
         title = f"One step perturbed: {one.measure}, {counted(len(one.lengths), 'answer')} of at most {most}"
-        return Table(title, header, rows)
+        return Table(title, header, rows, one.notes)
 
     def as_dict(self) -> dict[str, Any]:
         """Each grid under its name; shares are from 0 to 1."""

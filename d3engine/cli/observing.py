@@ -80,8 +80,10 @@ class Observed:
 
     def judge(self) -> tuple[Callable[[DepthPolicy], Outcome], str]:
         """How a policy's answers to the same prompts come out, and the name of that measure."""
+        from d3engine.analysis.copying import AGREEMENT
+
         if self.asked.questions is None:
-            return partial(_agreement, self), "answers equal to full depth's"
+            return partial(_agreement, self), AGREEMENT
         return partial(_exact_match, self), "exact match"
 
 

@@ -13,7 +13,7 @@ from schedules import layers_run
 from transformers_oracle import greedy
 
 from d3engine import Engine, SamplingParams
-from d3engine.analysis.copying import Outcome
+from d3engine.analysis.copying import AGREEMENT, Outcome
 from d3engine.analysis.oracle import KEPT, Oracle, oracle_answer
 from d3engine.analysis.perturbing import ENTRIES, OneStepCopied, measure_perturbing
 from d3engine.depth import DepthPolicy, FullDepth
@@ -118,3 +118,11 @@ def test_the_oracles_table_counts_tokens_after_the_first(model: Any) -> None:
     assert row[1] == "100.0% (1)"
     assert row[3] == f"{mean:.2f}"
     assert row[-1] == f"{TOKENS - 1}"
+
+
+@pytest.mark.parametrize(("measure", "again", "said"), [(AGREEMENT, 4, 0), (AGREEMENT, 3, 1), ("exact match", 3, 0)])
+def test_a_full_depth_that_does_not_agree_with_itself_is_told_of(measure: str, again: int, said: int) -> None:
+    result = measure_perturbing(lambda _: Outcome(4, again, 0), measure, 8, [8] * 4, [1], [2])
+    notes = result.table().notes
+    assert len(notes) == said
+    assert all("only 75.0% of its answers again" in note for note in notes)

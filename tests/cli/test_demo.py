@@ -17,7 +17,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from d3engine.cli import OBJECTS_BETWEEN_COLLECTIONS, answers, app, generate
+from d3engine.cli import OBJECTS_BETWEEN_COLLECTIONS, app
+from d3engine.cli import demo as shown_problem
 from d3engine.cli.engine_options import engine_arguments, open_engine
 from d3engine.cli.invocation import as_typed
 from d3engine.cli.threads import read_threads, threads_for
@@ -212,10 +213,10 @@ def test_nobody_waits_for_a_whole_answer_before_the_first_that_is_shown(monkeypa
     def shown(*_: Any, **__: Any) -> None:
         waited.append(engines[0].stats().generated_tokens)
 
-    monkeypatch.setattr(generate, "open_engine", opened)
-    monkeypatch.setattr(answers, "show_tokens", shown)
-    monkeypatch.setattr(generate, "speedup", lambda *_: "as fast")
+    monkeypatch.setattr(shown_problem, "open_engine", opened)
+    monkeypatch.setattr(shown_problem, "show_tokens", shown)
+    monkeypatch.setattr(shown_problem, "speedup", lambda *_: "as fast")
     result = CliRunner().invoke(app, ["generate", "demo", "--device", "cpu"])
     assert result.exit_code == 0, result.output
-    assert waited[0] == generate.WARM_UP_TOKENS + 1
+    assert waited[0] == shown_problem.WARM_UP_TOKENS + 1
     assert waited[-1] > 3 * waited[0]
