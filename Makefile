@@ -42,7 +42,7 @@ chat: $(VENV)/.installed-gguf $(VENV)/.native
 	$(BIN)/d3engine chat smollm2 --temperature 0.2 --top-p 0.9
 
 test: $(VENV)/.installed-test $(VENV)/.native
-	@echo "All tests: about five minutes on two free cores, longer on busy ones; none is judged by its time. Where there is"
+	@echo "All tests: about three minutes on two free cores, longer on busy ones; none is judged by its time. Where there is"
 	@echo "no GPU, Triton's kernels are interpreted. What is skipped is named with its reason at the end."
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
