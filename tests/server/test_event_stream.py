@@ -138,3 +138,27 @@ def test_who_is_cancelled_himself_hears_of_it_although_the_client_may_leave_too(
 
     asyncio.run(main(False))
     asyncio.run(main(True))
+
+
+def test_a_client_that_leaves_as_its_answer_ends_cancels_nothing_that_comes_after() -> None:
+    async def both_at_once() -> int | None:
+        left, done = asyncio.get_running_loop().create_future(), asyncio.get_running_loop().create_future()
+
+        async def receive() -> dict[str, str]:
+            await left
+            return {"type": "http.disconnect"}
+
+        async def end() -> None:
+            for _ in range(5):  # until both are awaited
+                await asyncio.sleep(0)
+            left.set_result(None)
+            done.set_result(7)
+
+        ending = asyncio.ensure_future(end())
+        found: int | None = await unless_disconnected(receive, done)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        await ending
+        return found
+
+    assert asyncio.run(both_at_once()) == 7

@@ -129,13 +129,15 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
     task = asyncio.current_task()
     assert task is not None
     cancelled_before = task.cancelling()
-    has_left = False
+    has_left = is_over = False
 
     def leave(watching: asyncio.Task[None]) -> None:
         nonlocal has_left
-        if not watching.cancelled():
+        if watching.cancelled():
+            return
+        watching.exception()  # a connection that cannot be read has ended too
+        if not is_over:  # where both have ended at once, this is called after all
             has_left = True
-            watching.exception()  # a connection that cannot be read has ended too
             task.cancel()
 
     watching = asyncio.ensure_future(_disconnect(receive))
@@ -147,7 +149,7 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
             return None
         raise
     finally:
-        watching.remove_done_callback(leave)
+        is_over = True
         watching.cancel()
 
 
