@@ -11,13 +11,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from sampling_rows import assert_same_choice, rows_like
 from torch import Tensor
 
 import d3engine.kernels.triton as kernels
 from d3engine.kernels import reference
 from d3engine.kernels.random import philox
 from d3engine.kernels.sampling import Cuts, Penalties, SamplingRows, cut_min_p_, cut_top
-from d3engine.kernels.triton import borders, candidates, cuts, noise, products, scores, settle
+from d3engine.kernels.triton import borders, candidates, cuts, noise, scores, settle
 from d3engine.kernels.triton.sample import draw_launch
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "rows_apart")
@@ -31,22 +32,11 @@ def several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tiles and few bins: a row of a thousand tokens takes several programs, and its borders share their bins."""
     monkeypatch.setattr(scores, "TILE", 512)
     monkeypatch.setattr(cuts, "BINS", 64)
-    monkeypatch.setattr(products, "MIN_PROGRAMS", 2)
-    monkeypatch.setattr(products, "MATMUL_ROWS", 24)
 
 
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
-
-
-def rows_like(temperature: list[float], device: torch.device, step: int = 0) -> tuple[SamplingRows, Tensor]:
-    """A row for each temperature, with seeds of all sizes, and their steps."""
-    count = len(temperature)
-    seeds = torch.tensor([(0x9E3779B97F4A7C15 * (row + 1)) % 2**63 for row in range(count)], device=device)
-    indices = torch.arange(count, device=device) % 64
-    rows = SamplingRows(torch.tensor(temperature, dtype=torch.float32, device=device), seeds, indices)
-    return rows, torch.arange(count, device=device) * 3 + step
 
 
 def mixed_cuts(count: int, vocab: int, device: torch.device, generator: torch.Generator) -> Cuts:
@@ -83,12 +73,6 @@ def one_row(rows: SamplingRows, row: int) -> SamplingRows:
         None if rows.cuts is None else Cuts(**alone(rows.cuts)),
         None if rows.penalties is None else Penalties(**alone(rows.penalties)),
     )
-
-
-def assert_same_choice(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    assert torch.equal(found[0], expected[0])
-    assert [out.dtype for out in found] == [torch.int64, torch.float32]
-    torch.testing.assert_close(found[1], expected[1], rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
 # -- random words and candidates -------------------------------------------------------------------------------------
@@ -388,69 +372,3 @@ def test_a_transposed_operand_is_refused_by_name(device: torch.device) -> None:
         kernels.count_tokens(square.int().t(), steps)
     with pytest.raises(ValueError, match="tokens has stride"):
         kernels.count_tokens(square.int(), steps.repeat(2)[::2])
-
-
-# -- the draw of the LM head -----------------------------------------------------------------------------------------
-
-
-def head(
-    rows: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator, vocab: int = 77
-) -> tuple[Tensor, Tensor, float, Tensor]:
-    """Hidden rows, norm weight, epsilon and matrix."""
-    hidden = torch.randn(rows, 123, generator=generator).to(device, dtype)
-    norm = torch.randn(123, generator=generator).to(device, dtype)
-    return hidden, norm, EPS, (torch.randn(vocab, 123, generator=generator) * 0.3).to(device, dtype)
-
-
-@pytest.mark.parametrize(  # rows for a path each, the last by torch.matmul
-    ("dtype", "rows"), [*((torch.float32, rows) for rows in (1, 5, 19, 26)), (torch.float16, 5), (torch.float16, 26)]
-)
-def test_the_heads_draw_is_the_draw_of_its_logits(
-    dtype: torch.dtype, rows: int, device: torch.device, generator: torch.Generator
-) -> None:
-    given = head(rows, dtype, device, generator)
-    draws, steps = rows_like([0.7, 0.0, 1.0, 4.0, 0.2] * 9, device, step=11)
-    numbers = [one[:rows] for one in (draws.temperature, draws.seeds, draws.indices, steps)]
-    expected = reference.sample(kernels.lm_head(*given), SamplingRows(*numbers[:3]), numbers[3])
-    assert_same_choice(kernels.lm_head_sample(*given, *numbers), expected)
-    live = max(1, rows - 2)
-    num_rows = torch.tensor([live], dtype=torch.int32, device=device)
-    tokens, scores = kernels.lm_head_sample(*given, *numbers, num_rows=num_rows)
-    assert_same_choice((tokens[:live], scores[:live]), (expected[0][:live], expected[1][:live]))
-    assert bool(scores[live:].isnan().all())
-
-
-@pytest.mark.parametrize("rows", [1, 5, 26])  # the paths of kernels, and that of torch.matmul
-def test_a_part_of_the_head_draws_with_the_noise_of_its_own_tokens(
-    rows: int, device: torch.device, generator: torch.Generator
-) -> None:
-    given = head(rows, torch.float32, device, generator)
-    draws, steps = rows_like([0.7, 0.0, 1.0, 4.0, 0.2] * 9, device, step=11)
-    numbers = [one[:rows] for one in (draws.temperature, draws.seeds, draws.indices, steps)]
-    expected = reference.sample(kernels.lm_head(*given), SamplingRows(*numbers[:3]), numbers[3], first_token=36)
-    assert_same_choice(kernels.lm_head_sample(*given, *numbers, first_token=36), expected)
-
-
-@pytest.mark.filterwarnings("ignore:invalid value")
-def test_a_faulty_row_shows_in_the_score_of_the_heads_draw(device: torch.device, generator: torch.Generator) -> None:
-    hidden, norm, eps, weight = head(3, torch.float32, device, generator)
-    hidden[1, 5] = torch.nan
-    rows, steps = rows_like([1.0, 1.0, 0.0], device)
-    given = (hidden, norm, eps, weight, rows.temperature, rows.seeds, rows.indices, steps)
-    _, scores = kernels.lm_head_sample(*given)
-    assert scores.isfinite().tolist() == [True, False, True]
-    assert bool(scores[1].isnan())
-
-
-def test_draws_follow_the_softmax(device: torch.device, generator: torch.Generator) -> None:
-    """Chi-square over 6 tokens, 5 degrees of freedom: 20.5 is exceeded once in a thousand."""
-    count, batches, temperature = 24, 30, 1.4
-    hidden, norm, eps, weight = head(1, torch.float32, device, generator, vocab=6)
-    weight *= 0.5
-    wanted = (reference.lm_head(hidden, norm, eps, weight)[0] / temperature).softmax(dim=-1) * count * batches
-    assert wanted.min() > 10
-    rows, steps = rows_like([temperature] * count, device)
-    given = (hidden.expand(count, -1), norm, eps, weight, rows.temperature, rows.seeds * 0 + 5, rows.indices * 0)
-    found = [kernels.lm_head_sample(*given, steps // 3 + batch * count)[0] for batch in range(batches)]
-    frequencies = torch.bincount(torch.cat(found), minlength=6)
-    assert float(((frequencies - wanted) ** 2 / wanted).sum()) < 20.5
