@@ -32,12 +32,11 @@ from d3engine.cli.bridge_texts import (
     write_own_bridges,
 )
 from d3engine.cli.bridge_tune import tune_command
-from d3engine.cli.depth_options import number
+from d3engine.cli.bridge_windows import Grid, Policies, Starts, WindowOptions, Windows
 from d3engine.cli.engine_options import Model, Options, model_directory, takes_engine
 from d3engine.cli.output_files import check_output, printing_last
 from d3engine.cli.verbosity import note
-from d3engine.depth.window import exact_fraction
-from d3engine.errors import NOTHING, require, require_integer
+from d3engine.errors import NOTHING, require
 from d3engine.files import beside
 
 if TYPE_CHECKING:
@@ -48,9 +47,6 @@ if TYPE_CHECKING:
 
 app = new_app(help="Fit affine maps that stand in for skipped layers, and inspect them.", no_args_is_help=True)
 
-
-GRID_WIDTHS = 3
-"""As `d3engine.bridges.fitting.GRID_WIDTHS`, which is not loaded for help."""
 
 CHOOSING_EVERY = 5
 """The same of that file's: fewer texts cannot be fitted on."""
@@ -79,23 +75,10 @@ def fit_command(
     prompts: Prompts = None,
     data: Data = None,
     held_out: HeldOutFile = None,
-    starts: Annotated[
-        list[str] | None,
-        typer.Option("--start", help="d3's start: all windows from there on; may be repeated (0.8)."),
-    ] = None,
-    windows: Annotated[
-        list[str] | None,
-        typer.Option("--window", metavar="A:B", help="Also the layers A to B - 1 alone; may be repeated."),
-    ] = None,
-    grid: Annotated[
-        int | None,
-        typer.Option(
-            "--grid",
-            metavar="WIDTH",
-            help="Also what d3engine bridge nest needs, not measured here: windows between multiples of WIDTH, "
-            f"up to {GRID_WIDTHS} WIDTHs wide.",
-        ),
-    ] = None,
+    starts: Starts = None,
+    windows: Windows = None,
+    policies: Policies = None,
+    grid: Grid = None,
     rank: Annotated[int | None, typer.Option("--rank", help="Rank of each map (full).")] = None,
     texts: Annotated[int, typer.Option("--texts", help="Texts to fit on at most.")] = 150,
     held_out_texts: HeldOutTexts = 24,
@@ -123,8 +106,7 @@ def fit_command(
         from d3engine.pictures.plots import check_picture
 
         check_picture("--png", png)
-    reported = _windows(directory, starts or [], windows or [], grid)
-    wanted = sorted({*reported, *_grid(directory, grid)})
+    reported, wanted = WindowOptions(starts or [], windows or [], policies or [], grid).find(directory)
     asked = TextOptions(
         text or [], task, prompts, data, texts, text_tokens, prompt_tokens, max_tokens, held_out, held_out_texts
     )
@@ -209,35 +191,6 @@ def _target(model: str, directory: Path, out: Path | None) -> Path:
     bundled = "given as a file to write, since the bundled model's directory belongs to the package"
     require(out is not None or model != DEMO, "--out", NOTHING, bundled)
     return out if out is not None else beside(directory, BRIDGES_FILE)
-
-
-def _grid(directory: Path, width: int | None) -> list[Window]:
-    from d3engine.bridges.fitting import grid_windows
-    from d3engine.model.config import ModelConfig
-
-    layers = ModelConfig.from_directory(directory).num_layers
-    return [] if width is None else grid_windows(require_integer("--grid", width, 1, layers), layers)
-
-
-def _windows(directory: Path, starts: Sequence[str], windows: Sequence[str], grid: int | None) -> list[Window]:
-    from d3engine.bridges.fitting import windows_from
-    from d3engine.model.config import ModelConfig
-
-    layers = ModelConfig.from_directory(directory).num_layers
-    firsts = []
-    for start in starts or ([] if windows or grid is not None else ["0.8"]):
-        exact = exact_fraction("--start", number(start))
-        require(0 < exact < 1, "--start", start, "a number in (0, 1), as d3's")
-        firsts.append(int(exact * layers))
-    found = windows_from(firsts, layers)
-    for window in windows:
-        first, _, stop = window.partition(":")
-        allowed = f"A:B with 0 <= A < B <= {layers}, the layers A to B - 1"
-        require(
-            first.isdecimal() and stop.isdecimal() and int(first) < int(stop) <= layers, "--window", window, allowed
-        )
-        found.append((int(first), int(stop)))
-    return sorted(set(found))
 
 
 def _key(directory: Path, windows: Sequence[Window], texts: Sequence[Sequence[int]]) -> str:

@@ -59,6 +59,16 @@ def test_the_models_own_answers_to_a_task_serve_as_text(tmp_path: Path) -> None:
     assert read_bridges(out).about["source"] == "word-problems"
 
 
+def test_a_policy_names_the_windows_that_it_will_leave_out(texts: Path, tmp_path: Path) -> None:
+    out, policy = tmp_path / "b.safetensors", "skipdecode mean-layers=14 decay-steps=4"
+    given = ("--text", str(texts), "--prompt-tokens", "4", "--policy", policy)
+    result = run("fit", "demo", *SMALL, *given, "--rank", "8", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert list(read_bridges(out).by_window) == [(1, 2), (1, 4), (1, 5)]
+    measured = run("measure", "demo", *SMALL[:4], *given, "--texts", "2", "--bridges", str(out))
+    assert measured.exit_code == 0, measured.output
+
+
 def test_a_models_own_chats_serve_as_text_and_policies_answer_by_themselves(tmp_path: Path) -> None:
     out, prompts = tmp_path / "b.safetensors", tmp_path / "prompts.txt"
     prompts.write_text("Tom has 2 pens and finds 3. How many?\nAnn buys 3 cups. Ann sells 1. How many?\n")
@@ -132,6 +142,8 @@ def test_windows_are_nested_measured_and_tuned_with_a_file_of_bridges(texts: Pat
         (("--out", "b", "--text", "no.jsonl"), "--text must be a file of text.*missing"),
         (("--out", "b", "--text", "x", "--window", "3:17"), "--window must be A:B with 0 <= A < B <= 16"),
         (("--out", "b", "--text", "x", "--start", "1"), r"--start must be a number in \(0, 1\)"),
+        (("--out", "b", "--text", "x", "--policy", "full"), "--policy must be one that is known beforehand"),
+        (("--out", "b", "--text", "x", "--policy", "early-exit threshold=0.9"), "--policy must be one that is known"),
         (("--out", "b", "--text", "x", "--texts", "4"), "--texts must be an integer of at least 5; got 4"),
         (("--out", "none/b", "--text", "x"), "--out must be a file that can be written"),
     ],
