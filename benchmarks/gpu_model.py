@@ -243,7 +243,7 @@ def kernels_of_step(
 
 
 def _kernel(work: Work, arch: int) -> Kernel:
-    from d3engine.kernels.inspect import machine_code_of, needs
+    from d3engine.kernels.ahead_of_time import machine_code_of, needs
 
     is_in_layer = work.operation not in ("lm_head", "sample")
     kernel = Kernel(work.operation, is_in_layer, work.num_bytes, products=work.products, additions=work.additions)

@@ -18,49 +18,22 @@ import json
 import math
 import multiprocessing
 import os
-import re
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from d3engine.kernels.machine_code import (
-    before_the_wait,
-    bytes_in_flight,
-    instructions_a_byte,
-    programs_a_processor,
-    read_once,
-)
+from d3engine.kernels.ahead_of_time import PROCESSORS, SHARED_LIMITS, TRITON_NAMES, needs, specialization
 
 if TYPE_CHECKING:
     from d3engine.kernels.triton.launches import Launch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_TRITON_NAMES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.bool: "i1",
-}
-_ALIGNMENT = 16  # bytes for pointers, multiples for integers: what Triton specializes on
-PROCESSORS = 132  # of an H100 or H200
 LEAST_IN_FLIGHT = 16 * 1024
 """Bytes that a processor must have under way: 132 of them then read 3.7 TB/s at 800 cycles a load, about what an H200
 can give. With less, waiting is the limit and not the memory."""
-_SHARED_LIMITS = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
-"""KiB of shared memory that one program may have, by compute capability (CUDA C++ Programming Guide, table of technical
-specifications)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +71,7 @@ class Usage:
     @property
     def fits(self) -> bool:
         """Whether the shared memory of one program suffices."""
-        return self.shared <= _SHARED_LIMITS[self.arch] * 1024
+        return self.shared <= SHARED_LIMITS[self.arch] * 1024
 
     @property
     def starves(self) -> bool:
@@ -162,12 +135,12 @@ def inspect(
 
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET=1 is set: interpreted kernels cannot be compiled in the same process")
-    float_name, wanted, archs, rows = _TRITON_NAMES[dtype], list(operations), list(archs), list(rows)
+    float_name, wanted, archs, rows = TRITON_NAMES[dtype], list(operations), list(archs), list(rows)
     forms = list(weights) or [float_name]
     _need_known("shapes", shapes := list(shapes), launches.SHAPES)
     _need_known("weights", forms, (float_name, "int8", "int4"))
     _need_known("operations", wanted, launches.MODULES)
-    _need_known("arch", archs, _SHARED_LIMITS)
+    _need_known("arch", archs, SHARED_LIMITS)
     _need_known("rows", rows, launches.ROW_COUNTS)
     others = tuple(f"rows={count}" for count in launches.ROW_COUNTS if rows and count not in rows)
 
@@ -186,7 +159,7 @@ def inspect(
     keys = []
     asked = [(arch, *one) for arch in archs for one in found if arch >= one[1].least_capability]
     for arch, _, launch in asked:
-        key = repr((launch.kernel.fn.__module__, launch.kernel.fn.__name__, _specialization(launch, arch), arch))
+        key = repr((launch.kernel.fn.__module__, launch.kernel.fn.__name__, specialization(launch, arch), arch))
         works.setdefault(key, (launch, arch))
         keys.append(key)
     results = dict(zip(works, _compile_all(list(works.values()), jobs), strict=True))
@@ -214,120 +187,6 @@ def _compile_all(works: list[tuple[Launch, int]], jobs: int) -> list[dict[str, A
 
 def _needs(number: int) -> dict[str, Any]:
     return needs(*_works[number])
-
-
-def needs(launch: Launch, arch: int) -> dict[str, Any]:
-    """What `launch` needs on compute capability `arch`, by `Usage`'s names."""
-    compiled = compile_launch(launch, arch)
-    ptx, shared = compiled.asm["ptx"], compiled.metadata.shared
-    widths = load_widths(ptx)
-    total = sum(width * count for width, count in widths.items())
-    resources = _resources(compiled.asm["cubin"])
-    in_flight = per_byte = 0.0
-    if launch.streams:
-        sass = _cuobjdump("--dump-sass", compiled.asm["cubin"])  # takes as long as compiling, so for nothing else
-        fit = programs_a_processor(resources["REG"], shared, launch.num_warps, _SHARED_LIMITS[arch] * 1024)
-        programs = min(fit, -(-math.prod(launch.grid) // PROCESSORS))
-        once = read_once(ptx)
-        in_flight = 32 * launch.num_warps * programs * bytes_in_flight(sass) * once
-        per_byte = instructions_a_byte(sass) / once
-    waits = bool(launch.for_capability(arch)[0].get("PDL"))
-    return {
-        "registers": resources["REG"],
-        "stack": resources["STACK"],
-        "local": resources["LOCAL"],
-        "shared": shared,
-        "streams": launch.streams,
-        "in_flight": int(in_flight),
-        "instructions": round(per_byte, 3),
-        "too_early": tuple(before_the_wait(ptx)) if waits else (),
-        "widest_load": max(widths, default=0),
-        "wide_loads": 16 * widths.get(16, 0) / total if total else 0.0,
-    }
-
-
-def machine_code_of(launch: Launch, arch: int) -> str:
-    """The SASS of `launch` for compute capability `arch`, as cuobjdump prints it."""
-    return _cuobjdump("--dump-sass", compile_launch(launch, arch).asm["cubin"])
-
-
-def compile_launch(launch: Launch, arch: int) -> Any:
-    """Triton's compiled kernel of `launch` for compute capability `arch` (90 is Hopper)."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    signature, constants, attributes, options = _specialization(launch, arch)
-    source = ASTSource(launch.kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-
-
-def _specialization(launch: Launch, arch: int) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any], dict[str, Any]]:
-    """Signature, constants, attributes and compile options, as the JIT would derive them.
-
-    Constexprs and None are constants, integers equal to 1 too, and pointers and integers divisible by 16 are marked so
-    (the launcher's tensors are taken to be aligned, as torch allocates them).
-    """
-    arguments, options = launch.for_capability(arch)
-    signature: dict[str, str] = {}
-    constants: dict[str, Any] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    for index, parameter in enumerate(launch.kernel.params):
-        name, value = parameter.name, arguments[parameter.name]
-        specialized = not parameter.do_not_specialize
-        aligned = specialized and not parameter.do_not_specialize_on_alignment
-        if parameter.is_constexpr or value is None or (specialized and type(value) is int and value == 1):
-            signature[name], constants[name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name] = "*" + _TRITON_NAMES[value.dtype]
-            if aligned:
-                attributes[(index,)] = [["tt.divisibility", _ALIGNMENT]]
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        else:
-            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if aligned and value % _ALIGNMENT == 0:
-                attributes[(index,)] = [["tt.divisibility", _ALIGNMENT]]
-    return signature, constants, attributes, options
-
-
-def load_widths(ptx: str) -> dict[int, int]:
-    """How many loads from global memory there are of each width in bytes, asynchronous copies included."""
-    counts: dict[int, int] = {}
-    for vector, bits in re.findall(r"ld\.global[.\w:]*?(?:\.v(\d))?\.[bfus](\d+)\s", ptx):
-        width = int(vector or 1) * int(bits) // 8
-        counts[width] = counts.get(width, 0) + 1
-    for size in re.findall(r"cp\.async\.c[ag]\.shared\.global[^\n]*?,\s*(0x[0-9a-f]+|\d+)", ptx):
-        width = int(size, 0)
-        counts[width] = counts.get(width, 0) + 1
-    return counts
-
-
-def _resources(cubin: bytes) -> dict[str, int]:
-    """REG, STACK, LOCAL and more of the one function in `cubin`."""
-    usage = _cuobjdump("--dump-resource-usage", cubin)
-    fields = {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", usage)}
-    if not {"REG", "STACK", "LOCAL"} <= fields.keys():
-        raise RuntimeError(f"cuobjdump's answer has no REG, STACK and LOCAL: {usage!r}")
-    return fields
-
-
-def _cuobjdump(option: str, cubin: bytes) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        return subprocess.run([_find_cuobjdump(), option, str(path)], capture_output=True, text=True, check=True).stdout
-
-
-def _find_cuobjdump() -> str:
-    """The tool inside the Triton package, else the one on the path."""
-    import triton
-
-    own = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    found = str(own) if own.is_file() else shutil.which("cuobjdump")
-    if found is None:
-        raise RuntimeError("cuobjdump is neither in the triton package nor on the path: install triton or CUDA")
-    return found
 
 
 def _table(usages: list[Usage]) -> str:

@@ -151,7 +151,7 @@ def recorded() -> Iterator[list[Any]]:
 
 def _machine_code(launch: Any) -> dict[str, Any]:
     """What a launch has under way on this device, by its machine code; or why that cannot be said."""
-    from d3engine.kernels.inspect import needs
+    from d3engine.kernels.ahead_of_time import needs
 
     major, minor = torch.cuda.get_device_capability()
     try:

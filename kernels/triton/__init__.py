@@ -1,7 +1,7 @@
 """Every operation of the model as Triton kernels, under the names of `reference.py`.
 
 Nothing imports this package on a machine without a GPU, but the kernel tests (in Triton's interpreter) and
-`kernels/inspect.py`; and nothing outside it imports Triton. To add a kernel, see `launches.py`.
+`kernels/ahead_of_time.py`; and nothing outside it imports Triton. To add a kernel, see `launches.py`.
 """
 
 from d3engine.kernels.triton.copy_entries import copy_entries

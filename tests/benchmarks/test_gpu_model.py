@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import gpu_model
 from benchmarks.gpu_model import DEVICES, kernels_of_step, limit_us, report_of, step_us
-from d3engine.kernels import inspect
+from d3engine.kernels import ahead_of_time
 from d3engine.kernels.triton.launches import SHAPES
 
 pytest.importorskip("triton")
@@ -21,8 +21,8 @@ H200 = next(device for device in DEVICES if device.name == "H200")
 def in_flight(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """What every kernel has under way, and its instructions a byte: a test may change it."""
     found = {"in_flight": 64 * 1024, "instructions": 0.01}
-    monkeypatch.setattr(inspect, "needs", lambda launch, arch: found)
-    monkeypatch.setattr(inspect, "machine_code_of", lambda launch, arch: "")
+    monkeypatch.setattr(ahead_of_time, "needs", lambda launch, arch: found)
+    monkeypatch.setattr(ahead_of_time, "machine_code_of", lambda launch, arch: "")
     return found
 
 
@@ -91,7 +91,7 @@ def test_choosing_under_cuts_reads_the_logits_three_times_and_adds_up_each_token
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compiled: list[str] = []
-    monkeypatch.setattr(inspect, "machine_code_of", lambda launch, arch: compiled.append(launch.kernel.__name__) or "")
+    monkeypatch.setattr(ahead_of_time, "machine_code_of", lambda launch, arch: compiled.append(launch.kernel.__name__) or "")
     kernels = kernels_of_step(SHAPES["llama3-8b"], "bf16", 8, 512, 90, is_sampled=True)
     choosing = [kernel for kernel in kernels if kernel.operation == "sample"]
     assert [kernel.num_bytes for kernel in choosing] == 3 * [8 * 128256 * 4] + [0]
@@ -121,7 +121,7 @@ def test_the_picture_of_what_was_written_compiles_nothing_and_says_that_it_is_a_
     gpu_model.main(["--shape", "tiny", "--layers", "4", "--json", str(written)])
     drawn: list[Any] = []
     monkeypatch.setattr(plots, "save_figure", lambda figure, path: drawn.append(figure))
-    monkeypatch.delattr(inspect, "needs")
+    monkeypatch.delattr(ahead_of_time, "needs")
     gpu_model.main(["--of", str(written), str(written), "--plot", str(tmp_path / "model.png")])
     assert "not measured" in drawn[0].get_suptitle()
     rows = json.loads(written.read_text())["rows"]

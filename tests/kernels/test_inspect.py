@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from d3engine.kernels import inspect
-from d3engine.kernels.inspect import Usage, load_widths
+from d3engine.kernels.ahead_of_time import PROCESSORS, load_widths
+from d3engine.kernels.inspect import Usage
 
 USAGE = Usage(
     arch=80,
@@ -37,7 +38,8 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 COMPILING = """
 import torch
-from d3engine.kernels.inspect import compile_launch, main, needs
+from d3engine.kernels.ahead_of_time import compile_launch, needs
+from d3engine.kernels.inspect import main
 from d3engine.kernels.machine_code import before_the_wait
 from d3engine.kernels.triton import launches
 
@@ -168,7 +170,7 @@ def test_the_exit_code_tells_of_a_stack_or_local_memory(
         ({"in_flight": inspect.LEAST_IN_FLIGHT}, []),
         ({"in_flight": inspect.LEAST_IN_FLIGHT - 1}, ["STARVES"]),
         ({"in_flight": 0, "streams": False}, []),
-        ({"in_flight": 0, "grid": (1, inspect.PROCESSORS - 1)}, []),
+        ({"in_flight": 0, "grid": (1, PROCESSORS - 1)}, []),
         ({"in_flight": 2**17, "too_early": ("ld.global.b32 %r1, [ %rd3 + 0 ];",)}, ["TOO EARLY"]),
     ],
 )

@@ -1,0 +1,159 @@
+"""One launch compiled without a GPU, and what its PTX and machine code say of it.
+
+What `inspect.py` and the benchmarks ask: registers, shared memory, bytes in flight, instructions a byte. How these are
+read off the machine code is in `machine_code.py`; here are the compiler and the tool that disassembles.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from d3engine.kernels.machine_code import (
+    before_the_wait,
+    bytes_in_flight,
+    instructions_a_byte,
+    programs_a_processor,
+    read_once,
+)
+
+if TYPE_CHECKING:
+    from d3engine.kernels.triton.launches import Launch
+
+TRITON_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.bool: "i1",
+}
+_ALIGNMENT = 16  # bytes for pointers, multiples for integers: what Triton specializes on
+PROCESSORS = 132  # of an H100 or H200
+SHARED_LIMITS = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+"""KiB of shared memory that one program may have, by compute capability (CUDA C++ Programming Guide, table of technical
+specifications)."""
+
+
+def needs(launch: Launch, arch: int) -> dict[str, Any]:
+    """What `launch` needs on compute capability `arch`, by `Usage`'s names."""
+    compiled = compile_launch(launch, arch)
+    ptx, shared = compiled.asm["ptx"], compiled.metadata.shared
+    widths = load_widths(ptx)
+    total = sum(width * count for width, count in widths.items())
+    resources = _resources(compiled.asm["cubin"])
+    in_flight = per_byte = 0.0
+    if launch.streams:
+        sass = _cuobjdump("--dump-sass", compiled.asm["cubin"])  # takes as long as compiling, so for nothing else
+        fit = programs_a_processor(resources["REG"], shared, launch.num_warps, SHARED_LIMITS[arch] * 1024)
+        programs = min(fit, -(-math.prod(launch.grid) // PROCESSORS))
+        once = read_once(ptx)
+        in_flight = 32 * launch.num_warps * programs * bytes_in_flight(sass) * once
+        per_byte = instructions_a_byte(sass) / once
+    waits = bool(launch.for_capability(arch)[0].get("PDL"))
+    return {
+        "registers": resources["REG"],
+        "stack": resources["STACK"],
+        "local": resources["LOCAL"],
+        "shared": shared,
+        "streams": launch.streams,
+        "in_flight": int(in_flight),
+        "instructions": round(per_byte, 3),
+        "too_early": tuple(before_the_wait(ptx)) if waits else (),
+        "widest_load": max(widths, default=0),
+        "wide_loads": 16 * widths.get(16, 0) / total if total else 0.0,
+    }
+
+
+def machine_code_of(launch: Launch, arch: int) -> str:
+    """The SASS of `launch` for compute capability `arch`, as cuobjdump prints it."""
+    return _cuobjdump("--dump-sass", compile_launch(launch, arch).asm["cubin"])
+
+
+def compile_launch(launch: Launch, arch: int) -> Any:
+    """Triton's compiled kernel of `launch` for compute capability `arch` (90 is Hopper)."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants, attributes, options = specialization(launch, arch)
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def specialization(launch: Launch, arch: int) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any], dict[str, Any]]:
+    """Signature, constants, attributes and compile options, as the JIT would derive them.
+
+    Constexprs and None are constants, integers equal to 1 too, and pointers and integers divisible by 16 are marked so
+    (the launcher's tensors are taken to be aligned, as torch allocates them).
+    """
+    arguments, options = launch.for_capability(arch)
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for index, parameter in enumerate(launch.kernel.params):
+        name, value = parameter.name, arguments[parameter.name]
+        specialized = not parameter.do_not_specialize
+        aligned = specialized and not parameter.do_not_specialize_on_alignment
+        if parameter.is_constexpr or value is None or (specialized and type(value) is int and value == 1):
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = "*" + TRITON_NAMES[value.dtype]
+            if aligned:
+                attributes[(index,)] = [["tt.divisibility", _ALIGNMENT]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if aligned and value % _ALIGNMENT == 0:
+                attributes[(index,)] = [["tt.divisibility", _ALIGNMENT]]
+    return signature, constants, attributes, options
+
+
+def load_widths(ptx: str) -> dict[int, int]:
+    """How many loads from global memory there are of each width in bytes, asynchronous copies included."""
+    counts: dict[int, int] = {}
+    for vector, bits in re.findall(r"ld\.global[.\w:]*?(?:\.v(\d))?\.[bfus](\d+)\s", ptx):
+        width = int(vector or 1) * int(bits) // 8
+        counts[width] = counts.get(width, 0) + 1
+    for size in re.findall(r"cp\.async\.c[ag]\.shared\.global[^\n]*?,\s*(0x[0-9a-f]+|\d+)", ptx):
+        width = int(size, 0)
+        counts[width] = counts.get(width, 0) + 1
+    return counts
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    """REG, STACK, LOCAL and more of the one function in `cubin`."""
+    usage = _cuobjdump("--dump-resource-usage", cubin)
+    fields = {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", usage)}
+    if not {"REG", "STACK", "LOCAL"} <= fields.keys():
+        raise RuntimeError(f"cuobjdump's answer has no REG, STACK and LOCAL: {usage!r}")
+    return fields
+
+
+def _cuobjdump(option: str, cubin: bytes) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        return subprocess.run([_find_cuobjdump(), option, str(path)], capture_output=True, text=True, check=True).stdout
+
+
+def _find_cuobjdump() -> str:
+    """The tool inside the Triton package, else the one on the path."""
+    import triton
+
+    own = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    found = str(own) if own.is_file() else shutil.which("cuobjdump")
+    if found is None:
+        raise RuntimeError("cuobjdump is neither in the triton package nor on the path: install triton or CUDA")
+    return found
