@@ -21,6 +21,7 @@ from d3engine.async_engine.shared_pulse import SharedPulse
 from d3engine.depth import policy_from_dict
 from d3engine.engine import Engine
 from d3engine.errors import EngineClosedError, EngineDeadError
+from d3engine.garbage import collect_seldom, freeze_loaded
 from d3engine.loading.settings import plain_settings
 from d3engine.request.outputs import RequestOutput
 from d3engine.scheduling.admission import Waves
@@ -31,6 +32,7 @@ _PATIENCE_SECONDS = 60.0
 
 def main() -> None:
     """Read what to do from the standard input, and do it until told to stop."""
+    collect_seldom()
     parent = os.getppid()
     start: wire.Start = wire.decode_message(bytes.fromhex(sys.stdin.readline()))
     threading.Thread(target=_end_with, args=(parent,), name="d3engine-parent", daemon=True).start()
@@ -42,6 +44,7 @@ def main() -> None:
     except BaseException as error:
         _end(replies, error)
         return
+    freeze_loaded()
     _send(replies, [_ready(engine)])
     loop = EngineLoop(engine, lambda batch: _send(replies, map(_reply, batch)), pulse=SharedPulse(Path(start.pulse)))
     threading.Thread(target=_receive, args=(context, start.requests, engine, loop), daemon=True).start()

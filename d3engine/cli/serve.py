@@ -26,6 +26,7 @@ from d3engine.cli.engine_options import (
 from d3engine.cli.server_options import require_server_packages, server_settings, takes_server
 from d3engine.cli.verbosity import note
 from d3engine.errors import require_integer
+from d3engine.garbage import freeze_loaded
 from d3engine.version import __version__
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def _run(engine: AsyncEngine, settings: ServerSettings, bound: socket.socket, mo
     async def run() -> None:
         try:
             executor = (await engine.stats()).executor
+            freeze_loaded()
             server.when_started(lambda: _introduce(engine, settings, bound, model, executor))
             await server.serve([bound])
         finally:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from d3engine.cli import OBJECTS_BETWEEN_COLLECTIONS, app
+from d3engine.cli import app
 from d3engine.cli import demo as shown_problem
 from d3engine.cli.engine_options import engine_arguments, open_engine
 from d3engine.cli.invocation import as_typed
@@ -25,6 +25,7 @@ from d3engine.cli.threads import read_threads, threads_for
 from d3engine.cli.turns import Speedup, speedup
 from d3engine.engine import Engine
 from d3engine.errors import InvalidValueError
+from d3engine.garbage import OBJECTS_BETWEEN_COLLECTIONS
 from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import ModelConfig
 

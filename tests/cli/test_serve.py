@@ -90,11 +90,20 @@ def test_a_model_is_called_what_it_was_named_by_or_what_is_asked_for(tmp_path: P
     assert aliases == {"full-one": FullDepth(), "quick": D3(alpha=0.9, start=0.6)}
 
 
+SERVE = """
+import atexit, gc, sys
+from d3engine.cli import main
+
+atexit.register(lambda: print("objects frozen:", gc.get_freeze_count(), file=sys.stderr))
+main()
+"""
+
+
 class Running:
-    """The command in a process of its own; the lines of its stderr as they come."""
+    """The command in a process of its own; the lines of its stderr as they come, with one of its heap behind them."""
 
     def __init__(self, *words: str) -> None:
-        command = [sys.executable, "-m", "d3engine", "serve", "demo", "--port", "0", "--device", "cpu", *words]
+        command = [sys.executable, "-c", SERVE, "serve", "demo", "--port", "0", "--device", "cpu", *words]
         environment = os.environ | {"D3ENGINE_API_KEY": "a-key-of-1234", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self.lines: SimpleQueue[str | None] = SimpleQueue()
@@ -146,6 +155,7 @@ def test_a_server_says_what_it_serves_and_ends_when_its_answers_are_complete(rec
     assert (status, body["usage"]["completion_tokens"]) == (200, 3)
     assert running.line("POST /v1/completions 200")
     assert running.line("ended; every answer was complete")
+    assert int(running.line("objects frozen").split()[-1]) > 100_000, "collections look through the whole server"
     assert running.process.wait(300) == 0
     assert [span.name for span in receiver.spans] == ["text_completion demo"]  # sent before the process ended
 
