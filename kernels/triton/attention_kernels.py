@@ -14,6 +14,7 @@ import triton.language as tl
 from d3engine.kernels.triton.attention_splits import combine_parts, entries_a_split, find_split
 from d3engine.kernels.triton.attention_tiles import load_scales, load_tile, normalized, tile_blocks
 from d3engine.kernels.triton.product_kernels import wait_for_previous
+from d3engine.kernels.triton.small_values import fp8_values
 
 # Values that differ between steps, and views that begin anywhere, must not make a new variant of a kernel: it would
 # compile in the middle of serving, or of a capture.
@@ -61,7 +62,10 @@ def _attend_tiles(
         )
         if scales is not None:
             key_scales, value_scales = load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, MASKED)
-        keys, values = keys.to(queries.dtype), values.to(queries.dtype)
+        if scales is not None:
+            keys, values = fp8_values(keys, queries.dtype), fp8_values(values, queries.dtype)
+        else:
+            keys, values = keys.to(queries.dtype), values.to(queries.dtype)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
         if scales is not None:
             scores *= key_scales[None, :]

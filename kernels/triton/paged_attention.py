@@ -251,7 +251,7 @@ def tune_single_rows(channels: int, group: int, element_size: int) -> Tuning:
     """Tiles of 8 KB of keys where lanes sum, of 16 KB where heads are packed; several programs share a processor.
 
     A tile is part of a split, and packed heads have a score for each of its entries in registers: 128 entries at most.
-    In registers values of 8 bits are as wide as others: tiles of 4 KB, and so many programs that 16 KB are under way.
+    In registers values of 8 bits are as wide as others, so their tiles have half of the bytes.
     """
     width = _padded(channels) * max(2, element_size)
     if group == 1:
@@ -259,8 +259,8 @@ def tune_single_rows(channels: int, group: int, element_size: int) -> Tuning:
     packed_rows = max(16, triton.next_power_of_2(group))
     if element_size == 4:
         return Tuning(tile=16, packed_rows=packed_rows, num_warps=4 if packed_rows == 16 else 8, num_stages=5)
-    tile = max(16, min(64, 8192 // width) if element_size == 1 else min(128, 16384 // width))
-    programs = 2 if tile * width >= 16384 else 3  # by shared memory, of an A100 too
+    tile = max(16, min(64 if element_size == 1 else 128, 16384 // width))
+    programs = 3 if element_size == 1 or tile * width < 16384 else 2  # by shared memory, of an A100 too
     return Tuning(tile=tile, packed_rows=packed_rows, num_warps=4, num_stages=5, programs=programs)
 
 
@@ -272,11 +272,12 @@ def tune_long_chunks(channels: int, group: int, element_size: int, max_chunk_row
         return Tuning(tile=16, packed_rows=max(32, fewest), num_warps=8, num_stages=2)
     if max_chunk_rows is None:
         return Tuning(tile=64, packed_rows=max(128, fewest), num_warps=8, num_stages=5)
+    is_narrow = element_size == 1  # what was loaded and what becomes of it stand in registers side by side
     if max_chunk_rows * group <= 16:
-        return Tuning(tile=64, packed_rows=16, num_warps=4, num_stages=5)
+        return Tuning(tile=32 if is_narrow else 64, packed_rows=16, num_warps=4, num_stages=5)
     if max_chunk_rows * group <= 256:
         # More entries a tile would spill on Ampere, and more stages on Blackwell.
-        return Tuning(tile=32, packed_rows=max(64, fewest), num_warps=4, num_stages=4)
+        return Tuning(tile=32, packed_rows=max(64, fewest), num_warps=8 if is_narrow else 4, num_stages=4)
     return Tuning(tile=64, packed_rows=max(128, fewest), num_warps=8, num_stages=5)
 
 

@@ -1,9 +1,10 @@
-"""Stored int8 and 4-bit values as floats, on the device: two values an instruction where the floats are of 16 bits.
+"""Stored int8, 4-bit and e4m3 values as floats, on the device: two values an instruction where floats are of 16 bits.
 
 A byte becomes the low mantissa of a float whose exponent makes its unit 1: 0x4300 is 128 in bfloat16 and 0x6400 is 1024
 in float16, and whatever stands in their lowest bits adds to that. Then 128 or 1024 is taken off again, together with
 what the stored form has added. All of it is exact. What does so is PTX, since Triton computes in bfloat16 one value at
-a time and by way of float32; in the interpreter, and for float32, a like way through the mantissa of 2^23 serves.
+a time and by way of float32; in the interpreter, and for float32, a like way through the mantissa of 2^23 serves. For e4m3
+there is an instruction.
 """
 
 from __future__ import annotations
@@ -54,6 +55,12 @@ INT4_TO_BF16: tl.constexpr = _int4_to(
     "0x43434343", "mov.b32 d, 0x3f803f80", "mov.b32 e, 0xc308c308", "fma.rn.bf16x2 {result}, a, d, e"
 )
 INT4_TO_FP16: tl.constexpr = _int4_to("0x64646464", "mov.b32 e, 0x64086408", "sub.rn.f16x2 {result}, a, e")
+FP8_TO_FP16: tl.constexpr = _ptx(
+    ".reg .b16 low, high",
+    "mov.b32 {low, high}, $2",
+    "cvt.rn.f16x2.e4m3x2 $0, low",
+    "cvt.rn.f16x2.e4m3x2 $1, high",
+)
 
 
 @triton.jit
@@ -79,3 +86,16 @@ def int4_values(packed, dtype: tl.constexpr):
         low = ((packed.to(tl.int32) & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
         high = (((packed >> 4).to(tl.int32)) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
         return low, high
+
+
+@triton.jit
+def fp8_values(stored, dtype: tl.constexpr):
+    """e4m3 as float16 or float32, in the layout in which it was loaded."""
+    if (dtype == tl.float16) and (not _INTERPRETED):
+        # Said not to be pure, so that it stays where it stands. Triton would move it behind the change to the layout of
+        # tensor cores, whose columns of values in 8 bits come from shared memory byte by byte; of float16 an
+        # instruction turns whole tiles.
+        words = stored.to(tl.uint8, bitcast=True)
+        return tl.inline_asm_elementwise(FP8_TO_FP16, "=r,=r,r", [words], tl.float16, False, 4)
+    else:  # noqa: RET505
+        return stored.to(dtype)

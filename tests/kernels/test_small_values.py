@@ -29,6 +29,9 @@ def run(ptx: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         if not line.strip() or line.strip().startswith(".reg"):
             continue
         name, rest = line.strip().split(" ", 1)
+        if halves := re.fullmatch(r"\{(\w+), (\w+)\}, (\S+)", rest):  # a word into registers of 16 bits
+            registers |= {halves[1]: registers[halves[3]] & 65535, halves[2]: registers[halves[3]] >> 16}
+            continue
         target, *sources = re.split(r",\s*", rest)
         registers[target] = step(name, [registers[s] if s in registers else torch.tensor(int(s, 0)) for s in sources])
     return registers
@@ -49,6 +52,8 @@ def step(name: str, sources: list[Tensor]) -> Tensor:
         both = first | others[0] << 32
         places = [int(others[1]) >> 4 * nth & 7 for nth in range(4)]
         return sum((both >> 8 * place & 255) << 8 * nth for nth, place in enumerate(places))  # type: ignore[return-value]
+    if name == "cvt.rn.f16x2.e4m3x2":
+        return as_word([(first >> 8 * nth & 255).to(torch.uint8).view(torch.float8_e4m3fn).double() for nth in (0, 1)])
     dtype = torch.bfloat16 if "bf16x2" in name else torch.float16
     halves = [[halved.double() for halved in as_floats(source, dtype)] for source in sources]
     if name.startswith("fma.rn."):
@@ -62,7 +67,7 @@ def as_floats(word: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return low.to(torch.uint16).view(dtype), high.to(torch.uint16).view(dtype)
 
 
-def as_word(halves: list[Tensor], dtype: torch.dtype) -> Tensor:
+def as_word(halves: list[Tensor], dtype: torch.dtype = torch.float16) -> Tensor:
     low, high = (half.to(dtype).view(torch.uint16).long() for half in halves)
     return low | high << 16
 
@@ -88,3 +93,11 @@ def test_both_halves_of_every_byte_become_floats_less_8(form: str, dtype: torch.
     for names, values in ((("$0", "$1"), BYTES & 15), (("$2", "$3"), BYTES >> 4)):
         for nth, found in enumerate(floats(done, names, dtype)):
             assert torch.equal(found, (values - 8).double().roll(-64 * nth))
+
+
+def test_every_e4m3_value_becomes_the_same_float16() -> None:
+    done = run(small_values.FP8_TO_FP16.value, {"$2": WORDS})
+    wanted = BYTES.to(torch.uint8).view(torch.float8_e4m3fn).double()
+    for nth, found in enumerate(floats(done, ("$0", "$1"), torch.float16)):
+        assert torch.equal(found.nan_to_num(0), wanted.roll(-64 * nth).nan_to_num(0))
+        assert torch.equal(found.isnan(), wanted.roll(-64 * nth).isnan())
