@@ -22,6 +22,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.cpu_page import show
+from benchmarks.read_rate import Reader
 from benchmarks.report import environment, positive, summary, tell
 from benchmarks.systems import decay_for, model_at, prompts_for, weights_of
 from benchmarks.torch_peers import DTYPES, TorchPeer
@@ -39,6 +40,7 @@ KINDS = ("f32", "16-bit", "8-bit", "4-bit")
 PARTS = ("decode", "depth", "prompt")
 PROMPTS = (512, 2048)
 READ_BYTES = 2**30
+READS = 3
 LLAMA_CPP, TRANSFORMERS, COMPILED = "llama.cpp", "transformers", "torch.compile"
 PEERS = (LLAMA_CPP, TRANSFORMERS, COMPILED)
 
@@ -172,13 +174,24 @@ def ratios(systems: dict[str, Any], figure: str) -> dict[str, Any]:
 
 
 def decode(model: Model, kind: str, batch: int, settings: Settings, bar: tqdm[Any]) -> dict[str, Any]:
-    """Steps at full depth beside the peers', and the share of the call in which the executor works."""
+    """Steps at full depth beside the peers', and the share of the call in which the executor works.
+
+    In every round memory is read too, so that the rate of a step and that of reading are of the same minute.
+    """
     prompts, length = prompts_for(model.config, batch), 16 + settings.tokens
+    reader = Reader(READ_BYTES)
     engine = Ours(model.directory, model.weights[kind], settings, rows=batch, length=length)
 
     def ours() -> dict[str, float]:
         turn = engine.answer(prompts, settings.tokens, FullDepth())
-        return {"seconds_per_step": turn.seconds_per_step, "host_share": turn.host_share}
+        rate, read = matrix_bytes(model.weights[kind]) / turn.seconds_per_step, reader.rate(READS)
+        return {
+            "seconds_per_step": turn.seconds_per_step,
+            "host_share": turn.host_share,
+            "gigabytes_per_second": rate / 1e9,
+            "read_gigabytes_per_second": read / 1e9,
+            "share_of_reading": rate / read,
+        }
 
     peers = model.peers(kind, settings, rows=batch, length=length)
     turns: dict[str, Callable[[], dict[str, float]]] = {"d3engine": ours} | {
@@ -189,14 +202,12 @@ def decode(model: Model, kind: str, batch: int, settings: Settings, bar: tqdm[An
     executor = engine.engine.stats().executor
     for system in (engine, *peers.values()):
         system.close()
-    rates = [matrix_bytes(model.weights[kind]) / s / 1e9 for s in systems["d3engine"]["seconds_per_step"]["rounds"]]
     return {
         "model": settings.model,
         "kind": kind,
         "batch": batch,
         "executor": executor,
         "systems": systems,
-        "gigabytes_per_second": summary(rates),
         "over": ratios(systems, "seconds_per_step"),
     }
 
@@ -281,18 +292,6 @@ def prompt(model: Model, kind: str, settings: Settings, bar: tqdm[Any]) -> list[
     return rows
 
 
-def read_bandwidth(threads: int) -> float:
-    """Bytes per second at which float32 is read, the best of ten sums and ten products with a vector."""
-    torch.set_num_threads(threads)
-    values, vector = torch.ones(READ_BYTES // 2**14, 2**12), torch.ones(2**12)
-    best = float("inf")
-    for read in [values.sum, lambda: values @ vector] * 10:
-        start = time.perf_counter()
-        read()
-        best = min(best, time.perf_counter() - start)
-    return values.nbytes / best
-
-
 # -- a run -----------------------------------------------------------------------------------------------------------
 
 
@@ -334,7 +333,6 @@ def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[st
     report: dict[str, Any] = {
         "benchmark": "cpu",
         "settings": {**vars(settings), "prompt_tokens": 16},
-        "read_bytes_per_second": read_bandwidth(settings.threads),
         "llama_cpp": _peer_version(),
         **{part: [] for part in settings.parts},
     }

@@ -13,25 +13,25 @@ from benchmarks.report import spread
 
 def show(report: dict[str, Any], console: Console) -> None:
     """Print a table for each part."""
-    settings, bandwidth = report["settings"], report["read_bytes_per_second"] / 1e9
+    settings = report["settings"]
     console.print(
         f"{settings['model']}: {settings['threads']} threads, {settings['repeats']} rounds, {settings['tokens']} tokens"
-        f" after {settings['prompt_tokens']}; float32 is read at {bandwidth:.1f} GB/s. Medians, least and most of the"
-        f" rounds. llama.cpp: {report['llama_cpp'] or 'not installed'}"
+        f" after {settings['prompt_tokens']}. Medians, least and most of the rounds."
+        f" llama.cpp: {report['llama_cpp'] or 'not installed'}"
     )
     peers = settings["peers"]
     over = [f"over {peer}" for peer in peers]
     if report.get("decode"):
         table = _table("weights", "batch", "ms a step", *over, "GB/s", "of reading", "of the call")
         for row in report["decode"]:
-            ours, rate = row["systems"]["d3engine"], row["gigabytes_per_second"]
+            ours = row["systems"]["d3engine"]
             table.add_row(
                 row["kind"],
                 str(row["batch"]),
                 spread(ours["seconds_per_step"], 1e3),
                 *_ratios(row, peers),
-                spread(rate),
-                f"{rate['median'] / bandwidth:.2f}",
+                spread(ours["gigabytes_per_second"]),
+                spread(ours["share_of_reading"]),
                 spread(ours["host_share"]),
             )
         console.print(table)

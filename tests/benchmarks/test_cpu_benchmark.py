@@ -65,9 +65,16 @@ def test_ratios_follow_from_the_seconds(report: dict[str, Any]) -> None:
         assert row["d3_over_full_depth"]["rounds"] == pytest.approx(speedups)
         assert row["realisation_ratio"]["rounds"] == pytest.approx([one / row["layer_bound"] for one in speedups])
         assert row["layer_bound"] > 1.1
-    eight, four = (row["gigabytes_per_second"]["median"] for row in (report["decode"][2], report["decode"][0]))
-    assert eight > 0
-    assert four > 0
+
+
+def test_a_steps_share_of_reading_is_that_of_its_own_round(report: dict[str, Any]) -> None:
+    for row in report["decode"]:
+        ours = row["systems"]["d3engine"]
+        rates, reads = (ours[f"{of}gigabytes_per_second"]["rounds"] for of in ("", "read_"))
+        shares = [rate / read for rate, read in zip(rates, reads, strict=True)]
+        assert ours["share_of_reading"]["rounds"] == pytest.approx(shares)
+        sizes = [rate * s for rate, s in zip(rates, ours["seconds_per_step"]["rounds"], strict=True)]
+        assert sizes == pytest.approx([sizes[0]] * len(sizes))
 
 
 def test_the_depths_that_are_compared_run_ahead_like_any_other() -> None:
