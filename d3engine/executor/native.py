@@ -315,18 +315,12 @@ def native_model(eager: EagerExecutor) -> NativeModel:
         embedding=weights.embedding,
         final_norm=weights.final_norm,
         lm_head=weights.lm_head,
-        pool=_float_pool(eager),
+        pool=eager.pool,
         num_heads=model.config.num_heads,
         max_positions=rotations.shape[0],
         eps=model.config.rms_norm_eps,
         scale=model.config.attention_scale,
     )
-
-
-def _float_pool(eager: EagerExecutor) -> Tensor:
-    if not isinstance(eager.pool, Tensor):
-        raise NativeError("the native library reads no cache of 8-bit floats")
-    return eager.pool
 
 
 _KNOWN = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from d3engine.environment import KERNELS
 from d3engine.errors import require
 from d3engine.kernels.kv_pool import FP8, FP8_CAPABILITY
 
@@ -17,7 +16,7 @@ ARGUMENT = "kv_cache_dtype"
 def resolve_kv_cache_dtype(given: str, *, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of the cache's entries beside activations of `dtype`.
 
-    Raises `InvalidValueError` for another name, and for fp8 where nothing could read it.
+    Raises `InvalidValueError` for another name, and for fp8 on a GPU that converts no such values.
     """
     require(isinstance(given, str) and given in NAMES, ARGUMENT, given, f"one of {', '.join(NAMES)}")
     if given == "auto":
@@ -26,6 +25,4 @@ def resolve_kv_cache_dtype(given: str, *, dtype: torch.dtype, device: torch.devi
         major, minor = torch.cuda.get_device_capability(device)
         allowed = f"auto on a GPU of compute capability {major}.{minor}: 8.9 is the first that converts 8-bit floats"
         require(10 * major + minor >= FP8_CAPABILITY, ARGUMENT, given, allowed)
-    natively = KERNELS.read() == "native"
-    require(not natively, ARGUMENT, given, f"auto beside {KERNELS.name}=native, whose cache is of float32")
     return FP8

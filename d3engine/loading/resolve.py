@@ -72,9 +72,8 @@ def resolve_settings(
     computed = resolve_dtype(dtype, config, there)
     part = check_ranks(tensor_parallel_size, config, there, held)
     cached = resolve_kv_cache_dtype(kv_cache_dtype, dtype=computed, device=there)
-    # The native library knows nothing of ranks, and no cache but of activations' dtype.
-    unknown = there.type == "cpu" and (tensor_parallel_size > 1 or cached != computed)
-    executor = executor_for(there, computed, enforce_eager or unknown)
+    is_alone = there.type != "cpu" or tensor_parallel_size == 1  # the native library knows nothing of ranks
+    executor = executor_for(there, computed, enforce_eager or not is_alone)
     kept = held or kept_by_default(dtype, directory, config, executor)
     settings = EngineSettings(
         directory=directory,

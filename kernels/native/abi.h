@@ -48,7 +48,10 @@ struct D3Model {
     D3Matrix embedding, lm_head;
     const D3Layer* layers;
     const float* final_norm;
-    float* pool;             // [num_blocks, 2, block_size, kv_heads, head_dim]
+    // The cache, [num_blocks, 2, block_size, kv_heads, head_dim]: floats, or, with scales, 8-bit floats of e4m3 that stand
+    // for so many times their scale [num_blocks, 2, kv_heads, block_size].
+    void* pool;
+    float* pool_scales;
 };
 
 // A map in the place of the layers [first, stop): h becomes h + weight h + bias, or h + weight (down h) + bias.

@@ -34,6 +34,10 @@ INLINE V widen_bfloat16(const char* from) {
 INLINE V widen_int8(const char* from) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
 }
+INLINE V widen_e4m3(const char* from) {
+    const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from)), 7);
+    return _mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16(short(0xbfff))));  // without the sign's double
+}
 INLINE VI widen_uint8(const char* from) { return (VI)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)); }
 
 // All sixteen values that four bits can stand for lie in one register, and a value is looked up in it.

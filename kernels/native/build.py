@@ -49,7 +49,7 @@ ISA_FLAGS = {
         "-mfma",
         "-mprefer-vector-width=512",
     ),
-    "avx2.cpp": ("-mavx2", "-mfma"),
+    "avx2.cpp": ("-mavx2", "-mfma", "-mf16c"),
 }
 
 

@@ -49,6 +49,7 @@ D3Decoder::D3Decoder(const D3Model& model, const Kernels& kernels)
         scratch.panels = Floats(std::max(PANEL_BYTES / int64_t(sizeof(float)), 2 * kernels.panel_floats(widest)));
         scratch.scores = Floats(int64_t(queries) * ATTENTION_CHUNK);
         scratch.keys = Floats(int64_t(ATTENTION_CHUNK) * (model.head_dim + MOST_LANES));
+        if (model.pool_scales) scratch.values = Floats(int64_t(ATTENTION_CHUNK) * model.head_dim);
         scratch.partials = Floats(2 * int64_t(queries) * (model.head_dim + 2));
     }
     int64_t most = 0;
@@ -281,30 +282,10 @@ template <int BANDS, class Use> void D3Decoder::multiply_many(const D3Matrix& ma
     });
 }
 
-float* D3Decoder::entry(const Step& step, int row, int layer, int half) const {
-    const int64_t position = step.position(row), block = step.table(row, layer, model_)[position / model_.block_size];
-    return model_.pool + ((2 * block + half) * model_.block_size + position % model_.block_size) * kv_size_;
-}
-
-// `count` channels from `channel` on, all of one head, go where they belong; those of queries and keys are turned.
-void D3Decoder::place(const Step& step, int layer, int nth, int channel, const float* from, int count) {
-    const int row = active_[nth], keys_end = q_size_ + kv_size_;
-    float* to = channel < q_size_    ? queries_.row(nth) + channel
-                : channel < keys_end ? entry(step, row, layer, 0) + (channel - q_size_)
-                                     : entry(step, row, layer, 1) + (channel - keys_end);
-    const float* rotations = layers_[layer].rotations;
-    if (!rotations || channel >= keys_end) {
-        memcpy(to, from, count * sizeof(float));
-        return;
-    }
-    const float* turns = rotations + step.position(row) * model_.head_dim;
-    kernels_.rotate(to, from, turns + channel % model_.head_dim, count);
-}
-
 void D3Decoder::qkv(const Step& step, int layer) {
     const D3Layer& weights = layers_[layer];
     norm(weights.attention_norm);
-    if (!weights.head_norms) {
+    if (!weights.head_norms && !is_small()) {
         multiply(weights.qkv, normed_, [&](int, int nth, int start, int stop, const float* values) {
             for (int channel = start; channel < stop;) {  // by heads, of which a piece may hold parts
                 const int count = std::min(stop - channel, model_.head_dim - channel % model_.head_dim);
@@ -315,12 +296,14 @@ void D3Decoder::qkv(const Step& step, int layer) {
         return;
     }
     put_product(weights.qkv, normed_, projected_);
-    team_.each(int(active_.size()), [&](int, int nth) {  // a norm needs its whole head
+    team_.each(int(active_.size()), [&](int, int nth) {  // a norm needs its whole head, and so does a scale
         for (int channel = 0; channel < q_size_ + 2 * kv_size_; channel += model_.head_dim) {
             float* head = projected_.row(nth) + channel;
-            const float* weight = weights.head_norms + (channel < q_size_ ? 0 : model_.head_dim);
-            if (channel < q_size_ + kv_size_) kernels_.rms_norm(head, head, weight, model_.eps, model_.head_dim);
-            place(step, layer, nth, channel, head, model_.head_dim);
+            if (weights.head_norms && channel < q_size_ + kv_size_) {
+                const float* weight = weights.head_norms + (channel < q_size_ ? 0 : model_.head_dim);
+                kernels_.rms_norm(head, head, weight, model_.eps, model_.head_dim);
+            }
+            place_head(step, layer, nth, channel, head);
         }
     });
 }

@@ -75,6 +75,7 @@ private:
         Floats panels;    // a piece's weights, for many rows
         Floats scores;    // a chunk of attention
         Floats keys;      // the same
+        Floats values;    // the same, of entries in 8 bits
         Floats partials;  // two spans of attention
     };
     // Neighbouring rows of one sequence, which go through attention together.
@@ -114,6 +115,7 @@ private:
     void find_active(const Step& step, int layer);
     void qkv(const Step& step, int layer);
     void place(const Step& step, int layer, int nth, int channel, const float* from, int count);
+    void place_head(const Step& step, int layer, int nth, int channel, float* head);
     void attention(const Step& step, int layer);
     void find_blocks(const Step& step);
     void attend_split(const Step& step, int layer, int spans);
@@ -135,7 +137,8 @@ private:
     float* state(const Step& step, int64_t place) const;
     template <int BANDS, class Use> void multiply_bands(const D3Matrix& matrix, const Rows& x, Use use);
     template <int BANDS, class Use> void multiply_many(const D3Matrix& matrix, const Product& p, Use use);
-    float* entry(const Step& step, int row, int layer, int half) const;
+    bool is_small() const { return model_.pool_scales; }
+    int64_t entry(const Step& step, int row, int layer, int half) const;
     Choosing choosing(const Step& step, int row) const;
 
     const D3Model model_;

@@ -31,12 +31,14 @@ void D3Decoder::find_blocks(const Step& step) {
 Attention D3Decoder::attention_of(const Step& step, int layer, int piece, int worker) const {
     const Block& block = blocks_[piece / model_.kv_heads];
     const int head = piece % model_.kv_heads, row = active_[block.first];
-    const int64_t first = int64_t(head) * group_ * model_.head_dim;
+    const int64_t first = int64_t(head) * group_ * model_.head_dim, wide = is_small() ? 1 : sizeof(float);
+    const Scratch& scratch = scratch_[worker];
+    const char* pool = static_cast<const char*>(model_.pool);
     return {queries_.row(block.first) + first, attended_.row(block.first) + first, queries_.stride(),
-            scratch_[worker].scores.at(0), scratch_[worker].keys.at(0), model_.pool + head * model_.head_dim,
-            step.table(row, layer, model_),
-            int64_t(model_.block_size) * kv_size_, kv_size_, block.rows, group_, model_.head_dim, model_.block_size,
-            int32_t(step.position(row) + 1), model_.scale};
+            scratch.scores.at(0), scratch.keys.at(0), scratch.values.at(0), pool + head * model_.head_dim * wide,
+            is_small() ? model_.pool_scales + head * model_.block_size : nullptr, step.table(row, layer, model_),
+            int64_t(model_.block_size) * kv_size_, int64_t(model_.block_size) * model_.kv_heads, kv_size_, block.rows,
+            group_, model_.head_dim, model_.block_size, int32_t(step.position(row) + 1), model_.scale};
 }
 
 void D3Decoder::attention(const Step& step, int layer) {

@@ -36,10 +36,13 @@ struct Attention {
     int64_t stride;        // floats from one row to the next, of both
     float* scores;         // scratch [rows, group, ATTENTION_CHUNK]
     float* keys;           // scratch [ATTENTION_CHUNK, head_dim up to whole vectors]
-    const float* pool;     // the head's channels of entry 0
+    float* values;         // scratch [ATTENTION_CHUNK, head_dim], beside entries of 8 bits
+    const void* pool;      // the head's channels of entry 0, floats, or of 8 bits where there are scales
+    const float* scales;   // the head's scales of block 0's keys, or null
     const int32_t* table;  // blocks of the sequence's entries
-    int64_t half_block;    // floats of the keys of a block; its values follow
-    int64_t entry;         // floats from one entry to the next
+    int64_t half_block;    // channels of all heads of the keys of a block; its values follow
+    int64_t half_scales;   // as many scales are there of the keys of a block; those of its values follow
+    int64_t entry;         // channels from one entry to the next
     int32_t rows, group, head_dim, block_size;
     int32_t length;  // entries that the first row looks at, each later row at one more
     float scale;
@@ -81,6 +84,8 @@ struct Kernels {
     void (*attend_span)(const Attention&, int span, float* partial);
     void (*join_span)(const Attention&, int span, float* earlier, float* partial);
     void (*finish_attention)(const Attention&, float* partial);
+    // The e4m3 of n floats and their scale, as the reference has them (kv_pool.py).
+    void (*write_e4m3)(const float* from, int n, uint8_t* to, float* scale);
     void (*rms_norm)(float* out, const float* x, const float* weight, float eps, int n);
     void (*rotate)(float* out, const float* x, const float* turns, int n);  // n / 2 pairs by n / 2 pairs
     void (*swiglu)(float* out, const float* gate, const float* up, int n);

@@ -20,7 +20,15 @@ import torch
 from d3engine.kernels.native import build
 from d3engine.kernels.native.choices import AskedForms, structures
 from d3engine.kernels.native.cycles import CyclesStructure, Drafts, Int64Array, structure_of
-from d3engine.kernels.native.model import LayerStructure, Linear, ModelStructure, NativeError, NativeModel, address_of
+from d3engine.kernels.native.model import (
+    LayerStructure,
+    Linear,
+    ModelStructure,
+    NativeError,
+    NativeModel,
+    address_of,
+    pool_addresses,
+)
 from d3engine.kernels.native.runs import (
     OF_STATES,
     Draws,
@@ -79,7 +87,7 @@ class Decoder:
             Linear(model.lm_head).structure(),
             layers,
             address_of(model.final_norm, torch.float32),
-            address_of(model.pool, torch.float32),
+            *pool_addresses(model.pool),
         )
         made = c_void_p()
         _check(self._library.d3_create(byref(structure), byref(made)))

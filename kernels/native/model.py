@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from d3engine.kernels.kv_pool import FP8, KVPool, values_and_scales
 from d3engine.kernels.quantized import Int4Weight, Int8Weight, Table, Weight
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
@@ -61,7 +62,7 @@ class ModelStructure(Structure):
         ("embedding", MatrixStructure),
         ("lm_head", MatrixStructure),
         ("layers", POINTER(LayerStructure)),
-        *((name, c_void_p) for name in ("final_norm", "pool")),
+        *((name, c_void_p) for name in ("final_norm", "pool", "pool_scales")),
     )
 
 
@@ -118,7 +119,7 @@ class NativeLayer:
 class NativeModel:
     """A model whose activations are float32, and the pool [blocks, 2, block_size, kv heads, head_dim] that it fills.
 
-    Matrices are float32, bfloat16, int8 or int4, the embedding anything of these but int4. Rotations have
+    The pool is of float32 or of 8-bit floats. Matrices are float32, bfloat16, int8 or int4, the embedding anything of these but int4. Rotations have
     `max_positions` rows; `scale` is what scores are multiplied by.
     """
 
@@ -126,7 +127,7 @@ class NativeModel:
     embedding: Table
     final_norm: Tensor
     lm_head: Weight
-    pool: Tensor
+    pool: KVPool
     num_heads: int
     max_positions: int
     eps: float
@@ -172,3 +173,11 @@ def address_of(tensor: Tensor, dtype: torch.dtype) -> int:
     if tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise NativeError(f"a {tensor.dtype} tensor on {tensor.device} is not contiguous {dtype} on the CPU")
     return tensor.data_ptr()
+
+
+def pool_addresses(pool: KVPool) -> tuple[int, int | None]:
+    """Where a pool's entries lie, float32 or 8-bit floats, and the latter's scales; raises `NativeError` for others."""
+    values, scales = values_and_scales(pool)
+    if scales is None:
+        return address_of(values, torch.float32), None
+    return address_of(values, FP8), address_of(scales, torch.float32)

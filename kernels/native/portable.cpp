@@ -34,6 +34,12 @@ template <class T> INLINE VI widen(const char* from) {
 INLINE V widen_bfloat16(const char* from) { return (V)(widen<uint16_t>(from) << 16); }
 INLINE V widen_int8(const char* from) { return as_floats(widen<int8_t>(from)); }
 INLINE VI widen_uint8(const char* from) { return widen<uint8_t>(from); }
+INLINE V widen_e4m3(const char* from) {
+    const VI bytes = widen_uint8(from), magnitude = (bytes & 0x7f) << 20;
+    const V small = (V)(magnitude + (113 << 23)) - all(0x1p-14f);  // eighths of the least exponent
+    const V value = choose(magnitude < (8 << 20), small, (V)(magnitude + (112 << 23)));
+    return (V)((VI)value | (bytes & 0x80) << 24);
+}
 
 struct Nibbles {
     V scale;
