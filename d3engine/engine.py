@@ -70,8 +70,7 @@ class Engine(Chats, Facts):
         max_num_batched_tokens: rows of one step at most; longer prompts are computed in pieces.
         block_size: KV entries per block.
         kv_cache_dtype: of cache entries: "auto", that of activations, or "fp8" ("fp8_e4m3"), 8-bit floats with a scale
-            for each head of each entry: two to four times as many fit. On a CPU PyTorch decodes then, on a GPU it takes
-            compute capability 8.9.
+            for each head of each entry: two to four times as many fit. On a GPU it takes compute capability 8.9.
         kv_cache_memory_bytes: size of the KV cache; None: 1 GiB on a CPU (or one whole sequence if that is more), a
             share of the device's memory on a GPU.
         gpu_memory_utilization: that share, counting what weights, CUDA graphs and the largest step take.

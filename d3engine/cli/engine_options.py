@@ -46,7 +46,7 @@ ENGINE: OptionTable = {
     "max_num_seqs": ("--max-num-seqs", int, "Sequences that run at once at most (64)."),
     "max_num_batched_tokens": ("--max-num-batched-tokens", int, "Tokens computed in one step at most (2048)."),
     "block_size": ("--block-size", int, "KV entries of a block (16)."),
-    "kv_cache_dtype": ("--kv-cache-dtype", str, "auto, or fp8: 8-bit cache entries, slower on a CPU (auto)."),
+    "kv_cache_dtype": ("--kv-cache-dtype", str, "auto, or fp8: cache entries of 8 bits with scales (auto)."),
     "kv_cache_memory_bytes": (
         "--kv-cache-memory-bytes",
         int,

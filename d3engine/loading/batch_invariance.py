@@ -24,7 +24,7 @@ def check_engine(settings: EngineSettings) -> None:
         return
     kernels = KERNELS.read()
     is_triton = kernels == "triton" or (kernels == "auto" and settings.device.type == "cuda")
-    needed = "dtype float32, kv_cache_dtype auto, no enforce_eager, a D3ENGINE_KERNELS with it"
+    needed = "dtype float32, no enforce_eager, a D3ENGINE_KERNELS with it"
     allowed = f"False on a CPU without the native library ({needed})"
     require(is_triton or settings.device.type != "cpu", ARGUMENT, True, allowed)
     require(is_triton, ARGUMENT, True, f"False beside {KERNELS.name}={kernels}: by Triton's kernels alone")

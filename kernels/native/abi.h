@@ -48,8 +48,8 @@ struct D3Model {
     D3Matrix embedding, lm_head;
     const D3Layer* layers;
     const float* final_norm;
-    // The cache, [num_blocks, 2, block_size, kv_heads, head_dim]: floats, or, with scales, 8-bit floats of e4m3 that stand
-    // for so many times their scale [num_blocks, 2, kv_heads, block_size].
+    // The cache, [num_blocks, 2, block_size, kv_heads, head_dim]: floats, or, with scales [num_blocks, 2, kv_heads,
+    // block_size], 8-bit floats of e4m3 that stand for so many times these.
     void* pool;
     float* pool_scales;
 };

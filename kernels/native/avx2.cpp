@@ -1,4 +1,5 @@
-// AVX2 with FMA and F16C: eight floats a register, sixteen registers. Compiled with its own flags, called only where they hold.
+// AVX2 with FMA and F16C: eight floats a register, sixteen registers. Compiled with its own flags, called only where
+// they hold.
 #include "simd.h"
 
 #if defined(__x86_64__) && !defined(D3_PORTABLE)
@@ -51,7 +52,7 @@ struct Nibbles {
 
 #include "kernels.inc"
 
-// GCC 10 knows no name of it to ask for.
+// Older compilers have no name for it to ask by.
 static bool has_half_floats() {
     unsigned a, b, c, d;
     return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);

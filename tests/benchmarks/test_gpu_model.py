@@ -91,7 +91,9 @@ def test_choosing_under_cuts_reads_the_logits_three_times_and_adds_up_each_token
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compiled: list[str] = []
-    monkeypatch.setattr(ahead_of_time, "machine_code_of", lambda launch, arch: compiled.append(launch.kernel.__name__) or "")
+    monkeypatch.setattr(
+        ahead_of_time, "machine_code_of", lambda launch, arch: compiled.append(launch.kernel.__name__) or ""
+    )
     kernels = kernels_of_step(SHAPES["llama3-8b"], "bf16", 8, 512, 90, is_sampled=True)
     choosing = [kernel for kernel in kernels if kernel.operation == "sample"]
     assert [kernel.num_bytes for kernel in choosing] == 3 * [8 * 128256 * 4] + [0]

@@ -25,8 +25,9 @@ def bits(output: RequestOutput) -> list[Any]:
     ]
 
 
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
 def test_log_probabilities_are_the_same_bits_whoever_comes_beside_and_whatever_is_cut_preempted_or_cached(
-    make_engine: Callable[..., Engine],
+    make_engine: Callable[..., Engine], cache: str
 ) -> None:
     requests = [
         Request(request.prompt, replace(request.params, logprobs=3, depth=SKIPPING[nth % len(SKIPPING)]))
@@ -39,14 +40,15 @@ def test_log_probabilities_are_the_same_bits_whoever_comes_beside_and_whatever_i
             if numbers.random() < 0.1:
                 engine.scheduler._preempt(sequence)
 
-    memory = LAYERS * 30 * block_bytes()
-    together = make_engine(batch_invariant=True, max_num_batched_tokens=9, max_num_seqs=7, kv_cache_memory_bytes=memory)
+    invariant: dict[str, Any] = {"batch_invariant": True, "kv_cache_dtype": cache}
+    memory = LAYERS * 30 * block_bytes(cache)
+    together = make_engine(max_num_batched_tokens=9, max_num_seqs=7, kv_cache_memory_bytes=memory, **invariant)
     found = run_together(together, requests, random.Random(0), before_step=preempt)
     stats = together.stats()
     assert stats.num_preemptions > 10
     assert stats.cached_prompt_tokens > 0
     assert stats.eager_steps == 0
-    alone = make_engine(batch_invariant=True, enable_prefix_caching=False)
+    alone = make_engine(enable_prefix_caching=False, **invariant)
     for nth, request in enumerate(requests):
         (wanted,) = alone.generate(list(request.prompt), request.params, use_tqdm=False)
         assert bits(found[nth]) == bits(wanted)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import BLOCK, LAYERS, POLICIES, Request, assert_same, kv_is_back, run_together, some_requests
+from batches import LAYERS, POLICIES, Request, assert_same, block_bytes, kv_is_back, run_together, some_requests
 from depth_oracle import ActiveLayers, d3, greedy_at_depth, layer_table
 from e4m3 import kept
 from tiny_models import TinyLlama, random_prompts, save_without_layer
@@ -32,24 +32,33 @@ CASES: dict[str, tuple[DepthPolicy, ActiveLayers, str]] = {
 
 
 @pytest.fixture
-def solo(make_engine: Callable[..., Engine]) -> Callable[[Request], Any]:
+def solo(eager: Callable[..., Engine]) -> Callable[[Request], Any]:
     """The answer of a request alone in an engine whose cache has 8 bits, its whole prompt in one step."""
 
     def answer(request: Request) -> Any:
-        engine = make_engine(max_num_seqs=4, enable_prefix_caching=False, kv_cache_dtype="fp8")
+        engine = eager(max_num_seqs=4, enable_prefix_caching=False)
         return engine.generate(list(request.prompt), request.params, use_tqdm=False)[0]
 
     return answer
 
 
-def block_bytes() -> int:
-    return 2 * BLOCK * 2 * (8 + 4)  # keys and values, entries, kv heads, 8 channels of a byte and their scale
+@pytest.fixture
+def eager(make_engine: Callable[..., Engine]) -> Callable[..., Engine]:
+    """An engine that runs by PyTorch whatever its requests ask for. Elsewhere it depends on neighbours which steps the
+    native library takes, and another order of a sum may choose the next of 8-bit values."""
+
+    def make(**changes: Any) -> Engine:
+        return make_engine(kv_cache_dtype="fp8", enforce_eager=True, **changes)
+
+    return make
 
 
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_transformers_with_a_cache_rounded_number_by_number(
-    tiny_llama: Callable[..., TinyLlama], case: str
+    tiny_llama: Callable[..., TinyLlama], case: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("D3ENGINE_KERNELS", kernels)
     tiny = tiny_llama(num_hidden_layers=LAYERS, hidden_size=32, intermediate_size=48)
     policy, active, on_skip = CASES[case]
     greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
@@ -74,10 +83,10 @@ def test_eight_bits_change_what_is_answered_so_equal_answers_mean_something(
 
 @pytest.mark.parametrize(("rows", "seed"), [(4, 0), (9, 1), (512, 2)])
 def test_a_request_answers_as_alone_whoever_comes_beside_it_and_however_prompts_are_cut(
-    make_engine: Callable[..., Engine], solo: Callable[[Request], Any], seed: int, rows: int
+    eager: Callable[..., Engine], solo: Callable[[Request], Any], seed: int, rows: int
 ) -> None:
     requests = some_requests(seed, 15)
-    engine = make_engine(max_num_batched_tokens=rows, max_num_seqs=min(rows, 7), kv_cache_dtype="fp8")
+    engine = eager(max_num_batched_tokens=rows, max_num_seqs=min(rows, 7))
     done = run_together(engine, requests, random.Random(seed))
     for nth, request in enumerate(requests):
         assert_same(done[nth], solo(request))
@@ -87,12 +96,12 @@ def test_a_request_answers_as_alone_whoever_comes_beside_it_and_however_prompts_
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_a_request_answers_as_alone_although_it_is_preempted_after_every_second_token(
-    make_engine: Callable[..., Engine], solo: Callable[[Request], Any], policy: DepthPolicy
+    eager: Callable[..., Engine], solo: Callable[[Request], Any], policy: DepthPolicy
 ) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, depth=policy, logprobs=1)
     drawn = SamplingParams(temperature=2.0, seed=5, max_tokens=8, ignore_eos=True, depth=policy)
     requests = [Request(tuple(range(40, 49)), greedy), Request(tuple(range(40, 46)), drawn)]
-    engine = make_engine(kv_cache_dtype="fp8_e4m3")
+    engine = eager()
     steps: dict[str, int] = {}
 
     def preempt(engine: Engine) -> None:
@@ -138,39 +147,39 @@ def test_ranks_answer_as_one(tiny_llama: Callable[..., TinyLlama]) -> None:
 
 
 def test_the_same_memory_holds_more_blocks_and_every_byte_is_counted(make_engine: Callable[..., Engine]) -> None:
-    memory = 200 * 2 * BLOCK * 2 * 8 * 4
+    memory = 200 * block_bytes()
+    small = block_bytes(cache="fp8")
     wide, narrow = (make_engine(kv_cache_memory_bytes=memory, kv_cache_dtype=name) for name in ("auto", "fp8"))
-    assert (wide.stats().kv_blocks_total, narrow.stats().kv_blocks_total) == (200, memory // block_bytes())
+    assert (wide.stats().kv_blocks_total, narrow.stats().kv_blocks_total) == (200, memory // small)
     pool = narrow.executor.pool
     assert isinstance(pool, Fp8Pool)
     assert pool.dtype == FP8
-    assert pool.nbytes == (narrow.stats().kv_blocks_total + 1) * block_bytes()
+    assert pool.nbytes == (narrow.stats().kv_blocks_total + 1) * small
     narrow.add_request("one", list(range(10)), SamplingParams(max_tokens=4, ignore_eos=True))
     narrow.step()
     stats = narrow.stats()
-    assert stats.kv_bytes_in_use == stats.kv_blocks_in_use * block_bytes() == LAYERS * 3 * block_bytes()
+    assert stats.kv_bytes_in_use == stats.kv_blocks_in_use * small == LAYERS * 3 * small
 
 
-def test_pytorch_decodes_on_a_cpu_and_nobody_pretends_otherwise(make_engine: Callable[..., Engine]) -> None:
-    assert make_engine(kv_cache_dtype="fp8").stats().executor == "eager"
-    with pytest.raises(InvalidValueError, match="num_scheduler_steps must be 1 without"):
-        make_engine(kv_cache_dtype="fp8", num_scheduler_steps=4)
+def test_the_native_library_decodes_on_a_cpu_by_whichever_name_it_is_asked_for(
+    make_engine: Callable[..., Engine], native_library: None
+) -> None:
+    answers = []
+    for name in ("fp8", "fp8_e4m3"):
+        engine = make_engine(kv_cache_dtype=name, num_scheduler_steps=4)
+        greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+        answers.append(engine.generate([5, 6, 7], greedy, use_tqdm=False)[0].outputs[0].token_ids)
+        stats = engine.stats()
+        assert stats.executor.startswith("native")
+        assert stats.native_steps > 0
+        assert stats.eager_steps == 0
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("given", ["int8", "fp8_e5m2", "", None, torch.float8_e4m3fn])
 def test_another_name_is_refused(make_engine: Callable[..., Engine], given: object) -> None:
     with pytest.raises(InvalidValueError, match="kv_cache_dtype must be one of auto, fp8, fp8_e4m3; got"):
         make_engine(kv_cache_dtype=given)
-
-
-def test_what_cannot_read_it_is_refused_by_name(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(InvalidValueError, match=r"batch_invariant must be False on a CPU .*kv_cache_dtype auto"):
-        make_engine(kv_cache_dtype="fp8", batch_invariant=True)
-    monkeypatch.setenv("D3ENGINE_KERNELS", "native")
-    with pytest.raises(InvalidValueError, match="kv_cache_dtype must be auto beside D3ENGINE_KERNELS=native"):
-        make_engine(kv_cache_dtype="fp8")
 
 
 @pytest.mark.parametrize(

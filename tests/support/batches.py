@@ -86,8 +86,9 @@ def moved(weights: LlamaWeights, device: str) -> LlamaWeights:
     )
 
 
-def block_bytes() -> int:
-    return 2 * BLOCK * 2 * 8 * 4  # keys and values, entries, kv heads, channels, float32
+def block_bytes(cache: str = "auto") -> int:
+    head = 8 * 4 if cache == "auto" else 8 + 4  # channels of float32, or of a byte and their scale
+    return 2 * BLOCK * 2 * head  # keys and values, entries, kv heads
 
 
 def some_requests(seed: int, count: int, *, longest: int = 24, **fixed: Any) -> list[Request]:

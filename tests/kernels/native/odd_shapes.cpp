@@ -53,27 +53,49 @@ struct Matrix {
         if (with_bias) bias = floats(rows);
         view = {kind, rows, columns, values.get(), data_or_null(scales), data_or_null(bias)};
     }
+
+    // Leaves nothing but their biases of the rows from `first` on, of four bits or floats.
+    void zero_rows(int first) {
+        const size_t groups = scales.size() / view.rows, row = view.kind == D3_BFLOAT16 ? view.columns * 2 : 0;
+        std::fill(scales.begin() + first * groups, scales.end(), 0.0f);
+        memset(values.get() + first * row, 0, (view.rows - first) * row);
+    }
+};
+
+// A cache, of floats or of 8 bits with scales.
+struct Pool {
+    std::vector<float> floats, scales;
+    std::vector<uint8_t> bytes;
+
+    Pool(size_t count, int head_dim, bool is_small) {
+        if (!is_small) floats = ::floats(count);
+        else scales = ::floats(count / head_dim, 0.001f), bytes.resize(count);
+        for (uint8_t& byte : bytes) byte = numbers() % 127 | numbers() % 2 << 7;  // any number
+    }
+    void* entries() { return floats.empty() ? static_cast<void*>(bytes.data()) : floats.data(); }
+    float* scales_or_null() { return scales.empty() ? nullptr : scales.data(); }
 };
 
 // What a run has found.
 struct Found {
     std::vector<int64_t> chosen;
-    std::vector<float> scores, logits, pool;
+    std::vector<float> scores, logits;
+    Pool pool;
 
-    Found(const std::vector<float>& before, int rows, int steps, int vocab)
+    Found(const Pool& before, int rows, int steps, int vocab)
         : chosen(rows * steps), scores(rows * steps), logits(size_t(rows) * steps * vocab), pool(before) {}
 };
 
 // A model, rows at random positions, and tables of blocks in random order.
 class Case {
 public:
-    Case(const Sizes& sizes, int kind) : s(sizes), norm(floats(s.hidden)), head_norms(floats(2 * s.head_dim)) {
+    Case(const Sizes& sizes, int kind)
+        : s(sizes), norm(floats(s.hidden)), head_norms(floats(2 * s.head_dim)), bias(kind % 2) {
         const int queries = s.heads * s.head_dim, entries = s.kv_heads * s.head_dim;
         matrices.reserve(2 + 4 * LAYERS);
         auto matrix = [&](int of, int rows, int columns, bool with_bias) {
             return matrices.emplace_back(of, rows, columns, with_bias).view;
         };
-        const bool bias = kind % 2;
         for (D3Layer& layer : layers) {
             layer.attention_norm = layer.mlp_norm = norm.data();
             layer.qkv = matrix(kind, queries + 2 * entries, s.hidden, bias);
@@ -85,6 +107,9 @@ public:
         }
         embedding = matrix(kind == D3_BFLOAT16 ? D3_BFLOAT16 : D3_FLOAT32, s.vocab, s.hidden, false);
         head = matrix(kind, s.vocab, s.hidden, false);
+        // Sums are rounded otherwise elsewhere, and where 8 bits lie next to another value that is no small difference:
+        // keys and values are biases there.
+        for (int of = 0; bias && of < LAYERS; of++) matrices[4 * of].zero_rows(queries);
         for (int row = 0; row < s.rows; row++) {
             tokens[row] = numbers() % s.vocab, slots[row] = row, temperatures[row] = row % 2;
             positions[row] = row == 0 ? LENGTH - STEPS : numbers() % (LENGTH - STEPS + 1);
@@ -106,7 +131,7 @@ public:
         Found found(pool, s.rows, STEPS, s.vocab);
         D3Model model{LAYERS, s.hidden, s.intermediate, s.heads, s.kv_heads, s.head_dim, s.vocab, s.block_size, blocks,
                       count + 1, s.rows, LENGTH, std::max(s.rows, PROMPT), threads, isa, 1e-5f, 0.5f, embedding,
-                      head, layers, norm.data(), found.pool.data()};
+                      head, layers, norm.data(), found.pool.entries(), found.pool.scales_or_null()};
         D3Decoder* decoder = nullptr;
         if (d3_create(&model, &decoder) != D3_OK) fail("no decoder", isa);
         run(decoder, isa, found, 0, s.rows);
@@ -124,10 +149,12 @@ public:
                 if (memcmp(whole, &some.logits[step * part], part * sizeof(float))) fail("other bits in a batch", isa);
             }
         }
-        const std::vector<float> kept = found.pool;
+        const Pool kept = found.pool;
         prompt(decoder, isa);
         cycles(decoder, isa);
-        std::copy(kept.begin(), kept.end(), found.pool.begin());
+        std::copy(kept.floats.begin(), kept.floats.end(), found.pool.floats.begin());
+        std::copy(kept.scales.begin(), kept.scales.end(), found.pool.scales.begin());
+        std::copy(kept.bytes.begin(), kept.bytes.end(), found.pool.bytes.begin());
         int32_t course[2] = {0, 0};
         Found again(found.pool, s.rows, STEPS, s.vocab);
         const D3Run followed = run_of(again, 0, s.rows, course);
@@ -140,7 +167,8 @@ public:
     void compare(const Found& found, const Found& other, int isa) const {
         if (found.chosen != other.chosen) fail("other tokens", isa);
         compare_rows(found.logits, other.logits, s.vocab, isa);
-        compare_rows(found.pool, other.pool, s.head_dim, isa);
+        compare_rows(found.pool.floats, other.pool.floats, s.head_dim, isa);
+        if (found.pool.bytes != other.pool.bytes || found.pool.scales != other.pool.scales) fail("other entries", isa);
     }
 
 private:
@@ -246,7 +274,8 @@ private:
     const int blocks = (LENGTH + s.block_size - 1) / s.block_size, count = s.rows * LAYERS * blocks;
     std::vector<Matrix> matrices;
     const std::vector<float> norm, head_norms, rotations = floats(size_t(LENGTH) * s.head_dim);
-    const std::vector<float> pool = floats(size_t(count + 1) * 2 * s.block_size * s.kv_heads * s.head_dim);
+    const bool bias;  // and a cache of 8 bits
+    const Pool pool{size_t(count + 1) * 2 * s.block_size * s.kv_heads * s.head_dim, s.head_dim, bias};
     D3Layer layers[LAYERS];
     D3Matrix embedding, head;
     std::vector<int64_t> tokens = numbers_for_rows(0), positions = tokens, slots = tokens, indices = tokens;

@@ -1,0 +1,140 @@
+"""What 8-bit cache entries cost or save a CPU in time: a native decode step over them and over float32, in turns.
+
+The one idea: a step's time does not depend on what the cache says, so its entries are random numbers, and texts of any
+length need no prompt. Told is processor time, which neighbours on the machine disturb least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from time import process_time
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from benchmarks.report import environment, positive, spread, summary, tell
+from d3engine.engine import Engine
+from d3engine.executor.eager import EagerExecutor
+from d3engine.executor.native import native_model
+from d3engine.kernels.kv_pool import KVPool, values_and_scales
+from d3engine.kernels.native.library import Decoder
+from d3engine.kernels.native.runs import Rows
+
+CACHES = {"float32": "auto", "fp8": "fp8"}
+FOREVER = 2**30
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Which model, how many texts of which lengths; `rounds` turns of each cache, each of `steps` steps."""
+
+    model: str = "smollm2"
+    contexts: tuple[int, ...] = (128, 1024, 4096)
+    batches: tuple[int, ...] = (1, 8)
+    steps: int = 4
+    rounds: int = 9
+
+
+class Cached:
+    """A model with one kind of cache, full of random entries, on one thread."""
+
+    def __init__(self, settings: Settings, kind: str) -> None:
+        rows, length = max(settings.batches), max(settings.contexts) + settings.steps
+        options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "weight_dtype": "bfloat16"}
+        options |= {"kv_cache_dtype": CACHES[kind], "enforce_eager": True, "max_num_seqs": rows}
+        with Engine(settings.model, max_model_len=length, kv_cache_memory_bytes=2**20, **options) as probe:
+            layers, size = probe.config.num_layers, probe.settings.block_size
+            memory = rows * layers * -(-length // size) * probe.settings.block_bytes
+        self._engine = Engine(settings.model, max_model_len=length, kv_cache_memory_bytes=memory, **options)
+        eager = self._engine.executor
+        assert isinstance(eager, EagerExecutor)
+        _fill(eager.pool)
+        blocks = -(-length // size)
+        self._decoder = Decoder(native_model(eager), max_blocks=blocks, num_slots=rows, max_rows=rows, num_threads=1)
+        order = np.random.default_rng(0).permutation(rows * layers * blocks) + 1
+        self._tables = order.astype(np.int32).reshape(rows, layers, blocks)
+        self.bytes_a_token = layers * probe.settings.block_bytes // size
+        self.isa = self._decoder.isa
+
+    def seconds(self, context: int, batch: int, steps: int) -> float:
+        """Of processor time for a step of `batch` texts of `context` tokens, of some steps."""
+        ones = np.ones(batch, np.int64)
+        cutoffs = np.full((batch, self._tables.shape[1]), FOREVER, np.int32)
+        rows = Rows(ones, context * ones, ones, np.arange(batch), cutoffs, self._tables)
+        began = process_time()
+        self._decoder.run(rows, steps)
+        return (process_time() - began) / steps
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def _fill(pool: KVPool) -> None:
+    values, scales = values_and_scales(pool)
+    if scales is None:
+        values.normal_()
+    else:
+        values.view(torch.uint8).random_(0, 127)
+        scales.fill_(0.01)
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Seconds of a step over both caches, and fp8's over float32's within a round, by context and batch."""
+    caches = {kind: Cached(settings, kind) for kind in CACHES}
+    rows = []
+    for context in settings.contexts:
+        for batch in settings.batches:
+            found: dict[str, list[float]] = {kind: [] for kind in caches}
+            for kind in caches.values():
+                kind.seconds(context, batch, 1)
+            for turn in tqdm(range(settings.rounds), desc=f"context {context}, batch {batch}", leave=False):
+                for name in list(caches)[:: 1 if turn % 2 else -1]:
+                    found[name].append(caches[name].seconds(context, batch, settings.steps))
+            ratios = [fp8 / wide for fp8, wide in zip(found["fp8"], found["float32"], strict=True)]
+            steps = {name: summary(seconds) for name, seconds in found.items()}
+            rows.append({"context": context, "batch": batch, "steps": steps, "ratio": summary(ratios)})
+    about = {kind: {"bytes_a_token": cache.bytes_a_token, "isa": cache.isa} for kind, cache in caches.items()}
+    for cache in caches.values():
+        cache.close()
+    return {"caches": about, "rows": rows}
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """A row for each context and batch; ranges are of all rounds."""
+    table = Table(title="a native decode step, ms of processor time: median (least-most)")
+    for header in ("context", "batch", *CACHES, "fp8 / float32"):
+        table.add_column(header)
+    for row in report["rows"]:
+        steps = (spread(row["steps"][name], 1000) for name in CACHES)
+        table.add_row(str(row["context"]), str(row["batch"]), *steps, spread(row["ratio"]))
+    console.print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kv_cache_time", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--model", default=Settings.model, help="a directory, or a model known by name")
+    parser.add_argument("--contexts", type=positive, nargs="+", default=Settings.contexts, help="tokens of each text")
+    parser.add_argument("--batches", type=positive, nargs="+", default=Settings.batches, help="texts at once")
+    parser.add_argument("--steps", type=positive, default=Settings.steps, help="of a turn")
+    parser.add_argument("--rounds", type=positive, default=Settings.rounds, help="turns of each cache")
+    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    given = vars(parser.parse_args(arguments))
+    file = given.pop("json")
+    settings = Settings(**given)
+    report = {"environment": environment("benchmarks.kv_cache_time", arguments), "settings": asdict(settings)}
+    tell(report | measure(settings), show, width=100, file=file)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
