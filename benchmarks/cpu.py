@@ -57,6 +57,12 @@ class Settings:
     tokens: int = 64
     repeats: int = 5
     threads: int = 2
+    processor_time: bool = False
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Seconds: the wall's, or those that this process's threads were running."""
+        return time.process_time if self.processor_time else time.perf_counter
 
 
 # -- our engine --------------------------------------------------------------------------------------------------
@@ -99,14 +105,14 @@ class Ours:
             skip_tokenizer_init=True,
             num_threads=settings.threads,
         )
-        self._turn = Turn()
+        self._clock, self._turn = settings.clock, Turn()
         self._run: Callable[[Plan], Computed] = self.engine.executor.run
         self.engine.executor.run = self._timed  # type: ignore[method-assign, union-attr]
 
     def _timed(self, plan: Plan) -> Computed:
-        start = time.perf_counter()
+        start = self._clock()
         computed = self._run(plan)
-        seconds = time.perf_counter() - start
+        seconds = self._clock() - start
         if (plan.steps < 0).any():
             self._turn.prompt_seconds += seconds
         else:
@@ -118,9 +124,9 @@ class Ours:
         """Generate `tokens` tokens for every prompt."""
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, depth=depth)
         self._turn = turn = Turn()
-        start = time.perf_counter()
+        start = self._clock()
         outputs = self.engine.generate(prompts, params, use_tqdm=False)
-        turn.call_seconds = time.perf_counter() - start
+        turn.call_seconds = self._clock() - start
         turn.depths = list(outputs[0].outputs[0].depths)
         return turn
 
@@ -184,7 +190,7 @@ def decode(model: Model, kind: str, batch: int, settings: Settings, bar: tqdm[An
 
     def ours() -> dict[str, float]:
         turn = engine.answer(prompts, settings.tokens, FullDepth())
-        rate, read = matrix_bytes(model.weights[kind]) / turn.seconds_per_step, reader.rate(READS)
+        rate, read = matrix_bytes(model.weights[kind]) / turn.seconds_per_step, reader.rate(READS, settings.clock)
         return {
             "seconds_per_step": turn.seconds_per_step,
             "host_share": turn.host_share,
@@ -376,8 +382,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=positive, default=64, help="new tokens per prompt")
     parser.add_argument("--repeats", type=positive, default=5, help="rounds")
     parser.add_argument("--threads", type=positive, default=2)
+    parser.add_argument(
+        "--processor-time", action="store_true", help="in place of wall time, where others use the machine; takes --threads 1 and --peers alone"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
     given = parser.parse_args(arguments)
+    if given.processor_time and (given.peers or given.threads > 1):
+        parser.error(
+            "--processor-time must come with --threads 1, for threads that wait take it too, and with --peers and no"
+            f" names, for theirs is wall time; got --threads {given.threads} --peers {' '.join(given.peers)}"
+        )
     settings = Settings(
         model=given.model,
         kinds=tuple(given.kinds),
@@ -387,6 +401,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tokens=given.tokens,
         repeats=given.repeats,
         threads=given.threads,
+        processor_time=given.processor_time,
     )
     report = measure(settings)
     report["environment"] = environment("benchmarks.cpu", arguments)

@@ -16,7 +16,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     settings = report["settings"]
     console.print(
         f"{settings['model']}: {settings['threads']} threads, {settings['repeats']} rounds, {settings['tokens']} tokens"
-        f" after {settings['prompt_tokens']}. Medians, least and most of the rounds."
+        f" after {settings['prompt_tokens']}, {'processor' if settings['processor_time'] else 'wall'} time. Medians, least and most of the rounds."
         f" llama.cpp: {report['llama_cpp'] or 'not installed'}"
     )
     peers = settings["peers"]

@@ -77,6 +77,21 @@ def test_a_steps_share_of_reading_is_that_of_its_own_round(report: dict[str, Any
         assert sizes == pytest.approx([sizes[0]] * len(sizes))
 
 
+def test_processor_time_is_of_one_thread_without_peers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cpu, "READ_BYTES", 2**20)
+    for given in (["--peers"], ["--threads=1"]):
+        with pytest.raises(SystemExit):
+            cpu.main(["--processor-time", *given])
+        assert "--processor-time must come with --threads 1" in capsys.readouterr().err
+    file = tmp_path / "cpu.json"
+    sizes = ["--model=tiny", "--kinds=f32", "--batches=1", "--tokens=8", "--repeats=1", "--parts=decode"]
+    assert cpu.main([*sizes, "--threads=1", "--processor-time", f"--json={file}", "--peers"]) == 0
+    assert "processor time" in capsys.readouterr().out
+    assert json.loads(file.read_text())["settings"]["processor_time"] is True
+
+
 def test_the_depths_that_are_compared_run_ahead_like_any_other() -> None:
     schedule = cpu.lowest(2, 6, 8).schedule(6)
     assert schedule.is_nested
