@@ -4,6 +4,7 @@
     python -m benchmarks.gpu_model --batch 64 --cache fp8
     python -m benchmarks.gpu_model --prompt 128 [--weights int8]
     python -m benchmarks.gpu_model --shape llama3-8b --sampled
+    python -m benchmarks.gpu_model --batch-invariant
     python -m benchmarks.gpu_model --plot FILE --of FILES
 
 Each kernel of a step is compiled without a GPU. Its time is what its launch costs in a graph, and the longest of these:
@@ -21,28 +22,23 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from benchmarks.gpu.choosing import PROBES, choosing_launches
+from benchmarks.gpu.choosing import PROBES
 from benchmarks.gpu.model_tables import plot, show
+from benchmarks.gpu.step_work import WEIGHT_BYTES, Work, step_work
 from benchmarks.report import environment, tell
-from d3engine.kernels.kv_pool import KVPool, block_bytes
 from d3engine.kernels.machine_code import cycles_alone
-from d3engine.kernels.quantized import GROUP
 
 if TYPE_CHECKING:
-    from d3engine.kernels.triton.launches import Launch, ModelShape
+    from d3engine.kernels.triton.launches import ModelShape
 
 LAUNCH_US = 2.0
 """Microseconds that a kernel costs in a graph beside its bytes."""
 COPY_SHARE = 0.95
 """Of the copy rate that a kernel reads at, at best."""
-WEIGHT_BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 0.5 + 4 / GROUP}
 ISSUE_SHARE = 0.65
 """Of one instruction a cycle on each of a processor's four schedulers, at best."""
 TENSOR_SHARE = 0.6
@@ -121,108 +117,6 @@ def limit_us(kernels: list[Kernel], device: Device, layers: int) -> float:
     return total / device.copy_tbs / 1e6
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A launch of a step and what it must do; without `launch` it is a product left to torch."""
-
-    operation: str
-    launch: Launch | None
-    num_bytes: float = 0.0  # 0: of small size (adding, combining, norms, both ends of a step)
-    products: float = 0.0
-    additions: float = 0.0
-    is_alone: bool = False  # whether one program does what there is to do for a row
-
-
-def step_work(
-    shape: ModelShape,
-    weights: str,
-    batch: int,
-    context: int,
-    *,
-    is_prompt: bool = False,
-    is_sampled: bool = False,
-    cache: str = "auto",
-) -> Iterator[Work]:
-    """What a step in bfloat16 does, with weights of that form: `batch` rows that decode, or those of one prompt.
-
-    Of a prompt one row goes to the head, and attention within it is taken for small. The likeliest tokens are chosen,
-    or with `is_sampled` some under top-p, in every row. With a `cache` of "fp8" a layer has a launch more, for the
-    scales of its entries.
-    """
-    from d3engine.kernels.triton import launches
-
-    heads, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    head_rows, head = 1 if is_prompt else batch, "logits" if is_sampled else "argmax"
-    sizes = {
-        f"qkv: rows={batch}": (heads + 2 * kv) * shape.hidden_size,
-        f"linear_residual: output rows={batch}": heads * shape.hidden_size,
-        f"linear_residual: down rows={batch}": shape.intermediate_size * shape.hidden_size,
-        f"gate_up: rows={batch}": 2 * shape.intermediate_size * shape.hidden_size,
-        f"lm_head: {head} rows={head_rows}": shape.vocab_size * shape.hidden_size,
-    }
-    small = _small_launches(batch) | {f"lm_head: {head}, norm rows={head_rows}"}
-    small |= set() if is_sampled else {"lm_head: best"}
-    form = "" if weights == "bf16" else weights
-    missing, launch_of_scales = dict(sizes), None
-    for operation, label, launch in launches.registered(shape, torch.bfloat16, form, launches.PROJECTIONS):
-        name = f"{operation}: {label}"
-        if name == "qkv: finish, into 8 bits":
-            launch_of_scales = launch
-        if name in sizes:
-            values = missing.pop(name)
-            rows = launch.grid[0] * launch.arguments["BLOCK_T"]
-            yield Work(operation, launch, values * WEIGHT_BYTES[weights], 2.0 * rows * values)
-        elif name in small:
-            yield Work(operation, launch)
-    for name, values in missing.items():
-        rows = -(-batch // 128) * 128
-        yield Work(name.partition(":")[0], None, values * 2.0, 2.0 * rows * values)
-    if cache == "fp8" and not is_prompt:
-        yield Work("qkv", launch_of_scales)
-    yield from _attention(shape, batch, context, is_prompt, cache)
-    if is_sampled:
-        yield from _choosing(shape, head_rows)
-
-
-def _choosing(shape: ModelShape, rows: int) -> Iterator[Work]:
-    tokens = rows * shape.vocab_size
-    for name, launch in choosing_launches(shape, rows):
-        is_alone = name == "settle"
-        additions = tokens if name == "bins" else 0
-        yield Work("sample", launch, 0 if is_alone else tokens * 4.0, additions=additions, is_alone=is_alone)
-
-
-def _small_launches(batch: int) -> set[str]:
-    around = {"qkv": ("finish", "norm"), "gate_up": ("swiglu", "norm"), "linear_residual": ()}
-    names = {f"{operation}: {label} rows={batch}" for operation, labels in around.items() for label in labels}
-    names |= {f"linear_residual: {name}, {kind} rows={batch}" for name in ("output", "down") for kind in _RESIDUAL}
-    return names
-
-
-_RESIDUAL = ("add", "arranged")
-
-
-def _attention(shape: ModelShape, batch: int, context: int, is_prompt: bool, cache: str) -> Iterator[Work]:
-    from d3engine.kernels.triton import launches
-    from d3engine.kernels.triton.paged_attention import AttentionInputs, attention_launches
-
-    if is_prompt:
-        yield Work("attention", None)
-        return
-    meta = launches.meta
-    queries = meta(batch, shape.num_heads, shape.head_dim, dtype=torch.bfloat16)
-    pool: KVPool = meta(1024, 2, shape.block_size, shape.num_kv_heads, shape.head_dim, dtype=torch.bfloat16)
-    if cache == "fp8":
-        pool = launches.meta_fp8_pool(shape, shape.block_size)
-    entry = block_bytes(shape.block_size, shape.num_kv_heads, shape.head_dim, pool.dtype) / shape.block_size
-    integers = meta(batch + 1, dtype=torch.int32)
-    tables = meta(batch, -(-context // shape.block_size), dtype=torch.int32)
-    inputs = AttentionInputs(integers, integers[:batch], tables, integers[:1], context, 1, True)
-    out = meta(batch, shape.num_heads * shape.head_dim, dtype=torch.bfloat16)
-    for launch in attention_launches(out, queries, pool, inputs, shape.head_dim**-0.5):
-        yield Work("attention", launch, batch * context * entry if launch.streams else 0.0)
-
-
 def kernels_of_step(
     shape: ModelShape,
     weights: str,
@@ -233,10 +127,12 @@ def kernels_of_step(
     is_prompt: bool = False,
     is_sampled: bool = False,
     cache: str = "auto",
+    batch_invariant: bool = False,
 ) -> list[Kernel]:
     """The kernels of a step, compiled for one architecture."""
     found = [Kernel("ends of a step", False)] * 3  # begin, embedding, end
     kind: dict[str, Any] = {"is_prompt": is_prompt, "is_sampled": is_sampled, "cache": cache}
+    kind["batch_invariant"] = batch_invariant
     for work in step_work(shape, weights, batch, context, **kind):
         found.append(_kernel(work, arch))
     return found
@@ -277,9 +173,11 @@ def report_of(
     is_prompt: bool = False,
     is_sampled: bool = False,
     cache: str = "auto",
+    batch_invariant: bool = False,
 ) -> dict[str, Any]:
     """All figures, by device and depth."""
     kind: dict[str, Any] = {"is_prompt": is_prompt, "is_sampled": is_sampled, "cache": cache}
+    kind["batch_invariant"] = batch_invariant
     compiled = {
         arch: kernels_of_step(shape, weights, batch, context, arch, **kind) for arch in {d.arch for d in DEVICES}
     }
@@ -326,6 +224,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sampled", action="store_true", help="choose under top-p, not the likeliest")
     parser.add_argument("--context", type=int, default=512, help="entries of each row")
     parser.add_argument("--cache", choices=("auto", "fp8"), default="auto", help="what entries are held in")
+    parser.add_argument("--batch-invariant", action="store_true", help="where no bit may depend on a row's neighbours")
     parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
     parser.add_argument("--plot", metavar="FILE", help="draw to this PNG file (needs matplotlib)")
     parser.add_argument("--of", nargs="+", metavar="FILE", help="compile nothing: draw what --json wrote to these")
@@ -338,6 +237,7 @@ def main(arguments: list[str] | None = None) -> None:
     shape = launches.SHAPES[options.shape]
     rows, is_prompt = options.prompt or options.batch, options.prompt is not None
     kind = {"is_prompt": is_prompt, "is_sampled": options.sampled, "cache": options.cache}
+    kind["batch_invariant"] = options.batch_invariant
     found = report_of(shape, options.layers, options.weights, rows, options.context, **kind)
     tell(
         {"environment": environment("benchmarks.gpu_model", arguments or [])} | found,

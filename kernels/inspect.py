@@ -1,7 +1,8 @@
 """Compiles the Triton kernels ahead of time and prints what they cost: no GPU is needed.
 
     python -m d3engine.kernels.inspect [--arch 80,90,100] [--shapes llama2-7b,llama3-8b] [--dtype bf16] [--weights all]
-        [--operations qkv,gate_up] [--rows 1,16] [--spills-only] [--pdl] [--jobs 2] [--json]
+        [--operations qkv,gate_up] [--rows 1,16] [--spills-only] [--pdl]
+        [--batch-invariant] [--jobs 2] [--json]
 
 Every launch that `kernels/triton/launches.py` knows is compiled to a cubin with the specializations that the launcher
 would get at run time. The exit code is 1 if a kernel uses local memory or a stack: then registers were spilled, and a
@@ -96,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
     dtype = DTYPES[options.dtype]
     given = (options.weights, options.operations, options.jobs, options.pdl, options.rows, options.spills_only)
     try:
-        usages = list(inspect(options.shapes, options.arch, dtype, *given))
+        usages = list(inspect(options.shapes, options.arch, dtype, *given, options.batch_invariant))
     except (ValueError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -119,14 +120,15 @@ def inspect(
     programmatic: bool = False,
     rows: Iterable[int] = (),
     spills_only: bool = False,
+    batch_invariant: bool = False,
 ) -> Iterator[Usage]:
     """Compile every registered launch of the named shapes (of `operations` only, if any) and yield what it needs.
 
     `weights` names the forms of the matrices: that of `dtype` ("bf16"), "int8" and "int4"; only the first if there is
     none. What does not depend on them is compiled once, as is every specialization that several launches share. Of
-    launches for several row counts there are those for `rows` alone, if any. With `spills_only` nobody looks
-    how much a kernel has in flight. `jobs` processes compile. Raises `ValueError` for an unknown name or row count, and
-    `RuntimeError` where kernels cannot be compiled.
+    launches for several row counts there are those for `rows` alone, if any. With `spills_only` nobody looks how much a
+    kernel has in flight. With `batch_invariant` projections are those of `batch_invariant.py`. `jobs` processes
+    compile. Raises `ValueError` for an unknown name or row count, and `RuntimeError` where kernels cannot be compiled.
     """
     # Imported late: `--help` needs no Triton, and nothing but this module may import it without a GPU.
     import triton
@@ -150,7 +152,9 @@ def inspect(
         for form in forms:
             # Every form has the projections; the rest comes with the first.
             names = [name for name in wanted or launches.MODULES if form == forms[0] or name in launches.PROJECTIONS]
-            for operation, label, launch in launches.registered(launches.SHAPES[shape], dtype, form, names):
+            for operation, label, launch in launches.registered(
+                launches.SHAPES[shape], dtype, form, names, batch_invariant=batch_invariant
+            ):
                 kind = form if operation in launches.PROJECTIONS else ""
                 words: dict[str, Any] = {"shape": shape, "weights": kind, "operation": operation, "label": label}
                 if not label.endswith(others):
@@ -242,6 +246,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--spills-only", action="store_true", help="not what is in flight: machine code is slow to disassemble"
     )
     parser.add_argument("--pdl", action="store_true", help="with programmatic dependent launch, from 90 on")
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="projections whose sums do not depend on the number of rows"
+    )
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes that compile")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)

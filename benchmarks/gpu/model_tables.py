@@ -13,6 +13,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     """The table; its title says that it is a model."""
     rows = "a prompt of {batch}" if report["is_prompt"] else "batch {batch}, context {context}"
     words = f"{{shape}}, {{weights}}, {rows}".format(**report) + (", sampled" if report["is_sampled"] else "")
+    words += ", batch-invariant" if report["batch_invariant"] else ""
     table = Table(title=f"By a model, not measured: {words}", title_justify="left")
     for name in ("device", "layers", "ms a step", "tokens/s", "of the copy rate", "bound by"):
         table.add_column(name, justify="left" if name in ("device", "bound by") else "right")

@@ -89,7 +89,9 @@ def swiglu_launch(projected: Tensor, out: Tensor, num_rows: Tensor | None) -> La
     return Launch(_swiglu_kernel, (rows, triton.cdiv(gates, 1024)), arguments)
 
 
-def launches(shape: ModelShape, dtype: torch.dtype, weights: str) -> Iterator[tuple[str, Launch]]:
+def launches(
+    shape: ModelShape, dtype: torch.dtype, weights: str, batch_invariant: bool = False
+) -> Iterator[tuple[str, Launch]]:
     """What `kernels/inspect.py` compiles."""
     hidden_size, gates = shape.hidden_size, shape.intermediate_size
     norm, weight = meta(hidden_size, dtype=dtype), meta_weight(2 * gates, hidden_size, dtype=dtype, weights=weights)
@@ -97,7 +99,7 @@ def launches(shape: ModelShape, dtype: torch.dtype, weights: str) -> Iterator[tu
     num_rows = meta(1, dtype=torch.int32)
     for rows in (*ROW_COUNTS, 512):
         out = meta(rows, gates, dtype=dtype)
-        tile = product_tile(rows, weight, dtype)
+        tile = product_tile(rows, weight, dtype, batch_invariant=batch_invariant)
         if tile is None:
             yield f"swiglu rows={rows}", swiglu_launch(meta(rows, 2 * gates, dtype=dtype), out, num_rows)
         else:

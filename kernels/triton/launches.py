@@ -160,12 +160,24 @@ def meta_weight(outputs: int, columns: int, *, dtype: torch.dtype, weights: str)
 
 
 def registered(
-    shape: ModelShape, dtype: torch.dtype, weights: str = "", operations: Iterable[str] = MODULES
+    shape: ModelShape,
+    dtype: torch.dtype,
+    weights: str = "",
+    operations: Iterable[str] = MODULES,
+    *,
+    batch_invariant: bool = False,
 ) -> Iterator[tuple[str, str, Launch]]:
-    """Yield (operation, label, launch) of the kernels for one model; its matrices are `weights`, see `meta_weight`."""
+    """Yield (operation, label, launch) of the kernels for one model; its matrices are `weights`, see `meta_weight`.
+
+    With `batch_invariant` projections are those of `batch_invariant.py`.
+    """
     for name in MODULES:
-        if name in operations:
-            module = importlib.import_module(f"{__package__}.{name}")
-            found = module.launches(shape, dtype, weights) if name in PROJECTIONS else module.launches(shape, dtype)
-            for label, launch in found:
-                yield name, label, launch
+        if name not in operations or (batch_invariant and name == "unpack"):  # none is left to torch.matmul there
+            continue
+        module = importlib.import_module(f"{__package__}.{name}")
+        given = {"batch_invariant": True} if batch_invariant else {}
+        found = (
+            module.launches(shape, dtype, weights, **given) if name in PROJECTIONS else module.launches(shape, dtype)
+        )
+        for label, launch in found:
+            yield name, label, launch

@@ -90,7 +90,9 @@ def add_launch(sums: Tensor, bias: Tensor | None, residual: Tensor, num_rows: Te
     return Launch(_add_kernel, (rows, triton.cdiv(outputs, 512)), arguments)
 
 
-def launches(shape: ModelShape, dtype: torch.dtype, weights: str) -> Iterator[tuple[str, Launch]]:
+def launches(
+    shape: ModelShape, dtype: torch.dtype, weights: str, batch_invariant: bool = False
+) -> Iterator[tuple[str, Launch]]:
     """What `kernels/inspect.py` compiles."""
     hidden = shape.hidden_size
     num_rows = meta(1, dtype=torch.int32)
@@ -99,7 +101,7 @@ def launches(shape: ModelShape, dtype: torch.dtype, weights: str) -> Iterator[tu
         residual = meta(rows, hidden, dtype=dtype)
         for label, columns in (("output", shape.num_heads * shape.head_dim), ("down", shape.intermediate_size)):
             x, weight = meta(rows, columns, dtype=dtype), meta_weight(hidden, columns, dtype=dtype, weights=weights)
-            tile = product_tile(rows, weight, dtype, may_split=True)
+            tile = product_tile(rows, weight, dtype, may_split=True, batch_invariant=batch_invariant)
             if tile is not None:
                 yield from labelled(residual_launches(tile, x, weight, bias, residual, num_rows), label, rows)
     many = meta(512, hidden, dtype=dtype)

@@ -156,13 +156,15 @@ def choice_launches(
     return product_launches(_choice_kernel, tile, hidden, weight, num_rows, norm=(norm_weight, eps), **choice)
 
 
-def launches(shape: ModelShape, dtype: torch.dtype, weights: str) -> Iterator[tuple[str, Launch]]:
+def launches(
+    shape: ModelShape, dtype: torch.dtype, weights: str, batch_invariant: bool = False
+) -> Iterator[tuple[str, Launch]]:
     """What `kernels/inspect.py` compiles."""
     vocab, columns = shape.vocab_size, shape.hidden_size
     norm, num_rows = meta(columns, dtype=dtype), meta(1, dtype=torch.int32)
     weight = meta_weight(vocab, columns, dtype=dtype, weights=weights)
     for rows in ROW_COUNTS:
-        tile = product_tile(rows, weight, dtype)
+        tile = product_tile(rows, weight, dtype, batch_invariant=batch_invariant)
         if tile is None:
             continue
         hidden, logits = meta(rows, columns, dtype=dtype), meta(rows, vocab, dtype=torch.float32)

@@ -68,16 +68,16 @@ def product_tile(
 ) -> Tile | None:
     """The tile for `rows` rows of `dtype` times `weight` [N, K] transposed; None: leave it to torch.matmul.
 
-    What the operations share. With `may_split` a tile may have parts. With `batch_invariant` it is the same tile for
-    any number of rows, of one part, so that a row meets the same instructions in the same order whoever stands beside
-    it.
+    What the operations share. With `may_split` a tile may have parts. With `batch_invariant` it is the same tile, of as
+    many parts, for any number of rows, so that a row meets the same instructions in the same order whoever stands
+    beside it. Then `may_split` must not follow from the rows either.
 
     The numbers are for Hopper, and fit the 99 KB of shared memory that consumer cards have: the first path has two
     tiles in flight, the others 2 to 5 stages (see `inspect`).
     """
     outputs, columns = weight.shape
     if batch_invariant:
-        rows, may_split = INVARIANT_ROWS, False
+        rows = INVARIANT_ROWS
     if rows <= 1 and not isinstance(weight, Int4Weight):
         return _single_row_tile(outputs, columns, weight)
     reads_small = not isinstance(weight, Tensor) and dtype != torch.float32

@@ -63,7 +63,7 @@ def qkv(
     rows = hidden.shape[0]
     queries = torch.empty(rows, num_heads, pool.shape[4], dtype=hidden.dtype, device=hidden.device)
     targets = finish_targets(rotations, pool, entries, queries, weight.shape[0])
-    may_split = rows > FEW_ROWS.value
+    may_split = batch_invariant or rows > FEW_ROWS.value
     tile = product_tile(rows, weight, hidden.dtype, may_split=may_split, batch_invariant=batch_invariant)
     if tile is None:
         projected = matmul(rms_norm(hidden, norm_weight, eps, num_rows=num_rows), weight, bias)
@@ -95,7 +95,9 @@ def qkv_launches(
     return [*launches, finish_launch(sums, bias, targets, num_rows, head_norms, eps)]
 
 
-def launches(shape: ModelShape, dtype: torch.dtype, weights: str) -> Iterator[tuple[str, Launch]]:
+def launches(
+    shape: ModelShape, dtype: torch.dtype, weights: str, batch_invariant: bool = False
+) -> Iterator[tuple[str, Launch]]:
     """What `kernels/inspect.py` compiles."""
     head_dim, hidden_size = shape.head_dim, shape.hidden_size
     outputs = (shape.num_heads + 2 * shape.num_kv_heads) * head_dim
@@ -112,7 +114,8 @@ def launches(shape: ModelShape, dtype: torch.dtype, weights: str) -> Iterator[tu
             meta(rows, shape.num_heads, head_dim, dtype=dtype),
             outputs,
         )
-        tile = product_tile(rows, weight, dtype, may_split=rows > FEW_ROWS.value)
+        may_split = batch_invariant or rows > FEW_ROWS.value
+        tile = product_tile(rows, weight, dtype, may_split=may_split, batch_invariant=batch_invariant)
         if tile is None:
             projected = meta(1, rows, outputs, dtype=dtype)
             yield f"finish rows={rows}", finish_launch(projected, None, targets, num_rows, head_norms, 1e-5)

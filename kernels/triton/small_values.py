@@ -3,8 +3,8 @@
 A byte becomes the low mantissa of a float whose exponent makes its unit 1: 0x4300 is 128 in bfloat16 and 0x6400 is 1024
 in float16, and whatever stands in their lowest bits adds to that. Then 128 or 1024 is taken off again, together with
 what the stored form has added. All of it is exact. What does so is PTX, since Triton computes in bfloat16 one value at
-a time and by way of float32; in the interpreter, and for float32, a like way through the mantissa of 2^23 serves. For e4m3
-there is an instruction.
+a time and by way of float32; in the interpreter, and for float32, a like way through the mantissa of 2^23 serves.
+Devices have an instruction for e4m3.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu_model
+from benchmarks.gpu.step_work import step_work
 from benchmarks.gpu_model import DEVICES, kernels_of_step, limit_us, report_of, step_us
 from d3engine.kernels import ahead_of_time
 from d3engine.kernels.triton.launches import SHAPES
@@ -72,7 +73,7 @@ def test_a_prompt_of_int8_reads_it_as_it_lies_and_takes_about_as_long_as_in_bflo
 
 def test_entries_of_eight_bits_are_half_of_the_bytes_and_their_scales_and_cost_a_launch_more() -> None:
     asked = SHAPES["llama2-7b"], "bf16", 64, 512
-    wide, narrow = (list(gpu_model.step_work(*asked, cache=cache)) for cache in ("auto", "fp8"))
+    wide, narrow = (list(step_work(*asked, cache=cache)) for cache in ("auto", "fp8"))
     read = [next(work.num_bytes for work in works if work.operation == "attention") for works in (wide, narrow)]
     assert read == [64 * 512 * 2 * 32 * 128 * 2, 64 * 512 * 2 * 32 * (128 + 4)]
     assert len(narrow) == len(wide) + 1
@@ -132,3 +133,12 @@ def test_the_picture_of_what_was_written_compiles_nothing_and_says_that_it_is_a_
         for nth, row in enumerate(row for row in rows if row["device"] == "H100"):
             assert axes.lines[0].get_ydata()[nth] == pytest.approx(row["step_us"] / 1e3)
             assert axes.lines[1].get_ydata()[nth] < axes.lines[0].get_ydata()[nth]
+
+
+def test_where_no_bit_may_depend_on_neighbours_one_row_passes_by_64_at_a_time_and_nothing_is_left_to_torch() -> None:
+    asked = SHAPES["llama2-7b"], "bf16", 1, 512
+    few, fixed = (kernels_of_step(*asked, 90, batch_invariant=fixed) for fixed in (False, True))
+    assert sum(kernel.num_bytes for kernel in few) == sum(kernel.num_bytes for kernel in fixed)
+    assert sum(kernel.row_bytes for kernel in fixed) > 3 * sum(kernel.row_bytes for kernel in few)
+    works = step_work(SHAPES["llama2-7b"], "bf16", 512, 512, is_prompt=True, batch_invariant=True)
+    assert [work.operation for work in works if work.launch is None] == ["attention"]

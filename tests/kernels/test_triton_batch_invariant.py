@@ -61,6 +61,39 @@ def test_a_row_becomes_the_same_bits_alone_and_among_any_others(form: str, devic
         assert not torch.equal(results(any_kernels, [7])[2], wanted[2][[7]]), "a free choice of tiles would do as well"
 
 
+@pytest.mark.parametrize("form", WEIGHTS)
+def test_programs_that_share_columns_do_so_alike_for_any_number_of_rows(
+    form: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "MIN_PROGRAMS", 4)
+    columns = 1024
+    given, norm = numbers(90, columns).to(device), numbers(columns, seed=1).to(device)
+    heads = WEIGHTS[form](numbers((HEADS + 2 * KV_HEADS) * CHANNELS, columns, seed=2).to(device))
+    narrow = WEIGHTS[form](numbers(HIDDEN, columns, seed=3).to(device))
+    residual = numbers(90, HIDDEN, seed=4).to(device)
+    rotations = torch.polar(torch.ones(90, CHANNELS // 2), torch.rand(90, CHANNELS // 2)).to(device)
+    entries = torch.stack([torch.arange(90) + torch.arange(90) // BLOCK * BLOCK] * 2, 1).to(device)
+    entries[:, 1] += BLOCK
+    for count in (1, 90):
+        tile = products.product_tile(count, narrow, torch.bfloat16, may_split=True, batch_invariant=True)
+        assert tile is not None
+        assert tile.parts > 1
+
+    def results(rows: list[int]) -> list[Tensor]:
+        hidden, added = given[rows].clone(), residual[rows].clone()
+        kernels.linear_residual(hidden, narrow, None, added)
+        pool = torch.zeros(23, 2, BLOCK, KV_HEADS, CHANNELS, dtype=torch.bfloat16, device=device)
+        queries = kernels.qkv(hidden, norm, 1e-5, heads, None, rotations[rows], pool, entries[rows], HEADS)
+        written = pool.view(-1, KV_HEADS, CHANNELS)[entries[rows]]
+        assert written.count_nonzero() > 0
+        return [added, queries, written]
+
+    wanted = results(list(range(90)))
+    for rows in ([7], [*range(60, 77)]):
+        for found, expected in zip(results(rows), wanted, strict=True):
+            assert torch.equal(found, expected[rows])
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_a_row_attends_in_the_same_bits_however_its_sequence_is_cut(
     kv_heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
