@@ -119,8 +119,8 @@ class NativeLayer:
 class NativeModel:
     """A model whose activations are float32, and the pool [blocks, 2, block_size, kv heads, head_dim] that it fills.
 
-    The pool is of float32 or of 8-bit floats. Matrices are float32, bfloat16, int8 or int4, the embedding anything of these but int4. Rotations have
-    `max_positions` rows; `scale` is what scores are multiplied by.
+    The pool is of float32 or of 8-bit floats. Matrices are float32, bfloat16, int8 or int4, the embedding anything of
+    these but int4. Rotations have `max_positions` rows; `scale` is what scores are multiplied by.
     """
 
     layers: tuple[NativeLayer, ...]

@@ -1,4 +1,4 @@
-"""The native library writes the reference's 8-bit entries, and reads from them what a cache of these floats would give."""
+"""The native library writes the reference's 8-bit entries, and reads from them what a cache of their floats has."""
 
 from __future__ import annotations
 
@@ -190,5 +190,5 @@ def test_scales_must_be_floats_and_plain_memory() -> None:
     case = Case(Shape())
     pool = small(case.pool)
     for wrong in (pool.scales.double(), pool.scales.transpose(2, 3)):
-        with pytest.raises(NativeError, match="is not contiguous torch.float32 on the CPU"):
+        with pytest.raises(NativeError, match=r"is not contiguous torch\.float32 on the CPU"):
             decoded(case, Fp8Pool(pool.values, wrong), case.rows)
