@@ -72,6 +72,9 @@ def plan(
     max_num_batched_tokens: Annotated[
         int, typer.Option("--max-num-batched-tokens", help="Tokens computed in one step at most.")
     ] = 2048,
+    kv_cache_dtype: Annotated[
+        str, typer.Option("--kv-cache-dtype", help="auto for bfloat16 cache entries, or fp8: 8 bits with scales.")
+    ] = "auto",
     gpu_memory_utilization: Annotated[
         float, typer.Option("--gpu-memory-utilization", help="Share of each device's memory to use.")
     ] = 0.9,
@@ -96,7 +99,8 @@ def plan(
     ):
         require(1 <= value <= MOST_TOKENS, flag, value, f"an integer from 1 to {MOST_TOKENS}")
     require(answer < context, "--answer", answer, f"less than --context {context}, which has the prompt too")
-    from d3engine.loading.fitting import Demand, fit
+    from d3engine.loading.fitting import DTYPE, Demand, fit
+    from d3engine.loading.kv_cache_dtype import named_dtype
 
     policy = FullDepth() if depth == AUTO else depth
     rule = policy.exit_rule(config.num_layers)
@@ -107,6 +111,7 @@ def plan(
         max_num_batched_tokens=max_num_batched_tokens,
         block_size=16,
         schedule=policy.schedule(config.num_layers),
+        kv_cache_dtype=named_dtype(kv_cache_dtype, DTYPE, "--kv-cache-dtype"),
     )
     schemes = (None, "int8", "int4") if config.quantization is None else (config.quantization,)
     fits = [fit(config, scheme, devices, demand) for scheme in schemes]
@@ -115,7 +120,8 @@ def plan(
         return
     from d3engine.cli.terminal import print_table
 
-    title = f"{model} on {gpus}: {context} tokens a sequence, {max_num_seqs} at once, {policy_in_words(policy)}"
+    cache = "" if demand.kv_cache_dtype == DTYPE else ", an 8-bit cache"
+    title = f"{model} on {gpus}: {context} tokens a sequence, {max_num_seqs} at once, {policy_in_words(policy)}{cache}"
     header = ("weights", "a device", "left for KV", "fits", "sequences", "of mixed ages")
     print_table(title, header, [_row(found, max_num_seqs) for found in fits])
 

@@ -21,18 +21,22 @@ from d3engine.model.part import Part, part_of
 from d3engine.model.part_tensors import part_shapes
 
 DTYPE = torch.bfloat16
-"""Of activations, cache and float weights."""
+"""Of activations and float weights, and of cache entries unless a demand has others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What is to run at once: sequences of `context` tokens, of which `answer` are generated under `schedule`."""
+    """What is to run at once: sequences of `context` tokens, of which `answer` are generated under `schedule`.
+
+    `kv_cache_dtype` is that of cache entries; 8-bit ones are counted with their scales.
+    """
 
     context: int
     answer: int
     max_num_batched_tokens: int
     block_size: int
     schedule: Schedule
+    kv_cache_dtype: torch.dtype = DTYPE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +83,7 @@ def _on_device(config: ModelConfig, part: Part, device: int, demand: Demand, nam
     weights = weight_bytes(config, part) + bridge_bytes(config, demand.schedule)
     steps = _step_bytes(own, len(part.vocabulary), demand.max_num_batched_tokens)
     blocks = config.num_layers * -(-demand.context // demand.block_size)
-    sequence = blocks * block_bytes(demand.block_size, own.num_kv_heads, own.head_dim, DTYPE)
+    sequence = blocks * block_bytes(demand.block_size, own.num_kv_heads, own.head_dim, demand.kv_cache_dtype)
     room = device - weights - steps
     saved = kv_saved(demand.schedule, max(1, demand.context - demand.answer), demand.answer)
     by_depth = int(max(0, room) / (sequence * (1 - saved.mean_fraction)))

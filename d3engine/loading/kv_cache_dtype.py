@@ -18,11 +18,20 @@ def resolve_kv_cache_dtype(given: str, *, dtype: torch.dtype, device: torch.devi
 
     Raises `InvalidValueError` for another name, and for fp8 on a GPU that converts no such values.
     """
-    require(isinstance(given, str) and given in NAMES, ARGUMENT, given, f"one of {', '.join(NAMES)}")
-    if given == "auto":
+    named = named_dtype(given, dtype)
+    if named == dtype:
         return dtype
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         allowed = f"auto on a GPU of compute capability {major}.{minor}: 8.9 is the first that converts 8-bit floats"
         require(10 * major + minor >= FP8_CAPABILITY, ARGUMENT, given, allowed)
-    return FP8
+    return named
+
+
+def named_dtype(given: str, dtype: torch.dtype, field: str = ARGUMENT) -> torch.dtype:
+    """What `given` stands for beside activations of `dtype`, on whatever device.
+
+    Raises `InvalidValueError` for another name, by that of its `field`.
+    """
+    require(isinstance(given, str) and given in NAMES, field, given, f"one of {', '.join(NAMES)}")
+    return dtype if given == "auto" else FP8

@@ -54,6 +54,17 @@ def test_two_devices_share_matrices_and_keys_and_depth_makes_room_for_more_seque
     assert deep["sequences_by_depth"] > shared["sequences_by_depth"] == shared["sequences"]
 
 
+def test_an_8_bit_cache_is_counted_with_its_scales_and_holds_nearly_twice_as_many_sequences() -> None:
+    wide, narrow = (planned("llama-3-8b", "--gpus", "80GB", "--kv-cache-dtype", name)[0] for name in ("auto", "fp8"))
+    assert wide == planned("llama-3-8b", "--gpus", "80GB")[0]
+    assert wide["sequence_bytes"] == 4096 * 32 * 2 * 8 * 128 * 2
+    assert narrow["sequence_bytes"] == 4096 * 32 * 2 * 8 * (128 + 4)
+    assert narrow["room"] == wide["room"]
+    assert narrow["sequences"] == narrow["room"] // narrow["sequence_bytes"] > 1.9 * wide["sequences"]
+    said = CliRunner().invoke(app, ["llama-3-8b", "--gpus", "80GB", "--kv-cache-dtype", "fp8"])
+    assert "8-bit cache" in said.output
+
+
 def test_bridges_are_counted_with_the_weights() -> None:
     d3 = ("llama-2-7b", "--gpus", "24GB", "--depth", "d3", "--alpha", "0.9", "--start", "0.5")
     bare, bridged = planned(*d3), planned(*d3, "--bridges", "bridges.safetensors")
@@ -103,6 +114,7 @@ def test_a_config_alone_is_enough_and_what_cannot_be_parted_says_why(tiny_llama:
         ["--gpus", "80GB", "--context", "0"],
         ["--gpus", "80GB", "--context", "4097"],
         ["--gpus", "80GB", "--context", "100", "--answer", "100"],
+        ["--gpus", "80GB", "--kv-cache-dtype", "int8"],
         ["--gpus", "80GB", "--gpu-memory-utilization", "1.5"],
         ["--gpus", "80GB", "--depth", "early-exit", "--threshold", "0.9"],
     ],
