@@ -51,6 +51,7 @@ PARTS: dict[str, Part] = {
     "tests": Part(tests.run, 230),
     "kernels": Part(kernels.run, 230),
     "quantized": Part(end_to_end.quantization, 150, "models"),
+    "cache": Part(end_to_end.cache, 90, "models"),
     "llama3": Part(end_to_end.llama3, 140, "models"),
     "peers": Part(peers.run, 270, "cases"),
     "arrivals": Part(arrivals.run, 180, "rows"),

@@ -26,6 +26,7 @@ from benchmarks.gpu.models import (
     prompts_for,
     quantized,
     random_model,
+    with_8_bit_cache,
 )
 from benchmarks.gpu.plain_llama import PlainLlama
 from d3engine.depth import D3, DepthPolicy, FullDepth
@@ -79,6 +80,7 @@ FEWER = (
     Setting(64, 512, (32, 24, 16), (BBH,)),
     Setting(1, 2048, (32, 16)),
 )
+CACHE = (Setting(64, 512, (32, 16)),)
 FULL_ONLY = (Setting(1, 16, (32,)), Setting(8, 512, (32,)))
 SMOKE = (Setting(1, 16, (8, 6, 4), (D3(0.8, 0.5),), tokens=9), Setting(3, 40, (8, 4), (), tokens=5, mixed=True))
 
@@ -97,6 +99,22 @@ def quantization(report: dict[str, Any], current: Round) -> None:
     with random_model("llama2-7b", current) as model:
         for scheme in QUANTIZATION_SCHEMES:
             measure_model(report, quantized(model, scheme), FEWER if current.on_gpu else SMOKE[:1], current)
+    judge(report)
+
+
+def cache(report: dict[str, Any], current: Round) -> None:
+    """Llama-2-7B in bfloat16 over entries in bfloat16 and in 8 bits; `ratios` has the one's step over the other's."""
+    report["models"] = []
+    with random_model("llama2-7b", current) as model:
+        for form in (model, with_8_bit_cache(model)):
+            measure_model(report, form, CACHE if current.on_gpu else SMOKE[1:], current)
+    report["ratios"] = [
+        {"batch": row["batch"], "context": row["context"], "depth": narrow["depth"]}
+        | {"over_wide_entries": narrow["step_s"] / wide["step_s"]}
+        for of_wide, row in zip(*(card["settings"] for card in report["models"]), strict=False)
+        for wide, narrow in zip(of_wide["depths"], row["depths"], strict=False)
+        if wide["step_s"] > 0
+    ]
     judge(report)
 
 
@@ -132,7 +150,7 @@ def measure_model(report: dict[str, Any], model: Model, settings: Sequence[Setti
         max_num_batched_tokens=max(setting.batch * setting.context for setting in settings) + 16,
     )
     try:
-        if model.scheme not in QUANTIZATION_SCHEMES:
+        if model.scheme not in QUANTIZATION_SCHEMES and model.kv_cache_dtype == "auto":
             found["check"] = check(engine, model, current)
             current.keep(report)
         for setting in settings:
@@ -280,8 +298,7 @@ def mixture(step_s: float, uniform_s: Sequence[float], half_s: Sequence[float]) 
 
 def step_bytes(model: Model, batch: int, entries: int, depth: int) -> float:
     """What one step at one depth must read: weights once for the batch, and each row's KV entries."""
-    kv = 2 * model.config.kv_size * model.weights.final_norm.dtype.itemsize * entries
-    return depth * (model.layer_bytes + batch * kv) + model.head_bytes
+    return depth * (model.layer_bytes + batch * model.entry_bytes * entries) + model.head_bytes
 
 
 def prompt_seconds(engine: Engine, prompts: list[list[int]], current: Round) -> float:

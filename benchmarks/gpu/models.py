@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from benchmarks.gpu.common import Round
 from d3engine.depth import DepthPolicy
 from d3engine.engine import Engine
 from d3engine.kernels.kv_pool import block_bytes
+from d3engine.loading.kv_cache_dtype import named_dtype
 from d3engine.model.config import CONFIG_FILE, ModelConfig
 from d3engine.model.quantization import quantize_weights
 from d3engine.model.weights import LlamaWeights, random_weights
@@ -62,13 +63,20 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A random model: its directory (nothing but a config.json), weights, and what of them a step reads."""
+    """A random model: its directory (nothing but a config.json), weights, its cache, and what of them a step reads."""
 
     name: str
     scheme: str  # "bf16" (float32 in a rehearsal), "int8" or "int4"
     directory: Path
     config: ModelConfig
     weights: LlamaWeights
+    kv_cache_dtype: str = "auto"
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of a token's keys and values in a layer, with their scales if they have any."""
+        dtype = named_dtype(self.kv_cache_dtype, self.weights.final_norm.dtype)
+        return block_bytes(1, self.config.num_kv_heads, self.config.head_dim, dtype)
 
     @property
     def layer_bytes(self) -> int:
@@ -89,7 +97,7 @@ class Model:
             "layers": self.config.num_layers,
             "layer_bytes": self.layer_bytes,
             "head_bytes": self.head_bytes,
-            "kv_bytes_a_token_and_layer": 2 * self.config.kv_size * self.weights.final_norm.dtype.itemsize,
+            "kv_bytes_a_token_and_layer": self.entry_bytes,
         }
 
 
@@ -111,6 +119,11 @@ def quantized(model: Model, scheme: str) -> Model:
     return Model(model.name, scheme, model.directory, model.config, quantize_weights(model.weights, scheme))
 
 
+def with_8_bit_cache(model: Model) -> Model:
+    """The same model over cache entries of 8 bits; its scheme says so."""
+    return replace(model, scheme=f"{model.scheme}, fp8 cache", kv_cache_dtype="fp8")
+
+
 def new_engine(
     model: Model, current: Round, *, max_num_seqs: int, max_model_len: int, kv_tokens: int, **options: Any
 ) -> Engine:
@@ -126,8 +139,8 @@ def new_engine(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         block_size=BLOCK_SIZE,
-        kv_cache_memory_bytes=num_blocks
-        * block_bytes(BLOCK_SIZE, model.config.num_kv_heads, model.config.head_dim, current.dtype),
+        kv_cache_dtype=model.kv_cache_dtype,
+        kv_cache_memory_bytes=num_blocks * BLOCK_SIZE * model.entry_bytes,
         enable_prefix_caching=False,
         enforce_eager=current.mode != "graphs",
         skip_tokenizer_init=True,

@@ -19,7 +19,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     parts = report["parts"]
     if rows := parts.get("kernels", {}).get("rows"):
         console.print(kernel_table(rows))
-    for name in ("llama3", "quantized", "decode"):
+    for name in ("llama3", "cache", "quantized", "decode"):
         if models := parts.get(name, {}).get("models"):
             console.print(depth_table(name, models))
             console.print(verdict_table(name, models))
@@ -64,6 +64,8 @@ def _summary(name: str, found: dict[str, Any]) -> str:
     if name == "kernels" and "rows" in found:
         failed = sum("error" in row or bool(row.get("is_far")) for row in found["rows"])
         said.append(f"{len(found['rows'])} cases, {failed} failed; Triton {found['triton']}")
+    if ratios := [f"{row['over_wide_entries']:.2f}" for row in found.get("ratios", [])]:
+        said.append(f"8 bits over wide entries: {', '.join(ratios)}")
     for model in found.get("models", []):
         graphs = model.get("graphs", {})
         said.append(f"{model['name']} {model['scheme']} ({model['mode']})")

@@ -107,6 +107,23 @@ def test_a_switch_changes_what_is_launched(report: dict[str, Any]) -> None:
     assert [tuple(grid) for grid in parts["today"]] == [(1, 4, 1)]
 
 
+def test_an_8_bit_cache_stands_beside_a_wide_one_and_its_bytes_are_counted(report: dict[str, Any]) -> None:
+    found = report["parts"]["cache"]
+    wide, narrow = found["models"]
+    assert (wide["scheme"], narrow["scheme"]) == ("float32", "float32, fp8 cache")
+    entries = [2 * 2 * 16 * 4, 2 * 2 * (16 + 4)]  # keys and values, heads, channels of float32 or of a byte, a scale
+    assert [model["kv_bytes_a_token_and_layer"] for model in (wide, narrow)] == entries
+    (of_wide,), (of_narrow,) = wide["settings"], narrow["settings"]
+    assert [row["depth"] for row in of_narrow["depths"]] == [8, 4]
+    for ratio, one, other in zip(found["ratios"], of_wide["depths"], of_narrow["depths"], strict=True):
+        assert ratio["over_wide_entries"] == pytest.approx(other["step_s"] / one["step_s"])
+        tokens = sum(of_wide["context"] + i for i in range(1, of_wide["tokens"])) / (of_wide["tokens"] - 1)
+        saved = one["depth"] * of_wide["batch"] * (entries[0] - entries[1]) * tokens
+        assert one["bytes_a_step"] - other["bytes_a_step"] == pytest.approx(saved)
+    assert "check" in wide
+    assert "check" not in narrow  # which plain PyTorch has no cache for
+
+
 @pytest.mark.parametrize("part", ["decode", "llama3", "quantized"])
 def test_depths_lie_on_a_line_and_d3_is_held_to_its_bound(report: dict[str, Any], part: str) -> None:
     for model in report["parts"][part]["models"]:
