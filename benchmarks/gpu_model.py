@@ -212,7 +212,7 @@ def _longest(kernels: list[Kernel], device: Device) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Compile the kernels of a step and print what the model makes of them."""
-    from d3engine.kernels.triton import launches
+    from d3engine.kernels.triton import launches, products
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_model", description=(__doc__ or "").strip())
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -225,6 +225,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=512, help="entries of each row")
     parser.add_argument("--cache", choices=("auto", "fp8"), default="auto", help="what entries are held in")
     parser.add_argument("--batch-invariant", action="store_true", help="where no bit may depend on a row's neighbours")
+    parser.add_argument(
+        "--matmul-rows", type=int, help="leave products to torch of more rows alone, not of more than 64"
+    )
     parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
     parser.add_argument("--plot", metavar="FILE", help="draw to this PNG file (needs matplotlib)")
     parser.add_argument("--of", nargs="+", metavar="FILE", help="compile nothing: draw what --json wrote to these")
@@ -234,6 +237,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.of:
         plot([json.loads(Path(file).read_text(encoding="utf-8")) for file in options.of], options.plot)
         return
+    if options.matmul_rows is not None:
+        products.MATMUL_ROWS = options.matmul_rows
     shape = launches.SHAPES[options.shape]
     rows, is_prompt = options.prompt or options.batch, options.prompt is not None
     kind = {"is_prompt": is_prompt, "is_sampled": options.sampled, "cache": options.cache}

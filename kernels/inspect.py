@@ -2,7 +2,7 @@
 
     python -m d3engine.kernels.inspect [--arch 80,90,100] [--shapes llama2-7b,llama3-8b] [--dtype bf16] [--weights all]
         [--operations qkv,gate_up] [--rows 1,16] [--spills-only] [--pdl]
-        [--batch-invariant] [--jobs 2] [--json]
+        [--batch-invariant] [--matmul-rows 256] [--jobs 2] [--json]
 
 Every launch that `kernels/triton/launches.py` knows is compiled to a cubin with the specializations that the launcher
 would get at run time. The exit code is 1 if a kernel uses local memory or a stack: then registers were spilled, and a
@@ -97,7 +97,9 @@ def main(arguments: list[str] | None = None) -> int:
     dtype = DTYPES[options.dtype]
     given = (options.weights, options.operations, options.jobs, options.pdl, options.rows, options.spills_only)
     try:
-        usages = list(inspect(options.shapes, options.arch, dtype, *given, options.batch_invariant))
+        usages = list(
+            inspect(options.shapes, options.arch, dtype, *given, options.batch_invariant, options.matmul_rows)
+        )
     except (ValueError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -121,19 +123,21 @@ def inspect(
     rows: Iterable[int] = (),
     spills_only: bool = False,
     batch_invariant: bool = False,
+    matmul_rows: int | None = None,
 ) -> Iterator[Usage]:
     """Compile every registered launch of the named shapes (of `operations` only, if any) and yield what it needs.
 
     `weights` names the forms of the matrices: that of `dtype` ("bf16"), "int8" and "int4"; only the first if there is
     none. What does not depend on them is compiled once, as is every specialization that several launches share. Of
     launches for several row counts there are those for `rows` alone, if any. With `spills_only` nobody looks how much a
-    kernel has in flight. With `batch_invariant` projections are those of `batch_invariant.py`. `jobs` processes
-    compile. Raises `ValueError` for an unknown name or row count, and `RuntimeError` where kernels cannot be compiled.
+    kernel has in flight. With `batch_invariant` projections are those of `batch_invariant.py`; with `matmul_rows` those
+    of up to so many rows are inspected that torch would get else. `jobs` processes compile. Raises `ValueError` for an
+    unknown name or row count, and `RuntimeError` where kernels cannot be compiled.
     """
     # Imported late: `--help` needs no Triton, and nothing but this module may import it without a GPU.
     import triton
 
-    from d3engine.kernels.triton import launches
+    from d3engine.kernels.triton import launches, products
 
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET=1 is set: interpreted kernels cannot be compiled in the same process")
@@ -147,6 +151,8 @@ def inspect(
     others = tuple(f"rows={count}" for count in launches.ROW_COUNTS if rows and count not in rows)
 
     launches.PROGRAMMATIC = programmatic
+    if matmul_rows is not None:
+        products.MATMUL_ROWS = matmul_rows
     found: list[tuple[dict[str, Any], Launch]] = []
     for shape in shapes:
         for form in forms:
@@ -248,6 +254,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--pdl", action="store_true", help="with programmatic dependent launch, from 90 on")
     parser.add_argument(
         "--batch-invariant", action="store_true", help="projections whose sums do not depend on the number of rows"
+    )
+    parser.add_argument(
+        "--matmul-rows", type=int, help="leave products to torch of more rows alone, not of more than 64"
     )
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes that compile")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

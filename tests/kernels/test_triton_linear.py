@@ -109,6 +109,27 @@ def test_rms_norm_adds_to_the_residual_first_but_only_in_rows_that_live(
     assert bool(out[3:].isnan().all())
 
 
+@pytest.mark.parametrize("rows", [65, 130])
+def test_rows_that_are_kept_from_torch_go_by_128(
+    rows: int, randn: Callable[..., Tensor], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "MATMUL_ROWS", 256)
+    dtype, width = torch.bfloat16, 256
+    tile = products.product_tile(rows, torch.empty(258, width), dtype)
+    assert tile is not None
+    assert tile.rows == 128
+    hidden, norm = randn(rows, width, dtype=dtype), randn(width, dtype=dtype)
+    weight, residual = randn(258, width, dtype=dtype, scale=0.1), randn(rows, 258, dtype=dtype)
+    expected = residual.double() + hidden.double() @ weight.double().t()
+    kernels.linear_residual(hidden, weight, None, residual)
+    assert_close(residual, expected)
+    products_of = normed(hidden, norm) @ weight.double().t()
+    gate, up = products_of.split(129, 1)
+    limit = 3 * LIMITS[dtype]  # gate and up both carry the rounding of the normed row
+    assert_close(kernels.gate_up(hidden, norm, EPS, weight, None), gate * gate.sigmoid() * up, limit)
+    assert_close(kernels.lm_head(hidden, norm, EPS, weight), products_of, LIMITS[dtype])
+
+
 @pytest.mark.parametrize(("dtype", "rows", "width"), [*cases((123,), (256,)), (torch.float32, 5, 256)])
 @pytest.mark.parametrize("live", [None, 0.6])
 def test_linear_residual(
