@@ -27,7 +27,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
 RUNNABLE = re.compile(r"<!-- runnable -->\n```python\n(.*?)```", re.DOTALL)
 SHELL = re.compile(r"```sh\n(.*?)```", re.DOTALL)
-LINK = re.compile(r"\]\(([^)#]+)\)")
+LINK = re.compile(r"\]\(([^)]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
 def commands(program: str) -> list[str]:
@@ -157,9 +158,23 @@ def test_make_targets_of_the_pages_exist() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_of_a_page_lead_to_files(page: Path) -> None:
+def test_links_of_a_page_lead_to_files_and_their_headings(page: Path) -> None:
     links = [link for link in LINK.findall(page.read_text()) if "://" not in link]
-    assert [link for link in links if not (page.parent / link).exists()] == []
+    assert [link for link in links if not leads_somewhere(page, link)] == []
+
+
+def leads_somewhere(page: Path, link: str) -> bool:
+    """Whether the file of a link is there, and the heading that it names behind `#`."""
+    name, _, anchor = link.partition("#")
+    target = page.parent / name if name else page
+    if not target.exists() or not anchor:
+        return target.exists()
+    return anchor in {anchor_of(heading) for heading in HEADING.findall(target.read_text())}
+
+
+def anchor_of(heading: str) -> str:
+    """As MkDocs makes it, and GitHub where no dash stands between spaces."""
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading.lower())).strip("-")
 
 
 def test_every_place_that_the_readme_names_exists() -> None:
