@@ -104,6 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=positive, default=defaults.threads, help="of each server")
     parser.add_argument("--weight-dtype", choices=["auto", "float32", "bfloat16"], help="of all of them (auto)")
     parser.add_argument("--no-peer", action="store_true", help="without llama.cpp's server")
+    parser.add_argument("--engine-process", action="store_true", help="also with the engine in a process of its own")
     parser.add_argument("--vllm", metavar="COMMAND", help="the `vllm` of an environment that has it, as second client")
     parser.add_argument("--budget", type=float, default=480, help="seconds after which no model is begun")
     parser.add_argument("--markdown", action="store_true", help="print tables for a page")
@@ -116,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         **{**(ROUND if given.round else {}), **{name: _frozen(value) for name, value in chosen.items()}},
         **{name: _frozen(getattr(given, name)) for name in own},
         peer=has_peer,
+        engine_process=given.engine_process,
     )
     report = run(settings, given.vllm, given.budget)
     if not has_peer:

@@ -20,6 +20,7 @@ from benchmarks.serving.bare import ALONE, LOCKSTEP, WAYS
 from benchmarks.serving.processes import Bare, Place, Server, d3engine_server, llama_server, recorded_server
 
 OURS, PEER = "d3engine", "llama.cpp"
+APART = f"{OURS}, engine process"
 PATTERNS: dict[str, Callable[[float, int], list[float]]] = {"poisson": poisson, "bursts": bursts}
 
 
@@ -40,6 +41,7 @@ class Settings:
     threads: int = 1
     weight_dtype: str = "auto"
     peer: bool = True
+    engine_process: bool = False
 
 
 class Running:
@@ -53,6 +55,10 @@ class Running:
         rows = max(settings.streams)
         self.server = self._stack.enter_context(recorded_server(place, rows))
         self.ours = Measured.of(OURS, self.server, settings.tokens)
+        self.others: list[Measured] = []
+        if settings.engine_process:
+            apart = self._stack.enter_context(d3engine_server(place, rows, "--engine-process"))
+            self.others.append(Measured.of(APART, apart, settings.tokens))
         self.bare = {way: Bare(place, rows, settings.tokens, way) for way in WAYS}
         for bare in self.bare.values():
             self._stack.callback(bare.close)
@@ -135,7 +141,7 @@ def measure(settings: Settings, model: str, file: Path | None, bar: tqdm[Any]) -
 
 def num_rounds(settings: Settings) -> int:
     """How often the bar of one model moves."""
-    systems = (1 + len(WAYS)) * len(settings.depths) + settings.peer
+    systems = (1 + settings.engine_process + len(WAYS)) * len(settings.depths) + settings.peer
     closed = len(settings.streams) * settings.repeats * systems
     arrived = len(settings.depths) + ("d3" in settings.depths) + settings.peer
     return closed + len(settings.arrivals) * settings.repeats * arrived
@@ -154,6 +160,8 @@ def _closed_loops(settings: Settings, running: Running, count: int, bar: tqdm[An
                 for way, bare in running.bare.items():
                     alone = bare.round(many, seconds, depth, arrivals)
                     _keep(found, (way, depth), _of_bare(alone), number, bar)
+                for other in running.others:
+                    _keep(found, (other.name, depth), other.streams(many, seconds, depth), number, bar)
             if peer is not None:
                 _keep(found, (PEER, "full"), peer.streams(many, seconds, "full"), number, bar)
     return [{"streams": count, **row} for row in rows_of(found)]
@@ -211,7 +219,9 @@ def _compared(system: str, depth: str) -> dict[str, tuple[str, str]]:
         return {}
     others = {"over_peer": (PEER, "full"), "of_lockstep": (LOCKSTEP, depth), "of_engine": (ALONE, depth)}
     others = {name: other for name, other in others.items() if other[0] != system}
-    if system not in (OURS, *WAYS):
+    if system == APART:
+        others["over_thread"] = OURS, depth
+    elif system not in (OURS, *WAYS):
         others["over_immediate"] = OURS, depth
     elif depth != "full":
         others["over_full"] = system, "full"

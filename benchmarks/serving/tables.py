@@ -11,7 +11,14 @@ TIMES = {"first token": "first_token", "between tokens": "between_tokens", "whol
 TITLES = (
     *("server", "depth", "tokens/s", "CPU µs per token", "tokens a step"),
     *(f"{name}, ms: p50 / p99" for name in TIMES),
-    *("of the engine alone", "of lockstep", "over llama.cpp", "over full depth", "over immediate admission"),
+    *(
+        "of the engine alone",
+        "of lockstep",
+        "over llama.cpp",
+        "over full depth",
+        "over immediate admission",
+        "over a thread",
+    ),
 )
 
 
@@ -65,7 +72,10 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['cpu_per_token']['median'] * 1e6:.0f}" if "cpu_per_token" in row else "-",
         f"{row['tokens_per_step']['median']:.1f}" if "tokens_per_step" in row else "-",
         *(f"{p50} / {p99}" for p50, p99 in times),
-        *(_ratio(row, name) for name in ("of_engine", "of_lockstep", "over_peer", "over_full", "over_immediate")),
+        *(
+            _ratio(row, name)
+            for name in ("of_engine", "of_lockstep", "over_peer", "over_full", "over_immediate", "over_thread")
+        ),
     )
 
 

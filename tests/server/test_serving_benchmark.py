@@ -19,7 +19,7 @@ from benchmarks.serving.asking import DEPTHS, Answered, Asking, Client, bursts, 
 from benchmarks.serving.bare import ALONE, ASYNC, LOCKSTEP, WAYS, Load, Steps, Tasks
 from benchmarks.serving.processes import Server
 from benchmarks.serving.recorded import Arrivals, record
-from benchmarks.serving.rounds import OURS, PEER, Measured, Settings, num_rounds, rows_of
+from benchmarks.serving.rounds import APART, OURS, PEER, Measured, Settings, num_rounds, rows_of
 from benchmarks.serving.tables import markdown
 from benchmarks.serving.vllm_client import VllmClient
 from d3engine.depth import D3, policy_from_dict
@@ -138,6 +138,9 @@ def test_a_row_is_compared_with_the_engine_alone_with_llama_cpp_and_with_full_de
     )
     assert row_of_page in markdown(report)
     assert num_rounds(Settings(arrivals=("poisson",))) == 3 * 2 * 11 + 2 * 4
+    assert num_rounds(Settings(streams=(8,), engine_process=True)) == 2 * 13
+    *_, apart = rows_of(found | {(APART, "d3"): rounds(135, 120)})
+    assert [apart["over_thread"], apart["over_peer"]] == pytest.approx([0.75, 3.0])
     waves = (f"{OURS}, waves of 16", "d3")
     (*_, row) = rows_of({(OURS, "d3"): rounds(180, 160), waves: rounds(90, 80)})
     assert [row["over_immediate"], row["over_immediate_cpu"]] == pytest.approx([0.5, 0.5])
