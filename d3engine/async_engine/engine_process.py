@@ -18,6 +18,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import torch
 import zmq
 
 from d3engine.async_engine import messages, wire
@@ -43,7 +44,7 @@ class EngineProcess:
 
     Args:
         model: as for `Engine`.
-        arguments: `Engine`'s, as `plain_arguments` gives them.
+        arguments: `Engine`'s, as `plain_arguments` gives them. PyTorch has as many threads there as it has here.
 
     Raises what making the engine raised there, or `EngineDeadError` if the process ended over it.
     """
@@ -63,7 +64,8 @@ class EngineProcess:
         self._life, life = os.pipe()
         self.process = self._spawn(life)
         os.close(life)
-        start = wire.Start(model, dict(arguments), pulse=str(self._folder / "pulse"), **addresses)
+        places = addresses | {"pulse": str(self._folder / "pulse")}
+        start = wire.Start(model, dict(arguments), threads=torch.get_num_threads(), **places)
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):  # it has ended already, of which the pipe tells
             self.process.stdin.write(wire.encode(start).hex().encode() + b"\n")

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import zmq
 
 from d3engine.async_engine import messages, wire
@@ -36,6 +37,7 @@ def main() -> None:
     parent = os.getppid()
     start: wire.Start = wire.decode_message(bytes.fromhex(sys.stdin.readline()))
     threading.Thread(target=_end_with, args=(parent,), name="d3engine-parent", daemon=True).start()
+    torch.set_num_threads(start.threads)
     context = zmq.Context()
     replies = context.socket(zmq.PUSH)
     replies.connect(start.replies)

@@ -30,13 +30,14 @@ class Struct(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class Start(Struct, frozen=True):
-    """The first: what to make the engine of, where to talk and where to beat."""
+    """The first: what to make the engine of, where to talk and to beat, and PyTorch's threads."""
 
     model: str
     arguments: dict[str, Any]
     requests: str
     replies: str
     pulse: str
+    threads: int
 
 
 class Add(Struct, frozen=True):

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from batches import assert_same
 from deltas import joined
 
@@ -177,10 +178,25 @@ def test_a_process_that_stands_still_is_told_by_its_heartbeat_and_one_that_dies_
     asyncio.run(main())
 
 
+def test_a_process_computes_with_as_many_threads_as_its_parent_would() -> None:
+    """Otherwise `d3engine serve --threads 1 --engine-process` takes every core, the network's among them."""
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            with Engine("demo", device="cpu", kv_cache_memory_bytes=2**24) as engine:
+                expected = engine.settings.num_threads
+            client = AsyncEngine("demo", transport="process", device="cpu", kv_cache_memory_bytes=2**24)
+            asyncio.run(client.close())
+            assert client.settings.num_threads == expected
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_process_ends_when_its_parent_is_killed(tmp_path: Any) -> None:
     """The end is seen by a pipe that the process holds, so not even a zombie would pass for it."""
     requests, replies, pulse = (f"ipc://{tmp_path / name}" for name in ("requests", "replies", "pulse"))
-    start = wire.Start("demo", {"device": "cpu"}, requests, replies, pulse.removeprefix("ipc://"))
+    start = wire.Start("demo", {"device": "cpu"}, requests, replies, pulse.removeprefix("ipc://"), threads=1)
     parent_code = """if True:
         import subprocess, sys
         boot = "from d3engine.async_engine.process_main import main; main()"
