@@ -1,7 +1,7 @@
 """Decoding on a CPU: our engine beside llama.cpp and PyTorch at equal bits, by batch, depth and prompt, in turns.
 
-The one idea: the executor of an engine is timed from outside, plan by plan, while `generate` runs as it does for users.
-So one call gives what a step takes by itself, what a prompt takes, and what the host adds to them.
+The one idea: the executor of an engine is timed plan by plan, while `generate` runs as it does for users. So one call
+gives what a step takes by itself, what a prompt takes, and what the host adds to them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,13 @@ from benchmarks.cpu_page import show
 from benchmarks.read_rate import Reader
 from benchmarks.report import environment, positive, summary, tell
 from benchmarks.systems import decay_for, model_at, prompts_for, weights_of
+from benchmarks.timed_engine import TimedEngine
 from benchmarks.torch_peers import DTYPES, TorchPeer
 from d3engine.depth import DepthPolicy, FullDepth, LayerTable
 from d3engine.depth.statistics import layer_bound
-from d3engine.engine import Engine
-from d3engine.executor.computed import Computed
 from d3engine.model.config import ModelConfig
 from d3engine.model.quantization import quantize_weights, with_matrices
 from d3engine.model.weights import LlamaWeights
-from d3engine.plan import Plan
-from d3engine.request.params import SamplingParams
 
 KINDS = ("f32", "16-bit", "8-bit", "4-bit")
 PARTS = ("decode", "depth", "prompt")
@@ -65,74 +62,7 @@ class Settings:
         return time.process_time if self.processor_time else time.perf_counter
 
 
-# -- our engine --------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Turn:
-    """One call of `generate`: seconds by plan that was run, and by call."""
-
-    prompt_seconds: float = 0.0
-    step_seconds: float = 0.0
-    steps: int = 0
-    call_seconds: float = 0.0
-    depths: list[int] = field(default_factory=list)
-
-    @property
-    def seconds_per_step(self) -> float:
-        """What the executor takes for a decode step."""
-        return self.step_seconds / self.steps
-
-    @property
-    def host_share(self) -> float:
-        """How much of the call's time the executor was at work: 1 where planning and output cost nothing."""
-        return (self.prompt_seconds + self.step_seconds) / self.call_seconds
-
-
-class Ours:
-    """An engine whose executor is timed."""
-
-    def __init__(self, directory: Path, weights: LlamaWeights, settings: Settings, *, rows: int, length: int) -> None:
-        self.engine = Engine(
-            directory,
-            weights=weights,
-            device="cpu",
-            dtype="float32",
-            max_model_len=length,
-            max_num_seqs=rows,
-            max_num_batched_tokens=max(2048, rows * length),
-            enable_prefix_caching=False,
-            skip_tokenizer_init=True,
-            num_threads=settings.threads,
-        )
-        self._clock, self._turn = settings.clock, Turn()
-        self._run: Callable[[Plan], Computed] = self.engine.executor.run
-        self.engine.executor.run = self._timed  # type: ignore[method-assign, union-attr]
-
-    def _timed(self, plan: Plan) -> Computed:
-        start = self._clock()
-        computed = self._run(plan)
-        seconds = self._clock() - start
-        if (plan.steps < 0).any():
-            self._turn.prompt_seconds += seconds
-        else:
-            self._turn.step_seconds += seconds
-            self._turn.steps += plan.num_steps
-        return computed
-
-    def answer(self, prompts: list[list[int]], tokens: int, depth: DepthPolicy) -> Turn:
-        """Generate `tokens` tokens for every prompt."""
-        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, depth=depth)
-        self._turn = turn = Turn()
-        start = self._clock()
-        outputs = self.engine.generate(prompts, params, use_tqdm=False)
-        turn.call_seconds = self._clock() - start
-        turn.depths = list(outputs[0].outputs[0].depths)
-        return turn
-
-    def close(self) -> None:
-        """Give back its memory."""
-        self.engine.close()
+# -- weights ------------------------------------------------------------------------------------------------------
 
 
 def in_kind(weights: LlamaWeights, kind: str) -> LlamaWeights:
@@ -186,7 +116,7 @@ def decode(model: Model, kind: str, batch: int, settings: Settings, bar: tqdm[An
     """
     prompts, length = prompts_for(model.config, batch), 16 + settings.tokens
     reader = Reader(READ_BYTES)
-    engine = Ours(model.directory, model.weights[kind], settings, rows=batch, length=length)
+    engine = model.ours(kind, settings, rows=batch, length=length)
 
     def ours() -> dict[str, float]:
         turn = engine.answer(prompts, settings.tokens, FullDepth())
@@ -222,7 +152,7 @@ def depth(model: Model, kind: str, batch: int, settings: Settings, bar: tqdm[Any
     """A step by the number of its layers, and D3 at two thirds of the layers against what it can give."""
     layers = model.config.num_layers
     prompts, length = prompts_for(model.config, batch), 16 + settings.tokens
-    engine = Ours(model.directory, model.weights[kind], settings, rows=batch, length=length)
+    engine = model.ours(kind, settings, rows=batch, length=length)
     decay = decay_for(layers, settings.tokens)
     counts = sorted({max(1, round(layers * part / 6)) for part in range(2, 7)})
     depths: dict[str, DepthPolicy] = {str(count): lowest(count, layers, settings.tokens) for count in counts} | {
@@ -282,7 +212,7 @@ def prompt(model: Model, kind: str, settings: Settings, bar: tqdm[Any]) -> list[
         if tokens >= model.config.max_length:
             continue
         prompts = [(prompts_for(model.config, 1)[0] * tokens)[:tokens]]
-        engine = Ours(model.directory, model.weights[kind], settings, rows=1, length=tokens + 2)
+        engine = model.ours(kind, settings, rows=1, length=tokens + 2)
         peers = model.peers(kind, settings, rows=1, length=tokens + 2, without=(COMPILED,))
         turns: dict[str, Callable[[], dict[str, float]]] = {
             "d3engine": lambda e=engine, p=prompts: {"seconds": e.answer(p, 1, FullDepth()).prompt_seconds}  # type: ignore[misc]
@@ -309,6 +239,17 @@ class Model:
         self.config = ModelConfig.from_directory(directory)
         self._float = weights_of(directory, self.config)
         self.weights = {kind: in_kind(self._float, kind) for kind in settings.kinds}
+
+    def ours(self, kind: str, settings: Settings, *, rows: int, length: int) -> TimedEngine:
+        """Our engine with a kind of weights."""
+        return TimedEngine(
+            self.directory,
+            self.weights[kind],
+            threads=settings.threads,
+            rows=rows,
+            length=length,
+            clock=settings.clock,
+        )
 
     def peers(
         self, kind: str, settings: Settings, *, rows: int, length: int, without: Sequence[str] = ()
@@ -383,7 +324,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=positive, default=5, help="rounds")
     parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument(
-        "--processor-time", action="store_true", help="in place of wall time, where others use the machine; takes --threads 1 and --peers alone"
+        "--processor-time",
+        action="store_true",
+        help="in place of wall time, where others use the machine; takes --threads 1 and --peers alone",
     )
     parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
     given = parser.parse_args(arguments)

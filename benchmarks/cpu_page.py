@@ -14,9 +14,10 @@ from benchmarks.report import spread
 def show(report: dict[str, Any], console: Console) -> None:
     """Print a table for each part."""
     settings = report["settings"]
+    clock = "processor" if settings["processor_time"] else "wall"
     console.print(
         f"{settings['model']}: {settings['threads']} threads, {settings['repeats']} rounds, {settings['tokens']} tokens"
-        f" after {settings['prompt_tokens']}, {'processor' if settings['processor_time'] else 'wall'} time. Medians, least and most of the rounds."
+        f" after {settings['prompt_tokens']}, {clock} time. Medians, least and most of the rounds."
         f" llama.cpp: {report['llama_cpp'] or 'not installed'}"
     )
     peers = settings["peers"]

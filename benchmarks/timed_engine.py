@@ -1,0 +1,91 @@
+"""An engine whose executor is timed from outside, plan by plan, while `generate` runs as it does for users."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from d3engine.depth import DepthPolicy
+from d3engine.engine import Engine
+from d3engine.executor.computed import Computed
+from d3engine.model.weights import LlamaWeights
+from d3engine.plan import Plan
+from d3engine.request.params import SamplingParams
+
+
+@dataclass
+class Turn:
+    """One call of `generate`: seconds by plan that was run, and by call."""
+
+    prompt_seconds: float = 0.0
+    step_seconds: float = 0.0
+    steps: int = 0
+    call_seconds: float = 0.0
+    depths: list[int] = field(default_factory=list)
+
+    @property
+    def seconds_per_step(self) -> float:
+        """What the executor takes for a decode step."""
+        return self.step_seconds / self.steps
+
+    @property
+    def host_share(self) -> float:
+        """How much of the call's time the executor was at work: 1 where planning and output cost nothing."""
+        return (self.prompt_seconds + self.step_seconds) / self.call_seconds
+
+
+class TimedEngine:
+    """An engine whose executor is timed, by `clock`, which tells seconds."""
+
+    def __init__(
+        self,
+        directory: Path,
+        weights: LlamaWeights,
+        *,
+        threads: int,
+        rows: int,
+        length: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.engine = Engine(
+            directory,
+            weights=weights,
+            device="cpu",
+            dtype="float32",
+            max_model_len=length,
+            max_num_seqs=rows,
+            max_num_batched_tokens=max(2048, rows * length),
+            enable_prefix_caching=False,
+            skip_tokenizer_init=True,
+            num_threads=threads,
+        )
+        self._clock, self._turn = clock, Turn()
+        self._run: Callable[[Plan], Computed] = self.engine.executor.run
+        self.engine.executor.run = self._timed  # type: ignore[method-assign, union-attr]
+
+    def _timed(self, plan: Plan) -> Computed:
+        start = self._clock()
+        computed = self._run(plan)
+        seconds = self._clock() - start
+        if (plan.steps < 0).any():
+            self._turn.prompt_seconds += seconds
+        else:
+            self._turn.step_seconds += seconds
+            self._turn.steps += plan.num_steps
+        return computed
+
+    def answer(self, prompts: list[list[int]], tokens: int, depth: DepthPolicy) -> Turn:
+        """Generate `tokens` tokens for every prompt."""
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, depth=depth)
+        self._turn = turn = Turn()
+        start = self._clock()
+        outputs = self.engine.generate(prompts, params, use_tqdm=False)
+        turn.call_seconds = self._clock() - start
+        turn.depths = list(outputs[0].outputs[0].depths)
+        return turn
+
+    def close(self) -> None:
+        """Give back its memory."""
+        self.engine.close()
