@@ -274,7 +274,9 @@ def tune_long_chunks(channels: int, group: int, element_size: int, max_chunk_row
         return Tuning(tile=64, packed_rows=max(128, fewest), num_warps=8, num_stages=5)
     is_narrow = element_size == 1  # what was loaded and what becomes of it stand in registers side by side
     if max_chunk_rows * group <= 16:
-        return Tuning(tile=32 if is_narrow else 64, packed_rows=16, num_warps=4, num_stages=5)
+        # Of heads of 16 channels a tile of 64 entries is so small that the newest Triton keeps some of it in memory.
+        tile = 32 if is_narrow else 64 if channels > 16 else 128
+        return Tuning(tile=tile, packed_rows=16, num_warps=4, num_stages=5)
     if max_chunk_rows * group <= 256:
         # More entries a tile would spill on Ampere, and more stages on Blackwell.
         return Tuning(tile=32, packed_rows=max(64, fewest), num_warps=8 if is_narrow else 4, num_stages=4)
