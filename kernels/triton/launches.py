@@ -95,6 +95,7 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 3
     options: dict[str, Any] = field(default_factory=dict)  # further compile options, such as maxnreg
+    programmatic_options: dict[str, Any] = field(default_factory=dict)  # in their place under programmatic launch
     least_capability: int = 0  # the first compute capability that has its instructions, without the point
     streams: bool = False  # whether reading weights or the cache once is its work: then bandwidth is its limit
 
@@ -114,7 +115,7 @@ class Launch:
             programmatic = PROGRAMMATIC and capability >= 90
             arguments = arguments | {"PDL": programmatic}
             if programmatic:
-                options["launch_pdl"] = True
+                options |= {"launch_pdl": True, **self.programmatic_options}
         return arguments, options
 
     def run(self) -> None:

@@ -221,10 +221,13 @@ def product_launch(
         arguments["norm_ptr"], arguments["eps"] = norm
     grid = (triton.cdiv(rows, tile.rows), triton.cdiv(weight.shape[0], tile.outputs), tile.parts)
     # Of 64 threads a processor has room for six programs even so; left alone, ptxas saves registers and spills one.
-    options = {"maxnreg": 168} if tile.warps == 2 else {}
+    # What is loaded before the kernel in front has ended stays in registers: five have room then.
+    limits: dict[str, Any] = (
+        {"options": {"maxnreg": 168}, "programmatic_options": {"maxnreg": 200}} if tile.warps == 2 else {}
+    )
     # Beside 128 rows small weights wait for tensor cores, and for becoming floats.
     streams = tile.rows <= 64 or isinstance(weight, Tensor)
-    return Launch(kernel, grid, arguments, tile.warps, tile.stages, options, streams=streams)
+    return Launch(kernel, grid, arguments, tile.warps, tile.stages, **limits, streams=streams)
 
 
 def weight_arguments(weight: Weight) -> dict[str, object]:

@@ -75,6 +75,9 @@ decode = next(launch for _, label, launch in found if label.startswith("decode")
 print(decode.arguments["HEADS"] // decode.arguments["KV_HEADS"], needs(decode, 90)["stack"])
 found = launches.registered(launches.SHAPES["llama3-8b"], torch.bfloat16, "", ["paged_attention"])
 print(needs(next(launch for _, label, launch in found if label.endswith("16 in 8 bits")), 90)["instructions"])
+launches.PROGRAMMATIC = True
+found = launches.registered(launches.SHAPES["llama3-8b"], torch.bfloat16, "int8", ["gate_up"])
+print(needs(next(launch for _, label, launch in found if label == "rows=8"), 90)["stack"])
 """
 
 
@@ -131,6 +134,11 @@ def test_a_single_row_keeps_enough_of_its_weights_in_flight(compiled: Compiled) 
 def test_small_weights_become_floats_beside_many_rows_without_being_moved(compiled: Compiled) -> None:
     """At a byte in five threads' instructions as many would put bytes together as make floats of them."""
     assert 0.05 < float(compiled[2].split()[2]) < 0.15
+
+
+@needs_triton
+def test_what_is_loaded_before_the_wait_has_registers(compiled: Compiled) -> None:
+    assert compiled[3].split()[3] == "0"
 
 
 @needs_triton
