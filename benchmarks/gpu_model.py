@@ -24,16 +24,13 @@ import json
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.gpu.choosing import PROBES
 from benchmarks.gpu.model_tables import plot, show
-from benchmarks.gpu.step_work import WEIGHT_BYTES, Work, step_work
+from benchmarks.gpu.step_work import WEIGHT_BYTES, Step, Work, step_work
 from benchmarks.report import environment, tell
 from d3engine.kernels.machine_code import cycles_alone
-
-if TYPE_CHECKING:
-    from d3engine.kernels.triton.launches import ModelShape
 
 LAUNCH_US = 2.0
 """Microseconds that a kernel costs in a graph beside its bytes."""
@@ -117,25 +114,10 @@ def limit_us(kernels: list[Kernel], device: Device, layers: int) -> float:
     return total / device.copy_tbs / 1e6
 
 
-def kernels_of_step(
-    shape: ModelShape,
-    weights: str,
-    batch: int,
-    context: int,
-    arch: int,
-    *,
-    is_prompt: bool = False,
-    is_sampled: bool = False,
-    cache: str = "auto",
-    batch_invariant: bool = False,
-) -> list[Kernel]:
+def kernels_of_step(step: Step, arch: int) -> list[Kernel]:
     """The kernels of a step, compiled for one architecture."""
     found = [Kernel("ends of a step", False)] * 3  # begin, embedding, end
-    kind: dict[str, Any] = {"is_prompt": is_prompt, "is_sampled": is_sampled, "cache": cache}
-    kind["batch_invariant"] = batch_invariant
-    for work in step_work(shape, weights, batch, context, **kind):
-        found.append(_kernel(work, arch))
-    return found
+    return found + [_kernel(work, arch) for work in step_work(step)]
 
 
 def _kernel(work: Work, arch: int) -> Kernel:
@@ -163,24 +145,9 @@ def _kernel(work: Work, arch: int) -> Kernel:
     )
 
 
-def report_of(
-    shape: ModelShape,
-    layers: int,
-    weights: str,
-    batch: int,
-    context: int,
-    *,
-    is_prompt: bool = False,
-    is_sampled: bool = False,
-    cache: str = "auto",
-    batch_invariant: bool = False,
-) -> dict[str, Any]:
-    """All figures, by device and depth."""
-    kind: dict[str, Any] = {"is_prompt": is_prompt, "is_sampled": is_sampled, "cache": cache}
-    kind["batch_invariant"] = batch_invariant
-    compiled = {
-        arch: kernels_of_step(shape, weights, batch, context, arch, **kind) for arch in {d.arch for d in DEVICES}
-    }
+def report_of(step: Step, layers: int) -> dict[str, Any]:
+    """All figures of a model of so many layers, by device and depth."""
+    compiled = {arch: kernels_of_step(step, arch) for arch in {d.arch for d in DEVICES}}
     rows = []
     for device in DEVICES:
         kernels = compiled[device.arch]
@@ -188,13 +155,13 @@ def report_of(
             time, limit = step_us(kernels, device, depth), limit_us(kernels, device, depth)
             figures: dict[str, Any] = {
                 "step_us": time,
-                "tokens_per_second": batch * 1e6 / time,
+                "tokens_per_second": step.batch * 1e6 / time,
                 "share_of_limit": limit / time,
                 "sampling_us": sum(kernel.microseconds(device) for kernel in kernels if kernel.operation == "sample"),
             }
             figures["bound_by"] = _longest(kernels, device)
             rows.append({"device": device.name, "layers": depth} | figures)
-    asked = {"shape": shape.name, "weights": weights, "batch": batch, "context": context} | kind
+    asked = asdict(step) | {"shape": step.shape.name}
     kernels = {str(arch): [asdict(kernel) for kernel in found] for arch, found in compiled.items()}
     return asked | {"is_model": True, "rows": rows, "kernels": kernels, "devices": [asdict(d) for d in DEVICES]}
 
@@ -239,11 +206,17 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if options.matmul_rows is not None:
         products.MATMUL_ROWS = options.matmul_rows
-    shape = launches.SHAPES[options.shape]
-    rows, is_prompt = options.prompt or options.batch, options.prompt is not None
-    kind = {"is_prompt": is_prompt, "is_sampled": options.sampled, "cache": options.cache}
-    kind["batch_invariant"] = options.batch_invariant
-    found = report_of(shape, options.layers, options.weights, rows, options.context, **kind)
+    step = Step(
+        shape=launches.SHAPES[options.shape],
+        weights=options.weights,
+        batch=options.prompt or options.batch,
+        context=options.context,
+        is_prompt=options.prompt is not None,
+        is_sampled=options.sampled,
+        cache=options.cache,
+        batch_invariant=options.batch_invariant,
+    )
+    found = report_of(step, options.layers)
     tell(
         {"environment": environment("benchmarks.gpu_model", arguments or [])} | found,
         show,

@@ -30,27 +30,32 @@ class Work:
     is_alone: bool = False  # whether one program does what there is to do for a row
 
 
-def step_work(
-    shape: ModelShape,
-    weights: str,
-    batch: int,
-    context: int,
-    *,
-    is_prompt: bool = False,
-    is_sampled: bool = False,
-    cache: str = "auto",
-    batch_invariant: bool = False,
-) -> Iterator[Work]:
-    """What a step in bfloat16 does, with weights of that form: `batch` rows that decode, or those of one prompt.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step in bfloat16 of one model, with weights of that form: `batch` rows that decode, or those of one prompt.
 
     Of a prompt one row goes to the head, and attention within it is taken for small. The likeliest tokens are chosen,
     or with `is_sampled` some under top-p, in every row. With a `cache` of "fp8" a layer has a launch more, for the
     scales of its entries. `batch_invariant`: the kernels of an engine that is so called.
     """
+
+    shape: ModelShape
+    weights: str = "bf16"
+    batch: int = 1
+    context: int = 512
+    is_prompt: bool = False
+    is_sampled: bool = False
+    cache: str = "auto"
+    batch_invariant: bool = False
+
+
+def step_work(step: Step) -> Iterator[Work]:
+    """What a step does, launch by launch."""
     from d3engine.kernels.triton import launches
 
+    shape, batch = step.shape, step.batch
     heads, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    head_rows, head = 1 if is_prompt else batch, "logits" if is_sampled else "argmax"
+    head_rows, head = 1 if step.is_prompt else batch, "logits" if step.is_sampled else "argmax"
     sizes = {
         f"qkv: rows={batch}": (heads + 2 * kv) * shape.hidden_size,
         f"linear_residual: output rows={batch}": heads * shape.hidden_size,
@@ -59,27 +64,27 @@ def step_work(
         f"lm_head: {head} rows={head_rows}": shape.vocab_size * shape.hidden_size,
     }
     small = _small_launches(batch) | {f"lm_head: {head}, norm rows={head_rows}"}
-    small |= set() if is_sampled else {"lm_head: best"}
-    form = "" if weights == "bf16" else weights
+    small |= set() if step.is_sampled else {"lm_head: best"}
+    form = "" if step.weights == "bf16" else step.weights
     missing, launch_of_scales = dict(sizes), None
     asked = (shape, torch.bfloat16, form, launches.PROJECTIONS)
-    for operation, label, launch in launches.registered(*asked, batch_invariant=batch_invariant):
+    for operation, label, launch in launches.registered(*asked, batch_invariant=step.batch_invariant):
         name = f"{operation}: {label}"
         if name == "qkv: finish, into 8 bits":
             launch_of_scales = launch
         if name in sizes:
             values = missing.pop(name)
             rows = launch.grid[0] * launch.arguments["BLOCK_T"]
-            yield Work(operation, launch, values * WEIGHT_BYTES[weights], 2.0 * rows * values)
+            yield Work(operation, launch, values * WEIGHT_BYTES[step.weights], 2.0 * rows * values)
         elif name in small:
             yield Work(operation, launch)
     for name, values in missing.items():
         rows = -(-batch // 128) * 128
         yield Work(name.partition(":")[0], None, values * 2.0, 2.0 * rows * values)
-    if cache == "fp8" and not is_prompt:
+    if step.cache == "fp8" and not step.is_prompt:
         yield Work("qkv", launch_of_scales)
-    yield from _attention(shape, batch, context, is_prompt, cache)
-    if is_sampled:
+    yield from _attention(step)
+    if step.is_sampled:
         yield from _choosing(shape, head_rows)
 
 
@@ -101,17 +106,17 @@ def _small_launches(batch: int) -> set[str]:
 _RESIDUAL = ("add", "arranged")
 
 
-def _attention(shape: ModelShape, batch: int, context: int, is_prompt: bool, cache: str) -> Iterator[Work]:
+def _attention(step: Step) -> Iterator[Work]:
     from d3engine.kernels.triton import launches
     from d3engine.kernels.triton.paged_attention import AttentionInputs, attention_launches
 
-    if is_prompt:
+    if step.is_prompt:
         yield Work("attention", None)
         return
-    meta = launches.meta
+    shape, batch, context, meta = step.shape, step.batch, step.context, launches.meta
     queries = meta(batch, shape.num_heads, shape.head_dim, dtype=torch.bfloat16)
     pool: KVPool = meta(1024, 2, shape.block_size, shape.num_kv_heads, shape.head_dim, dtype=torch.bfloat16)
-    if cache == "fp8":
+    if step.cache == "fp8":
         pool = launches.meta_fp8_pool(shape, shape.block_size)
     entry = block_bytes(shape.block_size, shape.num_kv_heads, shape.head_dim, pool.dtype) / shape.block_size
     integers = meta(batch + 1, dtype=torch.int32)

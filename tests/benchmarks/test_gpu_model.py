@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu_model
-from benchmarks.gpu.step_work import step_work
+from benchmarks.gpu.step_work import Step, step_work
 from benchmarks.gpu_model import DEVICES, kernels_of_step, limit_us, report_of, step_us
 from d3engine.kernels import ahead_of_time
 from d3engine.kernels.triton.launches import SHAPES
@@ -28,12 +28,12 @@ def in_flight(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 def test_a_step_reads_each_weight_and_each_entry_once() -> None:
-    kernels = kernels_of_step(SHAPES["llama2-7b"], "bf16", 8, 512, 90)
+    kernels = kernels_of_step(Step(shape=SHAPES["llama2-7b"], batch=8), 90)
     layer = sum(kernel.num_bytes for kernel in kernels if kernel.is_in_layer)
     weights = 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
     assert layer == weights + 8 * 512 * 2 * 4096 * 2
     assert sum(kernel.num_bytes for kernel in kernels if not kernel.is_in_layer) == 2 * 32000 * 4096
-    int8 = kernels_of_step(SHAPES["llama2-7b"], "int8", 1, 512, 90)
+    int8 = kernels_of_step(Step(shape=SHAPES["llama2-7b"], weights="int8", batch=1), 90)
     assert sum(k.num_bytes for k in int8 if k.operation == "gate_up") == 2 * 4096 * 11008
 
 
@@ -41,7 +41,7 @@ def test_fewer_bytes_in_flight_make_a_step_slower_and_the_limit_is_never_reached
     times = []
     for each in (8, 16, 64):
         in_flight["in_flight"] = each * 1024
-        kernels = kernels_of_step(SHAPES["llama2-7b"], "bf16", 1, 512, 90)
+        kernels = kernels_of_step(Step(shape=SHAPES["llama2-7b"], batch=1), 90)
         times.append(step_us(kernels, H200, 32))
         assert limit_us(kernels, H200, 32) < times[-1]
     assert times == sorted(times, reverse=True)
@@ -50,7 +50,7 @@ def test_fewer_bytes_in_flight_make_a_step_slower_and_the_limit_is_never_reached
 
 def test_many_instructions_a_byte_are_a_limit_of_their_own(in_flight: dict[str, float]) -> None:
     in_flight["instructions"] = 0.5
-    rows = report_of(SHAPES["llama2-7b"], 32, "int8", 8, 512)["rows"]
+    rows = report_of(Step(shape=SHAPES["llama2-7b"], weights="int8", batch=8), 32)["rows"]
     assert {row["bound_by"] for row in rows} == {"instructions"}
     layer = 4 * 4096 * 4096 + 3 * 4096 * 11008 + 8 * 512 * 2 * 4096 * 2  # int8 and entries of two bytes
     cycles = 0.5 * layer / (132 * 4 * 0.65)
@@ -61,7 +61,7 @@ def test_many_instructions_a_byte_are_a_limit_of_their_own(in_flight: dict[str, 
 def test_a_prompt_of_int8_reads_it_as_it_lies_and_takes_about_as_long_as_in_bfloat16() -> None:
     times = {}
     for weights in ("bf16", "int8"):
-        kernels = kernels_of_step(SHAPES["llama2-7b"], weights, 128, 512, 90, is_prompt=True)
+        kernels = kernels_of_step(Step(shape=SHAPES["llama2-7b"], weights=weights, batch=128, is_prompt=True), 90)
         each = 2 if weights == "bf16" else 1
         read = sum(kernel.num_bytes for kernel in kernels if kernel.is_in_layer)
         assert read == each * (4 * 4096 * 4096 + 3 * 4096 * 11008)
@@ -72,18 +72,18 @@ def test_a_prompt_of_int8_reads_it_as_it_lies_and_takes_about_as_long_as_in_bflo
 
 
 def test_entries_of_eight_bits_are_half_of_the_bytes_and_their_scales_and_cost_a_launch_more() -> None:
-    asked = SHAPES["llama2-7b"], "bf16", 64, 512
-    wide, narrow = (list(step_work(*asked, cache=cache)) for cache in ("auto", "fp8"))
+    steps = (Step(shape=SHAPES["llama2-7b"], batch=64, cache=cache) for cache in ("auto", "fp8"))
+    wide, narrow = (list(step_work(step)) for step in steps)
     read = [next(work.num_bytes for work in works if work.operation == "attention") for works in (wide, narrow)]
     assert read == [64 * 512 * 2 * 32 * 128 * 2, 64 * 512 * 2 * 32 * (128 + 4)]
     assert len(narrow) == len(wide) + 1
 
 
 def test_a_step_of_half_the_layers_takes_half_and_the_head() -> None:
-    kernels = kernels_of_step(SHAPES["llama2-7b"], "bf16", 1, 512, 90)
+    kernels = kernels_of_step(Step(shape=SHAPES["llama2-7b"], batch=1), 90)
     head = step_us(kernels, H200, 0)
     assert step_us(kernels, H200, 16) - head == pytest.approx((step_us(kernels, H200, 32) - head) / 2)
-    rows: list[dict[str, Any]] = report_of(SHAPES["llama2-7b"], 32, "bf16", 1, 512)["rows"]
+    rows: list[dict[str, Any]] = report_of(Step(shape=SHAPES["llama2-7b"], batch=1), 32)["rows"]
     assert [row["layers"] for row in rows if row["device"] == "H200"] == [32, 24, 16, 8]
     assert all(0 < row["share_of_limit"] < 1 for row in rows)
 
@@ -95,13 +95,13 @@ def test_choosing_under_cuts_reads_the_logits_three_times_and_adds_up_each_token
     monkeypatch.setattr(
         ahead_of_time, "machine_code_of", lambda launch, arch: compiled.append(launch.kernel.__name__) or ""
     )
-    kernels = kernels_of_step(SHAPES["llama3-8b"], "bf16", 8, 512, 90, is_sampled=True)
+    kernels = kernels_of_step(Step(shape=SHAPES["llama3-8b"], batch=8, is_sampled=True), 90)
     choosing = [kernel for kernel in kernels if kernel.operation == "sample"]
     assert [kernel.num_bytes for kernel in choosing] == 3 * [8 * 128256 * 4] + [0]
     assert sum(kernel.additions for kernel in choosing) == 8 * 128256
     assert compiled == ["_settle_kernel"]
     assert not any(kernel.is_in_layer for kernel in choosing)
-    likeliest = kernels_of_step(SHAPES["llama3-8b"], "bf16", 8, 512, 90)
+    likeliest = kernels_of_step(Step(shape=SHAPES["llama3-8b"], batch=8), 90)
     assert step_us(kernels, H200, 32) > step_us(likeliest, H200, 32)
 
 
@@ -136,9 +136,9 @@ def test_the_picture_of_what_was_written_compiles_nothing_and_says_that_it_is_a_
 
 
 def test_where_no_bit_may_depend_on_neighbours_one_row_passes_by_64_at_a_time_and_nothing_is_left_to_torch() -> None:
-    asked = SHAPES["llama2-7b"], "bf16", 1, 512
-    few, fixed = (kernels_of_step(*asked, 90, batch_invariant=fixed) for fixed in (False, True))
+    steps = (Step(shape=SHAPES["llama2-7b"], batch_invariant=fixed) for fixed in (False, True))
+    few, fixed = (kernels_of_step(step, 90) for step in steps)
     assert sum(kernel.num_bytes for kernel in few) == sum(kernel.num_bytes for kernel in fixed)
     assert sum(kernel.row_bytes for kernel in fixed) > 3 * sum(kernel.row_bytes for kernel in few)
-    works = step_work(SHAPES["llama2-7b"], "bf16", 512, 512, is_prompt=True, batch_invariant=True)
+    works = step_work(Step(shape=SHAPES["llama2-7b"], batch=512, is_prompt=True, batch_invariant=True))
     assert [work.operation for work in works if work.launch is None] == ["attention"]

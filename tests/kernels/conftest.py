@@ -55,3 +55,9 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """Of a test's random numbers."""
+    return torch.Generator().manual_seed(0)

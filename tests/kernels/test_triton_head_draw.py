@@ -27,11 +27,6 @@ def several_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "MATMUL_ROWS", 24)
 
 
-@pytest.fixture
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
-
-
 def head(
     rows: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator, vocab: int = 77
 ) -> tuple[Tensor, Tensor, float, Tensor]:

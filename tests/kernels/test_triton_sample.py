@@ -34,11 +34,6 @@ def several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuts, "BINS", 64)
 
 
-@pytest.fixture
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
-
-
 def mixed_cuts(count: int, vocab: int, device: torch.device, generator: torch.Generator) -> Cuts:
     """Every combination of the three among neighbours, none of them as often as some value."""
 
