@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import typer
+from page_programs import printed
 from typer.testing import CliRunner
 
 import d3engine
@@ -42,12 +43,21 @@ WITH_PYTHON = [page for page in PAGES if RUNNABLE.search(page.read_text())]
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
-def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path) -> None:
+def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {"__name__": page.stem}
     given = set(names)
     for number, block in enumerate(RUNNABLE.findall(page.read_text()), start=1):
         exec(compile(block, f"{page.name}, block {number}", "exec", dont_inherit=True), names)
+        shown = capsys.readouterr().out
+        assert [said.pattern for said in printed(block) if not said.search(shown)] == [], shown
     assert set(names) - given - {"__builtins__"}, "no block ran, or none defined anything"
+
+
+def test_what_a_comment_says_is_printed_is_read() -> None:
+    (list_of_depths,) = printed("print(depths)  # layers of each token: [16, 12, ...]")
+    assert list_of_depths.search("[16, 12, 10, 9]")
+    assert not list_of_depths.search("[16, 11, 10, 9]")
+    assert printed("print(text)  # in words alone\nx = 3  # [3]") == []
 
 
 def test_the_pages_have_python_to_run_and_commands_to_parse() -> None:
