@@ -20,7 +20,8 @@ class EngineStats:
 
     `executor` says in words what decodes: "native (avx512, threads: 2)", "CUDA graphs" or "eager". With CUDA graphs:
     how many were captured, in how many seconds, with what memory. `graph_steps` ran in graphs, `native_steps` in the
-    native library; the others, such as prompts beside graphs, are `eager_steps`, whose operations the host called.
+    native library; the others, such as prompts beside graphs, are `eager_steps`, whose operations the host called, for
+    one sequence at least.
     `bridge_bytes` is the memory of the bridges that policies have named.
     `layers_run` are all layers run for the tokens generated, `layers_full` what full depth would have run for them;
     `token_layers[d]` counts the tokens that took d layers (the last: or more, as a drafted token's share may). Of each

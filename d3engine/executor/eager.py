@@ -96,8 +96,7 @@ class EagerExecutor:
     def run(self, plan: Plan) -> Computed:
         """Run one step; KV entries are written into the pool."""
         self.stats.eager_steps += 1
-        if plan.copies_before is not None:
-            self._copy(plan.copies_before)
+        self.copy_entries(plan.copies_before)
         inputs = self._inputs(plan)
         hidden = self.model.embed(self._tensor(plan.token_ids))
         kept = self.kept_states.follow(plan.drafts, hidden)
@@ -109,8 +108,7 @@ class EagerExecutor:
             self._run_span(span, plan, inputs, hidden)
         kept.up_to(self.model.config.num_layers)
         crossings.up_to(self.model.config.num_layers)
-        if plan.copies_after is not None:
-            self._copy(plan.copies_after)
+        self.copy_entries(plan.copies_after)
         if exits is not None:
             exits.copy_entries(self.pool, inputs.entries)
             return exits.computed()
@@ -120,6 +118,13 @@ class EagerExecutor:
         if rows.size == plan.num_rows and not plan.prompt_rows and plan.drafts is None:
             return Computed(self.model.logits(hidden))
         return Computed(self.model.logits(hidden[self._tensor(rows)]))
+
+    @torch.inference_mode()
+    def copy_entries(self, copies: tuple[IntArray, IntArray] | None) -> None:
+        """Copy entries of the pool, flat (sources, targets), as a plan has them before or after a step."""
+        if copies is not None:
+            sources, targets = copies
+            self.kernels.copy_entries(self.pool, self._tensor(sources), self._tensor(targets))
 
     def _inputs(self, plan: Plan) -> _Inputs:
         blocks = -(-int(plan.stops.max()) // self.block_size)
@@ -187,10 +192,6 @@ class EagerExecutor:
         rotations = self.rope.of_layers(inputs.rotations[rows])
         for layer in span.layers:
             self.model.project(layer, hidden[rows], rotations[layer], self.pool, inputs.entries[layer, rows])
-
-    def _copy(self, copies: tuple[IntArray, IntArray]) -> None:
-        source, target = copies
-        self.kernels.copy_entries(self.pool, self._tensor(source), self._tensor(target))
 
     def _tensor(self, array: IntArray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)

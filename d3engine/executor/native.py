@@ -1,14 +1,15 @@
 """Decoding on a CPU by the native library: a whole run of steps is one call.
 
 Like the graphs of a GPU it takes the plans whose steps need nothing of the host, and single steps, of answers or of
-prompts, whose tokens it chooses as well unless more is wanted than one of each row. Whatever else a plan may hold goes
-through the eager executor on the same weights and the same pool.
+prompts, whose tokens it chooses as well unless more is wanted than one of each row. Whatever sequence needs more than
+rows through layers goes through the eager executor on the same weights and the same pool, by itself: its neighbours
+stay here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,15 +31,15 @@ from d3engine.executor.native_choices import (
     ends_of,
     reporting_chunks,
 )
+from d3engine.executor.native_weights import native_bridges, native_model
+from d3engine.executor.shares import joined, share_of
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.kernels.native.cycles import Drafts
 from d3engine.kernels.native.library import Decoder
-from d3engine.kernels.native.model import Linear, NativeBridge, NativeBridges, NativeError, NativeLayer, NativeModel
+from d3engine.kernels.native.model import NativeBridges
 from d3engine.kernels.native.runs import HiddenStates, Rows
-from d3engine.model.bridge_weights import BridgeWeights
 from d3engine.model.llama import Llama
-from d3engine.model.weights import LayerWeights
-from d3engine.plan import Chosen, Course, Cycled, Plan, Reach, RunAhead
+from d3engine.plan import BoolArray, Chosen, Course, Cycled, Plan, Reach, RunAhead
 from d3engine.request.choice import Choice
 
 MAX_ROWS = 512
@@ -120,10 +121,13 @@ class NativeExecutor:
             self.stats.native_steps += computed.carried_out(plan).num_steps
             return computed
         self._end_course()
-        if self._is_simple(plan):
-            self.stats.native_steps += 1
-            return Computed(self._single(plan))
-        return self._eager.run(plan)
+        left = self._left_to_eager(plan)
+        if left.all():  # also of a step without a row
+            return self._eager.run(plan)
+        self._eager.copy_entries(plan.copies_before)
+        computed = self._shared(plan, left) if left.any() else self._alone(plan)
+        self._eager.copy_entries(plan.copies_after)
+        return computed
 
     # -- runs --------------------------------------------------------------------------------------------------
 
@@ -197,16 +201,32 @@ class NativeExecutor:
 
     # -- single steps ------------------------------------------------------------------------------------------
 
-    def _is_simple(self, plan: Plan) -> bool:
-        """Whether the plan is nothing but rows through layers: of answers, or of prompts."""
-        return (
-            0 < plan.num_rows <= (self._max_rows if _keeps_states(plan) else plan.num_rows)
-            and plan.copies_before is None
-            and plan.copies_after is None
-            and not plan.exits
-            and all(span.projected_rows is None and span.part == "layer" for span in plan.spans)
-            and (not self._eager.rope.depends_on_length or bool((plan.steps >= 0).all()))
-        )
+    def _left_to_eager(self, plan: Plan) -> BoolArray:
+        """Bool [C]: the chunks of sequences that are more than rows through layers."""
+        left = np.zeros(len(plan.sequences), np.bool_)
+        if _keeps_states(plan) and plan.num_rows > self._max_rows:
+            return ~left
+        for group in plan.exits:
+            left[group.chunks] = True
+        for span in plan.spans:
+            if span.projected_rows is not None:
+                left[plan.row_chunks[span.projected_rows]] = True
+        left |= _run_half_layers(plan)
+        if self._eager.rope.depends_on_length:
+            left |= plan.steps < 0
+        return np.isin(plan.slots, plan.slots[left]) if left.any() else left
+
+    def _alone(self, plan: Plan) -> Computed:
+        self.stats.native_steps += 1
+        return Computed(self._single(plan))
+
+    def _shared(self, plan: Plan, left: BoolArray) -> Computed:
+        """A step of which some chunks are left to the eager executor, which counts it."""
+        own, others = share_of(plan, (~left).nonzero()[0]), share_of(plan, left.nonzero()[0])
+        logits = self._logits_of_step(own.plan)
+        found = self._eager.run(others.plan)
+        assert isinstance(found.logits, Tensor), "without ranks tokens are the host's to choose"
+        return joined(plan, [(own, logits, None), (others, found.logits, found.depths)])
 
     def _single(self, plan: Plan) -> Tensor | Chosen:
         """The tokens of the sampled rows, or logits [plan.logit_rows, V] where more is wanted than these."""
@@ -296,65 +316,21 @@ def _keeps_states(plan: Plan) -> bool:
     return plan.drafts is not None and bool(plan.drafts.kept or plan.drafts.resumed)
 
 
+def _run_half_layers(plan: Plan) -> BoolArray:
+    """Bool [C]: the chunks that run one part of a layer without the other."""
+    found = np.zeros(len(plan.sequences), np.bool_)
+    halves: dict[int, BoolArray] = {}
+    for span in plan.spans:
+        if span.part != "layer":
+            runs = halves.setdefault(span.layers.start, np.zeros_like(found))
+            runs[slice(0, span.num_chunks) if span.chunks is None else span.chunks] ^= True
+    for runs in halves.values():
+        found |= runs
+    return found
+
+
 def _mask(plan: Plan) -> npt.NDArray[np.bool_]:
     """Which rows of a plan yield logits."""
     mask = np.zeros(plan.num_rows, np.bool_)
     mask[plan.logit_rows] = True
     return mask
-
-
-def native_model(eager: EagerExecutor) -> NativeModel:
-    """The eager executor's model for the library; raises `NativeError` for one that is more than a Llama."""
-    model, weights = eager.model, eager.model.weights
-    rotations = eager.rope.generated_table.contiguous()
-    unturned = model.config.layers_without_rope
-    return NativeModel(
-        layers=tuple(
-            _native_layer(layer, None if index in unturned else rotations) for index, layer in enumerate(weights.layers)
-        ),
-        embedding=weights.embedding,
-        final_norm=weights.final_norm,
-        lm_head=weights.lm_head,
-        pool=eager.pool,
-        num_heads=model.config.num_heads,
-        max_positions=rotations.shape[0],
-        eps=model.config.rms_norm_eps,
-        scale=model.config.attention_scale,
-    )
-
-
-_KNOWN = {
-    *("attention_norm", "qkv", "qkv_bias", "head_norms", "output", "output_bias"),
-    *("mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias"),
-}
-
-
-def native_bridges(bridges: Iterable[BridgeWeights]) -> NativeBridges:
-    """An engine's bridges for the library."""
-    return NativeBridges(
-        [
-            NativeBridge(
-                bridge.first,
-                bridge.stop,
-                Linear(bridge.weight, bridge.offset),
-                None if bridge.down is None else Linear(bridge.down),
-            )
-            for bridge in bridges
-        ]
-    )
-
-
-def _native_layer(layer: LayerWeights, rotations: Tensor | None) -> NativeLayer:
-    others = {field.name for field in fields(layer) if getattr(layer, field.name) is not None} - _KNOWN
-    if others:
-        raise NativeError(f"the native library knows nothing of {', '.join(sorted(others))} in a layer")
-    return NativeLayer(
-        attention_norm=layer.attention_norm,
-        qkv=Linear(layer.qkv, layer.qkv_bias),
-        output=Linear(layer.output, layer.output_bias),
-        mlp_norm=layer.mlp_norm,
-        gate_up=Linear(layer.gate_up, layer.gate_up_bias),
-        down=Linear(layer.down, layer.down_bias),
-        rotations=rotations,
-        head_norms=layer.head_norms,
-    )

@@ -139,8 +139,8 @@ def test_four_clients_at_once_read_equal_streams_over_either_protocol_while_a_fi
         streams = [threads.submit(list, read(asked)) for read in (stack.over_http, stack.over_grpc) for _ in range(4)]
         found = [stream.result(HANG_SECONDS) for stream in streams]
         fifth.result(HANG_SECONDS)
-    # In how many pieces depends on how busy the machine is, since what waits goes together; that an answer does not wait
-    # for its end is seen by those who leave one of 900 tokens after its first piece.
+    # In how many pieces depends on how busy the machine is, since what waits goes together; that an answer does not
+    # wait for its end is seen by those who leave one of 900 tokens after its first piece.
     assert ["".join(pieces) for pieces in found] == [text] * 8
 
 

@@ -1,0 +1,70 @@
+"""An engine's model as the native library reads it: the same tensors, where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+
+from torch import Tensor
+
+from d3engine.executor.eager import EagerExecutor
+from d3engine.kernels.native.model import Linear, NativeBridge, NativeBridges, NativeError, NativeLayer, NativeModel
+from d3engine.model.bridge_weights import BridgeWeights
+from d3engine.model.weights import LayerWeights
+
+
+def native_model(eager: EagerExecutor) -> NativeModel:
+    """The eager executor's model for the library; raises `NativeError` for one that is more than a Llama."""
+    model, weights = eager.model, eager.model.weights
+    rotations = eager.rope.generated_table.contiguous()
+    unturned = model.config.layers_without_rope
+    return NativeModel(
+        layers=tuple(
+            _native_layer(layer, None if index in unturned else rotations) for index, layer in enumerate(weights.layers)
+        ),
+        embedding=weights.embedding,
+        final_norm=weights.final_norm,
+        lm_head=weights.lm_head,
+        pool=eager.pool,
+        num_heads=model.config.num_heads,
+        max_positions=rotations.shape[0],
+        eps=model.config.rms_norm_eps,
+        scale=model.config.attention_scale,
+    )
+
+
+_KNOWN = {
+    *("attention_norm", "qkv", "qkv_bias", "head_norms", "output", "output_bias"),
+    *("mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias"),
+}
+
+
+def native_bridges(bridges: Iterable[BridgeWeights]) -> NativeBridges:
+    """An engine's bridges for the library."""
+    return NativeBridges(
+        [
+            NativeBridge(
+                bridge.first,
+                bridge.stop,
+                Linear(bridge.weight, bridge.offset),
+                None if bridge.down is None else Linear(bridge.down),
+            )
+            for bridge in bridges
+        ]
+    )
+
+
+def _native_layer(layer: LayerWeights, rotations: Tensor | None) -> NativeLayer:
+    others = {field.name for field in fields(layer) if getattr(layer, field.name) is not None} - _KNOWN
+    if others:
+        raise NativeError(f"the native library knows nothing of {', '.join(sorted(others))} in a layer")
+    return NativeLayer(
+        attention_norm=layer.attention_norm,
+        qkv=Linear(layer.qkv, layer.qkv_bias),
+        output=Linear(layer.output, layer.output_bias),
+        mlp_norm=layer.mlp_norm,
+        gate_up=Linear(layer.gate_up, layer.gate_up_bias),
+        down=Linear(layer.down, layer.down_bias),
+        rotations=rotations,
+        head_norms=layer.head_norms,
+    )

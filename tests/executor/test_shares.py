@@ -1,0 +1,133 @@
+"""A step shared out computes what it does undivided, and rows of the native library do not meet PyTorch's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from batches import LAYERS, POLICIES, Request, assert_same, block_bytes, run_together, some_requests
+from torch import Tensor
+
+from d3engine import D3, DraftAndVerify, Engine, Lossless, SelfSpeculative
+from d3engine.depth import DepthPolicy
+from d3engine.executor.computed import Computed
+from d3engine.executor.eager import EagerExecutor
+from d3engine.executor.shares import Share, joined, share_of
+from d3engine.plan import Plan
+from d3engine.request.outputs import RequestOutput
+
+DRAFTING = [Lossless(D3(0.9, 0.5)), SelfSpeculative(D3(0.8, 0.3)), DraftAndVerify(skip_attention=(1, 4), skip_mlp=(3,))]
+
+
+def policies_of(pytorch: bool) -> list[DepthPolicy]:
+    """Those that the library leaves to PyTorch, or the others."""
+
+    def is_left(policy: DepthPolicy) -> bool:
+        return policy.exit_rule(LAYERS) is not None or policy.schedule(LAYERS).on_skip == "project"
+
+    return [policy for policy in POLICIES if is_left(policy) == pytorch]
+
+
+class SharedOut:
+    """An eager executor whose steps are divided, sequence by sequence, at random."""
+
+    def __init__(self, executor: EagerExecutor, numbers: random.Random) -> None:
+        self._executor = executor
+        self._run = executor.run
+        self._numbers = numbers
+        self.kinds: set[str] = set()  # of what was in a step that was divided
+
+    def run(self, plan: Plan) -> Computed:
+        slots = np.unique(plan.slots)
+        taken = slots[[self._numbers.random() < 0.5 for _ in slots]]
+        if not 0 < taken.size < slots.size:
+            return self._run(plan)
+        self._note(plan)
+        inside = np.isin(plan.slots, taken)
+        self._executor.copy_entries(plan.copies_before)
+        shares = [share_of(plan, which.nonzero()[0]) for which in (inside, ~inside)]
+        found = [(share, *self._computed(share)) for share in shares]
+        self._executor.copy_entries(plan.copies_after)
+        return joined(plan, found)
+
+    def _computed(self, share: Share) -> tuple[Tensor, Any]:
+        computed = self._run(share.plan)
+        assert isinstance(computed.logits, Tensor)
+        return computed.logits, computed.depths
+
+    def _note(self, plan: Plan) -> None:
+        drafts = plan.drafts
+        there = {
+            "copies": plan.copies_after is not None,
+            "exits": bool(plan.exits),
+            "projections": any(span.projected_rows is not None for span in plan.spans),
+            "rows apart": any(span.rows is not None for span in plan.spans),
+            "halves": any(span.part != "layer" for span in plan.spans),
+            "prompt rows": bool(plan.prompt_rows),
+            "proposing": drafts is not None and bool(drafts.proposing),
+            "judging": drafts is not None and bool(drafts.judging),
+            "kept": drafts is not None and bool(drafts.kept),
+            "resumed": drafts is not None and bool(drafts.resumed),
+        }
+        self.kinds |= {kind for kind, is_there in there.items() if is_there}
+
+
+KINDS = {"copies", "exits", "projections", "rows apart", "halves", "prompt rows", "proposing", "judging", "kept"}
+
+
+def test_a_step_shared_out_computes_what_it_does_undivided(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = some_requests(4, 40)
+    for nth in range(0, len(requests), 3):
+        params = replace(requests[nth].params, depth=DRAFTING[nth // 3 % len(DRAFTING)])
+        requests[nth] = Request(requests[nth].prompt, params)
+    arguments: dict[str, Any] = {"enforce_eager": True, "max_num_batched_tokens": 40}
+    alone = make_engine(enable_prefix_caching=False, **arguments)
+    engine = make_engine(**arguments)
+    assert isinstance(engine.executor, EagerExecutor)
+    shared = SharedOut(engine.executor, random.Random(4))
+    monkeypatch.setattr(engine.executor, "run", shared.run)
+    found = run_together(engine, requests, random.Random(4))
+    assert shared.kinds == KINDS | {"resumed"}
+    for nth, request in enumerate(requests):
+        (wanted,) = alone.generate(list(request.prompt), request.params, use_tqdm=False)
+        assert_same(found[nth], wanted)
+
+
+def bits(output: RequestOutput) -> list[Any]:
+    """Tokens, and every log-probability as it is."""
+    return [
+        (one.token_ids, [{token: entry.logprob for token, entry in row.items()} for row in one.logprobs or []])
+        for one in output.outputs
+    ]
+
+
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_rows_of_the_library_have_the_same_bits_beside_rows_that_pytorch_runs(
+    make_engine: Callable[..., Engine], cache: str
+) -> None:
+    left, own = policies_of(pytorch=True), policies_of(pytorch=False)
+    requests = [
+        Request(request.prompt, replace(request.params, logprobs=3, depth=(left, own)[nth % 2][nth // 2 % 7]))
+        for nth, request in enumerate(some_requests(2, 28))
+    ]
+    together = make_engine(
+        max_num_batched_tokens=24, kv_cache_dtype=cache, kv_cache_memory_bytes=LAYERS * 20 * block_bytes(cache)
+    )
+    found = run_together(together, requests, random.Random(2))
+    stats = together.stats()
+    assert stats.num_preemptions > 0
+    assert stats.cached_prompt_tokens > 0
+    assert stats.eager_steps > 50, "else nobody was beside them"
+    alone = make_engine(kv_cache_dtype=cache, enable_prefix_caching=False)
+    for nth, request in enumerate(requests):
+        if nth % 2:
+            (wanted,) = alone.generate(list(request.prompt), request.params, use_tqdm=False)
+            assert bits(found[nth]) == bits(wanted)
+    assert alone.stats().eager_steps == 0
