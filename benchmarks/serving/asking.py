@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import time
@@ -14,6 +15,8 @@ from typing import Any
 from d3engine.depth.policy import policy_from_directory
 from d3engine.loading.model_directory import model_directory
 
+TRIES = 5
+"""Of a request whose connection ends before the answer begins."""
 NAMES = ("Tom", "Ann", "Ben", "Mia")
 DEPTHS: dict[str, dict[str, object]] = {
     "full": {"policy": "full"},
@@ -121,7 +124,7 @@ class Client:
             "depth": DEPTHS[depth],
         }
         sent, came, tokens = time.perf_counter(), [], 0
-        async with session.post(f"{asking.url}/v1/completions", json=body) as response:
+        async with await _posted(session, f"{asking.url}/v1/completions", body) as response:
             if response.status != 200:
                 raise SystemExit(f"the server answered {response.status}: {await response.text()}")
             async for line in response.content:
@@ -134,11 +137,22 @@ class Client:
 
 
 def _session() -> Any:
-    """A connection for each request: llama.cpp's server closes one that it has kept just as the next request comes."""
+    """Connections are kept from one request to the next, as the official clients keep theirs."""
     import aiohttp
 
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    connector = aiohttp.TCPConnector(limit=0)
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(600))
+
+
+async def _posted(session: Any, url: str, body: dict[str, Any]) -> Any:
+    """The response to a request; sent again where a server closes a kept connection just as it comes, as llama.cpp's
+    does."""
+    import aiohttp
+
+    for _ in range(TRIES):
+        with contextlib.suppress(aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            return await session.post(url, json=body)
+    raise SystemExit(f"the server closed {TRIES} connections in turn without an answer")
 
 
 def _tokens(line: bytes) -> int | None:

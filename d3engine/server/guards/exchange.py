@@ -7,9 +7,9 @@ is seen by the server that runs the app.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -97,7 +97,7 @@ def _request_id(scope: Scope) -> str:
     given: list[bytes] = [value for name, value in scope["headers"] if name == b"x-request-id"]
     if len(given) == 1 and CLIENT_ID.fullmatch(given[0]):
         return given[0].decode()
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()
 
 
 def log_exchange(exchange: Exchange) -> None:
