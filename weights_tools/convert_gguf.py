@@ -14,9 +14,10 @@ from torch import Tensor
 
 from d3engine.errors import ModelFormatError, TokenizerError, require
 from d3engine.model.checkpoint import Checkpoint
-from d3engine.model.config import CONFIG_FILE, ModelConfig
+from d3engine.model.config import ModelConfig
 from d3engine.model.gguf_file import open_gguf
 from d3engine.model.gguf_files import GGUFFiles
+from d3engine.model.model_files import CONFIG_FILE
 from d3engine.text.tokenizer import load_tokenizer
 from d3engine.weights_tools.writing import (
     DEFAULT_SHARD_BYTES,

@@ -15,13 +15,7 @@ from torch import Tensor
 from d3engine.depth.policy import POLICY_FILE
 from d3engine.errors import InvalidValueError
 from d3engine.model.checkpoint import Checkpoint, TensorEntry
-from d3engine.model.config import (
-    CONFIG_FILE,
-    DEFAULT_HEAD_FORM,
-    QUANTIZATION_METHOD,
-    QUANTIZATION_SCHEMES,
-    ModelConfig,
-)
+from d3engine.model.config import DEFAULT_HEAD_FORM, QUANTIZATION_METHOD, QUANTIZATION_SCHEMES, ModelConfig
 from d3engine.model.expected_tensors import (
     check_tensors,
     check_values,
@@ -30,6 +24,7 @@ from d3engine.model.expected_tensors import (
     scheme_of,
 )
 from d3engine.model.mapped_file import dtype_of
+from d3engine.model.model_files import CONFIG_FILE
 from d3engine.model.quantization import check_head_form, quantize_matrix
 from d3engine.model.source import files_of, open_checkpoint
 from d3engine.weights_tools.writing import (

@@ -27,8 +27,9 @@ from d3engine.errors import FailedError, InvalidValueError, ModelFormatError
 from d3engine.files import DATA_BYTES, is_there, read_bytes
 from d3engine.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, TensorEntry
 from d3engine.model.companions import COMPANIONS
-from d3engine.model.config import CONFIG_FILE, GENERATION_CONFIG_FILE, ModelConfig
+from d3engine.model.config import GENERATION_CONFIG_FILE, ModelConfig
 from d3engine.model.expected_tensors import check_tensors, expected_tensors
+from d3engine.model.model_files import CONFIG_FILE
 from d3engine.model.source import ModelSource, files_of
 from d3engine.progress import hides_bars
 from d3engine.text.tiktoken_file import is_tiktoken, read_tiktoken

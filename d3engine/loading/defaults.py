@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from d3engine.errors import InvalidValueError, ModelFormatError, require_integer
-from d3engine.model.config import CONFIG_FILE, GENERATION_CONFIG_FILE, ModelConfig, load_generation_config
+from d3engine.model.config import GENERATION_CONFIG_FILE, ModelConfig, load_generation_config
+from d3engine.model.model_files import CONFIG_FILE
 from d3engine.request.params import SamplingParams
 
 

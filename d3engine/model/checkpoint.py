@@ -27,7 +27,9 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-_BYTES_PER_VALUE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
+FP8 = "F8_E4M3"
+"""Eight bits with scales beside them: `fp8_tensors.py` makes floats of them."""
+_BYTES_PER_VALUE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, FP8: 1, "I8": 1, "U8": 1}
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def open_safetensors(directory: str | Path) -> Iterator[Checkpoint]:
 
     Raises `ModelFormatError` for a missing, unreadable, truncated or corrupt file, a tensor held by two
     shards, an index that disagrees with its shards, a shard name that is a path, and a dtype other than F64,
-    F32, F16, BF16, I8 and U8. Which tensor may have which dtype is `check_tensors`' business.
+    F32, F16, BF16, F8_E4M3, I8 and U8. Which tensor may have which dtype is `check_tensors`' business.
     """
     index = _read_index(Path(directory))
     entries: dict[str, TensorEntry] = {}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from d3engine.model.config import CONFIG_FILE, GENERATION_CONFIG_FILE
+from d3engine.model.config import GENERATION_CONFIG_FILE
+from d3engine.model.model_files import CONFIG_FILE
 
 COMPANIONS = (
     CONFIG_FILE,

@@ -15,10 +15,11 @@ from typing import Any
 from d3engine.errors import ModelFormatError
 from d3engine.model.families import Biases, Family, Multipliers, TensorNames, family_of
 from d3engine.model.fields import Fields
+from d3engine.model.fp8_config import FP8_METHODS, is_fp8
+from d3engine.model.model_files import CONFIG_FILE
 from d3engine.model.rope_config import RopeConfig, read_rope_config, refuse_other_rotations
 from d3engine.model.source import ModelSource, files_of
 
-CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -266,8 +267,8 @@ def head_forms(is_tied: bool) -> tuple[str, ...]:
 
 
 def _quantization(fields: Fields, is_tied: bool) -> tuple[str | None, str | None]:
-    """The schemes of our own quantization, of the matrices and of the LM head; anybody else's is refused by the name of
-    its method.
+    """The schemes of our own quantization, of the matrices and of the LM head. 8-bit floats of others are read as
+    floats; any other method is refused by its name.
 
     Directories from before there was a choice do not say what the head is: an own one is as the matrices, and one tied
     to the embedding float.
@@ -278,10 +279,13 @@ def _quantization(fields: Fields, is_tied: bool) -> tuple[str | None, str | None
     if not isinstance(given, Mapping):
         fields.refuse("quantization_config", "an object, or absent")
     own = Fields(given, f"{fields.source}: quantization_config")
+    if is_fp8(own):
+        return None, None
     if own.get("quant_method") != QUANTIZATION_METHOD:
         own.refuse(
             "quant_method",
-            f"{QUANTIZATION_METHOD!r}, as `d3engine weights quantize` makes of a model with float weights",
+            f"{QUANTIZATION_METHOD!r}, as `d3engine weights quantize` makes of a model with float weights, or of 8-bit "
+            f"floats: {', '.join(FP8_METHODS)}",
         )
     scheme = own.get("scheme")
     if scheme not in QUANTIZATION_SCHEMES:

@@ -16,8 +16,9 @@ from torch import Tensor
 from d3engine.errors import ModelFormatError
 from d3engine.kernels.quantized import GROUP
 from d3engine.model.checkpoint import FLOAT_DTYPES, Checkpoint, TensorEntry
-from d3engine.model.config import CONFIG_FILE, ModelConfig
+from d3engine.model.config import ModelConfig
 from d3engine.model.families import TensorNames
+from d3engine.model.model_files import CONFIG_FILE
 
 EMBEDDING = TensorNames().embedding
 FINAL_NORM = TensorNames().final_norm

@@ -18,6 +18,8 @@ from d3engine.model.fields import json_object
 if TYPE_CHECKING:  # torch waits until weights are asked for
     from d3engine.model.checkpoint import Checkpoint
 
+CONFIG_FILE = "config.json"
+
 
 class ModelFiles(ABC):
     """The files of one model; `path` is the directory or the file that a user named."""

@@ -5,15 +5,18 @@ The one idea: here, and nowhere else, is it decided what a path is. Whatever rea
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from d3engine.errors import ModelFormatError
 from d3engine.files import is_there, read_bytes
+from d3engine.model.fields import Fields
+from d3engine.model.fp8_config import block_of, is_fp8
 from d3engine.model.gguf_file import open_gguf
 from d3engine.model.gguf_files import GGUFFiles
-from d3engine.model.model_files import ModelFiles
+from d3engine.model.model_files import CONFIG_FILE, ModelFiles
 
 if TYPE_CHECKING:  # torch waits until weights are asked for
     from d3engine.model.checkpoint import Checkpoint
@@ -37,10 +40,23 @@ class DirectoryFiles(ModelFiles):
     def content(self, name: str, most: int) -> bytes:
         return read_bytes(self.path / name, most)
 
-    def open_checkpoint(self) -> AbstractContextManager[Checkpoint]:
+    @contextmanager
+    def open_checkpoint(self) -> Iterator[Checkpoint]:
         from d3engine.model.checkpoint import open_safetensors
+        from d3engine.model.fp8_tensors import floats_of_fp8
 
-        return open_safetensors(self.path)
+        with open_safetensors(self.path) as checkpoint:
+            quantization = self._quantization()
+            if quantization is not None and is_fp8(quantization):
+                checkpoint = floats_of_fp8(checkpoint, block_of(quantization))
+            yield checkpoint
+
+    def _quantization(self) -> Fields | None:
+        """The quantization_config, if there is one."""
+        if not self.has(CONFIG_FILE):
+            return None
+        given = self.read_json_object(CONFIG_FILE).get("quantization_config")
+        return Fields(given, f"{self.place(CONFIG_FILE)}: quantization_config") if isinstance(given, dict) else None
 
 
 def files_of(model: ModelSource) -> ModelFiles:

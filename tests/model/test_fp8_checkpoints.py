@@ -1,0 +1,167 @@
+"""Checkpoints in 8-bit floats, as they are published, are read as the floats that they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fp8_checkpoints import PUBLISHED, Published, publish
+from safetensors.torch import load_file, save_file
+from tiny_models import TinyLlama, random_prompts
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from d3engine import Engine, ModelFormatError, SamplingParams
+from d3engine.cli import app
+from d3engine.model.config import ModelConfig
+from d3engine.model.part import part_of
+from d3engine.model.source import open_checkpoint
+from d3engine.model.weights import load_weights
+
+MakeTiny = Callable[..., TinyLlama]
+MakeCheckpoint = Callable[[str], tuple[Path, LlamaForCausalLM]]
+OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**22, "skip_tokenizer_init": True}
+QUERY = "model.layers.1.self_attn.q_proj."
+
+
+@pytest.fixture
+def checkpoint_of(tiny_llama: MakeTiny, tmp_path: Path) -> MakeCheckpoint:
+    """A directory as one publisher writes it, and transformers' model of the floats that it stands for."""
+
+    def make(name: str) -> tuple[Path, LlamaForCausalLM]:
+        source = tiny_llama().directory
+        directory = tmp_path / "published"
+        meant = publish(source, directory, PUBLISHED[name])
+        model = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
+        model.load_state_dict(meant)
+        return directory, model
+
+    return make
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_answers_are_those_of_transformers_over_the_floats_that_it_stands_for(
+    checkpoint_of: MakeCheckpoint, name: str
+) -> None:
+    directory, model = checkpoint_of(name)
+    prompts = random_prompts([3, 17])
+    with Engine(directory, **OPTIONS) as engine:
+        found = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)
+    for prompt, output in zip(prompts, found, strict=True):
+        wanted = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+        assert output.outputs[0].token_ids == wanted[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", ["Qwen"])
+def test_the_floats_are_those_that_transformers_reads_from_the_same_files(
+    checkpoint_of: MakeCheckpoint, name: str
+) -> None:
+    pytest.importorskip("accelerate", reason="transformers reads 8-bit floats with accelerate alone")
+    directory, _ = checkpoint_of(name)
+    wanted = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict()
+    with open_checkpoint(directory) as checkpoint:
+        for tensor in checkpoint.entries:
+            torch.testing.assert_close(checkpoint.read(tensor).float(), wanted[tensor].float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["a scale a row", "a scale a matrix", "Qwen"])
+def test_a_row_and_a_ranks_part_are_of_the_same_floats(checkpoint_of: MakeCheckpoint, name: str) -> None:
+    directory, model = checkpoint_of(name)
+    config = ModelConfig.from_directory(directory)
+    wanted = model.state_dict()[QUERY + "weight"]
+    with open_checkpoint(directory) as checkpoint:
+        assert checkpoint.read_row(QUERY + "weight", 5) == wanted[5].numpy().tobytes()
+    part = part_of(config, 1, 2)
+    whole, ranks = (
+        load_weights(directory, config, dtype=torch.float32, device="cpu", part=own).layers[1].down
+        for own in (None, part)
+    )
+    assert isinstance(whole, torch.Tensor)
+    assert isinstance(ranks, torch.Tensor)
+    assert torch.equal(ranks, whole[:, part.channels.start : part.channels.stop])
+
+
+def test_it_can_be_inspected_verified_and_quantized_as_ours(checkpoint_of: MakeCheckpoint, tmp_path: Path) -> None:
+    directory, _ = checkpoint_of("a scale a row")
+    inspected = CliRunner().invoke(app, ["weights", "inspect", str(directory)])
+    assert inspected.exit_code == 0
+    assert "F8_E4M3" in inspected.stdout
+    assert CliRunner().invoke(app, ["weights", "verify", str(directory)]).exit_code == 0
+    made = CliRunner().invoke(app, ["weights", "quantize", str(directory), str(tmp_path / "int8"), "--scheme", "int8"])
+    assert made.exit_code == 0, made.output
+    assert ModelConfig.from_directory(tmp_path / "int8").quantization == "int8"
+    with Engine(tmp_path / "int8", **OPTIONS) as engine:
+        assert engine.generate([[1, 2]], SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
+
+
+def without(name: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {own: tensor for own, tensor in tensors.items() if own != name}
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda all_: without(QUERY + "weight_scale", all_), "weight' has dtype F8_E4M3, but there are no floats"),
+        (
+            lambda all_: all_ | {QUERY + "weight_scale": torch.ones(3, 1)},
+            r"shape \[3, 1\]: allowed .* for each row",
+        ),
+        (lambda all_: all_ | {QUERY + "weight_scale": torch.ones(7, 5)}, r"shape \[7, 5\]: allowed .* equal blocks"),
+        (lambda all_: all_ | {QUERY + "weight_scale": torch.full((64, 1), torch.nan)}, "holds NaN or infinity"),
+        (lambda all_: all_ | {QUERY + "weight_zero": torch.ones(64, 1)}, "weight_zero' is unexpected"),
+        (
+            lambda all_: all_ | {"model.norm.weight": all_["model.norm.weight"].to(torch.float8_e4m3fn)},
+            r"model\.norm\.weight' has dtype F8_E4M3, but there are no floats",
+        ),
+        (
+            lambda all_: all_ | {QUERY + "weight": all_[QUERY + "weight"].float().to(torch.float8_e5m2)},
+            r"q_proj\.weight' has dtype F8_E5M2: allowed are F64",
+        ),
+    ],
+)
+def test_files_that_are_not_what_their_config_says_are_refused(
+    checkpoint_of: MakeCheckpoint, edit: Callable[..., Any], message: str
+) -> None:
+    directory, _ = checkpoint_of("a scale a row")
+    tensors = {name: tensor.clone() for name, tensor in load_file(directory / "model.safetensors").items()}
+    (directory / "model.safetensors").unlink()
+    save_file(edit(tensors), directory / "model.safetensors")
+    with pytest.raises(ModelFormatError, match=message):
+        Engine(directory, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "pack-quantized"}, "format must be 'float-quantized' beside quant_method .*; got 'pack-quantized'"),
+        ({"format": None}, "format must be 'float-quantized' .*; got None"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config must be absent or empty"),
+        ({"transform_config": {"config_groups": {"R1": {}}}}, "transform_config must be absent or empty"),
+        ({"weight_block_size": [16]}, "weight_block_size must be two whole numbers"),
+        ({"weight_block_size": [0, 16]}, "weight_block_size must be two whole numbers above 0"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo must be 'FP8' beside .*; got 'NVFP4'"),
+        ({"quant_method": "gptq"}, "quant_method must be .* fbgemm_fp8, fp8, modelopt; got 'gptq'"),
+    ],
+)
+def test_what_is_not_values_times_scales_is_refused_by_name(
+    checkpoint_of: MakeCheckpoint, changes: dict[str, Any], message: str
+) -> None:
+    directory, _ = checkpoint_of("a scale a row")
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFormatError, match=message):
+        Engine(directory, **OPTIONS)
+
+
+def test_without_a_config_that_says_so_8_bit_floats_are_no_weights(tiny_llama: MakeTiny, tmp_path: Path) -> None:
+    publish(tiny_llama().directory, tmp_path, Published({"quant_method": "fp8"}))
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFormatError, match=r"has dtype F8_E4M3: allowed are F64, F32, F16, BF16"):
+        Engine(tmp_path, **OPTIONS)
