@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from d3engine.kernels.quantized import GROUP, Fp8Weight, Int4Weight, Int8Weight, Weight
+from d3engine.kernels.triton import launches
 from d3engine.kernels.triton.launches import Launch
 from d3engine.kernels.triton.product_kernels import FEW_ROWS
 
@@ -142,7 +143,7 @@ def _few_rows_tile(rows: int, weight: Weight, dtype: torch.dtype, may_split: boo
         step, stages = 128, 6
         if rows > 8 and outputs >= 64 * MIN_PROGRAMS:
             block_outputs = 64
-        elif rows > 8 and not may_split and columns % 256 == 0:
+        elif rows > 8 and not may_split and columns % 256 == 0 and not launches.PROGRAMMATIC:
             step, stages = 256, 4  # so few programs have too little under way with shorter rounds
         return Tile(block_rows, block_outputs, step, max(1, min(2, block_outputs // 16)), stages, True)
     step = 2 * GROUP if columns % (2 * GROUP) == 0 else GROUP
@@ -157,7 +158,9 @@ def _single_row_tile(outputs: int, columns: int, weight: Weight) -> Tile:
     # moves every weight through shared memory.
     each = 16 // weight.element_size() if isinstance(weight, Tensor) else 16
     padded = max(16, triton.next_power_of_2(columns))
-    warps = min(4, max(1, padded // (32 * each)))
+    # Under programmatic launch the first step is taken before the loop, and a loop of one is not pipelined.
+    least_steps = 4 if launches.PROGRAMMATIC else 1
+    warps = min(4, max(1, padded // (least_steps * 32 * each)))
     return Tile(1, _enough_programs(8, outputs), min(warps * 32 * each, padded), warps, stages=3)
 
 
