@@ -1,10 +1,9 @@
 """Weight-only quantized matrices: what every linear operation takes in place of a float matrix [N, K].
 
-Activations, norms, biases and sums stay as they are; only the matrix is small. All schemes are symmetric, so that a
+Activations, norms, biases and sums stay as they are; only the matrix is small. Both schemes are symmetric, so that a
 product needs one multiplication by the scale and no zero point.
 
 - int8: one scale an output channel.
-- fp8: 8-bit floats (e4m3: four bits of exponent, three of mantissa), one scale an output channel.
 - int4: one scale for each group of 128 input channels of an output channel. A byte holds two values of one group, j and
   j + 64, so that a kernel unpacks a tile of bytes into two tiles of neighbouring channels and shuffles nothing.
 """
@@ -21,9 +20,6 @@ from torch import Tensor
 
 GROUP = 128
 """Input channels that share a scale under int4."""
-
-FP8_LARGEST = 448.0
-"""The largest finite float8_e4m3fn."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,43 +50,6 @@ class Int8Weight:
     def at(self, places: Tensor) -> Int8Weight:
         """The rows at int64 `places` [T], copied."""
         return Int8Weight(self.values[places], self.scales[places])
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The matrix [N, K] it stands for, rounded once to `dtype`."""
-        return self.values.float().mul_(self.scales[:, None]).to(dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class Fp8Weight:
-    """A matrix [N, K] as float8_e4m3fn `values` [N, K], all finite, times float32 `scales` [N].
-
-    One scale for a whole matrix is the same number in every row.
-    """
-
-    values: Tensor
-    scales: Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        """(N, K)."""
-        return self.values.shape
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + self.scales.nbytes
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """What it is made of: the values, then the scales."""
-        return self.values, self.scales
-
-    def rows(self, start: int, stop: int) -> Fp8Weight:
-        """Output channels [start, stop) alone, without a copy."""
-        return Fp8Weight(self.values[start:stop], self.scales[start:stop])
-
-    def at(self, places: Tensor) -> Fp8Weight:
-        """The rows at int64 `places` [T], copied."""
-        return Fp8Weight(self.values.view(torch.uint8)[places].view(torch.float8_e4m3fn), self.scales[places])
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The matrix [N, K] it stands for, rounded once to `dtype`."""
@@ -140,15 +99,15 @@ class Int4Weight:
         return matrix.view(rows, groups * GROUP)[:, : self.num_columns].to(dtype)
 
 
-Weight: TypeAlias = Tensor | Int8Weight | Fp8Weight | Int4Weight
+Weight: TypeAlias = Tensor | Int8Weight | Int4Weight
 """What stands where an operation has a weight matrix."""
 
-Table: TypeAlias = Tensor | Int8Weight | Fp8Weight
+Table: TypeAlias = Tensor | Int8Weight
 """A matrix [V, K] of which single rows are read: an embedding."""
 
 
 def looked_up(table: Table, places: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows [T, K] of a table at int64 `places` [T], in `dtype`: 8-bit rows times their scales, rounded once."""
+    """Rows [T, K] of a table at int64 `places` [T], in `dtype`: those of int8 times their scales, rounded once."""
     if isinstance(table, Tensor):
         return F.embedding(places, table).to(dtype)
     return table.at(places).dequantize(dtype)
@@ -180,25 +139,6 @@ def quantize_int8(matrix: Tensor) -> Int8Weight:
         scales[rows] = wide.abs().amax(dim=1) / 127
         values[rows] = _in_steps(wide, scales[rows, None]).clamp_(-127, 127)
     return Int8Weight(values, _finite(scales))
-
-
-def quantize_fp8(matrix: Tensor) -> Fp8Weight:
-    """Round `matrix` [N, K], of any float dtype, to float8_e4m3fn; the scale of a row is its largest magnitude / 448.
-
-    Quotients by the scale are rounded to the nearest value, ties to even. An error is at most 1/16 of the number, or
-    2**-10 scales where the number is below 2**-6 scales. A row of zeros has the scale 0. Raises as `quantize_int8`.
-    """
-    _check(matrix)
-    values = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn, device=matrix.device)
-    scales = torch.empty(matrix.shape[0], dtype=torch.float32, device=matrix.device)
-    for rows in _row_runs(matrix):
-        wide = matrix[rows].float()
-        scales[rows] = wide.abs().amax(dim=1) / FP8_LARGEST
-        steps = scales[rows, None]
-        # A scale that is denormal has few bits, so that a quotient may be larger than the largest value.
-        quotients = torch.where(steps == 0, 0.0, wide / steps).clamp_(-FP8_LARGEST, FP8_LARGEST)
-        values[rows] = quotients.to(torch.float8_e4m3fn)
-    return Fp8Weight(values, _finite(scales))
 
 
 def quantize_int4(matrix: Tensor, divisors: Sequence[float] = INT4_DIVISORS) -> Int4Weight:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import FP8, KVPool, values_and_scales
-from d3engine.kernels.quantized import Fp8Weight, Int4Weight, Int8Weight, Table, Weight
+from d3engine.kernels.quantized import Int4Weight, Int8Weight, Table, Weight
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _INT8, _INT4 = 2, 3
@@ -80,8 +80,6 @@ class Linear:
             return MatrixStructure(_INT8, *weight.shape, *_addresses(weight.values, weight.scales), bias)
         if isinstance(weight, Int4Weight):
             return MatrixStructure(_INT4, *weight.shape, *_addresses(weight.packed, weight.scales), bias)
-        if isinstance(weight, Fp8Weight):
-            raise NativeError("the native library knows no fp8 matrices")
         if weight.dtype not in _KINDS:
             raise NativeError(f"the native library knows no {weight.dtype} matrices")
         return MatrixStructure(_KINDS[weight.dtype], *weight.shape, address_of(weight, weight.dtype), None, bias)

@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from d3engine.kernels.quantized import GROUP, Fp8Weight, Int4Weight, Int8Weight, Weight
+from d3engine.kernels.quantized import GROUP, Int4Weight, Int8Weight, Weight
 from d3engine.kernels.triton import launches
 from d3engine.kernels.triton.launches import Launch
 from d3engine.kernels.triton.product_kernels import FEW_ROWS
@@ -239,8 +239,6 @@ def weight_arguments(weight: Weight) -> dict[str, object]:
         stored, scales = weight, None
     elif isinstance(weight, Int8Weight):
         stored, scales = weight.values, weight.scales
-    elif isinstance(weight, Fp8Weight):
-        raise ValueError("weights must be floats, int8 or int4 for Triton kernels; got fp8")
     else:
         stored, scales = weight.packed, weight.scales
     return {
@@ -254,7 +252,7 @@ def weight_arguments(weight: Weight) -> dict[str, object]:
 def need_unit_stride(**tensors: Weight | None) -> None:
     """Raise `ValueError` for a tensor whose last dimension is not contiguous: kernels read 16 bytes at a time."""
     for name, tensor in tensors.items():
-        if isinstance(tensor, Int8Weight | Fp8Weight):
+        if isinstance(tensor, Int8Weight):
             need_unit_stride(**{f"{name}.values": tensor.values, f"{name}.scales": tensor.scales})
         elif isinstance(tensor, Int4Weight):
             need_unit_stride(**{f"{name}.packed": tensor.packed, f"{name}.scales": tensor.scales})
