@@ -76,8 +76,9 @@ print(decode.arguments["HEADS"] // decode.arguments["KV_HEADS"], needs(decode, 9
 found = launches.registered(launches.SHAPES["llama3-8b"], torch.bfloat16, "", ["paged_attention"])
 print(needs(next(launch for _, label, launch in found if label.endswith("16 in 8 bits")), 90)["instructions"])
 launches.PROGRAMMATIC = True
-found = launches.registered(launches.SHAPES["llama3-8b"], torch.bfloat16, "int8", ["gate_up"])
+found = list(launches.registered(launches.SHAPES["llama3-8b"], torch.bfloat16, "int8", ["gate_up"]))
 print(needs(next(launch for _, label, launch in found if label == "rows=8"), 90)["stack"])
+print(needs(next(launch for _, label, launch in found if label == "rows=1"), 90)["in_flight"])
 """
 
 
@@ -139,6 +140,12 @@ def test_small_weights_become_floats_beside_many_rows_without_being_moved(compil
 @needs_triton
 def test_what_is_loaded_before_the_wait_has_registers(compiled: Compiled) -> None:
     assert compiled[3].split()[3] == "0"
+
+
+@needs_triton
+def test_under_programmatic_launch_a_row_of_small_weights_has_enough_under_way(compiled: Compiled) -> None:
+    """A step is taken before the loop; of one step there, nothing would be fetched ahead."""
+    assert int(compiled[3].split()[4]) >= inspect.LEAST_IN_FLIGHT
 
 
 @needs_triton

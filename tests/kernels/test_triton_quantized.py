@@ -15,7 +15,7 @@ import d3engine.kernels.triton as kernels
 from d3engine.kernels import reference
 from d3engine.kernels.quantized import GROUP, Int4Weight, Int8Weight
 from d3engine.kernels.sampling import SamplingRows
-from d3engine.kernels.triton import products, unpack
+from d3engine.kernels.triton import launches, products, unpack
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "rows_apart")
 
@@ -172,6 +172,19 @@ def test_two_groups_of_int4_a_round_with_the_norm_of_their_rows(rows: int, randn
     tile = products.product_tile(rows, weight, torch.float16)
     assert tile is not None
     assert tile.columns == 2 * GROUP
+    found = kernels.lm_head(hidden, norm, EPS, weight)
+    assert_close(found, normed(hidden, norm) @ exact.t(), LIMITS[torch.float16])
+
+
+def test_a_row_of_int8_is_cut_finer_under_programmatic_launch(
+    randn: Randn, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launches, "PROGRAMMATIC", True)
+    weight, exact = random_weight("int8", 37, 2048, device)
+    hidden, norm = randn(1, 2048, dtype=torch.float16, scale=3.0), randn(2048, dtype=torch.float16)
+    tile = products.product_tile(1, weight, torch.float16)
+    assert tile is not None
+    assert (tile.columns, tile.warps) == (512, 1)
     found = kernels.lm_head(hidden, norm, EPS, weight)
     assert_close(found, normed(hidden, norm) @ exact.t(), LIMITS[torch.float16])
 
