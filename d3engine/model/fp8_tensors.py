@@ -30,13 +30,13 @@ def floats_of_fp8(checkpoint: Checkpoint, block: Block | None) -> Checkpoint:
 
     Raises `ModelFormatError` for a matrix without scales, or whose scales have not the shape of any that are read.
     """
-    entries, scales = {}, {}
+    scales = {name: _scales_of(checkpoint, entry) for name, entry in checkpoint.entries.items() if entry.dtype == FP8}
+    beside = {entry.name for entry in scales.values()}
+    entries = {}
     for name, entry in checkpoint.entries.items():
-        kind = name.rpartition(".")[2]
-        if kind in _SCALES or kind in _OF_ACTIVATIONS:
+        if name in beside or name.rpartition(".")[2] in _OF_ACTIVATIONS:
             continue
-        if entry.dtype == FP8:
-            scales[name] = _scales_of(checkpoint, entry)
+        if name in scales:
             _check_shape(entry, scales[name], block)
             entry = replace(entry, dtype="F32", packed=Packed(FP8, entry.nbytes + scales[name].nbytes))
         entries[name] = entry

@@ -112,6 +112,7 @@ def without(name: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tens
         ),
         (lambda all_: all_ | {QUERY + "weight_scale": torch.ones(7, 5)}, r"shape \[7, 5\]: allowed .* equal blocks"),
         (lambda all_: all_ | {QUERY + "weight_scale": torch.full((64, 1), torch.nan)}, "holds NaN or infinity"),
+        (lambda all_: all_ | {"lm_head.weight_scale": torch.ones(300, 1)}, r"lm_head\.weight_scale' is unexpected"),
         (lambda all_: all_ | {QUERY + "weight_zero": torch.ones(64, 1)}, "weight_zero' is unexpected"),
         (
             lambda all_: all_ | {"model.norm.weight": all_["model.norm.weight"].to(torch.float8_e4m3fn)},
