@@ -32,6 +32,8 @@ TIMEOUTS = ("--header-timeout", "3", "--body-timeout", "3")
 LOOK_SECONDS = 1.0
 GROWTH = 0.02
 """Memory is flat where the line through its second half rises by no more than this part of it."""
+RISE_SECONDS = 160.0
+"""So long memory rises anyway, until everything has been done once; only what comes after is judged."""
 
 
 def requests() -> list[tuple[str, dict[str, Any]]]:
@@ -221,9 +223,9 @@ class Soak:
         self.faults.append(f"a minute after the last client has gone there are left: {left}")
 
     def growth(self) -> float | None:
-        """By which part the line through the second half of the memory's course rises."""
+        """By which part the line through the second half of the memory's course rises; None of too short a soak."""
         later = self.memory[len(self.memory) // 2 :]
-        if len(later) < 3:
+        if not later or later[0][0] < RISE_SECONDS:
             return None
         times, sizes = zip(*later, strict=True)
         slope = statistics.linear_regression(times, sizes).slope
@@ -296,10 +298,15 @@ def show(report: dict[str, Any], console: Console) -> None:
     for name, count in sorted(report["done"].items()):
         console.print(f"{count:>9} {name}")
     sizes = [size / 2**20 for _, size in report["memory"]]
-    if report["growth"] is not None:
+    if sizes:
+        growth = report["growth"]
+        least = 2 * RISE_SECONDS / 60
+        is_flat = (
+            f"too short to judge (from {least:.1f} minutes on)" if growth is None else f"then rises by {growth:.2%}"
+        )
         console.print(
-            f"memory: {sizes[0]:.0f} MiB at first, {sizes[len(sizes) // 2]:.0f} half way, {sizes[-1]:.0f} at the end;"
-            f" the second half's line rises by {report['growth']:.2%}"
+            f"memory: {sizes[0]:.0f} MiB at first, {sizes[len(sizes) // 2]:.0f} half way, {sizes[-1]:.0f} at the end; "
+            + is_flat
         )
     for fault in report["faults"][:20]:
         console.print(f"FAULT {fault}", markup=False)

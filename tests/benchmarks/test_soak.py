@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.soak import GROWTH, Soak, _text, requests
+from benchmarks.soak import GROWTH, RISE_SECONDS, Soak, _text, requests
 
 
 def test_an_answer_that_is_another_than_alone_is_a_fault() -> None:
@@ -15,16 +15,21 @@ def test_an_answer_that_is_another_than_alone_is_a_fault() -> None:
     assert soak.faults == ["request 1 answered 'sixteen'; alone 'six'"]
 
 
-def test_memory_that_rises_to_the_end_is_told_from_memory_that_has_risen() -> None:
-    def growth(sizes: list[float]) -> float:
-        found = Soak("", memory=[(float(second), size) for second, size in enumerate(sizes)]).growth()
-        assert found is not None
-        return found
+def growth(sizes: list[float]) -> float | None:
+    return Soak("", memory=[(float(second), size) for second, size in enumerate(sizes)]).growth()
 
-    risen = [100.0 + min(second, 20) for second in range(60)]
-    rises = [100.0 + 0.2 * second for second in range(60)]
-    assert growth(risen) == pytest.approx(0)
-    assert growth(rises) > GROWTH
+
+def test_memory_that_rises_to_the_end_is_told_from_memory_that_has_risen() -> None:
+    count = int(2 * RISE_SECONDS) + 2
+    assert growth([100.0 + min(second, 150) for second in range(count)]) == pytest.approx(0)
+    rises = growth([100.0 + 0.1 * second for second in range(count)])
+    assert rises is not None
+    assert rises > GROWTH
+
+
+def test_memory_that_may_still_rise_for_the_first_time_is_not_judged() -> None:
+    assert growth([100.0 + 0.2 * second for second in range(int(2 * RISE_SECONDS) - 2)]) is None
+    assert growth([]) is None
 
 
 def test_pieces_of_a_stream_and_whole_answers_are_read_alike() -> None:
