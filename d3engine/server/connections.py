@@ -8,6 +8,7 @@ may write its pieces straight to the socket (`Outlet`).
 from __future__ import annotations
 
 import asyncio
+import weakref
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -27,7 +28,7 @@ class Outlet:
     """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+        self._cycle = weakref.ref(cycle)  # whose scope holds this: no garbage is left for the collector to find
         self._flow = cycle.flow
         self._write = cycle.transport.write
         self._is_closing = cycle.transport.is_closing
@@ -35,9 +36,10 @@ class Outlet:
     @property
     def is_free(self) -> bool:
         """Whether what is written now goes on its way: the client is there, and what was written has not piled up."""
-        cycle = self._cycle
-        held_up = self._flow.write_paused or cycle.disconnected or cycle.response_complete or self._is_closing()
-        return bool(cycle.chunked_encoding) and not held_up
+        cycle = self._cycle()
+        if cycle is None or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
+            return False
+        return not (self._flow.write_paused or self._is_closing())
 
     def write(self, content: bytes) -> None:
         """Write a piece that is not empty, while it is free."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from guarded_apps import GuardedApp
@@ -17,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from d3engine.errors import FailedError
 from d3engine.server import connections
+from d3engine.server.answering.event_stream import EventStream, OpenAIForm
 from d3engine.server.guards.settings import GuardSettings
 from d3engine.server.running import bind
 
@@ -185,6 +189,33 @@ def test_an_outlet_is_free_while_its_client_reads_and_only_then() -> None:
     assert not found["free after its end"]
     assert answer.count(b"x" * 65536) == found["pieces"]
     assert answer.endswith(b"4\r\nlast\r\n0\r\n\r\n")
+
+
+def test_a_stream_that_has_ended_leaves_nothing_for_the_collector() -> None:
+    """What a collection finds it frees all at once, while every other stream waits."""
+    outlets: list[weakref.ref[Any]] = []
+
+    async def stream(request: Request) -> Response:
+        outlets.append(weakref.ref(request.scope["state"]["outlet"]))
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            yield b"data: only\n\n"
+
+        return EventStream(events(), ping_interval=15, form=OpenAIForm())
+
+    app = GuardedApp(GuardSettings(port=0), stream=stream)
+    gc.disable()
+    try:
+        with served(app.app, app.traffic) as running, running.connect() as client:
+            client.sendall(request("/stream", b"{}"))
+            data = b""
+            while not data.endswith(b"0\r\n\r\n"):
+                data += client.recv(65536)
+            client.sendall(request("/echo", b'"next"'))
+            assert read_answer(client) == (200, "next")
+            assert [outlet() for outlet in outlets] == [None]
+    finally:
+        gc.enable()
 
 
 # -- how it ends -----------------------------------------------------------------------------------------------------

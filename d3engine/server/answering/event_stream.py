@@ -84,14 +84,9 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._state = scope.setdefault("state", {})
-        self._state["stream_failed"] = self._failed  # for a guard that ends it
+        self._state["stream_failed"] = self._form.failed  # for a guard that ends it
         writer = _Writer(send, self.raw_headers, self._form.ping, self._straight)
         await unless_disconnected(receive, self._run(writer))
-
-    def _failed(self, error: RequestError) -> bytes:
-        """The last event instead; a guard finds there what no status says any more."""
-        self._state["stream_error"] = error
-        return self._form.failed(error)
 
     async def _run(self, writer: _Writer) -> None:
         last = self._form.end
@@ -100,10 +95,11 @@ class EventStream(Response):
                 async for content in events:
                     await writer.write(content)
                     self._straight.open(self._state.get("outlet"))
-            except Exception as error:
+            except Exception as fault:
                 if not writer.has_begun:
                     raise
-                last = self._failed(as_request_error(error))
+                error = self._state["stream_error"] = as_request_error(fault)  # which no status says any more
+                last = self._form.failed(error)
             await writer.end(last)
 
 

@@ -51,6 +51,7 @@ class DeadlineGuard:
         if not writes.has_begun:
             raise error
         if writes.is_stream and not writes.is_complete:
+            scope["state"]["stream_error"] = error
             failed = scope["state"].get("stream_failed", _openai_failed)  # a stream knows how such streams end
             await send({"type": "http.response.body", "body": failed(error), "more_body": False})
 
