@@ -6,13 +6,9 @@ The one idea: routes raise, and the guards around them make answers of errors, s
 from __future__ import annotations
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from d3engine.async_engine.client import EngineClient
-from d3engine.server.errors import RequestError, as_request_error, error_response
 from d3engine.server.guards.exchange import Exchange, log_exchange
 from d3engine.server.guards.keys import OPEN_PATHS
 from d3engine.server.guards.stack import guards
@@ -25,6 +21,7 @@ from d3engine.server.routes.operation import show_health, show_metrics, show_rea
 from d3engine.server.routes.page import PAGE_PATHS, PAGE_ROUTES
 from d3engine.server.routes.responses import create_response
 from d3engine.server.routes.tokens import detokenize, tokenize, tokenizer_info
+from d3engine.server.routing import Route, errors_raised
 from d3engine.server.served import Served
 from d3engine.server.settings import ServerSettings
 
@@ -64,31 +61,21 @@ def create_app(client: EngineClient, settings: ServerSettings) -> Starlette:
         log_exchange(exchange)
         served.meters.count_exchange(exchange)
 
-    app = Starlette(
+    app = _App(
         routes=[*ROUTES, *PAGE_ROUTES],
         middleware=guards(
             settings.guards, served.traffic, note, OPEN_PATHS | PAGE_PATHS, BODY_PATHS, tracer=served.tracer
         ),
-        exception_handlers={HTTPException: _no_route, Exception: _failed},
     )
     app.state.served, app.state.traffic = served, served.traffic
     return app
 
 
-async def _failed(request: Request, error: Exception) -> Response:
-    return error_response(as_request_error(error), request.scope["path"])
+class _App(Starlette):
+    """Whose guards alone handle errors: Starlette's own handlers would stand in the way of every message too."""
 
-
-async def _no_route(request: Request, error: Exception) -> Response:
-    """What the router itself refuses: a path or a method that is not there."""
-    assert isinstance(error, HTTPException)
-    path = request.scope["path"][:256]  # not of the URL, in which Host has a say
-    if error.status_code == 404:
-        message, code = f"There is nothing at {path!r}.", "not_found"
-    elif error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "other methods")
-        message, code = f"{path!r} takes {allowed}, not {request.method}.", "method_not_allowed"
-    else:
-        message, code = str(error.detail), "invalid_request"
-    found = RequestError(error.status_code, message, code=code, headers=error.headers)
-    return error_response(found, request.scope["path"])
+    def build_middleware_stack(self) -> ASGIApp:
+        app = errors_raised(self.router)
+        for guard, arguments, named in reversed(self.user_middleware):
+            app = guard(app, *arguments, **named)
+        return app

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+
+from d3engine.server.routing import Route
 
 FOLDER = Path(__file__).parent.parent / "page"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
