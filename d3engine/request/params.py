@@ -7,7 +7,7 @@ it is written down, with an error that names the field, the value and what is al
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 
 from d3engine.depth import DepthPolicy
@@ -142,7 +142,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, bounds in BOUNDS.items():
             value = getattr(self, name)
-            if value is not None or name not in MAY_BE_NONE:
+            if value is not _DEFAULTS[name] and (value is not None or name not in MAY_BE_NONE):
                 bounds.check(name, value)
         require(self.n == 1 or not self.greedy, "n", self.n, "1 where temperature is 0, since all would be the same")
         longest = MAX_TOKENS if self.max_tokens is None else self.max_tokens
@@ -233,6 +233,10 @@ class SamplingParams:
             "allowed_token_ids": tuple(self.allowed_token_ids or ()),
             "logit_bias": tuple(self.logit_bias or ()),  # type: ignore[arg-type]  # ids by now
         }
+
+
+_DEFAULTS: Mapping[str, object] = {field.name: field.default for field in fields(SamplingParams)}
+"""Of most parameters of most requests: they need no check."""
 
 
 def _bias_by_id(bias: Mapping[int, float] | Mapping[str, float]) -> dict[int, float]:

@@ -106,8 +106,10 @@ class Scheduler:
         if sequence.params.max_tokens is None:
             prompt, most = len(sequence.prompt_token_ids), sequence.max_length
             sequence.max_length = longest_that_fits(sequence.schedule, prompt, most, self.cache)
-        needed = peak_blocks(sequence.schedule, len(sequence.prompt_token_ids), sequence.max_length, self.cache)
         available = self.cache.pool.num_blocks
+        needed = self.cache.num_layers * self.cache.blocks_for(sequence.max_length - 1)
+        if needed > available:  # if all layers stayed, which is quickly known
+            needed = peak_blocks(sequence.schedule, len(sequence.prompt_token_ids), sequence.max_length, self.cache)
         require(
             needed <= available,
             "max_tokens",

@@ -12,6 +12,7 @@ from batches import BLOCK, LAYERS, MAX_LENGTH, VOCABULARY, block_bytes
 
 from d3engine import D3, EarlyExit, Engine, FullDepth, InvalidValueError, SamplingParams, SelfSpeculative
 from d3engine.depth import DepthPolicy
+from d3engine.request.params import BOUNDS, MAY_BE_NONE
 
 PROMPT = list(range(40, 50))
 POLICIES = [FullDepth(), D3(0.9, 0.5), EarlyExit(0.02), SelfSpeculative(D3(0.9, 0.5))]
@@ -24,6 +25,13 @@ def answer(engine: Engine, **params: Any) -> Any:
 @pytest.mark.parametrize("field", ["top_k", "seed"])
 def test_minus_one_says_no_limit_and_no_seed(field: str) -> None:
     assert SamplingParams(**{field: -1}) == SamplingParams()
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_default_which_nothing_checks_is_within_its_bounds(name: str) -> None:
+    default = getattr(SamplingParams, name)
+    if default is not None or name not in MAY_BE_NONE:
+        BOUNDS[name].check(name, default)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
