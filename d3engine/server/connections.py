@@ -59,11 +59,13 @@ class GuardedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._client_left: asyncio.Future[None] = self.loop.create_future()
         self._set_timer(self._header_timeout, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+        self._client_left.set_result(None)
 
     def data_received(self, data: bytes) -> None:
         has_begun = self._in_head and self._in_message
@@ -92,6 +94,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._stop_timer()
         super().on_headers_complete()
         self.scope["state"]["abort_connection"] = self.transport.abort
+        self.scope["state"]["client_left"] = self._client_left
         self.scope["state"]["outlet"] = Outlet(self.cycle)
 
     def on_message_complete(self) -> None:

@@ -13,6 +13,8 @@ from d3engine.server.answering.running import unless_disconnected
 from d3engine.server.errors import RequestError
 
 FORM = OpenAIForm()
+SCOPE = {"type": "http"}
+"""Of a server that tells of a client's leaving by a message alone."""
 
 
 async def stays() -> Any:
@@ -105,8 +107,8 @@ def test_work_goes_on_while_the_client_stays_and_ends_when_he_leaves() -> None:
             await leaving.wait()
             return {"type": "http.disconnect"}
 
-        assert await unless_disconnected(stays, asyncio.sleep(0, "done")) == "done"
-        assert await unless_disconnected(leaves, work(leaving)) is None
+        assert await unless_disconnected(SCOPE, stays, asyncio.sleep(0, "done")) == "done"
+        assert await unless_disconnected(SCOPE, leaves, work(leaving)) is None
         assert ended == ["work"]
         task = asyncio.current_task()
         assert task is not None
@@ -130,7 +132,7 @@ def test_who_is_cancelled_himself_hears_of_it_although_the_client_may_leave_too(
             begun.set()
             await asyncio.sleep(3600)
 
-        task = asyncio.ensure_future(unless_disconnected(receive, work()))
+        task = asyncio.ensure_future(unless_disconnected(SCOPE, receive, work()))
         await begun.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -155,7 +157,7 @@ def test_a_client_that_leaves_as_its_answer_ends_cancels_nothing_that_comes_afte
             done.set_result(7)
 
         ending = asyncio.ensure_future(end())
-        found: int | None = await unless_disconnected(receive, done)
+        found: int | None = await unless_disconnected(SCOPE, receive, done)
         for _ in range(3):
             await asyncio.sleep(0)
         await ending

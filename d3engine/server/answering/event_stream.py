@@ -86,7 +86,7 @@ class EventStream(Response):
         self._state = scope.setdefault("state", {})
         self._state["stream_failed"] = self._form.failed  # for a guard that ends it
         writer = _Writer(send, self.raw_headers, self._form.ping, self._straight)
-        await unless_disconnected(receive, self._run(writer))
+        await unless_disconnected(scope, receive, self._run(writer))
 
     async def _run(self, writer: _Writer) -> None:
         last = self._form.end

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeAlias, TypeVar, cast
 
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from d3engine.async_engine.answers import AsyncAnswer
 from d3engine.request.outputs import RequestOutput
@@ -120,18 +120,18 @@ def _check_sound(output: RequestOutput) -> None:
             raise RequestError(500, "The engine failed on this request.", code="request_failed")
 
 
-async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
+async def unless_disconnected(scope: Scope, receive: Receive, work: Awaitable[T]) -> T | None:
     """What `work` comes to, or None if the client leaves before; `work` is then cancelled, and has ended.
 
     It runs in the caller's own task, as under a timeout of asyncio's. The body must have been read, so that the next
-    message is the client's leaving.
+    message is the client's leaving: it is awaited by a task where the connection does not tell of that by itself.
     """
     task = asyncio.current_task()
     assert task is not None
     cancelled_before = task.cancelling()
     has_left = is_over = False
 
-    def leave(watching: asyncio.Task[None]) -> None:
+    def leave(watching: asyncio.Future[None]) -> None:
         nonlocal has_left
         if watching.cancelled():
             return
@@ -140,7 +140,8 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
             has_left = True
             task.cancel()
 
-    watching = asyncio.ensure_future(_disconnect(receive))
+    told: asyncio.Future[None] | None = scope.get("state", {}).get("client_left")
+    watching = asyncio.ensure_future(_disconnect(receive)) if told is None else told
     watching.add_done_callback(leave)
     try:
         return await work
@@ -150,7 +151,9 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
         raise
     finally:
         is_over = True
-        watching.cancel()
+        watching.remove_done_callback(leave)
+        if told is None:
+            watching.cancel()
 
 
 async def _disconnect(receive: Receive) -> None:

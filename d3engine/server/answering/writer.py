@@ -71,7 +71,7 @@ async def respond(request: Request, job: Job[Any], told: Answer, headers: Mappin
         straight = Straight()
         events = _events(job, told, straight)
         return EventStream(events, headers, ping_interval=interval, form=told.form, straight=straight)
-    found = await unless_disconnected(request.receive, told.whole())
+    found = await unless_disconnected(request.scope, request.receive, told.whole())
     if found is None:
         raise RequestError(499, "The client has left.", code="client_closed_request")
     return json_response(found, headers)
