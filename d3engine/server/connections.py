@@ -2,7 +2,7 @@
 
 The one idea: an app sees a request when its head is complete, and nothing after its answer; so a head that never ends,
 and a body that goes on after the answer, are bounded here. And what flows freely need not wait for anything: a stream
-may write its pieces straight to the socket (`Outlet`).
+may write its pieces straight to the socket (`Outlet`), and what an app sends without waiting is one write (`Gathered`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,63 @@ from d3engine.server.errors import RequestError, error_body
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 256
+MOST_GATHERED = 64 * 1024
+"""Bytes of one write: after so many it must show whether the client reads."""
 LINGER_SECONDS = 5.0
 """For a client to end a body that was refused, so that it reads why; what comes is thrown away."""
+
+
+class Gathered(asyncio.Transport):
+    """A connection's transport, which sends what is written in one turn of the event loop at the end of that turn: an
+    answer's head and its body, or the last events of a stream. The kernel takes as long for each write as for all."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._call_soon = loop.call_soon
+        self._pieces: list[bytes] = []
+        self._size = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Write it with what comes in the same turn; at once where that would be much."""
+        if not self._pieces:
+            self._call_soon(self.flush)
+        self._pieces.append(bytes(data))
+        self._size += len(data)
+        if self._size >= MOST_GATHERED:
+            self.flush()
+
+    def write_now(self, data: bytes) -> None:
+        """Write it at once, after all that was written before."""
+        if self._pieces:
+            self.flush()
+        self._transport.write(data)
+
+    def flush(self) -> None:
+        """Send what has been gathered, unless nobody is there any more."""
+        if self._pieces and not self._transport.is_closing():
+            self._transport.write(b"".join(self._pieces))
+        self._pieces.clear()
+        self._size = 0
+
+    def close(self) -> None:
+        """Send what has been gathered, and end the connection."""
+        self.flush()
+        self._transport.close()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
 
 
 class Outlet:
@@ -27,11 +82,11 @@ class Outlet:
     That all is for answers that begin or end, and for writes that must wait; these go through `send`.
     """
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
+    def __init__(self, cycle: RequestResponseCycle, transport: Gathered) -> None:
         self._cycle = weakref.ref(cycle)  # whose scope holds this: no garbage is left for the collector to find
         self._flow = cycle.flow
-        self._write = cycle.transport.write
-        self._is_closing = cycle.transport.is_closing
+        self._write = transport.write_now
+        self._is_closing = transport.is_closing
 
     @property
     def is_free(self) -> bool:
@@ -58,7 +113,8 @@ class GuardedConnection(HttpToolsProtocol):
         self._head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        self._gathered = Gathered(transport, self.loop)
+        super().connection_made(self._gathered)
         self._client_left: asyncio.Future[None] = self.loop.create_future()
         self._set_timer(self._header_timeout, self._head_is_late)
 
@@ -95,7 +151,7 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_headers_complete()
         self.scope["state"]["abort_connection"] = self.transport.abort
         self.scope["state"]["client_left"] = self._client_left
-        self.scope["state"]["outlet"] = Outlet(self.cycle)
+        self.scope["state"]["outlet"] = Outlet(self.cycle, self._gathered)
 
     def on_message_complete(self) -> None:
         self._in_message = False

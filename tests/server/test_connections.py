@@ -160,6 +160,46 @@ def test_who_does_not_read_loses_the_connection_and_the_stream_ends() -> None:
     assert app.traffic.taken == 0
 
 
+class Written(asyncio.Transport):
+    """A transport that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.writes: list[bytes] = []
+        self.is_closed = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.writes.append(bytes(data))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+
+def test_what_is_written_in_one_turn_goes_out_as_one_in_its_order_and_before_the_end() -> None:
+    async def main() -> None:
+        inner = Written()
+        gathered = connections.Gathered(inner, asyncio.get_running_loop())
+        gathered.write(b"head ")
+        gathered.write(b"body ")
+        assert inner.writes == []
+        await asyncio.sleep(0)
+        assert inner.writes == [b"head body "]
+        gathered.write(b"before ")
+        gathered.write_now(b"now ")
+        gathered.write(b"x" * connections.MOST_GATHERED)
+        assert inner.writes[1:] == [b"before ", b"now ", b"x" * connections.MOST_GATHERED]
+        gathered.write(b"last")
+        gathered.close()
+        assert (inner.writes[-1], gathered.is_closing()) == (b"last", True)
+        gathered.write(b"too late")
+        await asyncio.sleep(0)
+        assert inner.writes[-1] == b"last"
+
+    asyncio.run(main())
+
+
 def test_an_outlet_is_free_while_its_client_reads_and_only_then() -> None:
     found: dict[str, int] = {}
     ended = threading.Event()
