@@ -32,6 +32,9 @@ class Slot:
         key: the number of the request.
         waker: of its reader.
         merges: whether what comes is a delta, so that those which wait must be joined; otherwise the latest counts.
+
+    Attributes:
+        error: the exception that waits, behind a reply or alone.
     """
 
     def __init__(self, key: int, waker: Waker, *, merges: bool = False) -> None:
@@ -41,16 +44,16 @@ class Slot:
         self._lock = threading.Lock()
         self._waiting: Any = None
         self._is_full = False
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
 
     def put(self, reply: Any) -> bool:
         """Fill it; returns whether its reader must be woken. An exception is raised to him after what waits."""
         with self._lock:
-            if self._error is not None:
+            if self.error is not None:
                 return False
             must_wake = not self._is_full
             if isinstance(reply, BaseException):
-                self._error = reply
+                self.error = reply
             elif not (self._is_full and self._merges):
                 self._waiting, self._is_full = reply, True
             else:
@@ -59,17 +62,12 @@ class Slot:
                 self._waiting.add(reply)
             return must_wake
 
-    @property
-    def has_error(self) -> bool:
-        """Whether an exception waits, behind a reply or alone."""
-        return self._error is not None
-
     def take(self) -> tuple[bool, Any]:
         """Whether something waited, and what. Raises the exception that came after it, once nothing else waits."""
         with self._lock:
             if not self._is_full:
-                if self._error is not None:
-                    raise self._error
+                if self.error is not None:
+                    raise self.error
                 return False, None
             reply, self._waiting, self._is_full = self._waiting, None, False
         return True, reply.whole() if isinstance(reply, MergedDeltas) else reply

@@ -54,7 +54,7 @@ class LoopWaker:
         try:
             is_there, reply = slot.take()
             while is_there and tap(reply):
-                is_there, reply = slot.take() if slot.has_error else _NOTHING  # an error that came after it
+                is_there, reply = _NOTHING if slot.error is None else slot.take()  # an error that came after it
             if is_there:
                 reader.set_result(reply)
         except Exception as error:

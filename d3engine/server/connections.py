@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
@@ -23,57 +23,44 @@ LINGER_SECONDS = 5.0
 """For a client to end a body that was refused, so that it reads why; what comes is thrown away."""
 
 
-class Gathered(asyncio.Transport):
-    """A connection's transport, which sends what is written in one turn of the event loop at the end of that turn: an
-    answer's head and its body, or the last events of a stream. The kernel takes as long for each write as for all."""
+class Gathered:
+    """What uvicorn needs of a transport.
+
+    What is written in one turn of the event loop goes out at the end of that turn: an answer's head and its body, or
+    the last events of a stream. The kernel takes as long for each write as for all.
+    """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport = transport
+        self.transport = transport
         self._call_soon = loop.call_soon
-        self._pieces: list[bytes] = []
         self._size = 0
+        self.waiting: list[bytes] = []
+        self.is_closing = transport.is_closing
+        self.abort = transport.abort
+        self.pause_reading = transport.pause_reading
+        self.resume_reading = transport.resume_reading
+        self.get_extra_info = transport.get_extra_info
 
-    def write(self, data: bytes | bytearray | memoryview) -> None:
+    def write(self, data: bytes) -> None:
         """Write it with what comes in the same turn; at once where that would be much."""
-        if not self._pieces:
+        if not self.waiting:
             self._call_soon(self.flush)
-        self._pieces.append(bytes(data))
+        self.waiting.append(data)
         self._size += len(data)
         if self._size >= MOST_GATHERED:
             self.flush()
 
-    def write_now(self, data: bytes) -> None:
-        """Write it at once, after all that was written before."""
-        if self._pieces:
-            self.flush()
-        self._transport.write(data)
-
     def flush(self) -> None:
         """Send what has been gathered, unless nobody is there any more."""
-        if self._pieces and not self._transport.is_closing():
-            self._transport.write(b"".join(self._pieces))
-        self._pieces.clear()
+        if self.waiting and not self.is_closing():
+            self.transport.write(b"".join(self.waiting))
+        self.waiting.clear()
         self._size = 0
 
     def close(self) -> None:
         """Send what has been gathered, and end the connection."""
         self.flush()
-        self._transport.close()
-
-    def abort(self) -> None:
-        self._transport.abort()
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    def pause_reading(self) -> None:
-        self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        self._transport.resume_reading()
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._transport.get_extra_info(name, default)
+        self.transport.close()
 
 
 class Outlet:
@@ -82,11 +69,12 @@ class Outlet:
     That all is for answers that begin or end, and for writes that must wait; these go through `send`.
     """
 
-    def __init__(self, cycle: RequestResponseCycle, transport: Gathered) -> None:
+    def __init__(self, cycle: RequestResponseCycle, gathered: Gathered) -> None:
         self._cycle = weakref.ref(cycle)  # whose scope holds this: no garbage is left for the collector to find
         self._flow = cycle.flow
-        self._write = transport.write_now
-        self._is_closing = transport.is_closing
+        self._gathered = gathered
+        self._write = gathered.transport.write
+        self._is_closing = gathered.is_closing
 
     @property
     def is_free(self) -> bool:
@@ -98,6 +86,8 @@ class Outlet:
 
     def write(self, content: bytes) -> None:
         """Write a piece that is not empty, while it is free."""
+        if self._gathered.waiting:
+            self._gathered.flush()
         self._write(b"%x\r\n%b\r\n" % (len(content), content))
 
 
@@ -114,7 +104,7 @@ class GuardedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._gathered = Gathered(transport, self.loop)
-        super().connection_made(self._gathered)
+        super().connection_made(cast(asyncio.Transport, self._gathered))
         self._client_left: asyncio.Future[None] = self.loop.create_future()
         self._set_timer(self._header_timeout, self._head_is_late)
 

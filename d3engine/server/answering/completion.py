@@ -59,12 +59,12 @@ class CompletionWriter:
     def chunks(self, number: int, output: RequestOutput) -> list[CompletionChoice]:
         """What is new; nothing of a choice before all that is to be known of its prompt is known."""
         outputs = self._once_prompt_is_known(number, output) if self._awaits_prompt else output.outputs
-        # A delta whose text is held back is worth a chunk only where there is something to tell of its tokens.
-        return [
-            self._choice(number, answer.index).write(answer)
-            for answer in outputs
-            if answer.text or answer.finish_reason or self._tells_tokens
-        ]
+        found = []
+        for answer in outputs:
+            # A delta whose text is held back is worth a chunk only where there is something to tell of its tokens.
+            if answer.text or answer.finish_reason or self._tells_tokens:
+                found.append(self._choice(number, answer.index).write(answer))
+        return found
 
     def _once_prompt_is_known(self, number: int, output: RequestOutput) -> list[CompletionOutput]:
         """All that has come so far, when the log-probabilities of the whole prompt have; until then nothing."""
@@ -77,10 +77,10 @@ class CompletionWriter:
         return waiting
 
     def _choice(self, number: int, index: int) -> _Choice:
-        key = number, index
-        if key not in self._choices:
-            self._choices[key] = _Choice(self._job, number, index, self._prompt_rows[number])
-        return self._choices[key]
+        choice = self._choices.get((number, index))
+        if choice is None:
+            choice = self._choices[number, index] = _Choice(self._job, number, index, self._prompt_rows[number])
+        return choice
 
 
 class _Choice:

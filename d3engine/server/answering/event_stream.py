@@ -94,7 +94,7 @@ class EventStream(Response):
             try:
                 async for content in events:
                     await writer.write(content)
-                    self._straight.open(self._state.get("outlet"))
+                    self._straight.outlet = self._state.get("outlet")
             except Exception as fault:
                 if not writer.has_begun:
                     raise

@@ -72,7 +72,7 @@ def _sent_straight(
     """Writes an output at once; passes over those at which an answer ends, and all while it would have to wait."""
 
     def write(output: RequestOutput) -> bool:
-        if not straight.is_free:
+        if straight.outlet is None or not straight.outlet.is_free:
             return False
         for answer in output.outputs:
             if answer.finish_reason is not None:

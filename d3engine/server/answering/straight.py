@@ -22,23 +22,14 @@ class Outlet(Protocol):
 
 
 class Straight:
-    """Of one stream: shut until its task opens it, when the first event is out."""
+    """Of one stream. `outlet` is None until its task opens it, when the first event is out."""
 
     def __init__(self) -> None:
-        self._outlet: Outlet | None = None
+        self.outlet: Outlet | None = None
         self.num_writes = 0
 
-    def open(self, outlet: Outlet | None) -> None:
-        """What is new may pass from now on."""
-        self._outlet = outlet
-
-    @property
-    def is_free(self) -> bool:
-        """Whether something may pass now."""
-        return self._outlet is not None and self._outlet.is_free
-
     def write(self, content: bytes) -> None:
-        """Send whole events, while it is free."""
-        assert self._outlet is not None
+        """Send whole events, while the outlet is free."""
+        assert self.outlet is not None
         self.num_writes += 1
-        self._outlet.write(content)
+        self.outlet.write(content)

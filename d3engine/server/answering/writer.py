@@ -115,6 +115,8 @@ class _Choices:
         chunks = self._writer.chunks(number, output)
         if not chunks:
             return b""
+        if len(chunks) == 1 and not (self._is_first or output.finished or self._tells_usage_always):
+            return self._frame.event(chunks)
         each = {"usage": self._tally.usage()} if self._tells_usage_always else {}
         first = self._writer.extras([]) if self._is_first else {}
         self._is_first = False
@@ -154,16 +156,14 @@ class _Frame:
         self._tail = tail
         self._after = _after(tail)
 
-    def event(self, choices: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> bytes:
-        """The event of a chunk, which has fields of its own after those of all, or in their place."""
+    def event(self, choices: Sequence[Mapping[str, Any]], own: Mapping[str, Any] | None = None) -> bytes:
+        """The event of a chunk, which may have fields of its own after those of all, or in their place."""
         after = _after({**self._tail, **own}) if own else self._after
         return self._before + orjson.dumps(choices) + after
 
     def events(self, choices: Sequence[Mapping[str, Any]], first: Mapping[str, Any], last: Mapping[str, Any]) -> bytes:
         """One event for each choice, since some clients look at the first alone; with what goes into the first of them
         and into the last."""
-        if len(choices) == 1:
-            return self.event(choices, {**first, **last} if first or last else {})
         end = len(choices) - 1
         tails = [{**(first if i == 0 else {}), **(last if i == end else {})} for i in range(len(choices))]
         return b"".join(self.event([choice], tail) for choice, tail in zip(choices, tails, strict=True))

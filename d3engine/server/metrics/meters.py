@@ -58,8 +58,8 @@ class Meters:
         self.finished: Counter[str] = Counter()
         self.rejections: Counter[str] = Counter()
         self.answered: Counter[tuple[str, str]] = Counter()
-        self.layers_run: Counter[str] = Counter()
-        self.layers_full: Counter[str] = Counter()
+        self.layers_run: dict[str, int] = dict.fromkeys(POLICIES, 0)
+        self.layers_full: dict[str, int] = dict.fromkeys(POLICIES, 0)
         self.prompt_tokens = Tally(TOKENS)
         self.generation_tokens = Tally(TOKENS)
         self.first_token_seconds = Tally(REQUEST_SECONDS)
@@ -106,16 +106,18 @@ class RequestMeter:
     def see(self, output: RequestOutput) -> None:
         """The next output."""
         now = time.monotonic()
-        meters, num_new = self._meters, 0
+        meters, num_new, num_run, num_full = self._meters, 0, 0, 0
         for answer in output.outputs:
             num_new += len(answer.token_ids)
-            meters.layers_run[self._policy] += sum(answer.depths)
-            meters.layers_full[self._policy] += meters.num_layers * len(answer.depths)
+            num_run += sum(answer.depths)
+            num_full += len(answer.depths) * meters.num_layers
             if answer.finish_reason is not None:
                 meters.finished[answer.finish_reason] += 1
                 self._num_ended += 1
-        self._num_tokens += num_new
         if num_new:
+            self._num_tokens += num_new
+            meters.layers_run[self._policy] += num_run
+            meters.layers_full[self._policy] += num_full
             if self._last is not None:
                 meters.inter_token_seconds.add((now - self._last) / num_new, num_new)
             self._last = now
