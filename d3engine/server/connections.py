@@ -146,6 +146,7 @@ class GuardedConnection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._in_message = False
         self._stop_timer()
+        self.scope["state"]["has_come_whole"] = True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:

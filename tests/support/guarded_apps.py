@@ -29,7 +29,7 @@ async def hello(request: Request) -> Response:
 
 
 async def echo(request: Request) -> Response:
-    return JSONResponse(json.loads(await request.body()))
+    return JSONResponse(json.loads(request.scope["state"]["body"]))
 
 
 async def fail(request: Request) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from d3engine.request.outputs import CompletionOutput, RequestOutput
 from d3engine.server.answering.calls import CallReader, Piece
@@ -106,15 +107,19 @@ class _Answer:
     """
 
     def __init__(self, job: Job[ChatRequest]) -> None:
-        asked, (prepared,) = job.asked, job.prepared
+        asked = job.asked
         self._drops_space = not asked.continue_final_message
         self._wants_logprobs = bool(asked.logprobs)
         self._words = LogprobWords(asked.top_logprobs or 0, bool(asked.return_tokens_as_token_ids))
-        hidden = job.served.hidden_ids(prepared.params)
-        texts, prompt = job.served.texts, prepared.prompt_token_ids
-        self._places = TextPlaces(texts, prompt, hidden, drops_space=self._drops_space)
+        self._job = job
         self._calls = None if job.calling is None else CallReader(job.calling)
         self._is_named = job.calling is not None and job.calling.kind == "named"
+
+    @cached_property
+    def _places(self) -> TextPlaces:
+        served, prepared = self._job.served, self._job.prepared[0]
+        hidden, drops_space = served.hidden_ids(prepared.params), not self._job.asked.continue_final_message
+        return TextPlaces(served.texts, prepared.prompt_token_ids, hidden, drops_space=drops_space)
 
     def text(self, answer: CompletionOutput) -> str:
         """What is new of the message."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from d3engine.request.outputs import CompletionOutput, RequestOutput
 from d3engine.request.prepared import Prepared
@@ -95,14 +96,18 @@ class _Choice:
         self._hidden = job.served.hidden_ids(self._prepared.params)
         self._words = LogprobWords(job.asked.logprobs or 0, bool(job.asked.return_tokens_as_token_ids))
         self._echo = echoed(job, self._prepared) if job.asked.echo else ""
-        self._places = TextPlaces(self._texts, self._prepared.prompt_token_ids, self._hidden, start=len(self._echo))
+        self._tells_places = job.asked.logprobs is not None or bool(job.asked.return_depths)
         self._has_begun = False
+
+    @cached_property
+    def _places(self) -> TextPlaces:
+        return TextPlaces(self._texts, self._prepared.prompt_token_ids, self._hidden, start=len(self._echo))
 
     def write(self, answer: CompletionOutput) -> CompletionChoice:
         """What is new of it, its prompt included at the first time where that is asked for."""
         is_first, self._has_begun = not self._has_begun, True
         asked = self._asked
-        places = self._places.of_answer(answer.token_ids) if asked.logprobs is not None or asked.return_depths else []
+        places = self._places.of_answer(answer.token_ids) if self._tells_places else []
         choice: CompletionChoice = {
             "index": self._index,
             "text": self._echo + answer.text if is_first else answer.text,

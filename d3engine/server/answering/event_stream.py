@@ -19,11 +19,11 @@ from d3engine.server.answering.running import unless_disconnected
 from d3engine.server.answering.straight import Straight
 from d3engine.server.errors import RequestError, as_request_error, error_body
 
-HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
-}
+HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 
 
 def named_event(content: Mapping[str, Any]) -> bytes:
@@ -74,8 +74,8 @@ class EventStream(Response):
         form: StreamForm,
         straight: Straight | None = None,
     ) -> None:
-        super().__init__(headers={**HEADERS, **(headers or {})})
-        del self.headers["content-length"]
+        super().__init__(headers=headers or {})
+        self.raw_headers = [*HEADERS, *(given for given in self.raw_headers if given[0] != b"content-length")]
         self._events = events
         self._ping_interval = ping_interval or None
         self._form = form

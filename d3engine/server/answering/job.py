@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -39,7 +39,7 @@ class Job(Generic[C]):
     created: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "id", f"{self.id_prefix}{uuid.uuid4().hex}")
+        object.__setattr__(self, "id", f"{self.id_prefix}{os.urandom(16).hex()}")
         object.__setattr__(self, "created", int(time.time()))
         if self.trace is not None:
             num_layers = self.served.client.config.num_layers

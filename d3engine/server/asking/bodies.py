@@ -34,7 +34,7 @@ async def read_body(
     `unknown_deeper` finds names that are ignored inside of lists, which shapes do not describe. Raises `RequestError`
     (400) for what is no JSON object, has a field of the wrong type, lacks one, or asks for something that is refused.
     """
-    body = await request.body()
+    body: bytes = request.scope["state"]["body"]
     if len(body) < LONG:
         asked, unknown = _read(body, shape, unknown_deeper)
     else:

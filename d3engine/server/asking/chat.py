@@ -11,7 +11,7 @@ from starlette.requests import Request
 from d3engine.errors import InvalidValueError
 from d3engine.server.answering.job import Job
 from d3engine.server.asking.bodies import read_body
-from d3engine.server.asking.depth import DEPTH_HEADER
+from d3engine.server.asking.depth import depth_header
 from d3engine.server.asking.prompts import prepare_all, take_places
 from d3engine.server.asking.sampling import check_num_logprobs, check_stream_options, sampling_params
 from d3engine.server.asking.structured import form_of, named
@@ -37,7 +37,7 @@ async def job_of(
     """
     served = served_by(request)
     model = served.models.check(asked.model)
-    depth = served.depths.read(model, asked.depth, request.headers.get(DEPTH_HEADER))
+    depth = served.depths.read(model, asked.depth, depth_header(request.scope))
     check_stream_options(asked)
     check_num_logprobs("prompt_logprobs", asked.prompt_logprobs, served.settings)
     calling = calling_of(asked, served.tokenizer)

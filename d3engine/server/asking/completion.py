@@ -10,7 +10,7 @@ from d3engine.errors import must_be
 from d3engine.request.params import BOUNDS
 from d3engine.server.answering.job import Job
 from d3engine.server.asking.bodies import read_body
-from d3engine.server.asking.depth import DEPTH_HEADER
+from d3engine.server.asking.depth import depth_header
 from d3engine.server.asking.prompts import prepare_all, prompts_of, take_places, without_special_tokens
 from d3engine.server.asking.sampling import check_num_logprobs, check_stream_options, sampling_params
 from d3engine.server.asking.structured import form_of, named
@@ -28,7 +28,7 @@ async def completion_job(request: Request) -> tuple[Job[CompletionRequest], dict
     served = served_by(request)
     asked, headers = await read_body(request, CompletionRequest)
     model = served.models.check(asked.model)
-    depth = served.depths.read(model, asked.depth, request.headers.get(DEPTH_HEADER))
+    depth = served.depths.read(model, asked.depth, depth_header(request.scope))
     check_stream_options(asked)
     check_num_logprobs("logprobs", asked.logprobs, served.settings)
     check_num_logprobs("prompt_logprobs", asked.prompt_logprobs, served.settings)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+from starlette.types import Scope
 
 from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import policy_from_dict
@@ -22,6 +23,7 @@ from d3engine.server.settings import ServerSettings
 DEPTH_HEADER = "X-D3-Depth"
 """For clients that cannot add a field to the body: the same in a header, an object as JSON."""
 
+_HEADER = DEPTH_HEADER.lower().encode()
 LONGEST_HEADER = 1000
 MOST_KNOWN = 64
 """Policies as requests spell them, of which it is remembered that they are allowed: most requests share a few."""
@@ -118,6 +120,11 @@ class DepthPolicies:
         for value in description.values():
             if isinstance(value, Mapping):
                 self._check_allowed(value)
+
+
+def depth_header(scope: Scope) -> str | None:
+    """What a request says in that header, the first if there are several."""
+    return next((value.decode("latin-1") for name, value in scope["headers"] if name == _HEADER), None)
 
 
 def _from_header(header: str) -> str | Mapping[str, Any]:

@@ -86,7 +86,7 @@ def take_places(request: Request, num_prompts: int, n: int, n_field: str = "n") 
     come back would be no help there.
     """
     _check_room(served_by(request), num_prompts, n, n_field)
-    request.state.place.take(num_prompts * n - 1)
+    request.scope["state"]["place"].take(num_prompts * n - 1)
 
 
 def _check_room(served: Served, num_prompts: int, n: int, n_field: str) -> None:

@@ -1,15 +1,15 @@
 """Bodies: no longer, no slower and no deeper than allowed, and JSON.
 
-The one idea: a body is read here and nowhere else, whole, before a route sees its request. What Content-Length says
-too much is refused unread; what comes in pieces is counted and looked through as it comes, with turns for everybody
-else between.
+The one idea: a body is read here and nowhere else, whole, before a route sees its request, which finds it in
+`scope["state"]["body"]`. What Content-Length says too much is refused unread; what comes in pieces is counted and
+looked through as it comes, with turns for everybody else between.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from d3engine.server.errors import RequestError
 from d3engine.server.guards.json_bounds import JsonBounds, is_within_bounds
@@ -36,10 +36,12 @@ class BodyGuard:
             await self.app(scope, receive, send)
             return
         self._check_head(scope)
-        body = await self._read(receive)
+        has_come = scope["state"].get("has_come_whole")  # as most have, which then need no timer
+        body = await (self._read(receive) if has_come else self._read_in_time(receive))
         if body is None:
             return  # the client has left, and there is nobody to answer
-        await self.app(scope, _Replay(body, receive), send)
+        scope["state"]["body"] = body
+        await self.app(scope, receive, send)
 
     def _check_head(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
@@ -54,46 +56,36 @@ class BodyGuard:
             message = "Send JSON as `Content-Type: application/json`, without a Content-Encoding."
             raise RequestError(415, message, code="unsupported_media_type")
 
-    async def _read(self, receive: Receive) -> bytes | None:
-        """The whole body; None where the client left before its end."""
-        pieces: list[bytes] = []
-        length, bounds = 0, JsonBounds()
+    async def _read_in_time(self, receive: Receive) -> bytes | None:
+        """As `_read`, for a body that has yet to come."""
         try:
             async with asyncio.timeout(self._timeout):
-                while True:
-                    message = await receive()
-                    if message["type"] != "http.request":
-                        return None
-                    piece: bytes = message.get("body", b"")
-                    length += len(piece)
-                    if length > self._max_bytes:
-                        raise self._too_long()
-                    is_last = not message.get("more_body", False)
-                    if is_last and not pieces and is_within_bounds(piece):
-                        return piece
-                    pieces.append(piece)
-                    for _ in bounds.read(piece):
-                        await asyncio.sleep(0)
-                    if is_last:
-                        return b"".join(pieces)
+                return await self._read(receive)
         except TimeoutError:
             late = f"The body did not come whole within {self._timeout:g} seconds."
             raise RequestError(408, late, code="body_timeout") from None
 
+    async def _read(self, receive: Receive) -> bytes | None:
+        """The whole body; None where the client left before its end."""
+        pieces: list[bytes] = []
+        length, bounds = 0, JsonBounds()
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                return None
+            piece: bytes = message.get("body", b"")
+            length += len(piece)
+            if length > self._max_bytes:
+                raise self._too_long()
+            is_last = not message.get("more_body", False)
+            if is_last and not pieces and is_within_bounds(piece):
+                return piece
+            pieces.append(piece)
+            for _ in bounds.read(piece):
+                await asyncio.sleep(0)
+            if is_last:
+                return b"".join(pieces)
+
     def _too_long(self) -> RequestError:
         message = f"The body is longer than the {self._max_bytes} bytes that this server reads."
         return RequestError(413, message, code="body_too_long")
-
-
-class _Replay:
-    """A body that was read, then whatever comes after it: that the client has left."""
-
-    def __init__(self, body: bytes, receive: Receive) -> None:
-        self._body: bytes | None = body
-        self._receive = receive
-
-    async def __call__(self) -> Message:
-        if self._body is None:
-            return await self._receive()
-        body, self._body = self._body, None
-        return {"type": "http.request", "body": body, "more_body": False}
