@@ -7,8 +7,8 @@ else; only after it does it become an event.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from typing import Any, Protocol
 
 import orjson
@@ -90,17 +90,22 @@ class EventStream(Response):
 
     async def _run(self, writer: _Writer) -> None:
         last = self._form.end
-        async with writer.pinging(self._ping_interval), aclosing(self._events) as events:
-            try:
-                async for content in events:
-                    await writer.write(content)
-                    self._straight.outlet = self._state.get("outlet")
-            except Exception as fault:
-                if not writer.has_begun:
-                    raise
-                error = self._state["stream_error"] = as_request_error(fault)  # which no status says any more
-                last = self._form.failed(error)
-            await writer.end(last)
+        silence = _Silence(writer, self._ping_interval) if self._ping_interval else None
+        try:
+            async with aclosing(self._events) as events:
+                try:
+                    async for content in events:
+                        await writer.write(content)
+                        self._straight.outlet = self._state.get("outlet")
+                except Exception as fault:
+                    if not writer.has_begun:
+                        raise
+                    error = self._state["stream_error"] = as_request_error(fault)  # which no status says any more
+                    last = self._form.failed(error)
+                await writer.end(last)
+        finally:
+            if silence is not None:
+                await silence.end()
 
 
 class _Writer:
@@ -128,19 +133,6 @@ class _Writer:
             await self._begin()
             await self._send(_body(last, more=False))
 
-    @asynccontextmanager
-    async def pinging(self, interval: float | None) -> AsyncIterator[None]:
-        """Meanwhile write a ping whenever nothing was written for an interval. A timer looks after it: to set one takes
-        a tenth of what a task would."""
-        if interval is None:
-            yield
-            return
-        silence = _Silence(self, interval)
-        try:
-            yield
-        finally:
-            await silence.end()
-
     @property
     def num_writes(self) -> int:
         """How often anything was written, be it past this writer."""
@@ -164,7 +156,8 @@ class _Writer:
 
 
 class _Silence:
-    """Looks once in an interval whether a writer has written, and has it ping where it has not."""
+    """Looks once in an interval whether a writer has written, and has it ping where it has not. It does so by a timer:
+    to set one takes a tenth of what a task would."""
 
     def __init__(self, writer: _Writer, interval: float) -> None:
         self._writer = writer

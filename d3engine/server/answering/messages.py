@@ -56,9 +56,6 @@ class MessageAnswer:
             events += [*self._blocks.close(), *self._last_events(news)]
         return b"".join(map(named_event, events))
 
-    def last(self) -> bytes:
-        return b""
-
     def _first_events(self, blocks: MessageBlocks) -> list[dict[str, Any]]:
         start = self._message([], None)
         start["usage"]["output_tokens"] = 0

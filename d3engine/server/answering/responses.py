@@ -56,9 +56,6 @@ class ResponseAnswer:
             events.append({"type": f"response.{response['status']}", "response": response})
         return b"".join(map(self._numbered, events))
 
-    def last(self) -> bytes:
-        return b""
-
     def failed(self, error: RequestError) -> bytes:
         response = self._response("failed")
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"

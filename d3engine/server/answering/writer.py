@@ -53,10 +53,8 @@ class Answer(Protocol):
         """Run it, and return the body."""
 
     def told(self, number: int, output: RequestOutput) -> bytes:
-        """What is new of the prompt of this number, as whole events; nothing where it is worth none."""
-
-    def last(self) -> bytes:
-        """The events after all outputs, if there are any."""
+        """What is new of the prompt of this number, as whole events; nothing where it is worth none. What comes after
+        all outputs comes with the last of them."""
 
 
 async def answer(request: Request, job: Job[Any], writer: Writer, headers: Mapping[str, str]) -> Response:
@@ -86,8 +84,6 @@ async def _events(job: Job[Any], told: Answer, straight: Straight) -> AsyncGener
         async for number, output in outputs:
             if content := told.told(number, output):
                 yield content
-    if last := told.last():
-        yield last
 
 
 class _Choices:
@@ -109,22 +105,24 @@ class _Choices:
         return await _whole(self._job, self._writer)
 
     def told(self, number: int, given: RequestOutput) -> bytes:
-        """The events of one output together, so that they are one write."""
+        """The events of one output together, and what the request has come to behind those of the last, so that they
+        are one write."""
         output = self._writer.taken(given)
         self._tally.add(number, output)
         chunks = self._writer.chunks(number, output)
-        if not chunks:
-            return b""
         if len(chunks) == 1 and not (self._is_first or output.finished or self._tells_usage_always):
             return self._frame.event(chunks)
+        events = self._events(chunks) if chunks else b""
+        if self._tells_usage and self._tally.is_finished:
+            events += self._frame.event([], {"usage": self._tally.usage()})
+        return events
+
+    def _events(self, chunks: Sequence[Mapping[str, Any]]) -> bytes:
         each = {"usage": self._tally.usage()} if self._tells_usage_always else {}
         first = self._writer.extras([]) if self._is_first else {}
         self._is_first = False
         last = self._tally.depth() if self._tally.is_finished else {}
         return self._frame.events(chunks, {**each, **first}, {**each, **last})
-
-    def last(self) -> bytes:
-        return self._frame.event([], {"usage": self._tally.usage()}) if self._tells_usage else b""
 
 
 async def _whole(job: Job[Any], writer: Writer) -> dict[str, Any]:
