@@ -73,8 +73,8 @@ docs: $(VENV)/.installed-dev
 
 # Compiles every Triton kernel for a GPU that need not be there; fails where one spills registers, keeps too few loads in
 # flight, or with programmatic launch reads what the kernel before it may not have written yet.
-# Grouped heads have so few queries, keys and values that of int4 too few warps make floats of them.
-GROUPED := int4:1,int4:8,int4:16
+# Grouped heads have so few queries, keys and values that of int4 too few warps make floats of them, and of fp8 at 16 rows.
+GROUPED := int4:1,int4:8,int4:16,fp8:16
 inspect: $(VENV)/.installed
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama2-7b --weights all
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama3-8b --weights all --may-starve $(GROUPED)

@@ -127,12 +127,12 @@ def inspect(
 ) -> Iterator[Usage]:
     """Compile every registered launch of the named shapes (of `operations` only, if any) and yield what it needs.
 
-    `weights` names the forms of the matrices: that of `dtype` ("bf16"), "int8" and "int4"; only the first if there is
-    none. What does not depend on them is compiled once, as is every specialization that several launches share. Of
-    launches for several row counts there are those for `rows` alone, if any. With `spills_only` nobody looks how much a
-    kernel has in flight. With `batch_invariant` projections are those of `batch_invariant.py`; with `matmul_rows` those
-    of up to so many rows are inspected that torch would get else. `jobs` processes compile. Raises `ValueError` for an
-    unknown name or row count, and `RuntimeError` where kernels cannot be compiled.
+    `weights` names the forms of the matrices: that of `dtype` ("bf16"), "int8", "fp8" and "int4"; only the first if
+    there is none. What does not depend on them is compiled once, as is every specialization that several launches
+    share. Of launches for several row counts there are those for `rows` alone, if any. With `spills_only` nobody looks
+    how much a kernel has in flight. With `batch_invariant` projections are those of `batch_invariant.py`; with
+    `matmul_rows` those of up to so many rows are inspected that torch would get else. `jobs` processes compile. Raises
+    `ValueError` for an unknown name or row count, and `RuntimeError` where kernels cannot be compiled.
     """
     # Imported late: `--help` needs no Triton, and nothing but this module may import it without a GPU.
     import triton
@@ -144,7 +144,7 @@ def inspect(
     float_name, wanted, archs, rows = TRITON_NAMES[dtype], list(operations), list(archs), list(rows)
     forms = list(weights) or [float_name]
     _need_known("shapes", shapes := list(shapes), launches.SHAPES)
-    _need_known("weights", forms, (float_name, "int8", "int4"))
+    _need_known("weights", forms, (float_name, *launches.QUANTIZED))
     _need_known("operations", wanted, launches.MODULES)
     _need_known("arch", archs, SHARED_LIMITS)
     _need_known("rows", rows, launches.ROW_COUNTS)
@@ -240,7 +240,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--dtype", choices=DTYPES, default="bf16", help="of activations, and of weights that are not quantized"
     )
     parser.add_argument(
-        "--weights", type=_names, default=[], help="the dtype, int8, int4; or all; the dtype if left out"
+        "--weights", type=_names, default=[], help="the dtype, int8, fp8, int4; or all; the dtype if left out"
     )
     parser.add_argument(
         "--may-starve",
@@ -262,7 +262,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     if options.weights == ["all"]:
-        options.weights = [options.dtype, "int8", "int4"]
+        options.weights = [options.dtype, "int8", "fp8", "int4"]
     return options
 
 

@@ -1,9 +1,10 @@
 """Weight-only quantized matrices: what every linear operation takes in place of a float matrix [N, K].
 
-Activations, norms, biases and sums stay as they are; only the matrix is small. Both schemes are symmetric, so that a
+Activations, norms, biases and sums stay as they are; only the matrix is small. All schemes are symmetric, so that a
 product needs one multiplication by the scale and no zero point.
 
 - int8: one scale an output channel.
+- fp8: 8-bit floats (e4m3: four bits of exponent, three of mantissa), one scale an output channel.
 - int4: one scale for each group of 128 input channels of an output channel. A byte holds two values of one group, j and
   j + 64, so that a kernel unpacks a tile of bytes into two tiles of neighbouring channels and shuffles nothing.
 """
@@ -11,8 +12,8 @@ product needs one multiplication by the scale and no zero point.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Self, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +22,13 @@ from torch import Tensor
 GROUP = 128
 """Input channels that share a scale under int4."""
 
+FP8_LARGEST = 448.0
+"""The largest finite float8_e4m3fn."""
+
 
 @dataclass(frozen=True, eq=False)
-class Int8Weight:
-    """A matrix [N, K] as int8 `values` [N, K], in [-127, 127], times float32 `scales` [N]."""
+class ByteWeight:
+    """A matrix [N, K] as `values` [N, K] of a byte each times float32 `scales` [N]; of which kind says its class."""
 
     values: Tensor
     scales: Tensor
@@ -43,17 +47,25 @@ class Int8Weight:
         """What it is made of: the values, then the scales."""
         return self.values, self.scales
 
-    def rows(self, start: int, stop: int) -> Int8Weight:
+    def rows(self, start: int, stop: int) -> Self:
         """Output channels [start, stop) alone, without a copy."""
-        return Int8Weight(self.values[start:stop], self.scales[start:stop])
+        return replace(self, values=self.values[start:stop], scales=self.scales[start:stop])
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The matrix [N, K] it stands for, rounded once to `dtype`."""
+        return self.values.float().mul_(self.scales[:, None]).to(dtype)
+
+
+class Int8Weight(ByteWeight):
+    """Its values are int8, in [-127, 127]."""
 
     def at(self, places: Tensor) -> Int8Weight:
         """The rows at int64 `places` [T], copied."""
         return Int8Weight(self.values[places], self.scales[places])
 
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The matrix [N, K] it stands for, rounded once to `dtype`."""
-        return self.values.float().mul_(self.scales[:, None]).to(dtype)
+
+class Fp8Weight(ByteWeight):
+    """Its values are float8_e4m3fn, all finite. One scale for a whole matrix is the same number in every row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +111,10 @@ class Int4Weight:
         return matrix.view(rows, groups * GROUP)[:, : self.num_columns].to(dtype)
 
 
-Weight: TypeAlias = Tensor | Int8Weight | Int4Weight
+QuantizedWeight: TypeAlias = Int8Weight | Fp8Weight | Int4Weight
+"""A matrix of one of the schemes."""
+
+Weight: TypeAlias = Tensor | QuantizedWeight
 """What stands where an operation has a weight matrix."""
 
 Table: TypeAlias = Tensor | Int8Weight
@@ -139,6 +154,25 @@ def quantize_int8(matrix: Tensor) -> Int8Weight:
         scales[rows] = wide.abs().amax(dim=1) / 127
         values[rows] = _in_steps(wide, scales[rows, None]).clamp_(-127, 127)
     return Int8Weight(values, _finite(scales))
+
+
+def quantize_fp8(matrix: Tensor) -> Fp8Weight:
+    """Round `matrix` [N, K], of any float dtype, to float8_e4m3fn; the scale of a row is its largest magnitude / 448.
+
+    Quotients by the scale are rounded to the nearest value, ties to even. An error is at most 1/16 of the number, or
+    2**-10 scales where the number is below 2**-6 scales. A row of zeros has the scale 0. Raises as `quantize_int8`.
+    """
+    _check(matrix)
+    values = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn, device=matrix.device)
+    scales = torch.empty(matrix.shape[0], dtype=torch.float32, device=matrix.device)
+    for rows in _row_runs(matrix):
+        wide = matrix[rows].float()
+        scales[rows] = wide.abs().amax(dim=1) / FP8_LARGEST
+        steps = scales[rows, None]
+        # A scale that is denormal has few bits, so that a quotient may be larger than the largest value.
+        quotients = torch.where(steps == 0, 0.0, wide / steps).clamp_(-FP8_LARGEST, FP8_LARGEST)
+        values[rows] = quotients.to(torch.float8_e4m3fn)
+    return Fp8Weight(values, _finite(scales))
 
 
 def quantize_int4(matrix: Tensor, divisors: Sequence[float] = INT4_DIVISORS) -> Int4Weight:

@@ -28,7 +28,7 @@ from torch import Tensor
 from d3engine.kernels import kv_pool
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.kv_pool import KVPool
-from d3engine.kernels.quantized import Int8Weight, Weight
+from d3engine.kernels.quantized import ByteWeight, Weight
 from d3engine.kernels.random import gumbel
 from d3engine.kernels.reference_attention import attention_inputs as attention_inputs
 from d3engine.kernels.reference_attention import decode_attention_inputs as decode_attention_inputs
@@ -78,8 +78,8 @@ def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """`x` [T, K] times `weight` [N, K] transposed, plus `bias` [N]: [T, N] in the dtype of `x`.
 
     A quantized matrix stands for what its `dequantize` gives, and a narrower float one for its values. No copy of it in
-    the dtype of `x` is kept: each call makes one again, piece by piece. The scales of int8 can wait for the product,
-    but in float16 that could overflow without them.
+    the dtype of `x` is kept: each call makes one again, piece by piece. The scales of 8-bit values can wait for the
+    product, but in float16 that could overflow without them.
     """
     x = _rows_apart(x)
     if _is_as_wide(weight, x):
@@ -87,8 +87,8 @@ def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     num_rows, num_columns = weight.shape
     out = x.new_empty(x.shape[0], num_rows)
     step = _rows_at_once(x.shape[0], num_columns) if x.device.type == "cpu" else num_rows
-    scales = weight.scales if isinstance(weight, Int8Weight) and x.dtype != torch.float16 else None
-    values = weight.values if isinstance(weight, Int8Weight) and scales is not None else weight
+    scales = weight.scales if isinstance(weight, ByteWeight) and x.dtype != torch.float16 else None
+    values = weight.values if isinstance(weight, ByteWeight) and scales is not None else weight
     for start in range(0, num_rows, step):
         out[:, start : start + step] = F.linear(x, _widened(values, start, start + step, x.dtype))
     if scales is not None:

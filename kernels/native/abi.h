@@ -4,7 +4,7 @@
 
 #define D3_EXPORT extern "C" __attribute__((visibility("default")))
 
-enum D3Kind : int32_t { D3_FLOAT32 = 0, D3_BFLOAT16 = 1, D3_INT8 = 2, D3_INT4 = 3 };
+enum D3Kind : int32_t { D3_FLOAT32 = 0, D3_BFLOAT16 = 1, D3_INT8 = 2, D3_FP8 = 3, D3_INT4 = 4 };
 
 enum D3Status : int32_t {
     D3_OK = 0,
@@ -22,7 +22,7 @@ enum D3Status : int32_t {
     D3_BAD_DRAFT = 12,    // a draft is longer than the longest, or than its answer's room
 };
 
-// A matrix [rows, columns] as it lies in memory; see quantized.py for int8 and int4.
+// A matrix [rows, columns] as it lies in memory; see quantized.py for int8, fp8 and int4.
 struct D3Matrix {
     int32_t kind, rows, columns;
     const void* values;

@@ -53,7 +53,7 @@ D3Decoder::D3Decoder(const D3Model& model, const Kernels& kernels)
         scratch.partials = Floats(2 * int64_t(queries) * (model.head_dim + 2));
     }
     int64_t most = 0;
-    for (D3Kind kind : {D3_FLOAT32, D3_BFLOAT16, D3_INT8, D3_INT4})
+    for (D3Kind kind : {D3_FLOAT32, D3_BFLOAT16, D3_INT8, D3_FP8, D3_INT4})
         if (kernels.prepare) most = std::max(most, kernels.prepared_bytes(kind, widest, model.max_rows));
     prepared_ = Floats(most / int64_t(sizeof(float)));
     strips_ = Floats((model.max_rows / kernels.strip + 1) * kernels.strip_floats(widest));

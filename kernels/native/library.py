@@ -38,6 +38,7 @@ from d3engine.kernels.native.runs import (
     addresses_of_bridges,
     arrays_of_rows,
 )
+from d3engine.kernels.quantized import Int4Weight, Int8Weight
 
 
 class LibraryMissing(Exception):
@@ -344,10 +345,10 @@ def isas_here() -> list[str]:
 
 
 def _best_isa(model: NativeModel) -> str:
-    """The best of them for a model: tiles are for quantized matrices, and for others only where they are asked for."""
+    """The best of them for a model: tiles are for int8 and int4, and for others only where they are asked for."""
     matrices = (model.lm_head, *(layer.down.weight for layer in model.layers))
-    quantized = not all(isinstance(matrix, torch.Tensor) for matrix in matrices)
-    return next(name for name in isas_here() if quantized or not name.startswith("amx"))
+    has_integers = any(isinstance(matrix, Int8Weight | Int4Weight) for matrix in matrices)
+    return next(name for name in isas_here() if has_integers or not name.startswith("amx"))
 
 
 def _all_isas() -> list[str]:

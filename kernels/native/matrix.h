@@ -10,19 +10,19 @@ inline int64_t bytes_of_row(const D3Matrix& matrix) {
     switch (matrix.kind) {
         case D3_FLOAT32: return int64_t(matrix.columns) * 4;
         case D3_BFLOAT16: return int64_t(matrix.columns) * 2;
-        case D3_INT8: return matrix.columns;
+        case D3_INT8: case D3_FP8: return matrix.columns;
         default: return int64_t(matrix.columns + INT4_GROUP - 1) / INT4_GROUP * (INT4_GROUP / 2);
     }
 }
 
 inline bool is_matrix(const D3Matrix& matrix, int rows, int columns) {
-    const bool is_quantized = matrix.kind == D3_INT8 || matrix.kind == D3_INT4;
+    const bool is_quantized = matrix.kind >= D3_INT8;
     return matrix.kind >= D3_FLOAT32 && matrix.kind <= D3_INT4 && matrix.rows == rows && matrix.columns == columns &&
            matrix.values && (matrix.scales != nullptr) == is_quantized;
 }
 
 // Whether single rows can be read from a matrix.
-inline bool is_table(const D3Matrix& matrix) { return matrix.kind != D3_INT4; }
+inline bool is_table(const D3Matrix& matrix) { return matrix.kind <= D3_INT8; }
 
 // Row `row` of a table, as floats.
 inline void look_up(float* to, const D3Matrix& table, int64_t row) {

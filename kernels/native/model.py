@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import FP8, KVPool, values_and_scales
-from d3engine.kernels.quantized import Int4Weight, Int8Weight, Table, Weight
+from d3engine.kernels.quantized import Fp8Weight, Int4Weight, Int8Weight, Table, Weight
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
-_INT8, _INT4 = 2, 3
+_SCHEMES = {Int8Weight: 2, Fp8Weight: 3, Int4Weight: 4}
 
 
 class NativeError(RuntimeError):
@@ -76,10 +76,8 @@ class Linear:
     def structure(self) -> MatrixStructure:
         weight = self.weight
         bias = None if self.bias is None else address_of(self.bias, torch.float32)
-        if isinstance(weight, Int8Weight):
-            return MatrixStructure(_INT8, *weight.shape, *_addresses(weight.values, weight.scales), bias)
-        if isinstance(weight, Int4Weight):
-            return MatrixStructure(_INT4, *weight.shape, *_addresses(weight.packed, weight.scales), bias)
+        if not isinstance(weight, Tensor):
+            return MatrixStructure(_SCHEMES[type(weight)], *weight.shape, *_addresses(*weight.tensors), bias)
         if weight.dtype not in _KINDS:
             raise NativeError(f"the native library knows no {weight.dtype} matrices")
         return MatrixStructure(_KINDS[weight.dtype], *weight.shape, address_of(weight, weight.dtype), None, bias)
@@ -119,8 +117,8 @@ class NativeLayer:
 class NativeModel:
     """A model whose activations are float32, and the pool [blocks, 2, block_size, kv heads, head_dim] that it fills.
 
-    The pool is of float32 or of 8-bit floats. Matrices are float32, bfloat16, int8 or int4, the embedding anything of
-    these but int4. Rotations have `max_positions` rows; `scale` is what scores are multiplied by.
+    The pool is of float32 or of 8-bit floats. Matrices are float32, bfloat16, int8, fp8 or int4, the embedding anything
+    of these but the last two. Rotations have `max_positions` rows; `scale` is what scores are multiplied by.
     """
 
     layers: tuple[NativeLayer, ...]

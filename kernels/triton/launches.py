@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import FP8, Fp8Pool
-from d3engine.kernels.quantized import GROUP, Int4Weight, Int8Weight, Weight
+from d3engine.kernels.quantized import GROUP, Fp8Weight, Int4Weight, Int8Weight, Weight
 
 MODULES = (
     "rms_norm",
@@ -41,6 +41,9 @@ MODULES = (
 
 PROJECTIONS = ("qkv", "linear_residual", "gate_up", "lm_head", "unpack")
 """Those of `MODULES` that read weights, which may be quantized."""
+
+QUANTIZED = ("int8", "fp8", "int4")
+"""Forms of weights beside floats."""
 
 PROGRAMMATIC = False
 """Programmatic dependent launch: a kernel begins while the one before it ends, and loads weights until that has ended.
@@ -150,9 +153,12 @@ def meta_fp8_pool(shape: ModelShape, block_size: int) -> Fp8Pool:
 
 
 def meta_weight(outputs: int, columns: int, *, dtype: torch.dtype, weights: str) -> Weight:
-    """A matrix [outputs, columns] without memory: of `dtype`, or as `weights` "int8" or "int4" say."""
+    """A matrix [outputs, columns] without memory: of `dtype`, or as `weights`, one of `QUANTIZED`, says."""
+    scales = meta(outputs, dtype=torch.float32)
     if weights == "int8":
-        return Int8Weight(meta(outputs, columns, dtype=torch.int8), meta(outputs, dtype=torch.float32))
+        return Int8Weight(meta(outputs, columns, dtype=torch.int8), scales)
+    if weights == "fp8":
+        return Fp8Weight(meta(outputs, columns, dtype=FP8), scales)
     if weights == "int4":
         groups = triton.cdiv(columns, GROUP)
         packed = meta(outputs, groups * GROUP // 2, dtype=torch.uint8)

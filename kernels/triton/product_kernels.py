@@ -4,9 +4,9 @@ The sum of squares is gathered while the row passes by, and the scale is applied
 no launch of its own. A single row is multiplied and summed without tensor cores, whose tiles would stay empty; more
 rows use `tl.dot`. Masks along rows and outputs are avoided: indices are clamped, and only what is valid is stored.
 
-What a tile of weights holds follows from its pointer: int8 values (`Int8Weight`), uint8 pairs of 4-bit values
-(`Int4Weight`), or floats. Quantized values become floats in registers (`small_values.py`); an output's int8 scale meets
-the finished sum, a group's int4 scale the sum over that group.
+What a tile of weights holds follows from its pointer: int8 or e4m3 values (`ByteWeight`), uint8 pairs of 4-bit values
+(`Int4Weight`), or floats. Quantized values become floats in registers (`small_values.py`); the scale of an output's
+bytes meets the finished sum, a group's int4 scale the sum over that group.
 
 More than `FEW_ROWS` rows a tile come without a norm, which others have applied and stored, and beside quantized weights
 in half precision in the order of `slots.py`: then a round of the loop is loads, small values that become floats, and
@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from d3engine.kernels.quantized import GROUP
 from d3engine.kernels.triton.slots import in_places
-from d3engine.kernels.triton.small_values import int4_values, int8_values
+from d3engine.kernels.triton.small_values import byte_values, int4_values
 
 FEW_ROWS: tl.constexpr = tl.constexpr(16)
 """Rows of a tile that carries the norm along, and takes columns in their own order."""
@@ -31,6 +31,12 @@ NOT_SPECIALIZED = {"do_not_specialize": ["total_rows"], "do_not_specialize_on_al
 
 _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 _GROUP: tl.constexpr = tl.constexpr(GROUP)
+
+
+@triton.constexpr_function
+def is_of_bytes(dtype):
+    """Whether stored values of this type are the bytes of a `ByteWeight`."""
+    return dtype in (tl.int8, tl.float8e4nv)
 
 
 @triton.jit
@@ -137,7 +143,7 @@ def product(
             x_rows, norm_ptr, eps, weight_rows, scale_rows, PDL, first, begin, end,
             K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, BLOCK_T > FEW_ROWS and IS_SMALL and IS_HALF,
         )  # fmt: skip
-    if weight_rows.dtype.element_ty == tl.int8:
+    if is_of_bytes(weight_rows.dtype.element_ty):
         sums *= tl.load(scale_rows)[None, :]
     return sums
 
@@ -177,7 +183,7 @@ def _sum_step(
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Add the columns [start, start + BLOCK_K) to both sums."""
-    if weight.dtype == tl.int8:
+    if is_of_bytes(weight.dtype):
         # 16 bytes are 16 columns of weights but only 8 of x (at half precision), and where a thread's columns differ,
         # Triton moves the weights through shared memory. So a tile is cut into halves of 8 columns a thread, and x is
         # loaded in the order of each.
@@ -187,7 +193,7 @@ def _sum_step(
             nth = tl.arange(0, THREADS * 8)[None, :]
             columns = start + nth // 8 * 16 + half * 8 + nth % 8
             x, squares = _load_row(x_row, norm_ptr, squares, columns, K, THREADS, 8, BLOCK_K)
-            sums += tl.sum(int8_values(halves[half], tl.float32) * x, 2)
+            sums += tl.sum(byte_values(halves[half], tl.float32) * x, 2)
     else:
         EACH: tl.constexpr = 128 // weight.dtype.primitive_bitwidth
         columns = start + tl.arange(0, BLOCK_K)[None, :]
@@ -289,8 +295,8 @@ def _dot_step(
     else:
         columns = start + tl.arange(0, BLOCK_K)[None, :]
         x, squares = _load_rows(x_rows, norm_ptr, scale, squares, columns, WIDTH, BLOCK_K, SCALE_FIRST)
-        if weight.dtype == tl.int8:
-            weight = int8_values(weight, x.dtype)
+        if is_of_bytes(weight.dtype):
+            weight = byte_values(weight, x.dtype)
         sums = _dot(weight, x, sums, WEIGHTS_FIRST)
     return sums, squares
 
@@ -347,4 +353,4 @@ def _load_columns(pointers, columns, K: tl.constexpr, BLOCK_K: tl.constexpr, EVI
     if K % BLOCK_K == 0:
         return tl.load(pointers, eviction_policy=EVICTION)
     else:  # noqa: RET505
-        return tl.load(pointers, mask=columns < K, other=0, eviction_policy=EVICTION)
+        return tl.load(pointers, mask=columns < K, other=0.0, eviction_policy=EVICTION)

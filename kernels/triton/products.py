@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from d3engine.kernels.quantized import GROUP, Int4Weight, Int8Weight, Weight
+from d3engine.kernels.quantized import GROUP, ByteWeight, Fp8Weight, Int4Weight, Weight
 from d3engine.kernels.triton import launches
 from d3engine.kernels.triton.launches import Launch
 from d3engine.kernels.triton.product_kernels import FEW_ROWS
@@ -26,7 +26,7 @@ Not yet measured on a GPU. Of quantized weights beside float32, too.
 UNPACK_ROWS = 512
 """Up to so many rows of half precision read quantized weights as they lie; for more they are unpacked for torch.matmul.
 
-Unpacking costs 3 bytes a weight of int8 whatever the rows, and each 128 rows make floats of all weights anew: by
+Unpacking costs 3 bytes a weight of 8 bits whatever the rows, and each 128 rows make floats of all weights anew: by
 arithmetic the two are even somewhere between 350 and 750 rows. Not yet measured on a GPU.
 """
 
@@ -108,7 +108,7 @@ def _many_rows_tile(rows: int, weight: Weight, may_split: bool) -> Tile:
     block_rows = 32 if rows <= 32 else 64 if rows <= 64 else 128
     if isinstance(weight, Int4Weight):
         step, stages = GROUP, 4 if rows <= 64 else 2
-    elif isinstance(weight, Int8Weight):
+    elif isinstance(weight, ByteWeight):
         step, stages = (128, 4 if rows <= 32 else 3) if rows <= 64 else (64, 4)
     else:
         step, stages = 64, 4 if rows <= 64 else 3
@@ -139,7 +139,7 @@ def _few_rows_tile(rows: int, weight: Weight, dtype: torch.dtype, may_split: boo
         return Tile(block_rows, block_outputs, 128, 4, 4, True)
     # Two warps, each with 32 outputs, or 16: then no value becomes a float twice, and the weights come to the tensor
     # cores 8 bytes at a time. Four warps with 64 outputs would get them from shared memory by twos.
-    if isinstance(weight, Int8Weight):
+    if isinstance(weight, ByteWeight):
         step, stages = 128, 6
         if rows > 8 and outputs >= 64 * MIN_PROGRAMS:
             block_outputs = 64
@@ -228,6 +228,8 @@ def product_launch(
     limits: dict[str, Any] = (
         {"options": {"maxnreg": 168}, "programmatic_options": {"maxnreg": 200}} if tile.warps == 2 else {}
     )
+    if tile.rows == 1 and isinstance(weight, Fp8Weight):  # as above, and four programs have room
+        limits = {"options": {"maxnreg": 112}}
     # Beside 128 rows small weights wait for tensor cores, and for becoming floats.
     streams = tile.rows <= 64 or isinstance(weight, Tensor)
     return Launch(kernel, grid, arguments, tile.warps, tile.stages, **limits, streams=streams)
@@ -237,7 +239,7 @@ def weight_arguments(weight: Weight) -> dict[str, object]:
     """The kernel arguments that say where a matrix is: what it holds follows from the pointer's type."""
     if isinstance(weight, Tensor):
         stored, scales = weight, None
-    elif isinstance(weight, Int8Weight):
+    elif isinstance(weight, ByteWeight):
         stored, scales = weight.values, weight.scales
     else:
         stored, scales = weight.packed, weight.scales
@@ -252,7 +254,7 @@ def weight_arguments(weight: Weight) -> dict[str, object]:
 def need_unit_stride(**tensors: Weight | None) -> None:
     """Raise `ValueError` for a tensor whose last dimension is not contiguous: kernels read 16 bytes at a time."""
     for name, tensor in tensors.items():
-        if isinstance(tensor, Int8Weight):
+        if isinstance(tensor, ByteWeight):
             need_unit_stride(**{f"{name}.values": tensor.values, f"{name}.scales": tensor.scales})
         elif isinstance(tensor, Int4Weight):
             need_unit_stride(**{f"{name}.packed": tensor.packed, f"{name}.scales": tensor.scales})

@@ -4,7 +4,7 @@ A byte becomes the low mantissa of a float whose exponent makes its unit 1: 0x43
 in float16, and whatever stands in their lowest bits adds to that. Then 128 or 1024 is taken off again, together with
 what the stored form has added. All of it is exact. What does so is PTX, since Triton computes in bfloat16 one value at
 a time and by way of float32; in the interpreter, and for float32, a like way through the mantissa of 2^23 serves.
-Devices have an instruction for e4m3.
+For e4m3 devices have an instruction, but not to bfloat16, whose bits are put together here.
 """
 
 from __future__ import annotations
@@ -55,6 +55,22 @@ INT4_TO_BF16: tl.constexpr = _int4_to(
     "0x43434343", "mov.b32 d, 0x3f803f80", "mov.b32 e, 0xc308c308", "fma.rn.bf16x2 {result}, a, d, e"
 )
 INT4_TO_FP16: tl.constexpr = _int4_to("0x64646464", "mov.b32 e, 0x64086408", "sub.rn.f16x2 {result}, a, e")
+# Of sign, four bits of exponent and three of mantissa the bits stand in a bfloat16 as they do in the byte, four places
+# lower; that is 2^120 too small, of denormal values too.
+FP8_TO_BF16: tl.constexpr = _ptx(
+    "and.b32 a, $2, 0x80808080",
+    "shr.b32 b, $2, 4",
+    "and.b32 b, b, 0x07070707",
+    "or.b32 a, a, b",
+    "shl.b32 b, $2, 4",
+    "and.b32 b, b, 0xf0f0f0f0",
+    "prmt.b32 c, b, a, 0x5140",
+    "prmt.b32 d, b, a, 0x7362",
+    "mov.b32 e, 0x7b807b80",
+    "mov.b32 f, 0x80008000",
+    "fma.rn.bf16x2 $0, c, e, f",
+    "fma.rn.bf16x2 $1, d, e, f",
+)
 FP8_TO_FP16: tl.constexpr = _ptx(
     ".reg .b16 low, high",
     "mov.b32 {low, high}, $2",
@@ -86,6 +102,23 @@ def int4_values(packed, dtype: tl.constexpr):
         low = ((packed.to(tl.int32) & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
         high = (((packed >> 4).to(tl.int32)) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
         return low, high
+
+
+@triton.jit
+def byte_values(stored, dtype: tl.constexpr):
+    """int8, or finite e4m3, as `dtype`, or as float32, which rounds to it without loss."""
+    if stored.dtype == tl.int8:
+        return int8_values(stored, dtype)
+    elif _INTERPRETED:  # noqa: RET505
+        return stored.to(tl.float32)
+    elif dtype == tl.bfloat16:
+        words = stored.to(tl.uint8, bitcast=True)
+        return tl.inline_asm_elementwise(FP8_TO_BF16, "=r,=r,r", [words], tl.bfloat16, True, 4)
+    elif dtype == tl.float16:
+        words = stored.to(tl.uint8, bitcast=True)
+        return tl.inline_asm_elementwise(FP8_TO_FP16, "=r,=r,r", [words], tl.float16, True, 4)
+    else:
+        return stored.to(tl.float32)
 
 
 @triton.jit

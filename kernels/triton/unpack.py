@@ -10,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from d3engine.kernels.quantized import GROUP, Weight
-from d3engine.kernels.triton.launches import Launch, ModelShape, meta, meta_weight
-from d3engine.kernels.triton.product_kernels import wait_for_previous
+from d3engine.kernels.triton.launches import QUANTIZED, Launch, ModelShape, meta, meta_weight
+from d3engine.kernels.triton.product_kernels import is_of_bytes, wait_for_previous
 from d3engine.kernels.triton.products import need_unit_stride, weight_arguments
-from d3engine.kernels.triton.small_values import int4_values, int8_values
+from d3engine.kernels.triton.small_values import byte_values, int4_values
 
 _GROUP: tl.constexpr = tl.constexpr(GROUP)
 
@@ -37,7 +37,7 @@ def unpack_launch(weight: Weight, out: Tensor) -> Launch:
 
 def launches(shape: ModelShape, dtype: torch.dtype, weights: str) -> Iterator[tuple[str, Launch]]:
     """What `kernels/inspect.py` compiles."""
-    if weights in ("int8", "int4"):
+    if weights in QUANTIZED:
         weight = meta_weight(shape.hidden_size, shape.intermediate_size, dtype=dtype, weights=weights)
         yield "unpack", unpack_launch(weight, meta(shape.hidden_size, shape.intermediate_size, dtype=dtype))
 
@@ -59,10 +59,10 @@ def _unpack_kernel(
     weight_ptr += output * weight_stride
     scales_ptr += output * scales_stride
     out_ptr += output * K
-    if weight_ptr.dtype.element_ty == tl.int8:
+    if is_of_bytes(weight_ptr.dtype.element_ty):
         columns = groups * _GROUP + tl.arange(0, _GROUP)[None, :]
-        stored = tl.load(weight_ptr + columns, mask=columns < K, other=0, eviction_policy="evict_first")
-        values = int8_values(stored, tl.float32) * tl.load(scales_ptr)
+        stored = tl.load(weight_ptr + columns, mask=columns < K, other=0.0, eviction_policy="evict_first")
+        values = byte_values(stored, tl.float32) * tl.load(scales_ptr)
         tl.store(out_ptr + columns, values.to(out_ptr.dtype.element_ty), mask=columns < K)
     else:
         nth = tl.arange(0, _GROUP // 2)[None, :]

@@ -19,6 +19,7 @@ from d3engine.kernels.triton import small_values
 
 BYTES = torch.arange(256)
 WORDS = BYTES | BYTES.roll(-64) << 8 | BYTES.roll(-128) << 16 | BYTES.roll(-192) << 24  # every byte in every place
+E4M3 = BYTES.to(torch.uint8).view(torch.float8_e4m3fn).double()
 SIGNED = BYTES.to(torch.uint8).view(torch.int8).double()
 
 
@@ -46,6 +47,10 @@ def step(name: str, sources: list[Tensor]) -> Tensor:
         return first & others[0]
     if name == "xor.b32":
         return first ^ others[0]
+    if name == "or.b32":
+        return first | others[0]
+    if name == "shl.b32":
+        return first << others[0] & 0xFFFFFFFF
     if name == "shr.b32":
         return first >> others[0]
     if name == "prmt.b32":
@@ -95,9 +100,18 @@ def test_both_halves_of_every_byte_become_floats_less_8(form: str, dtype: torch.
             assert torch.equal(found, (values - 8).double().roll(-64 * nth))
 
 
+def test_every_finite_e4m3_value_becomes_the_same_bfloat16() -> None:
+    done = run(small_values.FP8_TO_BF16.value, {"$2": WORDS})
+    for nth, found in enumerate(floats(done, ("$0", "$1"), torch.bfloat16)):
+        wanted = E4M3.roll(-64 * nth)
+        finite = wanted.isfinite()
+        assert torch.equal(found[finite], wanted[finite])
+        assert torch.equal(found[finite].signbit(), wanted[finite].signbit())  # zeros have one too
+
+
 def test_every_e4m3_value_becomes_the_same_float16() -> None:
     done = run(small_values.FP8_TO_FP16.value, {"$2": WORDS})
-    wanted = BYTES.to(torch.uint8).view(torch.float8_e4m3fn).double()
+    wanted = E4M3
     for nth, found in enumerate(floats(done, ("$0", "$1"), torch.float16)):
         assert torch.equal(found.nan_to_num(0), wanted.roll(-64 * nth).nan_to_num(0))
         assert torch.equal(found.isnan(), wanted.roll(-64 * nth).isnan())

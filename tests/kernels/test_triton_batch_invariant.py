@@ -17,7 +17,7 @@ import d3engine.kernels.triton as any_kernels
 import d3engine.kernels.triton.batch_invariant as kernels
 from d3engine import D3, Engine, FullDepth, SamplingParams
 from d3engine.executor.computed import Computed
-from d3engine.kernels.quantized import quantize_int4, quantize_int8
+from d3engine.kernels.quantized import quantize_fp8, quantize_int4, quantize_int8
 from d3engine.kernels.triton import products
 from d3engine.loading import resolve
 from d3engine.model.config import ModelConfig
@@ -28,7 +28,7 @@ from d3engine.plan import Chosen, Plan
 paged_attention: Any = importlib.import_module("d3engine.kernels.triton.paged_attention")
 
 HEADS, KV_HEADS, CHANNELS, HIDDEN, VOCABULARY, BLOCK = 4, 2, 16, 128, 70, 4
-WEIGHTS = {"floats": lambda matrix: matrix, "int8": quantize_int8, "int4": quantize_int4}
+WEIGHTS = {"floats": lambda matrix: matrix, "int8": quantize_int8, "int4": quantize_int4, "fp8": quantize_fp8}
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The Triton projections on int8 and int4 weights against float64 on the values that the stored ones stand for.
+"""The Triton projections on quantized weights against float64 on the values that the stored ones stand for.
 
 Memory from `torch.empty` is filled with NaN here, so that a value nobody wrote shows.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 import d3engine.kernels.triton as kernels
 from d3engine.kernels import reference
-from d3engine.kernels.quantized import GROUP, Int4Weight, Int8Weight
+from d3engine.kernels.quantized import GROUP, Fp8Weight, Int4Weight, Int8Weight, QuantizedWeight
 from d3engine.kernels.sampling import SamplingRows
 from d3engine.kernels.triton import launches, products, unpack
 
@@ -24,10 +24,9 @@ EPS = 1e-5
 LIMITS = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 1e-2}
 MATMUL_ROWS = 42
 ROWS = [1, 5, 40, 43]  # one for each path, the last for torch.matmul on an unpacked matrix
-KINDS = ["int8", "int4"]
+KINDS = ["int8", "fp8", "int4"]
 
 Randn = Callable[..., Tensor]
-Quantized = Int8Weight | Int4Weight
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +47,7 @@ def randn(device: torch.device) -> Randn:
     return make
 
 
-def random_weight(kind: str, outputs: int, columns: int, device: torch.device) -> tuple[Quantized, Tensor]:
+def random_weight(kind: str, outputs: int, columns: int, device: torch.device) -> tuple[QuantizedWeight, Tensor]:
     """Any stored values, the extreme ones too, with unequal scales; and the matrix they stand for in float64.
 
     The matrix is written out here by the format's definition, not by `dequantize`.
@@ -60,6 +59,15 @@ def random_weight(kind: str, outputs: int, columns: int, device: torch.device) -
         scales = torch.rand(outputs, generator=generator) * 0.01 + 0.001
         exact = values.double() * scales.double()[:, None]
         return Int8Weight(values.to(device), scales.to(device)), exact.to(device)
+    if kind == "fp8":
+        numbers = torch.randint(0, 127, (outputs, columns), generator=generator, dtype=torch.uint8)  # 127 is NaN
+        numbers += 128 * torch.randint(0, 2, (outputs, columns), generator=generator, dtype=torch.uint8)
+        numbers[:, 0], numbers[:, -1], numbers[:, 1] = 126, 254, 1  # the largest, its negative, the least
+        exponents, mantissas = numbers.double().remainder(128).div(8, rounding_mode="floor"), numbers.double() % 8
+        sizes = torch.where(exponents == 0, mantissas * 2.0**-9, (8 + mantissas) * 2.0 ** (exponents - 10))
+        scales = torch.rand(outputs, generator=generator) * 0.01 + 0.001
+        exact = torch.where(numbers < 128, sizes, -sizes) * scales.double()[:, None]
+        return Fp8Weight(numbers.view(torch.float8_e4m3fn).to(device), scales.to(device)), exact.to(device)
     groups = -(-columns // GROUP)
     values = torch.randint(-8, 8, (outputs, groups * GROUP), generator=generator)
     values[:, 0], values[:, 64], values[:, columns - 1] = -8, 7, 7

@@ -14,13 +14,14 @@ from d3engine.kernels import reference
 from d3engine.kernels.native.library import Decoder, LibraryMissing, isas_here
 from d3engine.kernels.native.model import Linear, NativeLayer, NativeModel
 from d3engine.kernels.native.runs import Draws, Rows
-from d3engine.kernels.quantized import Weight, looked_up, quantize_int4, quantize_int8
+from d3engine.kernels.quantized import Weight, looked_up, quantize_fp8, quantize_int4, quantize_int8
 from d3engine.kernels.sampling import SamplingRows
 
 FORMS = {
     "float32": lambda matrix: matrix,
     "bfloat16": lambda matrix: matrix.bfloat16(),
     "int8": quantize_int8,
+    "fp8": quantize_fp8,
     "int4": quantize_int4,
 }
 

@@ -30,6 +30,9 @@ std::vector<float> floats(size_t count, float size = 0.3f) {
 
 const float* data_or_null(const std::vector<float>& floats) { return floats.empty() ? nullptr : floats.data(); }
 
+// Any of the 8-bit floats that are numbers.
+uint8_t any_e4m3() { return numbers() % 127 | numbers() % 2 << 7; }
+
 // A matrix of any kind in memory of its own, bytes for bytes.
 struct Matrix {
     std::unique_ptr<char[]> values;
@@ -38,7 +41,7 @@ struct Matrix {
 
     Matrix(int kind, int rows, int columns, bool with_bias) {
         const int groups = (columns + 127) / 128;
-        const int of_kind[] = {columns * 4, columns * 2, columns, groups * 64};
+        const int of_kind[] = {columns * 4, columns * 2, columns, columns, groups * 64};
         const size_t row = of_kind[kind];
         values.reset(new char[rows * row]);
         std::vector<float> wide = floats(size_t(rows) * columns);
@@ -46,9 +49,11 @@ struct Matrix {
             // The upper bytes of small floats, or any bytes at all where these are whole numbers.
             if (kind == D3_FLOAT32) values[i] = reinterpret_cast<char*>(wide.data())[i];
             else if (kind == D3_BFLOAT16) values[i] = reinterpret_cast<char*>(wide.data())[i / 2 * 4 + 2 + i % 2];
+            else if (kind == D3_FP8) values[i] = any_e4m3();
             else values[i] = char(numbers());
         }
         if (kind == D3_INT8) scales = floats(rows, 0.01f);
+        if (kind == D3_FP8) scales = floats(rows, 0.003f);
         if (kind == D3_INT4) scales = floats(size_t(rows) * groups, 0.1f);
         if (with_bias) bias = floats(rows);
         view = {kind, rows, columns, values.get(), data_or_null(scales), data_or_null(bias)};
@@ -70,7 +75,7 @@ struct Pool {
     Pool(size_t count, int head_dim, bool is_small) {
         if (!is_small) floats = ::floats(count);
         else scales = ::floats(count / head_dim, 0.001f), bytes.resize(count);
-        for (uint8_t& byte : bytes) byte = numbers() % 127 | numbers() % 2 << 7;  // any number
+        for (uint8_t& byte : bytes) byte = any_e4m3();
     }
     void* entries() { return floats.empty() ? static_cast<void*>(bytes.data()) : floats.data(); }
     float* scales_or_null() { return scales.empty() ? nullptr : scales.data(); }
