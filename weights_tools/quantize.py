@@ -1,4 +1,4 @@
-"""Quantizes a model directory: the matrices become int8 or int4, everything else is copied.
+"""Quantizes a model directory: the matrices become int8, fp8 or int4, everything else is copied.
 
 The one idea: this is a conversion like the others (`writing.py`). Each tensor of the new directory is described
 first, and made of the old one when its shard is written, so that one shard and one matrix are in memory.
@@ -22,7 +22,9 @@ from d3engine.model.expected_tensors import (
     expected_tensors,
     quantized_tensors,
     scheme_of,
+    value_dtype,
 )
+from d3engine.model.fp8_tensors import floats_of_rows
 from d3engine.model.mapped_file import dtype_of
 from d3engine.model.model_files import CONFIG_FILE
 from d3engine.model.quantization import check_head_form, quantize_matrix
@@ -58,12 +60,15 @@ def quantize_model(
     if scheme not in QUANTIZATION_SCHEMES:
         raise InvalidValueError("scheme", scheme, f"one of {', '.join(QUANTIZATION_SCHEMES)}")
     config = ModelConfig.from_directory(source)
+    if files_of(source).scheme_of_others() is not None:
+        config = config.quantized(None)  # as the floats that they stand for
     if config.quantization is not None:
         raise InvalidValueError("SRC", str(source), f"a model with float weights (this one is {config.quantization})")
     check_head_form(lm_head, config.tie_word_embeddings)
     if destination.exists() and destination.samefile(source):
         raise InvalidValueError("DST", str(destination), "another directory than SRC")
-    with open_checkpoint(source) as checkpoint, output_directory(destination, overwrite=overwrite) as folder:
+    with open_checkpoint(source) as given, output_directory(destination, overwrite=overwrite) as folder:
+        checkpoint = floats_of_rows(given)
         check_tensors(checkpoint, config)
         copy_companions(source, folder, leave=[POLICY_FILE])
         quantization = {"quant_method": QUANTIZATION_METHOD, "scheme": scheme, "lm_head": lm_head}
@@ -91,8 +96,7 @@ def _pending_tensors(checkpoint: Checkpoint, config: ModelConfig, quantized: Mod
             continue
         matrix = _Matrix(checkpoint, entry, scheme)
         (values, values_shape), (scales, scales_shape) = quantized_tensors(name, entry.shape, scheme).items()
-        dtype = torch.int8 if scheme == "int8" else torch.uint8
-        pending[values] = PendingTensor(entry.file, values_shape, dtype, matrix.values)
+        pending[values] = PendingTensor(entry.file, values_shape, value_dtype(scheme), matrix.values)
         pending[scales] = PendingTensor(entry.file, scales_shape, torch.float32, matrix.scales)
     return pending
 

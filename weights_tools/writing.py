@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from d3engine.errors import FailedError, InvalidValueError, ModelFormatError
 from d3engine.files import DATA_BYTES, is_there, read_bytes
-from d3engine.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, TensorEntry
+from d3engine.model.checkpoint import FP8, INDEX_FILE, SINGLE_FILE, Checkpoint, TensorEntry
 from d3engine.model.companions import COMPANIONS
 from d3engine.model.config import GENERATION_CONFIG_FILE, ModelConfig
 from d3engine.model.expected_tensors import check_tensors, expected_tensors
@@ -44,6 +44,7 @@ _DTYPE_NAMES = {
     torch.bfloat16: "BF16",
     torch.int8: "I8",
     torch.uint8: "U8",
+    torch.float8_e4m3fn: FP8,
 }
 
 _SENTENCEPIECE_CONFIG = {

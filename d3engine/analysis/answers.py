@@ -19,7 +19,7 @@ from d3engine.errors import InvalidValueError, require
 from d3engine.files import read_text
 from d3engine.loading.device import resolve_device, resolve_dtype
 from d3engine.loading.model_directory import model_directory
-from d3engine.loading.weight_dtype import resolve_weight_dtype
+from d3engine.loading.weight_dtype import held_config, resolve_weight_dtype
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import load_weights
 from d3engine.request.params import SamplingParams
@@ -59,8 +59,8 @@ class Answered:
 def open_model(model: str, options: dict[str, Any]) -> tuple[Engine, Observer]:
     """An engine and an observer of the same weights; `options` are `Engine`'s. Full depth unless a request says so."""
     directory = model_directory(model)
-    config = ModelConfig.from_directory(directory)
     device = resolve_device(options.get("device", "auto"))
+    config = held_config(ModelConfig.from_directory(directory), device)
     dtype = resolve_dtype(options.get("dtype", "auto"), config, device)
     weight_dtype = resolve_weight_dtype(options.get("weight_dtype", "auto"), dtype=dtype, device=device, kept=None)
     weights = load_weights(directory, config, dtype=dtype, weight_dtype=weight_dtype, device=device)

@@ -114,6 +114,7 @@ class Scheme(StrEnum):
     """How matrices are quantized; `QUANTIZATION_SCHEMES` as an option."""
 
     int8 = "int8"
+    fp8 = "fp8"
     int4 = "int4"
 
 
@@ -142,7 +143,7 @@ def quantize_command(
     destination: Destination,
     scheme: Annotated[
         Scheme,
-        typer.Option(help="int8: one scale per output channel; int4: one scale for 128 input channels of each."),
+        typer.Option(help="int8, fp8: one scale per output channel; int4: one scale for 128 input channels of each."),
     ],
     lm_head: Annotated[
         HeadForm,

@@ -54,6 +54,12 @@ def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.d
     return resolved
 
 
+def capability(device: torch.device) -> int:
+    """The compute capability of a GPU without its point: 89 is 8.9."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 def kernels_for(device: torch.device, *, batch_invariant: bool = False) -> ModuleType:
     """The operations that run on `device`, as D3ENGINE_KERNELS says; `batch_invariant` as for `kernels.for_device`."""
     chosen = KERNELS.read()

@@ -12,6 +12,7 @@ from d3engine.loading.defaults import resolve_max_model_len
 from d3engine.loading.model_directory import model_directory
 from d3engine.loading.parts import eager_executor, new_cache
 from d3engine.loading.settings import EngineSettings
+from d3engine.loading.weight_dtype import held_config
 from d3engine.model.config import ModelConfig
 from d3engine.model.source import files_of
 from d3engine.model.weights import LlamaWeights, load_weights
@@ -44,7 +45,7 @@ def load_draft_weights(given: str, settings: EngineSettings, tokenizer: Tokenize
     config, max_model_len = settings.config, settings.max_model_len
     try:
         directory = model_directory(given)
-        own = ModelConfig.from_directory(directory)
+        own = held_config(ModelConfig.from_directory(directory), settings.device)
         resolve_max_model_len(max_model_len, own)
     except InvalidValueError as error:
         raise InvalidValueError("draft_model", given, f"a model for {max_model_len} tokens ({error})") from None

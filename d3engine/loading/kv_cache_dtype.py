@@ -6,6 +6,7 @@ import torch
 
 from d3engine.errors import require
 from d3engine.kernels.kv_pool import FP8, FP8_CAPABILITY
+from d3engine.loading.device import capability
 
 NAMES = ("auto", "fp8", "fp8_e4m3")
 """As in vLLM; "auto" is the dtype of activations, the other two are the same."""
@@ -22,9 +23,9 @@ def resolve_kv_cache_dtype(given: str, *, dtype: torch.dtype, device: torch.devi
     if named == dtype:
         return dtype
     if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        allowed = f"auto on a GPU of compute capability {major}.{minor}: 8.9 is the first that converts 8-bit floats"
-        require(10 * major + minor >= FP8_CAPABILITY, ARGUMENT, given, allowed)
+        here = capability(device)
+        allowed = f"auto on a GPU of compute capability {here / 10}: 8.9 is the first that converts 8-bit floats"
+        require(here >= FP8_CAPABILITY, ARGUMENT, given, allowed)
     return named
 
 

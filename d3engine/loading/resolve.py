@@ -22,7 +22,7 @@ from d3engine.loading.model_directory import model_directory
 from d3engine.loading.rank_processes import is_under_torchrun, own_index
 from d3engine.loading.ranks import rank_device
 from d3engine.loading.settings import EngineSettings
-from d3engine.loading.weight_dtype import kept_by_default, resolve_weight_dtype
+from d3engine.loading.weight_dtype import held_config, kept_by_default, resolve_weight_dtype
 from d3engine.model.config import ModelConfig
 from d3engine.model.part import ARGUMENT, Part, part_of
 from d3engine.scheduling.admission import Admission, Immediate
@@ -67,8 +67,8 @@ def resolve_settings(
     )
     _check_admission(admission)
     directory = model_directory(model)
-    config = ModelConfig.from_directory(directory)
     there = resolve_device(device)
+    config = held_config(ModelConfig.from_directory(directory), there)
     computed = resolve_dtype(dtype, config, there)
     part = check_ranks(tensor_parallel_size, config, there, held)
     cached = resolve_kv_cache_dtype(kv_cache_dtype, dtype=computed, device=there)

@@ -6,13 +6,15 @@ in the file, and every product is still float32's.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from d3engine.environment import KERNELS
 from d3engine.errors import InvalidValueError
-from d3engine.loading.device import DTYPES
+from d3engine.kernels.kv_pool import FP8_CAPABILITY
+from d3engine.loading.device import DTYPES, capability
 from d3engine.loading.settings import ExecutorKind
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import float_matrices
@@ -44,6 +46,13 @@ def resolve_weight_dtype(
         where = f"{device.type} with dtype={str(dtype).removeprefix('torch.')}"
         raise InvalidValueError("weight_dtype", weight_dtype, f"one of {', '.join(names)} on {where}")
     return resolved
+
+
+def held_config(config: ModelConfig, device: torch.device) -> ModelConfig:
+    """`config`, its matrices of 8-bit floats called floats on a GPU that converts none: 8.9 is the first that does."""
+    if config.quantization != "fp8" or device.type != "cuda" or capability(device) >= FP8_CAPABILITY:
+        return config
+    return replace(config, quantization=None)
 
 
 def kept_by_default(

@@ -26,7 +26,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 QUANTIZATION_METHOD = "d3engine"
 """What `quant_method` says in the quantization_config of a directory that `d3engine weights quantize` wrote."""
-QUANTIZATION_SCHEMES = ("int8", "int4")
+QUANTIZATION_SCHEMES = ("int8", "int4", "fp8")
 LM_HEAD_FORMS = ("int8", "int4", "float")
 """What an LM head may be beside quantized matrices; one that is the embedding too is not int4."""
 DEFAULT_HEAD_FORM = "int8"
@@ -72,7 +72,8 @@ class ModelConfig:
         """
         files = files_of(path)
         generation = files.read_json_object(GENERATION_CONFIG_FILE) if files.has(GENERATION_CONFIG_FILE) else None
-        return cls.from_dict(files.read_json_object(CONFIG_FILE), generation)
+        config = cls.from_dict(files.read_json_object(CONFIG_FILE), generation)
+        return config if config.quantization else replace(config, quantization=files.scheme_of_others())
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from d3engine.errors import ModelFormatError
 from d3engine.kernels.quantized import GROUP
-from d3engine.model.checkpoint import FLOAT_DTYPES, Checkpoint, TensorEntry
+from d3engine.model.checkpoint import FLOAT_DTYPES, FP8, Checkpoint, TensorEntry
 from d3engine.model.config import ModelConfig
 from d3engine.model.families import TensorNames
+from d3engine.model.mapped_file import dtype_of
 from d3engine.model.model_files import CONFIG_FILE
 
 EMBEDDING = TensorNames().embedding
@@ -33,7 +34,8 @@ VALUES, SCALES = ".qweight", ".scales"
 
 _Part = TypeVar("_Part")
 
-_INTEGERS = {"I8": torch.int8, "U8": torch.uint8}
+_VALUE_DTYPES = {"int8": "I8", "fp8": FP8, "int4": "U8"}
+"""Of the values of a quantized matrix, by its scheme, in safetensors' names."""
 
 # Buffers that old versions of transformers saved beside the weights; rope.py makes its own.
 _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -66,17 +68,27 @@ def scheme_of(name: str, config: ModelConfig) -> str | None:
 
     Of an embedding that is no head only one row is read for a token, so it stays float.
     """
-    if name.endswith("_proj.weight"):
+    if is_layer_matrix(name):
         return config.quantization
     head = config.tensor_names.embedding if config.tie_word_embeddings else LM_HEAD
     return config.head_quantization if name == head else None
+
+
+def is_layer_matrix(name: str) -> bool:
+    """Whether a tensor, by the name that it has as a float, is one of the layers' matrices."""
+    return name.endswith("_proj.weight")
+
+
+def value_dtype(scheme: str) -> torch.dtype:
+    """The dtype of the values of a matrix that is quantized so."""
+    return dtype_of(_VALUE_DTYPES[scheme])
 
 
 def quantized_tensors(name: str, shape: tuple[int, ...], scheme: str) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the values and the scales that stand for a matrix `name` of `shape` (N, K)."""
     module = name.removesuffix(".weight")
     rows, columns = shape
-    if scheme == "int8":
+    if scheme != "int4":
         return {module + VALUES: (rows, columns), module + SCALES: (rows,)}
     groups = -(-columns // GROUP)
     return {module + VALUES: (rows, groups * GROUP // 2), module + SCALES: (rows, groups)}
@@ -85,14 +97,16 @@ def quantized_tensors(name: str, shape: tuple[int, ...], scheme: str) -> dict[st
 def allowed_dtypes(name: str, config: ModelConfig) -> tuple[str, ...]:
     """The dtypes, in safetensors' names, that an expected tensor of a model may have in its file."""
     if name.endswith(VALUES):
-        return ("I8",) if scheme_of(name.removesuffix(VALUES) + ".weight", config) == "int8" else ("U8",)
+        scheme = scheme_of(name.removesuffix(VALUES) + ".weight", config)
+        assert scheme is not None, "names of values come from a scheme"
+        return (_VALUE_DTYPES[scheme],)
     return ("F32",) if name.endswith(SCALES) else FLOAT_DTYPES
 
 
 def held_dtype(entry: TensorEntry, dtype: torch.dtype) -> torch.dtype:
     """What a loaded tensor has as its dtype: `dtype`, but quantized values and scales stay what they are."""
-    if entry.dtype in _INTEGERS:
-        return _INTEGERS[entry.dtype]
+    if entry.dtype in _VALUE_DTYPES.values():
+        return dtype_of(entry.dtype)
     return torch.float32 if entry.name.endswith(SCALES) else dtype
 
 
@@ -179,6 +193,8 @@ def check_values(entry: TensorEntry, source: Tensor, converted: Tensor) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
+    if tensor.dtype == torch.float8_e4m3fn:  # has no infinity, and one NaN of each sign
+        return not bool(tensor.view(torch.uint8).bitwise_and(127).eq_(127).any())
     # The extremes carry any NaN or infinity along, and need no second tensor as isfinite of the whole would.
     low, high = torch.aminmax(tensor)
     return bool(torch.isfinite(low) & torch.isfinite(high))

@@ -1,23 +1,23 @@
-"""A checkpoint in 8-bit floats as one of floats: what is read is values times scales.
+"""A published checkpoint in 8-bit floats as one of ours: rows that are multiplied by a scale each, or else floats.
 
-The one idea: one tensor at a time, as of a GGUF file. A matrix is multiplied out when it is asked for, and nothing
-keeps it. The shape of the scales says what each belongs to: the matrix, a row, or a block.
+The one idea: one tensor at a time, as of a GGUF file. What is read otherwise than it lies in the file is made when it
+is asked for, and nothing keeps it. The shape of the scales says what each belongs to: the matrix, a row, or a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from d3engine.errors import ModelFormatError
 from d3engine.model.checkpoint import FLOAT_DTYPES, FP8, Checkpoint, Packed, TensorEntry, TensorFile
+from d3engine.model.expected_tensors import SCALES, VALUES, is_layer_matrix
 from d3engine.model.fp8_config import Block
 
-_SCALES = ("weight_scale", "weight_scale_inv")
+_PUBLISHED_SCALES = ("weight_scale", "weight_scale_inv")
 """Both are what values are multiplied by, whatever the second is called."""
 _OF_ACTIVATIONS = frozenset(
     {"input_scale", "input_scale_ub", "activation_scale", "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale"}
@@ -25,55 +25,114 @@ _OF_ACTIVATIONS = frozenset(
 """Scales of what is computed: inputs stay floats here, and cache entries of 8 bits have scales of their own."""
 
 
-def floats_of_fp8(checkpoint: Checkpoint, block: Block | None) -> Checkpoint:
-    """The tensors of `checkpoint` with its matrices in 8-bit floats as float32; those of other dtypes as they are.
+def has_scales_of_rows(checkpoint: Checkpoint) -> bool:
+    """Whether all matrices of the layers are 8-bit floats that have one scale, or one for each row."""
+    matrices = [entry for name, entry in checkpoint.entries.items() if is_layer_matrix(name)]
+    if not matrices or any(entry.dtype != FP8 or len(entry.shape) != 2 for entry in matrices):
+        return False
+    return all(_is_of_rows(entry, _scales_of(checkpoint, entry)) for entry in matrices)
 
-    Raises `ModelFormatError` for a matrix without scales, or whose scales have not the shape of any that are read.
+
+def own_form_of_fp8(checkpoint: Checkpoint, block: Block | None) -> Checkpoint:
+    """The tensors of a published checkpoint by our names: rows of 8 bits and their scales, or floats.
+
+    Matrices of layers are `X.qweight`, as they lie, and `X.scales`, float32 [rows], if all have scales of rows; and
+    else float32, as any other matrix in 8-bit floats is. Tensors of other dtypes are what they are. Raises
+    `ModelFormatError` for a matrix without scales, or whose scales have not the shape of any that are read.
     """
     scales = {name: _scales_of(checkpoint, entry) for name, entry in checkpoint.entries.items() if entry.dtype == FP8}
-    beside = {entry.name for entry in scales.values()}
-    entries = {}
+    keeps = has_scales_of_rows(checkpoint)
+    made: dict[str, _Made] = {}
+    for name, factors in scales.items():
+        entry = checkpoint.entries[name]
+        _check_shape(entry, factors, block)
+        if keeps and is_layer_matrix(name):
+            module = name.removesuffix(".weight")
+            rows = replace(factors, name=module + SCALES, shape=entry.shape[:1], dtype="F32")
+            made[module + VALUES] = _Made(replace(entry, name=module + VALUES), entry)
+            made[module + SCALES] = _Made(replace(rows, packed=Packed(factors.dtype, factors.nbytes)), None, factors)
+        else:
+            made[name] = _multiplied_out(entry, name, factors)
+    gone = {*scales, *(factors.name for factors in scales.values())}
+    return _with_made(checkpoint, made, gone, block)
+
+
+def floats_of_rows(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint by our names, its rows of 8-bit floats multiplied out: `X.weight`, float32, in their place."""
+    made: dict[str, _Made] = {}
+    gone: set[str] = set()
     for name, entry in checkpoint.entries.items():
-        if name in beside or name.rpartition(".")[2] in _OF_ACTIVATIONS:
-            continue
-        if name in scales:
-            _check_shape(entry, scales[name], block)
-            entry = replace(entry, dtype="F32", packed=Packed(FP8, entry.nbytes + scales[name].nbytes))
-        entries[name] = entry
-    tensors = _MultipliedOut(checkpoint, scales, block)
+        module = name.removesuffix(VALUES)
+        if name != module and entry.dtype == FP8 and module + SCALES in checkpoint.entries:
+            made[module + ".weight"] = _multiplied_out(entry, module + ".weight", checkpoint.entries[module + SCALES])
+            gone |= {name, module + SCALES}
+    return _with_made(checkpoint, made, gone, None) if made else checkpoint
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A tensor that is made of others: of values, of scales, or of both multiplied."""
+
+    entry: TensorEntry
+    values: TensorEntry | None
+    scales: TensorEntry | None = None
+
+
+def _multiplied_out(values: TensorEntry, name: str, scales: TensorEntry) -> _Made:
+    packed = Packed(FP8, values.nbytes + scales.nbytes)
+    return _Made(replace(values, name=name, dtype="F32", packed=packed), values, scales)
+
+
+def _with_made(checkpoint: Checkpoint, made: Mapping[str, _Made], gone: set[str], block: Block | None) -> Checkpoint:
+    entries = {
+        name: entry
+        for name, entry in checkpoint.entries.items()
+        if name not in gone and name.rpartition(".")[2] not in _OF_ACTIVATIONS
+    }
+    entries |= {name: one.entry for name, one in made.items()}
+    tensors = _Tensors(checkpoint, made, block)
     files: dict[Path, TensorFile] = {entry.file: tensors for entry in entries.values()}
     return Checkpoint(entries, files)
 
 
-class _MultipliedOut:
-    """Reads the tensors of a checkpoint, those that have scales multiplied by them."""
+class _Tensors:
+    """Reads the tensors of a checkpoint, and those that are made of some."""
 
-    def __init__(self, checkpoint: Checkpoint, scales: Mapping[str, TensorEntry], block: Block | None) -> None:
+    def __init__(self, checkpoint: Checkpoint, made: Mapping[str, _Made], block: Block | None) -> None:
         self._checkpoint = checkpoint
-        self._scales = scales
+        self._made = made
         self._block = block
 
     def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor; a matrix that is multiplied out is memory of its own."""
-        values = self._checkpoint.read(name)
-        if name not in self._scales:
-            return values
-        return values.float().mul_(self._spread(name, values.shape))
+        """The tensor; one that is made of two is memory of its own."""
+        made = self._made.get(name)
+        if made is None:
+            return self._checkpoint.read(name)
+        if made.values is None:
+            return self._spread(made, (*shape, 1)).expand(*shape, 1).flatten().clone()
+        values = self._checkpoint.read(made.values.name)
+        return values if made.scales is None else values.float().mul_(self._spread(made, shape))
 
     def row(self, name: str, dtype: str, shape: tuple[int, ...], row: int) -> Tensor:
         """One row of it."""
-        values = self._checkpoint.read(name)
-        if name not in self._scales:
-            return values[row]
-        return values[row].float().mul_(self._spread(name, values.shape).expand(values.shape)[row])
+        made = self._made.get(name)
+        if made is None or made.values is None or made.scales is None:
+            return self.tensor(name, dtype, shape)[row]
+        values = self._checkpoint.read(made.values.name)
+        return values[row].float().mul_(self._spread(made, shape).expand(shape)[row])
 
     def give_back(self, name: str) -> None:
         """Let go of the pages that it was read from."""
-        self._checkpoint.give_back(name)
+        made = self._made.get(name)
+        if made is None:
+            self._checkpoint.give_back(name)
+        elif made.values is not None:
+            self._checkpoint.give_back(made.values.name)
 
-    def _spread(self, name: str, shape: torch.Size) -> Tensor:
+    def _spread(self, made: _Made, shape: tuple[int, ...]) -> Tensor:
         """The scales of a matrix in float32, of a shape that its values can be multiplied by."""
-        scales = self._checkpoint.read(self._scales[name].name).float()
+        assert made.scales is not None, "what has none is not multiplied"
+        scales = self._checkpoint.read(made.scales.name).float()
         rows, columns = shape
         if scales.numel() == 1:
             return scales.reshape(1, 1)
@@ -88,19 +147,23 @@ class _MultipliedOut:
 def _scales_of(checkpoint: Checkpoint, entry: TensorEntry) -> TensorEntry:
     """The tensor of a matrix's scales."""
     module = entry.name.removesuffix("weight")
-    for kind in _SCALES:
+    for kind in _PUBLISHED_SCALES:
         found = checkpoint.entries.get(module + kind)
         if found is not None and found.dtype in FLOAT_DTYPES:
             return found
-    wanted = module + _SCALES[0]
+    wanted = module + _PUBLISHED_SCALES[0]
     raise ModelFormatError(f"{entry.file}: tensor {entry.name!r} has dtype {FP8}, but there are no floats {wanted!r}")
+
+
+def _is_of_rows(entry: TensorEntry, scales: TensorEntry) -> bool:
+    rows = entry.shape[0]
+    return scales.num_values == 1 or scales.shape in ((rows,), (rows, 1))
 
 
 def _check_shape(entry: TensorEntry, scales: TensorEntry, block: Block | None) -> None:
     if len(entry.shape) != 2:
         raise ModelFormatError(f"{entry.file}: tensor {entry.name!r} has dtype {FP8}: allowed for matrices alone")
-    rows = entry.shape[0]
-    if scales.num_values == 1 or scales.shape in ((rows,), (rows, 1)):
+    if _is_of_rows(entry, scales):
         return
     if len(scales.shape) != 2 or _block_in(entry.shape, scales.shape, block) is None:
         blocks = f", or one for each block of {block[0]} x {block[1]}" if block else ", or one for each of equal blocks"

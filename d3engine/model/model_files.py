@@ -45,6 +45,13 @@ class ModelFiles(ABC):
     def open_checkpoint(self) -> AbstractContextManager[Checkpoint]:
         """The weights, by the names that transformers gives them; raises `ModelFormatError`."""
 
+    def scheme_of_others(self) -> str | None:
+        """The scheme of ours in which the matrices of layers are read from files that say so otherwise; None for none.
+
+        Raises `ModelFormatError` as `open_checkpoint`.
+        """
+        return None
+
     def read_bytes(self, name: str, most: int = DATA_BYTES) -> bytes:
         """The file of that name; raises `ModelFormatError` where it is missing, no regular file or too long."""
         try:

@@ -12,15 +12,19 @@ from dataclasses import replace
 from torch import Tensor
 
 from d3engine.errors import InvalidValueError, require
-from d3engine.kernels.quantized import Int4Weight, Int8Weight, Weight, quantize_int4, quantize_int8
+from d3engine.kernels.quantized import Int8Weight, QuantizedWeight, Weight, quantize_fp8, quantize_int4, quantize_int8
 from d3engine.model.config import DEFAULT_HEAD_FORM, QUANTIZATION_SCHEMES, head_forms
 from d3engine.model.weights import LayerWeights, LlamaWeights
 
-_QUANTIZE: Mapping[str, Callable[[Tensor], Int8Weight | Int4Weight]] = {"int8": quantize_int8, "int4": quantize_int4}
+_QUANTIZE: Mapping[str, Callable[[Tensor], QuantizedWeight]] = {
+    "int8": quantize_int8,
+    "fp8": quantize_fp8,
+    "int4": quantize_int4,
+}
 
 
-def quantize_matrix(matrix: Weight, scheme: str) -> Int8Weight | Int4Weight:
-    """Return a float matrix [N, K] as "int8" (one scale per row) or "int4" (a scale for 128 columns of a row).
+def quantize_matrix(matrix: Weight, scheme: str) -> QuantizedWeight:
+    """Return a float matrix [N, K] as "int8" or "fp8" (one scale per row), or "int4" (a scale for 128 columns of one).
 
     Raises `InvalidValueError` for another scheme and for a matrix that is quantized already, `ValueError` for NaN or
     infinity in it.
@@ -73,5 +77,5 @@ def with_matrices(
     if weights.lm_head is not weights.embedding:
         return replace(weights, layers=layers, lm_head=(change_head or change)(weights.lm_head))
     table = weights.embedding if change_head is None else change_head(weights.embedding)
-    assert not isinstance(table, Int4Weight), "single rows are not read from int4"
+    assert isinstance(table, Tensor | Int8Weight), "single rows are read from floats and int8"
     return replace(weights, layers=layers, embedding=table, lm_head=table)

@@ -43,20 +43,32 @@ class DirectoryFiles(ModelFiles):
     @contextmanager
     def open_checkpoint(self) -> Iterator[Checkpoint]:
         from d3engine.model.checkpoint import open_safetensors
-        from d3engine.model.fp8_tensors import floats_of_fp8
+        from d3engine.model.fp8_tensors import own_form_of_fp8
 
         with open_safetensors(self.path) as checkpoint:
-            quantization = self._quantization()
-            if quantization is not None and is_fp8(quantization):
-                checkpoint = floats_of_fp8(checkpoint, block_of(quantization))
-            yield checkpoint
+            published = self._published_fp8()
+            yield checkpoint if published is None else own_form_of_fp8(checkpoint, block_of(published))
 
-    def _quantization(self) -> Fields | None:
-        """The quantization_config, if there is one."""
+    def scheme_of_others(self) -> str | None:
+        if self._published_fp8() is None:
+            return None
+        from d3engine.model.checkpoint import INDEX_FILE, SINGLE_FILE, open_safetensors
+        from d3engine.model.fp8_tensors import has_scales_of_rows
+
+        if not self.has(SINGLE_FILE) and not self.has(INDEX_FILE):  # a config alone, of which sizes are asked
+            return None
+        with open_safetensors(self.path) as checkpoint:
+            return "fp8" if has_scales_of_rows(checkpoint) else None
+
+    def _published_fp8(self) -> Fields | None:
+        """The quantization_config, if it is that of weights in 8-bit floats."""
         if not self.has(CONFIG_FILE):
             return None
         given = self.read_json_object(CONFIG_FILE).get("quantization_config")
-        return Fields(given, f"{self.place(CONFIG_FILE)}: quantization_config") if isinstance(given, dict) else None
+        if not isinstance(given, dict):
+            return None
+        fields = Fields(given, f"{self.place(CONFIG_FILE)}: quantization_config")
+        return fields if is_fp8(fields) else None
 
 
 def files_of(model: ModelSource) -> ModelFiles:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from d3engine.kernels.quantized import Int4Weight, Int8Weight, Table, Weight
+from d3engine.kernels.quantized import Fp8Weight, Int4Weight, Int8Weight, Table, Weight
 from d3engine.model.checkpoint import Checkpoint, TensorEntry
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import (
@@ -32,6 +32,7 @@ from d3engine.model.expected_tensors import (
     rows_of,
     scheme_of,
 )
+from d3engine.model.fp8_tensors import floats_of_rows
 from d3engine.model.mapped_file import dtype_of
 from d3engine.model.part import Part
 from d3engine.model.part_tensors import part_of_checkpoint
@@ -131,7 +132,8 @@ def load_weights(
 
     Floats are converted to `dtype`, and so is what a GGUF file has quantized, but matrices and the embedding to
     `weight_dtype` where that is given (an embedding that its family multiplies by a number is not: the product has more
-    bits than the file's values). The matrices of a directory that `d3engine weights quantize` wrote stay quantized.
+    bits than the file's values). The matrices of a directory that `d3engine weights quantize` wrote stay quantized, and
+    so do published 8-bit floats with scales of rows; where `config` calls these floats they are multiplied out.
     safetensors files are memory-mapped: on a CPU a tensor that is held as it is in the file stays there, so the file
     must not be written to while the weights are in use (a new file may take its place). Every other tensor is copied
     straight to its place, and what it came from is given back: the peak is the model and one tensor. All names, shapes
@@ -142,6 +144,8 @@ def load_weights(
     With `part` only what a rank holds is read, and its values are checked; `config` is still the whole model's.
     """
     with open_checkpoint(model) as checkpoint:
+        if config.quantization is None:
+            checkpoint = floats_of_rows(checkpoint)
         check_tensors(checkpoint, config)
         if part is not None:
             checkpoint, config = part_of_checkpoint(checkpoint, config, part), part.config(config)
@@ -260,9 +264,9 @@ class _Loader:
         if scheme is None:
             return self._stack(_with(".weight", modules), self.weight_dtype)
         values, scales = (self._stack(_with(suffix, modules), self.dtype) for suffix in (VALUES, SCALES))
-        if scheme == "int8":
-            return Int8Weight(values, scales)
-        return Int4Weight(values, scales, num_columns)
+        if scheme == "int4":
+            return Int4Weight(values, scales, num_columns)
+        return Int8Weight(values, scales) if scheme == "int8" else Fp8Weight(values, scales)
 
     def _bias(self, modules: _Modules, present: bool) -> Tensor | None:
         return self._stack(_with(".bias", modules), self.dtype) if present else None

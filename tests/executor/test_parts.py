@@ -111,7 +111,7 @@ def test_drafts_are_verified_alike_over_two_ranks(
         assert answers(over_threads(engine_of(directory), 2), prompts, **params) == wanted
 
 
-@pytest.mark.parametrize(("scheme", "is_tied"), [("int8", True), ("int4", False)])
+@pytest.mark.parametrize(("scheme", "is_tied"), [("int8", True), ("int4", False), ("fp8", False)])
 def test_quantized_matrices_answer_alike_over_two_ranks(
     scheme: str, is_tied: bool, tiny_llama: MakeModel, make_prompts: MakePrompts, tmp_path: Path
 ) -> None:

@@ -1,9 +1,10 @@
-"""Checkpoints in 8-bit floats, as they are published, are read as the floats that they stand for."""
+"""Published checkpoints in 8-bit floats: rows with scales stay as they are, and all stand for the same floats."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,20 @@ import torch
 from fp8_checkpoints import PUBLISHED, Published, publish
 from safetensors.torch import load_file, save_file
 from tiny_models import TinyLlama, random_prompts
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from d3engine import Engine, ModelFormatError, SamplingParams
+from d3engine import Engine, InvalidValueError, ModelFormatError, SamplingParams
 from d3engine.cli import app
+from d3engine.kernels.quantized import Fp8Weight, Weight
+from d3engine.loading.weight_dtype import held_config
 from d3engine.model.config import ModelConfig
+from d3engine.model.fp8_tensors import floats_of_rows
 from d3engine.model.part import part_of
 from d3engine.model.source import open_checkpoint
 from d3engine.model.weights import load_weights
+from d3engine.weights_tools.quantize import quantize_model
 
 MakeTiny = Callable[..., TinyLlama]
 MakeCheckpoint = Callable[[str], tuple[Path, LlamaForCausalLM]]
@@ -68,21 +74,76 @@ def test_the_floats_are_those_that_transformers_reads_from_the_same_files(
             torch.testing.assert_close(checkpoint.read(tensor).float(), wanted[tensor].float(), rtol=0, atol=0)
 
 
+def of_blocks(name: str) -> bool:
+    return PUBLISHED[name].shares == "block"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_rows_with_scales_stay_8_bits_and_blocks_become_floats(checkpoint_of: MakeCheckpoint, name: str) -> None:
+    directory, model = checkpoint_of(name)
+    meant = model.state_dict()
+    stored = load_file(directory / "model.safetensors")
+    config = ModelConfig.from_directory(directory)
+    assert config.quantization == (None if of_blocks(name) else "fp8")
+    weights = load_weights(directory, config, dtype=torch.float32, device="cpu")
+    assert torch.equal(wide(weights.lm_head), meant["lm_head.weight"])
+    for index, layer in enumerate(weights.layers):
+        module = f"model.layers.{index}.mlp.down_proj.weight"
+        assert torch.equal(wide(layer.down), meant[module])
+        assert isinstance(layer.down, Tensor if of_blocks(name) else Fp8Weight)
+        if isinstance(layer.down, Fp8Weight):
+            assert torch.equal(layer.down.values.view(torch.uint8), stored[module].view(torch.uint8))
+        stacked = [meant[f"model.layers.{index}.mlp.{part}_proj.weight"] for part in ("gate", "up")]
+        assert torch.equal(wide(layer.gate_up), torch.cat(stacked))
+
+
+def wide(weight: Weight) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
+
+
+def test_a_gpu_that_converts_no_8_bit_floats_gets_floats(
+    checkpoint_of: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, model = checkpoint_of("a scale a row")
+    config = ModelConfig.from_directory(directory)
+    held = {}
+    for capability in ((8, 0), (8, 9), (9, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        held[capability] = held_config(config, torch.device("cuda")).quantization
+    assert held == {(8, 0): None, (8, 9): "fp8", (9, 0): "fp8"}
+    floats = load_weights(directory, replace(config, quantization=None), dtype=torch.float32, device="cpu")
+    assert torch.equal(wide(floats.layers[1].down), model.state_dict()["model.layers.1.mlp.down_proj.weight"])
+    assert isinstance(floats.layers[0].qkv, Tensor)
+
+
+def test_of_a_config_without_weights_it_is_not_said_how_they_lie(checkpoint_of: MakeCheckpoint, tmp_path: Path) -> None:
+    directory, _ = checkpoint_of("a scale a row")
+    (directory / "model.safetensors").unlink()
+    assert ModelConfig.from_directory(directory).quantization is None
+
+
+def test_where_a_layer_was_left_in_floats_all_are_floats(tiny_llama: MakeTiny, tmp_path: Path) -> None:
+    rows = PUBLISHED["a scale a row"]
+    publish(tiny_llama().directory, tmp_path, replace(rows, ignored=(*rows.ignored, "layers.1.mlp.down_proj")))
+    assert ModelConfig.from_directory(tmp_path).quantization is None
+    with Engine(tmp_path, **OPTIONS) as engine:
+        assert engine.generate([[1, 2]], SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
+
+
 @pytest.mark.parametrize("name", ["a scale a row", "a scale a matrix", "Qwen"])
 def test_a_row_and_a_ranks_part_are_of_the_same_floats(checkpoint_of: MakeCheckpoint, name: str) -> None:
     directory, model = checkpoint_of(name)
     config = ModelConfig.from_directory(directory)
     wanted = model.state_dict()[QUERY + "weight"]
     with open_checkpoint(directory) as checkpoint:
-        assert checkpoint.read_row(QUERY + "weight", 5) == wanted[5].numpy().tobytes()
+        assert floats_of_rows(checkpoint).read_row(QUERY + "weight", 5) == wanted[5].numpy().tobytes()
     part = part_of(config, 1, 2)
     whole, ranks = (
         load_weights(directory, config, dtype=torch.float32, device="cpu", part=own).layers[1].down
         for own in (None, part)
     )
-    assert isinstance(whole, torch.Tensor)
-    assert isinstance(ranks, torch.Tensor)
-    assert torch.equal(ranks, whole[:, part.channels.start : part.channels.stop])
+    assert type(whole) is type(ranks)
+    assert torch.equal(wide(ranks), wide(whole)[:, part.channels.start : part.channels.stop])
 
 
 def test_it_can_be_inspected_verified_and_quantized_as_ours(checkpoint_of: MakeCheckpoint, tmp_path: Path) -> None:
@@ -94,6 +155,8 @@ def test_it_can_be_inspected_verified_and_quantized_as_ours(checkpoint_of: MakeC
     made = CliRunner().invoke(app, ["weights", "quantize", str(directory), str(tmp_path / "int8"), "--scheme", "int8"])
     assert made.exit_code == 0, made.output
     assert ModelConfig.from_directory(tmp_path / "int8").quantization == "int8"
+    with pytest.raises(InvalidValueError, match="a model with float weights"):
+        quantize_model(tmp_path / "int8", tmp_path / "other", "fp8")
     with Engine(tmp_path / "int8", **OPTIONS) as engine:
         assert engine.generate([[1, 2]], SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
 

@@ -86,7 +86,7 @@ def test_a_rank_loads_its_own_rows_and_columns_and_the_biases_that_are_added_onc
         assert_parts(tiny_llama(**layout).directory, size)
 
 
-@pytest.mark.parametrize(("scheme", "is_tied"), [("int8", False), ("int4", False), ("int4", True)])
+@pytest.mark.parametrize(("scheme", "is_tied"), [("int8", False), ("fp8", False), ("int4", False), ("int4", True)])
 def test_a_rank_loads_its_part_of_quantized_matrices_as_they_are(
     scheme: str, is_tied: bool, tiny_llama: MakeModel, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from d3engine.cli.weights import app
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, load_weights
 
-SCHEMES = ("int8", "int4")
+SCHEMES = ("int8", "int4", "fp8")
 SHAPES = [(5, 123), (3, 128), (7, 352), (2, 1), (1, 129)]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "grouped heads": {},

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from d3engine import Engine
 from d3engine.errors import InvalidValueError, ModelFormatError
-from d3engine.kernels.quantized import Int4Weight, Int8Weight, quantize_int8
+from d3engine.kernels.quantized import Fp8Weight, Int4Weight, Int8Weight, QuantizedWeight, quantize_int8
 from d3engine.model.quantization import quantize_matrix, quantize_weights
 from d3engine.weights_tools import quantize
 from d3engine.weights_tools.quantize import quantize_model
@@ -32,14 +32,14 @@ def test_a_quantized_directory_loads_as_the_quantized_float_weights(
     source, target = quantized_directory(scheme, layout)
     original, loaded = load(source), load(target)
     expected = quantize_weights(original, scheme)
-    kind = Int8Weight if scheme == "int8" else Int4Weight
+    kind = {"int8": Int8Weight, "fp8": Fp8Weight, "int4": Int4Weight}[scheme]
     for layer, float_layer in zip(loaded.layers, original.layers, strict=True):
         for name in ("qkv", "output", "gate_up", "down"):
             assert isinstance(getattr(layer, name), kind)
             assert getattr(layer, name).shape == getattr(float_layer, name).shape
     for one, other in zip(all_tensors(loaded), all_tensors(expected), strict=True):
         assert one.dtype == other.dtype
-        assert torch.equal(one, other)
+        assert torch.equal(one.float(), other.float())
     tied = layout == "tied"
     assert (loaded.lm_head is loaded.embedding) == (expected.lm_head is expected.embedding) == tied
     assert isinstance(loaded.lm_head, Int8Weight)
@@ -57,7 +57,7 @@ def test_shards_are_written_one_by_one_and_every_matrix_quantized_once(
 ) -> None:
     quantized_names: list[tuple[int, ...]] = []
 
-    def counted(matrix: Tensor, scheme: str) -> Int8Weight | Int4Weight:
+    def counted(matrix: Tensor, scheme: str) -> QuantizedWeight:
         quantized_names.append(tuple(matrix.shape))
         return quantize_matrix(matrix, scheme)
 
@@ -121,7 +121,7 @@ def test_the_tool_refuses_what_it_cannot_do(
     ):
         with pytest.raises(InvalidValueError, match=message):
             quantize_model(*arguments, "int4", overwrite=arguments[0] == arguments[1], show_progress=False)
-    with pytest.raises(InvalidValueError, match=r"scheme must be one of int8, int4.*; got 'int3'"):
+    with pytest.raises(InvalidValueError, match=r"scheme must be one of int8, int4, fp8.*; got 'int3'"):
         quantize_model(source, new, "int3", show_progress=False)
     assert run("quantize", "--scheme", "int3", source, new).exit_code == 2
     assert run("quantize", source, new).exit_code == 2
@@ -163,6 +163,8 @@ WRONG_TENSORS: list[tuple[str, Edit, str]] = [
     ("int8", lambda t: t[f"{QUERY}.scales"][5].fill_(torch.inf), rf"'{QUERY}\.scales' holds NaN or infinity"),
     ("int4", lambda t: t[f"{QUERY}.scales"][5].fill_(torch.nan), rf"'{QUERY}\.scales' holds NaN or infinity"),
     ("int8", lambda t: t[f"{QUERY}.qweight"][5, 6].fill_(-128), rf"'{QUERY}\.qweight' holds -128: allowed are -127"),
+    ("fp8", lambda t: t[f"{QUERY}.qweight"].view(torch.uint8)[5, 6].fill_(255), rf"'{QUERY}\.qweight' holds NaN"),
+    ("fp8", lambda t: t.update({f"{QUERY}.qweight": torch.ones(64, 48).char()}), r"has dtype I8: allowed are F8_E4M3"),
 ]
 
 
@@ -186,8 +188,8 @@ def test_a_wrong_tensor_is_named_with_its_file(
         ({"quant_method": "gptq", "bits": 4}, "quant_method must be 'd3engine', as `d3engine weights.*; got 'gptq'"),
         ({"quant_method": "awq"}, "quant_method must be .*; got 'awq'"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "quant_method must be .*; got 'bitsandbytes'"),
-        ({"quant_method": "d3engine"}, "scheme must be one of int8, int4.*; got None"),
-        ({"quant_method": "d3engine", "scheme": "int2"}, "scheme must be one of int8, int4.*; got 'int2'"),
+        ({"quant_method": "d3engine"}, "scheme must be one of int8, int4, fp8.*; got None"),
+        ({"quant_method": "d3engine", "scheme": "int2"}, "scheme must be one of int8, int4, fp8.*; got 'int2'"),
         ({"quant_method": "d3engine", "scheme": ["int8"]}, r"scheme must be .*; got \['int8'\]"),
         ({"quant_method": "d3engine", "scheme": "int8", "lm_head": "int6"}, "lm_head must be one of int8, int4, float"),
         ({"quant_method": "d3engine", "scheme": "int8", "bits": 8}, "bits must be absent, since only .*; got 8"),
@@ -209,7 +211,7 @@ def test_a_wrong_quantization_config_is_refused(
 
 def test_quantizing_twice_and_unknown_schemes_are_refused(tiny_llama: MakeTiny) -> None:
     weights = load(tiny_llama().directory)
-    with pytest.raises(InvalidValueError, match=r"scheme must be one of int8, int4.*; got 'fp8'"):
-        quantize_weights(weights, "fp8")
+    with pytest.raises(InvalidValueError, match=r"scheme must be one of int8, int4, fp8.*; got 'fp4'"):
+        quantize_weights(weights, "fp4")
     with pytest.raises(InvalidValueError, match=r"weights must be float matrices.*; got 'Int8Weight'"):
         quantize_weights(quantize_weights(weights, "int8"), "int4")
