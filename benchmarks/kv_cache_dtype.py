@@ -1,9 +1,7 @@
 """What 8-bit cache entries cost a model: KL divergence, agreement and perplexity of texts, beside the cache it is for.
 
-Every form of the cache meets the same texts, worked answers of GSM8K and the model's own answers in chats, in an engine
-that generates as always, but a sampler of ours takes the text's next token: so each has the depth it would have in an
-answer, and all that differs is what attention reads. `--rules` compares ways to choose the scales. Intervals are of
-resampled texts, for positions of one text are not independent.
+Every form of the cache meets the texts of `judged_texts.py`, and all that differs is what attention reads. `--rules`
+compares ways to choose the scales.
 """
 
 from __future__ import annotations
@@ -16,27 +14,29 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 
+from benchmarks.judged_texts import (
+    RESAMPLES,
+    Text,
+    chat_texts,
+    compared,
+    figures,
+    figures_in_words,
+    gsm8k_texts,
+    read,
+)
 from benchmarks.report import environment, tell
-from d3engine import D3, Engine, FullDepth, SamplingParams
+from d3engine import D3, Engine, FullDepth
 from d3engine.depth import DepthPolicy
-from d3engine.evaluation.gsm8k import load_gsm8k
 from d3engine.kernels.kv_pool import FP8, LARGEST
-from d3engine.plan import Plan, Sampled
-from d3engine.text.prompts import Prompt
 
-CHATS = Path(__file__).parent / "chat_prompts.txt"
-RESAMPLES = 2000
 FLOATS = "float32"
-FIGURES = ("kl", "loss", "same")
 
-Floats = npt.NDArray[np.float64]
 Rule: TypeAlias = Callable[[int, Tensor], Tensor]
 """(which of all layers' keys and values, heads [T, M, D] that were written) -> what is to be read in their place."""
 
@@ -59,32 +59,6 @@ class Settings:
     batch: int = 16
     threads: int = 1
     calibration_texts: int = 4
-
-
-@dataclass(frozen=True)
-class Text:
-    """Token ids of a prompt, and of the answer that is judged."""
-
-    kind: str
-    prompt: list[int]
-    answer: list[int]
-
-
-class TextSampler:
-    """Stands for the engine's sampler: takes the texts' tokens, and keeps the log-probabilities of all tokens."""
-
-    def __init__(self, texts: Sequence[Text]) -> None:
-        self._texts = texts
-        self.rows: list[list[Tensor]] = [[] for _ in texts]
-
-    def __call__(self, logits: Tensor, plan: Plan) -> Sampled:
-        tokens = []
-        for row, chunk in zip(logits.log_softmax(dim=-1), plan.sampled.tolist(), strict=False):
-            sequence = plan.sequences[chunk]
-            place = int(sequence.request_id)
-            self.rows[place].append(row)
-            tokens.append([self._texts[place].answer[sequence.step]])
-        return Sampled(tokens)
 
 
 class Rounded:
@@ -143,60 +117,18 @@ def rules(largest: Largest) -> dict[str, Rule]:
     }
 
 
-# -- texts -----------------------------------------------------------------------------------------------------
-
-
-def gsm8k_texts(engine: Engine, settings: Settings, split: str, limit: int) -> list[Text]:
-    """Questions with their worked answers."""
-    found = load_gsm8k(Path(settings.data), split=split, shots=0, seed=0, limit=limit)  # type: ignore[arg-type]
-    tokenizer = engine.get_tokenizer()
-    texts = []
-    for asked in found.tasks["gsm8k"]:
-        prompt = tokenizer.encode(asked.prompt)
-        both = tokenizer.encode(f"{asked.prompt} {asked.question.answer}")  # type: ignore[attr-defined]
-        texts.append(Text("GSM8K", prompt, both[len(prompt) : len(prompt) + settings.text_tokens]))
-    return texts
-
-
-def chat_texts(engine: Engine, settings: Settings, limit: int) -> list[Text]:
-    """Prompts with the model's own greedy answers at full depth."""
-    lines = CHATS.read_text(encoding="utf-8").splitlines()[:limit]
-    prompts: list[Prompt] = [engine.chat_prompt([{"role": "user", "content": line}]) for line in lines]
-    params = SamplingParams(temperature=0, max_tokens=settings.text_tokens)
-    outputs = engine.generate(prompts, params, use_tqdm=False)
-    return [Text("chats", list(one.prompt_token_ids), list(one.outputs[0].token_ids)) for one in outputs]
-
-
 # -- measuring -------------------------------------------------------------------------------------------------
-
-
-def read(engine: Engine, texts: Sequence[Text], depth: DepthPolicy) -> list[Tensor]:
-    """Log-probabilities [answer's tokens, V] of each text."""
-    sampler = TextSampler(texts)
-    engine.sampler = sampler  # type: ignore[assignment]
-    for place, text in enumerate(texts):
-        params = SamplingParams(temperature=0, max_tokens=len(text.answer), ignore_eos=True, depth=depth)
-        engine.add_request(str(place), {"prompt_token_ids": text.prompt}, params)
-    while engine.has_unfinished_requests():
-        engine.step()
-    return [torch.stack(rows) for rows in sampler.rows]
-
-
-def compared(text: Text, found: Tensor, reference: Tensor) -> Floats:
-    """Sums over a text's positions: KL divergence from `reference`, loss, same likeliest token; and their count."""
-    kl = (reference.exp() * (reference - found)).sum()
-    loss = -found[range(len(text.answer)), text.answer].sum()
-    same = (found.argmax(-1) == reference.argmax(-1)).sum()
-    return np.array([float(kl), float(loss), float(same), len(text.answer)])
 
 
 def measure(settings: Settings, *, compare_rules: bool = False) -> dict[str, Any]:
     """Float32 entries, bfloat16's and 8-bit ones, or all `rules`, at full depth and under D3."""
     torch.set_num_threads(settings.threads)
+    data, most = Path(settings.data), settings.text_tokens
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory_bytes": 2**27}
     with Engine(settings.model, max_num_seqs=settings.batch, **options) as engine:
-        texts = gsm8k_texts(engine, settings, "test", settings.gsm8k) + chat_texts(engine, settings, settings.chats)
-        others = gsm8k_texts(engine, settings, "validation", settings.calibration_texts)
+        texts = gsm8k_texts(engine, data, "test", settings.gsm8k, most)
+        texts += chat_texts(engine, settings.chats, most)
+        others = gsm8k_texts(engine, data, "validation", settings.calibration_texts, most)
     options |= {"enforce_eager": True, "enable_prefix_caching": False, "max_num_seqs": settings.batch}
     with Engine(settings.model, **options) as floats, Engine(settings.model, kv_cache_dtype="fp8", **options) as fp8:
         forms = dict(_forms(floats, fp8, others, compare_rules))
@@ -221,7 +153,7 @@ def measure(settings: Settings, *, compare_rules: bool = False) -> dict[str, Any
             "cache": form,
             "depth": depth,
             "texts": kind,
-            **_figures(np.array(found), np.array(sums[FLOATS, depth]), which),
+            **figures(np.array(found), np.array(sums[FLOATS, depth]), which),
         }
         for (form, depth), found in sums.items()
         for kind, which in (("all", kinds != ""), *((kind, kinds == kind) for kind in dict.fromkeys(kinds)))
@@ -267,24 +199,6 @@ def _bytes_a_token(engine: Engine) -> int:
     return settings.config.num_layers * settings.block_bytes // settings.block_size
 
 
-def _figures(sums: Floats, reference: Floats, which: npt.NDArray[np.bool_]) -> dict[str, Any]:
-    """Means over positions of the chosen texts, each with its 95 % interval; loss is beside float32's."""
-    sums, reference = sums[which], reference[which]
-    per_text = np.stack((sums[:, 0], sums[:, 1] - reference[:, 1], sums[:, 2]), axis=1)
-    drawn = np.random.default_rng(0).integers(len(sums), size=(RESAMPLES, len(sums)))
-    samples = per_text[drawn].sum(axis=1) / sums[drawn, 3].sum(axis=1)[:, None]
-    means, (low, high) = per_text.sum(axis=0) / sums[:, 3].sum(), np.quantile(samples, (0.025, 0.975), axis=0)
-    found = {
-        name: {"value": float(means[nth]), "low": float(low[nth]), "high": float(high[nth])}
-        for nth, name in enumerate(FIGURES)
-    }
-    return {
-        "positions": int(sums[:, 3].sum()),
-        "perplexity": float(np.exp(sums[:, 1].sum() / sums[:, 3].sum())),
-        **found,
-    }
-
-
 # -- the page --------------------------------------------------------------------------------------------------
 
 
@@ -297,15 +211,9 @@ def show(report: dict[str, Any], console: Console) -> None:
         table.add_column(column, justify="right")
     for row in sorted(report["rows"], key=lambda row: (row["depth"], row["texts"])):
         about = row["depth"], row["texts"], row["cache"], str(row["positions"])
-        kl, loss, same = (_in_words(row[name], "{:.2%}" if name == "same" else "{:+.5f}") for name in FIGURES)
-        table.add_row(*about, kl, same, loss, f"{row['perplexity']:.4f}")
+        table.add_row(*about, *figures_in_words(row), f"{row['perplexity']:.4f}")
     console.print(table)
     console.print("bytes a token: " + ", ".join(f"{name} {count:,}" for name, count in report["bytes_a_token"].items()))
-
-
-def _in_words(figure: dict[str, float], form: str) -> str:
-    value, low, high = (form.format(figure[name]) for name in ("value", "low", "high"))
-    return f"{value} ({low} to {high})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""What int8 and int4 weights cost a model in perplexity and exact match of held-out word problems.
+"""What quantized weights cost a model in perplexity and exact match of held-out word problems.
 
 Every scheme meets the same problems, at full depth and under the model's own D3 setting, with float32 activations. The
 perplexity is that of the written-out solutions: the engine generates as always, but a sampler of ours takes the

@@ -17,7 +17,8 @@ from torch import Tensor
 from benchmarks.gpu import torch_sampling
 from benchmarks.gpu.common import Round
 from d3engine.kernels.decode_rows import DecodeRows
-from d3engine.kernels.quantized import GROUP, Int4Weight, Int8Weight, Weight
+from d3engine.kernels.kv_pool import FP8
+from d3engine.kernels.quantized import GROUP, ByteWeight, Fp8Weight, Int4Weight, Int8Weight, Weight
 
 EPS = 1e-5
 BLOCK_SIZE = 16
@@ -113,7 +114,7 @@ def cases(shape: Shape, rows: int, current: Round) -> Iterator[Case]:
 
 
 def quantized_cases(shape: Shape, rows: int, current: Round, scheme: str) -> Iterator[Case]:
-    """The operations that read a matrix, with it in "int8" or "int4"."""
+    """The operations that read a matrix, with it in one of QUANTIZATION_SCHEMES."""
     return _products(shape, rows, Draw(current), scheme)
 
 
@@ -315,6 +316,9 @@ class Draw:
         if scheme == "int8":  # evenly spread over 255 values, which deviate by 73.6
             values = torch.randint(-127, 128, (outputs, columns), dtype=torch.int8, device=device)
             return Int8Weight(values, torch.full((outputs,), deviation / 73.6, device=device))
+        if scheme == "fp8":
+            values = torch.empty(outputs, columns, dtype=self.current.dtype, device=device).normal_(0.0, 64.0)
+            return Fp8Weight(values.to(FP8), torch.full((outputs,), deviation / 64, device=device))
         groups = -(-columns // GROUP)
         halves = torch.randint(0, 16, (outputs, groups * GROUP), dtype=torch.uint8, device=device)
         halves[:, columns:] = 8  # what fills up the last group stands for 0
@@ -325,8 +329,8 @@ class Draw:
 
 def copy_of(value: Weight) -> Weight:
     """The same in memory of its own."""
-    if isinstance(value, Int8Weight):
-        return Int8Weight(value.values.clone(), value.scales.clone())
+    if isinstance(value, ByteWeight):
+        return replace(value, values=value.values.clone(), scales=value.scales.clone())
     if isinstance(value, Int4Weight):
         return replace(value, packed=value.packed.clone(), scales=value.scales.clone())
     return value.clone()

@@ -21,6 +21,9 @@ from typing import Any
 import torch
 
 from d3engine.files import write_whole
+from d3engine.kernels.kv_pool import FP8_CAPABILITY
+from d3engine.loading.device import capability
+from d3engine.model.config import QUANTIZATION_SCHEMES
 
 Call = Callable[[], object]
 MODES = ("graphs", "eager", "reference")
@@ -55,6 +58,12 @@ class Round:
     def has_triton(self) -> bool:
         """Whether Triton kernels can run: on a GPU, or in the interpreter where it was asked for."""
         return self.on_gpu or os.environ.get("TRITON_INTERPRET") == "1"
+
+    @property
+    def schemes(self) -> tuple[str, ...]:
+        """How weights can be quantized here: with 8-bit floats only where the device converts them."""
+        converts = not self.on_gpu or capability(self.device) >= FP8_CAPABILITY
+        return tuple(scheme for scheme in QUANTIZATION_SCHEMES if converts or scheme != "fp8")
 
     def left(self) -> float:
         """Seconds of the budget that are left, perhaps below zero."""

@@ -94,11 +94,12 @@ def decode(report: dict[str, Any], current: Round) -> None:
 
 
 def quantization(report: dict[str, Any], current: Round) -> None:
-    """Llama-2-7B in int8 and in int4."""
+    """Llama-2-7B in int8 and in int4 over depth, then full depth in 8-bit floats."""
     report["models"] = []
     with random_model("llama2-7b", current) as model:
-        for scheme in QUANTIZATION_SCHEMES:
-            measure_model(report, quantized(model, scheme), FEWER if current.on_gpu else SMOKE[:1], current)
+        for scheme in current.schemes:
+            settings = FULL_ONLY if scheme == "fp8" else FEWER
+            measure_model(report, quantized(model, scheme), settings if current.on_gpu else SMOKE[:1], current)
     judge(report)
 
 
@@ -119,11 +120,11 @@ def cache(report: dict[str, Any], current: Round) -> None:
 
 
 def llama3(report: dict[str, Any], current: Round) -> None:
-    """Llama-3-8B: bfloat16 over depth, then full depth in int8 and int4."""
+    """Llama-3-8B: bfloat16 over depth, then full depth in every scheme."""
     report["models"] = []
     with random_model("llama3-8b", current) as model:
         measure_model(report, model, FEWER if current.on_gpu else SMOKE[:1], current)
-        for scheme in QUANTIZATION_SCHEMES:
+        for scheme in current.schemes:
             measure_model(report, quantized(model, scheme), FULL_ONLY if current.on_gpu else SMOKE[:1], current)
     judge(report)
 

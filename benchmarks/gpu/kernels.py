@@ -20,7 +20,6 @@ from torch import Tensor
 from benchmarks.gpu.cases import SHAPES, TINY, Case, Inputs, Shape, cases, copy_of, in_float64, quantized_cases
 from benchmarks.gpu.common import ROTATED_BYTES, Round, timed
 from d3engine.kernels import reference
-from d3engine.model.config import QUANTIZATION_SCHEMES
 
 FAR = 4.0
 """A kernel whose error is so many times that of plain torch at the same dtype is wrong."""
@@ -32,7 +31,7 @@ def run(report: dict[str, Any], current: Round) -> None:
     report["triton"] = "skipped: not installed"
     if current.has_triton:
         report["triton"] = "measured" if current.on_gpu else "interpreted, not timed"
-    report["schemes"] = list(QUANTIZATION_SCHEMES)
+    report["schemes"] = list(current.schemes)
     report["rows"] = []
     torch.manual_seed(0)
     for shape, rows, case in all_cases(current):
@@ -59,7 +58,7 @@ def all_cases(current: Round) -> Iterator[tuple[Shape, int, Case]]:
         for rows in shape.rows:
             yield from ((shape, rows, case) for case in cases(shape, rows, current))
         for rows in shape.rows if current.on_gpu else shape.rows[-1:]:
-            for scheme in QUANTIZATION_SCHEMES:
+            for scheme in current.schemes:
                 yield from ((shape, rows, case) for case in quantized_cases(shape, rows, current, scheme))
 
 

@@ -67,7 +67,7 @@ class Model:
     """A random model: its directory (nothing but a config.json), weights, its cache, and what of them a step reads."""
 
     name: str
-    scheme: str  # "bf16" (float32 in a rehearsal), "int8" or "int4"
+    scheme: str  # "bf16" (float32 in a rehearsal), or one of QUANTIZATION_SCHEMES
     directory: Path
     config: ModelConfig
     weights: LlamaWeights
@@ -116,7 +116,7 @@ def random_model(name: str, current: Round) -> Iterator[Model]:
 
 
 def quantized(model: Model, scheme: str) -> Model:
-    """The same model with weights quantized to "int8" or "int4"."""
+    """The same model with weights quantized by one of QUANTIZATION_SCHEMES."""
     return Model(model.name, scheme, model.directory, model.config, quantize_weights(model.weights, scheme))
 
 

@@ -15,7 +15,7 @@ from d3engine.kernels.quantized import GROUP
 if TYPE_CHECKING:
     from d3engine.kernels.triton.launches import Launch, ModelShape
 
-WEIGHT_BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 0.5 + 4 / GROUP}
+WEIGHT_BYTES = {"bf16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / GROUP}
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def test_measuring_leaves_the_inputs_as_they_were(interpreter: None) -> None:
             assert torch.equal(case.inputs[name], tensor), (case.operation, name)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("scheme", QUANTIZATION_SCHEMES)
 @pytest.mark.parametrize("columns", [128, 200])
 def test_a_random_quantized_matrix_is_of_the_size_of_a_float_one(scheme: str, columns: int) -> None:
     matrix = Draw(HERE).matrix(300, columns, scheme)

@@ -21,7 +21,7 @@ from transformers_oracle import assert_same_tokens, greedy_after
 
 from d3engine import D3, Engine, FullDepth, RequestOutput, SamplingParams, SkipDecode
 from d3engine.depth import DepthPolicy
-from d3engine.model.config import ModelConfig
+from d3engine.model.config import QUANTIZATION_SCHEMES, ModelConfig
 from d3engine.model.weights import LlamaWeights, load_weights
 
 MakeModel = Callable[..., TinyLlama]
@@ -165,7 +165,7 @@ def test_a_batch_of_many_steps_answers_as_each_request_does_alone(
     assert [found[str(nth)] for nth in range(len(prompts))] == alone
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("scheme", QUANTIZATION_SCHEMES)
 def test_quantized_tokens_equal_those_of_the_matrices_they_stand_for(
     scheme: str, device: str, tiny_llama: MakeModel, make_prompts: MakePrompts
 ) -> None:

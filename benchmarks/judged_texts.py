@@ -1,0 +1,126 @@
+"""Texts that forms of a model are judged by: what each form makes of the next token, beside the form it stands for.
+
+The one idea: every form meets the same texts, worked answers of GSM8K and the model's own answers in chats, in an
+engine that generates as always, but a sampler of ours takes the text's next token: so each has the depth it would have
+in an answer. Intervals are of resampled texts, for positions of one text are not independent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from d3engine import Engine, SamplingParams
+from d3engine.depth import DepthPolicy
+from d3engine.evaluation.gsm8k import load_gsm8k
+from d3engine.plan import Plan, Sampled
+from d3engine.text.prompts import Prompt
+
+CHATS = Path(__file__).parent / "chat_prompts.txt"
+RESAMPLES = 2000
+FIGURES = ("kl", "loss", "same")
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token ids of a prompt, and of the answer that is judged."""
+
+    kind: str
+    prompt: list[int]
+    answer: list[int]
+
+
+class TextSampler:
+    """Stands for the engine's sampler: takes the texts' tokens, and keeps the log-probabilities of all tokens."""
+
+    def __init__(self, texts: Sequence[Text]) -> None:
+        self._texts = texts
+        self.rows: list[list[Tensor]] = [[] for _ in texts]
+
+    def __call__(self, logits: Tensor, plan: Plan) -> Sampled:
+        tokens = []
+        for row, chunk in zip(logits.log_softmax(dim=-1), plan.sampled.tolist(), strict=False):
+            sequence = plan.sequences[chunk]
+            place = int(sequence.request_id)
+            self.rows[place].append(row)
+            tokens.append([self._texts[place].answer[sequence.step]])
+        return Sampled(tokens)
+
+
+def gsm8k_texts(engine: Engine, data: Path, split: Literal["test", "validation"], limit: int, most: int) -> list[Text]:
+    """Questions without examples, and up to `most` tokens of their worked answers."""
+    found = load_gsm8k(data, split=split, shots=0, seed=0, limit=limit)
+    tokenizer = engine.get_tokenizer()
+    texts = []
+    for asked in found.tasks["gsm8k"]:
+        prompt = tokenizer.encode(asked.prompt)
+        both = tokenizer.encode(f"{asked.prompt} {asked.question.answer}")  # type: ignore[attr-defined]
+        texts.append(Text("GSM8K", prompt, both[len(prompt) : len(prompt) + most]))
+    return texts
+
+
+def chat_texts(engine: Engine, limit: int, most: int) -> list[Text]:
+    """Prompts with up to `most` tokens of the model's own greedy answers at full depth."""
+    lines = CHATS.read_text(encoding="utf-8").splitlines()[:limit]
+    prompts: list[Prompt] = [engine.chat_prompt([{"role": "user", "content": line}]) for line in lines]
+    params = SamplingParams(temperature=0, max_tokens=most)
+    outputs = engine.generate(prompts, params, use_tqdm=False)
+    return [Text("chats", list(one.prompt_token_ids), list(one.outputs[0].token_ids)) for one in outputs]
+
+
+def read(engine: Engine, texts: Sequence[Text], depth: DepthPolicy) -> list[Tensor]:
+    """Log-probabilities [answer's tokens, V] of each text."""
+    sampler = TextSampler(texts)
+    engine.sampler = sampler  # type: ignore[assignment]
+    for place, text in enumerate(texts):
+        params = SamplingParams(temperature=0, max_tokens=len(text.answer), ignore_eos=True, depth=depth)
+        engine.add_request(str(place), {"prompt_token_ids": text.prompt}, params)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return [torch.stack(rows) for rows in sampler.rows]
+
+
+def compared(text: Text, found: Tensor, reference: Tensor) -> Floats:
+    """Sums over a text's positions: KL divergence from `reference`, loss, same likeliest token; and their count."""
+    kl = (reference.exp() * (reference - found)).sum()
+    loss = -found[range(len(text.answer)), text.answer].sum()
+    same = (found.argmax(-1) == reference.argmax(-1)).sum()
+    return np.array([float(kl), float(loss), float(same), len(text.answer)])
+
+
+def figures(sums: Floats, reference: Floats, which: npt.NDArray[np.bool_]) -> dict[str, Any]:
+    """Means over positions of the chosen texts, each with its 95 % interval; loss is beside float32's."""
+    sums, reference = sums[which], reference[which]
+    per_text = np.stack((sums[:, 0], sums[:, 1] - reference[:, 1], sums[:, 2]), axis=1)
+    drawn = np.random.default_rng(0).integers(len(sums), size=(RESAMPLES, len(sums)))
+    samples = per_text[drawn].sum(axis=1) / sums[drawn, 3].sum(axis=1)[:, None]
+    means, (low, high) = per_text.sum(axis=0) / sums[:, 3].sum(), np.quantile(samples, (0.025, 0.975), axis=0)
+    found = {
+        name: {"value": float(means[nth]), "low": float(low[nth]), "high": float(high[nth])}
+        for nth, name in enumerate(FIGURES)
+    }
+    return {
+        "positions": int(sums[:, 3].sum()),
+        "perplexity": float(np.exp(sums[:, 1].sum() / sums[:, 3].sum())),
+        **found,
+    }
+
+
+def figures_in_words(row: dict[str, Any]) -> list[str]:
+    """Divergence, agreement and loss with their intervals."""
+    forms = (("kl", "{:+.5f}"), ("same", "{:.2%}"), ("loss", "{:+.5f}"))
+    return [_in_words(row[name], form) for name, form in forms]
+
+
+def _in_words(figure: dict[str, float], form: str) -> str:
+    value, low, high = (form.format(figure[name]) for name in ("value", "low", "high"))
+    return f"{value} ({low} to {high})"
