@@ -63,10 +63,10 @@ def quantize_model(
     if files_of(source).scheme_of_others() is not None:
         config = config.quantized(None)  # as the floats that they stand for
     if config.quantization is not None:
-        raise InvalidValueError("SRC", str(source), f"a model with float weights (this one is {config.quantization})")
+        raise InvalidValueError("MODEL", str(source), f"a model with float weights (this one is {config.quantization})")
     check_head_form(lm_head, config.tie_word_embeddings)
     if destination.exists() and destination.samefile(source):
-        raise InvalidValueError("DST", str(destination), "another directory than SRC")
+        raise InvalidValueError("DST", str(destination), "another directory than MODEL")
     with open_checkpoint(source) as given, output_directory(destination, overwrite=overwrite) as folder:
         checkpoint = floats_of_rows(given)
         check_tensors(checkpoint, config)

@@ -114,8 +114,8 @@ class Scheme(StrEnum):
     """How matrices are quantized; `QUANTIZATION_SCHEMES` as an option."""
 
     int8 = "int8"
-    fp8 = "fp8"
     int4 = "int4"
+    fp8 = "fp8"
 
 
 class HeadForm(StrEnum):
@@ -139,7 +139,7 @@ def fetch_command(
 
 @app.command("quantize")
 def quantize_command(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A directory with float weights, or a GGUF file.")],
+    model: Model,
     destination: Destination,
     scheme: Annotated[
         Scheme,
@@ -155,6 +155,7 @@ def quantize_command(
     """Quantize a model's matrices; norms, biases and an embedding that is not the LM head too stay float."""
     from d3engine.weights_tools.quantize import quantize_model
 
+    source = model_directory(model)
     quantize_model(
         source,
         destination,

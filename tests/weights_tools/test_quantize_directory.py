@@ -116,8 +116,8 @@ def test_the_tool_refuses_what_it_cannot_do(
     new = tmp_path / "new"
     for arguments, message in (
         ((source, target), r"DST must be a new or empty directory.*; got .*"),
-        ((target, new), r"SRC must be a model with float weights \(this one is int8\).*; got .*"),
-        ((source, source), "DST must be another directory than SRC.*; got .*"),
+        ((target, new), r"MODEL must be a model with float weights \(this one is int8\).*; got .*"),
+        ((source, source), "DST must be another directory than MODEL.*; got .*"),
     ):
         with pytest.raises(InvalidValueError, match=message):
             quantize_model(*arguments, "int4", overwrite=arguments[0] == arguments[1], show_progress=False)
@@ -215,3 +215,11 @@ def test_quantizing_twice_and_unknown_schemes_are_refused(tiny_llama: MakeTiny) 
         quantize_weights(weights, "fp4")
     with pytest.raises(InvalidValueError, match=r"weights must be float matrices.*; got 'Int8Weight'"):
         quantize_weights(quantize_weights(weights, "int8"), "int4")
+
+
+def test_a_model_may_be_named_as_everywhere(tmp_path: Path) -> None:
+    assert run("quantize", "--scheme", "fp8", "demo", tmp_path / "out").exit_code == 0
+    assert isinstance(load(tmp_path / "out").layers[0].qkv, Fp8Weight)
+    failed = run("quantize", "--scheme", "int8", tmp_path / "out", tmp_path / "other")
+    assert failed.exit_code == 2
+    assert "MODEL must be a model with float weights (this one is fp8)" in failed.stderr
