@@ -78,6 +78,8 @@ class Allocator:
             return 0
         length = self._cache.blocks_for(int(self._table.num_computed[slot]))
         whole = length * self._cache.num_layers
+        if not self._table.fills[slot]:  # no block stands for two layers
+            return whole - int(np.minimum(self._cache.num_blocks[slot], length).sum())
         blocks = self._cache.tables[slot, :, :length]  # beyond it lies what a run ahead has not come to
         return whole - int(np.unique(blocks[blocks != NO_BLOCK]).size)
 
