@@ -48,6 +48,8 @@ class _Reading:
 
     def _close(self) -> None:
         """Leave, and let go who may be reading."""
+        if self._is_over:
+            return
         self._leave()
         if self._slot is not None:
             self._switchboard.tell(self._slot, _LeftError())
@@ -161,5 +163,7 @@ class Answer(_Reading):
 
 def check_alone(params: object, request_id: object, priority: object) -> None:
     """Refuse what would stand beside a prepared request, which has all of it."""
+    if params is None and request_id is None and priority == 0:
+        return
     for name, value, default in (("params", params, None), ("request_id", request_id, None), ("priority", priority, 0)):
         require(value == default, name, value, f"{default} beside a prepared request, which has its own")

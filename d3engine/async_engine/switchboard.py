@@ -103,6 +103,8 @@ class Switchboard:
         return slot
 
     def _tell_drained(self) -> None:
+        if self._unread or not self._done:
+            return
         with suppress(IndexError):  # several threads may find the last reader gone
             while not self._unread:
                 self._fill([(self._done.pop(), True)])

@@ -26,11 +26,15 @@ class DeadlineGuard:
             await self.app(scope, receive, send)
             return
         writes = _WatchedWrites(send, self._write_timeout)
+        limit: asyncio.Timeout | None = None
         try:
-            async with asyncio.timeout(self._request_timeout) as limit:
+            if self._request_timeout is None:
                 await self.app(scope, receive, writes)
+            else:
+                async with asyncio.timeout(self._request_timeout) as limit:
+                    await self.app(scope, receive, writes)
         except TimeoutError:
-            if not limit.expired():
+            if limit is None or not limit.expired():
                 raise
             await self._say(scope, writes, send)
         except asyncio.CancelledError:
