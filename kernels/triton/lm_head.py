@@ -7,6 +7,7 @@ candidate of its tile, and a small second kernel picks the best of those (see `c
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import triton
@@ -127,7 +128,14 @@ def logits_launches(
 ) -> list[Launch]:
     """Norm, product and store in one kernel; or the norm of many rows before."""
     target = {"logits_ptr": logits, "V": weight.shape[0]}
-    return product_launches(_logits_kernel, tile, hidden, weight, num_rows, norm=(norm_weight, eps), **target)
+    *before, product = product_launches(
+        _logits_kernel, tile, hidden, weight, num_rows, norm=(norm_weight, eps), **target
+    )
+    if isinstance(weight, Tensor) and tile.rows == 64 and tile.warps == 8:
+        # By shared memory a processor has room for two programs. Left alone, ptxas saves registers for four of them on
+        # Blackwell, and spills.
+        product = replace(product, options={"maxnreg": 128})
+    return [*before, product]
 
 
 def choice_launches(
