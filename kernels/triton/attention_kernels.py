@@ -24,8 +24,8 @@ _NOT_ALIGNED = ["query_starts", "kv_lengths", "block_tables", "num_rows"]
 # The running maximum begins at a finite floor: -inf would turn a row that has seen nothing into inf - inf.
 _FLOOR = tl.constexpr(-1e38)
 
-# What scales of 8-bit values are raised by for as long as they are multiplied with weights in half precision.
-_LIFT = tl.constexpr(256.0)
+# Powers of two by which weights are larger that are multiplied with scales of 8-bit values, in half precision.
+_LIFT = tl.constexpr(8.0)
 
 
 @triton.jit
@@ -51,33 +51,34 @@ def _attend_tiles(
     """Online softmax of `queries` [rows, D] over entries [begin, end), a row only over those below its `limits`.
 
     Takes and returns the state: `attended` [rows, D], the maximum `peak` [rows] and the sum of weights `total` [rows].
-    Without MASKED the caller promises whole tiles that every row may see. Products are of the dtype of `queries`.
-    Scales of values go to the weights, _LIFT times as large, so that float16 can tell these apart; `attended` is then
-    so many times too large.
+    `scale` [rows], above 0, is what a row's products are multiplied by. Without MASKED the caller promises whole tiles
+    that every row may see. Products are of the dtype of `queries`. Scales of values go to the weights, and so that
+    float16 can tell these apart, `peak` lies _LIFT below the maximum then.
     """
+    LIFT: tl.constexpr = 0.0 if scales is None else _LIFT
     for start in tl.range(begin, end, TILE):
         blocks = tile_blocks(table, start, end, BLOCK_SIZE, TILE, MASKED)
-        keys, values = load_tile(
-            pool, blocks, start, end, KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, MASKED
-        )
+        keys = load_tile(pool, blocks, start, end, KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, MASKED, False)
         if scales is not None:
-            key_scales, value_scales = load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, MASKED)
+            keys = fp8_values(keys, queries.dtype)
+        scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
         if scales is not None:
-            keys, values = fp8_values(keys, queries.dtype), fp8_values(values, queries.dtype)
-        else:
-            keys, values = keys.to(queries.dtype), values.to(queries.dtype)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
-        if scales is not None:
-            scores *= key_scales[None, :]
+            scores *= load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, MASKED, False)[None, :]
         if MASKED:
             seen = (start + tl.arange(0, TILE))[None, :] < limits[:, None]
             scores = tl.where(seen, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        # The largest score is scaled by itself: then a weight takes a multiply-add and a power.
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * scale - LIFT)
         decay = tl.exp2(peak - new_peak)
-        weights = tl.exp2(scores - new_peak[:, None])
+        weights = tl.exp2(scores * scale[:, None] - new_peak[:, None])
         total = total * decay + tl.sum(weights, 1)
+        values = load_tile(
+            pool, blocks, start, end, KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, MASKED, True
+        )
         if scales is not None:
-            weights *= (value_scales * _LIFT)[None, :]
+            weights *= load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, MASKED, True)[None, :]
+            values = fp8_values(values, queries.dtype)
+        values = values.to(queries.dtype)
         attended = tl.dot(weights.to(values.dtype), values, attended * decay[:, None], input_precision="ieee")
         peak = new_peak
     return attended, peak, total
@@ -119,11 +120,15 @@ def _attend_entries(
         blocks = tile_blocks(table, begin, end, BLOCK_SIZE, TILE, True)
         for start in tl.range(begin, end, TILE, num_stages=STAGES):  # the launch's own leave out what no dot reads
             next_blocks = tile_blocks(table, start + TILE, end, BLOCK_SIZE, TILE, True)  # a load less to wait for
-            keys, values = load_tile(
-                pool, blocks, start, end, KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True
+            keys = load_tile(
+                pool, blocks, start, end, KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True, False
+            )
+            values = load_tile(
+                pool, blocks, start, end, KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True, True
             )
             if scales is not None:
-                key_scales, value_scales = load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, True)
+                key_scales = load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, True, False)
+                value_scales = load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, True, True)
             scores = tl.sum(keys.to(tl.float32) * query[None, :], 1)
             if scales is not None:
                 scores *= key_scales
@@ -148,20 +153,19 @@ def _attend_entries(
         packed = tl.load(queries + heads[:, None] * CHANNELS + channels[None, :], mask=valid, other=0.0)
         if UPCAST:
             packed = packed.to(tl.float32)
+        row_scales = tl.zeros([PADDED_GROUP], tl.float32) + scale
         if scales is not None:
             packed, largest = normalized(packed)
-            scale = scale * largest
+            row_scales *= largest
         peak = tl.full([PADDED_GROUP], _FLOOR, tl.float32)
         total = tl.zeros([PADDED_GROUP], tl.float32)
         attended = tl.zeros([PADDED_GROUP, PADDED_CHANNELS], tl.float32)
         limits = tl.zeros([PADDED_GROUP], tl.int32) + end
         attended, peak, total = _attend_tiles(
-            attended, peak, total, packed, limits, pool, scales, table, begin, end, scale,
+            attended, peak, total, packed, limits, pool, scales, table, begin, end, row_scales,
             KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True,
         )  # fmt: skip
         result = attended / tl.where(total > 0.0, total, 1.0)[:, None]
-        if scales is not None:
-            result /= _LIFT
         weight = peak + tl.log2(total)
     return result, weight
 
@@ -309,23 +313,28 @@ def long_chunks_kernel(
     if is_other | (first_row >= active):
         return
 
+    # What the loops pass by must be cheap to find again behind them, so that they have the registers.
     packed = tl.arange(0, PACKED_ROWS)
+    rows = packed // GROUP  # of the tile
+    heads = packed % GROUP  # of the group
     channels = tl.arange(0, PADDED_CHANNELS)
-    rows = first_row + packed // GROUP
-    heads = kv_head * GROUP + packed % GROUP
-    valid = ((rows < active) & (packed < ROWS * GROUP))[:, None] & (channels < CHANNELS)[None, :]
-    rows_of_all = (chunk_row + rows).to(tl.int64)
-    queries_at = queries + (rows_of_all * query_stride + heads * CHANNELS)[:, None] + channels[None, :]
+    rows_there = tl.minimum(active - first_row, ROWS)
+    valid = (rows < rows_there)[:, None] & (channels < CHANNELS)[None, :]
+    row_of_all = (chunk_row + first_row).to(tl.int64)
+    queries += row_of_all * query_stride + kv_head * GROUP * CHANNELS
+    out += (row_of_all * HEADS + kv_head * GROUP) * CHANNELS
+    queries_at = queries + (rows * query_stride + heads * CHANNELS)[:, None] + channels[None, :]
     tile_queries = tl.load(queries_at, mask=valid, other=0.0)
     if UPCAST:
         tile_queries = tile_queries.to(tl.float32)
+    row_scales = tl.zeros([PACKED_ROWS], tl.float32) + scale
     if scales is not None:
         tile_queries, largest = normalized(tile_queries)
-        scale = scale * largest
+        row_scales *= largest
 
     cached = kv_length - chunk_rows  # entries before the chunk's first row
-    limits = cached + rows + 1
-    end = cached + tl.minimum(first_row + ROWS, active)
+    limits = cached + first_row + rows + 1
+    end = cached + first_row + rows_there
     # Which tiles the whole query tile sees depends on where it begins, and the compiler need not round a score that no
     # mask is between in the same way.
     seen_by_all = 0 if BATCH_INVARIANT else (cached + first_row + 1) // TILE * TILE
@@ -339,15 +348,13 @@ def long_chunks_kernel(
     attended = tl.zeros([PACKED_ROWS, PADDED_CHANNELS], tl.float32)
     if not BATCH_INVARIANT:
         attended, peak, total = _attend_tiles(
-            attended, peak, total, tile_queries, limits, pool, scales, table, 0, seen_by_all, scale,
+            attended, peak, total, tile_queries, limits, pool, scales, table, 0, seen_by_all, row_scales,
             KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, False,
         )  # fmt: skip
     attended, peak, total = _attend_tiles(
-        attended, peak, total, tile_queries, limits, pool, scales, table, seen_by_all, end, scale,
+        attended, peak, total, tile_queries, limits, pool, scales, table, seen_by_all, end, row_scales,
         KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True,
     )  # fmt: skip
     result = attended / tl.where(total > 0.0, total, 1.0)[:, None]
-    if scales is not None:
-        result /= _LIFT
-    out_at = out + ((rows_of_all * HEADS + heads) * CHANNELS)[:, None] + channels[None, :]
+    out_at = out + ((rows * HEADS + heads) * CHANNELS)[:, None] + channels[None, :]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=valid)

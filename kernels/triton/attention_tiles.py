@@ -42,8 +42,9 @@ def load_tile(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
+    VALUES: tl.constexpr,
 ):
-    """Keys and values [TILE, PADDED_CHANNELS] of entries [start, start + TILE) of a head; with MASKED, 0 from `end` on.
+    """Keys [TILE, PADDED_CHANNELS] of entries [start, start + TILE) of a head, or VALUES; with MASKED, 0 from `end` on.
 
     `pool` points at channel 0 of the head in block 0, `blocks` are the tile's `tile_blocks`. Masked lanes are never
     read: what stands there may be NaN.
@@ -53,49 +54,47 @@ def load_tile(
     channels = tl.arange(0, PADDED_CHANNELS)
     # 64 bits: a pool of 80 GB holds more than 2^31 elements.
     offsets = blocks.to(tl.int64) * (2 * BLOCK_SIZE * ENTRY) + (positions % BLOCK_SIZE) * ENTRY
-    keys_at = pool + offsets[:, None] + channels[None, :]
-    values_at = keys_at + BLOCK_SIZE * ENTRY
+    entries_at = pool + offsets[:, None] + channels[None, :]
+    if VALUES:
+        entries_at += BLOCK_SIZE * ENTRY
     if MASKED or PADDED_CHANNELS != CHANNELS:
         wanted = (positions < end)[:, None] & (channels < CHANNELS)[None, :]
-        keys = tl.load(keys_at, mask=wanted, other=0.0)
-        values = tl.load(values_at, mask=wanted, other=0.0)
+        entries = tl.load(entries_at, mask=wanted, other=0.0)
     else:
-        keys = tl.load(keys_at)
-        values = tl.load(values_at)
-    return keys, values
+        entries = tl.load(entries_at)
+    return entries
 
 
 @triton.jit
 def load_scales(
     scales, blocks, start, end,
-    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """What keys and values of entries [start, start + TILE) in 8 bits are multiples of, [TILE] each.
+    """What keys, or VALUES, of entries [start, start + TILE) in 8 bits are multiples of, [TILE].
 
     `scales` points at those of the head in block 0. (Whoever has none must not call this: Triton 3.6 returns no None.)
     """
     positions = start + tl.arange(0, TILE)
-    keys_at = scales + blocks.to(tl.int64) * (2 * KV_HEADS * BLOCK_SIZE) + positions % BLOCK_SIZE
-    values_at = keys_at + KV_HEADS * BLOCK_SIZE
+    scales_at = scales + blocks.to(tl.int64) * (2 * KV_HEADS * BLOCK_SIZE) + positions % BLOCK_SIZE
+    if VALUES:
+        scales_at += KV_HEADS * BLOCK_SIZE
     if MASKED:
-        keys = tl.load(keys_at, mask=positions < end, other=0.0)
-        values = tl.load(values_at, mask=positions < end, other=0.0)
+        found = tl.load(scales_at, mask=positions < end, other=0.0)
     else:
-        keys = tl.load(keys_at)
-        values = tl.load(values_at)
-    return keys, values
+        found = tl.load(scales_at)
+    return found
 
 
 @triton.jit
 def normalized(queries):
-    """Rows of `queries` over their largest magnitudes, and these, float32 [rows, 1], for products with 8-bit values.
+    """Rows of `queries` over their largest magnitudes, and these, float32 [rows], for products with 8-bit values.
 
     Those become float16 in one instruction, and bfloat16 in several: so half precision is float16 here, into which
     every row fits that is not larger than 1.
     """
     wide = queries.to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(wide), 1), 1e-30)[:, None]
-    normalized = wide / largest
+    largest = tl.maximum(tl.max(tl.abs(wide), 1), 1e-30)
+    normalized = wide / largest[:, None]
     if queries.dtype != tl.float32:
         normalized = normalized.to(tl.float16)
     return normalized, largest

@@ -88,8 +88,9 @@ def paged_attention(
     """Causal attention of `queries` [T, N, D] over the entries of their chunks in `pool`; returns [T, N D].
 
     Query head n reads key/value head n // (N / M). `pool` is `[num_blocks, 2, block_size, M, D]`, contiguous, of the
-    dtype of `queries` or in 8 bits, with `block_size` a power of two; the rows of `queries` may be strided. `num_rows`
-    [1] on the device takes the place of `inputs.num_rows`; rows from there on are undefined in the result.
+    dtype of `queries` or in 8 bits, with `block_size` a power of two; the rows of `queries` may be strided. `scale` is
+    above 0. `num_rows` [1] on the device takes the place of `inputs.num_rows`; rows from there on are undefined in the
+    result.
 
     Nothing beyond a row's own chunk is read, so NaN there is harmless. Within a chunk a non-finite value of a later
     row's entry may reach an earlier row of the same query tile, as in the reference.
@@ -168,7 +169,7 @@ def _single_rows_launch(out: Tensor, queries: Tensor, pool: KVPool, inputs: Atte
         },
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
-        options={"maxnreg": 168},  # three programs a processor
+        options={"maxnreg": 168 if tuning.programs == 3 else 255},
         least_capability=_least_capability(pool),
         streams=True,
     )
@@ -195,6 +196,8 @@ def _long_chunks_launch(out: Tensor, queries: Tensor, pool: KVPool, inputs: Atte
         },
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        # Left alone, ptxas saves registers of four warps for programs that have no other room, and spills on Blackwell.
+        options={"maxnreg": 255} if tuning.num_warps == 4 else {},
         least_capability=_least_capability(pool),
     )
 
@@ -250,8 +253,9 @@ class Tuning:
 def tune_single_rows(channels: int, group: int, element_size: int) -> Tuning:
     """Tiles of 8 KB of keys where lanes sum, of 16 KB where heads are packed; several programs share a processor.
 
-    A tile is part of a split, and packed heads have a score for each of its entries in registers: 128 entries at most.
-    In registers values of 8 bits are as wide as others, so their tiles have half of the bytes.
+    A tile is part of a split, and packed heads have a score for each of its entries in registers: 128 entries at most,
+    and 64 of heads of 16 channels, which would spill on Blackwell. In registers values of 8 bits are as wide as others,
+    so their tiles have half of the bytes.
     """
     width = _padded(channels) * max(2, element_size)
     if group == 1:
@@ -259,7 +263,7 @@ def tune_single_rows(channels: int, group: int, element_size: int) -> Tuning:
     packed_rows = max(16, triton.next_power_of_2(group))
     if element_size == 4:
         return Tuning(tile=16, packed_rows=packed_rows, num_warps=4 if packed_rows == 16 else 8, num_stages=5)
-    tile = max(16, min(64 if element_size == 1 else 128, 16384 // width))
+    tile = max(16, min(64 if element_size == 1 or channels <= 16 else 128, 16384 // width))
     programs = 3 if element_size == 1 or tile * width < 16384 else 2  # by shared memory, of an A100 too
     return Tuning(tile=tile, packed_rows=packed_rows, num_warps=4, num_stages=5, programs=programs)
 

@@ -38,9 +38,9 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 COMPILING = """
 import torch
-from d3engine.kernels.ahead_of_time import compile_launch, needs
+from d3engine.kernels.ahead_of_time import compile_launch, machine_code_of, needs
 from d3engine.kernels.inspect import main
-from d3engine.kernels.machine_code import before_the_wait
+from d3engine.kernels.machine_code import before_the_wait, hottest_loop, instructions
 from d3engine.kernels.triton import launches
 
 # Of numbers of rows one for each way to multiply, for Ampere: the gate compiles those of real models, for Hopper
@@ -79,10 +79,22 @@ launches.PROGRAMMATIC = True
 found = list(launches.registered(launches.SHAPES["llama3-8b"], torch.bfloat16, "int8", ["gate_up"]))
 print(needs(next(launch for _, label, launch in found if label == "rows=8"), 90)["stack"])
 print(needs(next(launch for _, label, launch in found if label == "rows=1"), 90)["in_flight"])
+
+print("\\nCHUNKS")
+launches.PROGRAMMATIC = False
+found = list(launches.registered(launches.SHAPES["llama2-7b"], torch.bfloat16, "", ["paged_attention", "lm_head"]))
+wanted = {label: launch for _, label, launch in found}
+chunk = wanted["chunk of 512, blocks of 16"]
+loop = hottest_loop(instructions(machine_code_of(chunk, 90)))
+counts = [sum(one.operation.startswith(name) for one in loop) for name in ("FMUL", "FFMA", "MUFU.EX2")]
+threads = 32 * chunk.num_warps
+rows = chunk.arguments["PACKED_ROWS"]
+print(*counts, rows * chunk.arguments["TILE"] // threads, rows * chunk.arguments["CHANNELS"] // threads)
+print(needs(wanted["chunk of 512, blocks of 16 in 8 bits"], 89)["stack"], needs(wanted["logits rows=64"], 100)["stack"])
 """
 
 
-Compiled = tuple[list[dict[str, Any]], list[str], str, str, list[dict[str, Any]]]
+Compiled = tuple[list[dict[str, Any]], list[str], str, str, list[dict[str, Any]], list[int]]
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +107,9 @@ def compiled() -> Compiled:
     usages, others = result.stdout.split("\nALONE\n")
     alone, others = others.split("\nPDL\n")
     waits, others = others.split("\nFLIGHT\n")
-    flight, small = others.split("\nSMALL\n")
-    return json.loads(usages), waits.split("\n")[:-1], flight, small, json.loads(alone)
+    flight, others = others.split("\nSMALL\n")
+    small, chunks = others.split("\nCHUNKS\n")
+    return json.loads(usages), waits.split("\n")[:-1], flight, small, json.loads(alone), [*map(int, chunks.split())]
 
 
 @needs_triton
@@ -157,6 +170,20 @@ def test_grouped_heads_of_16_channels_are_read_without_spills(compiled: Compiled
 def test_entries_of_8_bits_reach_the_tensor_cores_by_whole_tiles(compiled: Compiled) -> None:
     """Values that come from shared memory byte by byte take 0.2 instructions a byte."""
     assert 0.05 < float(compiled[3].split()[2]) < 0.15
+
+
+@needs_triton
+def test_a_score_of_a_chunk_takes_a_multiply_add_and_a_power(compiled: Compiled) -> None:
+    """What else is multiplied is what was attended so far, and a few numbers of each row."""
+    multiplied, added, raised, scores, attended = compiled[5][:5]
+    assert scores <= added < scores + 10
+    assert scores <= raised < scores + 10
+    assert attended <= multiplied < attended + 10
+
+
+@needs_triton
+def test_chunks_over_8_bits_on_ada_and_the_logits_of_64_rows_on_blackwell_have_registers(compiled: Compiled) -> None:
+    assert compiled[5][5:] == [0, 0]
 
 
 @needs_triton
