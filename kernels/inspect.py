@@ -127,12 +127,12 @@ def inspect(
 ) -> Iterator[Usage]:
     """Compile every registered launch of the named shapes (of `operations` only, if any) and yield what it needs.
 
-    `weights` names the forms of the matrices: that of `dtype` ("bf16"), "int8", "fp8" and "int4"; only the first if
-    there is none. What does not depend on them is compiled once, as is every specialization that several launches
-    share. Of launches for several row counts there are those for `rows` alone, if any. With `spills_only` nobody looks
-    how much a kernel has in flight. With `batch_invariant` projections are those of `batch_invariant.py`; with
-    `matmul_rows` those of up to so many rows are inspected that torch would get else. `jobs` processes compile. Raises
-    `ValueError` for an unknown name or row count, and `RuntimeError` where kernels cannot be compiled.
+    `weights` names the forms of the matrices: that of `dtype` ("bf16"), "int8", "fp8", "fp8_groups" and "int4"; only
+    the first if there is none. What does not depend on them is compiled once, as is every specialization that several
+    launches share. Of launches for several row counts there are those for `rows` alone, if any. With `spills_only`
+    nobody looks how much a kernel has in flight. With `batch_invariant` projections are those of `batch_invariant.py`;
+    with `matmul_rows` those of up to so many rows are inspected that torch would get else. `jobs` processes compile.
+    Raises `ValueError` for an unknown name or row count, and `RuntimeError` where kernels cannot be compiled.
     """
     # Imported late: `--help` needs no Triton, and nothing but this module may import it without a GPU.
     import triton
@@ -240,7 +240,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--dtype", choices=DTYPES, default="bf16", help="of activations, and of weights that are not quantized"
     )
     parser.add_argument(
-        "--weights", type=_names, default=[], help="the dtype, int8, fp8, int4; or all; the dtype if left out"
+        "--weights",
+        type=_names,
+        default=[],
+        help="the dtype, int8, fp8, fp8_groups, int4; or all, but for fp8_groups; the dtype if left out",
     )
     parser.add_argument(
         "--may-starve",

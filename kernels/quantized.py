@@ -4,7 +4,8 @@ Activations, norms, biases and sums stay as they are; only the matrix is small. 
 product needs one multiplication by the scale and no zero point.
 
 - int8: one scale an output channel.
-- fp8: 8-bit floats (e4m3: four bits of exponent, three of mantissa), one scale an output channel.
+- fp8: 8-bit floats (e4m3: four bits of exponent, three of mantissa), one scale an output channel, or, as some are
+  published, one for each group of 128 input channels of it.
 - int4: one scale for each group of 128 input channels of an output channel. A byte holds two values of one group, j and
   j + 64, so that a kernel unpacks a tile of bytes into two tiles of neighbouring channels and shuffles nothing.
 """
@@ -28,7 +29,7 @@ FP8_LARGEST = 448.0
 
 @dataclass(frozen=True, eq=False)
 class ByteWeight:
-    """A matrix [N, K] as `values` [N, K] of a byte each times float32 `scales` [N]; of which kind says its class."""
+    """A matrix [N, K] as `values` [N, K] of a byte each times float32 `scales`, [N] but for some of `Fp8Weight`."""
 
     values: Tensor
     scales: Tensor
@@ -51,9 +52,17 @@ class ByteWeight:
         """Output channels [start, stop) alone, without a copy."""
         return replace(self, values=self.values[start:stop], scales=self.scales[start:stop])
 
+    @property
+    def has_groups(self) -> bool:
+        """Whether a row has several scales, one for each 128 input channels."""
+        return self.scales.dim() == 2
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The matrix [N, K] it stands for, rounded once to `dtype`."""
-        return self.values.float().mul_(self.scales[:, None]).to(dtype)
+        scales = self.scales[:, None]
+        if self.has_groups:
+            scales = self.scales.repeat_interleave(GROUP, dim=1)[:, : self.values.shape[1]]
+        return self.values.float().mul_(scales).to(dtype)
 
 
 class Int8Weight(ByteWeight):
@@ -65,7 +74,10 @@ class Int8Weight(ByteWeight):
 
 
 class Fp8Weight(ByteWeight):
-    """Its values are float8_e4m3fn, all finite. One scale for a whole matrix is the same number in every row."""
+    """Its values are float8_e4m3fn, all finite. One scale for a whole matrix is the same number in every row.
+
+    Where blocks of a matrix share scales, as some publish it, these are [N, groups].
+    """
 
 
 @dataclass(frozen=True, eq=False)

@@ -78,7 +78,7 @@ def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """`x` [T, K] times `weight` [N, K] transposed, plus `bias` [N]: [T, N] in the dtype of `x`.
 
     A quantized matrix stands for what its `dequantize` gives, and a narrower float one for its values. No copy of it in
-    the dtype of `x` is kept: each call makes one again, piece by piece. The scales of 8-bit values can wait for the
+    the dtype of `x` is kept: each call makes one again, piece by piece. The scales of rows can wait for the
     product, but in float16 that could overflow without them.
     """
     x = _rows_apart(x)
@@ -87,8 +87,9 @@ def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     num_rows, num_columns = weight.shape
     out = x.new_empty(x.shape[0], num_rows)
     step = _rows_at_once(x.shape[0], num_columns) if x.device.type == "cpu" else num_rows
-    scales = weight.scales if isinstance(weight, ByteWeight) and x.dtype != torch.float16 else None
-    values = weight.values if isinstance(weight, ByteWeight) and scales is not None else weight
+    values, scales = weight, None
+    if isinstance(weight, ByteWeight) and not weight.has_groups and x.dtype != torch.float16:
+        values, scales = weight.values, weight.scales
     for start in range(0, num_rows, step):
         out[:, start : start + step] = F.linear(x, _widened(values, start, start + step, x.dtype))
     if scales is not None:

@@ -16,7 +16,7 @@ from d3engine.errors import InvalidValueError
 from d3engine.kernels.kv_pool import FP8_CAPABILITY
 from d3engine.loading.device import DTYPES, capability
 from d3engine.loading.settings import ExecutorKind
-from d3engine.model.config import ModelConfig
+from d3engine.model.config import FP8_GROUPS, ModelConfig
 from d3engine.model.expected_tensors import float_matrices
 from d3engine.model.mapped_file import dtype_of
 from d3engine.model.source import open_checkpoint
@@ -50,7 +50,7 @@ def resolve_weight_dtype(
 
 def held_config(config: ModelConfig, device: torch.device) -> ModelConfig:
     """`config`, its matrices of 8-bit floats called floats on a GPU that converts none: 8.9 is the first that does."""
-    if config.quantization != "fp8" or device.type != "cuda" or capability(device) >= FP8_CAPABILITY:
+    if config.quantization not in ("fp8", FP8_GROUPS) or device.type != "cuda" or capability(device) >= FP8_CAPABILITY:
         return config
     return replace(config, quantization=None)
 

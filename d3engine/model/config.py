@@ -27,6 +27,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATION_METHOD = "d3engine"
 """What `quant_method` says in the quantization_config of a directory that `d3engine weights quantize` wrote."""
 QUANTIZATION_SCHEMES = ("int8", "int4", "fp8")
+FP8_GROUPS = "fp8_groups"
+"""A scheme of published files alone: 8-bit floats with a scale for 128 input channels of an output channel."""
 LM_HEAD_FORMS = ("int8", "int4", "float")
 """What an LM head may be beside quantized matrices; one that is the embedding too is not int4."""
 DEFAULT_HEAD_FORM = "int8"
@@ -60,7 +62,7 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str | None
-    quantization: str | None  # one of QUANTIZATION_SCHEMES; None for float weights
+    quantization: str | None  # one of QUANTIZATION_SCHEMES, or FP8_GROUPS; None for float weights
     head_quantization: str | None  # the same of the LM head, and of an embedding that is the head too
 
     @classmethod

@@ -16,7 +16,7 @@ from torch import Tensor
 from d3engine.errors import ModelFormatError
 from d3engine.kernels.quantized import GROUP
 from d3engine.model.checkpoint import FLOAT_DTYPES, FP8, Checkpoint, TensorEntry
-from d3engine.model.config import ModelConfig
+from d3engine.model.config import FP8_GROUPS, ModelConfig
 from d3engine.model.families import TensorNames
 from d3engine.model.mapped_file import dtype_of
 from d3engine.model.model_files import CONFIG_FILE
@@ -34,7 +34,7 @@ VALUES, SCALES = ".qweight", ".scales"
 
 _Part = TypeVar("_Part")
 
-_VALUE_DTYPES = {"int8": "I8", "fp8": FP8, "int4": "U8"}
+_VALUE_DTYPES = {"int8": "I8", "fp8": FP8, FP8_GROUPS: FP8, "int4": "U8"}
 """Of the values of a quantized matrix, by its scheme, in safetensors' names."""
 
 # Buffers that old versions of transformers saved beside the weights; rope.py makes its own.
@@ -79,6 +79,11 @@ def is_layer_matrix(name: str) -> bool:
     return name.endswith("_proj.weight")
 
 
+def has_groups(scheme: str | None) -> bool:
+    """Whether 128 input channels of an output channel share a scale."""
+    return scheme in ("int4", FP8_GROUPS)
+
+
 def value_dtype(scheme: str) -> torch.dtype:
     """The dtype of the values of a matrix that is quantized so."""
     return dtype_of(_VALUE_DTYPES[scheme])
@@ -88,10 +93,11 @@ def quantized_tensors(name: str, shape: tuple[int, ...], scheme: str) -> dict[st
     """Names and shapes of the values and the scales that stand for a matrix `name` of `shape` (N, K)."""
     module = name.removesuffix(".weight")
     rows, columns = shape
-    if scheme != "int4":
+    if not has_groups(scheme):
         return {module + VALUES: (rows, columns), module + SCALES: (rows,)}
     groups = -(-columns // GROUP)
-    return {module + VALUES: (rows, groups * GROUP // 2), module + SCALES: (rows, groups)}
+    stored = groups * GROUP // 2 if scheme == "int4" else columns
+    return {module + VALUES: (rows, stored), module + SCALES: (rows, groups)}
 
 
 def allowed_dtypes(name: str, config: ModelConfig) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A published checkpoint in 8-bit floats as one of ours: rows that are multiplied by a scale each, or else floats.
+"""A published checkpoint in 8-bit floats as one of ours: 8-bit rows with scales of their own, or else floats.
 
 The one idea: one tensor at a time, as of a GGUF file. What is read otherwise than it lies in the file is made when it
 is asked for, and nothing keeps it. The shape of the scales says what each belongs to: the matrix, a row, or a block.
@@ -13,8 +13,10 @@ from pathlib import Path
 from torch import Tensor
 
 from d3engine.errors import ModelFormatError
+from d3engine.kernels.quantized import GROUP
 from d3engine.model.checkpoint import FLOAT_DTYPES, FP8, Checkpoint, Packed, TensorEntry, TensorFile
-from d3engine.model.expected_tensors import SCALES, VALUES, is_layer_matrix
+from d3engine.model.config import FP8_GROUPS
+from d3engine.model.expected_tensors import SCALES, VALUES, is_layer_matrix, quantized_tensors
 from d3engine.model.fp8_config import Block
 
 _PUBLISHED_SCALES = ("weight_scale", "weight_scale_inv")
@@ -25,32 +27,42 @@ _OF_ACTIVATIONS = frozenset(
 """Scales of what is computed: inputs stay floats here, and cache entries of 8 bits have scales of their own."""
 
 
-def has_scales_of_rows(checkpoint: Checkpoint) -> bool:
-    """Whether all matrices of the layers are 8-bit floats that have one scale, or one for each row."""
+def scheme_of_fp8(checkpoint: Checkpoint, block: Block | None) -> str | None:
+    """How the matrices of the layers can be held in 8 bits; None where they cannot.
+
+    "fp8" if each has one scale or one for each row, FP8_GROUPS if each has one for each block of 128 columns.
+    """
     matrices = [entry for name, entry in checkpoint.entries.items() if is_layer_matrix(name)]
     if not matrices or any(entry.dtype != FP8 or len(entry.shape) != 2 for entry in matrices):
-        return False
-    return all(_is_of_rows(entry, _scales_of(checkpoint, entry)) for entry in matrices)
+        return None
+    scales = [_scales_of(checkpoint, entry) for entry in matrices]
+    if all(map(_is_of_rows, matrices, scales)):
+        return "fp8"
+    blocks = [_block_in(entry.shape, found.shape, block) for entry, found in zip(matrices, scales, strict=True)]
+    return FP8_GROUPS if all(found is not None and found[1] == GROUP for found in blocks) else None
 
 
 def own_form_of_fp8(checkpoint: Checkpoint, block: Block | None) -> Checkpoint:
     """The tensors of a published checkpoint by our names: rows of 8 bits and their scales, or floats.
 
-    Matrices of layers are `X.qweight`, as they lie, and `X.scales`, float32 [rows], if all have scales of rows; and
-    else float32, as any other matrix in 8-bit floats is. Tensors of other dtypes are what they are. Raises
-    `ModelFormatError` for a matrix without scales, or whose scales have not the shape of any that are read.
+    Matrices of layers are `X.qweight`, as they lie, and `X.scales`, float32 [rows] or [rows, groups], where they can be
+    held so (`scheme_of_fp8`); and else float32, as any other matrix in 8-bit floats is. Tensors of other dtypes are
+    what they are. Raises `ModelFormatError` for a matrix without scales, or whose scales have not the shape of any that
+    are read.
     """
     scales = {name: _scales_of(checkpoint, entry) for name, entry in checkpoint.entries.items() if entry.dtype == FP8}
-    keeps = has_scales_of_rows(checkpoint)
+    scheme = scheme_of_fp8(checkpoint, block)
     made: dict[str, _Made] = {}
     for name, factors in scales.items():
         entry = checkpoint.entries[name]
         _check_shape(entry, factors, block)
-        if keeps and is_layer_matrix(name):
-            module = name.removesuffix(".weight")
-            rows = replace(factors, name=module + SCALES, shape=entry.shape[:1], dtype="F32")
-            made[module + VALUES] = _Made(replace(entry, name=module + VALUES), entry)
-            made[module + SCALES] = _Made(replace(rows, packed=Packed(factors.dtype, factors.nbytes)), None, factors)
+        if scheme is not None and is_layer_matrix(name):
+            values, rows = quantized_tensors(name, entry.shape, scheme).items()
+            packed = Packed(factors.dtype, factors.nbytes)
+            made[values[0]] = _Made(replace(entry, name=values[0]), entry)
+            made[rows[0]] = _Made(
+                replace(factors, name=rows[0], shape=rows[1], dtype="F32", packed=packed), None, factors
+            )
         else:
             made[name] = _multiplied_out(entry, name, factors)
     gone = {*scales, *(factors.name for factors in scales.values())}
@@ -66,7 +78,7 @@ def floats_of_rows(checkpoint: Checkpoint) -> Checkpoint:
         if name != module and entry.dtype == FP8 and module + SCALES in checkpoint.entries:
             made[module + ".weight"] = _multiplied_out(entry, module + ".weight", checkpoint.entries[module + SCALES])
             gone |= {name, module + SCALES}
-    return _with_made(checkpoint, made, gone, None) if made else checkpoint
+    return _with_made(checkpoint, made, gone, (1, GROUP)) if made else checkpoint
 
 
 @dataclass(frozen=True)
@@ -109,7 +121,7 @@ class _Tensors:
         if made is None:
             return self._checkpoint.read(name)
         if made.values is None:
-            return self._spread(made, (*shape, 1)).expand(*shape, 1).flatten().clone()
+            return self._of_rows(made, shape)
         values = self._checkpoint.read(made.values.name)
         return values if made.scales is None else values.float().mul_(self._spread(made, shape))
 
@@ -128,6 +140,15 @@ class _Tensors:
             self._checkpoint.give_back(name)
         elif made.values is not None:
             self._checkpoint.give_back(made.values.name)
+
+    def _of_rows(self, made: _Made, shape: tuple[int, ...]) -> Tensor:
+        """Scales [rows], or [rows, groups], of one for the matrix, for each row or for each block."""
+        if len(shape) == 1:
+            return self._spread(made, (*shape, 1)).expand(*shape, 1).flatten().clone()
+        assert made.scales is not None, "these are scales"
+        scales = self._checkpoint.read(made.scales.name).float()
+        high = shape[0] // scales.shape[0] if self._block is None else self._block[0]
+        return scales.repeat_interleave(high, 0)[: shape[0]]
 
     def _spread(self, made: _Made, shape: tuple[int, ...]) -> Tensor:
         """The scales of a matrix in float32, of a shape that its values can be multiplied by."""

@@ -14,6 +14,7 @@ from itertools import pairwise
 from d3engine.errors import InvalidValueError
 from d3engine.kernels.quantized import GROUP
 from d3engine.model.config import ModelConfig
+from d3engine.model.expected_tensors import has_groups
 
 ARGUMENT = "tensor_parallel_size"
 
@@ -56,14 +57,18 @@ def part_of(config: ModelConfig, rank: int, size: int) -> Part:
     """The part of rank `rank` of `size`.
 
     Raises `InvalidValueError` naming `tensor_parallel_size` where there is not at least one head, channel and token for
-    each rank. The products of int4 matrices can be parted between groups of input channels alone.
+    each rank. The products of matrices with scales of groups can be parted between these groups alone.
     """
-    group = GROUP if config.quantization == "int4" else 1
+    group = GROUP if has_groups(config.quantization) else 1
     heads, kv_heads = _heads(config, size, group)[rank]
     channels = shares(config.intermediate_size, size, _unit(config.intermediate_size, size, group))
     tokens = shares(config.vocab_size, size, _unit(config.vocab_size, size, 1, _NOISE_UNIT))
     if not all((*channels, *tokens)):
-        what = "one channel of the MLP" + (f", in groups of {group} of int4," if group > 1 else "") + " and one token"
+        what = (
+            "one channel of the MLP"
+            + (f", in groups of {group} of {config.quantization}," if group > 1 else "")
+            + " and one token"
+        )
         raise InvalidValueError(ARGUMENT, size, f"so few that each rank has at least {what}")
     return Part(rank, heads, kv_heads, channels[rank], tuple(tokens))
 
@@ -95,7 +100,7 @@ def _heads(config: ModelConfig, size: int, group: int) -> list[tuple[range, rang
     if not all(heads for heads, _ in found):
         allowed = f"so few that each rank has a head of its own: there are {config.num_heads} query heads over"
         allowed += f" {config.num_kv_heads} key/value heads"
-        allowed += f", and int4 parts them at multiples of {group} channels" if group > 1 else ""
+        allowed += f", and {config.quantization} parts them at multiples of {group} channels" if group > 1 else ""
         raise InvalidValueError(ARGUMENT, size, allowed)
     return found
 

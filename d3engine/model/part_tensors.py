@@ -14,7 +14,7 @@ from torch import Tensor
 from d3engine.kernels.quantized import GROUP
 from d3engine.model.checkpoint import Checkpoint
 from d3engine.model.config import ModelConfig
-from d3engine.model.expected_tensors import LM_HEAD, SCALES, VALUES, expected_tensors, rows_of
+from d3engine.model.expected_tensors import LM_HEAD, SCALES, VALUES, expected_tensors, has_groups, rows_of
 from d3engine.model.mapped_file import dtype_of
 from d3engine.model.part import Part
 
@@ -100,12 +100,12 @@ def _cuts(config: ModelConfig, part: Part) -> dict[str, Cut]:
 
 
 def _of_columns(module: str, columns: range, scheme: str | None) -> dict[str, Cut]:
-    """The cuts of a matrix of which a rank has these input channels; int4's begin with a group."""
-    if scheme != "int4":
+    """The cuts of a matrix of which a rank has these input channels; those with scales of groups begin with one."""
+    if not has_groups(scheme):
         return {module + suffix: Cut(columns=columns) for suffix in (".weight", *([VALUES] if scheme else []))}
     groups = range(columns.start // GROUP, -(-columns.stop // GROUP))
     return {
-        module + VALUES: Cut(columns=_widened(groups, GROUP // 2)),
+        module + VALUES: Cut(columns=_widened(groups, GROUP // 2) if scheme == "int4" else columns),
         module + SCALES: Cut(columns=groups),
     }
 

@@ -50,15 +50,16 @@ class DirectoryFiles(ModelFiles):
             yield checkpoint if published is None else own_form_of_fp8(checkpoint, block_of(published))
 
     def scheme_of_others(self) -> str | None:
-        if self._published_fp8() is None:
+        published = self._published_fp8()
+        if published is None:
             return None
         from d3engine.model.checkpoint import INDEX_FILE, SINGLE_FILE, open_safetensors
-        from d3engine.model.fp8_tensors import has_scales_of_rows
+        from d3engine.model.fp8_tensors import scheme_of_fp8
 
         if not self.has(SINGLE_FILE) and not self.has(INDEX_FILE):  # a config alone, of which sizes are asked
             return None
         with open_safetensors(self.path) as checkpoint:
-            return "fp8" if has_scales_of_rows(checkpoint) else None
+            return scheme_of_fp8(checkpoint, block_of(published))
 
     def _published_fp8(self) -> Fields | None:
         """The quantization_config, if it is that of weights in 8-bit floats."""

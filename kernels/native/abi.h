@@ -4,7 +4,9 @@
 
 #define D3_EXPORT extern "C" __attribute__((visibility("default")))
 
-enum D3Kind : int32_t { D3_FLOAT32 = 0, D3_BFLOAT16 = 1, D3_INT8 = 2, D3_FP8 = 3, D3_INT4 = 4 };
+enum D3Kind : int32_t {
+    D3_FLOAT32 = 0, D3_BFLOAT16 = 1, D3_INT8 = 2, D3_FP8 = 3, D3_FP8_GROUPS = 4, D3_INT4 = 5
+};
 
 enum D3Status : int32_t {
     D3_OK = 0,

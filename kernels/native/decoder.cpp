@@ -53,7 +53,7 @@ D3Decoder::D3Decoder(const D3Model& model, const Kernels& kernels)
         scratch.partials = Floats(2 * int64_t(queries) * (model.head_dim + 2));
     }
     int64_t most = 0;
-    for (D3Kind kind : {D3_FLOAT32, D3_BFLOAT16, D3_INT8, D3_FP8, D3_INT4})
+    for (D3Kind kind : {D3_FLOAT32, D3_BFLOAT16, D3_INT8, D3_FP8, D3_FP8_GROUPS, D3_INT4})
         if (kernels.prepare) most = std::max(most, kernels.prepared_bytes(kind, widest, model.max_rows));
     prepared_ = Floats(most / int64_t(sizeof(float)));
     strips_ = Floats((model.max_rows / kernels.strip + 1) * kernels.strip_floats(widest));
@@ -183,7 +183,7 @@ void D3Decoder::norm(const float* weight) {
 
 Product D3Decoder::product(const D3Matrix& matrix, const Rows& x) const {
     return {D3Kind(matrix.kind), matrix.columns, static_cast<const char*>(matrix.values), bytes_of_row(matrix),
-            matrix.scales, (matrix.columns + INT4_GROUP - 1) / INT4_GROUP, x.row(0), x.stride(),
+            matrix.scales, (matrix.columns + SCALE_GROUP - 1) / SCALE_GROUP, x.row(0), x.stride(),
             int32_t(active_.size()), nullptr, 0};
 }
 

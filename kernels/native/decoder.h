@@ -41,7 +41,7 @@ class Rows {
 public:
     Rows() = default;
     Rows(int rows, int columns)
-        : stride_((columns + INT4_GROUP - 1) / INT4_GROUP * INT4_GROUP + 16), floats_(int64_t(rows) * stride_) {}
+        : stride_((columns + SCALE_GROUP - 1) / SCALE_GROUP * SCALE_GROUP + 16), floats_(int64_t(rows) * stride_) {}
     float* row(int index) const { return floats_.at(index * stride_); }
     int64_t stride() const { return stride_; }
 

@@ -19,7 +19,7 @@ struct Product {
     int32_t columns;
     const char* values;
     int64_t row_bytes;
-    const float* scales;  // int8, fp8: one a row; int4: `groups` a row
+    const float* scales;  // int8, fp8: one a row; of groups and int4: `groups` a row
     int32_t groups;
     const float* x;
     int64_t ldx;
@@ -59,8 +59,9 @@ constexpr int MOST_GROUP = MOST_QUERIES;
 // Floats of the widest vectors.
 constexpr int MOST_LANES = 16;
 
-// Input channels that share a scale under int4: byte 64 g + j of a row holds channels 128 g + j and 128 g + 64 + j.
-constexpr int INT4_GROUP = 128;
+// Input channels that share a scale of a group. Under int4 byte 64 g + j of a row holds channels 128 g + j and
+// 128 g + 64 + j.
+constexpr int SCALE_GROUP = 128;
 
 // What an instruction set's `widen_e4m3` leaves out: it reads a byte as the bits of a half float, whose exponents begin
 // so much lower.

@@ -10,8 +10,8 @@ inline int64_t bytes_of_row(const D3Matrix& matrix) {
     switch (matrix.kind) {
         case D3_FLOAT32: return int64_t(matrix.columns) * 4;
         case D3_BFLOAT16: return int64_t(matrix.columns) * 2;
-        case D3_INT8: case D3_FP8: return matrix.columns;
-        default: return int64_t(matrix.columns + INT4_GROUP - 1) / INT4_GROUP * (INT4_GROUP / 2);
+        case D3_INT8: case D3_FP8: case D3_FP8_GROUPS: return matrix.columns;
+        default: return int64_t(matrix.columns + SCALE_GROUP - 1) / SCALE_GROUP * (SCALE_GROUP / 2);
     }
 }
 

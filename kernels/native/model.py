@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import FP8, KVPool, values_and_scales
-from d3engine.kernels.quantized import Fp8Weight, Int4Weight, Int8Weight, Table, Weight
+from d3engine.kernels.quantized import Fp8Weight, Int8Weight, QuantizedWeight, Table, Weight
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
-_SCHEMES = {Int8Weight: 2, Fp8Weight: 3, Int4Weight: 4}
+_INT8, _FP8, _FP8_GROUPS, _INT4 = 2, 3, 4, 5
 
 
 class NativeError(RuntimeError):
@@ -77,7 +77,7 @@ class Linear:
         weight = self.weight
         bias = None if self.bias is None else address_of(self.bias, torch.float32)
         if not isinstance(weight, Tensor):
-            return MatrixStructure(_SCHEMES[type(weight)], *weight.shape, *_addresses(*weight.tensors), bias)
+            return MatrixStructure(_kind(weight), *weight.shape, *_addresses(*weight.tensors), bias)
         if weight.dtype not in _KINDS:
             raise NativeError(f"the native library knows no {weight.dtype} matrices")
         return MatrixStructure(_KINDS[weight.dtype], *weight.shape, address_of(weight, weight.dtype), None, bias)
@@ -160,6 +160,12 @@ class NativeBridges:
     @property
     def address(self) -> int:
         return addressof(self._structure)
+
+
+def _kind(weight: QuantizedWeight) -> int:
+    if isinstance(weight, Fp8Weight):
+        return _FP8_GROUPS if weight.has_groups else _FP8
+    return _INT8 if isinstance(weight, Int8Weight) else _INT4
 
 
 def _addresses(*tensors: Tensor) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ MODULES = (
 PROJECTIONS = ("qkv", "linear_residual", "gate_up", "lm_head", "unpack")
 """Those of `MODULES` that read weights, which may be quantized."""
 
-QUANTIZED = ("int8", "fp8", "int4")
+QUANTIZED = ("int8", "fp8", "fp8_groups", "int4")
 """Forms of weights beside floats."""
 
 PROGRAMMATIC = False
@@ -159,6 +159,9 @@ def meta_weight(outputs: int, columns: int, *, dtype: torch.dtype, weights: str)
         return Int8Weight(meta(outputs, columns, dtype=torch.int8), scales)
     if weights == "fp8":
         return Fp8Weight(meta(outputs, columns, dtype=FP8), scales)
+    if weights == "fp8_groups":
+        of_groups = meta(outputs, triton.cdiv(columns, GROUP), dtype=torch.float32)
+        return Fp8Weight(meta(outputs, columns, dtype=FP8), of_groups)
     if weights == "int4":
         groups = triton.cdiv(columns, GROUP)
         packed = meta(outputs, groups * GROUP // 2, dtype=torch.uint8)

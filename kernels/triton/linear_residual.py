@@ -115,7 +115,7 @@ def _product_kernel(
     weight_ptr,
     weight_stride,
     scales_ptr,
-    scales_stride,
+    SCALES_STRIDE: tl.constexpr,
     bias_ptr,
     residual_ptr,
     residual_stride,
@@ -137,7 +137,7 @@ def _product_kernel(
         return
     rows, sums = tile_product(
         x_ptr, x_stride, count, None, 0.0,
-        weight_ptr, weight_stride, scales_ptr, scales_stride, valid_outputs,
+        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, valid_outputs,
         K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first,
     )  # fmt: skip
     _add(sums, rows, outputs, count, bias_ptr, residual_ptr, residual_stride, N)

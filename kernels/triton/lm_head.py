@@ -190,7 +190,7 @@ def launches(
 
 @triton.jit
 def _logits(
-    x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, scales_stride,
+    x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE,
     K: tl.constexpr, V: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
     STAGES: tl.constexpr,
@@ -199,7 +199,7 @@ def _logits(
     tokens = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows, sums = tile_product(
         x_ptr, x_stride, count, norm_ptr, eps,
-        weight_ptr, weight_stride, scales_ptr, scales_stride, tl.minimum(tokens, V - 1),
+        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, tl.minimum(tokens, V - 1),
         K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES,
     )  # fmt: skip
     return rows, tokens, sums
@@ -214,7 +214,7 @@ def _logits_kernel(
     weight_ptr,
     weight_stride,
     scales_ptr,
-    scales_stride,
+    SCALES_STRIDE: tl.constexpr,
     logits_ptr,
     num_rows_ptr,
     total_rows,
@@ -230,7 +230,7 @@ def _logits_kernel(
     if tl.program_id(0) * BLOCK_T >= count:
         return
     rows, tokens, sums = _logits(
-        x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, scales_stride,
+        x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE,
         K, V, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES,
     )  # fmt: skip
     pointers = logits_ptr + rows.to(tl.int64)[:, None] * V + tokens[None, :]
@@ -246,7 +246,7 @@ def _choice_kernel(
     weight_ptr,
     weight_stride,
     scales_ptr,
-    scales_stride,
+    SCALES_STRIDE: tl.constexpr,
     num_rows_ptr,
     total_rows,
     temperature_ptr,
@@ -268,7 +268,7 @@ def _choice_kernel(
     if tl.program_id(0) * BLOCK_T >= count:
         return
     rows, tokens, sums = _logits(
-        x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, scales_stride,
+        x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE,
         K, V, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES,
     )  # fmt: skip
     # Clamped outputs beyond V repeat the last logit, so they are given its token too.

@@ -6,7 +6,8 @@ rows use `tl.dot`. Masks along rows and outputs are avoided: indices are clamped
 
 What a tile of weights holds follows from its pointer: int8 or e4m3 values (`ByteWeight`), uint8 pairs of 4-bit values
 (`Int4Weight`), or floats. Quantized values become floats in registers (`small_values.py`); the scale of an output's
-bytes meets the finished sum, a group's int4 scale the sum over that group.
+bytes meets the finished sum, that of a group the sum over that group. `SCALES_STRIDE` tells these apart: it is 1 where
+bytes have a scale an output, and the number of groups, two at least, where they have several.
 
 More than `FEW_ROWS` rows a tile come without a norm, which others have applied and stored, and beside quantized weights
 in half precision in the order of `slots.py`: then a round of the loop is loads, small values that become floats, and
@@ -37,6 +38,12 @@ _GROUP: tl.constexpr = tl.constexpr(GROUP)
 def is_of_bytes(dtype):
     """Whether stored values of this type are the bytes of a `ByteWeight`."""
     return dtype in (tl.int8, tl.float8e4nv)
+
+
+@triton.constexpr_function
+def is_of_groups(dtype, scales_stride):
+    """Whether stored bytes have several scales an output."""
+    return is_of_bytes(dtype) and scales_stride > 1
 
 
 @triton.jit
@@ -85,7 +92,7 @@ def prologue(
 
 @triton.jit
 def tile_product(
-    x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, scales_stride, outputs,
+    x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, outputs,
     K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr = False, first=0, first_column=0, end=None,
@@ -95,7 +102,7 @@ def tile_product(
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     sums = product(
         x_ptr, x_stride, tl.minimum(rows, count - 1), norm_ptr, eps,
-        weight_ptr, weight_stride, scales_ptr, scales_stride, outputs,
+        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, outputs,
         K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first, first_column, end,
     )  # fmt: skip
     return rows, sums
@@ -111,7 +118,7 @@ def product(
     weight_ptr,
     weight_stride,
     scales_ptr,  # None for floats
-    scales_stride,
+    SCALES_STRIDE: tl.constexpr,
     outputs,  # [BLOCK_N] valid weight rows, in any order
     K: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -128,29 +135,30 @@ def product(
     weight_rows = weight_ptr + outputs.to(tl.int64) * weight_stride
     scale_rows = scales_ptr
     if scales_ptr is not None:
-        scale_rows = scales_ptr + outputs.to(tl.int64) * scales_stride
+        scale_rows = scales_ptr + outputs.to(tl.int64) * SCALES_STRIDE
     x_rows = x_ptr + rows.to(tl.int64) * x_stride
     if end is None:
         end = K
     if BLOCK_T == 1:
         sums = _sum_product(
-            x_rows, norm_ptr, eps, weight_rows, PDL, first, begin, end, K, BLOCK_N, BLOCK_K, STAGES
+            x_rows, norm_ptr, eps, weight_rows, scale_rows, SCALES_STRIDE, PDL, first, begin, end,
+            K, BLOCK_N, BLOCK_K, STAGES,
         )  # fmt: skip
     else:
         IS_SMALL: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth == 8
         IS_HALF: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
         sums = _dot_product(
-            x_rows, norm_ptr, eps, weight_rows, scale_rows, PDL, first, begin, end,
+            x_rows, norm_ptr, eps, weight_rows, scale_rows, SCALES_STRIDE, PDL, first, begin, end,
             K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, BLOCK_T > FEW_ROWS and IS_SMALL and IS_HALF,
         )  # fmt: skip
-    if is_of_bytes(weight_rows.dtype.element_ty):
+    if is_of_bytes(weight_rows.dtype.element_ty) and not is_of_groups(weight_rows.dtype.element_ty, SCALES_STRIDE):
         sums *= tl.load(scale_rows)[None, :]
     return sums
 
 
 @triton.jit
 def _sum_product(
-    x_row, norm_ptr, eps, weight_rows, PDL: tl.constexpr, first, begin, end,
+    x_row, norm_ptr, eps, weight_rows, scale_rows, SCALES_STRIDE: tl.constexpr, PDL: tl.constexpr, first, begin, end,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """[1, BLOCK_N]: one row, on the ordinary cores; sums are taken across threads only once, at the end."""
@@ -160,7 +168,7 @@ def _sum_product(
     squares = tl.zeros((1, BLOCK_K // EACH), tl.float32)
     if PDL:
         sums, squares = _sum_step(
-            sums, squares, first, x_row, norm_ptr, begin, K, BLOCK_N, BLOCK_K
+            sums, squares, first, x_row, norm_ptr, scale_rows, SCALES_STRIDE, begin, K, BLOCK_N, BLOCK_K
         )  # fmt: skip
         begin += BLOCK_K
     # A launch's stages pipeline only loads that a product of tensor cores reads. A loop's own pipeline all: then
@@ -169,7 +177,7 @@ def _sum_product(
     for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         weight = _load_weights(weight_rows, start, K, BLOCK_K)
         sums, squares = _sum_step(
-            sums, squares, weight, x_row, norm_ptr, start, K, BLOCK_N, BLOCK_K
+            sums, squares, weight, x_row, norm_ptr, scale_rows, SCALES_STRIDE, start, K, BLOCK_N, BLOCK_K
         )  # fmt: skip
     total = tl.sum(sums, 1)[None, :]
     if norm_ptr is not None:
@@ -179,7 +187,7 @@ def _sum_product(
 
 @triton.jit
 def _sum_step(
-    sums, squares, weight, x_row, norm_ptr, start,
+    sums, squares, weight, x_row, norm_ptr, scale_rows, SCALES_STRIDE: tl.constexpr, start,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Add the columns [start, start + BLOCK_K) to both sums."""
@@ -189,11 +197,17 @@ def _sum_step(
         # loaded in the order of each.
         THREADS: tl.constexpr = BLOCK_K // 16
         halves = tl.split(tl.trans(tl.reshape(weight, (BLOCK_N, THREADS, 2, 8)), (0, 1, 3, 2)))
+        if is_of_groups(weight.dtype, SCALES_STRIDE):
+            groups = (start + tl.arange(0, THREADS) * 16) // _GROUP  # beyond the last one weights are 0
+            group_scales = tl.load(scale_rows[:, None] + tl.minimum(groups, SCALES_STRIDE - 1)[None, :])
         for half in tl.static_range(2):
             nth = tl.arange(0, THREADS * 8)[None, :]
             columns = start + nth // 8 * 16 + half * 8 + nth % 8
             x, squares = _load_row(x_row, norm_ptr, squares, columns, K, THREADS, 8, BLOCK_K)
-            sums += tl.sum(byte_values(halves[half], tl.float32) * x, 2)
+            part = tl.sum(byte_values(halves[half], tl.float32) * x, 2)
+            if is_of_groups(weight.dtype, SCALES_STRIDE):
+                part *= group_scales
+            sums += part
     else:
         EACH: tl.constexpr = 128 // weight.dtype.primitive_bitwidth
         columns = start + tl.arange(0, BLOCK_K)[None, :]
@@ -216,7 +230,7 @@ def _load_row(
 
 @triton.jit
 def _dot_product(
-    x_rows, norm_ptr, eps, weight_rows, scale_rows, PDL: tl.constexpr, first, begin, end,
+    x_rows, norm_ptr, eps, weight_rows, scale_rows, SCALES_STRIDE: tl.constexpr, PDL: tl.constexpr, first, begin, end,
     K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
     STAGES: tl.constexpr, ARRANGED: tl.constexpr,
 ):  # fmt: skip
@@ -248,17 +262,19 @@ def _dot_product(
             if column > 0:
                 weight = _load_weights(weight_rows, begin + column, K, STEP)
             sums, squares = _dot_step(
-                sums, squares, weight, x_rows, norm_ptr, scale, scale_rows, begin + column, K, STEP,
+                sums, squares, weight, x_rows, norm_ptr, scale, scale_rows, SCALES_STRIDE, begin + column, K, STEP,
                 WEIGHTS_FIRST, SCALE_FIRST, ARRANGED,
             )  # fmt: skip
         begin += BLOCK_K
-    # Of int4 no product reads the loads themselves, but both halves of their bytes: the launch's stages pass them by.
-    LOOP_STAGES: tl.constexpr = STAGES if weight_rows.dtype.element_ty == tl.uint8 else None
+    # Of int4 no product reads the loads themselves, but both halves of their bytes, and none reads scales of groups:
+    # a launch's stages pass these by.
+    IS_INT4: tl.constexpr = weight_rows.dtype.element_ty == tl.uint8
+    LOOP_STAGES: tl.constexpr = STAGES if IS_INT4 or is_of_groups(weight_rows.dtype.element_ty, SCALES_STRIDE) else None
     for start in tl.range(begin, end, BLOCK_K, num_stages=LOOP_STAGES):
         for column in tl.static_range(0, BLOCK_K, STEP):
             weight = _load_weights(weight_rows, start + column, K, STEP)
             sums, squares = _dot_step(
-                sums, squares, weight, x_rows, norm_ptr, scale, scale_rows, start + column, K, STEP,
+                sums, squares, weight, x_rows, norm_ptr, scale, scale_rows, SCALES_STRIDE, start + column, K, STEP,
                 WEIGHTS_FIRST, SCALE_FIRST, ARRANGED,
             )  # fmt: skip
     if WEIGHTS_FIRST:
@@ -270,7 +286,7 @@ def _dot_product(
 
 @triton.jit
 def _dot_step(
-    sums, squares, weight, x_rows, norm_ptr, scale, scale_rows, start,
+    sums, squares, weight, x_rows, norm_ptr, scale, scale_rows, SCALES_STRIDE: tl.constexpr, start,
     K: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, SCALE_FIRST: tl.constexpr,
     ARRANGED: tl.constexpr,
 ):  # fmt: skip
@@ -288,10 +304,14 @@ def _dot_step(
         columns += BLOCK_K // 2
         x, squares = _load_rows(x_rows, norm_ptr, scale, squares, columns, WIDTH, BLOCK_K, SCALE_FIRST)
         group_sums = _dot(high, x, group_sums, WEIGHTS_FIRST)
-        if WEIGHTS_FIRST:
-            sums += group_sums * group_scales[:, None]
-        else:
-            sums += group_sums * group_scales[None, :]
+        sums += _scaled(group_sums, group_scales, WEIGHTS_FIRST)
+    elif is_of_groups(weight.dtype, SCALES_STRIDE):
+        tl.static_assert(_GROUP % BLOCK_K == 0, "a step lies in one group")
+        group_scales = tl.load(scale_rows + start // _GROUP)
+        columns = start + tl.arange(0, BLOCK_K)[None, :]
+        x, squares = _load_rows(x_rows, norm_ptr, scale, squares, columns, WIDTH, BLOCK_K, SCALE_FIRST)
+        group_sums = _dot(byte_values(weight, x.dtype), x, tl.zeros_like(sums), WEIGHTS_FIRST)
+        sums += _scaled(group_sums, group_scales, WEIGHTS_FIRST)
     else:
         columns = start + tl.arange(0, BLOCK_K)[None, :]
         x, squares = _load_rows(x_rows, norm_ptr, scale, squares, columns, WIDTH, BLOCK_K, SCALE_FIRST)
@@ -299,6 +319,15 @@ def _dot_step(
             weight = byte_values(weight, x.dtype)
         sums = _dot(weight, x, sums, WEIGHTS_FIRST)
     return sums, squares
+
+
+@triton.jit
+def _scaled(sums, scales, WEIGHTS_FIRST: tl.constexpr):
+    """Sums of each output times its scale."""
+    if WEIGHTS_FIRST:
+        return sums * scales[:, None]
+    else:  # noqa: RET505
+        return sums * scales[None, :]
 
 
 @triton.jit

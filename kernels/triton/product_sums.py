@@ -51,7 +51,7 @@ def _sums_kernel(
     weight_ptr,
     weight_stride,
     scales_ptr,
-    scales_stride,
+    SCALES_STRIDE: tl.constexpr,
     sums_ptr,
     num_rows_ptr,
     total_rows,
@@ -74,7 +74,7 @@ def _sums_kernel(
         return
     rows, sums = tile_product(
         x_ptr, x_stride, count, norm_ptr, eps,
-        weight_ptr, weight_stride, scales_ptr, scales_stride, valid_outputs,
+        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, valid_outputs,
         K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first, column, tl.minimum(column + PART_K, K),
     )  # fmt: skip
     pointers = sums_ptr + (part * total_rows + rows).to(tl.int64)[:, None] * N + outputs[None, :]

@@ -143,7 +143,7 @@ def _few_rows_tile(rows: int, weight: Weight, dtype: torch.dtype, may_split: boo
         step, stages = 128, 6
         if rows > 8 and outputs >= 64 * MIN_PROGRAMS:
             block_outputs = 64
-        elif rows > 8 and not may_split and columns % 256 == 0 and not launches.PROGRAMMATIC:
+        elif rows > 8 and not (may_split or weight.has_groups or columns % 256 or launches.PROGRAMMATIC):
             step, stages = 256, 4  # so few programs have too little under way with shorter rounds
         return Tile(block_rows, block_outputs, step, max(1, min(2, block_outputs // 16)), stages, True)
     step = 2 * GROUP if columns % (2 * GROUP) == 0 else GROUP
@@ -229,7 +229,7 @@ def product_launch(
         {"options": {"maxnreg": 168}, "programmatic_options": {"maxnreg": 200}} if tile.warps == 2 else {}
     )
     if tile.rows == 1 and isinstance(weight, Fp8Weight):  # as above, and four programs have room
-        limits = {"options": {"maxnreg": 112}}
+        limits = {"options": {"maxnreg": 128 if weight.has_groups else 112}}
     # Beside 128 rows small weights wait for tensor cores, and for becoming floats.
     streams = tile.rows <= 64 or isinstance(weight, Tensor)
     return Launch(kernel, grid, arguments, tile.warps, tile.stages, **limits, streams=streams)
@@ -240,14 +240,14 @@ def weight_arguments(weight: Weight) -> dict[str, object]:
     if isinstance(weight, Tensor):
         stored, scales = weight, None
     elif isinstance(weight, ByteWeight):
-        stored, scales = weight.values, weight.scales
+        stored, scales = weight.values, weight.scales  # of one group, [N, 1], they lie as those of rows do
     else:
         stored, scales = weight.packed, weight.scales
     return {
         "weight_ptr": stored,
         "weight_stride": stored.stride(0),
         "scales_ptr": scales,
-        "scales_stride": 0 if scales is None else scales.stride(0),
+        "SCALES_STRIDE": 0 if scales is None else scales.stride(0),
     }
 
 

@@ -144,7 +144,7 @@ def _product_kernel(
     weight_ptr,
     weight_stride,
     scales_ptr,
-    scales_stride,
+    SCALES_STRIDE: tl.constexpr,
     bias_ptr,
     rotations_ptr,
     rotations_stride,
@@ -176,7 +176,7 @@ def _product_kernel(
         return
     rows, sums = tile_product(
         x_ptr, x_stride, count, norm_ptr, eps,
-        weight_ptr, weight_stride, scales_ptr, scales_stride, valid_outputs,
+        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, valid_outputs,
         K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first,
     )  # fmt: skip
     if bias_ptr is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from d3engine.kernels.quantized import GROUP, Weight
 from d3engine.kernels.triton.launches import QUANTIZED, Launch, ModelShape, meta, meta_weight
-from d3engine.kernels.triton.product_kernels import is_of_bytes, wait_for_previous
+from d3engine.kernels.triton.product_kernels import is_of_bytes, is_of_groups, wait_for_previous
 from d3engine.kernels.triton.products import need_unit_stride, weight_arguments
 from d3engine.kernels.triton.small_values import byte_values, int4_values
 
@@ -47,7 +47,7 @@ def _unpack_kernel(
     weight_ptr,
     weight_stride,
     scales_ptr,
-    scales_stride,
+    SCALES_STRIDE: tl.constexpr,
     out_ptr,
     K: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -57,12 +57,15 @@ def _unpack_kernel(
     output = tl.program_id(0).to(tl.int64)
     groups = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)[:, None]
     weight_ptr += output * weight_stride
-    scales_ptr += output * scales_stride
+    scales_ptr += output * SCALES_STRIDE
     out_ptr += output * K
     if is_of_bytes(weight_ptr.dtype.element_ty):
         columns = groups * _GROUP + tl.arange(0, _GROUP)[None, :]
         stored = tl.load(weight_ptr + columns, mask=columns < K, other=0.0, eviction_policy="evict_first")
-        values = byte_values(stored, tl.float32) * tl.load(scales_ptr)
+        scales = tl.load(scales_ptr)
+        if is_of_groups(weight_ptr.dtype.element_ty, SCALES_STRIDE):
+            scales = tl.load(scales_ptr + groups, mask=groups * _GROUP < K, other=0.0)
+        values = byte_values(stored, tl.float32) * scales
         tl.store(out_ptr + columns, values.to(out_ptr.dtype.element_ty), mask=columns < K)
     else:
         nth = tl.arange(0, _GROUP // 2)[None, :]

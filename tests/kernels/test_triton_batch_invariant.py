@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from quantized_weights import fp8_of_groups
 from torch import Tensor
 
 import d3engine.kernels.triton as any_kernels
@@ -28,7 +29,13 @@ from d3engine.plan import Chosen, Plan
 paged_attention: Any = importlib.import_module("d3engine.kernels.triton.paged_attention")
 
 HEADS, KV_HEADS, CHANNELS, HIDDEN, VOCABULARY, BLOCK = 4, 2, 16, 128, 70, 4
-WEIGHTS = {"floats": lambda matrix: matrix, "int8": quantize_int8, "int4": quantize_int4, "fp8": quantize_fp8}
+WEIGHTS = {
+    "floats": lambda matrix: matrix,
+    "int8": quantize_int8,
+    "int4": quantize_int4,
+    "fp8": quantize_fp8,
+    "fp8 groups": fp8_of_groups,
+}
 
 
 @pytest.fixture(autouse=True)

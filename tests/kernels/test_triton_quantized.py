@@ -24,7 +24,7 @@ EPS = 1e-5
 LIMITS = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 1e-2}
 MATMUL_ROWS = 42
 ROWS = [1, 5, 40, 43]  # one for each path, the last for torch.matmul on an unpacked matrix
-KINDS = ["int8", "fp8", "int4"]
+KINDS = ["int8", "fp8", "fp8_groups", "int4"]
 
 Randn = Callable[..., Tensor]
 
@@ -59,14 +59,17 @@ def random_weight(kind: str, outputs: int, columns: int, device: torch.device) -
         scales = torch.rand(outputs, generator=generator) * 0.01 + 0.001
         exact = values.double() * scales.double()[:, None]
         return Int8Weight(values.to(device), scales.to(device)), exact.to(device)
-    if kind == "fp8":
+    if kind.startswith("fp8"):
         numbers = torch.randint(0, 127, (outputs, columns), generator=generator, dtype=torch.uint8)  # 127 is NaN
         numbers += 128 * torch.randint(0, 2, (outputs, columns), generator=generator, dtype=torch.uint8)
         numbers[:, 0], numbers[:, -1], numbers[:, 1] = 126, 254, 1  # the largest, its negative, the least
         exponents, mantissas = numbers.double().remainder(128).div(8, rounding_mode="floor"), numbers.double() % 8
         sizes = torch.where(exponents == 0, mantissas * 2.0**-9, (8 + mantissas) * 2.0 ** (exponents - 10))
-        scales = torch.rand(outputs, generator=generator) * 0.01 + 0.001
-        exact = torch.where(numbers < 128, sizes, -sizes) * scales.double()[:, None]
+        groups = -(-columns // GROUP) if kind == "fp8_groups" else 1
+        scales = torch.rand(outputs, groups, generator=generator) * 0.01 + 0.001
+        spread = scales.double().repeat_interleave(GROUP if groups > 1 else columns, dim=1)[:, :columns]
+        exact = torch.where(numbers < 128, sizes, -sizes) * spread
+        scales = scales if kind == "fp8_groups" else scales[:, 0].contiguous()
         return Fp8Weight(numbers.view(torch.float8_e4m3fn).to(device), scales.to(device)), exact.to(device)
     groups = -(-columns // GROUP)
     values = torch.randint(-8, 8, (outputs, groups * GROUP), generator=generator)

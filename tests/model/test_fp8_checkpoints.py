@@ -39,7 +39,7 @@ def checkpoint_of(tiny_llama: MakeTiny, tmp_path: Path) -> MakeCheckpoint:
     """A directory as one publisher writes it, and transformers' model of the floats that it stands for."""
 
     def make(name: str) -> tuple[Path, LlamaForCausalLM]:
-        source = tiny_llama().directory
+        source = tiny_llama(**(SIZES if "128" in name else {})).directory
         directory = tmp_path / "published"
         meant = publish(source, directory, PUBLISHED[name])
         model = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -74,23 +74,31 @@ def test_the_floats_are_those_that_transformers_reads_from_the_same_files(
             torch.testing.assert_close(checkpoint.read(tensor).float(), wanted[tensor].float(), rtol=0, atol=0)
 
 
-def of_blocks(name: str) -> bool:
-    return PUBLISHED[name].shares == "block"
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 8, "head_dim": 32}
+"""Of a model whose matrices have whole groups of 128 columns; others have one that is not full."""
+
+
+def scheme_of(name: str) -> str | None:
+    if PUBLISHED[name].shares != "block":
+        return "fp8"
+    return "fp8_groups" if PUBLISHED[name].block[1] == 128 else None
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_rows_with_scales_stay_8_bits_and_blocks_become_floats(checkpoint_of: MakeCheckpoint, name: str) -> None:
+def test_rows_with_scales_and_blocks_of_128_columns_stay_8_bits_and_others_become_floats(
+    checkpoint_of: MakeCheckpoint, name: str
+) -> None:
     directory, model = checkpoint_of(name)
     meant = model.state_dict()
     stored = load_file(directory / "model.safetensors")
     config = ModelConfig.from_directory(directory)
-    assert config.quantization == (None if of_blocks(name) else "fp8")
+    assert config.quantization == scheme_of(name)
     weights = load_weights(directory, config, dtype=torch.float32, device="cpu")
     assert torch.equal(wide(weights.lm_head), meant["lm_head.weight"])
     for index, layer in enumerate(weights.layers):
         module = f"model.layers.{index}.mlp.down_proj.weight"
         assert torch.equal(wide(layer.down), meant[module])
-        assert isinstance(layer.down, Tensor if of_blocks(name) else Fp8Weight)
+        assert isinstance(layer.down, Fp8Weight if scheme_of(name) else Tensor)
         if isinstance(layer.down, Fp8Weight):
             assert torch.equal(layer.down.values.view(torch.uint8), stored[module].view(torch.uint8))
         stacked = [meant[f"model.layers.{index}.mlp.{part}_proj.weight"] for part in ("gate", "up")]
@@ -130,7 +138,7 @@ def test_where_a_layer_was_left_in_floats_all_are_floats(tiny_llama: MakeTiny, t
         assert engine.generate([[1, 2]], SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
 
 
-@pytest.mark.parametrize("name", ["a scale a row", "a scale a matrix", "Qwen"])
+@pytest.mark.parametrize("name", ["a scale a row", "a scale a matrix", "Qwen", "blocks of 128 columns"])
 def test_a_row_and_a_ranks_part_are_of_the_same_floats(checkpoint_of: MakeCheckpoint, name: str) -> None:
     directory, model = checkpoint_of(name)
     config = ModelConfig.from_directory(directory)

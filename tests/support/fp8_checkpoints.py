@@ -72,6 +72,20 @@ PUBLISHED: dict[str, Published] = {
         (32, 36),
         scale_name="weight_scale_inv",
     ),
+    "blocks of 128 columns": Published(
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [24, 128]},
+        "block",
+        (24, 128),
+        scale_name="weight_scale_inv",
+        scale_dtype=torch.bfloat16,
+    ),
+    "blocks wider than a matrix": Published(
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 128]},
+        "block",
+        (32, 128),
+        scale_name="weight_scale_inv",
+    ),
+    "equal blocks of 128 columns": Published(_compressed("block"), "block", (16, 128)),
     "Meta": Published({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, others=("input_scale_ub",)),
     "NVIDIA, the head too": Published(
         {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},

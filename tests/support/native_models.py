@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from quantized_weights import fp8_of_groups
 from torch import Tensor
 
 from d3engine.kernels import reference
@@ -22,6 +23,7 @@ FORMS = {
     "bfloat16": lambda matrix: matrix.bfloat16(),
     "int8": quantize_int8,
     "fp8": quantize_fp8,
+    "fp8 groups": fp8_of_groups,
     "int4": quantize_int4,
 }
 

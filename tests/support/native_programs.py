@@ -81,5 +81,5 @@ def run(command: Sequence[str], environment: Mapping[str, str] | None = None) ->
     )
     assert done.returncode == 0, (done.returncode, done.stderr)
     *isas, cases = done.stdout.split()
-    assert int(cases) == 20
+    assert int(cases) == 24
     return isas

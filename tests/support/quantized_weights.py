@@ -12,6 +12,8 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from d3engine.cli.weights import app
+from d3engine.kernels.kv_pool import FP8
+from d3engine.kernels.quantized import GROUP, Fp8Weight, quantize_fp8
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, load_weights
 
@@ -30,6 +32,13 @@ MakeTiny = Callable[..., TinyLlama]
 def random_matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(rows * columns)
     return (torch.randn(rows, columns, generator=generator) * torch.rand(rows, 1, generator=generator)).to(dtype)
+
+
+def fp8_of_groups(matrix: Tensor) -> Fp8Weight:
+    """A matrix whose groups of 128 columns have scales of their own."""
+    parts = [quantize_fp8(part.contiguous()) for part in matrix.split(GROUP, dim=1)]
+    values = torch.cat([part.values.view(torch.uint8) for part in parts], dim=1).view(FP8)
+    return Fp8Weight(values, torch.stack([part.scales for part in parts], dim=1))
 
 
 def load(directory: Path) -> LlamaWeights:

@@ -41,7 +41,7 @@ struct Matrix {
 
     Matrix(int kind, int rows, int columns, bool with_bias) {
         const int groups = (columns + 127) / 128;
-        const int of_kind[] = {columns * 4, columns * 2, columns, columns, groups * 64};
+        const int of_kind[] = {columns * 4, columns * 2, columns, columns, columns, groups * 64};
         const size_t row = of_kind[kind];
         values.reset(new char[rows * row]);
         std::vector<float> wide = floats(size_t(rows) * columns);
@@ -49,11 +49,12 @@ struct Matrix {
             // The upper bytes of small floats, or any bytes at all where these are whole numbers.
             if (kind == D3_FLOAT32) values[i] = reinterpret_cast<char*>(wide.data())[i];
             else if (kind == D3_BFLOAT16) values[i] = reinterpret_cast<char*>(wide.data())[i / 2 * 4 + 2 + i % 2];
-            else if (kind == D3_FP8) values[i] = any_e4m3();
+            else if (kind == D3_FP8 || kind == D3_FP8_GROUPS) values[i] = any_e4m3();
             else values[i] = char(numbers());
         }
         if (kind == D3_INT8) scales = floats(rows, 0.01f);
         if (kind == D3_FP8) scales = floats(rows, 0.003f);
+        if (kind == D3_FP8_GROUPS) scales = floats(size_t(rows) * groups, 0.003f);
         if (kind == D3_INT4) scales = floats(size_t(rows) * groups, 0.1f);
         if (with_bias) bias = floats(rows);
         view = {kind, rows, columns, values.get(), data_or_null(scales), data_or_null(bias)};
