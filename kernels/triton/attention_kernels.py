@@ -72,11 +72,12 @@ def _attend_tiles(
         decay = tl.exp2(peak - new_peak)
         weights = tl.exp2(scores * scale[:, None] - new_peak[:, None])
         total = total * decay + tl.sum(weights, 1)
+        if scales is not None:
+            weights *= load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, MASKED, True)[None, :]
         values = load_tile(
             pool, blocks, start, end, KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, MASKED, True
         )
         if scales is not None:
-            weights *= load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, MASKED, True)[None, :]
             values = fp8_values(values, queries.dtype)
         values = values.to(queries.dtype)
         attended = tl.dot(weights.to(values.dtype), values, attended * decay[:, None], input_precision="ieee")
