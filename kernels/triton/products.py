@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from d3engine.kernels.kv_pool import FP8_CAPABILITY
 from d3engine.kernels.quantized import GROUP, ByteWeight, Fp8Weight, Int4Weight, Weight
 from d3engine.kernels.triton import launches
 from d3engine.kernels.triton.launches import Launch
@@ -232,7 +233,13 @@ def product_launch(
         limits = {"options": {"maxnreg": 128 if weight.has_groups else 112}}
     # Beside 128 rows small weights wait for tensor cores, and for becoming floats.
     streams = tile.rows <= 64 or isinstance(weight, Tensor)
-    return Launch(kernel, grid, arguments, tile.warps, tile.stages, **limits, streams=streams)
+    least = least_capability(weight)
+    return Launch(kernel, grid, arguments, tile.warps, tile.stages, **limits, least_capability=least, streams=streams)
+
+
+def least_capability(weight: Weight) -> int:
+    """The first compute capability that reads such a matrix, without the point; 0 for any."""
+    return FP8_CAPABILITY if isinstance(weight, Fp8Weight) else 0
 
 
 def weight_arguments(weight: Weight) -> dict[str, object]:

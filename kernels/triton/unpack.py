@@ -12,7 +12,7 @@ from torch import Tensor
 from d3engine.kernels.quantized import GROUP, Weight
 from d3engine.kernels.triton.launches import QUANTIZED, Launch, ModelShape, meta, meta_weight
 from d3engine.kernels.triton.product_kernels import is_of_bytes, is_of_groups, wait_for_previous
-from d3engine.kernels.triton.products import need_unit_stride, weight_arguments
+from d3engine.kernels.triton.products import least_capability, need_unit_stride, weight_arguments
 from d3engine.kernels.triton.small_values import byte_values, int4_values
 
 _GROUP: tl.constexpr = tl.constexpr(GROUP)
@@ -32,7 +32,8 @@ def unpack_launch(weight: Weight, out: Tensor) -> Launch:
     """`out` [N, K], contiguous, is written; 16 stored bytes a thread."""
     outputs, columns = weight.shape
     arguments = {**weight_arguments(weight), "out_ptr": out, "K": columns, "BLOCK_G": 16}
-    return Launch(_unpack_kernel, (outputs, triton.cdiv(columns, 16 * GROUP)), arguments)
+    grid = (outputs, triton.cdiv(columns, 16 * GROUP))
+    return Launch(_unpack_kernel, grid, arguments, least_capability=least_capability(weight))
 
 
 def launches(shape: ModelShape, dtype: torch.dtype, weights: str) -> Iterator[tuple[str, Launch]]:
