@@ -7,8 +7,9 @@ in an answer. Intervals are of resampled texts, for positions of one text are no
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -28,6 +29,46 @@ RESAMPLES = 2000
 FIGURES = ("kl", "loss", "same")
 
 Floats: TypeAlias = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """Which model, how many texts of which kind, and how many tokens of each are judged at most.
+
+    Chats are the first prompts of `chat_prompts.txt`, GSM8K's are of the test split, without examples.
+    """
+
+    data: str
+    model: str = "smollm2"
+    gsm8k: int = 32
+    chats: int = 32
+    text_tokens: int = 64
+    alpha: float = 0.9
+    start: float = 0.9
+    batch: int = 32
+    threads: int = 1
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What a result says of them: of the data its name alone."""
+        return asdict(self) | {"data": Path(self.data).name, "resamples": RESAMPLES}
+
+
+def new_parser(name: str, about: str) -> argparse.ArgumentParser:
+    """What reads the settings from the command line of a benchmark of that name."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=about)
+    default = TextSettings(data="")
+    parser.add_argument("--data", required=True, help="a folder with gsm8k/train.jsonl and gsm8k/test.jsonl")
+    parser.add_argument("--model", default=default.model, help="a directory with float weights, or smollm2")
+    parser.add_argument("--gsm8k", type=int, default=default.gsm8k, help="worked answers of GSM8K")
+    parser.add_argument("--chats", type=int, default=default.chats, help="the model's own answers")
+    parser.add_argument("--text-tokens", type=int, default=default.text_tokens, help="judged of each at most")
+    parser.add_argument("--alpha", type=float, default=default.alpha, help="of D3")
+    parser.add_argument("--start", type=float, default=default.start, help="of D3")
+    parser.add_argument("--batch", type=int, default=default.batch, help="texts that are read at once")
+    parser.add_argument("--threads", type=int, default=default.threads, help="torch's")
+    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
+    return parser
 
 
 @dataclass(frozen=True)

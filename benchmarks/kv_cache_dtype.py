@@ -6,10 +6,9 @@ compares ways to choose the scales.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,13 +20,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.judged_texts import (
-    RESAMPLES,
     Text,
+    TextSettings,
     chat_texts,
     compared,
     figures,
     figures_in_words,
     gsm8k_texts,
+    new_parser,
     read,
 )
 from benchmarks.report import environment, tell
@@ -42,22 +42,9 @@ Rule: TypeAlias = Callable[[int, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Which model, how many texts of which kind, and how many tokens of each are judged at most.
+class Settings(TextSettings):
+    """Beside the texts that are judged: on how many others constant scales are found."""
 
-    Chats are the first prompts of `chat_prompts.txt`, GSM8K's are of the test split, without examples. Constant scales
-    are found on as many other texts.
-    """
-
-    data: str
-    model: str = "smollm2"
-    gsm8k: int = 32
-    chats: int = 32
-    text_tokens: int = 96
-    alpha: float = 0.9
-    start: float = 0.9
-    batch: int = 16
-    threads: int = 1
     calibration_texts: int = 4
 
 
@@ -160,7 +147,7 @@ def measure(settings: Settings, *, compare_rules: bool = False) -> dict[str, Any
     ]
     return {
         "benchmark": "kv_cache_dtype",
-        "settings": asdict(settings) | {"data": Path(settings.data).name, "resamples": RESAMPLES},
+        "settings": settings.kept,
         "bytes_a_token": bytes_a_token,
         "rows": rows,
     }
@@ -219,19 +206,8 @@ def show(report: dict[str, Any], console: Console) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kv_cache_dtype", description=__doc__.splitlines()[0])
-    default = Settings(data="")
-    parser.add_argument("--data", required=True, help="a folder with gsm8k/train.jsonl and gsm8k/test.jsonl")
-    parser.add_argument("--model", default=default.model, help="a directory with float weights, or smollm2")
-    parser.add_argument("--gsm8k", type=int, default=default.gsm8k, help="worked answers of GSM8K")
-    parser.add_argument("--chats", type=int, default=default.chats, help="the model's own answers")
-    parser.add_argument("--text-tokens", type=int, default=default.text_tokens, help="judged of each at most")
-    parser.add_argument("--alpha", type=float, default=default.alpha, help="of D3")
-    parser.add_argument("--start", type=float, default=default.start, help="of D3")
-    parser.add_argument("--batch", type=int, default=default.batch, help="texts that are read at once")
-    parser.add_argument("--threads", type=int, default=default.threads, help="torch's")
+    parser = new_parser("kv_cache_dtype", (__doc__ or "").splitlines()[0])
     parser.add_argument("--rules", action="store_true", help="compare ways to choose the scales instead")
-    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
     options = vars(parser.parse_args(arguments))
     compare_rules, file = options.pop("rules"), options.pop("json")
     report = measure(Settings(**options), compare_rules=compare_rules)

@@ -6,11 +6,9 @@ for, so that nothing differs but the weights. The LM head stays float, and with 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,16 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.judged_texts import RESAMPLES, chat_texts, compared, figures, figures_in_words, gsm8k_texts, read
+from benchmarks.judged_texts import (
+    TextSettings,
+    chat_texts,
+    compared,
+    figures,
+    figures_in_words,
+    gsm8k_texts,
+    new_parser,
+    read,
+)
 from benchmarks.report import environment, tell
 from d3engine import D3, Engine, FullDepth
 from d3engine.depth import DepthPolicy
@@ -33,21 +40,6 @@ from d3engine.model.weights import LlamaWeights, load_weights
 FLOATS = "float32"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Which model, how many texts of which kind, and how many tokens of each are judged at most."""
-
-    data: str
-    model: str = "smollm2"
-    gsm8k: int = 32
-    chats: int = 32
-    text_tokens: int = 64
-    alpha: float = 0.9
-    start: float = 0.9
-    batch: int = 32
-    threads: int = 1
-
-
 def stood_for(weights: LlamaWeights, scheme: str) -> LlamaWeights:
     """`weights` with each matrix of the layers as the float32 that it stands for once it is quantized."""
 
@@ -57,7 +49,7 @@ def stood_for(weights: LlamaWeights, scheme: str) -> LlamaWeights:
     return with_matrices(weights, rounded, lambda head: head)
 
 
-def measure(settings: Settings) -> dict[str, Any]:
+def measure(settings: TextSettings) -> dict[str, Any]:
     """Every scheme at full depth and under D3, beside the float weights."""
     torch.set_num_threads(settings.threads)
     directory = model_directory(settings.model)
@@ -91,12 +83,11 @@ def measure(settings: Settings) -> dict[str, Any]:
         }
         for (form, depth), found in sums.items()
     ]
-    kept = asdict(settings) | {"data": Path(settings.data).name, "resamples": RESAMPLES}
-    return {"benchmark": "weight_forms", "settings": kept, "rows": rows}
+    return {"benchmark": "weight_forms", "settings": settings.kept, "rows": rows}
 
 
 @contextmanager
-def _engine_over(weights: LlamaWeights, settings: Settings) -> Iterator[Engine]:
+def _engine_over(weights: LlamaWeights, settings: TextSettings) -> Iterator[Engine]:
     """What asks its sampler for each token: an engine without runs of steps."""
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory_bytes": 2**28}
     options |= {"enforce_eager": True, "enable_prefix_caching": False, "max_num_seqs": settings.batch}
@@ -120,23 +111,10 @@ def show(report: dict[str, Any], console: Console) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.weight_forms", description=(__doc__ or "").splitlines()[0]
-    )
-    default = Settings(data="")
-    parser.add_argument("--data", required=True, help="a folder with gsm8k/train.jsonl and gsm8k/test.jsonl")
-    parser.add_argument("--model", default=default.model, help="a directory with float weights, or smollm2")
-    parser.add_argument("--gsm8k", type=int, default=default.gsm8k, help="worked answers of GSM8K")
-    parser.add_argument("--chats", type=int, default=default.chats, help="the model's own answers")
-    parser.add_argument("--text-tokens", type=int, default=default.text_tokens, help="judged of each at most")
-    parser.add_argument("--alpha", type=float, default=default.alpha, help="of D3")
-    parser.add_argument("--start", type=float, default=default.start, help="of D3")
-    parser.add_argument("--batch", type=int, default=default.batch, help="texts that are read at once")
-    parser.add_argument("--threads", type=int, default=default.threads, help="torch's")
-    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
+    parser = new_parser("weight_forms", (__doc__ or "").splitlines()[0])
     options = vars(parser.parse_args(arguments))
     file = options.pop("json")
-    report = measure(Settings(**options))
+    report = measure(TextSettings(**options))
     report["environment"] = environment("benchmarks.weight_forms", arguments)
     tell(report, show, width=150, file=file)
     return 0
