@@ -17,6 +17,7 @@ from served_apps import GUARD, ServedApp, read_answer, read_to_the_end, request,
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from d3engine.errors import FailedError
 from d3engine.server import connections
@@ -230,6 +231,37 @@ def test_an_outlet_is_free_while_its_client_reads_and_only_then() -> None:
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")  # what was sent before the first piece
     assert answer.count(b"x" * 65536) == found["pieces"]
     assert answer.endswith(b"4\r\nlast\r\n0\r\n\r\n")
+
+
+REFUSED = {
+    "by its head": request("/echo", b"{}", Content_Type="text/plain"),
+    "by its length": request("/echo", b"", Content_Length="999999"),
+    "for want of a route": request("/nowhere", method="GET"),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+def test_a_request_that_was_refused_leaves_nothing_for_the_collector(refused: str) -> None:
+    app = GuardedApp(HASTY)
+
+    def num_left() -> int:
+        return sum(isinstance(there, RequestResponseCycle) for there in gc.get_objects())
+
+    with served(app.app, app.traffic, HASTY) as running:
+        gc.collect()
+        gc.disable()
+        try:
+            before = num_left()
+            for _ in range(5):
+                with running.connect() as client:
+                    client.sendall(REFUSED[refused])
+                    assert read_answer(client)[0] >= 400
+            with running.connect() as client:  # by whose answer the connections before it have ended
+                client.sendall(request("/hello", method="GET"))
+                assert read_answer(client)[0] == 200
+                assert num_left() <= before + 2
+        finally:
+            gc.enable()
 
 
 def test_a_stream_that_has_ended_leaves_nothing_for_the_collector() -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from d3engine.server.errors import as_request_error, error_response
+from d3engine.server.errors import RequestError, as_request_error, error_response
 
 _log = logging.getLogger(__name__)
 
@@ -86,10 +86,14 @@ class ErrorAnswers:
         try:
             await self.app(scope, receive, send)
         except Exception as error:
-            answer = as_request_error(error)
-            if exchange.status == CLIENT_LEFT:
-                exchange.code = answer.code
-                await error_response(answer, scope["path"])(scope, receive, send)
+            # Apart: an error that a variable of this call keeps would keep the call, and with it the connection.
+            await _answer(as_request_error(error), exchange, scope, receive, send)
+
+
+async def _answer(error: RequestError, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+    if exchange.status == CLIENT_LEFT:
+        exchange.code = error.code
+        await error_response(error, scope["path"])(scope, receive, send)
 
 
 def _request_id(scope: Scope) -> str:
