@@ -20,11 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-GROUP = 128
-"""Input channels that share a scale under int4."""
+from d3engine.kernels.kv_pool import FP8, LARGEST
 
-FP8_LARGEST = 448.0
-"""The largest finite float8_e4m3fn."""
+GROUP = 128
+"""Input channels that share the scale of a group."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,15 +174,15 @@ def quantize_fp8(matrix: Tensor) -> Fp8Weight:
     2**-10 scales where the number is below 2**-6 scales. A row of zeros has the scale 0. Raises as `quantize_int8`.
     """
     _check(matrix)
-    values = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn, device=matrix.device)
+    values = torch.empty(matrix.shape, dtype=FP8, device=matrix.device)
     scales = torch.empty(matrix.shape[0], dtype=torch.float32, device=matrix.device)
     for rows in _row_runs(matrix):
         wide = matrix[rows].float()
-        scales[rows] = wide.abs().amax(dim=1) / FP8_LARGEST
+        scales[rows] = wide.abs().amax(dim=1) / LARGEST
         steps = scales[rows, None]
         # A scale that is denormal has few bits, so that a quotient may be larger than the largest value.
-        quotients = torch.where(steps == 0, 0.0, wide / steps).clamp_(-FP8_LARGEST, FP8_LARGEST)
-        values[rows] = quotients.to(torch.float8_e4m3fn)
+        quotients = torch.where(steps == 0, 0.0, wide / steps).clamp_(-LARGEST, LARGEST)
+        values[rows] = quotients.to(FP8)
     return Fp8Weight(values, _finite(scales))
 
 

@@ -28,7 +28,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 FP8 = "F8_E4M3"
-"""Eight bits with scales beside them: `fp8_tensors.py` makes floats of them."""
+"""Eight bits with scales beside them, of which `fp8_tensors.py` knows."""
 _BYTES_PER_VALUE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, FP8: 1, "I8": 1, "U8": 1}
 
 

@@ -270,8 +270,8 @@ def head_forms(is_tied: bool) -> tuple[str, ...]:
 
 
 def _quantization(fields: Fields, is_tied: bool) -> tuple[str | None, str | None]:
-    """The schemes of our own quantization, of the matrices and of the LM head. 8-bit floats of others are read as
-    floats; any other method is refused by its name.
+    """The schemes of our own quantization, of the matrices and of the LM head. How 8-bit floats of others are held
+    follows from their files (`ModelFiles.scheme_of_others`); any other method is refused by its name.
 
     Directories from before there was a choice do not say what the head is: an own one is as the matrices, and one tied
     to the embedding float.

@@ -151,7 +151,7 @@ def product(
             x_rows, norm_ptr, eps, weight_rows, scale_rows, SCALES_STRIDE, PDL, first, begin, end,
             K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, BLOCK_T > FEW_ROWS and IS_SMALL and IS_HALF,
         )  # fmt: skip
-    if is_of_bytes(weight_rows.dtype.element_ty) and not is_of_groups(weight_rows.dtype.element_ty, SCALES_STRIDE):
+    if is_of_bytes(weight_rows.dtype.element_ty) and SCALES_STRIDE <= 1:
         sums *= tl.load(scale_rows)[None, :]
     return sums
 
