@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from batches import LAYERS, POLICIES, Request, assert_same, block_bytes, kv_is_back, run_together, some_requests
 from depth_oracle import ActiveLayers, d3, greedy_at_depth, layer_table
 from e4m3 import kept
 from tiny_models import TinyLlama, random_prompts, save_without_layer
+from torch import Tensor
 from transformers_oracle import assert_same_tokens
 
 from d3engine import D3, LLM, Engine, FullDepth, LayerTable, Lossless, SamplingParams, Speculative
@@ -43,14 +45,30 @@ def solo(eager: Callable[..., Engine]) -> Callable[[Request], Any]:
 
 
 @pytest.fixture
-def eager(make_engine: Callable[..., Engine]) -> Callable[..., Engine]:
-    """An engine that runs by PyTorch whatever its requests ask for. Elsewhere it depends on neighbours which steps the
-    native library takes, and another order of a sum may choose the next of 8-bit values."""
+def eager(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+    """An engine that runs by PyTorch whatever its requests ask for, with sums in float64, rounded once.
+
+    Another order of a sum may choose the next of 8-bit values. Elsewhere it depends on neighbours which steps the
+    native library takes; and on some machines so does the order of PyTorch's own float32 sums, by the number of rows.
+    """
+    for name in ("linear", "scaled_dot_product_attention", "silu"):
+        monkeypatch.setattr(F, name, _rounded_once(getattr(F, name)))
+    monkeypatch.setattr(
+        torch.Tensor, "addmm_", lambda out, x, matrix: out.copy_(_rounded_once(torch.addmm)(out, x, matrix))
+    )
 
     def make(**changes: Any) -> Engine:
         return make_engine(kv_cache_dtype="fp8", enforce_eager=True, **changes)
 
     return make
+
+
+def _rounded_once(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def of_doubles(x: Tensor, *others: Tensor | None, **options: Any) -> Tensor:
+        doubles = [None if other is None else other.double() for other in others]
+        return product(x.double(), *doubles, **options).to(x.dtype)
+
+    return of_doubles
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
