@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "fetching.h"
 #include "matrix.h"
 #include "rules.h"
 
@@ -28,6 +29,7 @@ D3Decoder::D3Decoder(const D3Model& model, const Kernels& kernels)
       group_(model.heads / model.kv_heads),
       q_size_(model.heads * model.head_dim),
       kv_size_(model.kv_heads * model.head_dim),
+      ahead_(bytes_fetched_ahead()),
       team_(model.num_threads),
       hidden_(model.max_rows, model.hidden),
       normed_(model.max_rows, model.hidden),
@@ -184,7 +186,7 @@ void D3Decoder::norm(const float* weight) {
 Product D3Decoder::product(const D3Matrix& matrix, const Rows& x) const {
     return {D3Kind(matrix.kind), matrix.columns, static_cast<const char*>(matrix.values), bytes_of_row(matrix),
             matrix.scales, (matrix.columns + SCALE_GROUP - 1) / SCALE_GROUP, x.row(0), x.stride(),
-            int32_t(active_.size()), nullptr, 0};
+            int32_t(active_.size()), nullptr, 0, ahead_};
 }
 
 // With its vectors in another form too, where this instruction set multiplies such a matrix by that.

@@ -145,6 +145,7 @@ private:
     const std::vector<D3Layer> layers_;
     const Kernels& kernels_;
     const int group_, q_size_, kv_size_;
+    const int64_t ahead_;
     Team team_;
     // `hidden_` has a row for each row of the run; the others for each of the rows in `active_`, in that order.
     Rows hidden_, normed_, projected_, queries_, attended_, gated_, inner_;

@@ -26,6 +26,7 @@ struct Product {
     int32_t batch;
     char* prepared;   // the same vectors as `prepare` has made them, or null
     int32_t at_once;  // so many of them
+    int64_t ahead;    // so many bytes ahead weights are fetched into the second cache, or 0
 };
 
 // Rows of one sequence at neighbouring positions: their query heads that share a key/value head, and where that head's
