@@ -279,14 +279,16 @@ class Engine(Chats, Facts):
             self._queue(prepared, request_id, prepared.params.output_kind)
             return request_id
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, *, at_once: bool = False) -> list[RequestOutput]:
         """Run one step for the whole batch; returns the requests that have grown or finished.
 
-        Outputs that waited are returned even if this step fails: then the next call raises `EngineDeadError`.
+        A device may have run ahead of its reader: with `at_once` all steps that are done by now are taken, and a
+        request may have an output for each of its tokens, in order. Outputs that waited are returned even if this step
+        fails: then the next call raises `EngineDeadError`.
         """
         with self._call() as interrupt:
             try:
-                self._advance()
+                self._advance(at_once=at_once)
             except EngineDeadError:
                 if not len(self._in_flight.delivery):
                     raise
@@ -349,7 +351,8 @@ class Engine(Chats, Facts):
             begun = time.monotonic()
             plan = self.scheduler.schedule()
             if plan is not None:
-                computed = self.executor.run(plan.taking_all() if at_once else plan)
+                plan.take_all_done(at_once)
+                computed = self.executor.run(plan)
                 plan = computed.carried_out(plan)
                 tokens = self.sampler(computed.logits, plan)
                 outputs = self.scheduler.update(plan, tokens, computed.depths)

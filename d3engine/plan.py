@@ -79,12 +79,14 @@ class Course:
     """What host and device know of each other in a run whose steps the host takes one by one, as they are made.
 
     `words` int32 [2] lie in memory that the device's own code may use as well, while the host does: whether no further
-    step is to begin, and how many have begun.
+    step is to begin, and how many have begun. `takes_all` says whether the host takes all steps that are done when it
+    comes, or the next one alone.
     """
 
-    __slots__ = ("words",)
+    __slots__ = ("takes_all", "words")
 
     def __init__(self) -> None:
+        self.takes_all = False
         self.words: npt.NDArray[np.int32] = np.zeros(2, np.int32)
 
     def end(self) -> None:
@@ -117,7 +119,6 @@ class RunAhead:
     course: Course | None = None  # of steps that the host takes one by one: the plan comes again for each of them
     bridges: tuple[str | None, ...] = ()  # [C] by whose maps each row crosses the layers that it leaves out; (): nobody
     cycles: bool = False
-    takes_all: bool = False  # with a course: the host takes all steps that are done by now, not the next one alone
     num_taken: int = 1  # with a course: steps that the host has taken
     num_passes: int = 1  # of cycles that the host has taken: the passes of their drafts and verifications
 
@@ -217,11 +218,10 @@ class Plan:
     def num_rows(self) -> int:
         return int(self.query_starts[-1])
 
-    def taking_all(self) -> Plan:
-        """The same, if of a run whose steps the host takes one by one it takes all that are done by now."""
-        if self.ahead is None or self.ahead.course is None:
-            return self
-        return replace(self, ahead=replace(self.ahead, takes_all=True))
+    def take_all_done(self, takes_all: bool) -> None:
+        """Say whether of a run that goes on by itself all steps that are done are taken, or the next one alone."""
+        if self.ahead is not None and self.ahead.course is not None:
+            self.ahead.course.takes_all = takes_all
 
     def ended_after(self, num_steps: int, num_passes: int | None = None) -> Plan:
         """The same, if so many of its steps were taken: its run was over since every answer was, or goes on.

@@ -58,25 +58,29 @@ def in_lockstep(engine: Any, load: Load) -> None:
 
 
 def by_steps(engine: Any, load: Load) -> None:
-    """Each stream for itself, by `add_request` and `step`."""
+    """Each stream for itself, by `add_request` and `step`, which takes what is done at once as a server's does."""
     ids = map(str, itertools.count())
     for _ in range(load.streams):
         engine.add_request(next(ids), load.prompts(), load.params)
     while engine.has_unfinished_requests():
-        for output in engine.step():
+        for output in engine.step(at_once=True):
             load.count(output)
             if output.finished and load.goes_on:
                 engine.add_request(next(ids), load.prompts(), load.params)
 
 
 def by_arrivals(engine: Any, load: Load) -> None:
-    """Requests come by the steps by which they came to a server, whatever the clock says."""
-    ids, arrivals = map(str, itertools.count()), iter(load.arrivals)
-    while (many := next(arrivals, None)) is not None or engine.has_unfinished_requests():
-        for _ in range(many or 0):
+    """Requests come by the steps by which they came to a server, whatever the clock says; those that came by steps
+    which are taken at once here come after these."""
+    ids, place, num_steps = map(str, itertools.count()), 0, 1
+    while place < len(load.arrivals) or engine.has_unfinished_requests():
+        for _ in range(sum(load.arrivals[place : place + num_steps])):
             engine.add_request(next(ids), load.prompts(), load.params)
-        for output in engine.step():
+        place += num_steps
+        before = engine.scheduler.counters.steps
+        for output in engine.step(at_once=True):
             load.count(output)
+        num_steps = max(1, engine.scheduler.counters.steps - before)
 
 
 async def by_tasks(engine: Any, load: Load) -> None:

@@ -1,7 +1,7 @@
 """`d3engine serve`, which tells by which steps its requests came, so that the engine alone can be given the same.
 
 The one idea: what an engine computes follows from its prompts and from the step by which each of them came, and from
-nothing else that a server does. The rest of what a server takes is its own.
+nothing else that a server does. The rest of what a server takes is its own. Steps that were taken at once count each.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Arrivals:
         """A request has come."""
         self._waiting += 1
 
-    def step(self) -> None:
-        """A step begins."""
-        self._by_step.append(self._waiting)
+    def took(self, steps: int) -> None:
+        """So many steps have been taken at once, since requests came."""
+        self._by_step += [self._waiting] + [0] * (steps - 1)
         self._waiting = 0
 
     def take(self) -> list[int]:
@@ -47,9 +47,11 @@ def record(arrivals: Arrivals) -> None:
         arrivals.add()
         return add(self, prepared)
 
-    def counted_step(self: Engine) -> list[RequestOutput]:
-        arrivals.step()
-        return step(self)
+    def counted_step(self: Engine, *, at_once: bool = False) -> list[RequestOutput]:
+        before = self.scheduler.counters.steps
+        outputs = step(self, at_once=at_once)
+        arrivals.took(max(1, self.scheduler.counters.steps - before))
+        return outputs
 
     engine: Any = Engine
     engine.add, engine.step = counted_add, counted_step

@@ -7,7 +7,8 @@ the garbage collector all lead to the same place, and what has not finished by t
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Self
 
 from d3engine.async_engine.slots import Slot, Waker
@@ -28,6 +29,7 @@ class _Reading:
     def __init__(self, switchboard: Switchboard) -> None:
         self._switchboard = switchboard
         self._slot: Slot | None = None
+        self._next: deque[RequestOutput] = deque()
         self._is_over = False
         self._reading = threading.Lock()
 
@@ -41,8 +43,14 @@ class _Reading:
             raise _LeftError  # while the prompt was read
         return self._switchboard.begin(prepared, waker)
 
+    def _shown(self, output: RequestOutput) -> RequestOutput:
+        if output.finished:
+            self._leave()
+        return output
+
     def _leave(self) -> None:
         self._is_over = True
+        self._next.clear()
         if self._slot is not None:
             self._switchboard.leave(self._slot.key)
 
@@ -74,13 +82,19 @@ class AsyncAnswer(_Reading):
         self._waker: LoopWaker | None = None
         self._tap: Tap | None = None
 
-    def tap(self, take: Callable[[RequestOutput], bool]) -> None:
-        """Show each output to `take` first, which the event loop calls as soon as it is there.
+    def tap(self, take: Callable[[Sequence[RequestOutput]], int]) -> None:
+        """Show outputs to `take` first, which the event loop calls as soon as they are there.
 
-        What it returns True for is done with. The rest is for whoever awaits the next output, and so is the last one,
-        and every output that was there before he began to. What `take` raises ends the request, and is raised to him.
+        It gets those that have come at once, one or more, and says how many of the first it takes: these are done with.
+        The rest is for whoever awaits the next output, and so is the last one, and every output that was there before
+        he began to. What `take` raises ends the request, and is raised to him.
         """
-        self._tap = lambda output: not output.finished and take(output)
+
+        def all_but_last(outputs: Sequence[RequestOutput]) -> int:
+            shown = outputs[:-1] if outputs[-1].finished else outputs
+            return take(shown) if shown else 0
+
+        self._tap = all_but_last
 
     def __aiter__(self) -> Self:
         return self
@@ -94,7 +108,9 @@ class AsyncAnswer(_Reading):
                 prepared = await self._prepare()
                 self._waker = self._find_waker()
                 self._slot = self._begin(prepared, self._waker)
-            output: RequestOutput = await self._waker.take(self._slot, self._tap)
+            if not self._next:
+                self._next.extend(await self._waker.take(self._slot, self._tap))
+            return self._shown(self._next.popleft())
         except _LeftError:
             raise StopAsyncIteration from None
         except BaseException:
@@ -102,9 +118,6 @@ class AsyncAnswer(_Reading):
             raise
         finally:
             self._reading.release()
-        if output.finished:
-            self._leave()
-        return output
 
     async def aclose(self) -> None:
         """End the request, if it has not ended. Idempotent."""
@@ -138,7 +151,9 @@ class Answer(_Reading):
         try:
             if self._slot is None:
                 self._slot = self._begin(self._prepare(), self._waker)
-            output: RequestOutput = self._waker.take(self._slot)
+            if not self._next:
+                self._next.extend(self._waker.take(self._slot))
+            return self._shown(self._next.popleft())
         except _LeftError:
             raise StopIteration from None
         except BaseException:
@@ -146,9 +161,6 @@ class Answer(_Reading):
             raise
         finally:
             self._reading.release()
-        if output.finished:
-            self._leave()
-        return output
 
     def close(self) -> None:
         """End the request, if it has not ended. Idempotent."""

@@ -228,7 +228,7 @@ class AsyncEngine(Facts):
         slot = self._switchboard.drain(waker)
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                return bool(await waker.take(slot))
+                return bool(await waker.take(slot))  # True comes into it, when nobody reads any more
         return False
 
     async def close(self) -> None:
@@ -255,7 +255,7 @@ class AsyncEngine(Facts):
         waker = self._waker()
         slot = self._switchboard.ask(method, waker)
         try:
-            return await waker.take(slot)
+            return (await waker.take(slot))[0]
         finally:
             self._switchboard.leave(slot.key)
 

@@ -29,7 +29,7 @@ class Steppable(Protocol):
 
     def add(self, prepared: Prepared) -> str: ...
 
-    def step(self) -> list[RequestOutput]: ...
+    def step(self, *, at_once: bool = False) -> list[RequestOutput]: ...
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None: ...
 
@@ -153,7 +153,7 @@ class EngineLoop:
         if self._before_step is not None:
             self._before_step()
         self._has_aborted = False
-        for output in self._engine.step():
+        for output in self._engine.step(at_once=True):
             key = self._keys.get(output.request_id)
             if key is None:
                 continue  # its reader has left

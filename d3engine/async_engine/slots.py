@@ -1,4 +1,4 @@
-"""Where a reply waits for its reader: one slot for each, so memory is bounded without any queue.
+"""Where replies wait for their reader: one slot for each, so memory is bounded without any queue.
 
 The engine's side fills slots and says which have something new; waking is the business of a `Waker`, of which an event
 loop has one for all its readers and a plain thread one each.
@@ -31,10 +31,10 @@ class Slot:
     Args:
         key: the number of the request.
         waker: of its reader.
-        merges: whether what comes is a delta, so that those which wait must be joined; otherwise the latest counts.
+        merges: whether what comes are deltas, so that none may be left out; otherwise the latest counts.
 
     Attributes:
-        error: the exception that waits, behind a reply or alone.
+        error: the exception that waits, behind replies or alone.
     """
 
     def __init__(self, key: int, waker: Waker, *, merges: bool = False) -> None:
@@ -42,32 +42,44 @@ class Slot:
         self.waker = waker
         self._merges = merges
         self._lock = threading.Lock()
-        self._waiting: Any = None
-        self._is_full = False
+        self._waiting: list[Any] = []
         self.error: BaseException | None = None
 
-    def put(self, reply: Any) -> bool:
-        """Fill it; returns whether its reader must be woken. An exception is raised to him after what waits."""
+    def put(self, replies: list[Any]) -> bool:
+        """Fill it with what has come at once, a list that is its own from now on; returns whether its reader must be
+        woken.
+
+        Deltas that come at once are his one by one; those that he has left until more comes are joined with it. An
+        exception, which is the last of all, is raised to him after what waits.
+        """
         with self._lock:
             if self.error is not None:
                 return False
-            must_wake = not self._is_full
-            if isinstance(reply, BaseException):
-                self.error = reply
-            elif not (self._is_full and self._merges):
-                self._waiting, self._is_full = reply, True
-            else:
-                if isinstance(self._waiting, RequestOutput):
-                    self._waiting = MergedDeltas(self._waiting)
-                self._waiting.add(reply)
+            must_wake = not self._waiting
+            if isinstance(replies[-1], BaseException):
+                self.error = replies.pop()
+            if replies:
+                if not self._merges:
+                    self._waiting = replies[-1:]
+                elif must_wake:
+                    self._waiting = replies
+                else:
+                    self._join(replies)
             return must_wake
 
-    def take(self) -> tuple[bool, Any]:
-        """Whether something waited, and what. Raises the exception that came after it, once nothing else waits."""
+    def _join(self, deltas: Iterable[RequestOutput]) -> None:
+        first, *others = self._waiting
+        joined = first if isinstance(first, MergedDeltas) else MergedDeltas(first)
+        for delta in (*others, *deltas):
+            joined.add(delta)
+        self._waiting = [joined]
+
+    def take(self) -> list[Any]:
+        """All that waited, in order. Raises the exception that came after it, once nothing else waits."""
         with self._lock:
-            if not self._is_full:
-                if self.error is not None:
-                    raise self.error
-                return False, None
-            reply, self._waiting, self._is_full = self._waiting, None, False
-        return True, reply.whole() if isinstance(reply, MergedDeltas) else reply
+            if not self._waiting and self.error is not None:
+                raise self.error
+            replies, self._waiting = self._waiting, []
+        if len(replies) == 1 and isinstance(replies[0], MergedDeltas):
+            return [replies[0].whole()]
+        return replies

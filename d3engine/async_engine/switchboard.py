@@ -92,7 +92,7 @@ class Switchboard:
 
     def tell(self, slot: Slot, error: BaseException) -> None:
         """Raise an error to the reader of a slot."""
-        self._fill([(slot, error)])
+        self._fill([(slot, [error])])
 
     def drain(self, waker: Waker) -> Slot:
         """Take no more requests; True comes into the slot when nobody reads any."""
@@ -107,18 +107,22 @@ class Switchboard:
             return
         with suppress(IndexError):  # several threads may find the last reader gone
             while not self._unread:
-                self._fill([(self._done.pop(), True)])
+                self._fill([(self._done.pop(), [True])])
 
     # -- the engine's side ----------------------------------------------------------------------------------------
 
     def deliver(self, replies: Iterable[Reply]) -> None:
         """Hand over what the engine has for its readers. Never raises."""
-        filled = []
+        together: dict[int, list[Any]] = {}
         for key, reply in replies:
-            is_last = not isinstance(reply, RequestOutput) or reply.finished
+            together.setdefault(key, []).append(reply)
+        filled = []
+        for key, of_one in together.items():
+            last = of_one[-1]
+            is_last = not isinstance(last, RequestOutput) or last.finished
             slot = self._unanswered.pop(key, None) if is_last else self._unanswered.get(key)
             if slot is not None:
-                filled.append((slot, reply))
+                filled.append((slot, of_one))
         self._fill(filled)
 
     def end_all(self, error: BaseException) -> None:
@@ -127,13 +131,14 @@ class Switchboard:
             self.end = error
         while self._unanswered:
             _, slot = self._unanswered.popitem()
-            self._fill([(slot, _own(self.end))])
+            self._fill([(slot, [_own(self.end)])])
 
-    def _fill(self, replies: Iterable[tuple[Slot, Any]]) -> None:
-        """Fill slots, and wake their readers: those who wait in one place together."""
+    def _fill(self, replies: Iterable[tuple[Slot, list[Any]]]) -> None:
+        """Fill slots, each with what has come for it at once, and wake their readers: those who wait in one place
+        together."""
         to_wake: dict[Waker, list[Slot]] = {}
-        for slot, reply in replies:
-            if slot.put(reply):
+        for slot, of_one in replies:
+            if slot.put(of_one):
                 to_wake.setdefault(slot.waker, []).append(slot)
             elif slot.waker.is_gone:
                 self.leave(slot.key)

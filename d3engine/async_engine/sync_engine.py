@@ -81,7 +81,7 @@ class SyncEngine:
         waker = ThreadWaker()
         slot = self._switchboard.ask("stats", waker)
         try:
-            stats: EngineStats = waker.take(slot)
+            stats: EngineStats = waker.take(slot)[0]
         finally:
             self._switchboard.leave(slot.key)
         return stats

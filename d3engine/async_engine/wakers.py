@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from d3engine.async_engine.slots import Slot
 
-Tap: TypeAlias = "Callable[[Any], bool]"
-"""Takes what came for a reader who waits, so that he is not woken; false where it does not, and he is."""
+Tap: TypeAlias = "Callable[[Sequence[Any]], int]"
+"""Takes so many of the first of what came at once for a reader who waits; for the rest he is woken."""
 
 
 class LoopWaker:
@@ -21,7 +21,7 @@ class LoopWaker:
         self._lock = threading.Lock()
         self._filled: list[Slot] = []
         self._is_called = False
-        self._readers: dict[int, tuple[asyncio.Future[Any], Tap | None]] = {}
+        self._readers: dict[int, tuple[asyncio.Future[list[Any]], Tap | None]] = {}
 
     @property
     def is_gone(self) -> bool:
@@ -44,43 +44,42 @@ class LoopWaker:
             if reader is None or reader.done():
                 continue
             if tap is None:
-                reader.set_result(_LOOK)
+                reader.set_result([])  # to look into his slot himself
             else:
                 self._pour(slot, reader, tap)
 
     @staticmethod
-    def _pour(slot: Slot, reader: asyncio.Future[Any], tap: Tap) -> None:
-        """Hand what waits to the tap, or else to the reader, who also hears of errors, the tap's own among them."""
+    def _pour(slot: Slot, reader: asyncio.Future[list[Any]], tap: Tap) -> None:
+        """Hand what waits to the tap, and what it leaves to the reader, who also hears of errors, the tap's among them."""
         try:
-            is_there, reply = slot.take()
-            while is_there and tap(reply):
-                is_there, reply = _NOTHING if slot.error is None else slot.take()  # an error that came after it
-            if is_there:
-                reader.set_result(reply)
+            replies = slot.take()
+            if replies and (taken := tap(replies)):
+                replies = replies[taken:]
+            if not replies and slot.error is not None:
+                replies = slot.take()  # what came meanwhile, or else the error
+            if replies:
+                reader.set_result(replies)
         except Exception as error:
             reader.set_exception(error)
 
-    async def take(self, slot: Slot, tap: Tap | None = None) -> Any:
+    async def take(self, slot: Slot, tap: Tap | None = None) -> list[Any]:
         """What waits in a slot, or what comes next and `tap` does not take. Raises what ended it."""
         while True:
-            is_there, reply = slot.take()
-            if is_there:
-                return reply
+            replies = slot.take()
+            if replies:
+                return replies
             assert slot.key not in self._readers, "a slot has one reader"
-            reader: asyncio.Future[Any] = self._loop.create_future()
+            reader: asyncio.Future[list[Any]] = self._loop.create_future()
             self._readers[slot.key] = reader, tap
             try:
-                reply = await reader
+                replies = await reader
             finally:
                 del self._readers[slot.key]
-            if reply is not _LOOK:
-                return reply
+            if replies:
+                return replies
 
 
-_LOOK = object()
-"""For a reader who has no tap: there is something in his slot."""
 _NOBODY = None, None
-_NOTHING = False, None
 
 
 class ThreadWaker:
@@ -94,11 +93,11 @@ class ThreadWaker:
     def wake(self, slots: Iterable[Slot]) -> None:
         self._event.set()
 
-    def take(self, slot: Slot) -> Any:
+    def take(self, slot: Slot) -> list[Any]:
         """What waits in a slot, or what comes next. Raises what ended it."""
         while True:
             self._event.clear()
-            is_there, reply = slot.take()
-            if is_there:
-                return reply
+            replies = slot.take()
+            if replies:
+                return replies
             self._event.wait()

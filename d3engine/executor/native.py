@@ -117,9 +117,9 @@ class NativeExecutor:
     def run(self, plan: Plan) -> Computed:
         """Run the steps of a plan: their tokens, or logits of a single step that is the host's to choose from."""
         if plan.ahead is not None:
-            computed = Computed(self._run_ahead(plan, plan.ahead))
-            self.stats.native_steps += computed.carried_out(plan).num_steps
-            return computed
+            found = self._run_ahead(plan, plan.ahead)
+            self.stats.native_steps += found.num_steps if isinstance(found, Chosen) else found.num_passes
+            return Computed(found)
         self._end_course()
         left = self._left_to_eager(plan)
         if left.all():  # also of a step without a row
@@ -156,7 +156,7 @@ class NativeExecutor:
         if self._followed is None or self._followed.course is not course:
             self._end_course()
             self._followed = self._begin(plan, ahead, course)
-        found = self._decoder.take(all_done=ahead.takes_all)
+        found = self._decoder.take(all_done=course.takes_all)
         return Cycled(*found) if ahead.cycles else self._followed.chosen(*found)
 
     def _begin(self, plan: Plan, ahead: RunAhead, course: Course) -> _Followed:

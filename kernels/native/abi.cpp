@@ -93,6 +93,15 @@ int32_t d3_await(D3Decoder* decoder, int32_t steps) {
     return D3_OK;
 }
 
+int32_t d3_gather(D3Decoder* decoder, int32_t steps, int32_t* done) {
+    try {
+        *done = decoder->runner.gather(steps);
+    } catch (const std::bad_alloc&) {
+        return D3_NO_MEMORY;
+    }
+    return D3_OK;
+}
+
 void d3_finish(D3Decoder* decoder) {
     decoder->runner.finish();
     decoder->busy.store(false, std::memory_order_release);

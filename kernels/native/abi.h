@@ -194,5 +194,7 @@ D3_EXPORT int32_t d3_begin(D3Decoder* decoder, const D3Run* run);
 D3_EXPORT int32_t d3_run_cycles(D3Decoder* decoder, const D3Cycles* cycles);
 D3_EXPORT int32_t d3_begin_cycles(D3Decoder* decoder, const D3Cycles* cycles);
 D3_EXPORT int32_t d3_await(D3Decoder* decoder, int32_t steps);
+// The same for whoever takes all that are done at once, `done` of them, and need not look again for each of them.
+D3_EXPORT int32_t d3_gather(D3Decoder* decoder, int32_t steps, int32_t* done);
 D3_EXPORT void d3_finish(D3Decoder* decoder);
 D3_EXPORT void d3_destroy(D3Decoder* decoder);

@@ -207,9 +207,11 @@ class Decoder:
         assert self._under_way is not None, "no run was begun"
         given, chosen, scores = self._under_way
         first, last = self._taken, self._taken + 1
-        _check(self._library.d3_await(self._handle, last))
-        if all_done and (before := int(given["course"][1]) - 1) > last:  # than the step that has begun last
-            last = before
+        if all_done:
+            done = c_int32()
+            _check(self._library.d3_gather(self._handle, last, byref(done)))
+            last = done.value
+        else:
             _check(self._library.d3_await(self._handle, last))
         _raise_what_was_raised(given)
         self._taken = last
@@ -332,6 +334,7 @@ def load(path: Path) -> ctypes.CDLL:
     found.d3_run_cycles.argtypes = [c_void_p, POINTER(CyclesStructure)]
     found.d3_begin_cycles.argtypes = [c_void_p, POINTER(CyclesStructure)]
     found.d3_await.argtypes = [c_void_p, c_int32]
+    found.d3_gather.argtypes = [c_void_p, c_int32, POINTER(c_int32)]
     found.d3_finish.argtypes = [c_void_p]
     found.d3_finish.restype = None
     found.d3_destroy.argtypes = [c_void_p]

@@ -14,9 +14,13 @@
 
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
 // Whoever has read all that is done comes back after so long, or when the next step is done: to wake up for each of
 // many short steps, with all caches cold, would cost more than half of what a step does. Shorter than anybody sees.
 constexpr auto GATHERING = std::chrono::milliseconds(4);
+// Whoever gathers comes back when this part of a run is left too: what the next run waits for is then soon read.
+constexpr int LAST_PART = 8;
 
 }  // namespace
 
@@ -66,6 +70,7 @@ struct Runner::State {
     std::mutex mutex;
     std::condition_variable given, progress;
     bool rests = true, leaves = false;  // under the mutex
+    Clock::time_point next_look;        // of a reader who gathers; his own
     std::atomic<int> done{0}, awaited{0};
 };
 
@@ -91,6 +96,7 @@ void Runner::begin(Run run) {
     state_->run = std::move(run);
     state_->done.store(0);
     state_->rests = false;
+    state_->next_look = Clock::now() + GATHERING;
     state_->given.notify_one();
 }
 
@@ -103,6 +109,28 @@ void Runner::await(int steps) {
         state.progress.wait(lock, [&] { return state.rests || state.done.load() >= steps; });
         state.awaited.store(0);
     }
+    take_undone(steps);
+}
+
+int Runner::gather(int steps) {
+    State& state = *state_;
+    if (has_thread()) {
+        const int last_part = state.run.steps - state.run.steps / LAST_PART;
+        const int enough = steps <= last_part ? last_part : state.run.steps;
+        std::unique_lock<std::mutex> lock(state.mutex);
+        state.awaited.store(enough);
+        state.progress.wait_until(lock, state.next_look, [&] { return state.rests || state.done.load() >= enough; });
+        state.awaited.store(steps);
+        state.progress.wait(lock, [&] { return state.rests || state.done.load() >= steps; });
+        state.awaited.store(0);
+    }
+    take_undone(steps);
+    state.next_look = Clock::now() + GATHERING;
+    return state.done.load();
+}
+
+void Runner::take_undone(int steps) {
+    State& state = *state_;
     for (int taken = state.done.load(); taken < steps; taken = state.done.load()) {
         state.run.step(taken);
         state.done.store(taken + 1);

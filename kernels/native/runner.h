@@ -20,6 +20,8 @@ public:
     void begin(Run run);
     // Returns when `steps` steps are done; those that the thread has left undone are taken here.
     void await(int steps);
+    // The same for a reader who takes all that are done, and comes back when some more are: how many those are.
+    int gather(int steps);
     // Lets no further step begin, and waits for the one that is under way.
     void finish();
 
@@ -27,6 +29,7 @@ public:
 
 private:
     bool has_thread() const;
+    void take_undone(int steps);
 
     State* state_ = nullptr;
 };

@@ -64,7 +64,7 @@ def test_deltas_that_wait_for_a_slow_reader_are_merged_into_one(make_async: Make
     params = replace(greedy(20, logprobs=1, prompt_logprobs=1, output_kind=DELTA), temperature=1.0, seed=3, n=n)
 
     async def main() -> None:
-        engine = make_async()
+        engine = make_async(num_scheduler_steps=1)  # whose tokens come one by one
         want = joined([output async for output in engine.generate(PROMPT, params)])
         stream = engine.generate(PROMPT, params)
         first = await anext(stream)
@@ -114,7 +114,7 @@ def test_a_mistake_of_one_caller_is_raised_to_him_alone(
     make_async: Make, gate: Any, make_engine: Callable[..., Engine]
 ) -> None:
     async def main() -> None:
-        engine = make_async()
+        engine = make_async(num_scheduler_steps=1)  # the first is not done before its mates come
         gate.shut(after=1)
         first = engine.generate(PROMPT, greedy(), request_id="a")
         await anext(first)
@@ -275,7 +275,7 @@ def test_threads_block_for_the_same_answers(make_async: Make, make_engine: Calla
 
 
 def test_a_thread_that_leaves_ends_its_request(make_async: Make, gate: Any) -> None:
-    engine = make_async().sync()
+    engine = make_async(num_scheduler_steps=1).sync()
     with engine.generate(PROMPT, greedy(50)) as stream:
         next(stream)
     for _ in engine.generate(PROMPT, greedy(50)):

@@ -56,7 +56,7 @@ def test_leaving_ends_the_request_with_the_step_that_is_running(
     make_async: Make, gate: Any, make_engine: Callable[..., Engine], leave: Callable[[Any], Awaitable[None]]
 ) -> None:
     async def main() -> None:
-        engine = make_async()
+        engine = make_async(num_scheduler_steps=1)  # no step is taken before the gate lets it through
         gate.shut(after=3)
         await leave(engine.generate(PROMPT, greedy(50)))
         gc.collect()  # an exception's traceback may hold the iterator
@@ -98,13 +98,13 @@ def test_whoever_reads_while_another_task_closes_is_let_go(make_async: Make, gat
 
 def test_an_aborted_request_has_a_last_output_that_says_so(make_async: Make, gate: Any) -> None:
     async def main() -> None:
-        engine = make_async()
+        engine = make_async(num_scheduler_steps=1)
         gate.shut(after=1)
         stream = engine.generate(PROMPT, greedy(50), request_id="a")
         await anext(stream)
-        gate.open()
         await engine.abort("nobody")
         await engine.abort("a")
+        gate.open()
         assert (await last_of(stream)).outputs[0].finish_reason == "abort"
         assert await nothing_runs(engine)
 
@@ -115,7 +115,7 @@ def test_an_aborted_request_has_a_last_output_that_says_so(make_async: Make, gat
 def test_a_closed_event_loop_takes_its_own_requests_with_it_and_no_others(
     make_async: Make, gate: Any, make_engine: Callable[..., Engine], num_steps: int
 ) -> None:
-    engine, kept = make_async(), []
+    engine, kept = make_async(num_scheduler_steps=1), []
 
     async def begin_and_forget() -> None:
         stream = engine.generate(PROMPT, greedy(50))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,11 +34,11 @@ def test_what_a_tap_does_not_take_is_the_readers_and_so_is_the_last_output(
 ) -> None:
     found: list[tuple[str, RequestOutput]] = []
 
-    def every_other(output: RequestOutput) -> bool:
+    def every_other(outputs: Sequence[RequestOutput]) -> int:
         takes = len(found) % 2 == 0
         if takes:
-            found.append(("tap", output))
-        return takes
+            found.append(("tap", outputs[0]))
+        return int(takes)
 
     async def main() -> None:
         engine = make_async()
@@ -62,7 +62,7 @@ def test_what_a_tap_raises_ends_its_request_and_is_raised_to_the_reader(make_asy
         engine = make_async()
         gate.shut(after=1)
         stream = engine.generate(PROMPT, PARAMS)
-        stream.tap(lambda output: bool(1 / 0))
+        stream.tap(lambda outputs: int(1 / 0))
         reading = asyncio.create_task(read_all(stream, []))
         await let_go_when_he_waits(gate)
         with pytest.raises(ZeroDivisionError):
@@ -76,10 +76,10 @@ def test_an_error_behind_an_output_that_the_tap_takes_reaches_the_reader() -> No
     async def main() -> None:
         waker = LoopWaker(asyncio.get_running_loop())
         slot = Slot(1, waker)
-        reading = asyncio.create_task(waker.take(slot, lambda reply: True))
+        reading = asyncio.create_task(waker.take(slot, len))
         await asyncio.sleep(0)
-        assert slot.put("an output")
-        slot.put(ZeroDivisionError())
+        assert slot.put(["an output"])
+        slot.put([ZeroDivisionError()])
         waker.wake([slot])
         with pytest.raises(ZeroDivisionError):
             await asyncio.wait_for(reading, 60)

@@ -192,3 +192,25 @@ def test_a_reader_takes_all_that_is_done_and_still_reads_one_token_after_the_oth
         engine.scheduler.check_integrity()
     assert tokens == solo(beside).outputs[0].token_ids
     assert kv_is_back(engine)
+
+
+def test_a_step_that_takes_all_that_is_done_brings_an_output_for_each_token_of_each_request(
+    ahead: Callable[..., Engine], solo: Solo
+) -> None:
+    requests = [Request(tuple(range(n, 60)), greedy(D3(0.9, 0.5), 40 - n % 7, logprobs=0)) for n in (50, 45, 41)]
+    engine = ahead(num_scheduler_steps=16)
+    for nth, request in enumerate(requests[:2]):
+        engine.add_request(str(nth), list(request.prompt), deltas(request.params))
+    tokens: dict[str, list[int]] = {"0": [], "1": [], "2": []}
+    num_calls = 0
+    while engine.has_unfinished_requests():
+        for output in engine.step(at_once=True):
+            assert len(output.outputs[0].token_ids) == 1
+            tokens[output.request_id] += output.outputs[0].token_ids
+        engine.scheduler.check_integrity()
+        num_calls += 1
+        if num_calls == 3:  # somebody comes into the middle of a run
+            engine.add_request("2", list(requests[2].prompt), deltas(requests[2].params))
+    assert [tokens[str(nth)] for nth in range(3)] == [solo(request).outputs[0].token_ids for request in requests]
+    assert engine.stats().generated_tokens == sum(map(len, tokens.values()))
+    assert kv_is_back(engine)

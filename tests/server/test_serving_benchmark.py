@@ -111,7 +111,11 @@ def test_the_engine_alone_is_given_what_came_to_the_servers_engine_step_by_step(
             for _ in range(many):
                 engine.add(engine.prepare([11, 12], SamplingParams(max_tokens=8, ignore_eos=True)))
             engine.step()
-    assert arrivals.take() == [2, 0, 1]
+        taken = arrivals.take()
+        assert taken[:3] == [2, 0, 1]
+        before = engine.stats().num_steps
+        engine.step(at_once=True)
+        assert arrivals.take() == [0] * (engine.stats().num_steps - before)
     assert arrivals.take() == []
 
 

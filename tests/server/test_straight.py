@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,9 @@ import pytest
 from starlette.types import Message
 
 if TYPE_CHECKING:
-    from d3engine import AsyncEngine
+    from d3engine import AsyncEngine, Engine
+    from d3engine.executor.computed import Computed
+    from d3engine.plan import Plan
 
 QUESTION = "Question: Tom has 5 pens. Tom finds 3. Tom buys 2. How many pens does Tom have now?\nAnswer:"
 CHAT = [{"role": "user", "content": "Tom has 5 pens. Tom finds 3. How many now?"}]
@@ -23,6 +26,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "Tom has 5 pens.", "max_output_tokens": 16},
     "/v1/messages": {"messages": CHAT, "max_tokens": 16},
 }
+SIZES: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**24, "enable_prefix_caching": False}
 PASSING = re.compile(rb'"(id|item_id|created|created_at|completed_at)":("[^"]*"|[0-9]+)')
 """What is another's in every answer."""
 
@@ -50,7 +54,7 @@ def in_step() -> InStep:
 def engine(in_step: InStep) -> Iterator[AsyncEngine]:
     from d3engine import AsyncEngine, Engine
 
-    made = Engine("demo", device="cpu", kv_cache_memory_bytes=2**24, enable_prefix_caching=False)
+    made = Engine("demo", num_scheduler_steps=1, **SIZES)  # no step is taken before the loop has come to rest
     engine = AsyncEngine.from_engine(made, before_step=in_step)
     yield engine
     asyncio.run(engine.close())
@@ -116,6 +120,41 @@ def test_a_stream_is_the_same_whichever_way_its_pieces_go(engine: AsyncEngine, i
     assert {"send", "straight"} == set(by_way["now and then"][1:-2])
     texts = {name: PASSING.sub(rb"", b"".join(piece for _, piece in pieces)) for name, pieces in found.items()}
     assert texts["free"] == texts["now and then"] == texts["none"]
+
+
+def taking_whole_runs(engine: Engine) -> Engine:
+    """The engine; it looks at a run that goes on by itself when the last step of it has begun."""
+    run = engine.executor.run
+
+    def run_when_begun(plan: Plan) -> Computed:
+        ahead = plan.ahead
+        if ahead is not None and ahead.course is not None and ahead.course.num_begun:
+            while ahead.course.num_begun < ahead.num_steps and not ahead.course.is_ended:
+                os.sched_yield()
+        return run(plan)
+
+    engine.executor.run = run_when_begun  # type: ignore[method-assign]
+    return engine
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_tokens_that_are_ready_together_are_one_piece_and_still_an_event_each(
+    engine: AsyncEngine, in_step: InStep, path: str
+) -> None:
+    from d3engine import AsyncEngine, Engine
+
+    async def main() -> tuple[list[tuple[str, bytes]], list[tuple[str, bytes]]]:
+        in_step.loop = asyncio.get_running_loop()
+        one_by_one = await stream(engine, path, FreeNowAndThen(itertools.repeat(True)))
+        made = Engine("demo", **SIZES)
+        is_native = made.stats().executor.startswith("native")
+        async with AsyncEngine.from_engine(taking_whole_runs(made)) as running_ahead:
+            together = await stream(running_ahead, path, FreeNowAndThen(itertools.repeat(True)))
+        assert not is_native or len(together) < len(one_by_one) // 2
+        return one_by_one, together
+
+    one_by_one, together = (PASSING.sub(rb"", b"".join(piece for _, piece in way)) for way in asyncio.run(main()))
+    assert together == one_by_one
 
 
 def test_a_fault_on_the_straight_way_ends_the_stream_with_its_error(

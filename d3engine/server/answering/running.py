@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -68,19 +68,26 @@ def _see(job: Job[Any], number: int, meter: RequestMeter, output: RequestOutput)
 
 def _sent_straight(
     job: Job[Any], number: int, meter: RequestMeter, told: Told, straight: Straight
-) -> Callable[[RequestOutput], bool]:
-    """Writes an output at once; passes over those at which an answer ends, and all while it would have to wait."""
+) -> Callable[[Sequence[RequestOutput]], int]:
+    """Writes outputs that have come at once in one piece, up to one at which an answer ends, and none while it would
+    have to wait."""
 
-    def write(output: RequestOutput) -> bool:
+    def write(outputs: Sequence[RequestOutput]) -> int:
         if straight.outlet is None or not straight.outlet.is_free:
-            return False
-        for answer in output.outputs:
-            if answer.finish_reason is not None:
-                return False
-        _see(job, number, meter, output)
-        if content := told(number, output):
+            return 0
+        events = []
+        for output in outputs:
+            for answer in output.outputs:
+                if answer.finish_reason is not None:
+                    break
+            else:
+                _see(job, number, meter, output)
+                events.append(told(number, output))
+                continue
+            break
+        if content := b"".join(events):
             straight.write(content)
-        return True
+        return len(events)
 
     return write
 

@@ -191,15 +191,17 @@ private:
         if (d3_run(decoder, &run) != D3_OK) fail("a run that was refused", isa);
     }
 
-    // All rows again, while this thread waits for each step.
+    // All rows again, while this thread waits for the first step, and then for whatever is done.
     void follow(D3Decoder* decoder, int isa, Found& found) const {
         int32_t course[2] = {0, 0};
         const D3Run run = run_of(found, 0, s.rows, course);
         const std::vector<int64_t> tokens = found.chosen;
         if (d3_begin(decoder, &run) != D3_OK) fail("a run that does not begin", isa);
-        for (int step = 0; step < STEPS; step++) {
-            if (d3_await(decoder, step + 1) != D3_OK) fail("a step that does not come", isa);
-            if (memcmp(&tokens[step * s.rows], &found.chosen[step * s.rows], s.rows * sizeof(int64_t)))
+        for (int32_t taken = 0, done = 1; taken < STEPS; taken = done) {
+            const int status = taken ? d3_gather(decoder, taken + 1, &done) : d3_await(decoder, done);
+            if (status != D3_OK || done <= taken || done > STEPS) fail("a step that does not come", isa);
+            const int first = taken * s.rows, stop = done * s.rows;
+            if (memcmp(&tokens[first], &found.chosen[first], (stop - first) * sizeof(int64_t)))
                 fail("other tokens in a run that is followed", isa);
         }
         d3_finish(decoder);
