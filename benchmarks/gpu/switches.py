@@ -125,9 +125,13 @@ def ask(
 @contextmanager
 def switched(settings: Settings) -> Iterator[None]:
     """Within it modules of `d3engine.kernels.triton` have these attributes."""
+    from d3engine.kernels.triton import operations
+
     with ExitStack() as stack:
+        stack.callback(operations.forget)
         for module, name, value in settings:
             stack.enter_context(patch.object(import_module(f"d3engine.kernels.triton.{module}"), name, value))
+        operations.forget()
         yield
 
 

@@ -101,8 +101,13 @@ class Room:
         A kernel leaves the counters at zero for the next.
         """
         states = splits * heads
-        if self._parts is None or self._parts.numel() < states * (channels + 1):
-            self._parts = torch.empty(states * (channels + 1), dtype=torch.float32, device=device)
+        parts, arrived = self.take(states * (channels + 1), counters, device)
+        return parts[: states * channels], parts[states * channels :], arrived
+
+    def take(self, numbers: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """So many float32 numbers, and so many counters."""
+        if self._parts is None or self._parts.numel() < numbers:
+            self._parts = torch.empty(numbers, dtype=torch.float32, device=device)
         if self._arrived is None or self._arrived.numel() < counters:
             self._arrived = torch.zeros(counters, dtype=torch.int32, device=device)
-        return self._parts, self._parts[states * channels :], self._arrived
+        return self._parts[:numbers], self._arrived[:counters]

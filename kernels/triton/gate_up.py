@@ -15,7 +15,8 @@ from torch import Tensor
 
 from d3engine.kernels.quantized import Weight
 from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
-from d3engine.kernels.triton.matmul import matmul
+from d3engine.kernels.triton.matmul import matmul_steps
+from d3engine.kernels.triton.operations import Described, perform
 from d3engine.kernels.triton.product_kernels import (
     NOT_SPECIALIZED,
     live_rows,
@@ -25,7 +26,7 @@ from d3engine.kernels.triton.product_kernels import (
 )
 from d3engine.kernels.triton.product_rows import labelled, product_launches
 from d3engine.kernels.triton.products import Tile, need_unit_stride, product_tile
-from d3engine.kernels.triton.rms_norm import rms_norm
+from d3engine.kernels.triton.rms_norm import normed
 
 
 def gate_up(
@@ -46,17 +47,28 @@ def gate_up(
 
     Everything is float32 until the result is rounded; `reference.py` rounds gate, up and silu(gate) too.
     """
+    out: Tensor = perform(_describe, hidden, norm_weight, eps, weight, bias, num_rows, batch_invariant)
+    return out
+
+
+def _describe(
+    hidden: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Weight,
+    bias: Tensor | None,
+    num_rows: Tensor | None,
+    batch_invariant: bool,
+) -> Described:
     need_unit_stride(hidden=hidden, norm_weight=norm_weight, weight=weight, bias=bias)
     rows, outputs = hidden.shape[0], weight.shape[0]
     out = torch.empty(rows, outputs // 2, dtype=hidden.dtype, device=hidden.device)
     tile = product_tile(rows, weight, hidden.dtype, batch_invariant=batch_invariant)
     if tile is not None:
-        for launch in gate_up_launches(tile, hidden, norm_weight, eps, weight, bias, out, num_rows):
-            launch.run()
-    else:
-        projected = matmul(rms_norm(hidden, norm_weight, eps, num_rows=num_rows), weight, bias)
-        swiglu_launch(projected, out, num_rows).run()
-    return out
+        return out, gate_up_launches(tile, hidden, norm_weight, eps, weight, bias, out, num_rows)
+    x, norm = normed(hidden, norm_weight, eps, num_rows)
+    projected, steps = matmul_steps(x, weight, bias)
+    return out, [norm, *steps, swiglu_launch(projected, out, num_rows)]
 
 
 def gate_up_launches(

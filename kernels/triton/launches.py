@@ -121,15 +121,26 @@ class Launch:
                 options |= {"launch_pdl": True, **self.programmatic_options}
         return arguments, options
 
-    def run(self) -> None:
-        """Launch on the current stream of the tensors' device; a grid without programs is no launch."""
+    def run(self) -> Any:
+        """Launch on the current stream of the tensors' device; a grid without programs is no launch.
+
+        Returns the compiled kernel; None where nothing was compiled: without programs, and in the interpreter.
+        """
         if not all(self.grid):
-            return
-        device = next(value.device for value in self.arguments.values() if isinstance(value, Tensor))
+            return None
+        device = self._device()
         arguments, options = self.for_capability(_capability(device) if PROGRAMMATIC else 0)
         # Triton launches on the current device, wherever the tensors are.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self.kernel[self.grid](**arguments, **options)
+            return self.kernel[self.grid](**arguments, **options)
+
+    def in_order(self) -> list[Any]:
+        """All arguments of the kernel as `run` gives them, in its order."""
+        arguments, _ = self.for_capability(_capability(self._device()) if PROGRAMMATIC else 0)
+        return [arguments[name] for name in self.kernel.arg_names]
+
+    def _device(self) -> torch.device:
+        return next(value.device for value in self.arguments.values() if isinstance(value, Tensor))
 
 
 @cache

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from d3engine.kernels.quantized import Weight
 from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
-from d3engine.kernels.triton.matmul import add_matmul_, matmul
+from d3engine.kernels.triton.matmul import add_matmul_steps, matmul_steps
+from d3engine.kernels.triton.operations import Described, perform
 from d3engine.kernels.triton.product_kernels import (
     NOT_SPECIALIZED,
     live_rows,
@@ -44,17 +45,20 @@ def linear_residual(
     residual. `num_rows` int32 [1]: rows at or beyond it keep their residual; None means all rows. `batch_invariant`: as
     for `product_tile`.
     """
+    perform(_describe, x, weight, bias, residual, num_rows, batch_invariant)
+
+
+def _describe(
+    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, num_rows: Tensor | None, batch_invariant: bool
+) -> Described:
     need_unit_stride(x=x, weight=weight, bias=bias, residual=residual)
     tile = product_tile(x.shape[0], weight, x.dtype, may_split=True, batch_invariant=batch_invariant)
     if tile is not None:
-        for launch in residual_launches(tile, x, weight, bias, residual, num_rows):
-            launch.run()
-    elif num_rows is not None:
-        add_launch(matmul(x, weight)[None], bias, residual, num_rows).run()
-    else:
-        add_matmul_(residual, x, weight)
-        if bias is not None:
-            residual.add_(bias)
+        return None, residual_launches(tile, x, weight, bias, residual, num_rows)
+    if num_rows is None:
+        return None, add_matmul_steps(residual, x, weight, bias)
+    product, steps = matmul_steps(x, weight)
+    return None, [*steps, add_launch(product[None], bias, residual, num_rows)]
 
 
 def residual_launches(

@@ -6,25 +6,49 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from d3engine.kernels.quantized import Weight
-from d3engine.kernels.triton.unpack import unpack
+from d3engine.kernels.triton.operations import Step, TorchCall
+from d3engine.kernels.triton.unpack import unpack_steps
 
 _REDUCED = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
 
 
 def matmul(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """`x` [T, K] times `weight` [N, K] transposed, plus `bias` [N]: torch's product, for many rows."""
-    with float32_sums():
-        return F.linear(x, unpack(weight, x.dtype), bias)
+    out, steps = matmul_steps(x, weight, bias)
+    for step in steps:
+        step.run()
+    return out
 
 
-def add_matmul_(target: Tensor, x: Tensor, weight: Weight) -> None:
-    """Add `x` [T, K] times `weight` [N, K] transposed to `target` [T, N], in place."""
+def matmul_steps(x: Tensor, weight: Weight, bias: Tensor | None = None) -> tuple[Tensor, list[Step]]:
+    """The result of `matmul`, and the steps that compute it."""
+    matrix, steps = unpack_steps(weight, x.dtype)
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+    return out, [*steps, TorchCall(_multiply_into, (out, x, matrix, bias))]
+
+
+def add_matmul_steps(target: Tensor, x: Tensor, weight: Weight, bias: Tensor | None) -> list[Step]:
+    """Add `x` [T, K] times `weight` [N, K] transposed, and `bias` [N], to `target` [T, N], in place."""
+    matrix, steps = unpack_steps(weight, x.dtype)
+    return [*steps, TorchCall(_multiply_onto, (target, x, matrix, bias))]
+
+
+def _multiply_into(out: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None) -> None:
     with float32_sums():
-        target.addmm_(x, unpack(weight, x.dtype).t())
+        if bias is None:
+            torch.mm(x, matrix.t(), out=out)
+        else:
+            torch.addmm(bias, x, matrix.t(), out=out)
+
+
+def _multiply_onto(target: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None) -> None:
+    with float32_sums():
+        target.addmm_(x, matrix.t())
+    if bias is not None:
+        target.add_(bias)
 
 
 @contextmanager

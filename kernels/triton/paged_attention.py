@@ -2,8 +2,7 @@
 
 The one idea: everything that changes from step to step (where chunks begin, how long they are, which blocks they name,
 how many rows take part) is read from device memory, so a launch depends on upper bounds alone and may stand in a CUDA
-graph. `attention_inputs` and `paged_attention` have the reference's shape for eager use; `attend_into` under them takes
-buffers that a caller keeps, and is what a graph captures.
+graph. `attention_inputs` and `paged_attention` have the reference's shape.
 
 Here are the inputs, the choice of tiles, and the launches; what runs on the device is in `attention_kernels.py`.
 Letters are the reference's: T rows, C chunks, N query heads, M key/value heads, D channels per head.
@@ -25,6 +24,7 @@ from d3engine.kernels.kv_pool import FP8_CAPABILITY, Fp8Pool, KVPool, values_and
 from d3engine.kernels.triton.attention_kernels import long_chunks_kernel, single_rows_kernel
 from d3engine.kernels.triton.attention_splits import MOST_SPLITS, SPLIT, Room
 from d3engine.kernels.triton.launches import Launch, ModelShape, meta, meta_fp8_pool
+from d3engine.kernels.triton.operations import Described, perform
 
 ROWS_IN_TURN = 64
 """Rows of a replay that meet in the room of their splits at once; a batch of so many rows needs as much."""
@@ -95,23 +95,55 @@ def paged_attention(
     Nothing beyond a row's own chunk is read, so NaN there is harmless. Within a chunk a non-finite value of a later
     row's entry may reach an earlier row of the same query tile, as in the reference.
     """
-    out = queries.new_empty(queries.shape[0], queries.shape[1] * queries.shape[2])
-    if num_rows is not None:
-        inputs = replace(inputs, num_rows=num_rows)
-    attend_into(out, queries, pool, inputs, scale)
+    splits, chunks = _meeting(inputs)
+    heads, channels = queries.shape[1:]
+    numbers = splits * chunks * heads * (channels + 1)
+    parts, arrived = inputs.room.take(numbers, chunks * pool.shape[3], queries.device)
+    out: Tensor = perform(
+        _describe,
+        queries,
+        pool,
+        inputs.query_starts,
+        inputs.kv_lengths,
+        inputs.block_tables,
+        inputs.num_rows if num_rows is None else num_rows,
+        inputs.tiled_lengths,
+        parts,
+        arrived,
+        _splits(inputs.max_kv_length) * SPLIT,
+        _rows_alike(inputs.max_chunk_rows, heads // pool.shape[3]),
+        inputs.single_rows,
+        scale,
+    )
     return out
 
 
-def attend_into(out: Tensor, queries: Tensor, pool: KVPool, inputs: AttentionInputs, scale: float) -> None:
-    """`paged_attention` into `out` [T, N D] (written, rows below `num_rows` alone), without looking at any value."""
-    for launch in attention_launches(out, queries, pool, inputs, scale):
-        launch.run()
+def _describe(
+    queries: Tensor,
+    pool: KVPool,
+    query_starts: Tensor,
+    kv_lengths: Tensor,
+    block_tables: Tensor,
+    num_rows: Tensor,
+    tiled_lengths: Tensor | None,
+    parts: Tensor,
+    arrived: Tensor,
+    max_kv_length: int,
+    max_chunk_rows: int,
+    single_rows: bool,
+    scale: float,
+) -> Described:
+    bounds = max_kv_length, max_chunk_rows, single_rows
+    room = Room(parts, arrived)
+    inputs = AttentionInputs(query_starts, kv_lengths, block_tables, num_rows, *bounds, room, tiled_lengths)
+    out = torch.empty(queries.shape[0], queries.shape[1] * queries.shape[2], dtype=queries.dtype, device=queries.device)
+    return out, attention_launches(out, queries, pool, inputs, scale)
 
 
 def attention_launches(
     out: Tensor, queries: Tensor, pool: KVPool, inputs: AttentionInputs, scale: float
 ) -> list[Launch]:
-    """The launches of `attend_into`, in order; arguments as there."""
+    """What computes `paged_attention` into `out` [T, N D], in order; rows below `num_rows` alone are written."""
     if not (pool.is_contiguous() and queries.stride()[1:] == (queries.shape[2], 1) and out.is_contiguous()):
         raise ValueError("pool and out must be contiguous, and so must each row of queries")
     if inputs.block_tables.stride(1) != 1 and inputs.block_tables.shape[1] > 1:
@@ -127,6 +159,19 @@ def attention_launches(
     if inputs.max_chunk_rows > (1 if inputs.tiled_lengths is None else 0):
         launches.append(_long_chunks_launch(out, queries, pool, inputs, scale))
     return launches
+
+
+def _splits(max_kv_length: int) -> int:
+    """Of a row that has so many entries."""
+    return min(MOST_SPLITS, -(-max_kv_length // SPLIT))
+
+
+def _meeting(inputs: AttentionInputs) -> tuple[int, int]:
+    """How many splits meet for each of how many chunks at once: none of one split, which is the result itself."""
+    splits, count = _splits(inputs.max_kv_length), inputs.kv_lengths.shape[0]
+    if not inputs.single_rows or splits <= 1:
+        return 0, 0
+    return splits, count if inputs.tiled_lengths is None else min(count, ROWS_IN_TURN)
 
 
 def _in_turn(inputs: AttentionInputs) -> list[AttentionInputs]:
@@ -148,7 +193,7 @@ def _in_turn(inputs: AttentionInputs) -> list[AttentionInputs]:
 def _single_rows_launch(out: Tensor, queries: Tensor, pool: KVPool, inputs: AttentionInputs, scale: float) -> Launch:
     chunks, heads, kv_heads, channels = inputs.kv_lengths.shape[0], queries.shape[1], pool.shape[3], pool.shape[4]
     tuning = tune_single_rows(channels, heads // kv_heads, _element_size(queries, pool))
-    splits = min(MOST_SPLITS, triton.cdiv(inputs.max_kv_length, SPLIT))
+    splits = _splits(inputs.max_kv_length)
     meeting = chunks if splits > 1 else 0
     parts, log_totals, arrived = inputs.room.of(meeting * splits, heads, meeting * kv_heads, channels, queries.device)
     programs = min(chunks * kv_heads * splits, tuning.programs * _processors(pool.device))
@@ -277,14 +322,26 @@ def tune_long_chunks(channels: int, group: int, element_size: int, max_chunk_row
     if max_chunk_rows is None:
         return Tuning(tile=64, packed_rows=max(128, fewest), num_warps=8, num_stages=5)
     is_narrow = element_size == 1  # what was loaded and what becomes of it stand in registers side by side
-    if max_chunk_rows * group <= 16:
+    few, more = _FEW_PACKED_ROWS
+    if max_chunk_rows * group <= few:
         # Of heads of 16 channels a tile of 64 entries is so small that the newest Triton keeps some of it in memory.
         tile = 32 if is_narrow else 64 if channels > 16 else 128
         return Tuning(tile=tile, packed_rows=16, num_warps=4, num_stages=5)
-    if max_chunk_rows * group <= 256:
+    if max_chunk_rows * group <= more:
         # More entries a tile would spill on Ampere, and more stages on Blackwell.
         return Tuning(tile=32, packed_rows=max(64, fewest), num_warps=8 if is_narrow else 4, num_stages=4)
     return Tuning(tile=64, packed_rows=max(128, fewest), num_warps=8, num_stages=5)
+
+
+_FEW_PACKED_ROWS = (16, 256)
+"""Up to so many rows times heads of the longest chunk there are smaller query tiles."""
+
+
+def _rows_alike(max_chunk_rows: int, group: int) -> int:
+    """The most rows that the longest chunk may have for the same launches."""
+    if max_chunk_rows <= 1:
+        return max_chunk_rows
+    return next((most // group for most in _FEW_PACKED_ROWS if max_chunk_rows * group <= most), 2**30)
 
 
 @cache

@@ -21,13 +21,14 @@ from torch import Tensor
 from d3engine.kernels.kv_pool import KVPool, values_and_scales
 from d3engine.kernels.quantized import Weight
 from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_fp8_pool, meta_weight
-from d3engine.kernels.triton.matmul import matmul
+from d3engine.kernels.triton.matmul import matmul_steps
+from d3engine.kernels.triton.operations import Described, perform
 from d3engine.kernels.triton.product_kernels import FEW_ROWS, NOT_SPECIALIZED, prologue, tile_product
 from d3engine.kernels.triton.product_rows import labelled, product_launches
 from d3engine.kernels.triton.product_sums import sums_launches
 from d3engine.kernels.triton.products import Tile, need_unit_stride, product_tile
 from d3engine.kernels.triton.qkv_finish import finish, finish_launch, finish_targets
-from d3engine.kernels.triton.rms_norm import rms_norm
+from d3engine.kernels.triton.rms_norm import normed
 
 
 def qkv(
@@ -57,6 +58,25 @@ def qkv(
 
     Products, scale, bias and rotation are float32, and rounded once; `reference.py` rounds after each.
     """
+    given = hidden, norm_weight, eps, weight, bias, rotations, pool, entries, num_heads
+    queries: Tensor = perform(_describe, *given, head_norms, num_rows, batch_invariant)
+    return queries
+
+
+def _describe(
+    hidden: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Weight,
+    bias: Tensor | None,
+    rotations: Tensor,
+    pool: KVPool,
+    entries: Tensor,
+    num_heads: int,
+    head_norms: Tensor | None,
+    num_rows: Tensor | None,
+    batch_invariant: bool,
+) -> Described:
     need_unit_stride(hidden=hidden, norm_weight=norm_weight, weight=weight, bias=bias, rotations=rotations)
     if not pool.is_contiguous():
         raise ValueError(f"pool has stride {values_and_scales(pool)[0].stride()}; it must be contiguous")
@@ -65,13 +85,11 @@ def qkv(
     targets = finish_targets(rotations, pool, entries, queries, weight.shape[0])
     may_split = batch_invariant or rows > FEW_ROWS.value
     tile = product_tile(rows, weight, hidden.dtype, may_split=may_split, batch_invariant=batch_invariant)
-    if tile is None:
-        projected = matmul(rms_norm(hidden, norm_weight, eps, num_rows=num_rows), weight, bias)
-        finish_launch(projected[None], None, targets, num_rows, head_norms, eps).run()
-    else:
-        for launch in qkv_launches(tile, hidden, norm_weight, eps, weight, bias, targets, num_rows, head_norms):
-            launch.run()
-    return queries
+    if tile is not None:
+        return queries, qkv_launches(tile, hidden, norm_weight, eps, weight, bias, targets, num_rows, head_norms)
+    x, norm = normed(hidden, norm_weight, eps, num_rows)
+    projected, steps = matmul_steps(x, weight, bias)
+    return queries, [norm, *steps, finish_launch(projected[None], None, targets, num_rows, head_norms, eps)]
 
 
 def qkv_launches(

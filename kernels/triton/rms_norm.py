@@ -33,10 +33,19 @@ def rms_norm(
     the normed row is rounded before it meets the weight, as transformers does. `num_rows` int32 [1]: rows at or beyond
     it keep their residual and return undefined values; None means all rows.
     """
-    need_unit_stride(hidden=hidden, weight=weight, residual=residual)
-    out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-    norm_launch(hidden, weight, eps, residual, num_rows, out).run()
+    need_unit_stride(residual=residual)
+    out, launch = normed(hidden, weight, eps, num_rows, residual)
+    launch.run()
     return out
+
+
+def normed(
+    hidden: Tensor, weight: Tensor, eps: float, num_rows: Tensor | None, residual: Tensor | None = None
+) -> tuple[Tensor, Launch]:
+    """The result of `rms_norm`, and what computes it."""
+    need_unit_stride(hidden=hidden, weight=weight)
+    out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    return out, norm_launch(hidden, weight, eps, residual, num_rows, out)
 
 
 def tuning(columns: int) -> int:

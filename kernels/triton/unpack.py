@@ -11,6 +11,7 @@ from torch import Tensor
 
 from d3engine.kernels.quantized import GROUP, Weight
 from d3engine.kernels.triton.launches import QUANTIZED, Launch, ModelShape, meta, meta_weight
+from d3engine.kernels.triton.operations import Step
 from d3engine.kernels.triton.product_kernels import is_of_bytes, is_of_groups, wait_for_previous
 from d3engine.kernels.triton.products import least_capability, need_unit_stride, weight_arguments
 from d3engine.kernels.triton.small_values import byte_values, int4_values
@@ -18,14 +19,13 @@ from d3engine.kernels.triton.small_values import byte_values, int4_values
 _GROUP: tl.constexpr = tl.constexpr(GROUP)
 
 
-def unpack(weight: Weight, dtype: torch.dtype) -> Tensor:
+def unpack_steps(weight: Weight, dtype: torch.dtype) -> tuple[Tensor, list[Step]]:
     """`weight` [N, K] as a matrix of `dtype`, which a float matrix must be already; `dequantize`, on the device."""
     if isinstance(weight, Tensor):
-        return weight
+        return weight, []
     need_unit_stride(weight=weight)
     out = torch.empty(weight.shape, dtype=dtype, device=weight.scales.device)
-    unpack_launch(weight, out).run()
-    return out
+    return out, [unpack_launch(weight, out)]
 
 
 def unpack_launch(weight: Weight, out: Tensor) -> Launch:

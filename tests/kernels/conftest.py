@@ -6,6 +6,7 @@ Triton decides between the two when it is first imported; `tests/conftest.py` se
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,3 +62,11 @@ def poisoned_memory() -> Iterator[None]:
 def generator() -> torch.Generator:
     """Of a test's random numbers."""
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def described_anew() -> Iterator[None]:
+    """Tests change what descriptions of operations depend on, such as the rows of a tile."""
+    yield
+    if operations := sys.modules.get("d3engine.kernels.triton.operations"):
+        operations.forget()

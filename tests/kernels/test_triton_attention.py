@@ -90,6 +90,11 @@ def split_by(monkeypatch: pytest.MonkeyPatch, entries: int, most: int = 64) -> N
     monkeypatch.setattr(attention, "MOST_SPLITS", most)
 
 
+def attend_into(out: Tensor, queries: Tensor, pool: Tensor, inputs: Any, scale: float) -> None:
+    for launch in attention.attention_launches(out, queries, pool, inputs, scale):
+        launch.run()
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "tiles", "most"),
     [
@@ -162,7 +167,7 @@ def test_rows_from_the_active_count_on_stay_untouched_bit_for_bit(
     for active in (0, 1, 3, 4):
         inputs.num_rows.fill_(active)  # as a graph does: same launch, other number
         out = torch.full((4, heads * 32), POISON, device=device)
-        attention.attend_into(out, paged.queries, paged.pool, inputs, paged.scale)
+        attend_into(out, paged.queries, paged.pool, inputs, paged.scale)
         assert bool((out[active:] == POISON).all())
         if active:
             assert relative_error(out[:active].cpu(), expected[:active]) < ERRORS[torch.float32]
@@ -173,7 +178,7 @@ def test_long_chunks_beyond_the_active_count_stay_untouched(device: torch.device
     out = torch.full((33, 4 * 32), POISON, device=device)
     count = torch.tensor([21], dtype=torch.int64, device=device)
     for from_here in (replace(paged.inputs(), num_rows=count), paged.inputs()):
-        attention.attend_into(out, paged.queries, paged.pool, from_here, paged.scale)
+        attend_into(out, paged.queries, paged.pool, from_here, paged.scale)
         rows = int(from_here.num_rows)
         assert bool((out[rows:] == POISON).all())
         assert relative_error(out[:rows].cpu(), paged.expected()[:rows]) < ERRORS[torch.float32]
@@ -261,7 +266,7 @@ def test_more_chunks_than_one_search_looks_at(device: torch.device) -> None:
     paged = Paged([3] * 133, row_counts, heads=1, kv_heads=1, channels=16, block_size=4, device=device)
     assert relative_error(paged.attend().cpu(), paged.expected()) < ERRORS[torch.float32]
     out = torch.full((136, 16), POISON, device=device)
-    attention.attend_into(out, paged.queries, paged.pool, replace(paged.inputs(), single_rows=False), paged.scale)
+    attend_into(out, paged.queries, paged.pool, replace(paged.inputs(), single_rows=False), paged.scale)
     assert bool((out[:130] == POISON).all())
     assert bool((out[135:] == POISON).all())
 

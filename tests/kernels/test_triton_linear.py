@@ -411,7 +411,7 @@ def test_the_matrix_library_keeps_its_sums_in_float32(
 
     class Products(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func in (torch.nn.functional.linear, torch.Tensor.addmm_):
+            if func in (torch.mm, torch.addmm, torch.Tensor.addmm_):
                 flags = settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction
                 found.append(flags)
             return func(*args, **kwargs or {})
