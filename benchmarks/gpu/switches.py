@@ -8,6 +8,7 @@ under way, which is what a slow one can be blamed on.
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,12 +22,15 @@ from torch import Tensor
 
 from benchmarks.gpu import kernels as part_kernels
 from benchmarks.gpu.cases import BLOCK_SIZE, EPS, SHAPES, TINY, Case, Draw, Shape, cases, in_float64, quantized_cases
-from benchmarks.gpu.common import Round, timed
+from benchmarks.gpu.common import Round, synchronize, timed
 from d3engine.kernels import reference
 
 LEAST_S = 3.0
 KIB_IN_FLIGHT = (8, 16, 32, 64)
 """Bytes under way a processor at which reading is timed: what kernels have, and about twice what Hopper needs."""
+LAUNCHED_LAYERS = 100
+"""So many layers have fewer kernels than a stream holds before the host must wait."""
+LAUNCHED_ROWS = 32
 PROCESSORS = 132  # where there is no device to ask
 
 Settings = tuple[tuple[str, str, Any], ...]
@@ -50,6 +54,7 @@ def run(report: dict[str, Any], current: Round) -> None:
         return
     torch.manual_seed(0)
     report["reading"] = reading(current)
+    report["launching"] = launching(current)
     report.setdefault("rows", [])
     launched: list[tuple[dict[str, Any], list[Any]]] = []
     for question in questions(current):
@@ -89,6 +94,30 @@ def reading(current: Round) -> list[dict[str, float]]:
         rate = 4 * num_read / (times["device_s"] or times["eager_s"])
         rows.append({"in_flight": kib * 1024, "bytes_per_s": rate, "latency_s": kib * 1024 * processors / rate})
     return rows
+
+
+def launching(current: Round) -> dict[str, Any]:
+    """Seconds that the host takes to launch a small layer, as the code does it and with nothing kept of calls before.
+
+    The device is faster at such a layer, and waits.
+    """
+    from d3engine.kernels import triton as kernels
+
+    case = _layer(TINY[0], LAUNCHED_ROWS if current.on_gpu else 3, current)
+    inputs = case.prepare(kernels, case.inputs)
+    ways: dict[str, Settings] = {"by_recipe": (), "anew": (("operations", "_recipe", lambda *_: None),)}
+    found = {}
+    for name, settings in ways.items():
+        with switched(settings):
+            case.call(kernels, case.inputs, inputs)
+            synchronize(current.device)
+            start = time.perf_counter()
+            calls = LAUNCHED_LAYERS if current.on_gpu else 1
+            for _ in range(calls):
+                case.call(kernels, case.inputs, inputs)
+            found[name] = (time.perf_counter() - start) / calls
+            synchronize(current.device)
+    return found
 
 
 def ask(

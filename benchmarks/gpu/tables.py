@@ -61,6 +61,9 @@ def _summary(name: str, found: dict[str, Any]) -> str:
     if name == "switches" and "rows" in found:
         failed = sum("error" in row or any("error" in w for w in row["variants"].values()) for row in found["rows"])
         said.append(f"{len(found['rows'])} choices, {failed} with a way that failed")
+    if "launching" in found:
+        by_recipe, anew = (found["launching"][way] * 1e6 for way in ("by_recipe", "anew"))
+        said.append(f"a layer launched by the host in {by_recipe:.0f} us, {anew:.0f} us described anew")
     if name == "kernels" and "rows" in found:
         failed = sum("error" in row or bool(row.get("is_far")) for row in found["rows"])
         said.append(f"{len(found['rows'])} cases, {failed} failed; Triton {found['triton']}")

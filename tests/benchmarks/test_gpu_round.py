@@ -95,6 +95,12 @@ def test_each_choice_runs_every_way_and_every_way_is_right(report: dict[str, Any
             assert max(way["relative_error"]) < 2e-5, (row["question"], name)
 
 
+def test_launching_is_timed_both_ways(report: dict[str, Any]) -> None:
+    found = report["parts"]["switches"]["launching"]
+    assert found.keys() == {"by_recipe", "anew"}
+    assert min(found.values()) > 0
+
+
 def test_a_switch_changes_what_is_launched(report: dict[str, Any]) -> None:
     rows = report["parts"]["switches"]["rows"]
     ways = {row["question"]: {n: way["grids"] for n, way in row["variants"].items()} for row in rows}

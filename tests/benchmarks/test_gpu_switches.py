@@ -21,6 +21,7 @@ def test_a_way_that_is_wrong_is_far_and_fails_the_part(monkeypatch: pytest.Monke
     wrong = {"today": (), "without the base of its powers": (("paged_attention", "_LOG2_E", 1.0),)}
     monkeypatch.setattr(switches, "questions", lambda _: [switches.Question("q", TINY[0], question.case, wrong)])
     monkeypatch.setattr(switches, "reading", lambda _: [])
+    monkeypatch.setattr(switches, "launching", lambda _: {})
     report: dict[str, Any] = {}
     with pytest.raises(RuntimeError, match="1 of 1 questions have a variant that failed"):
         switches.run(report, HERE)
