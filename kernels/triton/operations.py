@@ -47,12 +47,13 @@ Described: TypeAlias = tuple[Tensor | None, Sequence[Step]]
 def perform(describe: Callable[..., Described], *arguments: Any) -> Any:
     """The result of the operation that `describe(*arguments)` describes, once its steps have been launched.
 
-    Arguments are tensors, weights, pools, and values that can be hashed; of tensors a description may depend on shapes,
-    strides and dtypes alone. Memory that it makes is not initialized, and each of its tensors has its own.
+    Arguments are tensors of one device, weights, pools, and values that can be hashed; of tensors a description may
+    depend on shapes, strides and dtypes alone. Memory that it makes is not initialized, and each tensor of it has its
+    own.
     """
     key, tensors = _parts(describe, arguments)
     addresses = [tensor.data_ptr() for tensor in tensors]
-    key.append(tuple([address & 15 for address in addresses]))
+    key += (tensors[0].device, *[address & 15 for address in addresses])
     found = tuple(key)
     recipe = _recipes.get(found)
     if recipe is not None:
@@ -73,7 +74,7 @@ def forget() -> None:
 
 
 def _parts(describe: Callable[..., Described], arguments: tuple[Any, ...]) -> tuple[list[Any], list[Tensor]]:
-    """All that a description depends on but addresses, and the tensors of all arguments, in one order."""
+    """What a description depends on, but for device and addresses; and the tensors of all arguments, in one order."""
     key: list[Any] = [describe, launches.PROGRAMMATIC]
     tensors: list[Tensor] = []
     for argument in arguments:

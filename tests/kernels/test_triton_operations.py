@@ -148,6 +148,15 @@ def _copy(out: Tensor, x: Tensor) -> None:
     out.copy_(x)
 
 
+def test_a_recipe_is_for_its_device_alone() -> None:
+    def describe(x: Tensor) -> operations.Described:
+        out = torch.empty(x.shape, device=x.device)
+        return out, [operations.TorchCall(_copy, (out, x))]
+
+    for device in ("cpu", "meta", "cpu", "meta"):
+        assert operations.perform(describe, torch.ones(3, device=device)).device.type == device
+
+
 def test_no_more_recipes_are_kept_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations, "MOST_RECIPES", 3)
 
