@@ -50,7 +50,7 @@ class LoopWaker:
 
     @staticmethod
     def _pour(slot: Slot, reader: asyncio.Future[list[Any]], tap: Tap) -> None:
-        """Hand what waits to the tap, and what it leaves to the reader, who also hears of errors, those of the tap too."""
+        """Hand what waits to the tap, and what it leaves to the reader, who hears of errors, the tap's among them."""
         try:
             replies = slot.take()
             if replies and (taken := tap(replies)):
