@@ -54,6 +54,15 @@ def test_two_devices_share_matrices_and_keys_and_depth_makes_room_for_more_seque
     assert deep["sequences_by_depth"] > shared["sequences_by_depth"] == shared["sequences"]
 
 
+def test_the_page_shows_what_the_command_finds() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tensor-parallel.md").read_text(encoding="utf-8")
+    command = next(line for line in page.splitlines() if line.startswith("d3engine plan llama-2-70b"))
+    for row in planned(*command.split()[2:]):
+        sizes = [f"{row[name] / GIB:.1f} GiB" for name in ("weight_bytes", "room")]
+        cells = [row["weights"], *sizes, str(row["sequences"]), str(row["sequences_by_depth"])]
+        assert f"\n| {' | '.join(cells)} |\n" in page
+
+
 def test_an_8_bit_cache_is_counted_with_its_scales_and_holds_nearly_twice_as_many_sequences() -> None:
     wide, narrow = (planned("llama-3-8b", "--gpus", "80GB", "--kv-cache-dtype", name)[0] for name in ("auto", "fp8"))
     assert wide == planned("llama-3-8b", "--gpus", "80GB")[0]
