@@ -20,7 +20,7 @@ model's step on a CPU, is then a few hundredths of the time."""
 MOST_TOKENS_AHEAD = 64
 WEIGHTS_AHEAD = 3 * 2**26
 """Weights that a native run of one row goes through at most: some thirty milliseconds of one core, during which nobody
-joins the batch and nothing is interrupted."""
+joins the batch and nothing is interrupted. A run that someone reads along can be ended, and is longer."""
 MOST_THREADS = 1024
 
 

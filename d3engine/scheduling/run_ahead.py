@@ -7,6 +7,7 @@ first in the batch. Where someone reads along, it takes each step's tokens while
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -18,15 +19,32 @@ from d3engine.scheduling.chunks import Chunks
 from d3engine.scheduling.cycles import cycles_ahead, reaching_by_cycles
 from d3engine.scheduling.running import RunningTable
 
+FOLLOWED = 4
+"""Times as long as others a run may be that the host follows, and can end at any step."""
+
 
 def longest_run(chunks: Chunks, table: RunningTable, num_steps: int, num_tokens: int) -> int:
-    """Steps of a run at most: `num_steps`, or more of few rows, up to `num_tokens` tokens of all of them.
+    """Steps of a run at most: `num_steps`, or more of few rows, up to `num_tokens` tokens of all of them, and several
+    times as many where someone reads along.
 
     Where a text may end an answer, which the host alone sees, little is to be computed beyond it.
     """
-    if num_steps <= 1 or any(table.sequence(slot).params.stop_strings for slot in chunks.slots.tolist()):
+    if num_steps <= 1:
         return num_steps
-    return max(num_steps, num_tokens // chunks.slots.size)
+    slots = chunks.slots
+    if table.streams[slots].any():
+        num_tokens *= FOLLOWED
+    elif any(table.sequence(slot).params.stop_strings for slot in slots.tolist()):
+        return num_steps
+    return max(num_steps, num_tokens // slots.size)
+
+
+def shorter_and_shorter(longest: int, shortest: int) -> Iterator[int]:
+    """Steps of a run to be tried one after the other, until there is memory for them."""
+    while longest > shortest:
+        yield longest
+        longest //= FOLLOWED
+    yield shortest
 
 
 def run_ahead(chunks: Chunks, table: RunningTable, limit: int, reach: Reach) -> RunAhead | None:

@@ -27,7 +27,7 @@ from d3engine.scheduling.catching_up import next_chunks
 from d3engine.scheduling.chunks import Chunks
 from d3engine.scheduling.draft_and_verify import Drafting
 from d3engine.scheduling.planner import build_plan
-from d3engine.scheduling.run_ahead import longest_run, reaching, run_ahead
+from d3engine.scheduling.run_ahead import longest_run, reaching, run_ahead, shorter_and_shorter
 from d3engine.scheduling.running import RunningTable
 from d3engine.scheduling.second_model_rows import SecondModelRows
 from d3engine.scheduling.shared_prompts import SharedPrompts
@@ -340,7 +340,7 @@ class Scheduler:
         else:
             longest = longest_run(chunks, self._table, few, self.config.num_tokens_ahead)
         ahead = None
-        for limit in dict.fromkeys((longest, few)):
+        for limit in shorter_and_shorter(longest, few):
             ahead = run_ahead(chunks, self._table, limit, self.config.reach)
             if ahead is None or (ahead.num_steps == 1 and not ahead.cycles):
                 return ahead, missing
