@@ -47,6 +47,7 @@ struct Attention {
     int32_t rows, group, head_dim, block_size;
     int32_t length;  // entries that the first row looks at, each later row at one more
     float scale;
+    bool fetches;  // whether all entries of a chunk are asked for before the first is looked at
 };
 
 // Positions whose scores are taken before their values are added up; and those that a thread goes through at once.
