@@ -1,7 +1,7 @@
 // How many bytes ahead of a product its weights are fetched into the second cache; 0 for none, nor entries of a text.
 //
-// AMD's processors have few places for lines on their way to the first cache and more for the second: weights of 16 and
-// 8 bits arrive much sooner where they are asked for there in time. On Intel's that made steps no shorter, or longer.
+// On AMD's processors weights of 16 and 8 bits arrive much sooner if they are asked for so early, in the second cache and
+// not in the first, perhaps since few lines can be on their way to that. On Intel's steps became no shorter, or longer.
 #pragma once
 #include <cstdint>
 
