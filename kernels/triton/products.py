@@ -225,10 +225,12 @@ def product_launch(
         arguments["norm_ptr"], arguments["eps"] = norm
     grid = (triton.cdiv(rows, tile.rows), triton.cdiv(weight.shape[0], tile.outputs), tile.parts)
     # Of 64 threads a processor has room for six programs even so; left alone, ptxas saves registers and spills one.
-    # What is loaded before the kernel in front has ended stays in registers: five have room then.
-    limits: dict[str, Any] = (
-        {"options": {"maxnreg": 168}, "programmatic_options": {"maxnreg": 200}} if tile.warps == 2 else {}
-    )
+    # What is loaded before the kernel in front has ended stays in registers: five have room then, or four where a tile
+    # takes a fourth of the shared memory.
+    limits: dict[str, Any] = {}
+    if tile.warps == 2:
+        is_large = tile.rows > 8 and tile.outputs >= 64
+        limits = {"options": {"maxnreg": 168}, "programmatic_options": {"maxnreg": 208 if is_large else 200}}
     if tile.rows == 1 and isinstance(weight, Fp8Weight):  # as above, and four programs have room
         limits = {"options": {"maxnreg": 128 if weight.has_groups else 112}}
     # Beside 128 rows small weights wait for tensor cores, and for becoming floats.
