@@ -10,6 +10,7 @@ torch's products. Each operation is timed both ways in turns: bound to its tenso
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import time
@@ -89,10 +90,14 @@ def measure(rows: int, answers: int, rounds: int) -> dict[str, Any]:
 
 def _microseconds(call: Operation) -> float:
     call()
-    start = time.perf_counter()
-    for _ in range(CALLS):
-        call()
-    seconds = time.perf_counter() - start
+    gc.disable()  # a collection would count as part of the round in which it falls
+    try:
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        seconds = time.perf_counter() - start
+    finally:
+        gc.enable()
     absent.told.clear()
     return seconds / CALLS * 1e6
 
