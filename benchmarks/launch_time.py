@@ -2,8 +2,8 @@
 
 A step that is in no CUDA graph, of a prompt's chunk beside answers, is launched from Python operation by operation.
 Here kernels are compiled for a GPU of compute capability 9.0, and a driver that does nothing takes the place of CUDA's:
-what is timed is Python and Triton alone, without the 2 to 4 us that a driver may take for a launch, and without
-torch's products. Each operation is timed both ways in turns: bound to its tensors by the recipes of
+what is timed is Python and Triton alone, without what a real driver takes for a launch, and without torch's products.
+Each operation is timed both ways in turns: bound to its tensors by the recipes of
 `kernels/triton/operations.py`, as it always is, and described anew at each call.
 """
 

@@ -51,6 +51,11 @@ class Fp8Pool:
     def nbytes(self) -> int:
         return self.values.nbytes + self.scales.nbytes
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """What it is made of: the values, then the scales."""
+        return self.values, self.scales
+
     def is_contiguous(self) -> bool:
         return self.values.is_contiguous() and self.scales.is_contiguous()
 

@@ -6,7 +6,7 @@ weights themselves stay apart in memory, because a program reads every weight ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import triton
@@ -16,7 +16,7 @@ from torch import Tensor
 from d3engine.kernels.quantized import Weight
 from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
 from d3engine.kernels.triton.matmul import matmul_steps
-from d3engine.kernels.triton.operations import Described, perform
+from d3engine.kernels.triton.operations import Step, performed
 from d3engine.kernels.triton.product_kernels import (
     NOT_SPECIALIZED,
     live_rows,
@@ -29,6 +29,7 @@ from d3engine.kernels.triton.products import Tile, need_unit_stride, product_til
 from d3engine.kernels.triton.rms_norm import normed
 
 
+@performed
 def gate_up(
     hidden: Tensor,
     norm_weight: Tensor,
@@ -38,7 +39,7 @@ def gate_up(
     *,
     num_rows: Tensor | None = None,
     batch_invariant: bool = False,
-) -> Tensor:
+) -> tuple[Tensor, Sequence[Step]]:
     """RMSNorm, the gate and up projections, and SwiGLU: silu(gate) * up, [T, I].
 
     `hidden` [T, H]; `weight` [2 I, H] and `bias` [2 I] hold the gate's rows first, then the up projection's. All
@@ -47,19 +48,6 @@ def gate_up(
 
     Everything is float32 until the result is rounded; `reference.py` rounds gate, up and silu(gate) too.
     """
-    out: Tensor = perform(_describe, hidden, norm_weight, eps, weight, bias, num_rows, batch_invariant)
-    return out
-
-
-def _describe(
-    hidden: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Weight,
-    bias: Tensor | None,
-    num_rows: Tensor | None,
-    batch_invariant: bool,
-) -> Described:
     need_unit_stride(hidden=hidden, norm_weight=norm_weight, weight=weight, bias=bias)
     rows, outputs = hidden.shape[0], weight.shape[0]
     out = torch.empty(rows, outputs // 2, dtype=hidden.dtype, device=hidden.device)

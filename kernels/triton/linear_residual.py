@@ -6,7 +6,7 @@ tile of outputs (see `product_sums.py`), and a second kernel adds their sums to 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from d3engine.kernels.quantized import Weight
 from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
 from d3engine.kernels.triton.matmul import add_matmul_steps, matmul_steps
-from d3engine.kernels.triton.operations import Described, perform
+from d3engine.kernels.triton.operations import Step, performed
 from d3engine.kernels.triton.product_kernels import (
     NOT_SPECIALIZED,
     live_rows,
@@ -30,6 +30,7 @@ from d3engine.kernels.triton.product_sums import added, sums_launches
 from d3engine.kernels.triton.products import Tile, need_unit_stride, product_tile
 
 
+@performed
 def linear_residual(
     x: Tensor,
     weight: Weight,
@@ -38,19 +39,13 @@ def linear_residual(
     *,
     num_rows: Tensor | None = None,
     batch_invariant: bool = False,
-) -> None:
+) -> tuple[None, Sequence[Step]]:
     """Add `x` [T, K] times `weight` [H, K] transposed (and `bias` [H]) to `residual` [T, H], in place.
 
     All but a quantized weight of one dtype, last dimensions contiguous; sums are float32, rounded once with the
     residual. `num_rows` int32 [1]: rows at or beyond it keep their residual; None means all rows. `batch_invariant`: as
     for `product_tile`.
     """
-    perform(_describe, x, weight, bias, residual, num_rows, batch_invariant)
-
-
-def _describe(
-    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, num_rows: Tensor | None, batch_invariant: bool
-) -> Described:
     need_unit_stride(x=x, weight=weight, bias=bias, residual=residual)
     tile = product_tile(x.shape[0], weight, x.dtype, may_split=True, batch_invariant=batch_invariant)
     if tile is not None:

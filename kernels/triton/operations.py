@@ -6,7 +6,8 @@ whether addresses are multiples of 16 bytes. So what one call has found out is k
 their arguments in order, and where among these the addresses of tensors belong. A step that no graph can hold, of a
 prompt's chunk beside answers, is bound by this time on the host.
 
-An operation is a function that describes: it returns its result and the steps that compute it, without running any.
+An operation is written as a function that describes it: its result, and the steps that compute it, of which none runs.
+`performed` makes of that the function which does.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import wraps
+from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import Fp8Pool
-from d3engine.kernels.quantized import Fp8Weight, Int4Weight, Int8Weight
+from d3engine.kernels.quantized import ByteWeight, Int4Weight
 from d3engine.kernels.triton import launches
 from d3engine.kernels.triton.launches import Launch
 
@@ -40,25 +42,36 @@ class TorchCall:
 
 
 Step: TypeAlias = Launch | TorchCall
-Described: TypeAlias = tuple[Tensor | None, Sequence[Step]]
-"""The result of an operation, None where it only writes what it was given, and its steps in order."""
+
+P = ParamSpec("P")
+T = TypeVar("T", bound=Tensor | None)
+"""The result of an operation; None where it only writes what it was given."""
 
 
-def perform(describe: Callable[..., Described], *arguments: Any) -> Any:
-    """The result of the operation that `describe(*arguments)` describes, once its steps have been launched.
+def performed(describe: Callable[P, tuple[T, Sequence[Step]]]) -> Callable[P, T]:
+    """The operation that a function describes: called alike, it launches the steps, and returns the result alone.
 
     Arguments are tensors of one device, weights, pools, and values that can be hashed; of tensors a description may
     depend on shapes, strides and dtypes alone. Memory that it makes is not initialized, and each tensor of it has its
     own.
     """
-    key, tensors = _parts(describe, arguments)
+
+    @wraps(describe)
+    def operation(*arguments: P.args, **options: P.kwargs) -> T:
+        return _perform(describe, arguments, options)
+
+    return operation
+
+
+def _perform(describe: Callable[..., tuple[T, Sequence[Step]]], arguments: tuple[Any, ...], options: Any) -> T:
+    key, tensors = _parts(describe, (*arguments, *options, *options.values()))
     addresses = [tensor.data_ptr() for tensor in tensors]
     key += (tensors[0].device, *[address & 15 for address in addresses])
     found = tuple(key)
     recipe = _recipes.get(found)
     if recipe is not None:
-        return recipe.perform(tensors, addresses)
-    result, steps = describe(*arguments)
+        return cast(T, recipe.perform(tensors, addresses))
+    result, steps = describe(*arguments, **options)
     compiled = [step.run() for step in steps]
     recipe = _recipe(tensors, result, steps, compiled)
     if recipe is not None:
@@ -73,7 +86,7 @@ def forget() -> None:
     _recipes.clear()
 
 
-def _parts(describe: Callable[..., Described], arguments: tuple[Any, ...]) -> tuple[list[Any], list[Tensor]]:
+def _parts(describe: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[list[Any], list[Tensor]]:
     """What a description depends on, but for device and addresses; and the tensors of all arguments, in one order."""
     key: list[Any] = [describe, launches.PROGRAMMATIC]
     tensors: list[Tensor] = []
@@ -81,27 +94,18 @@ def _parts(describe: Callable[..., Described], arguments: tuple[Any, ...]) -> tu
         if isinstance(argument, Tensor):
             key += (argument.dtype, argument.shape, argument.stride())
             tensors.append(argument)
-        elif fields := _FIELDS.get(type(argument)):
-            key.append(type(argument))
-            for name in fields:
-                value = getattr(argument, name)
-                if isinstance(value, Tensor):
-                    key += (value.dtype, value.shape, value.stride())
-                    tensors.append(value)
-                else:
-                    key.append(value)
+        elif isinstance(argument, _COMPOSED):
+            key += (type(argument), argument.shape)
+            for part in argument.tensors:
+                key += (part.dtype, part.shape, part.stride())
+                tensors.append(part)
         else:
             key.append(argument)
     return key, tensors
 
 
-_FIELDS: dict[type, tuple[str, ...]] = {
-    Int8Weight: ("values", "scales"),
-    Fp8Weight: ("values", "scales"),
-    Int4Weight: ("packed", "scales", "num_columns"),
-    Fp8Pool: ("values", "scales"),
-}
-"""What arguments that are no tensors consist of."""
+_COMPOSED = (ByteWeight, Int4Weight, Fp8Pool)
+"""Arguments that consist of tensors; what these do not say follows from the type and the shape."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ Letters are the reference's: T rows, C chunks, N query heads, M key/value heads,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
@@ -24,7 +24,7 @@ from d3engine.kernels.kv_pool import FP8_CAPABILITY, Fp8Pool, KVPool, values_and
 from d3engine.kernels.triton.attention_kernels import long_chunks_kernel, single_rows_kernel
 from d3engine.kernels.triton.attention_splits import MOST_SPLITS, SPLIT, Room
 from d3engine.kernels.triton.launches import Launch, ModelShape, meta, meta_fp8_pool
-from d3engine.kernels.triton.operations import Described, perform
+from d3engine.kernels.triton.operations import Step, performed
 
 ROWS_IN_TURN = 64
 """Rows of a replay that meet in the room of their splits at once; a batch of so many rows needs as much."""
@@ -99,8 +99,7 @@ def paged_attention(
     heads, channels = queries.shape[1:]
     numbers = splits * chunks * heads * (channels + 1)
     parts, arrived = inputs.room.take(numbers, chunks * pool.shape[3], queries.device)
-    out: Tensor = perform(
-        _describe,
+    return _attention(
         queries,
         pool,
         inputs.query_starts,
@@ -115,10 +114,10 @@ def paged_attention(
         inputs.single_rows,
         scale,
     )
-    return out
 
 
-def _describe(
+@performed
+def _attention(
     queries: Tensor,
     pool: KVPool,
     query_starts: Tensor,
@@ -132,7 +131,7 @@ def _describe(
     max_chunk_rows: int,
     single_rows: bool,
     scale: float,
-) -> Described:
+) -> tuple[Tensor, Sequence[Step]]:
     bounds = max_kv_length, max_chunk_rows, single_rows
     room = Room(parts, arrived)
     inputs = AttentionInputs(query_starts, kv_lengths, block_tables, num_rows, *bounds, room, tiled_lengths)

@@ -11,7 +11,7 @@ of grouped heads, that programs share their columns. What follows the products i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import triton
@@ -22,7 +22,7 @@ from d3engine.kernels.kv_pool import KVPool, values_and_scales
 from d3engine.kernels.quantized import Weight
 from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_fp8_pool, meta_weight
 from d3engine.kernels.triton.matmul import matmul_steps
-from d3engine.kernels.triton.operations import Described, perform
+from d3engine.kernels.triton.operations import Step, performed
 from d3engine.kernels.triton.product_kernels import FEW_ROWS, NOT_SPECIALIZED, prologue, tile_product
 from d3engine.kernels.triton.product_rows import labelled, product_launches
 from d3engine.kernels.triton.product_sums import sums_launches
@@ -31,6 +31,7 @@ from d3engine.kernels.triton.qkv_finish import finish, finish_launch, finish_tar
 from d3engine.kernels.triton.rms_norm import normed
 
 
+@performed
 def qkv(
     hidden: Tensor,
     norm_weight: Tensor,
@@ -45,7 +46,7 @@ def qkv(
     head_norms: Tensor | None = None,
     num_rows: Tensor | None = None,
     batch_invariant: bool = False,
-) -> Tensor:
+) -> tuple[Tensor, Sequence[Step]]:
     """RMSNorm, the three projections, RoPE, and the write of keys and values into the pool.
 
     `hidden` [T, H], `weight` [(N + 2 M) D, H], `bias` [(N + 2 M) D] or None, `rotations` [T, D / 2] complex64,
@@ -58,25 +59,6 @@ def qkv(
 
     Products, scale, bias and rotation are float32, and rounded once; `reference.py` rounds after each.
     """
-    given = hidden, norm_weight, eps, weight, bias, rotations, pool, entries, num_heads
-    queries: Tensor = perform(_describe, *given, head_norms, num_rows, batch_invariant)
-    return queries
-
-
-def _describe(
-    hidden: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Weight,
-    bias: Tensor | None,
-    rotations: Tensor,
-    pool: KVPool,
-    entries: Tensor,
-    num_heads: int,
-    head_norms: Tensor | None,
-    num_rows: Tensor | None,
-    batch_invariant: bool,
-) -> Described:
     need_unit_stride(hidden=hidden, norm_weight=norm_weight, weight=weight, bias=bias, rotations=rotations)
     if not pool.is_contiguous():
         raise ValueError(f"pool has stride {values_and_scales(pool)[0].stride()}; it must be contiguous")

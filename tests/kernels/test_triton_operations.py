@@ -134,13 +134,14 @@ def test_memory_that_no_argument_holds_for_sure_is_never_bound() -> None:
             numbers.place(shared)
     described = []
 
-    def describe(x: Tensor) -> operations.Described:
+    @operations.performed
+    def copy(x: Tensor) -> tuple[Tensor, list[operations.Step]]:
         described.append(x)
         out = torch.empty(2)
         return out, [operations.TorchCall(_copy, (out, x[2:4]))]
 
     for _ in range(2):
-        assert operations.perform(describe, memory).tolist() == [2, 3]
+        assert copy(memory).tolist() == [2, 3]
     assert len(described) == 2
 
 
@@ -149,22 +150,24 @@ def _copy(out: Tensor, x: Tensor) -> None:
 
 
 def test_a_recipe_is_for_its_device_alone() -> None:
-    def describe(x: Tensor) -> operations.Described:
+    @operations.performed
+    def copy(x: Tensor) -> tuple[Tensor, list[operations.Step]]:
         out = torch.empty(x.shape, device=x.device)
         return out, [operations.TorchCall(_copy, (out, x))]
 
     for device in ("cpu", "meta", "cpu", "meta"):
-        assert operations.perform(describe, torch.ones(3, device=device)).device.type == device
+        assert copy(torch.ones(3, device=device)).device.type == device
 
 
 def test_no_more_recipes_are_kept_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations, "MOST_RECIPES", 3)
 
-    def describe(x: Tensor) -> operations.Described:
+    @operations.performed
+    def copy(x: Tensor) -> tuple[Tensor, list[operations.Step]]:
         out = torch.empty(x.shape)
         return out, [operations.TorchCall(_copy, (out, x))]
 
     for size in (1, 2, 3, 4, 5, 1, 2, 5):
         x = torch.randn(size)
-        assert torch.equal(operations.perform(describe, x), x)
+        assert torch.equal(copy(x), x)
         assert len(operations._recipes) <= 3

@@ -77,14 +77,10 @@ def _sent_straight(
             return 0
         events = []
         for output in outputs:
-            for answer in output.outputs:
-                if answer.finish_reason is not None:
-                    break
-            else:
-                _see(job, number, meter, output)
-                events.append(told(number, output))
-                continue
-            break
+            if any(answer.finish_reason is not None for answer in output.outputs):
+                break
+            _see(job, number, meter, output)
+            events.append(told(number, output))
         if content := b"".join(events):
             straight.write(content)
         return len(events)
