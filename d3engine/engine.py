@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as AnySequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -203,12 +203,13 @@ class Engine(Chats, Facts):
                 answers = self._in_flight.claim(ids)
                 for request, request_id in zip(requests, ids, strict=True):
                     self._queue(request, request_id, RequestOutputKind.FINAL_ONLY)
-                with tqdm(total=len(ids), desc="generate", unit="request", disable=not use_tqdm) as bar:
+                with tqdm(total=len(ids), desc="generate", unit="request") if use_tqdm else nullcontext() as bar:
                     while len(done) < len(ids):
                         interrupt.deliver()
                         self._advance()
                         done |= {output.request_id: output for output in answers}
-                        bar.update(len(answers))
+                        if bar is not None:
+                            bar.update(len(answers))
                         answers.clear()
             finally:
                 self._in_flight.drop(ids)

@@ -97,15 +97,15 @@ class KVCache:
 
     def close(self, slot: int) -> None:
         """Give back all blocks of a slot, and the slot."""
-        self.free_layers(slot, np.arange(self.num_layers))
+        self.free_layers(slot, slice(None))
         self._free_slots.append(slot)
 
     def share(self, slot: int, blocks: IntArray) -> None:
-        """Begin an empty slot with `blocks` [n, L] that somebody else has computed."""
-        count = blocks.shape[0]
-        self.tables[slot, :, :count] = blocks.T
-        self.num_blocks[slot] = count
-        self.pool.retain(blocks.ravel())
+        """Begin an empty slot with `blocks` [n, L], if any, that somebody else has computed."""
+        if count := blocks.shape[0]:
+            self.tables[slot, :, :count] = blocks.T
+            self.num_blocks[slot] = count
+            self.pool.retain(blocks.ravel())
 
     def missing(self, slots: IntArray, lengths: IntArray, active: npt.NDArray[np.bool_]) -> IntArray:
         """Blocks [C, L] that each active layer lacks for its slot to hold `lengths` [C] entries; `active` [C, L]."""
@@ -115,23 +115,21 @@ class KVCache:
 
     def grow(self, slots: IntArray, missing: IntArray) -> None:
         """Append `missing` [C, L] new blocks to the layers of `slots` [C]."""
-        most = missing.max(initial=0)
-        if most <= 1:  # decoded tokens: all layers of all sequences at once
-            if most:
-                chunks, layers = missing.nonzero()
-                self._append(slots[chunks], layers)
+        lacking = missing.ravel().nonzero()[0]
+        if not lacking.size:
             return
-        for slot, row in zip(slots, missing, strict=True):
-            for nth in range(row.max(initial=0)):
-                layers = np.flatnonzero(row > nth)
-                self._append(slot, layers)
+        # One index into the flat arrays is found much sooner than two or three into their dimensions.
+        num_blocks, tables = self.num_blocks.reshape(-1), self.tables.reshape(-1)
+        layers = slots[lacking // self.num_layers] * self.num_layers + lacking % self.num_layers
+        counts = missing.ravel()[lacking]
+        held = num_blocks[layers]
+        num_blocks[layers] = held + counts
+        ends = counts.cumsum()
+        firsts = layers * self.tables.shape[2] + held
+        places = (firsts - ends + counts).repeat(counts) + np.arange(ends[-1])
+        tables[places] = self.pool.allocate(places.size)
 
-    def _append(self, slots: IntArray | int, layers: IntArray) -> None:
-        """One new block at the end of each (slot, layer); no pair stands twice."""
-        self.tables[slots, layers, self.num_blocks[slots, layers]] = self.pool.allocate(layers.size)
-        self.num_blocks[slots, layers] += 1
-
-    def free_layers(self, slot: int, layers: IntArray) -> None:
+    def free_layers(self, slot: int, layers: IntArray | slice) -> None:
         """Give back every block that `layers` of `slot` hold, the prompt's as well."""
         held = int(self.num_blocks[slot, layers].max(initial=0))
         named = self.tables[slot, layers, :held]

@@ -14,7 +14,7 @@ from d3engine.request.params import RequestOutputKind
 from d3engine.request.sequence import Sequence
 from d3engine.request.timings import Timings
 from d3engine.scheduling.scheduler import Scheduler
-from d3engine.scheduling.tally import TokenOutput
+from d3engine.scheduling.tally import NewTokens
 from d3engine.text.output import OutputProcessor
 from d3engine.text.tokenizer import Tokenizer
 
@@ -64,7 +64,7 @@ class InFlight:
             self.drop([sequences[0].request_id])
             raise
 
-    def deliver(self, plan: Plan, sampled: Sampled, tokens: Iterable[TokenOutput], begun: float) -> None:
+    def deliver(self, plan: Plan, sampled: Sampled, tokens: Iterable[NewTokens], begun: float) -> None:
         """Lay out what came of a step, `begun` at that time of the monotonic clock, for whom it is for."""
         self._put(self.outputs.process(plan, sampled, tokens))
         self.timings.count_steps(plan.num_steps, plan.num_rows, begun)

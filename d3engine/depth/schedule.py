@@ -162,6 +162,15 @@ class Schedule:
             return len(self._cutoffs_listed) - bisect_right(self._cutoffs_listed, step)
         return int(self._depth_of_row[self._row(step)])
 
+    def depths_between(self, first: int, stop: int) -> list[int]:
+        """How many layers run at each of the steps [first, stop)."""
+        found: list[int] = []
+        while first < stop:
+            end = min(self.same_layers_until(first), stop)
+            found += [self.depth_at(first)] * (end - first)
+            first = end
+        return found
+
     def depths(self, num_steps: int) -> npt.NDArray[np.int64]:
         """Int64 [num_steps]: how many layers run at steps 0 .. num_steps - 1."""
         steps = np.arange(require_integer("num_steps", num_steps, 0))

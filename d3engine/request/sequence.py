@@ -109,6 +109,13 @@ class Sequence:
         return self.max_length - self.num_tokens
 
     @property
+    def grows_by_single_tokens(self) -> bool:
+        """Whether each new token is looked at before the next: to be passed on, or since it may end the answer where
+        the sequence itself does not see it."""
+        is_read = self.streams or self.params.logprobs is not None
+        return is_read or self.constraint is not None or bool(self.params.stop_strings)
+
+    @property
     def step(self) -> int:
         """The index of the generated token that comes next."""
         return len(self.token_ids)
@@ -127,6 +134,24 @@ class Sequence:
     def allowed(self) -> Allowed | None:
         """The tokens that its form allows next; None where it allows any."""
         return None if self.constraint is None else self.constraint.allowed()
+
+    def grow(self, token_ids: list[int], depths: list[int]) -> tuple[FinishReason, str | int | None] | None:
+        """Take these tokens, and the layers that each took, up to the one that ends the answer; returns how it does."""
+        params, end = self.params, None
+        first, room = len(self.token_ids), self.room
+        for token, depth in zip(token_ids, depths, strict=True):
+            self.token_ids.append(token)
+            self.depths.append(depth)
+            may_stop = len(self.token_ids) >= params.min_tokens
+            if may_stop and token in self.eos_token_ids:
+                return FinishReason.STOP, None
+            if may_stop and params.stop_token_ids and token in params.stop_token_ids:
+                return FinishReason.STOP, token
+            if self.constraint is not None and (end := self.end_of_form(token)) is not None:
+                return end
+            if len(self.token_ids) - first >= room:
+                return FinishReason.LENGTH, None
+        return None
 
     def end_of_form(self, token: int) -> tuple[FinishReason, str | None] | None:
         """How the sequence ends with its new `token`, by its form: complete, or at fault; None where it goes on."""

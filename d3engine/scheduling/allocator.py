@@ -15,7 +15,7 @@ from d3engine.cache.copy_on_skip import EntryCopies, fill, most_blocks_needed
 from d3engine.cache.kv_cache import NO_BLOCK, IntArray, KVCache
 from d3engine.depth import NEVER, Schedule
 from d3engine.scheduling.chunks import Chunks
-from d3engine.scheduling.running import RunningTable
+from d3engine.scheduling.running import RunningTable, Trait
 
 
 class Allocator:
@@ -29,21 +29,27 @@ class Allocator:
         """Blocks [C, L] that the chunks' layers lack, and how many blocks to have free: these, and for copy-on-skip
         an upper bound of what it may take."""
         missing = self._cache.missing(chunks.slots, chunks.stops, chunks.active)
-        fills = self._table.fills[chunks.slots]
-        missing[fills] = 0  # filled apart
-        most_to_fill = sum(
-            most_blocks_needed(self._cache, int(chunks.slots[c]), int(chunks.starts[c]), int(chunks.stops[c]))
-            for c in fills.nonzero()[0]
-        )
+        most_to_fill = 0
+        for c in self._filled(chunks):  # apart
+            missing[c] = 0
+            slot, start, stop = int(chunks.slots[c]), int(chunks.starts[c]), int(chunks.stops[c])
+            most_to_fill += most_blocks_needed(self._cache, slot, start, stop)
         return missing, int(missing.sum()) + most_to_fill
 
     def allocate(self, chunks: Chunks, missing: IntArray) -> tuple[EntryCopies, EntryCopies]:
         """Give every chunk its blocks; returns the entries to copy before and after the step."""
         self._cache.grow(chunks.slots, missing)
         before, after = EntryCopies(), EntryCopies()
-        for chunk in self._table.fills[chunks.slots].nonzero()[0]:
-            self._fill(chunks, int(chunk), before, after)
+        for chunk in self._filled(chunks):
+            self._fill(chunks, chunk, before, after)
         return before, after
+
+    def _filled(self, chunks: Chunks) -> list[int]:
+        """The chunks whose skipped layers get entries."""
+        if not chunks.traits & Trait.FILLS:
+            return []
+        filled: list[int] = self._table.having(Trait.FILLS, chunks.slots).nonzero()[0].tolist()
+        return filled
 
     def _fill(self, chunks: Chunks, chunk: int, before: EntryCopies, after: EntryCopies) -> None:
         slot, active = int(chunks.slots[chunk]), chunks.active[chunk]
@@ -74,11 +80,12 @@ class Allocator:
 
     def saved(self, slot: int) -> int:
         """Blocks that a slot would hold in addition if every layer had run for every token; a draft saves none."""
-        if self._table.drafts[slot]:
+        traits = int(self._table.traits[slot])
+        if traits & Trait.DRAFTS:
             return 0
         length = self._cache.blocks_for(int(self._table.num_computed[slot]))
         whole = length * self._cache.num_layers
-        if not self._table.fills[slot]:  # no block stands for two layers
+        if not traits & Trait.FILLS:  # no block stands for two layers
             return whole - int(np.minimum(self._cache.num_blocks[slot], length).sum())
         blocks = self._cache.tables[slot, :, :length]  # beyond it lies what a run ahead has not come to
         return whole - int(np.unique(blocks[blocks != NO_BLOCK]).size)

@@ -6,14 +6,15 @@ from d3engine.cache.kv_cache import IntArray
 from d3engine.request.sequence import Sequence
 from d3engine.scheduling.chunks import Chunks
 from d3engine.scheduling.draft_and_verify import Drafting
-from d3engine.scheduling.running import RunningTable
+from d3engine.scheduling.running import RunningTable, Trait
 
 
 def next_chunks(table: RunningTable, slots: IntArray, drafting: Drafting, max_rows: int) -> Chunks:
     """One chunk for every sequence in `slots` that `max_rows` reach; single tokens come first."""
-    if table.drafts[slots].any():
+    traits = table.traits_among(slots)
+    if traits & Trait.DRAFTS:
         drafting.begin(slots)
-        slots = slots[~(table.drafting[slots] & table.by_second_model[slots])]
+        slots = slots[~(table.drafting[slots] & table.having(Trait.SECOND_MODEL, slots))]
     starts = table.num_computed[slots]
     lengths = table.num_tokens[slots] - starts
     longer = (lengths > 1).nonzero()[0]
@@ -26,7 +27,7 @@ def next_chunks(table: RunningTable, slots: IntArray, drafting: Drafting, max_ro
         chosen = lengths > 0
         slots, starts, lengths = slots[chosen], starts[chosen], lengths[chosen]
     steps = table.steps(slots, starts)
-    return Chunks(slots, starts, starts + lengths, steps, table.active(slots, steps))
+    return Chunks(slots, starts, starts + lengths, steps, table.active(slots, steps, traits), traits)
 
 
 def _length_within(budget: int, table: RunningTable, sequence: Sequence, drafting: Drafting) -> int:

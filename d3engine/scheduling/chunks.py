@@ -12,13 +12,17 @@ from d3engine.plan import BoolArray
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """C chunks; each is a run of tokens of one slot that all run the same layers."""
+    """C chunks; each is a run of tokens of one slot that all run the same layers.
+
+    No slot has a trait that is not among `traits`, so that a step of plain sequences need not look for any.
+    """
 
     slots: IntArray  # [C]
     starts: IntArray  # [C] the first position
     stops: IntArray  # [C] the position after the last
     steps: IntArray  # [C] the generation step of the first token; -1 in the prompt
     active: BoolArray  # [C, L]
+    traits: int
 
     def deepest_first(self) -> Chunks:
         """The same chunks, those that run more layers before those that run fewer; of one depth, the youngest first.
@@ -31,4 +35,5 @@ class Chunks:
 
     def take(self, which: IntArray | BoolArray) -> Chunks:
         """The chunks at these indices, or where a mask is True."""
-        return Chunks(self.slots[which], self.starts[which], self.stops[which], self.steps[which], self.active[which])
+        starts, stops, steps = self.starts[which], self.stops[which], self.steps[which]
+        return Chunks(self.slots[which], starts, stops, steps, self.active[which], self.traits)

@@ -17,7 +17,7 @@ from d3engine.plan import Course, RunAhead
 from d3engine.request.choice import Choice
 from d3engine.request.sequence import Sequence
 from d3engine.scheduling.chunks import Chunks
-from d3engine.scheduling.running import RunningTable
+from d3engine.scheduling.running import RunningTable, Trait
 
 
 def cycles_ahead(chunks: Chunks, table: RunningTable, limit: int) -> RunAhead | None:
@@ -27,7 +27,8 @@ def cycles_ahead(chunks: Chunks, table: RunningTable, limit: int) -> RunAhead | 
     host, and a device knows neither parts of layers nor another model.
     """
     slots = chunks.slots
-    needs_host = table.splits_layers[slots] | table.by_second_model[slots] | (table.choice[slots] != Choice.GREEDY)
+    is_beyond = table.having(Trait.SPLITS_LAYERS | Trait.SECOND_MODEL, slots)
+    needs_host = is_beyond | (table.choice[slots] != Choice.GREEDY)
     sequences = [table.sequence(slot) for slot in slots.tolist()]
     if limit <= 1 or needs_host.any() or not all(_draws_a_line(sequence, table) for sequence in sequences):
         return None
@@ -39,9 +40,9 @@ def cycles_ahead(chunks: Chunks, table: RunningTable, limit: int) -> RunAhead | 
     for row, schedule in enumerate(schedules):
         if not schedule.is_nested:  # which layers the next draft runs is not a matter of cutoffs
             cutoffs[row], num_cycles = np.where(table.draft_layers[slots[row]], NEVER, 0), 1
-    course = Course() if num_cycles > 1 and table.streams[slots].any() else None
+    course = Course() if num_cycles > 1 and chunks.traits & Trait.STREAMS else None
     steps = np.array([sequence.step for sequence in sequences])
-    bridges = tuple(schedule.bridges for schedule in schedules) if table.bridged[slots].any() else ()
+    bridges = tuple(schedule.bridges for schedule in schedules) if chunks.traits & Trait.BRIDGED else ()
     return RunAhead(num_cycles, steps, cutoffs, Choice.GREEDY, course, bridges, cycles=True)
 
 

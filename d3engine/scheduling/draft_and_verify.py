@@ -19,7 +19,7 @@ from d3engine.plan import DraftWork, HiddenRows
 from d3engine.request.draft import Cycle, Draft, Proposal
 from d3engine.request.sequence import Sequence
 from d3engine.scheduling.chunks import Chunks
-from d3engine.scheduling.running import RunningTable
+from d3engine.scheduling.running import RunningTable, Trait
 from d3engine.scheduling.tally import Counters
 
 
@@ -33,7 +33,7 @@ class Drafting:
     def begin(self, slots: IntArray) -> None:
         """Begin the drafts of those sequences among `slots` that have come to decoding."""
         table = self._table
-        slots = slots[table.drafts[slots] & ~table.drafting[slots]]
+        slots = slots[table.having(Trait.DRAFTS, slots) & ~table.drafting[slots]]
         decodes = table.num_tokens[slots] == table.num_computed[slots] + 1
         answers = table.num_computed[slots] >= table.prompt_length[slots]
         for slot in slots[decodes & answers].tolist():
@@ -77,7 +77,7 @@ class Drafting:
         if draft.ended:
             table.drafting[slot] = False
             table.num_computed[slot] = sequence.num_tokens - 1
-        elif not table.by_second_model[slot]:
+        elif not table.traits[slot] & Trait.SECOND_MODEL:
             table.num_computed[slot] = known - 1
 
     def take(self, sequence: Sequence, cycle: Cycle) -> list[int]:
@@ -148,6 +148,7 @@ def resumed(chunks: Chunks, table: RunningTable) -> Chunks:
         np.concatenate((stops, upper.stops - 1)),
         np.concatenate((steps, upper.steps)),
         np.concatenate((chunks.active, above)),
+        chunks.traits,
     )
 
 
@@ -158,7 +159,7 @@ def _resume_layer(table: RunningTable, slot: int) -> int:
 
 def draft_work(chunks: Chunks, table: RunningTable, query_starts: IntArray, sampled: IntArray) -> DraftWork | None:
     """What the step of these chunks does for sequences that draft; None if there are none."""
-    if not table.drafts[chunks.slots].any():
+    if not table.having(Trait.DRAFTS, chunks.slots).any():
         return None
     work = DraftWork(frozenset(table.drafting[chunks.slots[sampled]].nonzero()[0].tolist()), {})
     kept: dict[int, list[tuple[int, int]]] = {}

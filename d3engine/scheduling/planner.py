@@ -25,7 +25,7 @@ from d3engine.request.sequence import Sequence
 from d3engine.scheduling.chunks import Chunks
 from d3engine.scheduling.cycles import at_last_tokens
 from d3engine.scheduling.draft_and_verify import draft_work, resumed
-from d3engine.scheduling.running import RunningTable
+from d3engine.scheduling.running import RunningTable, Trait
 
 
 def build_plan(
@@ -37,7 +37,7 @@ def build_plan(
     ahead: RunAhead | None = None,
 ) -> Plan:
     """The plan of `chunks`, deepest first, whose blocks stand in `block_tables` [slots, L, max_blocks]."""
-    drafts = bool(table.drafts[chunks.slots].any())
+    drafts = bool(chunks.traits & Trait.DRAFTS)
     if ahead is not None and ahead.cycles:
         chunks, drafts = at_last_tokens(chunks, table), False  # the device knows what is drafted
     elif drafts:
@@ -46,7 +46,7 @@ def build_plan(
     query_starts, row_chunks, positions = _rows(chunks)
     sampled = (chunks.stops == table.num_tokens[slots]).nonzero()[0]
     sequences = [table.sequence(slot) for slot in slots.tolist()]
-    mlps = table.mlps(slots, chunks.active)
+    mlps = table.mlps(slots, chunks.active) if chunks.traits & Trait.SPLITS_LAYERS else None
     prompt_rows = _prompt_rows(sequences, chunks, query_starts) if (chunks.steps < 0).any() else ()
     greedy = not prompt_rows and bool((table.choice[slots] == Choice.GREEDY).all())
     return Plan(
@@ -105,7 +105,7 @@ def _rows(chunks: Chunks) -> tuple[IntArray, IntArray, IntArray]:
 
 def _projected(chunks: Chunks, table: RunningTable) -> BoolArray | None:
     """Bool [C, L]: the layers that a chunk skips but leaves a projected entry in; None when there are none."""
-    if not table.fills[chunks.slots].any():
+    if not chunks.traits & Trait.FILLS:
         return None
     projects = [table.sequence(slot).schedule.on_skip == "project" for slot in chunks.slots.tolist()]
     projected: BoolArray = ~chunks.active & np.array(projects)[:, None]
@@ -114,7 +114,7 @@ def _projected(chunks: Chunks, table: RunningTable) -> BoolArray | None:
 
 def _exits(chunks: Chunks, table: RunningTable) -> tuple[ExitingChunks, ...]:
     """The chunks that may leave early, by their rules; thresholds follow from each sequence's own max_tokens."""
-    if not table.exits[chunks.slots].any():
+    if not chunks.traits & Trait.EXITS:
         return ()
     found: dict[ExitRule, tuple[list[int], list[float]]] = {}
     for chunk in table.may_exit(chunks.slots, chunks.steps).nonzero()[0].tolist():
@@ -128,8 +128,10 @@ def _exits(chunks: Chunks, table: RunningTable) -> tuple[ExitingChunks, ...]:
 
 def _bridged(chunks: Chunks, table: RunningTable, query_starts: IntArray) -> tuple[BridgedRows, ...]:
     """The windows that are crossed by bridges, and the rows that cross them: those of equal windows together."""
+    if not chunks.traits & Trait.BRIDGED:
+        return ()
     found: dict[tuple[int, int, str], list[int]] = {}
-    for chunk in table.bridged[chunks.slots].nonzero()[0].tolist():
+    for chunk in table.having(Trait.BRIDGED, chunks.slots).nonzero()[0].tolist():
         bridges = table.bridges(int(chunks.slots[chunk]))
         if bridges is not None:
             for first, stop in windows_of(chunks.active[chunk]):

@@ -17,7 +17,7 @@ from d3engine.plan import Course, Reach, RunAhead
 from d3engine.request.choice import Choice
 from d3engine.scheduling.chunks import Chunks
 from d3engine.scheduling.cycles import cycles_ahead, reaching_by_cycles
-from d3engine.scheduling.running import RunningTable
+from d3engine.scheduling.running import RunningTable, Trait
 
 FOLLOWED = 4
 """Times as long as others a run may be that the host follows, and can end at any step."""
@@ -32,7 +32,7 @@ def longest_run(chunks: Chunks, table: RunningTable, num_steps: int, num_tokens:
     if num_steps <= 1:
         return num_steps
     slots = chunks.slots
-    if table.streams[slots].any():
+    if chunks.traits & Trait.STREAMS:
         num_tokens *= FOLLOWED
     elif any(table.sequence(slot).params.stop_strings for slot in slots.tolist()):
         return num_steps
@@ -50,30 +50,27 @@ def shorter_and_shorter(longest: int, shortest: int) -> Iterator[int]:
 def run_ahead(chunks: Chunks, table: RunningTable, limit: int, reach: Reach) -> RunAhead | None:
     """The steps, `limit` at most, that `chunks` (deepest first) can take on their own; None if not even one."""
     slots = chunks.slots
-    if table.bridged[slots].any() and not reach.bridges:
+    bridged = chunks.traits & Trait.BRIDGED
+    if bridged and not reach.bridges:
         return None  # only the host's own executor has the maps
-    if table.drafts[slots].all():
+    if chunks.traits & Trait.DRAFTS and table.having(Trait.DRAFTS, slots).all():
         return cycles_ahead(chunks, table, limit) if reach.drafts else None
     decode = (chunks.steps >= 1) & (chunks.stops == table.num_tokens[slots]) & (chunks.stops - chunks.starts == 1)
+    choice = Choice(int(table.choice[slots].max()))
     # A schedule that is not nested fills the layers that it skips, so it is never simple.
-    simple = (table.choice[slots] <= reach.choice) & ~table.fills[slots] & ~table.drafts[slots]
-    if limit == 0 or not (decode & simple).all():
+    is_simple = choice <= reach.choice and not chunks.traits & (Trait.FILLS | Trait.DRAFTS)
+    if limit == 0 or not is_simple or not decode.all():
         return None
     limit = min(limit, int((table.max_length[slots] - table.num_tokens[slots]).min()))
-    reports = int(np.count_nonzero(table.choice[slots] == Choice.REPORT))
-    if reports:
-        limit = min(limit, max(1, reach.logits // reports))
+    if choice is Choice.REPORT:
+        limit = min(limit, max(1, reach.logits // int(np.count_nonzero(table.choice[slots] == Choice.REPORT))))
     cutoffs = table.cutoffs[slots]
     num_steps = _steps_in_order(chunks.steps, cutoffs, limit)
-    choice = Choice(int(table.choice[slots].max()))
     if not num_steps:
         return None
-    course = Course() if num_steps > 1 and table.streams[slots].any() else None
-    return RunAhead(num_steps, chunks.steps, cutoffs, choice, course, bridges=_bridges(table, slots))
-
-
-def _bridges(table: RunningTable, slots: IntArray) -> tuple[str | None, ...]:
-    return tuple(map(table.bridges, slots.tolist())) if table.bridged[slots].any() else ()
+    course = Course() if num_steps > 1 and chunks.traits & Trait.STREAMS else None
+    bridges = tuple(map(table.bridges, slots.tolist())) if bridged else ()
+    return RunAhead(num_steps, chunks.steps, cutoffs, choice, course, bridges)
 
 
 def _steps_in_order(steps: IntArray, cutoffs: IntArray, limit: int) -> int:

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import numpy as np
 
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import NEVER
+from d3engine.depth.draft_rule import DraftRule
 from d3engine.plan import BoolArray
 from d3engine.request.choice import choice_of
 from d3engine.request.sequence import Sequence
+
+
+class Trait(IntEnum):
+    """What a sequence may be beside rows through the layers of a nested schedule; each a bit."""
+
+    FILLS = 1  # its skipped layers get entries (`on_skip` other than "none")
+    TABLED = 2  # its schedule is not nested
+    EXITS = 4  # its tokens may leave early
+    STREAMS = 8  # someone reads along
+    DRAFTS = 16
+    SPLITS_LAYERS = 32  # its drafts run one part of a layer without the other
+    SECOND_MODEL = 64  # another model drafts for it
+    BRIDGED = 128  # some of its rows may cross skipped layers by a map
 
 
 class RunningTable:
@@ -16,12 +32,10 @@ class RunningTable:
 
     `sequences[slot]` is the sequence there. Arrays are [slots] unless said otherwise: `num_tokens` counts prompt,
     output and draft, `num_computed` the positions whose entries are in the cache. Once `frees_at` positions are
-    computed, some layer's blocks can be given back (NEVER: the schedule keeps them). `fills` marks schedules whose
-    skipped layers get entries (`on_skip` other than "none"), `exits` sequences whose tokens may leave early; `choice`
-    is what choosing a token takes (`Choice`). `drafts` marks sequences that draft at all, `drafting` those whose next
-    row goes through the layers `draft_layers` [slots, L] of a draft, or, where `by_second_model` says so, through
-    another model; where `splits_layers`, a draft runs the attention of these layers and the MLP of `draft_mlps`.
-    `bridged` marks sequences some of whose rows may cross skipped layers by a map.
+    computed, some layer's blocks can be given back (NEVER: the schedule keeps them). `choice` is what choosing a token
+    takes (`Choice`), `traits` what else there is to know of the sequence (`Trait`). `drafting` marks those whose next
+    row goes through the layers `draft_layers` [slots, L] of a draft, or through a second model; where the draft splits
+    layers, it runs the attention of these and the MLP of `draft_mlps`.
     """
 
     def __init__(self, max_sequences: int, num_layers: int, max_length: int) -> None:
@@ -32,19 +46,12 @@ class RunningTable:
         self.prompt_length = np.zeros(max_sequences, dtype=np.int64)
         self.cutoffs = np.full((max_sequences, num_layers), NEVER, dtype=np.int32)
         self.frees_at = np.full(max_sequences, NEVER, dtype=np.int64)
-        self.fills = np.zeros(max_sequences, dtype=bool)
-        self.tabled = np.zeros(max_sequences, dtype=bool)
-        self.choice = np.zeros(max_sequences, dtype=np.int8)
-        self.streams = np.zeros(max_sequences, dtype=bool)
         self.max_length = np.zeros(max_sequences, dtype=np.int64)
-        self.exits = np.zeros(max_sequences, dtype=bool)
-        self.drafts = np.zeros(max_sequences, dtype=bool)
+        self.choice = np.zeros(max_sequences, dtype=np.int8)
+        self.traits = np.zeros(max_sequences, dtype=np.uint8)
         self.drafting = np.zeros(max_sequences, dtype=bool)
         self.draft_layers = np.zeros((max_sequences, num_layers), dtype=bool)
-        self.splits_layers = np.zeros(max_sequences, dtype=bool)
         self.draft_mlps = np.zeros((max_sequences, num_layers), dtype=bool)
-        self.by_second_model = np.zeros(max_sequences, dtype=bool)
-        self.bridged = np.zeros(max_sequences, dtype=bool)
 
     def put(self, sequence: Sequence, num_computed: int) -> None:
         """Fill the sequence's slot; `num_computed` positions are in the cache already."""
@@ -56,20 +63,22 @@ class RunningTable:
         self.num_computed[slot] = num_computed
         self.prompt_length[slot] = len(sequence.prompt_token_ids)
         self.cutoffs[slot] = schedule.cutoffs
-        self.fills[slot] = schedule.on_skip != "none"
-        self.tabled[slot] = not schedule.is_nested
-        self.exits[slot] = sequence.exit_rule is not None
-        self.frees_at[slot] = NEVER if self.fills[slot] else self.computed_before(slot, schedule.first_skipping_step)
+        traits = traits_of(sequence)
+        fills = traits & Trait.FILLS
+        self.frees_at[slot] = NEVER if fills else self.computed_before(slot, schedule.first_skipping_step)
         self.choice[slot] = choice_of(sequence)
-        self.streams[slot] = sequence.streams
+        self.traits[slot] = traits
         self.max_length[slot] = sequence.max_length
-        self.drafts[slot] = sequence.draft is not None
         self.drafting[slot] = False
-        self.splits_layers[slot] = sequence.draft is not None and sequence.draft.rule.mlp_schedule is not None
-        self.by_second_model[slot] = sequence.draft is not None and sequence.draft.rule.model is not None
 
-        draft = None if sequence.draft is None else sequence.draft.rule.schedule
-        self.bridged[slot] = any(given is not None and given.bridges is not None for given in (schedule, draft))
+    def traits_among(self, slots: IntArray) -> int:
+        """All traits that any of these slots has."""
+        return int(np.bitwise_or.reduce(self.traits[slots]))
+
+    def having(self, traits: int, slots: IntArray) -> BoolArray:
+        """Bool [slots]: which have one of these traits."""
+        having: BoolArray = (self.traits[slots] & traits) != 0
+        return having
 
     def bridges(self, slot: int) -> str | None:
         """The bridges by which the next rows of a slot cross the layers that they leave out."""
@@ -103,25 +112,27 @@ class RunningTable:
         """How many positions of a slot are computed when its generation `step` comes next; NEVER for NEVER."""
         return NEVER if step == NEVER else int(self.prompt_length[slot]) + step - 1
 
-    def active(self, slots: IntArray, steps: IntArray) -> BoolArray:
-        """Bool [C, L]: the layers that run for each slot at its step, if none of its tokens leaves early."""
+    def active(self, slots: IntArray, steps: IntArray, traits: int) -> BoolArray:
+        """Bool [C, L]: the layers that run for each slot, of these traits at most, at its step, if none of its tokens
+        leaves early."""
         active: BoolArray = steps[:, None] < self.cutoffs[slots]
-        for chunk in self.tabled[slots].nonzero()[0]:
-            active[chunk] = self.sequence(int(slots[chunk])).schedule.active(int(steps[chunk]))
-        exits = self.exits[slots]
-        if exits.any():
+        if traits & Trait.TABLED:
+            for chunk in self.having(Trait.TABLED, slots).nonzero()[0]:
+                active[chunk] = self.sequence(int(slots[chunk])).schedule.active(int(steps[chunk]))
+        if traits & Trait.EXITS:
             known = steps < self.num_tokens[slots] - self.prompt_length[slots]
-            for chunk in (exits & known & (steps > 0)).nonzero()[0]:  # a replay goes as deep as it once did
+            again = self.having(Trait.EXITS, slots) & known & (steps > 0)
+            for chunk in again.nonzero()[0]:  # a replay goes as deep as it once did
                 depth = self.sequence(int(slots[chunk])).depths[int(steps[chunk])]
                 active[chunk] = np.arange(active.shape[1]) < depth
-        drafting = self.drafting[slots]
-        if drafting.any():
+        if traits & Trait.DRAFTS:
+            drafting = self.drafting[slots]
             active[drafting] = self.draft_layers[slots[drafting]]
         return active
 
     def mlps(self, slots: IntArray, active: BoolArray) -> BoolArray | None:
         """Bool [C, L]: the layers whose MLP runs where `active` says it of the attention; None where all are equal."""
-        splits = self.drafting[slots] & self.splits_layers[slots]
+        splits = self.drafting[slots] & self.having(Trait.SPLITS_LAYERS, slots)
         if not splits.any():
             return None
         mlps = active.copy()
@@ -131,5 +142,31 @@ class RunningTable:
     def may_exit(self, slots: IntArray, steps: IntArray) -> BoolArray:
         """Bool [C]: whether the chunks' tokens may leave early, which only new ones after step 0 do."""
         new = steps == self.num_tokens[slots] - self.prompt_length[slots]
-        may: BoolArray = self.exits[slots] & new & (steps > 0)
+        may: BoolArray = self.having(Trait.EXITS, slots) & new & (steps > 0)
         return may
+
+
+def traits_of(sequence: Sequence) -> int:
+    """What a sequence is."""
+    schedule, rule = sequence.schedule, None if sequence.draft is None else sequence.draft.rule
+    traits = Trait.STREAMS * sequence.streams
+    if schedule.on_skip != "none":
+        traits |= Trait.FILLS
+    if not schedule.is_nested:
+        traits |= Trait.TABLED
+    if sequence.exit_rule is not None:
+        traits |= Trait.EXITS
+    if schedule.bridges is not None:
+        traits |= Trait.BRIDGED
+    return traits if rule is None else traits | _traits_of_drafts(rule)
+
+
+def _traits_of_drafts(rule: DraftRule) -> int:
+    traits = int(Trait.DRAFTS)
+    if rule.mlp_schedule is not None:
+        traits |= Trait.SPLITS_LAYERS
+    if rule.model is not None:
+        traits |= Trait.SECOND_MODEL
+    if rule.schedule is not None and rule.schedule.bridges is not None:
+        traits |= Trait.BRIDGED
+    return traits

@@ -8,6 +8,7 @@ never straddles a cutoff, so a replayed token runs at the depth it had at first 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,7 +32,7 @@ from d3engine.scheduling.run_ahead import longest_run, reaching, run_ahead, shor
 from d3engine.scheduling.running import RunningTable
 from d3engine.scheduling.second_model_rows import SecondModelRows
 from d3engine.scheduling.shared_prompts import SharedPrompts
-from d3engine.scheduling.tally import Counters, TokenOutput
+from d3engine.scheduling.tally import Counters, NewTokens
 from d3engine.scheduling.under_way import UnderWay
 from d3engine.scheduling.waiting import WaitingQueue
 
@@ -171,8 +172,7 @@ class Scheduler:
         if not self._running:
             return None
         chunks = next_chunks(self._table, self._slots, self._drafting, self.config.max_num_batched_tokens)
-        chunks, missing = self._make_room(chunks.deepest_first())
-        ahead, missing = self._look_ahead(chunks, missing)
+        chunks, missing, ahead = self._make_room(chunks.deepest_first())
         before, after = self._allocator.allocate(chunks, missing)
         plan = build_plan(chunks, self._table, self.cache.tables, before, after, ahead)
         self._under_way.begin(plan)
@@ -184,12 +184,12 @@ class Scheduler:
         assert self._second is not None
         return self._second.choose(self._slots, self.config.max_num_batched_tokens)
 
-    def update(self, plan: Plan, sampled: Sampled, depths: IntArray | None = None) -> Iterator[TokenOutput]:
+    def update(self, plan: Plan, sampled: Sampled, depths: IntArray | None = None) -> Iterator[NewTokens]:
         """Take in what a step has computed: new tokens, ended sequences, prompt blocks to share, blocks to free.
 
-        The tokens come one by one, each when its sequence has grown by it: whoever reads them may end the sequence
-        there (a stop string was found), and the tokens beyond are dropped. They must be read to the end. `depths` [C]
-        are the layers that the chunks really ran, where some left early; None: those of the plan.
+        The tokens come when their sequence has grown by them, one by one where it grows so: whoever reads them may end
+        the sequence there (a stop string was found), and the tokens beyond are dropped. They must be read to the end.
+        `depths` [C] are the layers that the chunks really ran, where some left early; None: those of the plan.
         """
         self.counters.steps += plan.num_steps
         self._under_way.took(plan)
@@ -198,7 +198,7 @@ class Scheduler:
             self._shared_prompts.keep(plan)
         return self._take(plan, sampled, plan.depths if depths is None else depths)
 
-    def _take(self, plan: Plan, sampled: Sampled, ran: IntArray) -> Iterator[TokenOutput]:
+    def _take(self, plan: Plan, sampled: Sampled, ran: IntArray) -> Iterator[NewTokens]:
         """Add the sampled tokens to their sequences, then give back the blocks of layers that have fallen asleep."""
         if sampled.cycles is not None:
             yield from self._take_cycles(plan, sampled.cycles)
@@ -222,7 +222,7 @@ class Scheduler:
             self._take_from_second(plan.drafts.model, sampled, len(plan.sampled))
         self._allocator.free_sleeping_layers(plan.slots)
 
-    def _take_cycles(self, plan: Plan, of_sequences: list[list[Cycle]]) -> Iterator[TokenOutput]:
+    def _take_cycles(self, plan: Plan, of_sequences: list[list[Cycle]]) -> Iterator[NewTokens]:
         """The same for what a device has drafted and verified by itself."""
         for sequence, cycles in zip(plan.sequences, of_sequences, strict=True):
             for cycle in cycles:
@@ -232,20 +232,22 @@ class Scheduler:
 
     def _grow(
         self, sequence: Sequence, tokens: list[int], given: list[int], fault: str | None, logprobs: Any = None
-    ) -> Iterator[TokenOutput]:
+    ) -> Iterator[NewTokens]:
         """Add tokens to a sequence up to its end; a fault ends it behind them. `given` are depths, where known."""
-        for place, token in enumerate(tokens):
-            depth = given[place] if place < len(given) else sequence.schedule.depth_at(sequence.step)
-            self._append(sequence, token, depth)
-            yield TokenOutput(sequence, token, depth, logprobs[place] if logprobs else None)
+        depths = given or sequence.schedule.depths_between(sequence.step, sequence.step + len(tokens))
+        first, size = 0, 1 if sequence.grows_by_single_tokens else len(tokens)
+        while first < len(tokens):
+            stop = first + self._extend(sequence, tokens[first : first + size], depths[first : first + size])
+            yield NewTokens(sequence, tokens[first:stop], depths[first:stop], logprobs and logprobs[first:stop])
+            first = stop
             if sequence.status is Status.FINISHED:
-                self.counters.generated_layers += sum(given[place + 1 :])
+                self.counters.generated_layers += sum(given[stop:])
                 if sequence.draft is not None:
-                    sequence.draft.discard(given[place + 1 :])
+                    sequence.draft.discard(given[stop:])
                 return
         if fault is not None:
             self.finish(sequence, FinishReason.ABORT, fault)
-            yield TokenOutput(sequence, None, 0, None)
+            yield NewTokens(sequence, [], [], None)
 
     def _take_from_second(self, plan: Plan, sampled: Sampled, first_place: int) -> None:
         """Add what the second model has drafted to the drafts; its layers are not counted."""
@@ -295,17 +297,17 @@ class Scheduler:
             self.counters.cached_prompt_tokens += sequence.num_cached_tokens
 
     def _leave(self, sequence: Sequence) -> None:
+        slot = sequence.slot
         self._under_way.end()
-        self.cache.close(sequence.slot)
+        self.cache.close(slot)
         if self._second is not None:
-            self._second.close(sequence.slot)
-        self._table.sequences[sequence.slot] = None
+            self._second.close(slot)
+        self._table.sequences[slot] = None
         sequence.slot = NO_SLOT
         if sequence.draft is not None:
             sequence.draft.drop()  # it comes again as it was
-        place = self._running.index(sequence)
-        del self._running[place]
-        self._slots = np.delete(self._slots, place)
+        self._running.remove(sequence)
+        self._slots = self._slots[self._slots != slot]
 
     def _preempt(self, sequence: Sequence) -> None:
         """Send a sequence back to wait; it will compute its entries again, each token at its own depth."""
@@ -315,25 +317,30 @@ class Scheduler:
         self.counters.preemptions += 1
         self._waiting.push(sequence)
 
-    def _make_room(self, chunks: Chunks) -> tuple[Chunks, IntArray]:
+    def _make_room(self, chunks: Chunks) -> tuple[Chunks, IntArray, RunAhead | None]:
         """Preempt the youngest sequences until the chunks of the others have room.
 
-        Returns these chunks, and the blocks [C, L] that their layers lack.
+        Returns these chunks, the blocks [C, L] that their layers lack, and the steps that the device may take by
+        itself.
         """
         while True:
-            missing, needed = self._allocator.missing(chunks)
             has_room = self._second is None or self._second.has_room(self._second_chunks())
-            if self.prefix_cache.reserve(needed) and has_room:
-                return chunks, missing
+            for ahead in self._runs(chunks):
+                reached = chunks if ahead is None else reaching(chunks, ahead, self._table)
+                missing, needed = self._allocator.missing(reached)
+                if self.prefix_cache.reserve(needed) and has_room:
+                    return chunks, missing, ahead
             victim = max(self._running, key=lambda sequence: sequence.order)
             assert len(self._running) > 1, "a single sequence outgrew the cache that add() had found large enough"
             chunks = chunks.take(chunks.slots != victim.slot)
             self._preempt(victim)
 
-    def _look_ahead(self, chunks: Chunks, missing: IntArray) -> tuple[RunAhead | None, IntArray]:
-        """The steps that the device may take by itself, and the blocks [C, L] that the chunks lack for all of them."""
+    def _runs(self, chunks: Chunks) -> Iterator[RunAhead | None]:
+        """What the device may do by itself, as far as there is room for it: the longest run of steps first, and at last
+        this step alone, for which somebody may be sent away."""
         if self._second is not None and self._second_chunks().slots.size:
-            return None, missing  # what the second model drafts, the host must see before the next step
+            yield None  # what the second model drafts, the host must see before the next step
+            return
         few = self.config.num_scheduler_steps
         if self._waiting and self.cache.num_free_slots > 0:
             few = longest = min(few, 1)  # somebody may join
@@ -343,38 +350,29 @@ class Scheduler:
         for limit in shorter_and_shorter(longest, few):
             ahead = run_ahead(chunks, self._table, limit, self.config.reach)
             if ahead is None or (ahead.num_steps == 1 and not ahead.cycles):
-                return ahead, missing
-            further, needed = self._allocator.missing(reaching(chunks, ahead, self._table))
-            if self.prefix_cache.reserve(needed):
-                return ahead, further
-        # Nobody is sent away for the sake of running ahead.
-        return (None if ahead is None or ahead.cycles else replace(ahead, num_steps=1, course=None)), missing
+                break
+            yield ahead
+        yield None if ahead is None or ahead.cycles else replace(ahead, num_steps=1, course=None)
 
     # -- after the step ----------------------------------------------------------------------------------------
 
-    def _append(self, sequence: Sequence, token: int, depth: int) -> None:
-        """Add a token to its sequence, and end the sequence where the token or its length says so."""
-        table, slot = self._table, sequence.slot
-        sequence.token_ids.append(token)
-        sequence.depths.append(depth)
-        count = sequence.num_tokens - 1
-        if count < table.tokens.shape[1]:
-            table.tokens[slot, count] = token
-        table.num_tokens[slot] = count + 1
-        table.num_computed[slot] = count  # all but the new one: a step may have computed more, or less, than it planned
-        self.counters.generated_tokens += 1
-        self.counters.generated_layers += depth
-        self.counters.token_layers[min(depth, self.cache.num_layers)] += 1
-        params = sequence.params
-        may_stop = len(sequence.token_ids) >= params.min_tokens
-        if may_stop and token in sequence.eos_token_ids:
-            self.finish(sequence, FinishReason.STOP)
-        elif may_stop and params.stop_token_ids and token in params.stop_token_ids:
-            self.finish(sequence, FinishReason.STOP, token)
-        elif sequence.constraint is not None and (end := sequence.end_of_form(token)) is not None:
+    def _extend(self, sequence: Sequence, tokens: list[int], depths: list[int]) -> int:
+        """Add tokens to their sequence, and end it where one of them or its length says so; returns how many it
+        took."""
+        table, slot, known = self._table, sequence.slot, sequence.num_tokens
+        end = sequence.grow(tokens, depths)
+        count = sequence.num_tokens - known
+        table.tokens[slot, known : known + count] = tokens[:count]
+        table.num_tokens[slot] = known + count
+        # All but the last one: a step may have computed more, or less, than it planned.
+        table.num_computed[slot] = known + count - 1
+        self.counters.generated_tokens += count
+        for depth, times in Counter(depths[:count]).items():
+            self.counters.generated_layers += depth * times
+            self.counters.token_layers[min(depth, self.cache.num_layers)] += times
+        if end is not None:
             self.finish(sequence, *end)
-        elif count + 1 >= sequence.max_length:
-            self.finish(sequence, FinishReason.LENGTH)
+        return count
 
     # -- what holds --------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from d3engine.plan import BoolArray, Plan
 from d3engine.request.sequence import Sequence
 from d3engine.scheduling.chunks import Chunks
 from d3engine.scheduling.planner import build_plan
-from d3engine.scheduling.running import RunningTable
+from d3engine.scheduling.running import RunningTable, Trait
 
 
 class SecondModelRows:
@@ -48,7 +48,7 @@ class SecondModelRows:
     def choose(self, slots: IntArray, budget: int) -> Chunks:
         """Rows of those among `slots` that it drafts for, first come first served, `budget` at most."""
         first, table = self._first, self._table
-        slots = slots[first.by_second_model[slots]]
+        slots = slots[first.having(Trait.SECOND_MODEL, slots)]
         slots = np.array(sorted(slots.tolist(), key=lambda slot: first.sequence(slot).order), dtype=np.int64)
         starts = table.num_computed[slots]
         # A sequence that does not draft yet is followed up to its last token, which is the first to draft from.
@@ -59,7 +59,7 @@ class SecondModelRows:
         chosen = lengths > 0
         slots, starts, lengths = slots[chosen], starts[chosen], lengths[chosen]
         everything = np.ones((slots.size, self.cache.num_layers), dtype=bool)
-        return Chunks(slots, starts, starts + lengths, table.steps(slots, starts), everything)
+        return Chunks(slots, starts, starts + lengths, table.steps(slots, starts), everything, traits=0)
 
     def _verifies(self, slots: IntArray) -> BoolArray:
         drafts = [self._first.sequence(slot).draft for slot in slots.tolist()]

@@ -26,13 +26,14 @@ class Counters:
     blocks_saved: int = 0  # at the end of each finished sequence, against full depth
 
 
-class TokenOutput(NamedTuple):
-    """One token that a step has yielded, the layers it took, and its log-probabilities if they were asked for.
+class NewTokens(NamedTuple):
+    """Tokens by which a step has made a sequence longer, the layers that each took, and their log-probabilities if they
+    were asked for.
 
-    A sequence that ends by a fault has a last one without a token.
+    A sequence that ends by a fault has a last one without tokens.
     """
 
     sequence: Sequence
-    token_id: int | None
-    depth: int
-    logprobs: dict[int, Logprob] | None
+    token_ids: list[int]
+    depths: list[int]
+    logprobs: list[dict[int, Logprob]] | None

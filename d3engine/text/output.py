@@ -15,7 +15,7 @@ from d3engine.plan import Plan, PromptRows, Sampled
 from d3engine.request.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from d3engine.request.params import RequestOutputKind
 from d3engine.request.sequence import Sequence, Status
-from d3engine.scheduling.tally import TokenOutput
+from d3engine.scheduling.tally import NewTokens
 from d3engine.text.detokenizer import Detokenizer
 from d3engine.text.token_texts import PlacedTexts, TokenTexts
 from d3engine.text.tokenizer import Tokenizer
@@ -68,6 +68,12 @@ class _Answer:
         texts = self.texts
         return {i: Logprob(known.logprob, known.rank, *texts.at(place, i)) for i, known in logprobs.items()}
 
+    def forget_unread(self, most: int) -> None:
+        """Drop of its last `most` tokens those that come behind one of which no text could be made."""
+        if self.detokenizer is not None and not self.closed:
+            known = max(self.detokenizer.num_tokens, len(self.sequence.token_ids) - most)
+            del self.sequence.token_ids[known:], self.sequence.depths[known:], self.depths[known:]
+
     @property
     def has_news(self) -> bool:
         """Whether the next delta would hold anything."""
@@ -114,10 +120,10 @@ class _Request:
         self.num_waiting = None if self.first_token_time is None else 0
         return True
 
-    def count_token(self) -> None:
-        """A token is new."""
+    def count_tokens(self, count: int) -> None:
+        """So many tokens are new."""
         if self.num_waiting is not None:
-            self.num_waiting += 1
+            self.num_waiting += count
 
     @property
     def finished(self) -> bool:
@@ -239,7 +245,7 @@ class OutputProcessor:
             return None
         return self._texts.placed(sequence.prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
-    def process(self, plan: Plan, sampled: Sampled, tokens: Iterable[TokenOutput]) -> list[RequestOutput]:
+    def process(self, plan: Plan, sampled: Sampled, tokens: Iterable[NewTokens]) -> list[RequestOutput]:
         """Take in a step's tokens; returns the requests that have grown or finished, in the order of the batch.
 
         Of steps that a reader takes at once, each token is worth an output where it would be if it had come alone.
@@ -255,9 +261,9 @@ class OutputProcessor:
             except Exception as error:
                 self._end_faulty(request, error)
                 grown[request.request_id] = request
-        for token in tokens:
-            request = self._requests[token.sequence.request_id]
-            self._take(request, token, now)
+        for new in tokens:
+            request = self._requests[new.sequence.request_id]
+            self._take(request, new, now)
             if are_read and plan.num_steps > 1:
                 outputs += self._outputs([request])
             else:
@@ -289,17 +295,18 @@ class OutputProcessor:
                 outputs.append(request.output(finished=finished))
         return outputs
 
-    def _take(self, request: _Request, token: TokenOutput, now: float) -> None:
-        """Add one token, taken at the time `now`, to its answer; a fault here ends the request and nobody else's."""
-        if token.token_id is not None:
+    def _take(self, request: _Request, new: NewTokens, now: float) -> None:
+        """Add tokens, taken at the time `now`, to their answer; a fault here ends the request and nobody else's."""
+        if new.token_ids:
             request.last_token_time = now
-            request.count_token()
+            request.count_tokens(len(new.token_ids))
             if request.first_token_time is None:
                 request.first_token_time = now
-        answer = request.answers[token.sequence.index]
+        answer = request.answers[new.sequence.index]
         try:
-            self._append(answer, token)
+            self._extend(answer, new)
         except Exception as error:
+            answer.forget_unread(len(new.token_ids) - 1)
             self._end_faulty(request, error)
 
     def _end_faulty(self, request: _Request, error: Exception) -> None:
@@ -310,24 +317,24 @@ class OutputProcessor:
             sequence.finish_reason, sequence.stop_reason = FinishReason.ABORT, reason
             answer.closed = True
 
-    def _append(self, answer: _Answer, token: TokenOutput) -> None:
-        sequence = answer.sequence
-        if sequence.finish_reason is FinishReason.ABORT or token.token_id is None:
+    def _extend(self, answer: _Answer, new: NewTokens) -> None:
+        sequence, token_ids = answer.sequence, new.token_ids
+        if sequence.finish_reason is FinishReason.ABORT or not token_ids:
             return
-        answer.depths.append(token.depth)
-        if token.logprobs is not None:
+        answer.depths += new.depths
+        for token, logprobs in zip(token_ids, new.logprobs or (), strict=False):
             place = len(sequence.prompt_token_ids) + len(answer.logprobs)
-            answer.logprobs.append(answer.with_texts(token.logprobs, place))
+            answer.logprobs.append(answer.with_texts(logprobs, place))
             if answer.texts is not None:
-                answer.texts.grow(token.token_id, place)
-            answer.cumulative_logprob += token.logprobs[token.token_id].logprob
+                answer.texts.grow(token, place)
+            answer.cumulative_logprob += logprobs[token].logprob
         if answer.detokenizer is None:
             return
-        stops = sequence.finish_reason is FinishReason.STOP and sequence.would_end(token.token_id, after=0)
-        if not stops or sequence.params.include_stop_str_in_output:
-            answer.add_text(answer.detokenizer.append(token.token_id))
-            if answer.detokenizer.stop_reason is not None:
-                self._stop(answer)
+        stops = sequence.finish_reason is FinishReason.STOP and sequence.would_end(token_ids[-1], after=0)
+        hides_last = stops and not sequence.params.include_stop_str_in_output
+        answer.add_text(answer.detokenizer.extend(token_ids[:-1] if hides_last else token_ids))
+        if answer.detokenizer.stop_reason is not None:
+            self._stop(answer)
         if sequence.status is Status.FINISHED:
             self._close(answer)
 

@@ -22,7 +22,7 @@ from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LayerWeights, LlamaWeights, load_weights
 from d3engine.scheduling.chunks import Chunks
 from d3engine.scheduling.run_ahead import longest_run, shorter_and_shorter
-from d3engine.scheduling.running import RunningTable
+from d3engine.scheduling.running import RunningTable, Trait
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**22, "skip_tokenizer_init": True}
 MODEL: dict[str, Any] = {"seed": 11, "max_position_embeddings": 1024}
@@ -105,15 +105,16 @@ def test_a_run_is_short_where_a_text_may_end_it_or_memory_is_short(tiny_llama: C
     table = RunningTable(2, 2, 512)
     for slot, stop in enumerate((None, "end")):
         table.sequences[slot] = cast(Any, SimpleNamespace(params=greedy(FullDepth(), stop=stop)))
-    alone, both = (Chunks(*np.zeros((4, n), np.int64), np.ones((n, 2), bool)) for n in (1, 2))
+    alone, both = (Chunks(*np.zeros((4, n), np.int64), np.ones((n, 2), bool), traits=0) for n in (1, 2))
     assert longest_run(alone, table, 16, 64) == 64
     assert longest_run(replace(both, slots=np.arange(2)), table, 16, 64) == 16
     assert longest_run(alone, table, 1, 64) == 1
-    table.streams[1] = True  # whoever reads along ends a run when the text says so
-    assert longest_run(replace(both, slots=np.arange(2)), table, 16, 64) == 128
-    assert longest_run(replace(alone, slots=np.ones(1, np.int64)), table, 16, 64) == 256
+    # Whoever reads along ends a run when the text says so.
+    read = replace(alone, slots=np.ones(1, np.int64), traits=Trait.STREAMS)
+    assert longest_run(replace(both, slots=np.arange(2), traits=Trait.STREAMS), table, 16, 64) == 128
+    assert longest_run(read, table, 16, 64) == 256
     assert longest_run(alone, table, 16, 64) == 64
-    assert longest_run(replace(alone, slots=np.ones(1, np.int64)), table, 16, 0) == 16
+    assert longest_run(read, table, 16, 0) == 16
     assert [[*shorter_and_shorter(longest, 16)] for longest in (256, 100, 16)] == [[256, 64, 16], [100, 25, 16], [16]]
     with Engine(tiny_llama(**MODEL).directory, max_num_seqs=2, **OPTIONS) as engine:
         found = []

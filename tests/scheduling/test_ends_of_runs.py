@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from d3engine.request.choice import Choice
 from d3engine.sampling.sampler import FAULT
 from d3engine.scheduling.chunks import Chunks
 from d3engine.scheduling.run_ahead import run_ahead
-from d3engine.scheduling.running import RunningTable
+from d3engine.scheduling.running import RunningTable, Trait
 
 
 def test_a_run_that_the_memory_has_no_room_for_is_a_single_step(ahead: Callable[..., Engine], solo: Solo) -> None:
@@ -215,7 +216,7 @@ def test_a_run_ends_where_the_rows_of_a_layer_would_no_longer_come_first() -> No
     table.num_tokens[:], table.max_length[:] = [8, 3], 30
     steps = np.array([3, 1])
     starts = table.num_tokens - 1
-    chunks = Chunks(np.arange(2), starts, starts + 1, steps, steps[:, None] < cutoffs)
+    chunks = Chunks(np.arange(2), starts, starts + 1, steps, steps[:, None] < cutoffs, traits=0)
     found = run_ahead(chunks, table, 16, Reach())
     assert found is not None
     assert found.num_steps == 3  # at steps 6 and 4 the second row alone runs layer 2
@@ -233,7 +234,7 @@ def test_a_run_ends_where_the_rows_of_a_layer_would_no_longer_come_first() -> No
     assert short is not None
     assert short.num_steps == 4
     assert short.course is None
-    table.streams[0] = True
+    chunks = replace(chunks, traits=Trait.STREAMS)
     streamed = run_ahead(chunks, table, 16, Reach())
     assert streamed is not None
     assert streamed.num_steps == 4

@@ -197,22 +197,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             sampled = with_those_who_left(given, plan, sampled)
         outputs = list(self.scheduler.update(given, sampled, ran if exits else None))
         for place, sequence in enumerate(chosen):
-            own = [output for output in outputs if output.sequence is sequence and output.token_id is not None]
-            tokens = [output.token_id for output in own]
+            own = [new for new in outputs if new.sequence is sequence]
+            tokens = [token for new in own for token in new.token_ids]
+            depths = [depth for new in own for depth in new.depths]
             assert tokens == rows[place][: len(tokens)]
             ended = sequence.status is Status.FINISHED
             assert len(tokens) == len(rows[place]) or ended, "a token was lost"
             if place in failed and sequence.finish_reason is FinishReason.ABORT:
                 self.finished_by_us.add(sequence.arrival)
             first = steps[sequence.arrival]
-            assert [output.depth for output in own] == sequence.depths[first : first + len(own)]
+            assert depths == sequence.depths[first : first + len(depths)]
+            assert len(depths) == len(tokens)
             if sequence.exit_rule is not None:
-                assert [output.depth for output in own] == [wanted[sequence.arrival]] * len(own)
+                assert depths == [wanted[sequence.arrival]] * len(tokens)
             elif sequence.draft is None:
-                for nth, output in enumerate(own):
-                    assert output.depth == sequence.schedule.active(first + nth).sum()
+                for nth, depth in enumerate(depths):
+                    assert depth == sequence.schedule.active(first + nth).sum()
             else:
-                assert all(output.depth >= self.cache.num_layers for output in own[:1])
+                assert all(depth >= self.cache.num_layers for depth in depths[:1])
 
     def _of_this_step(self, plan: Plan) -> Plan:
         """What a plan stands for now, of those who are still there: a run that is followed has one for all its steps.

@@ -125,3 +125,29 @@ def test_without_detokenizing_there_are_tokens_and_no_text() -> None:
     assert without.outputs[0].token_ids == with_text.outputs[0].token_ids
     assert {entry.decoded_token for row in without.outputs[0].logprobs or () for entry in row.values()} == {None}
     assert None not in {entry.decoded_token for row in with_text.outputs[0].logprobs or () for entry in row.values()}
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.CUMULATIVE, FINAL_ONLY])
+def test_an_answer_ends_at_a_token_of_which_no_text_can_be_made(
+    monkeypatch: pytest.MonkeyPatch, kind: RequestOutputKind
+) -> None:
+    """Also where many tokens are taken at once."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with Engine("demo", device="cpu", kv_cache_memory_bytes=2**24) as engine:
+        whole = engine.generate("Question: Tom has", params, use_tqdm=False)[0].outputs[0]
+        place = next(nth for nth in range(4, 12) if whole.token_ids[nth] not in whole.token_ids[:nth])
+        piece_of = type(engine.tokenizer).convert_id_to_token
+
+        def panic(tokenizer: Any, token_id: int) -> str | None:
+            if token_id == whole.token_ids[place]:
+                raise ValueError("no such piece")
+            return piece_of(tokenizer, token_id)
+
+        monkeypatch.setattr(type(engine.tokenizer), "convert_id_to_token", panic)
+        *_, last = engine.stream("Question: Tom has", of_kind(params, kind))
+    answer = last.outputs[0]
+    assert (answer.finish_reason, answer.stop_reason) == ("abort", "ValueError: no such piece")
+    assert answer.token_ids == whole.token_ids[: place + 1]
+    assert len(answer.depths) == place + 1
+    assert whole.text.startswith(answer.text)
+    assert answer.text
