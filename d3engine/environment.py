@@ -42,6 +42,13 @@ NATIVE_ISA = Variable(
     "which instruction set the native library uses; auto is the best that the machine has",
 )
 
+PROGRAMMATIC_LAUNCH = Variable(
+    "D3ENGINE_PROGRAMMATIC_LAUNCH",
+    ("auto", "off"),
+    "whether a kernel may begin while the one before it ends; auto is on GPUs of compute capability 9.0 and later that"
+    " have passed a trial when the engine starts",
+)
+
 CACHE = Variable(
     "D3ENGINE_CACHE",
     ("",),
@@ -56,4 +63,4 @@ API_KEY = Variable(
     takes_any=True,
 )
 
-VARIABLES = (KERNELS, NATIVE_ISA, CACHE, API_KEY)
+VARIABLES = (KERNELS, NATIVE_ISA, PROGRAMMATIC_LAUNCH, CACHE, API_KEY)

@@ -1,15 +1,16 @@
 """Compiles the Triton kernels ahead of time and prints what they cost: no GPU is needed.
 
     python -m d3engine.kernels.inspect [--arch 80,90,100] [--shapes llama2-7b,llama3-8b] [--dtype bf16] [--weights all]
-        [--operations qkv,gate_up] [--rows 1,16] [--spills-only] [--pdl]
+        [--operations qkv,gate_up] [--rows 1,16] [--spills-only] [--no-pdl]
         [--batch-invariant] [--matmul-rows 256] [--jobs 2] [--json]
 
 Every launch that `kernels/triton/launches.py` knows is compiled to a cubin with the specializations that the launcher
 would get at run time. The exit code is 1 if a kernel uses local memory or a stack: then registers were spilled, and a
 kernel whose limit is memory bandwidth pays for that twice. It is 1 too if a kernel wants more shared memory than a
 program may have; if one that streams weights or the cache keeps too little of them in flight (see `machine_code.py`);
-and with `--pdl` if one loads more than weights before it waits; and 2 if something is asked for that is not known. The
-interpreter's flag must be off: the two cannot share a process.
+and if one loads more than weights before it waits for the kernel in front of it, which from 9.0 on has not ended yet
+unless `--no-pdl` says so. It is 2 if something is asked for that is not known. The interpreter's flag must be off: the
+two cannot share a process.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print a table or JSON of all launches; return 1 if any has a fault not said to be known, 2 for bad input."""
     options = _parse(arguments)
     dtype = DTYPES[options.dtype]
-    given = (options.weights, options.operations, options.jobs, options.pdl, options.rows, options.spills_only)
+    given = (options.weights, options.operations, options.jobs, not options.no_pdl, options.rows, options.spills_only)
     try:
         usages = list(
             inspect(options.shapes, options.arch, dtype, *given, options.batch_invariant, options.matmul_rows)
@@ -119,7 +120,7 @@ def inspect(
     weights: Iterable[str] = (),
     operations: Iterable[str] = (),
     jobs: int = 1,
-    programmatic: bool = False,
+    programmatic: bool = True,
     rows: Iterable[int] = (),
     spills_only: bool = False,
     batch_invariant: bool = False,
@@ -131,7 +132,8 @@ def inspect(
     the first if there is none. What does not depend on them is compiled once, as is every specialization that several
     launches share. Of launches for several row counts there are those for `rows` alone, if any. With `spills_only`
     nobody looks how much a kernel has in flight. With `batch_invariant` projections are those of `batch_invariant.py`;
-    with `matmul_rows` those of up to so many rows are inspected that torch would get else. `jobs` processes compile.
+    with `matmul_rows` those of up to so many rows are inspected that torch would get else. `programmatic`: launched so
+    where the device has it. `jobs` processes compile.
     Raises `ValueError` for an unknown name or row count, and `RuntimeError` where kernels cannot be compiled.
     """
     # Imported late: `--help` needs no Triton, and nothing but this module may import it without a GPU.
@@ -150,24 +152,20 @@ def inspect(
     _need_known("rows", rows, launches.ROW_COUNTS)
     others = tuple(f"rows={count}" for count in launches.ROW_COUNTS if rows and count not in rows)
 
-    launches.PROGRAMMATIC = programmatic
     if matmul_rows is not None:
         products.MATMUL_ROWS = matmul_rows
-    found: list[tuple[dict[str, Any], Launch]] = []
-    for shape in shapes:
-        for form in forms:
-            # Every form has the projections; the rest comes with the first.
-            names = [name for name in wanted or launches.MODULES if form == forms[0] or name in launches.PROJECTIONS]
-            for operation, label, launch in launches.registered(
-                launches.SHAPES[shape], dtype, form, names, batch_invariant=batch_invariant
-            ):
-                kind = form if operation in launches.PROJECTIONS else ""
-                words: dict[str, Any] = {"shape": shape, "weights": kind, "operation": operation, "label": label}
-                if not label.endswith(others):
-                    found.append((words, replace(launch, streams=False) if spills_only else launch))
+    asked = []
+    for arch in archs:
+        launches.PROGRAMMATIC = programmatic and arch >= launches.PROGRAMMATIC_CAPABILITY  # which some tiles depend on
+        asked += [(arch, words, launch) for words, launch in _launches(shapes, forms, dtype, wanted, batch_invariant)]
+    launches.PROGRAMMATIC = programmatic
+    asked = [
+        (arch, words, replace(launch, streams=launch.streams and not spills_only))
+        for arch, words, launch in asked
+        if arch >= launch.least_capability and not words["label"].endswith(others)
+    ]
     works: dict[str, tuple[Launch, int]] = {}
     keys = []
-    asked = [(arch, *one) for arch in archs for one in found if arch >= one[1].least_capability]
     for arch, _, launch in asked:
         key = repr((launch.kernel.fn.__module__, launch.kernel.fn.__name__, specialization(launch, arch), arch))
         works.setdefault(key, (launch, arch))
@@ -175,6 +173,24 @@ def inspect(
     results = dict(zip(works, _compile_all(list(works.values()), jobs), strict=True))
     for (arch, words, launch), key in zip(asked, keys, strict=True):
         yield Usage(arch=arch, grid=launch.grid, warps=launch.num_warps, **words, **results[key])
+
+
+def _launches(
+    shapes: list[str], forms: list[str], dtype: torch.dtype, operations: list[str], batch_invariant: bool
+) -> Iterator[tuple[dict[str, Any], Launch]]:
+    """All launches of these models, and the words of `Usage` that tell each from the others."""
+    from d3engine.kernels.triton import launches
+
+    for shape in shapes:
+        for form in forms:
+            # Every form has the projections; the rest comes with the first.
+            every = operations or launches.MODULES
+            names = every if form == forms[0] else [name for name in every if name in launches.PROJECTIONS]
+            for operation, label, launch in launches.registered(
+                launches.SHAPES[shape], dtype, form, names, batch_invariant=batch_invariant
+            ):
+                kind = form if operation in launches.PROJECTIONS else ""
+                yield {"shape": shape, "weights": kind, "operation": operation, "label": label}, launch
 
 
 def _need_known(field: str, values: Iterable[Any], allowed: Iterable[Any]) -> None:
@@ -254,7 +270,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--spills-only", action="store_true", help="not what is in flight: machine code is slow to disassemble"
     )
-    parser.add_argument("--pdl", action="store_true", help="with programmatic dependent launch, from 90 on")
+    parser.add_argument("--no-pdl", action="store_true", help="without programmatic dependent launch, from 90 on")
     parser.add_argument(
         "--batch-invariant", action="store_true", help="projections whose sums do not depend on the number of rows"
     )

@@ -26,8 +26,9 @@ from d3engine.loading.device import capability
 from d3engine.model.config import QUANTIZATION_SCHEMES
 
 Call = Callable[[], object]
-MODES = ("graphs", "eager", "reference")
-"""How an engine is run: as by default, without CUDA graphs, and with kernels of plain torch instead of Triton's."""
+MODES = ("graphs", "no-pdl", "eager", "reference")
+"""How an engine is run: as by default; then without programmatic launch, without CUDA graphs as well, and with kernels
+of plain torch instead of Triton's."""
 ROTATED_BYTES = 256 * 2**20
 """Inputs are rotated over copies of so many bytes together: several times the L2 cache of any GPU (50 - 126 MB)."""
 
@@ -58,6 +59,10 @@ class Round:
     def has_triton(self) -> bool:
         """Whether Triton kernels can run: on a GPU, or in the interpreter where it was asked for."""
         return self.on_gpu or os.environ.get("TRITON_INTERPRET") == "1"
+
+    def leaves_out(self, mode: str) -> bool:
+        """Whether engines run without what the round leaves out in `mode`, now or since an earlier one."""
+        return MODES.index(self.mode) >= MODES.index(mode)
 
     @property
     def schemes(self) -> tuple[str, ...]:

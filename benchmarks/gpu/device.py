@@ -7,10 +7,13 @@ import platform
 import shutil
 import subprocess
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from benchmarks.gpu.common import Round, eager_seconds
+from d3engine.executor.recording import CudaGraphs, Repeats
+from d3engine.loading.device import capability
 
 FACTS = (
     "name",
@@ -32,6 +35,7 @@ def run(report: dict[str, Any], current: Round) -> None:
     report["facts"] = facts(current)
     report["versions"] = {name: _version(name) for name in ("torch", "triton", "transformers", "numpy")}
     report["versions"] |= {"python": platform.python_version(), "cuda": torch.version.cuda}
+    report["programmatic_launch"] = programmatic_launch(current)
     report["ceilings"] = ceilings(current)
 
 
@@ -54,6 +58,19 @@ def facts(current: Round) -> dict[str, Any]:
         known = done.returncode == 0 and len(values) == len(FACTS)
         found["nvidia_smi"] = dict(zip(FACTS, values, strict=True)) if known else done.stdout + done.stderr
     return found
+
+
+def programmatic_launch(current: Round) -> str:
+    """What came of the trial that engines make before kernels begin early."""
+    if not current.has_triton:
+        return "not tried: Triton runs on a GPU, or in its interpreter (TRITON_INTERPRET=1)"
+    from d3engine.kernels.triton import launches, programmatic
+
+    if current.on_gpu and capability(current.device) < launches.PROGRAMMATIC_CAPABILITY:
+        return "not tried: this device does not have it"
+    recorder = CudaGraphs(current.device) if current.on_gpu else Repeats()
+    with patch.object(launches, "PROGRAMMATIC", True):
+        return programmatic.fault(current.device, recorder.record) or "passed"
 
 
 def ceilings(current: Round) -> dict[str, dict[str, Any]]:

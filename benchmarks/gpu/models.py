@@ -20,6 +20,7 @@ import torch
 from benchmarks.gpu.common import Round
 from d3engine.depth import DepthPolicy
 from d3engine.engine import Engine
+from d3engine.environment import KERNELS, PROGRAMMATIC_LAUNCH
 from d3engine.kernels.kv_pool import block_bytes
 from d3engine.loading.kv_cache_dtype import named_dtype
 from d3engine.model.config import ModelConfig
@@ -58,7 +59,14 @@ TINY = {
 }
 SHAPES = {"llama2-7b": LLAMA2_7B, "llama3-8b": LLAMA3_8B}
 
-GRAPH_FIGURES = ("graphs_captured", "graph_capture_seconds", "graph_memory_bytes", "graph_steps", "eager_steps")
+GRAPH_FIGURES = (
+    "executor",
+    "graphs_captured",
+    "graph_capture_seconds",
+    "graph_memory_bytes",
+    "graph_steps",
+    "eager_steps",
+)
 BLOCK_SIZE = 16
 
 
@@ -129,8 +137,10 @@ def new_engine(
     model: Model, current: Round, *, max_num_seqs: int, max_model_len: int, kv_tokens: int, **options: Any
 ) -> Engine:
     """An engine whose cache holds `kv_tokens` tokens at full depth, run the way that the round's mode says."""
-    if current.mode == "reference":
-        os.environ["D3ENGINE_KERNELS"] = "reference"
+    if current.leaves_out("no-pdl"):
+        os.environ[PROGRAMMATIC_LAUNCH.name] = "off"
+    if current.leaves_out("reference"):
+        os.environ[KERNELS.name] = "reference"
     num_blocks = model.config.num_layers * -(-kv_tokens // BLOCK_SIZE)
     return Engine(
         model.directory,
@@ -143,14 +153,14 @@ def new_engine(
         kv_cache_dtype=model.kv_cache_dtype,
         kv_cache_memory_bytes=num_blocks * BLOCK_SIZE * model.entry_bytes,
         enable_prefix_caching=False,
-        enforce_eager=current.mode != "graphs",
+        enforce_eager=current.leaves_out("eager"),
         skip_tokenizer_init=True,
         **options,
     )
 
 
 def graph_figures(engine: Engine) -> dict[str, Any]:
-    """What the engine tells of its CUDA graphs; all 0 without any."""
+    """What the engine tells of how it decodes, and of its CUDA graphs: all 0 without any."""
     stats = engine.stats()
     return {name: getattr(stats, name) for name in GRAPH_FIGURES}
 

@@ -51,7 +51,7 @@ def _summary(name: str, found: dict[str, Any]) -> str:
         noise = max(row["noise"] for row in found["ceilings"].values())
         return (
             f"copy {rates['copy']:.3g} TB/s, read {rates['read']:.3g} TB/s, matmul {rates['matmul']:.3g} TFLOP/s;"
-            f" noise {noise:.1%}"
+            f" noise {noise:.1%}; programmatic launch: {found['programmatic_launch']}"
         )
     if "skipped" in found:
         return str(found["skipped"])

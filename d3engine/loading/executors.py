@@ -15,11 +15,14 @@ from d3engine.environment import KERNELS, NATIVE_ISA
 from d3engine.errors import require
 from d3engine.executor.bridging import BridgeStore
 from d3engine.executor.cuda_graph import GraphExecutor
+from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.interface import Executor
 from d3engine.executor.native import NativeExecutor
+from d3engine.executor.recording import CudaGraphs, Repeats
 from d3engine.kernels.native.library import LibraryMissing, isas_here
 from d3engine.kernels.native.model import NativeError
 from d3engine.loading.parts import eager_executor
+from d3engine.loading.programmatic_launch import has_programmatic_launch
 from d3engine.loading.settings import EngineSettings, ExecutorKind
 from d3engine.model.parallel import Ranks
 from d3engine.model.weights import LlamaWeights
@@ -64,18 +67,31 @@ def build_executor(
     `bridges` has those that plans name.
     """
     eager = eager_executor(settings, settings.config, weights, num_blocks, ranks, bridges)
-    if settings.executor == "eager":
-        return eager
-    if settings.executor == "graphs":
-        graphs = GraphExecutor(
-            eager,
-            max_num_seqs=settings.max_num_seqs,
-            max_model_len=settings.max_model_len,
-            max_steps=settings.num_scheduler_steps,
-        )
-        if not settings.depth.drafts and settings.depth.exit_rule(settings.config.num_layers) is None:
-            graphs.expect(settings.depth.schedule(settings.config.num_layers))
-        return graphs
+    if settings.executor == "native":
+        return _native(settings, eager)
+    begins_early = False
+    if settings.device.type == "cuda":  # the trial comes before any capture
+        by_graphs = settings.executor == "graphs"
+        recorder = CudaGraphs(settings.device, has_ranks=ranks is not None) if by_graphs else Repeats()
+        begins_early = has_programmatic_launch(settings.device, recorder)
+    executor: Executor = eager if settings.executor == "eager" else _graphs(settings, eager)
+    executor.stats.executor += ", programmatic launch" if begins_early else ""
+    return executor
+
+
+def _graphs(settings: EngineSettings, eager: EagerExecutor) -> GraphExecutor:
+    graphs = GraphExecutor(
+        eager,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=settings.max_model_len,
+        max_steps=settings.num_scheduler_steps,
+    )
+    if not settings.depth.drafts and settings.depth.exit_rule(settings.config.num_layers) is None:
+        graphs.expect(settings.depth.schedule(settings.config.num_layers))
+    return graphs
+
+
+def _native(settings: EngineSettings, eager: EagerExecutor) -> Executor:
     isa = NATIVE_ISA.read()
     require(isa == "auto" or isa in isas_here(), NATIVE_ISA.name, isa, f"auto, or one of {', '.join(isas_here())} here")
     try:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from d3engine.kernels.triton.launches import Launch
-from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows
+from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, wait_for_previous
 
 EVERYTHING: tl.constexpr = tl.constexpr(-(2**63))
 """No candidate is below this."""
@@ -96,7 +96,9 @@ def _best_kernel(
     total_rows,
     TILES: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     if row >= live_rows(num_rows_ptr, total_rows):
         return

@@ -26,7 +26,7 @@ from d3engine.kernels.sampling import SamplingRows
 from d3engine.kernels.triton.borders import bins_of, border_bins, weights_of
 from d3engine.kernels.triton.candidates import ordered, unordered
 from d3engine.kernels.triton.launches import Launch
-from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows
+from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, wait_for_previous
 from d3engine.kernels.triton.scores import scores_launch, tile_scores, tiles_of
 
 BINS = 512
@@ -184,7 +184,9 @@ def _ends_kernel(
     TILES: tl.constexpr,
     PADDED_TILES: tl.constexpr,
     BINS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     if row >= live_rows(num_rows_ptr, total_rows):
         return
@@ -239,7 +241,9 @@ def _bins_kernel(
     TILES: tl.constexpr,
     PADDED_TILES: tl.constexpr,
     BINS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     if row >= live_rows(num_rows_ptr, total_rows):
         return

@@ -16,6 +16,7 @@ from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.triton.attention_splits import Room
 from d3engine.kernels.triton.launches import Launch, ModelShape
 from d3engine.kernels.triton.paged_attention import AttentionInputs
+from d3engine.kernels.triton.product_kernels import wait_for_previous
 
 
 def begin_step(rows: DecodeRows, rotation_table: Tensor, block_size: int) -> None:
@@ -133,7 +134,9 @@ def _begin_kernel(
     CHANNELS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     count = tl.load(num_rows_ptr)
     layer = tl.program_id(0)
     if layer < LAYERS:
@@ -173,7 +176,9 @@ def _end_kernel(
     new_scores_ptr,
     MAX_STEPS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     rows = tl.arange(0, BLOCK_ROWS)
     taken = tl.load(taken_ptr)
     live = rows < tl.where(taken < MAX_STEPS, tl.load(num_rows_ptr), 0)

@@ -5,8 +5,8 @@ only, so it works on meta tensors: what is inspected ahead of time is, tile by t
 
 To add a kernel: give its file a function `launches(shape, dtype)` that yields (label, `Launch`) made by the file's own
 builder from meta tensors, and add the file to `MODULES`; those of projections take a third argument, the form of the
-weights, and stand in `PROJECTIONS` too. A kernel with the argument `PDL` may be launched before the one in front of it
-has ended, see `PROGRAMMATIC`.
+weights, and stand in `PROJECTIONS` too. Every kernel has the argument `PDL`: then it may be launched before the one in
+front of it has ended, see `PROGRAMMATIC`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ MODULES = (
     "copy_entries",
     "paged_attention",
     "decode_rows",
+    "programmatic",
 )
 """The files of this package that have a function `launches`, in the order of a layer."""
 
@@ -48,8 +49,12 @@ QUANTIZED = ("int8", "fp8", "fp8_groups", "int4")
 PROGRAMMATIC = False
 """Programmatic dependent launch: a kernel begins while the one before it ends, and loads weights until that has ended.
 
-The one switch for all kernels. Off, because it was never measured; it takes effect on compute capability 9.0 and later.
+The one switch for all kernels; it takes effect from PROGRAMMATIC_CAPABILITY on. An engine turns it on once its device
+has shown that it can (`programmatic.py`).
 """
+
+PROGRAMMATIC_CAPABILITY = 90
+"""The first compute capability, without its point, that has it."""
 
 ROW_COUNTS = (1, 8, 16, 32, 64, 128)
 """Row counts worth inspecting: one for every path of the products, and a few between."""
@@ -107,19 +112,16 @@ class Launch:
 
         Fused multiply-adds are asked for, as Triton 3.10 changes the default.
         """
-        arguments = self.arguments
         options = {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "enable_fp_fusion": True,
             **self.options,
         }
-        if "PDL" in self.kernel.arg_names:
-            programmatic = PROGRAMMATIC and capability >= 90
-            arguments = arguments | {"PDL": programmatic}
-            if programmatic:
-                options |= {"launch_pdl": True, **self.programmatic_options}
-        return arguments, options
+        programmatic = PROGRAMMATIC and capability >= PROGRAMMATIC_CAPABILITY
+        if programmatic:
+            options |= {"launch_pdl": True, **self.programmatic_options}
+        return self.arguments | {"PDL": programmatic}, options
 
     def run(self) -> Any:
         """Launch on the current stream of the tensors' device; a grid without programs is no launch.

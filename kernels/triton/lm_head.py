@@ -20,7 +20,7 @@ from d3engine.kernels.triton.candidates import best_launch, best_of, candidate, 
 from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
 from d3engine.kernels.triton.matmul import matmul
 from d3engine.kernels.triton.noise import gumbel, token_words
-from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, tile_product
+from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, prologue, tile_product
 from d3engine.kernels.triton.product_rows import labelled, product_launches
 from d3engine.kernels.triton.products import Tile, need_unit_stride, product_tile
 from d3engine.kernels.triton.rms_norm import rms_norm
@@ -188,23 +188,6 @@ def launches(
     yield "best", best_launch(candidates, integers, floats, num_rows)
 
 
-@triton.jit
-def _logits(
-    x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE,
-    K: tl.constexpr, V: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """The program's rows [BLOCK_T] and tokens [BLOCK_N], which may lie beyond `count` and V, and their logits."""
-    tokens = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows, sums = tile_product(
-        x_ptr, x_stride, count, norm_ptr, eps,
-        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, tl.minimum(tokens, V - 1),
-        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES,
-    )  # fmt: skip
-    return rows, tokens, sums
-
-
 @triton.jit(**NOT_SPECIALIZED)
 def _logits_kernel(
     x_ptr,
@@ -225,13 +208,17 @@ def _logits_kernel(
     BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    count = live_rows(num_rows_ptr, total_rows)
+    tokens = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    outputs = tl.minimum(tokens, V - 1)
+    first, count = prologue(weight_ptr, weight_stride, outputs, 0, num_rows_ptr, total_rows, K, BLOCK_K, PDL)
     if tl.program_id(0) * BLOCK_T >= count:
         return
-    rows, tokens, sums = _logits(
-        x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE,
-        K, V, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES,
+    rows, sums = tile_product(
+        x_ptr, x_stride, count, norm_ptr, eps,
+        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, outputs,
+        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first,
     )  # fmt: skip
     pointers = logits_ptr + rows.to(tl.int64)[:, None] * V + tokens[None, :]
     tl.store(pointers, sums, mask=(rows < count)[:, None] & (tokens < V)[None, :])
@@ -263,16 +250,18 @@ def _choice_kernel(
     BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    count = live_rows(num_rows_ptr, total_rows)
+    # Outputs beyond V repeat the last token's logit, so they are that token.
+    tokens = tl.minimum(tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), V - 1)
+    first, count = prologue(weight_ptr, weight_stride, tokens, 0, num_rows_ptr, total_rows, K, BLOCK_K, PDL)
     if tl.program_id(0) * BLOCK_T >= count:
         return
-    rows, tokens, sums = _logits(
-        x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE,
-        K, V, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES,
+    rows, sums = tile_product(
+        x_ptr, x_stride, count, norm_ptr, eps,
+        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, tokens,
+        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first,
     )  # fmt: skip
-    # Clamped outputs beyond V repeat the last logit, so they are given its token too.
-    tokens = tl.minimum(tokens, V - 1)
     if temperature_ptr is not None:
         live = rows < count
         temperature = tl.load(temperature_ptr + rows, mask=live, other=0.0)[:, None]

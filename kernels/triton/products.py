@@ -231,8 +231,11 @@ def product_launch(
     if tile.warps == 2:
         is_large = tile.rows > 8 and tile.outputs >= 64
         limits = {"options": {"maxnreg": 168}, "programmatic_options": {"maxnreg": 208 if is_large else 200}}
-    if tile.rows == 1 and isinstance(weight, Fp8Weight):  # as above, and four programs have room
-        limits = {"options": {"maxnreg": 128 if weight.has_groups else 112}}
+    if tile.rows == 1 and isinstance(weight, Fp8Weight):
+        # As above: four programs have room, or seven of half as many threads, which programmatic launch takes.
+        limits = {"options": {"maxnreg": 112}}
+        if weight.has_groups:
+            limits = {"options": {"maxnreg": 128}, "programmatic_options": {"maxnreg": 144}}
     # Beside 128 rows small weights wait for tensor cores, and for becoming floats.
     streams = tile.rows <= 64 or isinstance(weight, Tensor)
     least = least_capability(weight)

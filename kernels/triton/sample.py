@@ -30,7 +30,7 @@ from d3engine.kernels.triton.cuts import (
 )
 from d3engine.kernels.triton.launches import Launch, ModelShape, meta
 from d3engine.kernels.triton.noise import gumbel, tile_words
-from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows
+from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, wait_for_previous
 from d3engine.kernels.triton.products import need_unit_stride
 from d3engine.kernels.triton.scores import scores_launch, tile_scores, tiles_of
 from d3engine.kernels.triton.settle import settle_launch
@@ -173,7 +173,9 @@ def _draw_kernel(
     TILES: tl.constexpr,
     PADDED_TILES: tl.constexpr,
     BINS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     if row >= live_rows(num_rows_ptr, total_rows):
         return
@@ -237,7 +239,9 @@ def _count_kernel(
     num_rows_ptr,
     total_rows,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = rows < live_rows(num_rows_ptr, total_rows)
     pointers = counts_ptr + rows.to(tl.int64) * counts_stride + tl.load(tokens_ptr + rows, mask=mask, other=0)

@@ -24,7 +24,7 @@ from d3engine.kernels.triton.candidates import (
 from d3engine.kernels.triton.cuts import Search, cuts_row, row_ends
 from d3engine.kernels.triton.launches import Launch
 from d3engine.kernels.triton.noise import gumbel, token_words
-from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows
+from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, wait_for_previous
 from d3engine.kernels.triton.scores import UNFUSED
 
 _WARPS = 8
@@ -88,7 +88,9 @@ def _settle_kernel(
     TILES: tl.constexpr,
     PADDED_TILES: tl.constexpr,
     BINS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     if row >= live_rows(num_rows_ptr, total_rows):
         return

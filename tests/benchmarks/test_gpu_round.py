@@ -70,6 +70,10 @@ def test_ceilings_are_measured_twice(report: dict[str, Any]) -> None:
         assert len(row["rates"]) == 2
 
 
+def test_the_trial_of_programmatic_launch_is_rehearsed(report: dict[str, Any]) -> None:
+    assert report["parts"]["device"]["programmatic_launch"] == "passed"
+
+
 def test_every_operation_is_near_float64(report: dict[str, Any]) -> None:
     found = report["parts"]["kernels"]
     assert found["triton"] == "interpreted, not timed"
