@@ -311,6 +311,10 @@ class Engine(Chats, Facts):
         """Whether `step()` has anything left to do or to return."""
         return bool(len(self._in_flight.outputs) or len(self._in_flight.delivery))
 
+    def is_ahead(self) -> bool:
+        """Whether a device is at the next step already, or has done it: `step()` will soon return its tokens."""
+        return self.scheduler.is_ahead
+
     def get_num_unfinished_requests(self) -> int:
         return len(self._in_flight.outputs)
 

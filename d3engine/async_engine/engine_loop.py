@@ -1,7 +1,7 @@
 """The loop that owns an engine: take in what callers want, step, hand over what came of it, all at once.
 
 It knows neither event loops nor processes: messages come through an inbox, and replies leave through a function that
-gets all of a step's together.
+gets those of a step together, or of a few steps.
 """
 
 from __future__ import annotations
@@ -9,17 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol
 
 from d3engine.async_engine.messages import ASKED, Abort, Add, Ask, Leave, Message, Refuse, Stop
+from d3engine.async_engine.outbox import Outbox, Reply
 from d3engine.errors import EngineDeadError
 from d3engine.executor.interface import Executor
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.prepared import Prepared
 from d3engine.stats import EngineStats
-
-Reply: TypeAlias = "tuple[int, Any]"
-"""A key, and for it an output, what a method returned, or the exception that ended it."""
 
 
 class Steppable(Protocol):
@@ -34,6 +32,8 @@ class Steppable(Protocol):
     def abort_request(self, request_ids: str | Iterable[str]) -> None: ...
 
     def has_unfinished_requests(self) -> bool: ...
+
+    def is_ahead(self) -> bool: ...
 
     def stats(self) -> EngineStats: ...
 
@@ -58,7 +58,7 @@ class EngineLoop:
 
     Args:
         engine: the engine, which whoever has called `run` closes.
-        hand_over: gets the replies of a step; must not raise.
+        hand_over: gets replies as an `Outbox` lets them go; must not raise.
         before_step: called before each step; for tests, which make it hang or fail there.
         pulse: where it writes at every turn when that was.
 
@@ -76,21 +76,23 @@ class EngineLoop:
         self.inbox: SimpleQueue[Message] = SimpleQueue()
         self.pulse = pulse or OwnPulse()
         self._engine = engine
-        self._hand_over = hand_over
+        self._outbox = Outbox(hand_over)
         self._before_step = before_step
         self._keys: dict[str, int] = {}
         self._ids: dict[int, str] = {}
-        self._replies: list[Reply] = []
         self._has_aborted = False
         self._stopped = False
 
     def run(self) -> None:
         """Work until told to stop. Raises whatever ends the engine."""
-        while not self._stopped:
-            self._take_in()
-            if not self._stopped and self._engine.has_unfinished_requests():
-                self._step()
-            self._send()
+        try:
+            while not self._stopped:
+                self._take_in()
+                if not self._stopped and self._engine.has_unfinished_requests():
+                    self._step()
+                self._send()
+        finally:
+            self._outbox.send()  # whatever has ended it, its readers hear of that after all that came before
 
     def _take_in(self) -> None:
         """Do what has been asked for; if there is nothing else to do, prepare for it, then wait for it."""
@@ -120,9 +122,9 @@ class EngineLoop:
                 self._has_aborted = True
             case Ask(key, method):
                 assert method in ASKED
-                self._answer(key, lambda: self._replies.append((key, getattr(self._engine, method)())))
+                self._answer(key, lambda: self._outbox.put(key, getattr(self._engine, method)()))
             case Refuse(key, error):
-                self._replies.append((key, error))
+                self._outbox.put(key, error)
             case Stop():
                 self._stopped = True
 
@@ -133,7 +135,7 @@ class EngineLoop:
         except EngineDeadError:
             raise
         except Exception as error:
-            self._replies.append((key, error))
+            self._outbox.put(key, error)
 
     def _add(self, key: int, prepared: Prepared) -> None:
         if self._has_aborted:
@@ -157,14 +159,12 @@ class EngineLoop:
             key = self._keys.get(output.request_id)
             if key is None:
                 continue  # its reader has left
-            self._replies.append((key, output))
+            self._outbox.put(key, output)
             if output.finished:
                 del self._keys[output.request_id], self._ids[key]
 
     def _send(self) -> None:
-        if self._replies:
-            replies, self._replies = self._replies, []
-            self._hand_over(replies)
+        self._outbox.send(more_is_soon=self._engine.is_ahead())
 
     def _turn(self) -> None:
         self.pulse.last_turn = time.monotonic()

@@ -22,7 +22,7 @@ import torch
 import zmq
 
 from d3engine.async_engine import messages, wire
-from d3engine.async_engine.engine_loop import Reply
+from d3engine.async_engine.outbox import Reply
 from d3engine.async_engine.shared_pulse import SharedPulse
 from d3engine.async_engine.switchboard import Switchboard
 from d3engine.errors import EngineDeadError, require

@@ -17,7 +17,8 @@ import torch
 import zmq
 
 from d3engine.async_engine import messages, wire
-from d3engine.async_engine.engine_loop import EngineLoop, Reply
+from d3engine.async_engine.engine_loop import EngineLoop
+from d3engine.async_engine.outbox import Reply
 from d3engine.async_engine.shared_pulse import SharedPulse
 from d3engine.depth import policy_from_dict
 from d3engine.engine import Engine

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from d3engine.async_engine.engine_loop import Reply
 from d3engine.async_engine.messages import Abort, Add, Ask, Leave, Message
+from d3engine.async_engine.outbox import Reply
 from d3engine.async_engine.slots import Slot, Waker
 from d3engine.errors import EngineClosedError
 from d3engine.request.outputs import RequestOutput

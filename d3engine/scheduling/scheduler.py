@@ -96,6 +96,16 @@ class Scheduler:
     def running(self) -> tuple[Sequence, ...]:
         return tuple(self._running)
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the device is at further steps of a run already, which nobody has ended or is about to."""
+        return self._under_way.goes_on and not self._may_join
+
+    @property
+    def _may_join(self) -> bool:
+        """Whether somebody waits for whom there is a place."""
+        return bool(self._waiting) and self.cache.num_free_slots > 0
+
     def has_unfinished(self) -> bool:
         return bool(self._waiting or self._running)
 
@@ -164,7 +174,7 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """The plan of the next step, its blocks allocated; None when there is nothing to do."""
-        if self._waiting and self.cache.num_free_slots:
+        if self._may_join:
             self._under_way.end()  # whoever waits is not kept waiting by a run
         if (plan := self._under_way.next_step()) is not None:
             return plan
@@ -342,7 +352,7 @@ class Scheduler:
             yield None  # what the second model drafts, the host must see before the next step
             return
         few = self.config.num_scheduler_steps
-        if self._waiting and self.cache.num_free_slots > 0:
+        if self._may_join:
             few = longest = min(few, 1)  # somebody may join
         else:
             longest = longest_run(chunks, self._table, few, self.config.num_tokens_ahead)

@@ -32,6 +32,11 @@ class UnderWay:
         if self._course is not None:
             self._course.end()
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether a run is under way that has steps left."""
+        return self._course is not None and self._num_left > 0 and not self._course.is_ended
+
     def next_step(self) -> Plan | None:
         """The plan of the run, for its next step; None where no run is under way, or not any more."""
         if self._course is None:

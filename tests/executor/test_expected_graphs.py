@@ -73,7 +73,8 @@ def test_an_engine_that_waits_prepares_until_somebody_comes() -> None:
         return True
 
     done: list[int] = []
-    engine = SimpleNamespace(executor=SimpleNamespace(prepare_next=prepare_next), has_unfinished_requests=lambda: False)
+    executor, no = SimpleNamespace(prepare_next=prepare_next), lambda: False
+    engine = SimpleNamespace(executor=executor, has_unfinished_requests=no, is_ahead=no)
     loop = EngineLoop(cast(Any, engine), lambda replies: None)
     loop.run()
     assert len(done) == 3

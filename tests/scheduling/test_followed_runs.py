@@ -214,3 +214,25 @@ def test_a_step_that_takes_all_that_is_done_brings_an_output_for_each_token_of_e
     assert [tokens[str(nth)] for nth in range(3)] == [solo(request).outputs[0].token_ids for request in requests]
     assert engine.stats().generated_tokens == sum(map(len, tokens.values()))
     assert kv_is_back(engine)
+
+
+def test_an_engine_is_ahead_within_a_run_until_somebody_joins_or_leaves_it(ahead: Callable[..., Engine]) -> None:
+    engine = ahead(num_scheduler_steps=8)
+    assert not engine.is_ahead()
+    engine.add_request("one", [5, 6, 7], deltas(greedy(FullDepth(), 40)))
+    found = []
+    for _ in range(12):
+        engine.step()
+        found.append(engine.is_ahead())
+    # The prompt's step, eight of a run, after the last of which the next is yet to begin, and three of that.
+    assert found == [False] + [True] * 7 + [False] + [True] * 3
+    engine.add_request("other", [8, 9], deltas(greedy(FullDepth(), 40)))
+    assert not engine.is_ahead()
+    while engine.stats().num_waiting:
+        engine.step()
+        assert not engine.is_ahead()
+    engine.step()
+    engine.step()
+    assert engine.is_ahead()
+    engine.abort_request("one")
+    assert not engine.is_ahead()

@@ -148,7 +148,7 @@ def test_tokens_that_are_ready_together_are_one_piece_and_still_an_event_each(
         one_by_one = await stream(engine, path, FreeNowAndThen(itertools.repeat(True)))
         made = Engine("demo", **SIZES)
         is_native = made.stats().executor.startswith("native")
-        async with AsyncEngine.from_engine(taking_whole_runs(made)) as running_ahead:
+        async with AsyncEngine.from_engine(taking_whole_runs(made), before_step=in_step) as running_ahead:
             together = await stream(running_ahead, path, FreeNowAndThen(itertools.repeat(True)))
         assert not is_native or len(together) < len(one_by_one) // 2
         return one_by_one, together
