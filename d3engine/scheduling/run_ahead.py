@@ -24,19 +24,19 @@ FOLLOWED = 4
 
 
 def longest_run(chunks: Chunks, table: RunningTable, num_steps: int, num_tokens: int) -> int:
-    """Steps of a run at most: `num_steps`, or more of few rows, up to `num_tokens` tokens of all of them, and several
-    times as many where someone reads along.
+    """Steps of a run at most: `num_steps`, or more of few rows, up to `num_tokens` tokens of all of them.
 
-    Where a text may end an answer, which the host alone sees, little is to be computed beyond it.
+    Where these are not 0, and so steps are short, a run is several times as long if someone reads along: from its end
+    to the next one's begin the device waits for the host. Where a text may end an answer, which the host alone sees,
+    little is to be computed beyond it.
     """
     if num_steps <= 1:
         return num_steps
     slots = chunks.slots
-    if chunks.traits & Trait.STREAMS:
-        num_tokens *= FOLLOWED
-    elif any(table.sequence(slot).params.stop_strings for slot in slots.tolist()):
+    is_followed = bool(chunks.traits & Trait.STREAMS)
+    if not is_followed and any(table.sequence(slot).params.stop_strings for slot in slots.tolist()):
         return num_steps
-    return max(num_steps, num_tokens // slots.size)
+    return max(num_steps, num_tokens // slots.size) * (FOLLOWED if is_followed and num_tokens else 1)
 
 
 def shorter_and_shorter(longest: int, shortest: int) -> Iterator[int]:

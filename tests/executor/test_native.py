@@ -112,6 +112,7 @@ def test_a_run_is_short_where_a_text_may_end_it_or_memory_is_short(tiny_llama: C
     # Whoever reads along ends a run when the text says so.
     read = replace(alone, slots=np.ones(1, np.int64), traits=Trait.STREAMS)
     assert longest_run(replace(both, slots=np.arange(2), traits=Trait.STREAMS), table, 16, 64) == 128
+    assert longest_run(replace(both, slots=np.arange(2), traits=Trait.STREAMS), table, 16, 20) == 64
     assert longest_run(read, table, 16, 64) == 256
     assert longest_run(alone, table, 16, 64) == 64
     assert longest_run(read, table, 16, 0) == 16
