@@ -57,9 +57,12 @@ static bool runs_here() {
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma");
 }
 
-#if defined(D3_TILES)
 #include "fixed_point.inc"
 #include "fixed_few.inc"
+#include "fixed_lanes.inc"
+#include "with_bytes.inc"
+
+#if defined(D3_TILES)
 #include "tiles.inc"
 #include "fixed_many.inc"
 #include "bfloat16_many.inc"

@@ -4,7 +4,7 @@
 
 #if defined(D3_PORTABLE)
 #elif defined(__x86_64__)
-namespace avx512 { extern const Kernels kernels, amx, amx_bfloat16; }
+namespace avx512 { extern const Kernels kernels, vnni, amx, amx_bfloat16; }
 namespace avx2 { extern const Kernels kernels; }
 #elif defined(__aarch64__)
 namespace neon { extern const Kernels kernels; }
@@ -18,6 +18,7 @@ const Kernels* const ALL_KERNELS[] = {
     &avx512::amx,
     &avx512::amx_bfloat16,
 #endif
+    &avx512::vnni,
     &avx512::kernels,
     &avx2::kernels,
 #elif defined(__aarch64__)

@@ -348,10 +348,16 @@ def isas_here() -> list[str]:
 
 
 def _best_isa(model: NativeModel) -> str:
-    """The best of them for a model: tiles are for int8 and int4, and for others only where they are asked for."""
-    matrices = (model.lm_head, *(layer.down.weight for layer in model.layers))
-    has_integers = any(isinstance(matrix, Int8Weight | Int4Weight) for matrix in matrices)
-    return next(name for name in isas_here() if has_integers or not name.startswith("amx"))
+    """The best of them for a model: tiles are for int8 and int4, products of bytes without tiles for int4, and both for
+    others only where they are asked for."""
+    kinds = {type(matrix) for matrix in (model.lm_head, *(layer.down.weight for layer in model.layers))}
+
+    def is_for_it(isa: str) -> bool:
+        if isa.startswith("amx"):
+            return Int8Weight in kinds or Int4Weight in kinds
+        return Int4Weight in kinds or isa != "avx512-vnni"
+
+    return next(filter(is_for_it, isas_here()))
 
 
 def _all_isas() -> list[str]:

@@ -215,16 +215,16 @@ def test_a_fault_of_one_sequence_ends_its_request_and_no_draft_of_it_goes_on(lla
     params = SamplingParams(n=4, seed=3, max_tokens=12, ignore_eos=True)
     engine.add_request("faulty", PROMPT, params)
     engine.add_request("sound", PROMPT, SamplingParams(seed=5, max_tokens=12, ignore_eos=True))
-    fail = engine._in_flight.outputs._append
+    fail = engine._in_flight.outputs._extend
     calls: list[int] = []
 
-    def failing(answer: Any, token: Any) -> None:
+    def failing(answer: Any, new: Any) -> None:
         calls.append(1)
-        if token.sequence.request_id == "faulty" and len(calls) > 9:
+        if new.sequence.request_id == "faulty" and len(calls) > 9:
             raise ValueError("a token that no tokenizer knows")
-        fail(answer, token)
+        fail(answer, new)
 
-    engine._in_flight.outputs._append = failing  # type: ignore[method-assign]
+    engine._in_flight.outputs._extend = failing  # type: ignore[method-assign]
     done = {}
     while engine.has_unfinished_requests():
         done |= {output.request_id: output for output in engine.step() if output.finished}
