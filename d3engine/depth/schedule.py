@@ -158,7 +158,7 @@ class Schedule:
     def depth_at(self, step: int) -> int:
         """How many layers run at `step`."""
         if self.table is None:
-            # Asked for every token: of so few numbers a list is looked through sooner than an array.
+            # Of so few numbers a list is looked through sooner than an array.
             return len(self._cutoffs_listed) - bisect_right(self._cutoffs_listed, step)
         return int(self._depth_of_row[self._row(step)])
 
@@ -181,8 +181,8 @@ class Schedule:
     def same_layers_until(self, step: int) -> int:
         """The largest end such that all of steps [step, end) run the same layers; `NEVER` if for ever."""
         if self.table is None:
-            later = self._cutoffs_in_order.searchsorted(step, side="right")
-            return NEVER if later == self.num_layers else int(self._cutoffs_in_order[later])
+            later = bisect_right(self._cutoffs_listed, step)
+            return NEVER if later == len(self._cutoffs_listed) else self._cutoffs_listed[later]
         row = self._row(step)
         differs = (self.table[row + 1 :] != self.table[row]).any(axis=1)
         return row + 1 + int(differs.argmax()) if differs.any() else NEVER

@@ -119,12 +119,12 @@ class EagerExecutor:
             return Computed(self.model.logits(hidden))
         return Computed(self.model.logits(hidden[self._tensor(rows)]))
 
-    @torch.inference_mode()
     def copy_entries(self, copies: tuple[IntArray, IntArray] | None) -> None:
         """Copy entries of the pool, flat (sources, targets), as a plan has them before or after a step."""
         if copies is not None:
             sources, targets = copies
-            self.kernels.copy_entries(self.pool, self._tensor(sources), self._tensor(targets))
+            with torch.inference_mode():
+                self.kernels.copy_entries(self.pool, self._tensor(sources), self._tensor(targets))
 
     def _inputs(self, plan: Plan) -> _Inputs:
         blocks = -(-int(plan.stops.max()) // self.block_size)
