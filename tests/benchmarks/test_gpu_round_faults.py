@@ -63,9 +63,7 @@ def test_parts_share_the_time_and_leave_on_what_they_do_not_use(monkeypatch: pyt
     assert [part["part_seconds"] for part in found.values()] == [20] * 3
 
 
-@pytest.mark.parametrize(
-    ("works_in", "tried"), [("no-pdl", ["graphs"]), ("reference", ["graphs", "no-pdl", "eager"])]
-)
+@pytest.mark.parametrize(("works_in", "tried"), [("no-pdl", ["graphs"]), ("reference", ["graphs", "no-pdl", "eager"])])
 def test_an_engine_that_fails_is_run_in_the_next_mode(
     works_in: str, tried: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
