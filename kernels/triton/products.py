@@ -230,7 +230,7 @@ def product_launch(
     limits: dict[str, Any] = {}
     if tile.warps == 2:
         is_large = tile.rows > 8 and tile.outputs >= 64
-        limits = {"options": {"maxnreg": 168}, "programmatic_options": {"maxnreg": 208 if is_large else 200}}
+        limits = {"options": {"maxnreg": 168}, "programmatic_options": {"maxnreg": 240 if is_large else 200}}
     if tile.rows == 1 and isinstance(weight, Fp8Weight):
         # As above: four programs have room, or seven of half as many threads, which programmatic launch takes.
         limits = {"options": {"maxnreg": 112}}
