@@ -7,7 +7,7 @@ for depends on the answer, and when the weights are there, which the native libr
 from __future__ import annotations
 
 import logging
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -22,7 +22,7 @@ from d3engine.executor.recording import CudaGraphs, Repeats
 from d3engine.kernels.native.library import LibraryMissing, isas_here
 from d3engine.kernels.native.model import NativeError
 from d3engine.loading.parts import eager_executor
-from d3engine.loading.programmatic_launch import has_programmatic_launch
+from d3engine.loading.programmatic_launch import settle_programmatic_launch
 from d3engine.loading.settings import EngineSettings, ExecutorKind
 from d3engine.model.parallel import Ranks
 from d3engine.model.weights import LlamaWeights
@@ -71,9 +71,9 @@ def build_executor(
         return _native(settings, eager)
     begins_early = False
     if settings.device.type == "cuda":  # the trial comes before any capture
-        by_graphs = settings.executor == "graphs"
-        recorder = CudaGraphs(settings.device, has_ranks=ranks is not None) if by_graphs else Repeats()
-        begins_early = has_programmatic_launch(settings.device, recorder)
+        graphs = partial(CudaGraphs, settings.device, has_ranks=ranks is not None)
+        new_recorder = graphs if settings.executor == "graphs" else Repeats
+        begins_early = settle_programmatic_launch(settings.device, new_recorder)
     executor: Executor = eager if settings.executor == "eager" else _graphs(settings, eager)
     executor.stats.executor += ", programmatic launch" if begins_early else ""
     return executor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -14,11 +15,11 @@ _log = logging.getLogger(__name__)
 _faults: dict[torch.device, str | None] = {}
 
 
-def has_programmatic_launch(device: torch.device, recorder: Recorder) -> bool:
-    """Whether kernels on `device` are launched so from now on, as D3ENGINE_PROGRAMMATIC_LAUNCH says.
+def settle_programmatic_launch(device: torch.device, new_recorder: Callable[[], Recorder]) -> bool:
+    """Turn such launches on or off, as D3ENGINE_PROGRAMMATIC_LAUNCH and `device` say; returns whether they are on.
 
-    Each device is asked once, by launches that `recorder` repeats as the engine's steps will be. One that has them and
-    fails ends them for the whole process, and it is said what that costs.
+    Each device is tried once, by launches that a `new_recorder()` repeats as the engine's steps will be. One that has
+    them and fails ends them for the whole process, and it is said why.
     """
     if KERNELS.read() == "reference":
         return False
@@ -30,7 +31,7 @@ def has_programmatic_launch(device: torch.device, recorder: Recorder) -> bool:
         return False
     if device not in _faults:
         launches.PROGRAMMATIC = True
-        _faults[device] = fault = programmatic.fault(device, recorder.record)
+        _faults[device] = fault = programmatic.fault(device, new_recorder().record)
         if fault is not None:
             lost = "no kernel on %s begins before the one in front of it has ended, as its trial failed: %s"
             _log.warning(lost, device, fault)

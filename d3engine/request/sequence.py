@@ -137,8 +137,7 @@ class Sequence:
 
     def grow(self, token_ids: list[int], depths: list[int]) -> tuple[FinishReason, str | int | None] | None:
         """Take these tokens, and the layers that each took, up to the one that ends the answer; returns how it does."""
-        params, end = self.params, None
-        first, room = len(self.token_ids), self.room
+        params, first, room = self.params, len(self.token_ids), self.room
         for token, depth in zip(token_ids, depths, strict=True):
             self.token_ids.append(token)
             self.depths.append(depth)

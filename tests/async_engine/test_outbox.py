@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -106,7 +105,7 @@ class Scripted:
         self.num_steps += 1
         if self.num_steps == 4:
             raise EngineDeadError("a fault")
-        return [replace(output(self.num_steps, is_first=self.num_steps == 1))]
+        return [output(self.num_steps, is_first=self.num_steps == 1)]
 
     def has_unfinished_requests(self) -> bool:
         return True

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from d3engine.executor.recording import Recorder, Repeats, Step
+from d3engine.executor.recording import Repeats, Step
 from d3engine.kernels.triton import launches, programmatic
 from d3engine.loading import programmatic_launch
-from d3engine.loading.programmatic_launch import has_programmatic_launch
+from d3engine.loading.programmatic_launch import settle_programmatic_launch
 
 DEVICE = torch.device("cpu")  # Triton's interpreter runs the chain
 Wrong = Callable[[Step], Step]
@@ -64,7 +65,7 @@ def test_a_device_that_keeps_the_order_is_asked_once_and_its_kernels_begin_early
 
     for _ in range(2):
         launches.PROGRAMMATIC = False
-        assert has_programmatic_launch(DEVICE, Counted())
+        assert settle_programmatic_launch(DEVICE, Counted)
         assert launches.PROGRAMMATIC
     assert asked == [True]  # the trial itself launches so
 
@@ -80,10 +81,9 @@ def test_a_device_that_keeps_the_order_is_asked_once_and_its_kernels_begin_early
 def test_a_device_that_fails_is_told_of_once_and_runs_without(
     wrong: Wrong, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder: Recorder = Failing(wrong)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert not has_programmatic_launch(DEVICE, recorder)
+            assert not settle_programmatic_launch(DEVICE, partial(Failing, wrong))
             assert not launches.PROGRAMMATIC
     (message,) = caplog.messages
     assert message.endswith(f"as its trial failed: {says}")
@@ -102,9 +102,9 @@ def test_a_kernel_that_reads_what_is_not_there_yet_fails_the_trial(monkeypatch: 
 
 
 def test_one_device_that_fails_ends_it_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert has_programmatic_launch(DEVICE, Repeats())
+    assert settle_programmatic_launch(DEVICE, Repeats)
     programmatic_launch._faults[torch.device("cuda:1")] = "RuntimeError: made up"
-    assert not has_programmatic_launch(DEVICE, Repeats())
+    assert not settle_programmatic_launch(DEVICE, Repeats)
     assert not launches.PROGRAMMATIC
 
 
@@ -117,7 +117,7 @@ def test_nobody_is_asked_who_does_not_have_it_or_want_it(way: str, monkeypatch: 
     else:
         monkeypatch.setenv("D3ENGINE_KERNELS", "reference")
     launches.PROGRAMMATIC = False
-    assert not has_programmatic_launch(DEVICE, Failing(refused))
+    assert not settle_programmatic_launch(DEVICE, partial(Failing, refused))
     assert not launches.PROGRAMMATIC
     assert not programmatic_launch._faults
 
