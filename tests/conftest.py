@@ -67,11 +67,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def interpreter() -> None:
     """Triton's interpreter, if kernels run in it here, without most of its work."""
     if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
+        from interpreted_dot import multiply_row_by_row
         from interpreted_fp8 import convert_as_a_gpu_does
         from quick_interpreter import make_quick
 
         make_quick()
         convert_as_a_gpu_does()
+        multiply_row_by_row()
 
 
 @pytest.fixture(scope="session")
