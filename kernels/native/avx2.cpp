@@ -25,6 +25,8 @@ INLINE V multiply_add(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE V zip_low(V a, V b) { return _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20); }
 INLINE V zip_high(V a, V b) { return _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31); }
 INLINE V choose(VI where, V yes, V no) { return where ? yes : no; }
+INLINE V larger(V a, V b) { return _mm256_max_ps(a, b); }
+INLINE V smaller(V a, V b) { return _mm256_min_ps(a, b); }
 INLINE VI float_as_bits(V values) { return (VI)values; }
 INLINE V bits_as_float(VI bits) { return (V)bits; }
 

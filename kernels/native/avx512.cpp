@@ -25,6 +25,8 @@ INLINE V zip_high(V a, V b) {
     return _mm512_permutex2var_ps(a, turns, b);
 }
 INLINE V choose(VI where, V yes, V no) { return where ? yes : no; }
+INLINE V larger(V a, V b) { return _mm512_max_ps(a, b); }
+INLINE V smaller(V a, V b) { return _mm512_min_ps(a, b); }
 INLINE VI float_as_bits(V values) { return (VI)values; }
 INLINE V bits_as_float(VI bits) { return (V)bits; }
 

@@ -19,6 +19,8 @@ INLINE V multiply_add(V a, V b, V c) { return (V)vfmaq_f32((float32x4_t)c, (floa
 INLINE V zip_low(V a, V b) { return (V)vzip1q_f32((float32x4_t)a, (float32x4_t)b); }
 INLINE V zip_high(V a, V b) { return (V)vzip2q_f32((float32x4_t)a, (float32x4_t)b); }
 INLINE V choose(VI where, V yes, V no) { return (V)(((VI)yes & where) | ((VI)no & ~where)); }
+INLINE V larger(V a, V b) { return choose(a > b, a, b); }
+INLINE V smaller(V a, V b) { return choose(a < b, a, b); }
 INLINE VI float_as_bits(V values) { return (VI)values; }
 INLINE V bits_as_float(VI bits) { return (V)bits; }
 

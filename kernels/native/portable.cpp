@@ -22,6 +22,8 @@ INLINE V multiply_add(V a, V b, V c) { return a * b + c; }
 INLINE V zip_low(V a, V b) { return V{a[0], b[0], a[1], b[1]}; }
 INLINE V zip_high(V a, V b) { return V{a[2], b[2], a[3], b[3]}; }
 INLINE V choose(VI where, V yes, V no) { return (V)(((VI)yes & where) | ((VI)no & ~where)); }
+INLINE V larger(V a, V b) { return choose(a > b, a, b); }
+INLINE V smaller(V a, V b) { return choose(a < b, a, b); }
 INLINE VI float_as_bits(V values) { return (VI)values; }
 INLINE V bits_as_float(VI bits) { return (V)bits; }
 
