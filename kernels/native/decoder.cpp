@@ -6,21 +6,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "fetching.h"
 #include "matrix.h"
 #include "rules.h"
-
-namespace {
-
-constexpr int MOST_PIECE_ROWS = 256;
-constexpr int64_t PIECE_BYTES = 64 * 1024;
-constexpr int64_t LEAST_PIECE_BYTES = 16 * 1024;
-constexpr int64_t PANEL_BYTES = 512 * 1024;  // of a piece's panels: they stay in a core's second cache
-constexpr int MANY_ROWS = 48;                // from here on widening a panel costs less than it saves
-static_assert(MANY_ROWS % 16 == 0);         // vectors that were prepared together stay together
-
-}  // namespace
 
 D3Decoder::D3Decoder(const D3Model& model, const Kernels& kernels)
     : model_(model),
@@ -29,8 +19,9 @@ D3Decoder::D3Decoder(const D3Model& model, const Kernels& kernels)
       group_(model.heads / model.kv_heads),
       q_size_(model.heads * model.head_dim),
       kv_size_(model.kv_heads * model.head_dim),
-      ahead_(bytes_fetched_ahead()),
+      fetches_(bytes_fetched_ahead() > 0),
       team_(model.num_threads),
+      multiplier_(kernels, team_, std::max({model.hidden, q_size_, model.intermediate}), model.max_rows),
       hidden_(model.max_rows, model.hidden),
       normed_(model.max_rows, model.hidden),
       projected_(model.max_rows, q_size_ + 2 * kv_size_),
@@ -44,21 +35,13 @@ D3Decoder::D3Decoder(const D3Model& model, const Kernels& kernels)
     crossings_.reserve(model.max_rows);
     blocks_.reserve(model.max_rows);
     ended_.reserve(model.max_rows);
-    const int widest = std::max({model.hidden, q_size_, model.intermediate});
     const int queries = std::max(group_, BLOCK_QUERIES);
     for (auto& scratch : scratch_) {
-        scratch.outputs = Rows(2 * MANY_ROWS, MOST_PIECE_ROWS);
-        scratch.panels = Floats(std::max(PANEL_BYTES / int64_t(sizeof(float)), 2 * kernels.panel_floats(widest)));
         scratch.scores = Floats(int64_t(queries) * ATTENTION_CHUNK);
         scratch.keys = Floats(int64_t(ATTENTION_CHUNK) * (model.head_dim + MOST_LANES));
         if (model.pool_scales) scratch.values = Floats(int64_t(ATTENTION_CHUNK) * model.head_dim);
         scratch.partials = Floats(2 * int64_t(queries) * (model.head_dim + 2));
     }
-    int64_t most = 0;
-    for (D3Kind kind : {D3_FLOAT32, D3_BFLOAT16, D3_INT8, D3_FP8, D3_FP8_GROUPS, D3_INT4})
-        if (kernels.prepare) most = std::max(most, kernels.prepared_bytes(kind, widest, model.max_rows));
-    prepared_ = Floats(most / int64_t(sizeof(float)));
-    strips_ = Floats((model.max_rows / kernels.strip + 1) * kernels.strip_floats(widest));
 }
 
 D3Status D3Decoder::check(const D3Run& run) const {
@@ -183,107 +166,6 @@ void D3Decoder::norm(const float* weight) {
     for (int nth = 0; nth < count; nth++) one(0, nth);  // sooner done than handed over
 }
 
-Product D3Decoder::product(const D3Matrix& matrix, const Rows& x) const {
-    return {D3Kind(matrix.kind), matrix.columns, static_cast<const char*>(matrix.values), bytes_of_row(matrix),
-            matrix.scales, (matrix.columns + SCALE_GROUP - 1) / SCALE_GROUP, x.row(0), x.stride(),
-            int32_t(active_.size()), nullptr, 0, ahead_};
-}
-
-// With its vectors in another form too, where this instruction set multiplies such a matrix by that.
-Product D3Decoder::prepared(Product p) {
-    if (!kernels_.prepare || kernels_.prepared_bytes(p.kind, p.columns, 1) == 0) return p;
-    p.prepared = reinterpret_cast<char*>(prepared_.at(0)), p.at_once = p.batch;
-    auto one = [&](int, int nth) { kernels_.prepare(p, nth); };
-    if (int64_t(p.batch) * p.columns >= 16 * 1024) team_.each(p.batch, one);
-    else for (int nth = 0; nth < p.batch; nth++) one(0, nth);  // sooner done than handed over
-    return p;
-}
-
-// Output channels of a piece: about what a core's second cache holds beside the vectors, less where that would leave
-// somebody without work; a multiple of 16, so that pairs of channels stay together and tiles are full.
-int D3Decoder::rows_of_piece(const D3Matrix& matrix) const {
-    const int64_t row = bytes_of_row(matrix), whole = row * matrix.rows;
-    const int64_t bytes = std::clamp(whole / (2 * team_.size()), LEAST_PIECE_BYTES, PIECE_BYTES);
-    return int(std::clamp<int64_t>((bytes / row + 15) / 16 * 16, 16, MOST_PIECE_ROWS));
-}
-
-// Panels of a piece, by band: what a core's second cache holds, less where that would leave somebody without work.
-int D3Decoder::panels_of_piece(const D3Matrix& matrix, int bands) const {
-    const int64_t held = PANEL_BYTES / (kernels_.panel_floats(matrix.columns) * int64_t(sizeof(float)) * bands);
-    const int64_t fair = matrix.rows / (bands * 2 * team_.size() * kernels_.panel);
-    return int(std::clamp<int64_t>(std::min(held, fair), 1, MOST_PIECE_ROWS / kernels_.panel));
-}
-
-// Calls use(worker, nth row, first channel, last channel, their values) for every active row and piece.
-template <class Use> void D3Decoder::multiply(const D3Matrix& matrix, const Rows& x, Use use) {
-    multiply_bands<1>(matrix, x, [&](int worker, int nth, int start, int stop, float* values, const float*) {
-        use(worker, nth, start, stop, values);
-    });
-}
-
-// The same where the output channels are one band or two, which lie half a matrix apart and are used together: calls
-// use(worker, nth row, first channel, last channel, their values, those of the second band).
-template <int BANDS, class Use> void D3Decoder::multiply_bands(const D3Matrix& matrix, const Rows& x, Use use) {
-    const Product p = prepared(product(matrix, x));
-    const int channels = matrix.rows / BANDS;
-    const auto use_rows = [&](int worker, int first, int count, int start, int stop) {
-        const Rows& out = scratch_[worker].outputs;
-        for (int nth = 0; nth < count; nth++) {
-            float* values[] = {out.row(nth), out.row(MANY_ROWS + nth)};
-            for (int band = 0; matrix.bias && band < BANDS; band++)
-                kernels_.add(values[band], matrix.bias + band * channels + start, stop - start);
-            use(worker, first + nth, start, stop, values[0], values[1]);
-        }
-    };
-    if (p.batch >= MANY_ROWS && !p.prepared) return multiply_many<BANDS>(matrix, p, use_rows);
-    const int size = std::max(16, rows_of_piece(matrix) / BANDS / 16 * 16);
-    team_.each((channels + size - 1) / size, [&](int worker, int piece) {
-        const Rows& out = scratch_[worker].outputs;
-        const int start = piece * size, stop = std::min(channels, start + size);
-        for (int first = 0; first < p.batch; first += MANY_ROWS) {
-            Product some = p;
-            some.batch = std::min(MANY_ROWS, p.batch - first), some.x += first * p.ldx;
-            if (p.prepared) some.prepared += kernels_.prepared_bytes(p.kind, p.columns, first);
-            for (int band = 0; band < BANDS; band++) {
-                const int before = band * channels;
-                kernels_.multiply(some, before + start, before + stop, out.row(band * MANY_ROWS), out.stride());
-            }
-            use_rows(worker, first, some.batch, start, stop);
-        }
-    });
-}
-
-// Many rows meet weights that are widened once for all of them, panel by panel: no more than a piece's is ever there.
-template <int BANDS, class Use> void D3Decoder::multiply_many(const D3Matrix& matrix, const Product& p, Use use) {
-    const int channels = matrix.rows / BANDS, panel = kernels_.panel, strip = kernels_.strip;
-    const int64_t panel_floats = kernels_.panel_floats(p.columns), strip_floats = kernels_.strip_floats(p.columns);
-    const int strips = (p.batch + strip - 1) / strip, panels = panels_of_piece(matrix, BANDS), size = panels * panel;
-    const auto rows_of = [&](int nth) { return std::min(strip, p.batch - nth * strip); };
-    team_.each(strips, [&](int, int nth) {
-        kernels_.pack(p, nth * strip, rows_of(nth), strips_.at(nth * strip_floats));
-    });
-    team_.each((channels + size - 1) / size, [&](int worker, int piece) {
-        const Scratch& scratch = scratch_[worker];
-        const int start = piece * size, stop = std::min(channels, start + size);
-        // Calls body(a panel's floats, its first channel, its last, where their values go).
-        const auto each_panel = [&](auto body) {
-            for (int band = 0; band < BANDS; band++)
-                for (int n = start, nth = band * panels; n < stop; n += panel, nth++)
-                    body(scratch.panels.at(nth * panel_floats), band * channels + n,
-                         band * channels + std::min(stop, n + panel),
-                         scratch.outputs.row(band * MANY_ROWS) + n - start);
-        };
-        each_panel([&](float* widened, int from, int end, float*) { kernels_.widen(p, from, end, widened); });
-        for (int nth = 0; nth < strips; nth++) {
-            const float* vectors = strips_.at(nth * strip_floats);
-            each_panel([&](const float* widened, int from, int end, float* out) {
-                kernels_.multiply_panel(p, widened, from, end, vectors, rows_of(nth), out, scratch.outputs.stride());
-            });
-            use(worker, nth * strip, rows_of(nth), start, stop);
-        }
-    });
-}
-
 void D3Decoder::qkv(const Step& step, int layer) {
     const D3Layer& weights = layers_[layer];
     norm(weights.attention_norm);
@@ -328,7 +210,7 @@ void D3Decoder::gate_up(const D3Layer& layer) {
     const auto use = [&](int, int nth, int start, int stop, const float* gate, const float* up) {
         kernels_.swiglu(gated_.row(nth) + start, gate, up, stop - start);
     };
-    multiply_bands<2>(layer.gate_up, normed_, use);
+    multiplier_.multiply_bands<2>(layer.gate_up, normed_, int(active_.size()), use);
 }
 
 void D3Decoder::head(const Step& step) {

@@ -1,54 +1,18 @@
 // A model, the memory that a step needs, and the steps.
 #pragma once
 #include <atomic>
-#include <cstdlib>
-#include <cstring>
 #include <memory>
-#include <new>
 #include <vector>
 
 #include "abi.h"
 #include "choosing.h"
 #include "cycles.h"
 #include "kernels.h"
+#include "multiplier.h"
+#include "floats.h"
 #include "runner.h"
 #include "sampling.h"
 #include "team.h"
-
-// Floats that begin at a cache line, zeros at first. The system gives their pages when they are first touched, so that
-// what is never needed costs nothing.
-class Floats {
-public:
-    Floats() = default;
-    explicit Floats(int64_t count) : memory_(std::calloc(count * sizeof(float) + LINE, 1)) {
-        if (!memory_) throw std::bad_alloc();
-        floats_ = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory_.get()) + LINE - 1) / LINE * LINE);
-    }
-    float* at(int64_t index) const { return floats_ + index; }
-
-private:
-    static constexpr size_t LINE = 64;
-    struct Free {
-        void operator()(void* memory) const { std::free(memory); }
-    };
-    std::unique_ptr<void, Free> memory_;
-    float* floats_ = nullptr;
-};
-
-// Rows of floats with zeros behind them: up to a whole group of int4, and some more, so that neighbouring rows do not
-// fall onto the same lines of a cache.
-class Rows {
-public:
-    Rows() = default;
-    Rows(int rows, int columns)
-        : stride_((columns + SCALE_GROUP - 1) / SCALE_GROUP * SCALE_GROUP + 16), floats_(int64_t(rows) * stride_) {}
-    float* row(int index) const { return floats_.at(index * stride_); }
-    int64_t stride() const { return stride_; }
-
-private:
-    int64_t stride_ = 0;
-    Floats floats_;
-};
 
 constexpr int BLOCK_QUERIES = 32;  // heads that go through a chunk of entries together
 static_assert(BLOCK_QUERIES <= MOST_QUERIES);
@@ -69,14 +33,12 @@ struct D3Decoder {
     std::atomic<bool> busy{false};
 
 private:
-    // What a worker writes while it has a piece.
+    // What a worker writes while it has a piece of attention.
     struct Scratch {
-        Rows outputs;     // a piece's output channels, for some rows
-        Floats panels;    // a piece's weights, for many rows
-        Floats scores;    // a chunk of attention
+        Floats scores;    // of a chunk
         Floats keys;      // the same
         Floats values;    // the same, of entries in 8 bits
-        Floats partials;  // two spans of attention
+        Floats partials;  // two spans
     };
     // Neighbouring rows of one sequence, which go through attention together.
     struct Block {
@@ -129,14 +91,10 @@ private:
     void choose_from_all(const Step& step);
 
     void norm(const float* weight);
-    Product product(const D3Matrix& matrix, const Rows& x) const;
-    Product prepared(Product p);
-    int rows_of_piece(const D3Matrix& matrix) const;
-    int panels_of_piece(const D3Matrix& matrix, int bands) const;
-    template <class Use> void multiply(const D3Matrix& matrix, const Rows& x, Use use);
+    template <class Use> void multiply(const D3Matrix& matrix, const Rows& x, Use use) {
+        multiplier_.multiply(matrix, x, int(active_.size()), use);
+    }
     float* state(const Step& step, int64_t place) const;
-    template <int BANDS, class Use> void multiply_bands(const D3Matrix& matrix, const Rows& x, Use use);
-    template <int BANDS, class Use> void multiply_many(const D3Matrix& matrix, const Product& p, Use use);
     bool is_small() const { return model_.pool_scales; }
     int64_t entry(const Step& step, int row, int layer, int half) const;
     Choosing choosing(const Step& step, int row) const;
@@ -145,16 +103,15 @@ private:
     const std::vector<D3Layer> layers_;
     const Kernels& kernels_;
     const int group_, q_size_, kv_size_;
-    const int64_t ahead_;
+    const bool fetches_;  // entries of a text, before they are looked at
     Team team_;
+    Multiplier multiplier_;
     // `hidden_` has a row for each row of the run; the others for each of the rows in `active_`, in that order.
     Rows hidden_, normed_, projected_, queries_, attended_, gated_, inner_;
     std::vector<int> active_;
     std::vector<Crossing> crossings_;
     std::vector<Block> blocks_;
     std::vector<Scratch> scratch_;
-    Floats prepared_;              // the vectors of a product in a form of the instruction set's own
-    Floats strips_;                // the vectors of a product of many rows
     std::vector<float> partials_;  // [block and head, span], where spans are shared out
     std::vector<Best> best_;       // [workers, rows]
     Floats collected_;                           // [rows, vocab]: all logits of the rows that need them to choose

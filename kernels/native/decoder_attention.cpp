@@ -39,7 +39,7 @@ Attention D3Decoder::attention_of(const Step& step, int layer, int piece, int wo
             is_small() ? model_.pool_scales + head * model_.block_size : nullptr, step.table(row, layer, model_),
             int64_t(model_.block_size) * kv_size_, int64_t(model_.block_size) * model_.kv_heads, kv_size_, block.rows,
             group_, model_.head_dim, model_.block_size, int32_t(step.position(row) + 1), model_.scale,
-            ahead_ > 0};
+            fetches_};
 }
 
 void D3Decoder::attention(const Step& step, int layer) {

@@ -3,6 +3,7 @@
 // A map is one more product of the rows that leave out the same window, or two where it is of low rank, so their
 // numbers depend on no others'. It writes no entries.
 #include <algorithm>
+#include <cstring>
 
 #include "decoder.h"
 #include "matrix.h"

@@ -1,4 +1,6 @@
 // Where the queries, keys and values of a row go: into attention's rows, and into the entries of a cache.
+#include <cstring>
+
 #include "decoder.h"
 
 // How many halves of entries, keys or values, are in the pool before this one's.

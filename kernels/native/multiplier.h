@@ -1,0 +1,112 @@
+// Matrices times the rows of a step, in pieces that a team shares.
+//
+// The one idea: a piece is some output channels of all rows, so each weight is read once, by whoever takes the piece.
+// What comes of it is used while it is in that worker's cache, and never stands anywhere as a whole.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "floats.h"
+#include "kernels.h"
+#include "team.h"
+
+class Multiplier {
+public:
+    // For matrices of at most `widest` columns and at most so many rows.
+    Multiplier(const Kernels& kernels, Team& team, int widest, int max_rows);
+
+    // Multiplies the first `rows` rows of x, and calls use(worker, nth row, first channel, last channel, their values)
+    // for every row and piece.
+    template <class Use> void multiply(const D3Matrix& matrix, const Rows& x, int rows, Use use) {
+        multiply_bands<1>(matrix, x, rows, [&](int worker, int nth, int start, int stop, float* values, const float*) {
+            use(worker, nth, start, stop, values);
+        });
+    }
+
+    // The same where the output channels are one band or two, which lie half a matrix apart and are used together:
+    // calls use(worker, nth row, first channel, last channel, their values, those of the second band).
+    template <int BANDS, class Use> void multiply_bands(const D3Matrix& matrix, const Rows& x, int rows, Use use) {
+        const Product p = product(matrix, x, rows);
+        const int channels = matrix.rows / BANDS;
+        const auto use_rows = [&](int worker, int first, int count, int start, int stop) {
+            const Rows& out = scratch_[worker].outputs;
+            for (int nth = 0; nth < count; nth++) {
+                float* values[] = {out.row(nth), out.row(MANY_ROWS + nth)};
+                for (int band = 0; matrix.bias && band < BANDS; band++)
+                    kernels_.add(values[band], matrix.bias + band * channels + start, stop - start);
+                use(worker, first + nth, start, stop, values[0], values[1]);
+            }
+        };
+        if (p.batch >= MANY_ROWS && !p.prepared) return multiply_many<BANDS>(matrix, p, use_rows);
+        const int size = std::max(16, rows_of_piece(matrix) / BANDS / 16 * 16);
+        team_.each((channels + size - 1) / size, [&](int worker, int piece) {
+            const Rows& out = scratch_[worker].outputs;
+            const int start = piece * size, stop = std::min(channels, start + size);
+            for (int first = 0; first < p.batch; first += MANY_ROWS) {
+                Product some = p;
+                some.batch = std::min(MANY_ROWS, p.batch - first), some.x += first * p.ldx;
+                if (p.prepared) some.prepared += kernels_.prepared_bytes(p.kind, p.columns, first);
+                for (int band = 0; band < BANDS; band++) {
+                    const int before = band * channels;
+                    kernels_.multiply(some, before + start, before + stop, out.row(band * MANY_ROWS), out.stride());
+                }
+                use_rows(worker, first, some.batch, start, stop);
+            }
+        });
+    }
+
+private:
+    static constexpr int MANY_ROWS = 48;  // from here on widening a panel costs less than it saves
+    static_assert(MANY_ROWS % 16 == 0);   // vectors that were prepared together stay together
+
+    // What a worker writes while it has a piece.
+    struct Scratch {
+        Rows outputs;   // the piece's channels of some rows, band by band
+        Floats panels;  // its weights, for many rows
+    };
+
+    Product product(const D3Matrix& matrix, const Rows& x, int rows);
+    int rows_of_piece(const D3Matrix& matrix) const;
+    int panels_of_piece(const D3Matrix& matrix, int bands) const;
+
+    // Many rows meet weights that are widened once for all of them, panel by panel: no more than a piece's is ever
+    // there. Calls use(worker, first row, how many, first channel, last channel).
+    template <int BANDS, class Use> void multiply_many(const D3Matrix& matrix, const Product& p, Use use) {
+        const int channels = matrix.rows / BANDS, panel = kernels_.panel, strip = kernels_.strip;
+        const int64_t panel_floats = kernels_.panel_floats(p.columns), strip_floats = kernels_.strip_floats(p.columns);
+        const int strips = (p.batch + strip - 1) / strip;
+        const int panels = panels_of_piece(matrix, BANDS), size = panels * panel;
+        const auto rows_of = [&](int nth) { return std::min(strip, p.batch - nth * strip); };
+        team_.each(strips, [&](int, int nth) {
+            kernels_.pack(p, nth * strip, rows_of(nth), strips_.at(nth * strip_floats));
+        });
+        team_.each((channels + size - 1) / size, [&](int worker, int piece) {
+            const Scratch& scratch = scratch_[worker];
+            const int start = piece * size, stop = std::min(channels, start + size);
+            // Calls body(a panel's floats, its first channel, its last, where their values go).
+            const auto each_panel = [&](auto body) {
+                for (int band = 0; band < BANDS; band++)
+                    for (int n = start, nth = band * panels; n < stop; n += panel, nth++)
+                        body(scratch.panels.at(nth * panel_floats), band * channels + n,
+                             band * channels + std::min(stop, n + panel),
+                             scratch.outputs.row(band * MANY_ROWS) + n - start);
+            };
+            each_panel([&](float* widened, int from, int end, float*) { kernels_.widen(p, from, end, widened); });
+            for (int nth = 0; nth < strips; nth++) {
+                const float* vectors = strips_.at(nth * strip_floats);
+                each_panel([&](const float* widened, int from, int end, float* out) {
+                    kernels_.multiply_panel(p, widened, from, end, vectors, rows_of(nth), out,
+                                            scratch.outputs.stride());
+                });
+                use(worker, nth * strip, rows_of(nth), start, stop);
+            }
+        });
+    }
+
+    const Kernels& kernels_;
+    Team& team_;
+    const int64_t ahead_;
+    std::vector<Scratch> scratch_;  // [workers]
+    Floats prepared_;               // the vectors of a product in a form of the instruction set's own
+    Floats strips_;                 // the vectors of a product of many rows
+};
