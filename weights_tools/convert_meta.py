@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError
+from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, require_integer
 from d3engine.files import is_there
 from d3engine.model.expected_tensors import EMBEDDING, FINAL_NORM, LM_HEAD
 from d3engine.model.fields import read_json_object
@@ -230,7 +230,7 @@ def _meta_is_tied(tensors: Mapping[str, PendingTensor]) -> bool:
 
 def _meta_max_positions(model: _MetaModel, given: int | None) -> int:
     if given is not None:
-        return given
+        return require_integer("max_position_embeddings", given, 1)
     if model.params.get("use_scaled_rope"):
         return 131_072
     if model.params.get("rope_theta") == 500_000.0:

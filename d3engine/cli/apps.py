@@ -7,16 +7,43 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from d3engine.cli.ending import ending
+from d3engine.cli.usage import UsageError, in_words, shows_help
 from d3engine.cli.verbosity import takes_verbosity
+from d3engine.errors import D3EngineError, require
 
 CommandFunction = TypeVar("CommandFunction", bound=Callable[..., Any])
 
 
-class Group(TyperGroup):
+class Worded:
+    """Says what is wrong with a command line as every other fault of input is said."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Take the options and arguments in; raises `D3EngineError` for those that cannot be read."""
+        words = list(args)
+        parent: Any = super()
+        try:
+            return parent.parse_args(ctx, args)
+        except UsageError as error:
+            if shows_help(error):
+                raise
+            raise D3EngineError(in_words(error, ctx, lambda: parent.make_parser(ctx).parse_args(words)[0])) from None
+
+
+class Command(Worded, TyperCommand):
+    """A command."""
+
+
+class Group(Worded, TyperGroup):
     """A group of commands that all end in one way."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the first of the words names; raises `InvalidValueError` where it names none."""
+        known = self.get_command(ctx, args[0]) is not None
+        require(known, "COMMAND", args[0], f"one of {', '.join(self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
 
     def make_context(self, *arguments: Any, **named: Any) -> Any:
         """Read the command line; prints --help and --version."""
@@ -34,7 +61,7 @@ class App(typer.Typer):
 
     def command(self, *arguments: Any, **named: Any) -> Callable[[CommandFunction], CommandFunction]:
         """As typer's."""
-        register = super().command(*arguments, **named)
+        register = super().command(*arguments, **{"cls": Command, **named})
 
         def decorate(function: CommandFunction) -> CommandFunction:
             return cast(CommandFunction, register(takes_verbosity(function)))
@@ -42,7 +69,7 @@ class App(typer.Typer):
         return decorate
 
 
-def new_app(**settings: Any) -> App:
+def new_app(*, cls: type[Group] = Group, **settings: Any) -> App:
     """A typer app with the settings all commands share: no boxes in a pipe, plain tracebacks."""
     markup: Any = "rich" if sys.stdout.isatty() else None
-    return App(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=markup, **settings)
+    return App(cls=cls, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=markup, **settings)

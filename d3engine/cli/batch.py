@@ -28,7 +28,7 @@ from d3engine.cli.engine_options import (
 )
 from d3engine.cli.server_options import require_server_packages, served_as, takes_bodies
 from d3engine.cli.verbosity import note
-from d3engine.errors import InvalidValueError, require
+from d3engine.errors import InvalidValueError, require, require_integer
 from d3engine.progress import hides_bars
 
 if TYPE_CHECKING:
@@ -55,13 +55,14 @@ def batch(
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Gets a line for each; goes on if it is there.")],
     model: Annotated[str, typer.Option("--model", help=MODEL)] = "demo",
     ray: Annotated[str | None, typer.Option("--ray", metavar="ADDRESS", help=RAY, show_default=False)] = None,
-    ray_engines: Annotated[int, typer.Option("--ray-engines", help="Engines on that cluster.", min=1)] = 1,
+    ray_engines: Annotated[int, typer.Option("--ray-engines", help="Engines on that cluster.")] = 1,
 ) -> None:
     """Answer a file of requests, in OpenAI's batch format.
 
     A line that cannot be run becomes a line that says why. Started again, the command goes on where it was ended.
     """
     require_server_packages("d3engine batch")
+    require_integer("--ray-engines", ray_engines, 1)
     require(ray is not None or ray_engines == 1, "--ray-engines", ray_engines, "given with --ray alone")
     from d3engine.batch.results import open_results
     from d3engine.server.settings import ServerSettings

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from d3engine.cli.apps import Group, new_app
+from d3engine.cli.apps import new_app
 from d3engine.cli.depth_options import Depth, takes_depth
 from d3engine.cli.engine_options import (
     ENGINE,
@@ -27,7 +27,7 @@ from d3engine.errors import require
 if TYPE_CHECKING:
     from d3engine.async_engine.async_engine import AsyncEngine
 
-app = new_app(cls=Group, help="Write what other serving stacks need to run the engine.", no_args_is_help=True)
+app = new_app(help="Write what other serving stacks need to run the engine.", no_args_is_help=True)
 
 PLAIN_ENGINE = {name: option for name, option in ENGINE.items() if name not in ("admission", "threads")} | {
     "num_threads": ("--threads", int, "CPU threads (as many as the process may use CPUs).")

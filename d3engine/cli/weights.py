@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from d3engine.cli.apps import Group, new_app
+from d3engine.cli.apps import new_app
 from d3engine.cli.ending import ExitCode, say_error
 from d3engine.cli.engine_options import Model, model_directory
 from d3engine.cli.verbosity import note
@@ -21,7 +21,7 @@ from d3engine.depth.policy import POLICY_FILE
 from d3engine.errors import ModelFormatError, require
 from d3engine.files import beside, is_there
 
-app = new_app(cls=Group, help="Convert, quantize, inspect and verify model directories.", no_args_is_help=True)
+app = new_app(help="Convert, quantize, inspect and verify model directories.", no_args_is_help=True)
 convert_app = new_app(help="Convert other formats to a safetensors directory.", no_args_is_help=True)
 app.add_typer(convert_app, name="convert")
 
@@ -66,7 +66,7 @@ def meta_command(
     source: Source,
     destination: Destination,
     max_position_embeddings: Annotated[
-        int | None, typer.Option(min=1, help="Trained context: 2048 for Llama 1, 4096 for Llama 2.")
+        int | None, typer.Option(help="Trained context: 2048 for Llama 1, 4096 for Llama 2.")
     ] = None,
     rope_factor: Annotated[float | None, typer.Option(help="Scaled rope: 8 for Llama 3.1, 32 for Llama 3.2.")] = None,
     shard_size: ShardSize = 5.0,

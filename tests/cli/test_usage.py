@@ -1,0 +1,51 @@
+"""What a command line gets that cannot be read: one sentence with the option, what it must be, and what it got."""
+
+from __future__ import annotations
+
+import pytest
+from invoking import invoke
+
+QUANTIZE = ("weights", "quantize", "demo", "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("plan", "llama-2-7b"), "--gpus must be given: memory of each device, such as 80GB,80GB (or GiB)"),
+        (("bridge", "inspect"), "FILE must be given: a file that d3engine bridge fit has written"),
+        (("generate", "demo", "x", "--temperature", "hot"), "--temperature must be a number; got 'hot'"),
+        (("generate", "demo", "x", "--max-tokens", "1.5"), "--max-tokens must be an integer; got '1.5'"),
+        (("generate", "demo", "x", "--temprature", "1"), "there is no option --temprature (is it --temperature?)"),
+        (("generate", "demo", "x", "--temperature"), "Option '--temperature' requires an argument"),
+        ((*QUANTIZE, "--scheme", "int5"), "--scheme: 'int5' is not one of 'int8', 'int4', 'fp8'"),
+    ],
+)
+def test_a_fault_of_a_command_line_is_one_line_that_names_it_and_the_help(words: tuple[str, ...], said: str) -> None:
+    result = invoke(words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    line, end = result.stderr.split("\n")
+    assert end == ""
+    fault, _, help_at = line.removeprefix("error: ").partition("; see ")
+    assert fault == said
+    command = words[:2] if words[0] in ("weights", "bridge") else words[:1]
+    assert help_at.endswith(f" {' '.join(command)} --help")
+
+
+@pytest.mark.parametrize("group", [(), ("weights",), ("weights", "convert"), ("analyze",)])
+def test_an_unknown_command_is_told_the_commands_that_there_are(group: tuple[str, ...]) -> None:
+    listed = invoke((*group, "--help")).stdout.partition("Commands:")[2]
+    names = [line.split()[0] for line in listed.splitlines() if line[:2] == "  " and line[2:3].strip()]
+    result = invoke((*group, "nosuch"))
+    assert result.exit_code == 2
+    assert result.stderr == f"error: COMMAND must be one of {', '.join(names)}; got 'nosuch'\n"
+
+
+def test_a_group_alone_shows_its_help_and_no_error() -> None:
+    result = invoke(("weights", "convert"))
+    assert "Commands:" in result.output
+    assert "error: " not in result.output
+
+
+def test_a_count_below_one_is_refused_as_everywhere() -> None:
+    result = invoke(("batch", "in.jsonl", "out.jsonl", "--ray-engines", "0"))
+    assert (result.exit_code, result.stderr) == (2, "error: --ray-engines must be an integer of at least 1; got 0\n")
