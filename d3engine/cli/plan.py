@@ -60,7 +60,7 @@ def plan(
     depth: Depth,
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help=f"What other commands take as MODEL, a config.json, or one of {', '.join(KNOWN)}."),
+        typer.Argument(metavar="MODEL", help=f"A model of any kind, a config.json, or one of {', '.join(KNOWN)}."),
     ],
     gpus: Annotated[str, typer.Option("--gpus", help="Memory of each device, such as 80GB,80GB (or GiB).")],
     context: Annotated[
