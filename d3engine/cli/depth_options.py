@@ -108,7 +108,7 @@ OPTIONS: dict[str, tuple[str, Any, str]] = {
     "confidence": ("--confidence", ConfidenceName, "early-exit: what is compared with it (softmax_max)."),
     "decay": ("--threshold-decay", float, "early-exit: how fast the threshold falls; 0 keeps it (4)."),
     "min_layer": ("--exit-min-layer", int, "early-exit: the lowest layer, from 0, after which a token may leave (0)."),
-    "every": ("--exit-every", int, "early-exit: look only after each so manieth layer (1)."),
+    "every": ("--exit-every", int, "early-exit: look only after every so many layers (1)."),
     "batch": (
         "--exit-batch",
         BatchName,
