@@ -38,6 +38,8 @@ PARTS = ("decode", "depth", "prompt")
 PROMPTS = (512, 2048)
 READ_BYTES = 2**30
 READS = 3
+REST = 0.05
+"""Seconds before every turn: OpenMP's threads of whoever had the one before spin for some milliseconds after it."""
 LLAMA_CPP, TRANSFORMERS, COMPILED = "llama.cpp", "transformers", "torch.compile"
 PEERS = (LLAMA_CPP, TRANSFORMERS, COMPILED)
 
@@ -91,6 +93,7 @@ def in_rounds(turns: dict[str, Callable[[], dict[str, float]]], repeats: int, ba
     figures: dict[str, dict[str, list[float]]] = {system: {} for system in turns}
     for number in range(repeats + 1):
         for system, turn in turns.items():
+            time.sleep(REST)
             found = turn()
             for name, value in found.items() if number else ():
                 figures[system].setdefault(name, []).append(value)
