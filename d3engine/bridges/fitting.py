@@ -28,7 +28,7 @@ RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Strengths that are tried, in units of the mean variance of the inputs."""
 
 CHOOSING_EVERY = 5
-"""Every so manieth text chooses the ridge strength; with the others it then makes the last fit."""
+"""One text in so many chooses the ridge strength; with the others it then makes the last fit."""
 
 SAVE_EVERY = 16
 """Texts from one saved state of a fit to the next."""

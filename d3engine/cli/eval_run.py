@@ -20,6 +20,7 @@ from d3engine.cli.engine_options import Options, sampling_params
 from d3engine.cli.output_files import printing_last, write_output
 from d3engine.cli.verbosity import note
 from d3engine.depth import D3, DepthPolicy, FullDepth
+from d3engine.depth.words import policy_in_words
 from d3engine.errors import NOTHING, require
 from d3engine.evaluation import catalogue
 from d3engine.evaluation.accuracy import Score, measure, measure_with_shared_prompts, shape_of
@@ -57,7 +58,8 @@ def resolve_policies(
     policies: list[DepthPolicy] = [FullDepth()] if compare_full else []
     is_repeated = compare_full and any(isinstance(one, FullDepth) for one in named)
     require(not is_repeated, "--compare-full", NOTHING, "given with other depths (--depth or --policy)")
-    require(len(set(named)) == len(named), "--policy", [one.describe() for one in named], "a different one each time")
+    for nth, one in enumerate(named):
+        require(one not in named[:nth], "--policy", policy_in_words(one), "a different one each time")
     has_d3 = any(isinstance(one, D3) for one in named)
     require(has_d3 or not baselines, "--baselines", NOTHING, "given with a D3 policy, whose mean depth they take")
     shape = shape_of(engine.config)
@@ -134,8 +136,6 @@ class Run:
 
     def with_harness(self, engine: Engine, found: Any, policies: Sequence[DepthPolicy], max_tokens: int | None) -> None:
         """Let lm-evaluation-harness run its tasks under every policy, and show the results."""
-        from d3engine.depth.words import policy_in_words
-
         runs = run_tasks(
             engine,
             self._facts["tasks"],
@@ -240,8 +240,6 @@ def _measure(
     shares_prompts: bool,
     kept: KeptAnswers | None,
 ) -> Result:
-    from d3engine.depth.words import policy_in_words
-
     questions = benchmark.questions
     measure(engine, questions[:1], policies[0], params, kept=kept)  # whatever is slow the first time is not measured
     if shares_prompts:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from d3engine.cli.apps import new_app
-from d3engine.errors import require
+from d3engine.errors import NOTHING, require
 from d3engine.evaluation.paper import Compared, PaperReport, report
 from d3engine.evaluation.paper_setup import Reference, further_notes, reference, setup_tables
 from d3engine.evaluation.paper_tables import BENCHMARKS
@@ -37,7 +37,8 @@ def paper(
 
     Needs no weights. Llama-2 7B, 13B and 70B have 32, 40 and 80 layers.
     """
-    require((data is None) == (tokenizer is None), "--data, --tokenizer", (data, tokenizer), "given both or neither")
+    require(data is None or tokenizer is not None, "--tokenizer", NOTHING, "given with --data, whose tokens it counts")
+    require(tokenizer is None or data is not None, "--data", NOTHING, "given with --tokenizer")
     counted = None if data is None or tokenizer is None else _count(data, tokenizer)
     found, setup, notes = report(), setup_tables(counted), further_notes()
     if as_json:

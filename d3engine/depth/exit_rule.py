@@ -32,7 +32,7 @@ class ExitRule:
         threshold: from 0 (everybody leaves at the first check) to 2 (nobody ever does).
         decay: how fast the threshold falls, see `threshold_at`; 0 keeps it.
         min_layer: the lowest layer after which a token may leave.
-        every: check after each so manieth layer only.
+        every: layers from one check to the next.
         batch: "per_row" or "batch_min"; under the second, rows of one engine step with equal rules leave together.
 
     Raises:

@@ -69,7 +69,7 @@ def _fetched(model: Name) -> Path | None:
 
 
 def _existing(model: Name) -> Path | None:
-    return Path(model) if Path(model).is_dir() else None
+    return Path(model) if str(model) and Path(model).is_dir() else None  # Path("") would be the current directory
 
 
 def _gguf(model: Name) -> Path | None:

@@ -153,7 +153,7 @@ def test_questions_of_files_are_read_from_a_folder(tmp_path: Path) -> None:
         (["--tasks", "word-sorting,arc_easy"], "--tasks"),
         (["--tasks", "word-sorting,word-sorting"], "--tasks"),
         (["--policy", "deep"], "--policy"),
-        (["--policy", "full", "--policy", "full"], "--policy"),
+        (["--policy", "full", "--policy", "full"], "--policy must be a different one each time; got 'Full depth'"),
         (["--policy", "full", "--baselines"], "--baselines"),
         (["--data", "no/such/folder", "--tasks", "gsm8k"], "--data"),
         (["--tasks", "arc_easy", "--temperature", "1"], "--temperature"),

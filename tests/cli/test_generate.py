@@ -261,6 +261,18 @@ def test_the_demo_in_json_says_whether_the_answers_are_right() -> None:
     assert reports[0]["kv_bytes_saved"] == 0 < reports[1]["kv_bytes_saved"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--max-tokens", "1"], "^1 token, .*, cut at the length limit$"),
+        (["--max-tokens", "5", "--n", "2", "--temperature", "1"], "^10 tokens, .*, 2 of 2 answers cut at the length"),
+        (["--max-tokens", "12", "--stop", "1"], "^[0-9]+ tokens, (?!.*cut at)"),
+    ],
+)
+def test_the_summary_says_which_answers_their_length_has_ended(arguments: list[str], words: str) -> None:
+    assert re.search(words, generate("demo", "Ana has 9 cups. 1 2 1 2", *arguments).stderr, re.M)
+
+
 def test_the_demo_at_full_depth_alone_answers_once() -> None:
     text = generate("demo", "--depth", "full", "--max-tokens", "4").stdout
     assert text.count("layers per token") == 1
@@ -272,6 +284,7 @@ def test_the_demo_at_full_depth_alone_answers_once() -> None:
     [
         (["Hello world"], "the prompt comes after it"),
         (["demo", "x", "--problem-seed", "1"], "--problem-seed"),
+        (["", "x"], "model must be 'demo'"),
         (["demo", "--n", "2"], "--n"),
         (["demo", "x", "--temperature", "-1"], "temperature"),
         (["demo", "x", "--max-tokens", "0"], "max_tokens"),
@@ -334,7 +347,7 @@ def test_ctrl_c_ends_an_answer_after_its_step_and_the_engine_lives_on(engine: En
     cut = run_answers(engine, [PROMPT], SamplingParams(temperature=0, max_tokens=20), interrupt)
     assert cut.interrupted
     assert len(cut.depths) == 1
-    assert cut.summary().startswith("interrupted, 1 tokens")
+    assert cut.summary().startswith("interrupted, 1 token,")
     assert signal.getsignal(signal.SIGINT) is before
     assert not engine.has_unfinished_requests()
     assert len(answer_of(engine, PROMPT, temperature=0, max_tokens=3).token_ids) == 3
@@ -352,7 +365,7 @@ def test_ctrl_c_ends_the_command_with_130(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(answers.Answer, "take", take_and_interrupt)
     result = run("demo", PROMPT, *SMALL)
     assert result.exit_code == 130
-    assert result.stderr.splitlines()[-1].startswith("interrupted, 1 tokens")
+    assert result.stderr.splitlines()[-1].startswith("interrupted, 1 token,")
     assert result.stdout.endswith("\n")
 
 

@@ -168,7 +168,10 @@ def test_reference_answers_are_counted_again_from_files(tmp_path: Path) -> None:
     assert (bbh[1], gsm8k[1]) == ("2 to 182", "50 to 1230")
     assert bbh[2].split(" to ")[0] == bbh[2].split(" to ")[1]  # one answer
     assert bbh[2] != gsm8k[2]
-    assert CliRunner().invoke(app, ["paper", "--data", str(tmp_path)]).exit_code == 2
+    for given, wanted in (("--data", "--tokenizer"), ("--tokenizer", "--data")):
+        result = CliRunner().invoke(app, ["paper", given, str(tmp_path)])
+        assert result.exit_code == 2
+        assert f"error: {wanted} must be given with {given}" in result.output
 
 
 @pytest.mark.parametrize("command", [r.command for r in paper.REPRODUCE if r.command.startswith("d3engine ")])
