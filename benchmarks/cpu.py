@@ -24,7 +24,7 @@ from tqdm import tqdm
 from benchmarks.cpu_page import show
 from benchmarks.read_rate import Reader
 from benchmarks.report import environment, positive, summary, tell
-from benchmarks.systems import decay_for, model_at, prompts_for, weights_of
+from benchmarks.systems import decay_for, model_at, prompts_for, rest, weights_of
 from benchmarks.timed_engine import TimedEngine
 from benchmarks.torch_peers import DTYPES, TorchPeer
 from d3engine.depth import DepthPolicy, FullDepth, LayerTable
@@ -38,8 +38,6 @@ PARTS = ("decode", "depth", "prompt")
 PROMPTS = (512, 2048)
 READ_BYTES = 2**30
 READS = 3
-REST = 0.05
-"""Seconds before every turn: OpenMP's threads of whoever had the one before spin for some milliseconds after it."""
 LLAMA_CPP, TRANSFORMERS, COMPILED = "llama.cpp", "transformers", "torch.compile"
 PEERS = (LLAMA_CPP, TRANSFORMERS, COMPILED)
 
@@ -93,7 +91,7 @@ def in_rounds(turns: dict[str, Callable[[], dict[str, float]]], repeats: int, ba
     figures: dict[str, dict[str, list[float]]] = {system: {} for system in turns}
     for number in range(repeats + 1):
         for system, turn in turns.items():
-            time.sleep(REST)
+            rest()
             found = turn()
             for name, value in found.items() if number else ():
                 figures[system].setdefault(name, []).append(value)

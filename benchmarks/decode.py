@@ -38,6 +38,7 @@ from benchmarks.systems import (
     new_engine,
     ours,
     prompts_for,
+    rest,
     theirs,
     transformers_model,
     weights_of,
@@ -92,6 +93,7 @@ def run_rounds(
         for turn in range(repeats + 1):
             for system, generate in systems.items():
                 bar.set_description(system)
+                rest()
                 start = time.perf_counter()
                 given = generate()
                 elapsed = time.perf_counter() - start

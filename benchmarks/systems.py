@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,6 +103,12 @@ def prompts_for(config: ModelConfig, batch: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randint(3, config.vocab_size, (batch, PROMPT_TOKENS), generator=generator)
     return [[int(token) for token in row] for row in drawn]
+
+
+def rest() -> None:
+    """Before a system's turn: OpenMP's threads of the one before in this process spin for some milliseconds after it,
+    on cores that the next one is to have."""
+    time.sleep(0.05)
 
 
 def decay_for(num_layers: int, num_tokens: int) -> D3:
