@@ -270,6 +270,12 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(open_page: Callable[..., An
     assert right["y"] >= left["y"] + left["height"]
 
 
+def test_on_a_phone_panes_without_answers_follow_each_other_closely(open_page: Callable[..., Any], url: str) -> None:
+    page = open_page(url, viewport={"width": 390, "height": 1200})
+    upper, lower = (pane(page, number).bounding_box() for number in (0, 1))
+    assert 0 < lower["y"] - (upper["y"] + upper["height"]) < 32
+
+
 # -- with streams that the tests write -------------------------------------------------------------------------------
 
 
@@ -285,6 +291,19 @@ def test_a_stream_cut_anywhere_reads_as_it_was_written(
     run_whole(page, "Anything")
     assert pane(page, 0).locator(".token").all_text_contents() == ["na\u00efve ", "\U0001f600", "\u4e2d", "."]
     assert depths(page, 0) == [8, 7, 6, 5]
+
+
+def test_names_of_figures_are_on_one_line_though_one_has_no_value_yet(
+    open_page: Callable[..., Any], scripted: tuple[str, Script]
+) -> None:
+    address, script = scripted
+    script.pieces = [chunk("Half", [8], [0], [1])]
+    script.waits_at_the_end = True
+    page = open_page(address)
+    run(page, "Anything")
+    names = pane(page, 0).locator(".figures dt")
+    names.first.wait_for()
+    assert len({round(names.nth(number).bounding_box()["y"]) for number in range(names.count())}) == 1
 
 
 def test_an_answer_in_one_piece_has_the_speed_of_its_whole_time(
