@@ -332,6 +332,25 @@ def test_what_a_model_writes_is_never_markup(open_page: Callable[..., Any], scri
     assert page.title() == "d3engine: watch depth"
 
 
+@pytest.mark.parametrize("scrolls_up", [False, True])
+def test_the_end_of_a_growing_answer_stays_in_sight_unless_its_reader_scrolls_up(
+    open_page: Callable[..., Any], scripted: tuple[str, Script], *, scrolls_up: bool
+) -> None:
+    url, script = scripted
+    script.pieces = [*(chunk("many words " * 8, [16], [88 * nth], [nth]) for nth in range(60)), DONE]
+    page = open_page(url, viewport={"width": 390, "height": 844})
+    run_whole(page, "Begin")
+    script.thinks_seconds = 0.5
+    run(page, "Go on")
+    if scrolls_up:
+        page.mouse.move(100, 100)
+        page.mouse.wheel(0, -300)
+    page.wait_for_selector("#retry:enabled")
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    figures, form = pane(page, 1).locator(".figures").last.bounding_box(), page.locator("#ask").bounding_box()
+    assert (figures["y"] + figures["height"] <= form["y"]) != scrolls_up
+
+
 def test_stop_ends_both_requests_and_keeps_what_has_come(
     open_page: Callable[..., Any], scripted: tuple[str, Script]
 ) -> None:

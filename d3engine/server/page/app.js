@@ -2,6 +2,7 @@
 
 import { getJson, key } from "./api.js";
 import { DepthScale } from "./colours.js";
+import { Follower } from "./follow.js";
 import { Pane } from "./pane.js";
 import { drawLegend } from "./strip.js";
 import { firstDifference } from "./tokens.js";
@@ -10,6 +11,7 @@ const $ = (id) => document.getElementById(id);
 const scale = new DepthScale();
 const panes = [new Pane(scale, draw), new Pane(scale, draw)];
 $("panes").append(...panes.map((pane) => pane.element));
+const follower = new Follower($("panes"));
 let models = [];
 let running = null;
 
@@ -110,6 +112,7 @@ function tell(problem) {
 
 async function run(question) {
   running = new AbortController();
+  follower.begin();
   setButtons();
   $("status").textContent = "Generating.";
   const ask = { isChat: isChat(), sampling: sampling(), signal: running.signal, progress };

@@ -92,7 +92,6 @@ export class Pane {
     turn.isChat = ask.isChat;
     this.turns.push(turn);
     this.#part(".turns").append(turn.element);
-    turn.element.scrollIntoView({ block: "nearest" });
     try {
       for await (const chunk of this.#chunks(request, ask.signal)) {
         turn.add(chunk);
