@@ -148,6 +148,16 @@ def run_whole(page: Any, prompt: str) -> None:
     page.wait_for_selector("#retry:enabled")
 
 
+def half_an_answer(open_page: Callable[..., Any], scripted: tuple[str, Script]) -> Any:
+    """A page whose two answers have one token, and go on."""
+    address, script = scripted
+    script.pieces = [chunk("Half", [8], [0], [1])]
+    script.waits_at_the_end = True
+    page = open_page(address)
+    run(page, "Anything")
+    return page
+
+
 def pane(page: Any, number: int) -> Any:
     return page.locator(".pane").nth(number)
 
@@ -296,11 +306,7 @@ def test_a_stream_cut_anywhere_reads_as_it_was_written(
 def test_names_of_figures_are_on_one_line_though_one_has_no_value_yet(
     open_page: Callable[..., Any], scripted: tuple[str, Script]
 ) -> None:
-    address, script = scripted
-    script.pieces = [chunk("Half", [8], [0], [1])]
-    script.waits_at_the_end = True
-    page = open_page(address)
-    run(page, "Anything")
+    page = half_an_answer(open_page, scripted)
     names = pane(page, 0).locator(".figures dt")
     names.first.wait_for()
     assert len({round(names.nth(number).bounding_box()["y"]) for number in range(names.count())}) == 1
@@ -354,16 +360,12 @@ def test_the_end_of_a_growing_answer_stays_in_sight_unless_its_reader_scrolls_up
 def test_stop_ends_both_requests_and_keeps_what_has_come(
     open_page: Callable[..., Any], scripted: tuple[str, Script]
 ) -> None:
-    address, script = scripted
-    script.pieces = [chunk("Half", [8], [0], [1])]
-    script.waits_at_the_end = True
-    page = open_page(address)
-    run(page, "Anything")
+    page = half_an_answer(open_page, scripted)
     for number in (0, 1):
         pane(page, number).locator(".token").wait_for()
     page.click("#stop")
     page.wait_for_selector("#retry:enabled")
-    assert script.left.wait(HANG_SECONDS)
+    assert scripted[1].left.wait(HANG_SECONDS)
     assert [letters(page, number) for number in (0, 1)] == ["Half", "Half"]
     assert page.locator(".end").all_text_contents() == ["you", "you"]
     assert page.locator(".turn .error:visible").count() == 0
