@@ -237,7 +237,7 @@ def _step_until_done(engine: Engine, run: Run, show: Callable[[Answer], None], i
     by_request = {(answer.request_id, answer.index): answer for answer in run.answers}
     turn = 0
     while engine.has_unfinished_requests() and not interrupt.seen:
-        for output in engine.step():
+        for output in engine.step(at_once=True):
             run.prompt_tokens[output.request_id] = len(output.prompt_token_ids)
             if output.finished:
                 _log.debug("%s: %s", output.request_id, output.metrics)

@@ -7,7 +7,7 @@ both halves of a round, so the median of the rounds' ratios says what one run of
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -22,33 +22,37 @@ class Speedup:
     ratio: float
     rounds: int
 
+    @property
+    def words(self) -> str:
+        """ "1.7x faster"."""
+        factor, way = (self.ratio, "faster") if self.ratio >= 1 else (1 / self.ratio, "slower")
+        return "as fast" if f"{factor:.1f}" == "1.0" else f"{factor:.1f}x {way}"
+
     def __str__(self) -> str:
         """ "1.7x faster (median of 9 turns)"."""
-        factor, way = (self.ratio, "faster") if self.ratio >= 1 else (1 / self.ratio, "slower")
-        how = "as fast" if f"{factor:.1f}" == "1.0" else f"{factor:.1f}x {way}"
-        return f"{how} (median of {self.rounds} turns)" if self.rounds > 1 else f"{how} (one turn each)"
+        return f"{self.words} (median of {self.rounds} turns)" if self.rounds > 1 else f"{self.words} (one turn each)"
 
 
-def speedup(
-    slow: Callable[[], float],
-    fast: Callable[[], float],
+def speedups(
+    slow: Callable[[], Sequence[float]],
+    fast: Callable[[], Sequence[float]],
     *,
     most_rounds: int = MOST_ROUNDS,
     enough_seconds: float = ENOUGH_SECONDS,
-) -> Speedup:
-    """How much faster `fast` is than `slow`; each call runs one and returns the seconds that count.
+) -> list[Speedup]:
+    """How much faster `fast` is than `slow` in each of the seconds that both tell; each call runs one and returns them.
 
     Ends after `most_rounds` rounds, or with the round in which `enough_seconds` have gone by. Every other round begins
     with the other one.
     """
-    ratios: list[float] = []
+    rounds: list[list[float]] = []
     began = time.perf_counter()
-    while len(ratios) < most_rounds and (not ratios or time.perf_counter() - began < enough_seconds):
-        if len(ratios) % 2:
+    while len(rounds) < most_rounds and (not rounds or time.perf_counter() - began < enough_seconds):
+        if len(rounds) % 2:
             after = fast()
             before = slow()
         else:
             before = slow()
             after = fast()
-        ratios.append(before / after)
-    return Speedup(median(ratios), len(ratios))
+        rounds.append([a / b for a, b in zip(before, after, strict=False)])
+    return [Speedup(median(ratios), len(ratios)) for ratios in zip(*rounds, strict=False)]

@@ -22,7 +22,7 @@ from d3engine.cli import demo as shown_problem
 from d3engine.cli.engine_options import engine_arguments, open_engine
 from d3engine.cli.invocation import as_typed
 from d3engine.cli.threads import read_threads, threads_for
-from d3engine.cli.turns import Speedup, speedup
+from d3engine.cli.turns import Speedup, speedups
 from d3engine.engine import Engine
 from d3engine.errors import InvalidValueError
 from d3engine.garbage import OBJECTS_BETWEEN_COLLECTIONS
@@ -132,21 +132,33 @@ def test_turns_alternate_and_their_median_shrugs_off_what_disturbs_a_few() -> No
     slow, fast = iter([3.0, 3.0, 90.0, 3.0, 3.0]), iter([2.0, 2.0, 2.0, 200.0, 2.0])
     order: list[str] = []
 
-    def one() -> float:
+    def one() -> list[float]:
         order.append("slow")
-        return next(slow)
+        return [next(slow), 8.0]
 
-    def other() -> float:
+    def other() -> list[float]:
         order.append("fast")
-        return next(fast)
+        return [next(fast), 2.0]
 
-    found = speedup(one, other, most_rounds=5, enough_seconds=1e9)
-    assert found == Speedup(1.5, 5)
+    found = speedups(one, other, most_rounds=5, enough_seconds=1e9)
+    assert found == [Speedup(1.5, 5), Speedup(4.0, 5)]
     assert order == ["slow", "fast", "fast", "slow", "slow", "fast", "fast", "slow", "slow", "fast"]
 
 
 def test_a_large_model_takes_one_turn() -> None:
-    assert speedup(lambda: 4.0, lambda: 2.0, enough_seconds=0.0) == Speedup(2.0, 1)
+    assert speedups(lambda: [4.0], lambda: [2.0], enough_seconds=0.0) == [Speedup(2.0, 1)]
+
+
+def test_what_one_way_does_not_tell_is_not_compared() -> None:
+    assert speedups(lambda: [4.0, 1.0], lambda: [2.0], most_rounds=2) == [Speedup(2.0, 2)]
+
+
+@pytest.mark.parametrize(("tokens", "is_told"), [(1, False), (4, True)])
+def test_what_depth_saves_is_told_apart_from_the_prompt_which_it_does_not_change(tokens: int, is_told: bool) -> None:
+    said = CliRunner().invoke(app, ["generate", "demo", "--max-tokens", str(tokens), "--device", "cpu"])
+    assert said.exit_code == 0, said.output
+    words = " ".join(said.output.split())
+    assert ("; from its second token on, " in words) == is_told
 
 
 @pytest.mark.parametrize(
@@ -216,7 +228,7 @@ def test_nobody_waits_for_a_whole_answer_before_the_first_that_is_shown(monkeypa
 
     monkeypatch.setattr(shown_problem, "open_engine", opened)
     monkeypatch.setattr(shown_problem, "show_tokens", shown)
-    monkeypatch.setattr(shown_problem, "speedup", lambda *_: "as fast")
+    monkeypatch.setattr(shown_problem, "speedups", lambda *_: [Speedup(1.0, 1)])
     result = CliRunner().invoke(app, ["generate", "demo", "--device", "cpu"])
     assert result.exit_code == 0, result.output
     assert waited[0] == shown_problem.WARM_UP_TOKENS + 1
