@@ -25,6 +25,7 @@ from d3engine.cli.engine_options import (
     takes_engine,
     takes_sampling,
 )
+from d3engine.cli.lines import wrapped
 from d3engine.cli.streams import given_text
 from d3engine.cli.verbosity import note
 from d3engine.errors import InvalidValueError, require
@@ -127,7 +128,7 @@ class Conversation:
 
     def _say(self, text: str) -> None:
         """To stderr, so that a pipe gets the answers alone."""
-        typer.echo(text, err=True)
+        typer.echo(wrapped(text, sys.stderr), err=True)
 
     def _command(self, line: str) -> bool:
         """Run a line that begins with "/"; False for /exit."""

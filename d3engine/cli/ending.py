@@ -12,6 +12,7 @@ from enum import IntEnum
 
 import typer
 
+from d3engine.cli.lines import wrapped
 from d3engine.cli.streams import discard_stdout
 from d3engine.errors import D3EngineError
 
@@ -57,5 +58,5 @@ def code_of(error: D3EngineError) -> ExitCode:
 
 
 def say_error(message: str) -> None:
-    """One line on stderr."""
-    typer.echo("error: " + " ".join(message.split()), err=True)
+    """One line on stderr, which a terminal gets broken at spaces."""
+    typer.echo(wrapped("error: " + " ".join(message.split()), sys.stderr), err=True)

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from d3engine.cli.lines import wrapped
 from d3engine.cli.signatures import give_parameters, keyword
 from d3engine.errors import NOTHING, require
 
@@ -61,7 +62,7 @@ def set_verbosity(verbose: int, quiet: bool) -> None:
 def note(text: str) -> None:
     """What a reader of the result may want to know, on stderr; not under `-q`."""
     if LOGGER.isEnabledFor(logging.WARNING):
-        typer.echo(text, err=True)
+        typer.echo(wrapped(text, sys.stderr), err=True)
 
 
 class _ToStderr(logging.Handler):
@@ -69,6 +70,6 @@ class _ToStderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         level = f"{record.levelname.lower()}: " if record.levelno != logging.INFO else ""
-        print(f"{level}{record.getMessage()}", file=sys.stderr)
+        print(wrapped(f"{level}{record.getMessage()}", sys.stderr), file=sys.stderr)
         if record.exc_info:  # a fault of d3engine's own, of which nobody else is told
             print(logging.Formatter().formatException(record.exc_info), file=sys.stderr)
