@@ -162,9 +162,7 @@ class Run:
         for table in found:
             typer.echo("", nl=self._has_printed)
             self._has_printed = True
-            print_table(table.title, table.header, table.rows)
-            for said in table.notes:
-                typer.echo(said)
+            print_table(table.title, table.header, table.rows, table.notes)
 
     def _write(self, found: Sequence[Table], described: dict[str, Any], charts: Sequence[Chart]) -> None:
         """What holds the whole run: the page, and JSON."""

@@ -236,6 +236,4 @@ def show_result(result: Analysis, as_json: bool) -> None:
         from d3engine.cli.terminal import print_table
 
         table = result.table()
-        print_table(table.title, table.header, table.rows)
-        for said in table.notes:
-            typer.echo(said)
+        print_table(table.title, table.header, table.rows, table.notes)

@@ -7,6 +7,7 @@ where the paper does not agree with itself.
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from d3engine.cli.apps import new_app
+from d3engine.cli.lines import wrapped
 from d3engine.errors import NOTHING, require
 from d3engine.evaluation.paper import Compared, PaperReport, report
 from d3engine.evaluation.paper_setup import Reference, further_notes, reference, setup_tables
@@ -87,13 +89,14 @@ def _show(found: PaperReport, setup: list[Table], notes: list[str]) -> None:
         _gains(found),
         _grid(found),
     ):
-        print_table(table.title, table.header, table.rows)
-        typer.echo("".join(f"{note}\n" for note in table.notes))
-    typer.echo("Also:\n" + "\n".join(notes) + "\n")
-    typer.echo("With the weights of Llama-2 and the data sets in a folder DATA (DATA/gsm8k, DATA/bbh):")
+        print_table(table.title, table.header, table.rows, table.notes)
+        typer.echo()
+    weights = "With the weights of Llama-2 and the data sets in a folder DATA (DATA/gsm8k, DATA/bbh):"
+    typer.echo(wrapped("\n".join(("Also:", *notes, "", weights)), sys.stdout))
     typer.echo("13B takes start 0.5 on BBH and 0.7 on GSM8K.")
     for reproduction in found.reproduce:
-        typer.echo(f"\n# {reproduction.shows}\n{reproduction.command}")
+        typer.echo(wrapped(f"\n# {reproduction.shows}", sys.stdout))
+        typer.echo(reproduction.command)
 
 
 def _mean_layers(found: PaperReport) -> Table:

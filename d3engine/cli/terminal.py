@@ -6,9 +6,10 @@ or white letters on it, so that it reads on any terminal and with any colour vis
 
 from __future__ import annotations
 
+import re
 import sys
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import typer
 from rich.cells import cell_len
@@ -18,11 +19,14 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from d3engine.cli.lines import wrapped
 from d3engine.depth import DepthPolicy
 from d3engine.pictures.colours import depth_position, letters_on, ramp
 
 DECEPTIVE = frozenset("\u061c\u200e\u200f\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """Characters that reorder or break a line of text without being seen."""
+
+_FIGURE = re.compile(r"[-+]?\d.{,30}")  # longer ones are lists: the layers of a model, say
 
 
 def safe_text(text: str) -> str:
@@ -150,16 +154,76 @@ def possible_depths(policy: DepthPolicy, num_layers: int, num_steps: int) -> lis
     return [schedule.depth_at(first) for first, _ in schedule.runs(num_steps)]
 
 
-def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on a terminal; elsewhere columns that other programs can cut. Cells may hold any text."""
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> None:
+    """A table on a terminal, and its notes below; elsewhere columns that other programs can cut.
+
+    Cells may hold any text. Words and figures are never cut: on a narrow terminal the rules between columns go first,
+    and where it has no room for columns at all, each row stands there as lines of its own, a cell on each.
+    """
     rows = [[safe_text(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
-        table = Table(*header, title=title, title_justify="left")
-        for row in rows:
-            table.add_row(*map(Text, row))  # not markup: what looks like it came from a file
-        Console().print(table)
-        return
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    typer.echo(title)
-    for row in (header, *rows):
-        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        console = Console()
+        console.print(Text(title, style="table.title"), _table(header, rows, console.width), sep="\n")
+    else:
+        columns = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        typer.echo(title)
+        for row in (header, *rows):
+            typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, columns, strict=True)).rstrip())
+    for said in notes:
+        typer.echo(wrapped(said, sys.stdout))
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Table:
+    ruled = Table()
+    bare = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for table, between in ((ruled, 3 * len(header) + 1), (bare, 2 * len(header) - 2)):
+        widths = _column_widths(header, rows, width - between)
+        if widths is not None:
+            for name, column in zip(header, widths, strict=True):
+                table.add_column(Text(name), width=column, overflow="fold")
+            for row in rows:
+                table.add_row(*map(Text, row))  # not markup: what looks like it came from a file
+            return table
+    return _stacked(header, rows, width)
+
+
+def _column_widths(header: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> list[int] | None:
+    """How wide each column is, of `room` in all; None where a word of some cell would have to be cut.
+
+    Each has its longest word or figure. What is left goes to the narrowest until its cells are on one line, then its
+    name: so long texts are what wraps.
+    """
+    cells = list(zip(*rows, strict=True)) or [()] * len(header)
+    columns = list(zip(header, cells, strict=True))
+    widths = [max(_widths([name, *column], _unbroken), default=1) for name, column in columns]
+    if sum(widths) > room:
+        return None
+    for wanted in (cells, [(name, *column) for name, column in columns]):
+        most = [max(_widths(column, str.splitlines), default=1) for column in wanted]
+        while sum(widths) < room and (narrow := [place for place, width in enumerate(widths) if width < most[place]]):
+            widths[min(narrow, key=widths.__getitem__)] += 1
+    return widths
+
+
+def _unbroken(cell: str) -> list[str]:
+    """The words of a cell; a figure is one with its unit and its interval, "+0.0 (-43.4 to +43.4)"."""
+    return [cell] if _FIGURE.fullmatch(cell) else cell.split()
+
+
+def _widths(cells: Iterable[str], parts: Callable[[str], list[str]]) -> list[int]:
+    return [cell_len(part) for cell in cells for part in parts(cell)]
+
+
+def _stacked(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Table:
+    """Each row as lines "name  value", empty cells left out."""
+    lines = []
+    for row in rows:
+        lines += [(name, cell) for name, cell in zip(header, row, strict=True) if cell]
+        lines.append(("", ""))
+    names, values = _column_widths(("", ""), lines, width - 2) or (None, None)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(style="table.header", width=names, overflow="fold")
+    table.add_column(width=values, overflow="fold")
+    for name, cell in lines:
+        table.add_row(Text(name), Text(cell))
+    return table

@@ -1,4 +1,4 @@
-"""What a terminal that is narrow is shown: no word broken."""
+"""What a terminal that is narrow is shown: no figure cut, no word broken."""
 
 from __future__ import annotations
 
@@ -8,11 +8,19 @@ import sys
 
 import pytest
 from rich.cells import cell_len
+from rich.text import Text
 
 from d3engine.cli import verbosity
 from d3engine.cli.ending import say_error
+from d3engine.cli.terminal import print_table
 
 NOTE = "no bridges beside the weights: --depth nested crosses nothing, and 日本語 takes two columns a character"
+
+HEADER = ("depth", "exact match", "95 % interval", "minus first, points", "tokens/s")
+ROWS = (
+    ("Full depth", "100.0% (5)", "56.6% to 100.0%", "", "2,202.5"),
+    ("D3, alpha 0.8, start 0.6", "98.0% (4)", "53.1% to 99.9%", "+0.0 (-43.4 to +43.4)", "3,410.9"),
+)
 
 
 class Terminal(io.StringIO):
@@ -22,12 +30,72 @@ class Terminal(io.StringIO):
         """It is."""
         return True
 
+    @property
+    def lines(self) -> list[str]:
+        """What was written, without styles."""
+        return Text.from_ansi(self.getvalue()).plain.splitlines()
+
 
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Sets the width: `wide.setenv("COLUMNS", "60")`."""
     monkeypatch.setenv("TERM", "xterm")
     return monkeypatch
+
+
+def shown(width: int, wide: pytest.MonkeyPatch, rows: tuple[tuple[str, ...], ...] = ROWS) -> list[str]:
+    terminal = Terminal()
+    with wide.context() as patch:
+        patch.setenv("COLUMNS", str(width))
+        patch.setattr(sys, "stdout", terminal)
+        print_table("word-problems: cost", HEADER, rows, ["Differences are of the same questions, asked twice."])
+    return terminal.lines
+
+
+@pytest.mark.parametrize("width", [40, 50, 60, 70, 80, 90, 100, 120])
+def test_a_table_keeps_every_figure_whole_at_any_width(width: int, wide: pytest.MonkeyPatch) -> None:
+    lines = shown(width, wide)
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    for cell in (cell for row in ROWS for cell in row[1:]):
+        assert cell in text
+    for word in " ".join((*HEADER, ROWS[1][0])).split():
+        assert word in text
+    assert "…" not in text
+
+
+def test_one_that_is_narrower_than_a_figure_breaks_it_at_spaces(wide: pytest.MonkeyPatch) -> None:
+    words = " ".join(shown(24, wide)).split()
+    for cell in (cell for row in ROWS for cell in row):
+        assert set(cell.split()) <= set(words)
+
+
+def test_a_narrow_table_has_no_rules_and_a_narrower_one_a_line_for_each_cell(wide: pytest.MonkeyPatch) -> None:
+    assert "┃" in "".join(shown(100, wide))
+    bare = shown(70, wide)
+    assert "┃" not in "".join(bare)
+    assert any(line.split()[:1] == ["Full"] and line.endswith("2,202.5") for line in map(str.rstrip, bare))
+    stacked = [line.rstrip() for line in shown(60, wide)]
+    assert stacked == [
+        "word-problems: cost",
+        "depth                Full depth",
+        "exact match          100.0% (5)",
+        "95 % interval        56.6% to 100.0%",
+        "tokens/s             2,202.5",
+        "",
+        "depth                D3, alpha 0.8, start 0.6",
+        "exact match          98.0% (4)",
+        "95 % interval        53.1% to 99.9%",
+        "minus first, points  +0.0 (-43.4 to +43.4)",
+        "tokens/s             3,410.9",
+        "",
+        "Differences are of the same questions, asked twice.",
+    ]
+
+
+def test_no_markup_is_read_from_a_table_and_one_without_rows_shows_its_columns(wide: pytest.MonkeyPatch) -> None:
+    assert "[bold]" in "".join(shown(60, wide, (("[bold]", "1", "2", "3", "4"),)))
+    assert "exact" in "".join(shown(60, wide, ()))
 
 
 @pytest.mark.parametrize("say", [verbosity.note, logging.getLogger("d3engine").warning, say_error])
