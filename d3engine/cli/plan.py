@@ -16,7 +16,9 @@ import typer
 from d3engine.cli.apps import new_app
 from d3engine.cli.depth_options import AUTO, Depth, takes_depth
 from d3engine.cli.engine_options import model_directory
-from d3engine.depth import FullDepth
+from d3engine.cli.verbosity import note
+from d3engine.depth import DepthPolicy, FullDepth
+from d3engine.depth.policy import POLICY_FILE, policy_from_directory
 from d3engine.depth.words import policy_in_words
 from d3engine.errors import InvalidValueError, require, require_number
 
@@ -83,12 +85,13 @@ def plan(
     """Say whether a model fits on some devices, in bfloat16, int8 and int4, and for how many sequences at once.
 
     Needs no weights and no GPU: a calculation, with an estimate of what a step takes beside weights and KV cache.
+    Without --depth it counts with the model's own, from its d3.json; where there is none, with full depth.
     """
     devices = [
         int(require_number("--gpu-memory-utilization", gpu_memory_utilization, 0, 1, open_low=True) * size)
         for size in _sizes_of(gpus)
     ]
-    config = _config_of(model)
+    config, directory = _config_of(model)
     context = min(4096, config.max_length) if context is None else context
     require(context <= config.max_length, "--context", context, f"at most the {config.max_length} that the model holds")
     for flag, value in (
@@ -102,9 +105,10 @@ def plan(
     from d3engine.loading.fitting import DTYPE, Demand, fit
     from d3engine.loading.kv_cache_dtype import named_dtype
 
-    policy = FullDepth() if depth == AUTO else depth
+    policy = _own_depth(directory) if depth == AUTO else depth
     rule = policy.exit_rule(config.num_layers)
-    require(rule is None, "--depth", policy.name, "a policy of fixed depths (under this one each token decides)")
+    owner = f"the one in the model's {POLICY_FILE}" if depth == AUTO else "this one"
+    require(rule is None, "--depth", policy.name, f"a policy of fixed depths (under {owner} each token decides)")
     demand = Demand(
         context=context,
         answer=answer,
@@ -116,7 +120,9 @@ def plan(
     schemes = (None, "int8", "int4") if config.quantization is None else (config.quantization,)
     fits = [fit(config, scheme, devices, demand) for scheme in schemes]
     if as_json:
-        typer.echo(json.dumps([asdict(found) | {"fits": found.fits} for found in fits], indent=2))
+        typer.echo(
+            json.dumps([asdict(found) | {"fits": found.fits, "depth": policy.describe()} for found in fits], indent=2)
+        )
         return
     from d3engine.cli.terminal import print_table
 
@@ -149,15 +155,31 @@ def _sizes_of(gpus: str) -> list[int]:
     return found
 
 
-def _config_of(model: str) -> ModelConfig:
+def _config_of(model: str) -> tuple[ModelConfig, Path | None]:
+    """The sizes of a model, and where it lies, if it does."""
     from d3engine.files import CONFIG_BYTES, read_bytes
     from d3engine.model.config import ModelConfig
     from d3engine.model.fields import json_object
+    from d3engine.model.model_files import CONFIG_FILE
 
     if model in KNOWN:
-        return ModelConfig.from_dict(KNOWN[model])
+        return ModelConfig.from_dict(KNOWN[model]), None
     path = Path(model)
     if path.suffix == ".json" and path.is_file():
-        return ModelConfig.from_dict(json_object(read_bytes(path, CONFIG_BYTES), path))
-    advice = f", a config.json, or one of {', '.join(KNOWN)}"
-    return ModelConfig.from_directory(model_directory(model, advice))
+        config = ModelConfig.from_dict(json_object(read_bytes(path, CONFIG_BYTES), path))
+        return config, path.parent if path.name == CONFIG_FILE else None
+    directory = model_directory(model, f", a config.json, or one of {', '.join(KNOWN)}")
+    return ModelConfig.from_directory(directory), directory
+
+
+def _own_depth(directory: Path | None) -> DepthPolicy:
+    """What an engine would take, told on stderr; that its weights are those it was found for is left to the engine,
+    since none need be there."""
+    if directory is None:
+        return FullDepth()
+    from d3engine.loading.depth import own_setting
+
+    policy = policy_from_directory(directory)
+    if (found := own_setting(policy, directory)) is not None:
+        note(found)
+    return policy

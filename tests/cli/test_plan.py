@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from invoking import invoke
 from tiny_models import TinyLlama
 from typer.testing import CliRunner
 
 from d3engine.cli.plan import app
+from d3engine.depth import D3, EarlyExit
 from d3engine.loading.fitting import weight_bytes
 from d3engine.model.config import ModelConfig
 from d3engine.model.part import part_of
@@ -81,6 +84,38 @@ def test_bridges_are_counted_with_the_weights() -> None:
     maps = 7 * 4096 * 4097  # that many depths has the window of 16 layers at alpha 0.9
     assert more == [2 * maps, maps, maps]
     assert [one["room"] - other["room"] for one, other in zip(bare, bridged, strict=True)] == more
+
+
+def test_the_models_own_depth_is_what_is_planned_for_and_told(
+    tiny_llama: Callable[..., TinyLlama], tmp_path: Path
+) -> None:
+    directory, words = tmp_path / "model", ("--gpus", "1GiB", "--context", "64", "--answer", "32")
+    shutil.copytree(tiny_llama().directory, directory)
+    full = planned(str(directory), *words)
+    assert full[0]["depth"] == {"policy": "full"}
+    d3 = D3(alpha=0.5, start=0.5)
+    (directory / "d3.json").write_text(json.dumps({"depth": d3.describe(), "task": "word-problems"}))
+    for model in (directory, directory / "config.json"):
+        own = planned(str(model), *words)
+        assert own[0]["depth"] == d3.describe()
+        assert own[0]["sequences_by_depth"] > full[0]["sequences_by_depth"]
+        assert own == planned(str(model), *words, "--depth", "d3", "--alpha", "0.5", "--start", "0.5")
+        assert planned(str(model), *words, "--depth", "full") == full
+        result = invoke(["plan", str(model), *words])
+        assert "D3, alpha 0.5, start 0.5" in result.stdout.splitlines()[0]
+        assert result.stderr.startswith("depth from d3.json: D3, alpha 0.5, start 0.5 (found safe for word-problems")
+    (directory / "config.json").rename(directory / "sizes.json")  # beside which a d3.json may be anybody's
+    assert planned(str(directory / "sizes.json"), *words) == full
+
+
+def test_an_own_depth_that_is_not_fixed_is_refused_by_its_file(
+    tiny_llama: Callable[..., TinyLlama], tmp_path: Path
+) -> None:
+    shutil.copy(tiny_llama().directory / "config.json", tmp_path)
+    (tmp_path / "d3.json").write_text(json.dumps({"depth": EarlyExit(0.9).describe()}))
+    result = invoke(["plan", str(tmp_path), "--gpus", "1GiB", "--context", "64", "--answer", "32"])
+    assert result.exit_code == 2
+    assert "error: --depth must be a policy of fixed depths (under the one in the model's d3.json each" in result.stderr
 
 
 def test_the_smallest_device_decides() -> None:
