@@ -28,6 +28,7 @@ from d3engine.cli.engine_options import (
     takes_samples,
 )
 from d3engine.cli.streams import given_text, is_unicode
+from d3engine.cli.structured_options import naming_the_flag
 from d3engine.cli.verbosity import note
 from d3engine.errors import NOTHING, InvalidValueError, require
 from d3engine.files import UnreadableFileError, read_text
@@ -88,23 +89,25 @@ def generate(
         require(is_problem, "PROMPT", NOTHING, 'given: a text, "-" for stdin, or --prompt-file FILE')
         from d3engine.cli.demo import show_problem
 
-        show_problem(
-            engine_options,
-            sampling,
-            depth,
-            model,
-            problem_seed or 0,
-            color_depth=color_depth is not False,
-            depth_suffix=depth_suffix,
-            as_json=as_json,
-        )
+        with naming_the_flag(sampling):
+            show_problem(
+                engine_options,
+                sampling,
+                depth,
+                model,
+                problem_seed or 0,
+                color_depth=color_depth is not False,
+                depth_suffix=depth_suffix,
+                as_json=as_json,
+            )
         return
     require(problem_seed is None, "--problem-seed", problem_seed, "absent where there is a prompt")
     engine = open_engine(model, engine_options, depth)
     params = sampling_params(engine, sampling)
     if not raw_prompt:
         texts = _in_form_of(model_directory(model), texts)
-    _show_prompts(engine, texts, params, bool(color_depth), depth_suffix, as_json)
+    with naming_the_flag(sampling):  # whether it can be compiled is found out with the first request
+        _show_prompts(engine, texts, params, bool(color_depth), depth_suffix, as_json)
 
 
 def _read_prompts(prompts: Sequence[str], prompt_file: Path | None) -> list[str]:

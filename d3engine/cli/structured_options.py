@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,9 @@ STRUCTURED: dict[str, tuple[str, Any, str]] = {
 }
 """Option -> flag, type, help; `with_form` makes `structured_outputs` of those that are given."""
 
+_FIELDS = {name: "json" if name == "json_schema" else name for name in STRUCTURED}
+"""Option -> the field of `StructuredOutputsParams` that it is."""
+
 
 def with_form(given: dict[str, Any]) -> dict[str, Any]:
     """Arguments of `SamplingParams`, the form among them. Raises `InvalidValueError` naming the flag."""
@@ -27,21 +33,45 @@ def with_form(given: dict[str, Any]) -> dict[str, Any]:
     flags = ", ".join(STRUCTURED[name][0] for name in forms)
     require(len(forms) == 1, flags, f"{len(forms)} of them", "one alone, since an answer has one form")
     (name,), rest = forms, {key: value for key, value in given.items() if key not in forms}
-    flag, kind, _ = STRUCTURED[name]
-    field = "json" if name == "json_schema" else name
-    value: Any = _text(flag, given[name]) if kind is Path else given[name]
-    asked: dict[str, Any] = {field: value}
+    with naming_the_flag(given):
+        return {**rest, "structured_outputs": StructuredOutputsParams(**{_FIELDS[name]: _form(name, given[name])})}
+
+
+@contextmanager
+def naming_the_flag(given: dict[str, Any]) -> Iterator[None]:
+    """Where the form that is given is refused, say so of its flag, and of its file in place of what that holds."""
     try:
-        form = StructuredOutputsParams(**asked)
+        yield
     except InvalidValueError as error:
-        if error.field != field:
-            raise
-        raise InvalidValueError(flag, error.value, error.allowed) from None
-    return {**rest, "structured_outputs": form}
+        for name in STRUCTURED:
+            if name in given and error.field == _FIELDS[name]:
+                flag, kind, _ = STRUCTURED[name]
+                if kind is Path:
+                    raise InvalidValueError(flag, str(given[name]), f"a file with {error.allowed}") from None
+                raise InvalidValueError(flag, error.value, error.allowed) from None
+        raise
 
 
-def _text(flag: str, path: Path) -> str:
+def _form(name: str, given: Any) -> Any:
+    """What `StructuredOutputsParams` takes: the content of a file, of a JSON schema as an object."""
+    flag, kind, _ = STRUCTURED[name]
+    if kind is not Path:
+        return given
     try:
-        return read_text(path)
+        text = read_text(given)
     except UnreadableFileError as error:
-        raise InvalidValueError(flag, str(path), f"a regular file of UTF-8 text ({error})") from error
+        raise InvalidValueError(flag, str(given), f"a regular file of UTF-8 text ({error})") from error
+    if name != "json_schema":
+        return text
+    allowed = "a file with a JSON schema, which is a JSON object"
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidValueError(flag, str(given), f"{allowed} ({type(error).__name__}: {error})") from None
+    require(isinstance(schema, dict), flag, str(given), f"{allowed} (this one holds {_kind_in_words(schema)})")
+    return schema
+
+
+def _kind_in_words(value: Any) -> str:
+    kinds = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from invoking import invoke
 from typer.testing import CliRunner
 
 from d3engine.cli import app
@@ -44,7 +45,7 @@ def test_every_flag_of_a_form_holds_the_answers_to_it(tmp_path: Path) -> None:
     [
         (["--regex", "a", "--choice", "b"], "--regex, --choice must be one alone"),
         (["--json-schema", "/nowhere.json"], "--json-schema must be a regular file"),
-        (["--json-schema", __file__], "--json-schema must be a JSON schema"),
+        (["--json-schema", __file__], "--json-schema must be a file with a JSON schema, which is a JSON object (JSOND"),
         (["--regex", ""], "--regex must be text of 1 to"),
         (["--choice", "a", "--choice", "a"], "--choice must be a list of"),
         (["--regex", "a", "--min-tokens", "3"], "min_tokens must be 0"),
@@ -54,3 +55,37 @@ def test_what_is_no_form_is_refused_by_the_flags_name(flags: list[str], message:
     result = run("Say:", *flags)
     assert result.exit_code == 2
     assert message in result.output
+
+
+@pytest.mark.parametrize(
+    ("flag", "content", "allowed"),
+    [
+        ("--json-schema", '["SECRET"]', "a file with a JSON schema, which is a JSON object (this one holds a list)"),
+        ("--json-schema", '"SECRET"', "a file with a JSON schema, which is a JSON object (this one holds a text)"),
+        ("--json-schema", "17", "a file with a JSON schema, which is a JSON object (this one holds a number)"),
+        ("--json-schema", "null", "a file with a JSON schema, which is a JSON object (this one holds null)"),
+        ("--json-schema", '{"SECRET": ', "a file with a JSON schema, which is a JSON object (JSONDecodeError: "),
+        ("--json-schema", '{"type": 5, "title": "SECRET"}', "a file with a JSON schema to answer by ("),
+        ("--json-schema", '{"title": "' + "SECRET" * 20_000 + '"}', "a file with a JSON schema: an object"),
+        ("--grammar", "SECRET: (((", "a file with a grammar to answer by ("),
+        ("--grammar", "", "a file with text of 1 to 65536 characters"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_file_that_is_no_form_is_named_and_not_poured_out(
+    flag: str, content: str, allowed: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "form"
+    file.write_text(content)
+    result = invoke(["generate", "demo", "Say:", flag, str(file), *SMALL])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {flag} must be {allowed}")
+    assert result.stderr.endswith(f"; got {str(file)!r}\n")
+    assert "SECRET" not in result.stderr
+
+
+def test_a_form_that_cannot_be_compiled_is_refused_by_its_flag() -> None:
+    for words in (["Say:"], []):
+        result = run(*words, "--regex", "(?=a)b")
+        assert result.exit_code == 2
+        assert "error: --regex must be a regular expression to answer by (" in result.output
