@@ -76,8 +76,10 @@ def chat(
 def _require_template(model: str) -> None:
     """Refuse a model that cannot chat before its weights are loaded."""
     directory = model_directory(model)
+    from d3engine.model.config import ModelConfig
     from d3engine.text.chat_template import load_chat_template
 
+    ModelConfig.from_directory(directory)  # where there is no model, a template is not what is missing
     if load_chat_template(directory) is None:
         allowed = "a model with a chat template (`d3engine generate` takes plain prompts for this one)"
         raise InvalidValueError("model", model, allowed)

@@ -73,6 +73,8 @@ class ModelConfig:
         Raises `ModelFormatError` naming the file and field of anything missing, malformed or not supported.
         """
         files = files_of(path)
+        if not files.has(CONFIG_FILE):
+            raise ModelFormatError(f"there is no model in {files.path}: {CONFIG_FILE} is missing")
         generation = files.read_json_object(GENERATION_CONFIG_FILE) if files.has(GENERATION_CONFIG_FILE) else None
         config = cls.from_dict(files.read_json_object(CONFIG_FILE), generation)
         return config if config.quantization else replace(config, quantization=files.scheme_of_others())

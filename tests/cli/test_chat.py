@@ -109,6 +109,13 @@ def test_a_model_without_a_chat_template_is_refused_before_it_is_loaded(tmp_path
     assert len(result.stderr.splitlines()) == 1
 
 
+def test_a_directory_without_a_model_is_told_so_as_everywhere(tmp_path: Path) -> None:
+    result = chat(tmp_path)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"error: there is no model in {tmp_path}: config.json is missing\n"
+    assert invoke(["generate", str(tmp_path), QUESTION]).stderr == result.stderr
+
+
 def test_depth_is_written_as_words() -> None:
     assert policy_from_words(["full"]) == FullDepth()
     assert policy_from_words(["auto"]) == "auto"

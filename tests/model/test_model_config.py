@@ -286,7 +286,7 @@ def test_a_malformed_config_file_is_an_error_that_names_it(tmp_path: Path, conte
 
 
 def test_a_missing_config_or_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelFormatError, match=re.escape(f"{tmp_path / 'config.json'} is missing")):
+    with pytest.raises(ModelFormatError, match=re.escape(f"no model in {tmp_path}: config.json is missing")):
         ModelConfig.from_directory(tmp_path)
     with pytest.raises(ModelFormatError, match="absent is neither a directory"):
         ModelConfig.from_directory(tmp_path / "absent")
