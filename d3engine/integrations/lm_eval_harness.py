@@ -8,7 +8,8 @@ answer with our own intervals; of other means the usual interval is shown, of an
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from math import isclose, sqrt
@@ -103,24 +104,26 @@ def run_tasks(
 
     from d3engine.integrations.lm_eval import D3EngineLM
 
-    runs = []
+    runs, unreachable = [], _unreachable_hub()
     for title, policy in policies:
         model = D3EngineLM(engine, depth=policy, max_gen_toks=max_gen_toks)
         engine.reset_prefix_cache()
         began = time.perf_counter()
         try:
-            found = simple_evaluate(
-                model=model,
-                tasks=list(names),
-                num_fewshot=shots,
-                limit=limit,
-                log_samples=True,
-                bootstrap_iters=0,
-                task_manager=manager,
-                fewshot_random_seed=seed,
-            )
+            with _as_downloaded_before() if unreachable else nullcontext():
+                found = simple_evaluate(
+                    model=model,
+                    tasks=list(names),
+                    num_fewshot=shots,
+                    limit=limit,
+                    log_samples=True,
+                    bootstrap_iters=0,
+                    task_manager=manager,
+                    fewshot_random_seed=seed,
+                )
         except OSError as error:  # what `datasets` raises without network, and for files that are not there
-            raise D3EngineError(_without_data(names, error)) from error
+            of_the_hub = unreachable if isinstance(error, ConnectionError) else None
+            raise D3EngineError(_without_data(names, of_the_hub or f"{type(error).__name__}: {error}")) from error
         seconds = time.perf_counter() - began
         usage, shape = model.total_usage(), shape_of(engine.config)
         cost = Cost(policy, shape, usage.work, usage.unfinished, usage.nominal_mean_layers, seconds)
@@ -128,11 +131,39 @@ def run_tasks(
     return runs
 
 
-def _without_data(names: Sequence[str], error: OSError) -> str:
+def _without_data(names: Sequence[str], why: str) -> str:
     return (
-        f"the data of {', '.join(names)} cannot be loaded ({type(error).__name__}: {error}); without network, "
-        "--data DIR reads gsm8k and bbh from files, and --include-path DIR takes tasks with data of your own"
+        f"the data of {', '.join(names)} cannot be loaded ({why}); without network, --data DIR reads gsm8k and bbh "
+        "from files in a folder, and --include-path DIR takes tasks with data of your own"
     )
+
+
+def _unreachable_hub() -> str | None:
+    """That the Hugging Face hub does not answer, in words; None if it does, or is not to be asked (HF_HUB_OFFLINE)."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return None
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception as error:  # of an HTTP library, which is another one by its version
+        return f"{constants.ENDPOINT} cannot be reached: {error or type(error).__name__}"
+    return None
+
+
+@contextmanager
+def _as_downloaded_before() -> Iterator[None]:
+    """Lets the hub's library take what is in its cache and ask for nothing.
+
+    Of itself it asks a hub that does not answer six times for a file, with half a minute from the first to the last.
+    """
+    from huggingface_hub import constants
+
+    constants.HF_HUB_OFFLINE = True  # which it reads at every request
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = False
 
 
 def _metrics(found: dict[str, Any]) -> tuple[Metric, ...]:

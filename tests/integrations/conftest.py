@@ -28,6 +28,7 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     before = datasets.config.HF_DATASETS_CACHE
     patch = pytest.MonkeyPatch()
     patch.setenv("HF_HUB_OFFLINE", "1")
+    patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
     patch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True, raising=False)
     datasets.disable_progress_bars()

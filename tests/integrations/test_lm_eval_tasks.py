@@ -7,7 +7,10 @@ generated problems anywhere.
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -184,6 +187,36 @@ def test_without_the_data_of_a_task_one_line_says_what_to_do(tmp_path: Path) -> 
     assert "own_words" in line
     assert "--data" in line
     assert "--include-path" in line
+
+
+NOBODY = "http://127.0.0.1:9"
+"""Where nothing listens."""
+
+
+def test_a_hub_that_does_not_answer_is_asked_once_and_named(tmp_path: Path) -> None:
+    """In a process of its own: the libraries read their settings when they are imported, and write past our stderr."""
+    write_task(tmp_path, "own_words", [], **generation("{{q}}", "{{a}}", ["\n"], 4), dataset_path="ada/questions")
+    command = [sys.executable, "-m", "d3engine", "eval", "demo", "--tasks", "own_words", "--include-path", "."]
+    own = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    env = own | {"HF_ENDPOINT": NOBODY, "HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run([*command, "--depth", "full"], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert "Retry" not in ran.stderr
+    (line,) = (line for line in ran.stderr.splitlines() if line.startswith("error:"))
+    assert line.startswith(f"error: the data of own_words cannot be loaded ({NOBODY} cannot be reached: ")
+    assert "--data DIR reads gsm8k and bbh from files in a folder" in line
+
+
+def test_a_task_with_data_of_its_own_needs_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", NOBODY)
+    write_task(tmp_path, "own_words", [{"q": "?", "a": "1"}], **generation("{{q}}", "{{a}}", ["\n"], 4))
+    words = ["eval", "demo", "--tasks", "own_words", "--include-path", str(tmp_path), "--depth", "full", "--json"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert constants.HF_HUB_OFFLINE is False, "whoever asks next may have a network again"
 
 
 def test_a_task_that_the_harness_does_not_have_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
