@@ -167,6 +167,12 @@ def letters(page: Any, number: int) -> str:
     return "".join(pane(page, number).locator(".token").all_text_contents())
 
 
+def style(page: Any, selector: str, name: str) -> str:
+    """A computed style of the first element that the selector finds."""
+    found: str = page.locator(selector).first.evaluate("(one, name) => getComputedStyle(one)[name]", name)
+    return found
+
+
 def depths(page: Any, number: int) -> list[int]:
     names = pane(page, number).locator(".token").evaluate_all("all => all.map(one => one.className)")
     return [int(word.removeprefix("depth-")) for name in names for word in name.split() if word.startswith("depth-")]
@@ -195,6 +201,8 @@ def test_a_prompt_runs_at_full_depth_and_at_the_servers_own_at_once_each_token_c
     assert pane(page, 0).locator(".cache").text_content() == "all"
     assert pane(page, 1).locator(".cache").text_content().endswith("KiB less")
     assert "Both answers are the same." in page.text_content("#status")
+    assert page.text_content("#difference") == "Both answers are the same."
+    assert style(page, "#difference", "borderLeftColor") == style(page, "header", "borderBottomColor")
 
 
 def test_sliders_draw_the_engines_schedule_before_anything_runs_and_the_run_keeps_to_it(
@@ -219,6 +227,7 @@ def test_sliders_draw_the_engines_schedule_before_anything_runs_and_the_run_keep
     assert len(marked) == 2
     assert marked[0] != marked[1]
     assert "differ first at token" in page.text_content("#difference")
+    assert style(page, "#difference", "borderLeftColor") in style(page, ".differs", "boxShadow")
 
 
 def test_the_pages_schedule_is_the_engines_for_any_alpha_and_start(open_page: Callable[..., Any], url: str) -> None:

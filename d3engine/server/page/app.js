@@ -88,19 +88,23 @@ function widenScale() {
 }
 
 function showDifference() {
-  const sentence = difference();
-  $("difference").textContent = sentence ?? "";
-  $("difference").hidden = sentence === null;
+  const { number, sentence } = difference();
+  $("difference").textContent = sentence;
+  $("difference").hidden = !sentence;
+  $("difference").classList.toggle("found", number !== null);
 }
 
+/** The first token at which the answers differ, or null, and what to say of them, which may be nothing. */
 function difference() {
   const turns = panes.map((pane) => pane.turns.at(-1));
-  if (!isComparing() || turns.some((turn) => !turn?.tokens.length)) return null;
+  if (!isComparing() || turns.some((turn) => !turn?.tokens.length)) return { number: null, sentence: "" };
   const areComplete = turns.every((turn) => !turn.isRunning && turn.tokens.finish);
   const number = firstDifference(turns[0].tokens, turns[1].tokens, areComplete);
-  if (number === null) return areComplete ? "Both answers are the same." : "The answers agree so far.";
+  if (number === null) {
+    return { number, sentence: areComplete ? "Both answers are the same." : "The answers agree so far." };
+  }
   for (const turn of turns) turn.markDifference(number);
-  return `The answers differ first at token ${number + 1}.`;
+  return { number, sentence: `The answers differ first at token ${number + 1}.` };
 }
 
 function tell(problem) {
@@ -121,7 +125,7 @@ async function run(question) {
   running = null;
   setButtons();
   draw();
-  $("status").textContent = turns.map((turn, i) => spoken(shown[i].name, turn)).join(" ") + ` ${difference() ?? ""}`;
+  $("status").textContent = turns.map((turn, i) => spoken(shown[i].name, turn)).join(" ") + ` ${difference().sentence}`;
 }
 
 /** A message is sent and gone; a prompt stays, to be changed and run again. */
