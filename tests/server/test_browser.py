@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
+from contrast import contrast, luminance
 from serving import HANG_SECONDS, serving
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -269,6 +270,31 @@ def test_focus_on_a_token_shows_its_layers_probability_and_alternatives_and_arro
     assert details.locator(".alternative").count() >= 5
     page.keyboard.press("Escape")
     assert not details.is_visible()
+
+
+def test_every_depth_stands_out_from_a_dark_pane_also_where_the_scheme_changes_under_the_answers(
+    open_page: Callable[..., Any], url: str
+) -> None:
+    page = open_page(url, color_scheme="light")
+    run_whole(page, "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?")
+    deepest, shallowest = (f".depth-{depth}" for depth in (max(depths(page, 1)), min(depths(page, 1))))
+    light = style(page, deepest, "backgroundColor")
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function(
+        "([one, colour]) => getComputedStyle(document.querySelector(one)).backgroundColor !== colour",
+        arg=[deepest, light],
+    )
+    ground = style(page, ".pane", "backgroundColor")
+    deep, shallow = (style(page, token, "backgroundColor") for token in (deepest, shallowest))
+    assert contrast(deep, ground) >= 3
+    assert luminance(shallow) > luminance(deep)
+    for token, back in ((deepest, deep), (shallowest, shallow)):
+        assert contrast(style(page, token, "color"), back) >= 4.5
+    page.emulate_media(color_scheme="light")
+    page.wait_for_function(
+        "([one, colour]) => getComputedStyle(document.querySelector(one)).backgroundColor === colour",
+        arg=[deepest, light],
+    )
 
 
 @pytest.mark.parametrize("width", [390, 820, 1100])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from contrast import contrast, luminance
 from starlette.applications import Starlette
 
 ROOT = Path(__file__).parents[2]
@@ -99,3 +100,18 @@ def test_its_colours_are_those_of_the_terminal_and_the_pictures() -> None:
     found = re.search(r"RAMP = \[(.*?)\]", (FOLDER / "colours.js").read_text())
     assert found is not None
     assert tuple(re.findall(r'"(#\w+)"', found[1])) == RAMP
+
+
+def test_depth_on_the_dark_page_gets_ever_lighter_and_stands_out_from_its_ground_and_from_skipped_layers() -> None:
+    found = re.search(r"RAMP_ON_DARK = \[(.*?)\]", (FOLDER / "colours.js").read_text())
+    assert found is not None
+    ramp = re.findall(r'"(#\w+)"', found[1])
+    assert len(ramp) > 2
+    assert [luminance(colour) for colour in ramp] == sorted({luminance(colour) for colour in ramp})
+    dark = (FOLDER / "style.css").read_text().partition("prefers-color-scheme: dark")[2]
+    colours = dict(re.findall(r"--([\w-]+): (#\w{6});", dark))
+    assert {"page", "ground", "skipped"} <= colours.keys()
+    for name in ("page", "ground", "skipped"):
+        assert contrast(ramp[0], colours[name]) >= 3, name
+    for letters, ground in (("ink", "ground"), ("quiet", "ground"), ("quiet", "page"), ("error", "page")):
+        assert contrast(colours[letters], colours[ground]) >= 4.5, letters

@@ -3,13 +3,19 @@
 
 export const RAMP = ["#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962"];
 
+/** For a dark ground, where the deep end of the other is lost and looks like a skipped layer: viridis from further up.
+ * All of it has a contrast of 3 or more, as WCAG 2 counts, to the ground and to the cells of skipped layers. */
+export const RAMP_ON_DARK = ["#24868e", "#1e9c89", "#2ab07f", "#50c46a", "#81d34d", "#bddf26"];
+
+const isDark = matchMedia("(prefers-color-scheme: dark)");
+
 const parts = (colour) => [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
 
-/** sRGB parts at a position of the ramp: 0 is deep, 1 is shallow. */
-export function ramp(position) {
-  const place = position * (RAMP.length - 1);
-  const low = Math.min(Math.floor(place), RAMP.length - 2);
-  const [first, second] = [parts(RAMP[low]), parts(RAMP[low + 1])];
+/** sRGB parts at a position of a ramp: 0 is deep, 1 is shallow. */
+export function ramp(position, colours) {
+  const place = position * (colours.length - 1);
+  const low = Math.min(Math.floor(place), colours.length - 2);
+  const [first, second] = [parts(colours[low]), parts(colours[low + 1])];
   return first.map((a, i) => Math.round(a + (second[i] - a) * (place - low)));
 }
 
@@ -22,6 +28,7 @@ function lettersOn(colour) {
 /** One scale for everything on the page, from the model's layers down to the fewest that any policy shown runs. */
 export class DepthScale {
   #sheet = new CSSStyleSheet();
+  #ramp = RAMP;
   most = 1;
   least = 1;
 
@@ -30,8 +37,9 @@ export class DepthScale {
   }
 
   set(most, least) {
-    if (most === this.most && least === this.least) return false;
-    [this.most, this.least] = [most, least];
+    const onGround = isDark.matches ? RAMP_ON_DARK : RAMP;
+    if (most === this.most && least === this.least && onGround === this.#ramp) return false;
+    [this.most, this.least, this.#ramp] = [most, least, onGround];
     const rules = [];
     for (let depth = 0; depth <= most; depth++) {
       rules.push(`.depth-${depth} { background: ${this.colour(depth)}; color: ${lettersOn(this.#parts(depth))}; }`);
@@ -46,6 +54,6 @@ export class DepthScale {
 
   #parts(depth) {
     const range = this.most - this.least;
-    return ramp(range > 0 ? Math.min(Math.max((this.most - depth) / range, 0), 1) : 0);
+    return ramp(range > 0 ? Math.min(Math.max((this.most - depth) / range, 0), 1) : 0, this.#ramp);
   }
 }
