@@ -6,7 +6,7 @@
 namespace {
 
 constexpr int MOST_PIECE_ROWS = 256;
-constexpr int64_t PIECE_BYTES = 64 * 1024;
+constexpr int64_t PIECE_BYTES = 128 * 1024;
 constexpr int64_t LEAST_PIECE_BYTES = 16 * 1024;
 constexpr int64_t PANEL_BYTES = 512 * 1024;  // of a piece's panels: they stay in a core's second cache
 constexpr int64_t LEAST_SHARED = 16 * 1024;  // numbers: fewer are sooner made than handed over
