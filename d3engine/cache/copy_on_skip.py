@@ -84,7 +84,7 @@ def _begin_block(cache: KVCache, slot: int, block: int, active: npt.NDArray[np.b
     cache.tables[slot, running, block] = cache.pool.allocate(running.size)
     aliases = cache.tables[slot, roots[sleeping], block]
     cache.tables[slot, sleeping, block] = aliases
-    cache.pool.retain(aliases)
+    cache.pool.retain_mentions(aliases)
     cache.num_blocks[slot] = block + 1
 
 
@@ -101,7 +101,7 @@ def _split_shared(cache: KVCache, slot: int, block: int, roots: IntArray, filled
             (own,) = cache.pool.allocate(1)
             before.add(cache, int(shared), int(own), 0, filled)
             cache.tables[slot, parting, block] = own
-            cache.pool.retain(np.repeat(own, parting.size - 1))
+            cache.pool.retain_mentions(np.repeat(own, parting.size - 1))
             cache.pool.release(np.repeat(shared, parting.size))
 
 

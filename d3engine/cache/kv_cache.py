@@ -41,7 +41,14 @@ class BlockPool:
         return blocks
 
     def retain(self, blocks: IntArray) -> None:
-        """Add one reference for every mention in `blocks`; a block may be mentioned more than once."""
+        """Add one reference to each of `blocks`, none of which is named twice."""
+        self.ref_counts[blocks] += 1
+
+    def retain_mentions(self, blocks: IntArray) -> None:
+        """Add one reference for every mention in `blocks`; a block may be mentioned more than once.
+
+        `np.add.at` lets other threads of Python run, and then waits for them: not for what every request does.
+        """
         np.add.at(self.ref_counts, blocks, 1)
 
     def release(self, blocks: IntArray) -> None:

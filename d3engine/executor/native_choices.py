@@ -107,7 +107,8 @@ class ChoicesOfStep:
 
     def _in(self, part: slice) -> tuple[slice, IntArray]:
         """Which of the rows that are asked lie in a part, and where in it."""
-        first, stop = np.searchsorted(self._rows, (part.start, part.stop)).tolist()
+        # Found by counting: `np.searchsorted` lets other threads of Python run, and then waits for them.
+        first, stop = (np.count_nonzero(self._rows < end) for end in (part.start, part.stop))
         return slice(first, stop), self._rows[first:stop] - part.start
 
 
