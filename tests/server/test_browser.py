@@ -362,6 +362,21 @@ def test_an_answer_in_one_piece_has_the_speed_of_its_whole_time(
         assert least - 1 < float(pane(page, number).locator(".rate").text_content()) <= most
 
 
+def test_the_speed_of_an_answer_is_the_engines_once_it_is_told(
+    open_page: Callable[..., Any], scripted: tuple[str, Script]
+) -> None:
+    address, script = scripted
+    told = json.dumps({"choices": [], "d3ext": {"decode_seconds": 0.02}})
+    script.pieces = [
+        chunk("One two three", [8, 8, 8], [0, 3, 7], [1, 2, 3], "stop"),
+        f"data: {told}\n\n".encode(),
+        DONE,
+    ]
+    page = open_page(address)
+    run_whole(page, "Anything")
+    page.wait_for_function("[...document.querySelectorAll('.rate')].every((rate) => rate.textContent === '100')")
+
+
 def test_what_a_model_writes_is_never_markup(open_page: Callable[..., Any], scripted: tuple[str, Script]) -> None:
     address, script = scripted
     script.pieces = [chunk(HOSTILE, [8], [0], [1], "stop"), DONE]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 from openai import OpenAI
+from untimed import untimed
 
 from d3engine import D3, FullDepth, SamplingParams
 from d3engine.depth import DepthPolicy
@@ -82,6 +83,23 @@ def test_what_depth_saved_adds_up_to_the_engines_own_count(openai: OpenAI, demo:
     assert found["kv_bytes_saved"] == demo.stats().kv_bytes_saved_at_end - before > 0
 
 
+def test_the_time_of_an_answer_after_its_first_token_is_told_in_a_stream_too(openai: OpenAI, question: str) -> None:
+    asked: dict[str, Any] = {
+        "model": "demo",
+        "prompt": question,
+        "temperature": 0,
+        "extra_body": {"return_depths": True},
+    }
+    whole = openai.completions.create(**asked, max_tokens=30)
+    *_, last = openai.completions.create(**asked, max_tokens=30, stream=True)
+    only = openai.completions.create(**asked, max_tokens=1)
+    for answer in (whole, last):
+        assert answer.model_extra is not None
+        assert answer.model_extra["d3ext"]["decode_seconds"] > 0
+    assert only.model_extra is not None
+    assert only.model_extra["d3ext"]["decode_seconds"] == 0
+
+
 @pytest.mark.parametrize("stop", [None, " ="])
 def test_offsets_say_which_letters_each_token_wrote_whether_streamed_or_whole(
     openai: OpenAI, demo: Engine, question: str, stop: str | None
@@ -106,7 +124,7 @@ def test_offsets_say_which_letters_each_token_wrote_whether_streamed_or_whole(
         summaries.append((chunk.model_extra or {}).get("d3ext"))
     assert streamed == found
     assert whole.model_extra is not None
-    assert [one for one in summaries if one is not None] == [whole.model_extra["d3ext"]]
+    assert [untimed(one) for one in summaries if one is not None] == [untimed(whole.model_extra["d3ext"])]
     assert summaries[-1] is not None
 
 

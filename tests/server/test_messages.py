@@ -14,6 +14,7 @@ from openai import OpenAI
 from serving import serving
 from starlette.requests import Request
 from starlette.responses import Response
+from untimed import untimed
 
 from d3engine.errors import EngineDeadError
 from d3engine.server.answering.event_stream import EventStream
@@ -163,13 +164,13 @@ def test_depth_is_told_in_a_message_as_in_a_chat(anthropic: Anthropic, openai: O
     assert said.choices[0].model_extra is not None
     assert whole.model_extra is not None
     assert whole.content[0].model_extra is not None
-    assert whole.model_extra["d3ext"] == said.model_extra["d3ext"]
+    assert untimed(whole.model_extra["d3ext"]) == untimed(said.model_extra["d3ext"])
     assert whole.content[0].model_extra["d3ext"] == said.choices[0].model_extra["d3ext"]
     events = list(anthropic.messages.create(**ASKED, extra_body=extra, stream=True))
     told = [one.model_extra["d3ext"] for one in events if one.type == "content_block_delta" and one.model_extra]
     last = next(one for one in events if one.type == "message_delta")
     assert last.model_extra is not None
-    assert last.model_extra["d3ext"] == said.model_extra["d3ext"]
+    assert untimed(last.model_extra["d3ext"]) == untimed(said.model_extra["d3ext"])
     assert [depth for one in told for depth in one["depths"]] == said.choices[0].model_extra["d3ext"]["depths"]
     header = anthropic.messages.create(
         **ASKED, extra_body={"return_depths": True}, extra_headers={"X-D3-Depth": "full"}

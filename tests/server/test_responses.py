@@ -9,6 +9,7 @@ import httpx
 import pytest
 from openai import BadRequestError, OpenAI
 from serving import serving
+from untimed import untimed
 
 from d3engine.errors import EngineDeadError
 from d3engine.server.app import create_app
@@ -100,7 +101,7 @@ def test_depth_is_told_in_a_response_as_in_a_chat(openai: OpenAI) -> None:
     assert said.model_extra is not None
     assert said.choices[0].model_extra is not None
     summary, tokens = said.model_extra["d3ext"], said.choices[0].model_extra["d3ext"]
-    assert whole["d3ext"] == events[-1]["response"]["d3ext"] == summary
+    assert untimed(whole["d3ext"]) == untimed(events[-1]["response"]["d3ext"]) == untimed(summary)
     assert whole["output"][0]["content"][0]["d3ext"] == tokens
     told = [event["d3ext"] for event in events if event["type"] == "response.output_text.delta"]
     assert [depth for one in told for depth in one["depths"]] == tokens["depths"]

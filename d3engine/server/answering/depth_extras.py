@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from d3engine.depth import Schedule
-from d3engine.request.outputs import CompletionOutput
+from d3engine.request.outputs import CompletionOutput, RequestMetrics
 from d3engine.request.prepared import Prepared
 from d3engine.server.answering.job import Job
 from d3engine.server.shapes.answers import DepthSummary
@@ -18,12 +18,21 @@ class DepthCount:
         self._job = job
         self._layers = 0
         self._tokens: dict[tuple[int, int], int] = {}
+        self._first: float | None = None
+        self._last: float | None = None
 
     def add(self, number: int, answer: CompletionOutput) -> None:
         """Take in what is new of one choice of the prompt of this number."""
         self._layers += sum(answer.depths)
         key = number, answer.index
         self._tokens[key] = self._tokens.get(key, 0) + len(answer.depths)
+
+    def time(self, metrics: RequestMetrics) -> None:
+        """Take in when the tokens of one prompt's answers have come so far."""
+        first, last = metrics.first_token_time, metrics.last_token_time
+        if first is not None and last is not None:
+            self._first = first if self._first is None else min(self._first, first)
+            self._last = last if self._last is None else max(self._last, last)
 
     def summary(self) -> DepthSummary:
         num_layers = self._job.served.client.config.num_layers
@@ -36,6 +45,7 @@ class DepthCount:
             "layers_run": self._layers,
             "layers_saved": num_layers * tokens - self._layers,
             "kv_bytes_saved": sum(saved) * self._job.served.client.settings.block_bytes,
+            "decode_seconds": None if self._first is None or self._last is None else self._last - self._first,
         }
 
     def _blocks_saved(self, prepared: Prepared, length: int) -> int:

@@ -102,11 +102,18 @@ export class Turn {
     drawStrip(this.#part(".strip"), tokens.depths, how);
     this.#part(".strip").setAttribute("aria-label", `Layers of each token: ${this.words()}.`);
     this.#part(".count").textContent = tokens.length;
-    // From the question on: a fast answer comes in one piece, and has no time between its first token and its last.
-    const rate = (1000 * tokens.length) / (this.#last - this.#asked);
+    const rate = this.#rate();
     this.#part(".rate").textContent = Number.isFinite(rate) ? rate.toFixed(rate < 10 ? 1 : 0) : "–";
     this.#part(".layers").textContent = `${tokens.meanLayers().toFixed(2)} of ${how.layers}`;
     this.#part(".cache").textContent = this.#cache();
+  }
+
+  /** Tokens per second: the engine's, without the prompt, once it has told; until then by this page's clock, from the
+   * question on. To draw a short answer takes a browser longer than a small model to write it. */
+  #rate() {
+    const { length, summary } = this.tokens;
+    if (summary?.decode_seconds && length > 1) return (length - 1) / summary.decode_seconds;
+    return (1000 * length) / (this.#last - this.#asked);
   }
 
   /** What is held of the cache: layers while it runs; the server says how many bytes that has saved. */

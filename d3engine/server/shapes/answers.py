@@ -36,6 +36,7 @@ class DepthSummary(TypedDict):
     layers_run: int
     layers_saved: int
     kv_bytes_saved: int
+    decode_seconds: float | None  # from the first token to the last, as the engine has had them
 
 
 PromptLogprobs: TypeAlias = list[dict[str, dict[str, Any]] | None]
