@@ -58,7 +58,8 @@ class TorchPeer:
     def _run(self, forward: Callable[..., Any], ids: torch.Tensor, first: int, cache: Any) -> torch.Tensor:
         """Logits [rows, 1, vocabulary] after `ids` [rows, n], which stand at positions from `first` on."""
         positions = torch.arange(first, first + ids.shape[1]).expand(self._rows, -1)
-        found = forward(input_ids=ids, past_key_values=cache, position_ids=positions, use_cache=True, logits_to_keep=1)
+        # The cache by its place, since its name is another in transformers 5.24.
+        found = forward(ids, None, positions, cache, use_cache=True, logits_to_keep=1)
         logits: torch.Tensor = found.logits
         return logits
 

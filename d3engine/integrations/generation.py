@@ -49,6 +49,7 @@ DEFAULT_NEW_TOKENS = 20
 
 _ONE = "1, since one token follows another here: there are no beams"
 _NO_PENALTY = "left out, since there is no such penalty"
+_NO_CACHE = "left out, since the engine keeps what prompts have in common by itself"
 _NO_CUT = "left out, since there is no such way to cut a distribution"
 _NO_FORCING = "left out, since no token is forced"
 _NO_DRAFT = "left out: name a policy that drafts instead, such as depth=SelfSpeculative(D3(0.9, 0.6))"
@@ -130,7 +131,8 @@ NEVER: Mapping[str, str] = {
     "custom_generate": "left out, since no code of a model's directory is ever run",
     "inputs_embeds": "left out, since prompts are token ids",
     "position_ids": "left out, since positions follow from the attention mask",
-    "past_key_values": "left out, since the engine keeps what prompts have in common by itself",
+    "past_key_values": _NO_CACHE,
+    "cache": _NO_CACHE,  # as transformers 5.24 calls them
 }
 """Arguments of `generate` beside those of a GenerationConfig that must be absent, and what is allowed instead."""
 

@@ -181,6 +181,7 @@ def test_a_call_may_bring_its_own_depth(ours: D3ForCausalLM) -> None:
         ({"stopping_criteria": [print]}, "stopping_criteria"),
         ({"assistant_model": object()}, "assistant_model"),
         ({"past_key_values": object()}, "past_key_values"),
+        ({"cache": object()}, "cache"),
         ({"max_new_tokens": 500}, "max_new_tokens"),
         ({"max_length": 500}, "max_length"),
         ({"max_length": 6}, "max_length"),

@@ -192,15 +192,16 @@ def greedy_with_exits(
 class _Entries:
     """One layer's cache: keys and values `[1, kv_heads, entries, head_dim]` of the tokens that left one, in order.
 
-    A layer of transformers calls `update` with those of the tokens that run, and attends to all that comes back. Only
-    the prompt runs more than one token at a time, with nothing before it, so transformers' own causal rule is enough.
+    A layer of transformers calls `update` with those of the tokens that run, and attends to all that comes back. It is
+    given the cache by its place, since its name is another in transformers 5.24. Only the prompt runs more than one
+    token at a time, with nothing before it, so transformers' own causal rule is enough.
     """
 
     def __init__(self, kept: Callable[[Tensor], Tensor] = lambda heads: heads) -> None:
         self._kept = kept
         self._entries: tuple[Tensor, Tensor] | None = None
 
-    def update(self, key: Tensor, value: Tensor, layer_index: int) -> tuple[Tensor, Tensor]:
+    def update(self, key: Tensor, value: Tensor, layer_index: int, **further: object) -> tuple[Tensor, Tensor]:
         key, value = self._kept(key), self._kept(value)
         if self._entries is None:
             self._entries = key, value
@@ -237,7 +238,7 @@ class _Run:
                 weight, offset = self.maps[index, stop]
                 hidden = hidden + hidden @ weight.T + offset
             if index in active:
-                hidden = layer(hidden, position_embeddings=rotation, past_key_values=self.caches[index])
+                hidden = layer(hidden, None, None, self.caches[index], position_embeddings=rotation)
             elif self.on_skip == "copy":
                 nearest = max(other for other in active if other < index)
                 self.caches[index].update(*self.caches[nearest].last(), index)
@@ -259,7 +260,7 @@ class _Token:
         """The layer's input and output [H], and the LM head's logits [V] for the output."""
         model, before = self.run.model, self.hidden
         layer = model.model.layers[index]
-        self.hidden = layer(before, position_embeddings=self.rotation, past_key_values=self.run.caches[index])
+        self.hidden = layer(before, None, None, self.run.caches[index], position_embeddings=self.rotation)
         logits = model.lm_head(model.model.norm(self.hidden))
         return before[0, 0], self.hidden[0, 0], logits[0, 0].float()
 

@@ -20,7 +20,7 @@ class _Cache:
     def __init__(self, before: Entries) -> None:
         self.entries = list(before)
 
-    def update(self, key: Tensor, value: Tensor, layer_index: int) -> tuple[Tensor, Tensor]:
+    def update(self, key: Tensor, value: Tensor, layer_index: int, **further: object) -> tuple[Tensor, Tensor]:
         self.entries.append((key, value))
         keys, values = zip(*self.entries, strict=True)
         return torch.cat(keys, dim=2), torch.cat(values, dim=2)
@@ -103,9 +103,7 @@ def _run(
         cache = _Cache(caches[index])
         if index not in skip_attention:
             normed = layer.input_layernorm(hidden)
-            attended, _ = layer.self_attn(
-                hidden_states=normed, position_embeddings=rotation, attention_mask=None, past_key_values=cache
-            )
+            attended, _ = layer.self_attn(normed, rotation, None, cache)
             hidden = hidden + attended
         if index not in skip_mlp:
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
