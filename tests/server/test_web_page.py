@@ -1,6 +1,6 @@
 """The page at /: its files are served whole and safely, and it asks for nothing of anybody else.
 
-What it does in a browser, test_browser.py says.
+What it does in a browser, the folder `browser` says.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from d3engine.depth import Schedule
-from d3engine.request.outputs import CompletionOutput, RequestMetrics
+from d3engine.request.outputs import RequestOutput
 from d3engine.request.prepared import Prepared
 from d3engine.server.answering.job import Job
 from d3engine.server.shapes.answers import DepthSummary
@@ -21,15 +21,13 @@ class DepthCount:
         self._first: float | None = None
         self._last: float | None = None
 
-    def add(self, number: int, answer: CompletionOutput) -> None:
-        """Take in what is new of one choice of the prompt of this number."""
-        self._layers += sum(answer.depths)
-        key = number, answer.index
-        self._tokens[key] = self._tokens.get(key, 0) + len(answer.depths)
-
-    def time(self, metrics: RequestMetrics) -> None:
-        """Take in when the tokens of one prompt's answers have come so far."""
-        first, last = metrics.first_token_time, metrics.last_token_time
+    def add(self, number: int, output: RequestOutput) -> None:
+        """Take in what is new of the choices of the prompt of this number."""
+        for answer in output.outputs:
+            self._layers += sum(answer.depths)
+            key = number, answer.index
+            self._tokens[key] = self._tokens.get(key, 0) + len(answer.depths)
+        first, last = output.metrics.first_token_time, output.metrics.last_token_time
         if first is not None and last is not None:
             self._first = first if self._first is None else min(self._first, first)
             self._last = last if self._last is None else max(self._last, last)

@@ -24,12 +24,10 @@ class Tally:
         """Take in an output of the prompt of this number."""
         self._cached[number] = output.num_cached_tokens
         self._unfinished -= output.finished
-        if self._depth is not None:
-            self._depth.time(output.metrics)
         for answer in output.outputs:
             self._completion_tokens += len(answer.token_ids)
-            if self._depth is not None:
-                self._depth.add(number, answer)
+        if self._depth is not None:
+            self._depth.add(number, output)
 
     @property
     def is_finished(self) -> bool:

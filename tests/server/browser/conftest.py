@@ -1,0 +1,44 @@
+"""The page in a real browser: Debian's Chromium, driven by playwright (`make test-server` installs it)."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="the page's tests in a browser need playwright")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("the page's tests in a browser need chromium")
+    with playwright.sync_playwright() as driver:
+        launched = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
+    """`open_page(address, **context)`: the page, which has loaded; nothing may be said on its console at the end."""
+    contexts, complaints = [], []
+
+    def opened(address: str, is_ready: bool = True, **options: Any) -> Any:
+        context = browser.new_context(**options)
+        contexts.append(context)
+        context.set_default_timeout(30_000)
+        page = context.new_page()
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", lambda said: complaints.append(said.text) if "Security" in said.text else None)
+        page.goto(address)
+        if is_ready:
+            page.wait_for_selector("#run:enabled")
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert complaints == []

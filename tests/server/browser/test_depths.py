@@ -1,0 +1,98 @@
+"""The page over the bundled model's server: depths, tokens and schedules are the engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from browsed_page import depths, letters, pane, run_whole, style
+
+
+def test_a_prompt_runs_at_full_depth_and_at_the_servers_own_at_once_each_token_coloured_by_its_layers(
+    open_page: Callable[..., Any], url: str, demo: Any, question: str
+) -> None:
+    from d3engine import FullDepth, SamplingParams
+
+    page = open_page(url)
+    page.click("text=Completion")
+    run_whole(page, question)
+    for number, depth in enumerate((FullDepth(), None)):
+        answer = demo.generate([question], SamplingParams(temperature=0, max_tokens=128, depth=depth), use_tqdm=False)[
+            0
+        ].outputs[0]
+        assert letters(page, number) == answer.text
+        assert depths(page, number) == answer.depths
+        assert pane(page, number).locator(".count").text_content() == str(len(answer.depths))
+        mean = sum(answer.depths) / len(answer.depths)
+        assert pane(page, number).locator(".layers").text_content() == f"{mean:.2f} of 16"
+    assert pane(page, 0).locator(".cache").text_content() == "all"
+    assert pane(page, 1).locator(".cache").text_content().endswith("KiB less")
+    assert "Both answers are the same." in page.text_content("#status")
+    assert page.text_content("#difference") == "Both answers are the same."
+    assert style(page, "#difference", "borderLeftColor") == style(page, "header", "borderBottomColor")
+
+
+def test_sliders_draw_the_engines_schedule_before_anything_runs_and_the_run_keeps_to_it(
+    open_page: Callable[..., Any], url: str
+) -> None:
+    from d3engine import D3
+
+    page = open_page(url)
+    right = pane(page, 1)
+    right.locator(".depth").select_option("d3")
+    right.locator(".alpha").fill("0.9")
+    right.locator(".start").fill("0.3")
+    page.click("text=Sampling")
+    page.fill("#max-tokens", "20")
+    expected = D3(0.9, 0.3).schedule(16).depths(20).tolist()
+    mean = sum(expected) / 20
+    said = right.locator(".schedule-words").text_content()
+    assert f"{expected[-1]} from token {expected.index(expected[-1]) + 1} on, {mean:.1f} on average" in said
+    run_whole(page, "Tom has 5 pens. Tom finds 3. Tom buys 2. How many pens does Tom have now?")
+    assert depths(page, 1) == expected[: len(depths(page, 1))]
+    marked = page.locator(".differs").all_text_contents()
+    assert len(marked) == 2
+    assert marked[0] != marked[1]
+    assert "differ first at token" in page.text_content("#difference")
+    assert style(page, "#difference", "borderLeftColor") in style(page, ".differs", "boxShadow")
+
+
+def test_the_pages_schedule_is_the_engines_for_any_alpha_and_start(open_page: Callable[..., Any], url: str) -> None:
+    from d3engine import D3
+
+    page = open_page(url)
+    cases = [
+        (layers, alpha, start)
+        for layers in (1, 6, 16, 32)
+        for alpha in (0.5, 0.9, 0.985, 1)
+        for start in (0.07, 0.29, 0.7)
+    ]
+    found = page.evaluate(
+        """async (cases) => {
+            const { d3Depths, firstLayer } = await import("/page/schedule.js");
+            return cases.map(([n, alpha, start]) => [firstLayer(start, n), d3Depths({ alpha, start }, n, 64)]);
+        }""",
+        cases,
+    )
+    for (layers, alpha, start), (first, of_page) in zip(cases, found, strict=True):
+        policy = D3(alpha, start)
+        assert first == policy.first_layer(layers)
+        assert of_page == policy.schedule(layers).depths(64).tolist()
+
+
+def test_focus_on_a_token_shows_its_layers_probability_and_alternatives_and_arrows_move_on(
+    open_page: Callable[..., Any], url: str
+) -> None:
+    page = open_page(url)
+    run_whole(page, "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?")
+    tokens = pane(page, 1).locator(".token")
+    tokens.nth(0).focus()
+    assert "Token 1: Adding" in page.text_content("#details")
+    page.keyboard.press("ArrowRight")
+    details = page.locator("#details")
+    assert "Token 2" in details.text_content()
+    assert f"Layers: {depths(page, 1)[1]} of 16" in details.text_content()
+    assert "Probability" in details.text_content()
+    assert details.locator(".alternative").count() >= 5
+    page.keyboard.press("Escape")
+    assert not details.is_visible()
