@@ -56,6 +56,9 @@ PARTS: dict[str, Part] = {
     "peers": Part(peers.run, 270, "cases"),
     "arrivals": Part(arrivals.run, 180, "rows"),
 }
+BUDGET_S, REHEARSAL_S = 1500.0, 1e6
+"""For all parts together, unless one says otherwise: a rehearsal's shares of a GPU's time would be those of an
+interpreter, which takes a minute for what takes a device a moment."""
 LEAST_S = 15.0
 """A part is not begun with less than this."""
 GRACE_S = 15.0
@@ -215,13 +218,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_round", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--budget", type=float, default=1500.0, metavar="SECONDS", help="of all parts together")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help=f"of all parts together: {BUDGET_S:.0f}, or as long as it takes with --smoke",
+    )
     parser.add_argument("--out", default="gpu_round.json", metavar="FILE", help="where all figures go")
     parser.add_argument("--smoke", action="store_true", help="rehearse on the CPU with tiny shapes")
     parser.add_argument("--parts", default=",".join(PARTS), metavar="NAMES", help="some of these, with commas")
     parser.add_argument("--mode", choices=MODES, default=MODES[0], help="how engines are run at first")
     parser.add_argument("--join", nargs="+", metavar="FILE", help="run nothing: make one file of these")
     options = parser.parse_args(arguments)
+    if options.budget is None:
+        options.budget = REHEARSAL_S if options.smoke else BUDGET_S
     names = options.parts.split(",")
     if unknown := [name for name in names if name not in PARTS]:
         parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}")
