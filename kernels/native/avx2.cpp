@@ -24,6 +24,8 @@ INLINE float first_lane(V values) { return values[0]; }
 INLINE V multiply_add(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE V zip_low(V a, V b) { return _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20); }
 INLINE V zip_high(V a, V b) { return _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31); }
+#include "eight_lanes.inc"
+INLINE Summed begun_sum(V values) { return values; }
 INLINE V choose(VI where, V yes, V no) { return where ? yes : no; }
 INLINE V larger(V a, V b) { return _mm256_max_ps(a, b); }
 INLINE V smaller(V a, V b) { return _mm256_min_ps(a, b); }

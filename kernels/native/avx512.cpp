@@ -24,6 +24,13 @@ INLINE V zip_high(V a, V b) {
     const __m512i turns = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
     return _mm512_permutex2var_ps(a, turns, b);
 }
+#include "eight_lanes.inc"
+
+// Halves of a register meet first, and what is left to add up is half as wide: where such a register goes through the
+// processor in two halves (Zen 4), that takes three quarters of the time.
+INLINE Summed begun_sum(V values) {
+    return _mm256_add_ps(_mm512_castps512_ps256(values), _mm512_extractf32x8_ps(values, 1));
+}
 INLINE V choose(VI where, V yes, V no) { return where ? yes : no; }
 INLINE V larger(V a, V b) { return _mm512_max_ps(a, b); }
 INLINE V smaller(V a, V b) { return _mm512_min_ps(a, b); }

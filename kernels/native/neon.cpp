@@ -18,6 +18,14 @@ INLINE float first_lane(V values) { return values[0]; }
 INLINE V multiply_add(V a, V b, V c) { return (V)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
 INLINE V zip_low(V a, V b) { return (V)vzip1q_f32((float32x4_t)a, (float32x4_t)b); }
 INLINE V zip_high(V a, V b) { return (V)vzip2q_f32((float32x4_t)a, (float32x4_t)b); }
+constexpr int SUMS = LANES;
+using Summed = V;
+INLINE Summed begun_sum(V values) { return values; }
+template <int DISTANCE> INLINE V folded(V a, V b) {
+    const float32x4_t first = (float32x4_t)a, second = (float32x4_t)b;
+    if constexpr (DISTANCE == 1) return (V)vtrn1q_f32(first, second) + (V)vtrn2q_f32(first, second);
+    else return (V)vtrn1q_f64((float64x2_t)a, (float64x2_t)b) + (V)vtrn2q_f64((float64x2_t)a, (float64x2_t)b);
+}
 INLINE V choose(VI where, V yes, V no) { return (V)(((VI)yes & where) | ((VI)no & ~where)); }
 INLINE V larger(V a, V b) { return choose(a > b, a, b); }
 INLINE V smaller(V a, V b) { return choose(a < b, a, b); }

@@ -21,6 +21,13 @@ INLINE float first_lane(V values) { return values[0]; }
 INLINE V multiply_add(V a, V b, V c) { return a * b + c; }
 INLINE V zip_low(V a, V b) { return V{a[0], b[0], a[1], b[1]}; }
 INLINE V zip_high(V a, V b) { return V{a[2], b[2], a[3], b[3]}; }
+constexpr int SUMS = LANES;
+using Summed = V;
+INLINE Summed begun_sum(V values) { return values; }
+template <int DISTANCE> INLINE V folded(V a, V b) {
+    if constexpr (DISTANCE == 1) return V{a[0], b[0], a[2], b[2]} + V{a[1], b[1], a[3], b[3]};
+    else return V{a[0], a[1], b[0], b[1]} + V{a[2], a[3], b[2], b[3]};
+}
 INLINE V choose(VI where, V yes, V no) { return (V)(((VI)yes & where) | ((VI)no & ~where)); }
 INLINE V larger(V a, V b) { return choose(a > b, a, b); }
 INLINE V smaller(V a, V b) { return choose(a < b, a, b); }
