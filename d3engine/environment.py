@@ -38,7 +38,7 @@ KERNELS = Variable(
 
 NATIVE_ISA = Variable(
     "D3ENGINE_NATIVE_ISA",
-    ("auto", "amx", "amx-bf16", "avx512-vnni", "avx512", "avx2", "neon", "portable"),
+    ("auto", "amx", "avx512-vnni", "avx512", "avx2", "neon", "portable"),
     "which instruction set the native library uses; auto is the best that the machine has",
 )
 

@@ -67,7 +67,7 @@ static bool runs_here() {
 }
 
 #include "fixed_point.inc"
-#include "fixed_few.inc"
+#include "fixed_one.inc"
 #include "fixed_lanes.inc"
 #include "with_bytes.inc"
 

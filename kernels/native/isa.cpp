@@ -4,7 +4,7 @@
 
 #if defined(D3_PORTABLE)
 #elif defined(__x86_64__)
-namespace avx512 { extern const Kernels kernels, vnni, amx, amx_bfloat16; }
+namespace avx512 { extern const Kernels kernels, vnni, amx; }
 namespace avx2 { extern const Kernels kernels; }
 #elif defined(__aarch64__)
 namespace neon { extern const Kernels kernels; }
@@ -16,7 +16,6 @@ const Kernels* const ALL_KERNELS[] = {
 #elif defined(__x86_64__)
 #if defined(D3_TILES)
     &avx512::amx,
-    &avx512::amx_bfloat16,
 #endif
     &avx512::vnni,
     &avx512::kernels,

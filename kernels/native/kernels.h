@@ -75,9 +75,10 @@ struct Kernels {
     // out[b * ldo + n - start] for output channels n in [start, stop)
     void (*multiply)(const Product&, int start, int stop, float* out, int64_t ldo);
     // Where products with a kind of matrix take vectors in another form: how many bytes it has, a multiple of 64 for 16
-    // vectors each, and what writes that of vector `row` to p.prepared. Null where they take floats.
+    // vectors each, in how many pieces it is written, and what writes one to p.prepared. Null where they take floats.
     int64_t (*prepared_bytes)(D3Kind, int columns, int rows);
-    void (*prepare)(const Product&, int row);
+    int (*prepared_pieces)(const Product&);
+    void (*prepare)(const Product&, int piece);
     // Products of many vectors, bit for bit the same: `panel` channels at most are widened into a panel of
     // `panel_floats(columns)` floats, `strip` vectors at most packed into a strip of `strip_floats(columns)`.
     int panel, strip;

@@ -348,14 +348,13 @@ def isas_here() -> list[str]:
 
 
 def _best_isa(model: NativeModel) -> str:
-    """The best of them for a model: tiles are for int8 and int4, products of bytes without tiles for int4, and both for
-    others only where they are asked for."""
-    kinds = {type(matrix) for matrix in (model.lm_head, *(layer.down.weight for layer in model.layers))}
+    """The best of them for a model: tiles are for bfloat16, int8 and int4, products of bytes without tiles for int4."""
+    matrices = (model.lm_head, *(layer.down.weight for layer in model.layers))
+    kinds = {matrix.dtype if isinstance(matrix, torch.Tensor) else type(matrix) for matrix in matrices}
+    narrow = {"amx": {torch.bfloat16, Int8Weight, Int4Weight}, "avx512-vnni": {Int4Weight}}
 
     def is_for_it(isa: str) -> bool:
-        if isa.startswith("amx"):
-            return Int8Weight in kinds or Int4Weight in kinds
-        return Int4Weight in kinds or isa != "avx512-vnni"
+        return isa not in narrow or bool(kinds & narrow[isa])
 
     return next(filter(is_for_it, isas_here()))
 

@@ -6,7 +6,7 @@
 namespace {
 
 constexpr int MOST_PIECE_ROWS = 256;
-constexpr int64_t PIECE_BYTES = 128 * 1024;
+constexpr int64_t PIECE_BYTES = 512 * 1024;
 constexpr int64_t LEAST_PIECE_BYTES = 16 * 1024;
 constexpr int64_t PANEL_BYTES = 512 * 1024;  // of a piece's panels: they stay in a core's second cache
 constexpr int64_t LEAST_SHARED = 16 * 1024;  // numbers: fewer are sooner made than handed over
@@ -34,8 +34,9 @@ Product Multiplier::product(const D3Matrix& matrix, const Rows& x, int rows) {
     if (!kernels_.prepare || kernels_.prepared_bytes(p.kind, p.columns, 1) == 0) return p;
     p.prepared = reinterpret_cast<char*>(prepared_.at(0)), p.at_once = rows;
     auto one = [&](int, int nth) { kernels_.prepare(p, nth); };
-    if (int64_t(rows) * p.columns >= LEAST_SHARED) team_.each(rows, one);
-    else for (int nth = 0; nth < rows; nth++) one(0, nth);
+    const int pieces = kernels_.prepared_pieces(p);
+    if (int64_t(rows) * p.columns >= LEAST_SHARED) team_.each(pieces, one);
+    else for (int nth = 0; nth < pieces; nth++) one(0, nth);
     return p;
 }
 

@@ -233,7 +233,7 @@ def isas() -> list[str]:
         return ["none"]
 
 
-DIFFERENT_IN = {"amx": ("int8", "int4"), "amx-bf16": ("bfloat16",), "avx512-vnni": ("int4",)}
+DIFFERENT_IN = {"amx": ("bfloat16", "int8", "int4"), "avx512-vnni": ("int4",)}
 """Of the instruction sets that are another one's but for some forms of matrices: those forms."""
 
 
