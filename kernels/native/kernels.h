@@ -69,6 +69,9 @@ constexpr int SCALE_GROUP = 128;
 // so much lower.
 constexpr float E4M3_UNIT = 256.0f;
 
+// So many bytes of a matrix at once meet all vectors that are floats.
+constexpr int64_t PIECE_BYTES = 128 * 1024;
+
 struct Kernels {
     const char* name;
     bool (*runs_here)();
@@ -79,6 +82,7 @@ struct Kernels {
     int64_t (*prepared_bytes)(D3Kind, int columns, int rows);
     int (*prepared_pieces)(const Product&);
     void (*prepare)(const Product&, int piece);
+    int64_t piece_bytes;  // so many of a matrix at once meet vectors in that form
     // Products of many vectors, bit for bit the same: `panel` channels at most are widened into a panel of
     // `panel_floats(columns)` floats, `strip` vectors at most packed into a strip of `strip_floats(columns)`.
     int panel, strip;

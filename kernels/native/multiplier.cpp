@@ -6,7 +6,6 @@
 namespace {
 
 constexpr int MOST_PIECE_ROWS = 256;
-constexpr int64_t PIECE_BYTES = 512 * 1024;
 constexpr int64_t LEAST_PIECE_BYTES = 16 * 1024;
 constexpr int64_t PANEL_BYTES = 512 * 1024;  // of a piece's panels: they stay in a core's second cache
 constexpr int64_t LEAST_SHARED = 16 * 1024;  // numbers: fewer are sooner made than handed over
@@ -42,9 +41,10 @@ Product Multiplier::product(const D3Matrix& matrix, const Rows& x, int rows) {
 
 // Output channels of a piece: about what a core's second cache holds beside the vectors, less where that would leave
 // somebody without work; a multiple of 16, so that pairs of channels stay together and tiles are full.
-int Multiplier::rows_of_piece(const D3Matrix& matrix) const {
+int Multiplier::rows_of_piece(const D3Matrix& matrix, bool is_prepared) const {
     const int64_t row = bytes_of_row(matrix), whole = row * matrix.rows;
-    const int64_t bytes = std::clamp(whole / (2 * team_.size()), LEAST_PIECE_BYTES, PIECE_BYTES);
+    const int64_t most = is_prepared ? kernels_.piece_bytes : PIECE_BYTES;
+    const int64_t bytes = std::clamp(whole / (2 * team_.size()), LEAST_PIECE_BYTES, most);
     return int(std::clamp<int64_t>((bytes / row + 15) / 16 * 16, 16, MOST_PIECE_ROWS));
 }
 

@@ -38,7 +38,7 @@ public:
             }
         };
         if (p.batch >= MANY_ROWS && !p.prepared) return multiply_many<BANDS>(matrix, p, use_rows);
-        const int size = std::max(16, rows_of_piece(matrix) / BANDS / 16 * 16);
+        const int size = std::max(16, rows_of_piece(matrix, p.prepared) / BANDS / 16 * 16);
         team_.each((channels + size - 1) / size, [&](int worker, int piece) {
             const Rows& out = scratch_[worker].outputs;
             const int start = piece * size, stop = std::min(channels, start + size);
@@ -66,7 +66,7 @@ private:
     };
 
     Product product(const D3Matrix& matrix, const Rows& x, int rows);
-    int rows_of_piece(const D3Matrix& matrix) const;
+    int rows_of_piece(const D3Matrix& matrix, bool is_prepared) const;
     int panels_of_piece(const D3Matrix& matrix, int bands) const;
 
     // Many rows meet weights that are widened once for all of them, panel by panel: no more than a piece's is ever
