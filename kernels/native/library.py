@@ -350,8 +350,11 @@ def isas_here() -> list[str]:
 def _best_isa(model: NativeModel) -> str:
     """The best of them for a model: tiles are for bfloat16, int8 and int4, products of bytes without tiles for int4."""
     matrices = (model.lm_head, *(layer.down.weight for layer in model.layers))
-    kinds = {matrix.dtype if isinstance(matrix, torch.Tensor) else type(matrix) for matrix in matrices}
-    narrow = {"amx": {torch.bfloat16, Int8Weight, Int4Weight}, "avx512-vnni": {Int4Weight}}
+    kinds: set[object] = {matrix.dtype if isinstance(matrix, torch.Tensor) else type(matrix) for matrix in matrices}
+    narrow: dict[str, set[object]] = {
+        "amx": {torch.bfloat16, Int8Weight, Int4Weight},
+        "avx512-vnni": {Int4Weight},
+    }
 
     def is_for_it(isa: str) -> bool:
         return isa not in narrow or bool(kinds & narrow[isa])
