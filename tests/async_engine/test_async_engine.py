@@ -21,6 +21,8 @@ from stepping import greedy
 
 from d3engine import AsyncEngine, Engine, EngineClosedError, EngineDeadError, InvalidValueError, RequestOutputKind
 from d3engine.async_engine.async_engine import SHORT_PROMPT
+from d3engine.async_engine.engine_thread import EngineThread
+from d3engine.async_engine.messages import Message, Stop
 
 # -- answers ---------------------------------------------------------------------------------------------------------
 
@@ -212,14 +214,23 @@ def test_draining_takes_no_more_and_waits_for_the_last_reader(make_async: Make, 
     asyncio.run(main())
 
 
-def test_closing_ends_whoever_still_waits(make_async: Make, gate: Any) -> None:
+def test_closing_ends_whoever_still_waits(make_async: Make, gate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    send, is_told = EngineThread.send, threading.Event()
+
+    def tell(thread: EngineThread, message: Message) -> None:
+        send(thread, message)
+        if isinstance(message, Stop):
+            is_told.set()
+
+    monkeypatch.setattr(EngineThread, "send", tell)
+
     async def main() -> None:
         engine = make_async()
         gate.shut()
         task = asyncio.create_task(last_of(engine.generate(PROMPT, greedy())))
         await asyncio.to_thread(gate.wait_until_held)
         closing = asyncio.create_task(engine.close())
-        await asyncio.sleep(0)
+        assert await asyncio.to_thread(is_told.wait, 120)  # or the answer might be there first
         gate.open()
         await closing
         with pytest.raises(EngineClosedError, match="the engine is closed"):
