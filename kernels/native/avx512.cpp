@@ -67,14 +67,14 @@ static bool runs_here() {
 }
 
 #include "fixed_point.inc"
-#include "fixed_one.inc"
+#include "fixed_single.inc"
 #include "fixed_lanes.inc"
 #include "with_bytes.inc"
 
 #if defined(D3_TILES)
 #include "tiles.inc"
-#include "fixed_many.inc"
-#include "bfloat16_many.inc"
+#include "fixed_tiles.inc"
+#include "bfloat16_tiles.inc"
 #include "with_tiles.inc"
 #endif
 

@@ -38,7 +38,7 @@ public:
             }
         };
         if (p.batch >= MANY_ROWS && !p.prepared) return multiply_many<BANDS>(matrix, p, use_rows);
-        const int size = std::max(16, rows_of_piece(matrix, p.prepared) / BANDS / 16 * 16);
+        const int size = std::max(16, rows_of_piece(matrix, p.prepared != nullptr) / BANDS / 16 * 16);
         team_.each((channels + size - 1) / size, [&](int worker, int piece) {
             const Rows& out = scratch_[worker].outputs;
             const int start = piece * size, stop = std::min(channels, start + size);

@@ -91,6 +91,15 @@ def test_logits_are_the_same_bits_alone_and_in_any_batch_on_any_threads(form: st
         np.testing.assert_array_equal(some, tokens[:, places])
 
 
+@pytest.mark.parametrize(("form", "isa"), forms_and_isas())
+def test_so_they_are_among_more_rows_than_a_tile_has_and_over_several_blocks_of_columns(form: str, isa: str) -> None:
+    case = Case(Shape(layers=1, rows=35, hidden=144, intermediate=600, head_dim=24, vocab=300, form=form))
+    together = case.decode(1, isa=isa, num_threads=2)[2]
+    for places in ([34], [16, 33], [0, 17, 32, 5], range(9), range(18), range(2, 35)):
+        logits = case.decode(1, at_places(case.rows, np.array(places)), isa=isa)[2]
+        np.testing.assert_array_equal(logits.view(np.int32), together[:, np.array(places)].view(np.int32))
+
+
 def test_rows_that_are_not_asked_for_logits_change_nothing_for_those_that_are() -> None:
     case = Case(Shape(rows=7))
     tokens, scores, logits = case.decode(1, num_threads=2)
