@@ -119,11 +119,16 @@ void D3Decoder::step(const Step& step) {
         if (step.run.bridges) cross(step, layer);
         find_active(step, layer);
         if (active_.empty()) continue;
+        const D3Layer& weights = layers_[layer];
+        expect(weights.output);
         qkv(step, layer);
         attention(step, layer);
-        add_product(layers_[layer].output, attended_);
-        gate_up(layers_[layer]);
-        add_product(layers_[layer].down, gated_);
+        expect(weights.gate_up, 2);
+        add_product(weights.output, attended_);
+        expect(weights.down);
+        gate_up(weights);
+        expect(layer + 1 < model_.num_layers ? layers_[layer + 1].qkv : model_.lm_head);
+        add_product(weights.down, gated_);
     }
     head(step);
 }

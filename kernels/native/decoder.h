@@ -91,6 +91,7 @@ private:
     void choose_from_all(const Step& step);
 
     void norm(const float* weight);
+    void expect(const D3Matrix& matrix, int bands = 1) { multiplier_.expect(matrix, int(active_.size()), bands); }
     template <class Use> void multiply(const D3Matrix& matrix, const Rows& x, Use use) {
         multiplier_.multiply(matrix, x, int(active_.size()), use);
     }

@@ -6,6 +6,8 @@
 namespace {
 
 int num_spans(const Attention& a) { return (a.length + a.rows - 1 + ATTENTION_SPAN - 1) / ATTENTION_SPAN; }
+constexpr int64_t LEAST_SHARED = 24 * 1024;
+
 int64_t num_floats(const Attention& a) { return int64_t(a.rows) * a.group * (a.head_dim + 2); }
 
 }  // namespace
@@ -49,7 +51,7 @@ void D3Decoder::attention(const Step& step, int layer) {
     for (int piece = 0; piece < pieces; piece += model_.kv_heads)
         spans = std::max(spans, num_spans(attention_of(step, layer, piece, 0)));
     if (spans > 1 && team_.size() > 1 && pieces < 2 * team_.size()) return attend_split(step, layer, spans);
-    team_.each(pieces, [&](int worker, int piece) {
+    auto attend = [&](int worker, int piece) {
         const Attention a = attention_of(step, layer, piece, worker);
         float *earlier = scratch_[worker].partials.at(0), *partial = earlier + num_floats(a);
         kernels_.attend_span(a, 0, earlier);
@@ -58,7 +60,14 @@ void D3Decoder::attention(const Step& step, int layer) {
             kernels_.join_span(a, span, earlier, partial);
         }
         kernels_.finish_attention(a, earlier);
-    });
+    };
+    int64_t products = 0;
+    for (int piece = 0; piece < pieces; piece++) {
+        const Attention a = attention_of(step, layer, piece, 0);
+        products += int64_t(a.rows) * a.group * a.length * a.head_dim * 2;
+    }
+    if (products >= LEAST_SHARED) return team_.each(pieces, attend);
+    for (int piece = 0; piece < pieces; piece++) attend(0, piece);
 }
 
 // The same where there are too few pieces for everybody, in long texts of few heads: each span is a piece then.

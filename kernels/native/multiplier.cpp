@@ -6,9 +6,8 @@
 namespace {
 
 constexpr int MOST_PIECE_ROWS = 256;
-constexpr int64_t LEAST_PIECE_BYTES = 16 * 1024;
+constexpr int64_t LEAST_PIECE_BYTES = 24 * 1024;  // less is sooner read than handed over
 constexpr int64_t PANEL_BYTES = 512 * 1024;  // of a piece's panels: they stay in a core's second cache
-constexpr int64_t LEAST_SHARED = 16 * 1024;  // numbers: fewer are sooner made than handed over
 
 }  // namespace
 
@@ -22,30 +21,58 @@ Multiplier::Multiplier(const Kernels& kernels, Team& team, int widest, int max_r
     for (D3Kind kind : {D3_FLOAT32, D3_BFLOAT16, D3_INT8, D3_FP8, D3_FP8_GROUPS, D3_INT4})
         if (kernels.prepare) most = std::max(most, kernels.prepared_bytes(kind, widest, max_rows));
     prepared_ = Floats(most / int64_t(sizeof(float)));
+    for (Scratch& scratch : scratch_) scratch.prepared = Floats(most / int64_t(sizeof(float)));
     strips_ = Floats((max_rows / kernels.strip + 1) * kernels.strip_floats(widest));
 }
 
-// With its vectors in another form too, where this instruction set multiplies such a matrix by that.
+// Whether this instruction set multiplies such a matrix by vectors in another form.
+bool Multiplier::needs_prepared(const D3Matrix& matrix) const {
+    return kernels_.prepare && kernels_.prepared_bytes(D3Kind(matrix.kind), matrix.columns, 1) > 0;
+}
+
+// With its vectors in another form too, where they are needed so; few vectors get that later, by `own_vectors`.
 Product Multiplier::product(const D3Matrix& matrix, const Rows& x, int rows) {
     Product p = {D3Kind(matrix.kind), matrix.columns, static_cast<const char*>(matrix.values), bytes_of_row(matrix),
                  matrix.scales, (matrix.columns + SCALE_GROUP - 1) / SCALE_GROUP, x.row(0), x.stride(), rows, nullptr,
                  0, ahead_};
-    if (!kernels_.prepare || kernels_.prepared_bytes(p.kind, p.columns, 1) == 0) return p;
+    if (!needs_prepared(matrix)) return p;
     p.prepared = reinterpret_cast<char*>(prepared_.at(0)), p.at_once = rows;
-    auto one = [&](int, int nth) { kernels_.prepare(p, nth); };
-    const int pieces = kernels_.prepared_pieces(p);
-    if (int64_t(rows) * p.columns >= LEAST_SHARED) team_.each(pieces, one);
-    else for (int nth = 0; nth < pieces; nth++) one(0, nth);
+    nth_product_++;
+    if (has_few_vectors(p)) return p;
+    team_.each(kernels_.prepared_pieces(p), [&](int, int nth) { kernels_.prepare(p, nth); });
     return p;
 }
 
-// Output channels of a piece: about what a core's second cache holds beside the vectors, less where that would leave
-// somebody without work; a multiple of 16, so that pairs of channels stay together and tiles are full.
-int Multiplier::rows_of_piece(const D3Matrix& matrix, bool is_prepared) const {
-    const int64_t row = bytes_of_row(matrix), whole = row * matrix.rows;
-    const int64_t most = is_prepared ? kernels_.piece_bytes : PIECE_BYTES;
-    const int64_t bytes = std::clamp(whole / (2 * team_.size()), LEAST_PIECE_BYTES, most);
-    return int(std::clamp<int64_t>((bytes / row + 15) / 16 * 16, 16, MOST_PIECE_ROWS));
+// Each worker prepares few vectors by itself, before its first piece: that takes no longer than if the others waited
+// for one to do it, and what it reads then is in its own core's cache.
+Product Multiplier::own_vectors(const Product& p, int worker) {
+    Scratch& scratch = scratch_[worker];
+    Product own = p;
+    own.prepared = reinterpret_cast<char*>(scratch.prepared.at(0));
+    if (scratch.nth_product == nth_product_) return own;
+    for (int nth = 0; nth < kernels_.prepared_pieces(own); nth++) kernels_.prepare(own, nth);
+    scratch.nth_product = nth_product_;
+    return own;
+}
+
+// Output channels of a piece of each band: about what a core's second cache holds beside the vectors, less where that
+// would leave somebody without work, and as many pieces for everybody; a multiple of 16, so that pairs of channels stay
+// together and tiles are full.
+int Multiplier::channels_of_piece(const D3Matrix& matrix, int bands) const {
+    const int64_t whole = bytes_of_row(matrix) * matrix.rows, channels = matrix.rows / bands, team = team_.size();
+    const int64_t most = needs_prepared(matrix) ? kernels_.piece_bytes : PIECE_BYTES;
+    const int64_t bytes = std::clamp(whole / (2 * team), LEAST_PIECE_BYTES, most);
+    int64_t pieces = std::max<int64_t>(1, whole / bytes);
+    if (pieces > team) pieces = pieces / team * team;
+    return int(std::clamp<int64_t>(((channels + pieces - 1) / pieces + 15) / 16 * 16, 16, MOST_PIECE_ROWS / bands));
+}
+
+void Multiplier::expect(const D3Matrix& matrix, int rows, int bands) {
+    if (rows >= MANY_ROWS) return;
+    const int64_t channels = matrix.rows / bands, row = bytes_of_row(matrix);
+    const int size = channels_of_piece(matrix, bands);
+    team_.expect({static_cast<const char*>(matrix.values), bands > 1 ? channels * row : 0, size * row,
+                  int((channels + size - 1) / size)});
 }
 
 // Panels of a piece, by band: what a core's second cache holds, less where that would leave somebody without work.

@@ -8,6 +8,7 @@
 
 #include "floats.h"
 #include "kernels.h"
+#include "matrix.h"
 #include "team.h"
 
 class Multiplier {
@@ -38,12 +39,13 @@ public:
             }
         };
         if (p.batch >= MANY_ROWS && !p.prepared) return multiply_many<BANDS>(matrix, p, use_rows);
-        const int size = std::max(16, rows_of_piece(matrix, p.prepared != nullptr) / BANDS / 16 * 16);
+        const int size = channels_of_piece(matrix, BANDS);
         team_.each((channels + size - 1) / size, [&](int worker, int piece) {
             const Rows& out = scratch_[worker].outputs;
+            const Product own = p.prepared && has_few_vectors(p) ? own_vectors(p, worker) : p;
             const int start = piece * size, stop = std::min(channels, start + size);
             for (int first = 0; first < p.batch; first += MANY_ROWS) {
-                Product some = p;
+                Product some = own;
                 some.batch = std::min(MANY_ROWS, p.batch - first), some.x += first * p.ldx;
                 if (p.prepared) some.prepared += kernels_.prepared_bytes(p.kind, p.columns, first);
                 for (int band = 0; band < BANDS; band++) {
@@ -55,18 +57,27 @@ public:
         });
     }
 
+    // The next product but one is of this matrix, in so many bands: who waits may ask for what he will begin with.
+    void expect(const D3Matrix& matrix, int rows, int bands = 1);
+
 private:
     static constexpr int MANY_ROWS = 48;  // from here on widening a panel costs less than it saves
     static_assert(MANY_ROWS % 16 == 0);   // vectors that were prepared together stay together
+    static constexpr int64_t MANY_NUMBERS = 16 * 1024;  // of vectors, from here on shared out to be prepared
 
     // What a worker writes while it has a piece.
     struct Scratch {
         Rows outputs;   // the piece's channels of some rows, band by band
         Floats panels;  // its weights, for many rows
+        Floats prepared;          // few vectors, in a form of the instruction set's own
+        int64_t nth_product = 0;  // whose vectors these are
     };
 
     Product product(const D3Matrix& matrix, const Rows& x, int rows);
-    int rows_of_piece(const D3Matrix& matrix, bool is_prepared) const;
+    Product own_vectors(const Product& p, int worker);
+    static bool has_few_vectors(const Product& p) { return int64_t(p.batch) * p.columns < MANY_NUMBERS; }
+    bool needs_prepared(const D3Matrix& matrix) const;
+    int channels_of_piece(const D3Matrix& matrix, int bands) const;
     int panels_of_piece(const D3Matrix& matrix, int bands) const;
 
     // Many rows meet weights that are widened once for all of them, panel by panel: no more than a piece's is ever
@@ -107,6 +118,7 @@ private:
     Team& team_;
     const int64_t ahead_;
     std::vector<Scratch> scratch_;  // [workers]
-    Floats prepared_;               // the vectors of a product in a form of the instruction set's own
+    Floats prepared_;               // many vectors of a product in a form of the instruction set's own
+    int64_t nth_product_ = 0;       // of those whose vectors have that form
     Floats strips_;                 // the vectors of a product of many rows
 };

@@ -2,7 +2,6 @@
 
 #include <pthread.h>
 #include <signal.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -15,6 +14,7 @@
 #include <vector>
 
 #include "patience.h"
+#include "shares.h"
 
 namespace {
 
@@ -25,7 +25,6 @@ constexpr int64_t SPIN = 100'000;
 // Whoever has a piece for longer may need this core to go on with it.
 constexpr int64_t LEADER_SPIN = 50'000;
 constexpr int PAUSES_A_LOOK = 32;
-constexpr int MOST_PIECES = 0xFFFF;
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -35,159 +34,201 @@ void pause_briefly() {
 #endif
 }
 
-// What one worker has to do first: the pieces [next, end) of the job that `epoch` names, in one word, so that taking a
-// piece and finding out whether the job is still the same are one compare-and-swap.
-struct Ticket {
-    uint32_t epoch, end, next;
+// What travels between cores are lines of 64 bytes, and each takes as long as some hundred instructions. So whoever
+// waits looks at a line that is written when there is something to see, and what others read seldom has another.
+constexpr int LINE = 64;
 
-    static Ticket of(uint64_t word) {
-        return {uint32_t(word >> 32), uint32_t(word >> 16 & 0xFFFF), uint32_t(word & 0xFFFF)};
-    }
-    uint64_t word() const { return uint64_t(epoch) << 32 | uint64_t(end) << 16 | next; }
+// What the leader tells of a job, all in one line. What stands beside the notice is written before it, and read by
+// those who have a piece, until the job is over. What is upcoming is read by others too, and of any job.
+struct alignas(LINE) Board {
+    std::atomic<uint64_t> notice{0};
+    std::atomic<void (*)(void*, int, int)> call{nullptr};
+    std::atomic<void*> body{nullptr};
+    std::atomic<const char*> upcoming{nullptr};
+    std::atomic<int64_t> band_bytes{0}, piece_bytes{0};
+    std::atomic<int> first_piece{0}, upcoming_pieces{0};
 };
+static_assert(sizeof(Board) == LINE);
 
-struct alignas(64) Share {
-    std::atomic<uint64_t> ticket{0};
-};
-
-// What leader and helper know of each other; the leader's own is not used.
-struct alignas(64) Helper {
-    std::atomic<bool> works{false};   // it may have a piece
-    std::atomic<bool> is_out{false};  // it takes none
-    std::atomic<bool> asleep{false};
+struct Worker {
+    alignas(LINE) Share share;
+    // Of a helper: how many pieces of which job it has done, as a notice has it; whether it may have one; whether it
+    // sleeps, and whether it is to take none.
+    alignas(LINE) std::atomic<uint64_t> done{0};
+    alignas(LINE) std::atomic<bool> works{false};
+    alignas(LINE) std::atomic<bool> asleep{false};
+    std::atomic<bool> is_out{false};
     std::mutex mutex;
     std::condition_variable wake;
     Patience patience;  // the leader's
 };
+
+// How often this process has become another one since it was loaded.
+std::atomic<int> forks{0};
+const int forks_are_counted = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
 
 }  // namespace
 
 int64_t Team::steady_clock() { return nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 struct Team::State {
-    explicit State(int size) : shares(size), helpers(size), process(getpid()) {}
+    explicit State(int size) : team(size), workers(size), made_after(forks.load()) {}
 
-    // Takes pieces of the job `epoch` and carries them out; how many. A worker begins with its own share, which is the
-    // same at every step, so that small weights stay in its core's cache; then it helps the others.
-    int take(int worker, uint32_t epoch) {
-        const int size = int(shares.size());
+    bool is_of_this_process() const { return made_after == forks.load(std::memory_order_relaxed); }
+
+    // Takes pieces of a job and carries them out; how many.
+    int take(int worker, Notice job, bool leads) {
         int taken = 0;
-        for (int turn = 0; turn < size; turn++) {
-            auto& shared = shares[(worker + turn) % size].ticket;
-            uint64_t seen = shared.load(std::memory_order_relaxed);
+        for (int turn = 0; turn < team; turn++) {
+            const int whose = (worker + turn) % team;
             for (;;) {
-                Ticket ticket = Ticket::of(seen);
-                if (ticket.epoch != epoch || ticket.next >= ticket.end) break;
-                const uint64_t rest = Ticket{epoch, ticket.end, ticket.next + 1}.word();
-                if (!shared.compare_exchange_weak(seen, rest, std::memory_order_acquire, std::memory_order_relaxed))
-                    continue;
+                const int piece = workers[whose].share.take(job, whose, team, leads);
+                if (piece == Share::NOTHING) break;
                 // The leader waits for this piece now, so the job cannot change under us.
-                const Job* now = job.load(std::memory_order_relaxed);
-                now->call(now->body, worker, first_piece + int(ticket.next));
+                board.call.load(std::memory_order_relaxed)(board.body.load(std::memory_order_relaxed), worker,
+                                                           board.first_piece.load(std::memory_order_relaxed) + piece);
                 taken++;
-                seen = shared.load(std::memory_order_relaxed);
             }
         }
         return taken;
     }
 
+    Fetching upcoming_of(int worker) const {
+        const Upcoming upcoming{board.upcoming.load(std::memory_order_relaxed),
+                                board.band_bytes.load(std::memory_order_relaxed),
+                                board.piece_bytes.load(std::memory_order_relaxed),
+                                board.upcoming_pieces.load(std::memory_order_relaxed)};
+        return {upcoming, first_of_share(worker, team, upcoming.pieces),
+                first_of_share(worker + 1, team, upcoming.pieces)};
+    }
+
     // -- a helper ------------------------------------------------------------------------------------------------
 
     void help(int worker) {
-        Helper& me = helpers[worker];
+        Worker& me = workers[worker];
         for (uint32_t seen = 0;;) {
-            seen = wait_for_other_than(seen, me);
+            const Notice job = wait_for_other_than(seen, worker);
+            seen = job.epoch;
             if (stops.load(std::memory_order_relaxed)) return;
+            __builtin_prefetch(board.body.load(std::memory_order_relaxed));
             me.works.store(true, std::memory_order_relaxed);
-            const int taken = take(worker, seen);
+            const int taken = take(worker, job, false);
             me.works.store(false, std::memory_order_relaxed);
             if (!taken) continue;
-            finished.fetch_add(taken);
+            me.done.store(Notice{job.epoch, taken}.word());
             if (!leader_sleeps.load()) continue;
             std::lock_guard<std::mutex> lock(mutex);
             done.notify_one();
         }
     }
 
-    uint32_t wait_for_other_than(uint32_t seen, Helper& me) {
+    Notice wait_for_other_than(uint32_t seen, int worker) {
+        Worker& me = workers[worker];
+        Fetching fetching = upcoming_of(worker);
         const int64_t end = steady_clock() + SPIN;
         while (!me.is_out.load(std::memory_order_relaxed)) {
             for (int i = 0; i < PAUSES_A_LOOK; i++) {
-                const uint32_t now = epoch.load(std::memory_order_acquire);
-                if (now != seen) return now;
+                const Notice now = Notice::of(board.notice.load(std::memory_order_acquire));
+                if (now.epoch != seen) return now;
+                me.share.keep_near();
+                fetching.some();
                 pause_briefly();
             }
             if (steady_clock() >= end) break;
         }
+        const auto now = [&] { return Notice::of(board.notice.load()); };
         std::unique_lock<std::mutex> lock(me.mutex);
-        me.asleep.store(true);  // before the look at the epoch; the leader writes the epoch before it looks here
-        me.wake.wait(lock, [&] { return stops.load() || (!me.is_out.load() && epoch.load() != seen); });
+        me.asleep.store(true);  // before the look at the notice
+        me.wake.wait(lock, [&] { return stops.load() || (!me.is_out.load() && now().epoch != seen); });
         me.asleep.store(false);
-        return epoch.load(std::memory_order_acquire);
+        return now();
     }
 
     // -- the leader ----------------------------------------------------------------------------------------------
 
     // Lets those back in whose time has come; whether there is anybody to help.
-    bool has_help(int64_t now) {
+    bool has_help(Clock clock) {
+        if (!somebody_is_out) return true;
+        const int64_t now = clock();
         bool has = false;
-        for (size_t worker = 1; worker < helpers.size(); worker++) {
-            Helper& helper = helpers[worker];
+        somebody_is_out = false;
+        for (int worker = 1; worker < team; worker++) {
+            Worker& helper = workers[worker];
             const bool is_out = helper.patience.is_out(now);
             if (is_out != helper.is_out.load(std::memory_order_relaxed)) helper.is_out.store(is_out);
-            has |= !is_out;
+            somebody_is_out |= is_out, has |= !is_out;
         }
         return has;
     }
 
-    void announce(uint32_t next) {
-        epoch.store(next);
-        for (Helper& helper : helpers) {
-            if (!helper.asleep.load() || helper.is_out.load(std::memory_order_relaxed)) continue;
+    // Tells the helpers of a job, whose first piece is the leader's already: what is written here is on its way to them
+    // while the leader carries that out.
+    void announce(Notice notice, const Job& job, int first_piece, const Upcoming& upcoming) {
+        workers[0].share.begin(notice, team);
+        board.call.store(job.call, std::memory_order_relaxed);
+        board.body.store(job.body, std::memory_order_relaxed);
+        board.first_piece.store(first_piece, std::memory_order_relaxed);
+        board.upcoming.store(upcoming.from, std::memory_order_relaxed);
+        board.band_bytes.store(upcoming.band_bytes, std::memory_order_relaxed);
+        board.piece_bytes.store(upcoming.piece_bytes, std::memory_order_relaxed);
+        board.upcoming_pieces.store(upcoming.pieces, std::memory_order_relaxed);
+        board.notice.store(notice.word(), std::memory_order_release);
+        for (int worker = 1; worker < team; worker++) {
+            Worker& helper = workers[worker];
+            if (!helper.asleep.load(std::memory_order_relaxed) || helper.is_out.load(std::memory_order_relaxed))
+                continue;
             // Nobody needs it enough to wait for it: one that is just about to sleep hears of the next job.
             std::unique_lock<std::mutex> lock(helper.mutex, std::try_to_lock);
             if (lock) helper.wake.notify_one();
         }
     }
 
-    bool is_done(int others) const { return finished.load() == others; }
+    // Whether the helpers have done so many pieces.
+    bool is_done(Notice job, int others) const {
+        for (int worker = 1; worker < team; worker++) {
+            const Notice reported = Notice::of(workers[worker].done.load());
+            if (reported.epoch == job.epoch) others -= reported.pieces;
+        }
+        return others == 0;
+    }
 
-    // Returns when the helpers have done `others` pieces; the leader's own took `piece` each.
-    void await(int others, int64_t piece, Clock clock) {
+    // Returns when they have; the leader's own took `piece` each.
+    void await(Notice job, int others, int64_t piece, Clock clock) {
+        Fetching fetching = upcoming_of(0);
         for (const int64_t end = steady_clock() + LEADER_SPIN; steady_clock() < end;)
             for (int i = 0; i < PAUSES_A_LOOK; i++) {
-                if (is_done(others)) return;
+                if (is_done(job, others)) return;
+                fetching.some();
                 pause_briefly();
             }
         // From here on asleep, for who has a piece and no core may get this one.
         const int64_t from = clock();
         std::unique_lock<std::mutex> lock(mutex);
-        leader_sleeps.store(true);  // before the look at what is done; helpers add to that before they look here
-        const auto all = [&] { return is_done(others); };
+        leader_sleeps.store(true);  // before the look at what is done; helpers say what is before they look here
+        const auto all = [&] { return is_done(job, others); };
         if (!done.wait_for(lock, nanoseconds(Patience::allowance(piece)), all)) {
-            for (Helper& helper : helpers)
+            for (Worker& helper : workers)
                 if (helper.works.load()) helper.patience.begin(), helper.is_out.store(true);
             done.wait(lock, all);
             const int64_t to = clock();
-            for (Helper& helper : helpers) {
+            for (Worker& helper : workers) {
                 if (!helper.patience.is_late()) continue;
                 helper.patience.end(from, to);
                 helper.is_out.store(helper.patience.is_out(to));
             }
+            somebody_is_out = true;
         }
         leader_sleeps.store(false);
     }
 
-    std::vector<Share> shares;
-    std::vector<Helper> helpers;
-    const pid_t process;
+    const int team;
+    Board board;
+    std::vector<Worker> workers;  // the leader, who has a share alone, then the helpers
+    const int made_after;         // so many forks
     std::vector<std::thread> threads;
-    int first_piece = 0;  // written before the tickets, like `job`
-    std::atomic<const Job*> job{nullptr};
     std::atomic<bool> stops{false};
-    alignas(64) std::atomic<uint32_t> epoch{0};
-    alignas(64) std::atomic<int> finished{0};
-    std::atomic<bool> leader_sleeps{false};
+    bool somebody_is_out = false;  // the leader's
+    alignas(LINE) std::atomic<bool> leader_sleeps{false};
     std::mutex mutex;
     std::condition_variable done;
 };
@@ -195,7 +236,7 @@ struct Team::State {
 // Helpers are made when they are first needed, and again in a process that was forked: there are none there. What the
 // parent's were at is unknown then, so the old state is left behind as it is.
 Team::State& Team::state() {
-    if (state_ && state_->process == getpid()) return *state_;
+    if (state_ && state_->is_of_this_process()) return *state_;
     state_ = new State(size_);
     sigset_t all, before;
     sigfillset(&all);
@@ -212,43 +253,34 @@ Team::State& Team::state() {
 
 void Team::share(int count, Job job) {
     State& state = this->state();
-    const int64_t begun = clock_();
-    if (!state.has_help(begun)) {
+    if (!state.has_help(clock_)) {
         for (int piece = 0; piece < count; piece++) job.call(job.body, 0, piece);
         return;
     }
     for (int first = 0; first < count; first += MOST_PIECES) {
-        const int pieces = std::min(count - first, MOST_PIECES);
-        const uint32_t epoch = state.epoch.load(std::memory_order_relaxed) + 1;
-        state.job.store(&job, std::memory_order_relaxed);
-        state.first_piece = first;
-        for (int worker = 0; worker < size_; worker++) {
-            auto bound = [&](int nth) { return uint32_t(int64_t(pieces) * nth / size_); };
-            Ticket ticket{epoch, bound(worker + 1), bound(worker)};
-            state.shares[worker].ticket.store(ticket.word(), std::memory_order_release);
-        }
-        state.announce(epoch);
-        const int taken = state.take(0, epoch);
-        if (!state.is_done(pieces - taken)) {
-            const int64_t piece = (clock_() - begun) / std::max(taken, 1);
-            state.await(pieces - taken, piece, clock_);
-        }
-        state.finished.store(0, std::memory_order_relaxed);
+        const uint32_t epoch = Notice::of(state.board.notice.load(std::memory_order_relaxed)).epoch + 1;
+        const Notice notice{epoch, std::min(count - first, MOST_PIECES)};
+        state.announce(notice, job, first, upcoming_);
+        const int64_t begun = clock_();
+        job.call(job.body, 0, first);
+        const int taken = 1 + state.take(0, notice, true), others = notice.pieces - taken;
+        if (!state.is_done(notice, others)) state.await(notice, others, (clock_() - begun) / taken, clock_);
     }
+    upcoming_ = {};
 }
 
 int Team::num_out() const {
     if (!state_) return 0;
-    const auto& helpers = state_->helpers;
-    auto is_out = [](const Helper& helper) { return helper.is_out.load(); };
-    return int(std::count_if(helpers.begin(), helpers.end(), is_out));
+    const auto& workers = state_->workers;
+    auto is_out = [](const Worker& helper) { return helper.is_out.load(); };
+    return int(std::count_if(workers.begin(), workers.end(), is_out));
 }
 
 Team::~Team() {
-    if (!state_ || state_->process != getpid()) return;
+    if (!state_ || !state_->is_of_this_process()) return;
     state_->stops.store(true);
-    state_->epoch.store(state_->epoch.load() + 1);
-    for (Helper& helper : state_->helpers) {
+    state_->board.notice.store(Notice{Notice::of(state_->board.notice.load()).epoch + 1, 0}.word());
+    for (Worker& helper : state_->workers) {
         std::lock_guard<std::mutex> lock(helper.mutex);
         helper.wake.notify_one();
     }

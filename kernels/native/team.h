@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "upcoming.h"
+
 class Team {
 public:
     using Clock = int64_t (*)();  // nanoseconds
@@ -33,6 +35,9 @@ public:
         share(count, {[](void* given, int worker, int piece) { (*static_cast<Plain*>(given))(worker, piece); }, &body});
     }
 
+    // What the job after the next begins with.
+    void expect(const Upcoming& upcoming) { upcoming_ = upcoming; }
+
     struct Job {
         void (*call)(void* body, int worker, int piece);
         void* body;
@@ -46,4 +51,5 @@ private:
     const int size_;
     const Clock clock_;
     State* state_ = nullptr;
+    Upcoming upcoming_;
 };
