@@ -55,24 +55,23 @@ Product Multiplier::own_vectors(const Product& p, int worker) {
     return own;
 }
 
-// Output channels of a piece of each band: about what a core's second cache holds beside the vectors, less where that
-// would leave somebody without work, and as many pieces for everybody; a multiple of 16, so that pairs of channels stay
-// together and tiles are full.
-int Multiplier::channels_of_piece(const D3Matrix& matrix, int bands) const {
-    const int64_t whole = bytes_of_row(matrix) * matrix.rows, channels = matrix.rows / bands, team = team_.size();
+// About as many bytes a piece as a core's second cache holds beside the vectors, less where that would leave somebody
+// without work, and as many pieces for everybody.
+Pieces Multiplier::pieces_of(const D3Matrix& matrix, int bands) const {
+    const int64_t whole = bytes_of_row(matrix) * matrix.rows, team = team_.size();
     const int64_t most = needs_prepared(matrix) ? kernels_.piece_bytes : PIECE_BYTES;
     const int64_t bytes = std::clamp(whole / (2 * team), LEAST_PIECE_BYTES, most);
-    int64_t pieces = std::max<int64_t>(1, whole / bytes);
-    if (pieces > team) pieces = pieces / team * team;
-    return int(std::clamp<int64_t>(((channels + pieces - 1) / pieces + 15) / 16 * 16, 16, MOST_PIECE_ROWS / bands));
+    int64_t count = std::max(int64_t(matrix.rows + MOST_PIECE_ROWS - 1) / MOST_PIECE_ROWS, whole / bytes);
+    if (count > team) count = count / team * team;
+    return {matrix.rows / bands, int(count)};
 }
 
 void Multiplier::expect(const D3Matrix& matrix, int rows, int bands) {
     if (rows >= MANY_ROWS) return;
-    const int64_t channels = matrix.rows / bands, row = bytes_of_row(matrix);
-    const int size = channels_of_piece(matrix, bands);
-    team_.expect({static_cast<const char*>(matrix.values), bands > 1 ? channels * row : 0, size * row,
-                  int((channels + size - 1) / size)});
+    const Pieces pieces = pieces_of(matrix, bands);
+    const int64_t row = bytes_of_row(matrix);
+    team_.expect({static_cast<const char*>(matrix.values), bands > 1 ? pieces.channels * row : 0, Pieces::UNIT * row,
+                  pieces.units(), pieces.count});
 }
 
 // Panels of a piece, by band: what a core's second cache holds, less where that would leave somebody without work.

@@ -11,6 +11,15 @@
 #include "matrix.h"
 #include "team.h"
 
+// The output channels of each band of a matrix, cut into pieces that differ by no more than a unit, so that pairs of
+// channels stay together and tiles are full.
+struct Pieces {
+    static constexpr int UNIT = 16;
+    int channels, count;
+    int units() const { return (channels + UNIT - 1) / UNIT; }
+    int start(int nth) const { return std::min(channels, int(int64_t(units()) * nth / count) * UNIT); }
+};
+
 class Multiplier {
 public:
     // For matrices of at most `widest` columns and at most so many rows.
@@ -39,11 +48,11 @@ public:
             }
         };
         if (p.batch >= MANY_ROWS && !p.prepared) return multiply_many<BANDS>(matrix, p, use_rows);
-        const int size = channels_of_piece(matrix, BANDS);
-        team_.each((channels + size - 1) / size, [&](int worker, int piece) {
+        const Pieces pieces = pieces_of(matrix, BANDS);
+        team_.each(pieces.count, [&](int worker, int piece) {
             const Rows& out = scratch_[worker].outputs;
             const Product own = p.prepared && has_few_vectors(p) ? own_vectors(p, worker) : p;
-            const int start = piece * size, stop = std::min(channels, start + size);
+            const int start = pieces.start(piece), stop = pieces.start(piece + 1);
             for (int first = 0; first < p.batch; first += MANY_ROWS) {
                 Product some = own;
                 some.batch = std::min(MANY_ROWS, p.batch - first), some.x += first * p.ldx;
@@ -77,7 +86,7 @@ private:
     Product own_vectors(const Product& p, int worker);
     static bool has_few_vectors(const Product& p) { return int64_t(p.batch) * p.columns < MANY_NUMBERS; }
     bool needs_prepared(const D3Matrix& matrix) const;
-    int channels_of_piece(const D3Matrix& matrix, int bands) const;
+    Pieces pieces_of(const D3Matrix& matrix, int bands) const;
     int panels_of_piece(const D3Matrix& matrix, int bands) const;
 
     // Many rows meet weights that are widened once for all of them, panel by panel: no more than a piece's is ever

@@ -45,8 +45,8 @@ struct alignas(LINE) Board {
     std::atomic<void (*)(void*, int, int)> call{nullptr};
     std::atomic<void*> body{nullptr};
     std::atomic<const char*> upcoming{nullptr};
-    std::atomic<int64_t> band_bytes{0}, piece_bytes{0};
-    std::atomic<int> first_piece{0}, upcoming_pieces{0};
+    std::atomic<int64_t> band_bytes{0}, unit_bytes{0};
+    std::atomic<int32_t> first_piece{0}, units{0}, upcoming_pieces{0};
 };
 static_assert(sizeof(Board) == LINE);
 
@@ -96,7 +96,8 @@ struct Team::State {
     Fetching upcoming_of(int worker) const {
         const Upcoming upcoming{board.upcoming.load(std::memory_order_relaxed),
                                 board.band_bytes.load(std::memory_order_relaxed),
-                                board.piece_bytes.load(std::memory_order_relaxed),
+                                board.unit_bytes.load(std::memory_order_relaxed),
+                                board.units.load(std::memory_order_relaxed),
                                 board.upcoming_pieces.load(std::memory_order_relaxed)};
         return {upcoming, first_of_share(worker, team, upcoming.pieces),
                 first_of_share(worker + 1, team, upcoming.pieces)};
@@ -170,7 +171,8 @@ struct Team::State {
         board.first_piece.store(first_piece, std::memory_order_relaxed);
         board.upcoming.store(upcoming.from, std::memory_order_relaxed);
         board.band_bytes.store(upcoming.band_bytes, std::memory_order_relaxed);
-        board.piece_bytes.store(upcoming.piece_bytes, std::memory_order_relaxed);
+        board.unit_bytes.store(upcoming.unit_bytes, std::memory_order_relaxed);
+        board.units.store(upcoming.units, std::memory_order_relaxed);
         board.upcoming_pieces.store(upcoming.pieces, std::memory_order_relaxed);
         board.notice.store(notice.word(), std::memory_order_release);
         for (int worker = 1; worker < team; worker++) {

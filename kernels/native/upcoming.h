@@ -6,20 +6,25 @@
 #include <algorithm>
 #include <cstdint>
 
-// Pieces lie `piece_bytes` apart from `from` on; those of a second band, if there is one, `band_bytes` behind.
+// So many units from `from` on, in pieces of as many of them as can be; those of a second band, if there is one, lie
+// `band_bytes` behind.
 struct Upcoming {
     const char* from = nullptr;
-    int64_t band_bytes = 0, piece_bytes = 0;
-    int pieces = 0;
+    int64_t band_bytes = 0, unit_bytes = 0;
+    int units = 0, pieces = 0;
 };
 
-// One worker's part of it, a few lines at a time, so that it sees a new job in time.
+// One worker's part of it, from its first piece to that of the next worker, a few lines at a time so that it sees a new
+// job soon.
 class Fetching {
 public:
-    Fetching(const Upcoming& upcoming, int first, int stop)
-        : next_(upcoming.from + first * upcoming.piece_bytes),
-          left_(upcoming.from ? std::min((stop - first) * upcoming.piece_bytes, MOST_BYTES) : 0),
-          band_bytes_(upcoming.band_bytes) {}
+    Fetching(const Upcoming& upcoming, int first, int stop) : band_bytes_(upcoming.band_bytes) {
+        if (!upcoming.from) return;
+        const auto place = [&](int piece) {
+            return int64_t(upcoming.units) * piece / upcoming.pieces * upcoming.unit_bytes;
+        };
+        next_ = upcoming.from + place(first), left_ = std::min(place(stop) - place(first), MOST_BYTES);
+    }
 
     void some() {
         for (int line = 0; line < LINES_AT_ONCE && left_ > 0; line++, next_ += LINE, left_ -= LINE) {
@@ -32,7 +37,7 @@ private:
     static constexpr int LINES_AT_ONCE = 8, LINE = 64;
     static constexpr int64_t MOST_BYTES = 64 * 1024;
 
-    const char* next_;
-    int64_t left_;
+    const char* next_ = nullptr;
+    int64_t left_ = 0;
     const int64_t band_bytes_;
 };
