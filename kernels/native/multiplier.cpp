@@ -61,9 +61,14 @@ Pieces Multiplier::pieces_of(const D3Matrix& matrix, int bands) const {
     const int64_t whole = bytes_of_row(matrix) * matrix.rows, team = team_.size();
     const int64_t most = needs_prepared(matrix) ? kernels_.piece_bytes : PIECE_BYTES;
     const int64_t bytes = std::clamp(whole / (2 * team), LEAST_PIECE_BYTES, most);
-    int64_t count = std::max(int64_t(matrix.rows + MOST_PIECE_ROWS - 1) / MOST_PIECE_ROWS, whole / bytes);
+    Pieces pieces{matrix.rows / bands, 0};
+    const int64_t units = pieces.units(), most_units = MOST_PIECE_ROWS / Pieces::UNIT / bands;
+    int64_t count = std::max<int64_t>(1, whole / bytes);
     if (count > team) count = count / team * team;
-    return {matrix.rows / bands, int(count)};
+    const int64_t least = (units + most_units - 1) / most_units;
+    if (count < least) count = least <= team ? least : (least + team - 1) / team * team;
+    pieces.count = int(std::min(count, units));
+    return pieces;
 }
 
 void Multiplier::expect(const D3Matrix& matrix, int rows, int bands) {
