@@ -84,10 +84,20 @@ def test_helpers_without_work_take_no_processor_time(case: Case) -> None:
     decoder.run(case.rows, 4)  # and wake up
 
 
+def said_by(program: str, folder: Path) -> tuple[int, str, str]:
+    """What a program of this folder, built with the team alone, returns and says of itself, and of what is wrong."""
+    built, source = folder / program, Path(__file__).with_name(f"{program}.cpp")
+    files = [str(source), str(build.FOLDER / "team.cpp"), f"-I{build.FOLDER}", "-o", str(built)]
+    subprocess.run([*build.find_compiler(), *build.FLAGS, "-O0", *files], check=True)
+    done = subprocess.run([str(built)], capture_output=True, text=True, timeout=600)
+    return done.returncode, done.stdout.strip(), done.stderr
+
+
+def test_every_piece_of_a_job_is_carried_out_once(tmp_path: Path) -> None:
+    """By any number of threads, be there fewer pieces than these or more than a notice can tell of."""
+    assert said_by("every_piece", tmp_path) == (0, "each once", "")
+
+
 def test_a_helper_that_was_put_aside_with_a_piece_is_left_out_for_twice_as_long(tmp_path: Path) -> None:
     """By a clock of its own: the program says what was otherwise."""
-    program, source = tmp_path / "late_helper", Path(__file__).with_name("late_helper.cpp")
-    files = [str(source), str(build.FOLDER / "team.cpp"), f"-I{build.FOLDER}", "-o", str(program)]
-    subprocess.run([*build.find_compiler(), *build.FLAGS, "-O0", *files], check=True)
-    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=600)
-    assert (done.returncode, done.stdout.strip()) == (0, "as it should be"), done.stderr
+    assert said_by("late_helper", tmp_path) == (0, "as it should be", "")
