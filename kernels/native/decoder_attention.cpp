@@ -5,9 +5,11 @@
 
 namespace {
 
-int num_spans(const Attention& a) { return (a.length + a.rows - 1 + ATTENTION_SPAN - 1) / ATTENTION_SPAN; }
+// Products of a query's channel with a key's and a weight with a value's: fewer are sooner done than handed over.
 constexpr int64_t LEAST_SHARED = 24 * 1024;
 
+int num_spans(const Attention& a) { return (a.length + a.rows - 1 + ATTENTION_SPAN - 1) / ATTENTION_SPAN; }
+int64_t num_products(const Attention& a) { return 2 * int64_t(a.rows) * a.group * a.length * a.head_dim; }
 int64_t num_floats(const Attention& a) { return int64_t(a.rows) * a.group * (a.head_dim + 2); }
 
 }  // namespace
@@ -48,8 +50,11 @@ void D3Decoder::attention(const Step& step, int layer) {
     find_blocks(step);
     const int pieces = int(blocks_.size()) * model_.kv_heads;
     int spans = 1;
-    for (int piece = 0; piece < pieces; piece += model_.kv_heads)
-        spans = std::max(spans, num_spans(attention_of(step, layer, piece, 0)));
+    int64_t products = 0;
+    for (int piece = 0; piece < pieces; piece += model_.kv_heads) {
+        const Attention a = attention_of(step, layer, piece, 0);
+        spans = std::max(spans, num_spans(a)), products += model_.kv_heads * num_products(a);
+    }
     if (spans > 1 && team_.size() > 1 && pieces < 2 * team_.size()) return attend_split(step, layer, spans);
     auto attend = [&](int worker, int piece) {
         const Attention a = attention_of(step, layer, piece, worker);
@@ -61,11 +66,6 @@ void D3Decoder::attention(const Step& step, int layer) {
         }
         kernels_.finish_attention(a, earlier);
     };
-    int64_t products = 0;
-    for (int piece = 0; piece < pieces; piece++) {
-        const Attention a = attention_of(step, layer, piece, 0);
-        products += int64_t(a.rows) * a.group * a.length * a.head_dim * 2;
-    }
     if (products >= LEAST_SHARED) return team_.each(pieces, attend);
     for (int piece = 0; piece < pieces; piece++) attend(0, piece);
 }

@@ -6,7 +6,8 @@
 namespace {
 
 constexpr int MOST_PIECE_ROWS = 256;
-constexpr int64_t LEAST_PIECE_BYTES = 24 * 1024;  // less is sooner read than handed over
+// Less is sooner multiplied by a row than handed over. As floats it is as much work again for every further row.
+constexpr int64_t LEAST_PIECE_BYTES = 24 * 1024, LEAST_OF_MANY_ROWS = 8 * 1024;
 constexpr int64_t PANEL_BYTES = 512 * 1024;  // of a piece's panels: they stay in a core's second cache
 
 }  // namespace
@@ -57,10 +58,11 @@ Product Multiplier::own_vectors(const Product& p, int worker) {
 
 // About as many bytes a piece as a core's second cache holds beside the vectors, less where that would leave somebody
 // without work, and as many pieces for everybody.
-Pieces Multiplier::pieces_of(const D3Matrix& matrix, int bands) const {
+Pieces Multiplier::pieces_of(const D3Matrix& matrix, int rows, int bands) const {
     const int64_t whole = bytes_of_row(matrix) * matrix.rows, team = team_.size();
     const int64_t most = needs_prepared(matrix) ? kernels_.piece_bytes : PIECE_BYTES;
-    const int64_t bytes = std::clamp(whole / (2 * team), LEAST_PIECE_BYTES, most);
+    const int64_t of_floats = std::max(LEAST_PIECE_BYTES / rows, LEAST_OF_MANY_ROWS);
+    const int64_t bytes = std::clamp(whole / (2 * team), needs_prepared(matrix) ? LEAST_PIECE_BYTES : of_floats, most);
     Pieces pieces{matrix.rows / bands, 0};
     const int64_t units = pieces.units(), most_units = MOST_PIECE_ROWS / Pieces::UNIT / bands;
     int64_t count = std::max<int64_t>(1, whole / bytes);
@@ -73,7 +75,7 @@ Pieces Multiplier::pieces_of(const D3Matrix& matrix, int bands) const {
 
 void Multiplier::expect(const D3Matrix& matrix, int rows, int bands) {
     if (rows >= MANY_ROWS) return;
-    const Pieces pieces = pieces_of(matrix, bands);
+    const Pieces pieces = pieces_of(matrix, rows, bands);
     const int64_t row = bytes_of_row(matrix);
     team_.expect({static_cast<const char*>(matrix.values), bands > 1 ? pieces.channels * row : 0, Pieces::UNIT * row,
                   pieces.units(), pieces.count});

@@ -48,7 +48,7 @@ public:
             }
         };
         if (p.batch >= MANY_ROWS && !p.prepared) return multiply_many<BANDS>(matrix, p, use_rows);
-        const Pieces pieces = pieces_of(matrix, BANDS);
+        const Pieces pieces = pieces_of(matrix, rows, BANDS);
         team_.each(pieces.count, [&](int worker, int piece) {
             const Rows& out = scratch_[worker].outputs;
             const Product own = p.prepared && has_few_vectors(p) ? own_vectors(p, worker) : p;
@@ -66,7 +66,7 @@ public:
         });
     }
 
-    // The next product but one is of this matrix, in so many bands: who waits may ask for what he will begin with.
+    // The product after the next is of this matrix, in so many bands: who waits may ask for what he will begin with.
     void expect(const D3Matrix& matrix, int rows, int bands = 1);
 
 private:
@@ -76,8 +76,8 @@ private:
 
     // What a worker writes while it has a piece.
     struct Scratch {
-        Rows outputs;   // the piece's channels of some rows, band by band
-        Floats panels;  // its weights, for many rows
+        Rows outputs;             // the piece's channels of some rows, band by band
+        Floats panels;            // its weights, for many rows
         Floats prepared;          // few vectors, in a form of the instruction set's own
         int64_t nth_product = 0;  // whose vectors these are
     };
@@ -86,7 +86,7 @@ private:
     Product own_vectors(const Product& p, int worker);
     static bool has_few_vectors(const Product& p) { return int64_t(p.batch) * p.columns < MANY_NUMBERS; }
     bool needs_prepared(const D3Matrix& matrix) const;
-    Pieces pieces_of(const D3Matrix& matrix, int bands) const;
+    Pieces pieces_of(const D3Matrix& matrix, int rows, int bands) const;
     int panels_of_piece(const D3Matrix& matrix, int bands) const;
 
     // Many rows meet weights that are widened once for all of them, panel by panel: no more than a piece's is ever
