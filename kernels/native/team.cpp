@@ -1,6 +1,7 @@
 #include "team.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 
 #include <algorithm>
@@ -24,7 +25,7 @@ using std::chrono::nanoseconds;
 constexpr int64_t SPIN = 100'000;
 // Whoever has a piece for longer may need this core to go on with it.
 constexpr int64_t LEADER_SPIN = 50'000;
-constexpr int PAUSES_A_LOOK = 32;
+constexpr int LOOKS_A_TURN = 256;
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -32,6 +33,20 @@ void pause_briefly() {
 #elif defined(__aarch64__)
     asm volatile("yield");
 #endif
+}
+
+// Looks whether something is over, for so many nanoseconds at most. Whoever is waited for may need this very core, so
+// others get a turn now and then: without it a leader and a helper on one core would wait for each other in turns.
+template <class IsOver> bool spin(int64_t most, IsOver is_over) {
+    const int64_t end = Team::steady_clock() + most;
+    for (;;) {
+        for (int look = 0; look < LOOKS_A_TURN; look++) {
+            if (is_over()) return true;
+            pause_briefly();
+        }
+        if (Team::steady_clock() >= end) return false;
+        sched_yield();
+    }
 }
 
 // What travels between cores are lines of 64 bytes, and each takes as long as some hundred instructions. So whoever
@@ -126,17 +141,16 @@ struct Team::State {
     Notice wait_for_other_than(uint32_t seen, int worker) {
         Worker& me = workers[worker];
         Fetching fetching = upcoming_of(worker);
-        const int64_t end = steady_clock() + SPIN;
-        while (!me.is_out.load(std::memory_order_relaxed)) {
-            for (int i = 0; i < PAUSES_A_LOOK; i++) {
-                const Notice now = Notice::of(board.notice.load(std::memory_order_acquire));
-                if (now.epoch != seen) return now;
-                me.share.keep_near();
-                fetching.some();
-                pause_briefly();
-            }
-            if (steady_clock() >= end) break;
-        }
+        Notice told{seen, 0};
+        spin(SPIN, [&] {
+            if (me.is_out.load(std::memory_order_relaxed)) return true;
+            told = Notice::of(board.notice.load(std::memory_order_acquire));
+            if (told.epoch != seen) return true;
+            me.share.keep_near();
+            fetching.some();
+            return false;
+        });
+        if (told.epoch != seen) return told;
         const auto now = [&] { return Notice::of(board.notice.load()); };
         std::unique_lock<std::mutex> lock(me.mutex);
         me.asleep.store(true);  // before the look at the notice
@@ -197,12 +211,12 @@ struct Team::State {
     // Returns when they have; the leader's own took `piece` each.
     void await(Notice job, int others, int64_t piece, Clock clock) {
         Fetching fetching = upcoming_of(0);
-        for (const int64_t end = steady_clock() + LEADER_SPIN; steady_clock() < end;)
-            for (int i = 0; i < PAUSES_A_LOOK; i++) {
-                if (is_done(job, others)) return;
-                fetching.some();
-                pause_briefly();
-            }
+        const bool have = spin(LEADER_SPIN, [&] {
+            if (is_done(job, others)) return true;
+            fetching.some();
+            return false;
+        });
+        if (have) return;
         // From here on asleep, for who has a piece and no core may get this one.
         const int64_t from = clock();
         std::unique_lock<std::mutex> lock(mutex);
