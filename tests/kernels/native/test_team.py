@@ -89,7 +89,7 @@ def said_by(program: str, folder: Path) -> tuple[int, str, str]:
     built, source = folder / program, Path(__file__).with_name(f"{program}.cpp")
     files = [str(source), str(build.FOLDER / "team.cpp"), f"-I{build.FOLDER}", "-o", str(built)]
     subprocess.run([*build.find_compiler(), *build.FLAGS, "-O0", *files], check=True)
-    done = subprocess.run([str(built)], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([str(built)], capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout.strip(), done.stderr
 
 
