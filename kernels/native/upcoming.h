@@ -19,7 +19,7 @@ struct Upcoming {
 class Fetching {
 public:
     Fetching(const Upcoming& upcoming, int first, int stop) : band_bytes_(upcoming.band_bytes) {
-        if (!upcoming.from) return;
+        if (!upcoming.from || upcoming.pieces < 1) return;  // one half may be of the job before
         const auto place = [&](int piece) {
             return int64_t(upcoming.units) * piece / upcoming.pieces * upcoming.unit_bytes;
         };
