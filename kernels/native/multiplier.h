@@ -8,7 +8,6 @@
 
 #include "floats.h"
 #include "kernels.h"
-#include "matrix.h"
 #include "team.h"
 
 // The output channels of each band of a matrix, cut into pieces that differ by no more than a unit, so that pairs of

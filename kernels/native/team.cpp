@@ -25,7 +25,7 @@ using std::chrono::nanoseconds;
 constexpr int64_t SPIN = 100'000;
 // Whoever has a piece for longer may need this core to go on with it.
 constexpr int64_t LEADER_SPIN = 50'000;
-constexpr int LOOKS_A_TURN = 256;
+constexpr int LOOKS_A_TURN = 256;  // some microseconds
 
 void pause_briefly() {
 #if defined(__x86_64__)
