@@ -12,6 +12,19 @@
 #include "matrix.h"
 #include "rules.h"
 
+namespace {
+
+// Of all matrices that a step at full depth reads.
+int64_t bytes_of_matrices(const D3Model& model) {
+    const auto bytes = [](const D3Matrix& matrix) { return bytes_of_row(matrix) * matrix.rows; };
+    int64_t all = bytes(model.lm_head);
+    for (const D3Layer* layer = model.layers; layer < model.layers + model.num_layers; layer++)
+        all += bytes(layer->qkv) + bytes(layer->output) + bytes(layer->gate_up) + bytes(layer->down);
+    return all;
+}
+
+}  // namespace
+
 D3Decoder::D3Decoder(const D3Model& model, const Kernels& kernels)
     : model_(model),
       layers_(model.layers, model.layers + model.num_layers),
@@ -21,7 +34,8 @@ D3Decoder::D3Decoder(const D3Model& model, const Kernels& kernels)
       kv_size_(model.kv_heads * model.head_dim),
       fetches_(bytes_fetched_ahead() > 0),
       team_(model.num_threads),
-      multiplier_(kernels, team_, std::max({model.hidden, q_size_, model.intermediate}), model.max_rows),
+      multiplier_(kernels, team_, std::max({model.hidden, q_size_, model.intermediate}), model.max_rows,
+                  bytes_of_matrices(model)),
       hidden_(model.max_rows, model.hidden),
       normed_(model.max_rows, model.hidden),
       projected_(model.max_rows, q_size_ + 2 * kv_size_),
@@ -127,10 +141,18 @@ void D3Decoder::step(const Step& step) {
         add_product(weights.output, attended_);
         expect(weights.down);
         gate_up(weights);
-        expect(layer + 1 < model_.num_layers ? layers_[layer + 1].qkv : model_.lm_head);
+        expect(after(step, layer));
         add_product(weights.down, gated_);
     }
     head(step);
+}
+
+// What is multiplied after a layer: the first matrix of the next one that a row runs, or the head's.
+const D3Matrix& D3Decoder::after(const Step& step, int layer) const {
+    while (++layer < model_.num_layers)
+        for (int row = 0; row < step.run.rows; row++)
+            if (step.runs(row, layer, model_)) return layers_[layer].qkv;
+    return model_.lm_head;
 }
 
 void D3Decoder::embed(const Step& step) {

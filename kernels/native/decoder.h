@@ -72,6 +72,7 @@ private:
     bool have_ended(const D3Run& run, int taken);
     bool has_blocks(const int32_t* table, int64_t last) const;
     void step(const Step& step);
+    const D3Matrix& after(const Step& step, int layer) const;
     void embed(const Step& step);
     void keep_states(const Step& step, int layer);
     void find_active(const Step& step, int layer);

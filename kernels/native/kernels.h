@@ -12,6 +12,19 @@
 #endif
 #endif
 
+// Weights that are multiplied later: two runs of so many bytes, which begin so far apart.
+struct Later {
+    const char* from = nullptr;
+    int64_t bytes = 0, apart = 0;
+
+    // The nth of `count` parts of it.
+    Later part(int nth, int count) const {
+        if (!from) return {};
+        const int64_t before = bytes * nth / count;
+        return {from + before, bytes * (nth + 1) / count - before, apart};
+    }
+};
+
 // A matrix and the vectors that it meets: `x` has `batch` rows of `ldx` floats, zeros from `columns` on up to a whole
 // number of int4's groups.
 struct Product {
@@ -27,6 +40,14 @@ struct Product {
     char* prepared;   // the same vectors as `prepare` has made them, or null
     int32_t at_once;  // so many of them
     int64_t ahead;    // so many bytes ahead weights are fetched into the second cache, or 0
+};
+
+// Output channels [start, stop) of a product: out[b * ldo + n - start]. And what the worker multiplies after them.
+struct Piece {
+    int start, stop;
+    float* out;
+    int64_t ldo;
+    Later later = {};
 };
 
 // Rows of one sequence at neighbouring positions: their query heads that share a key/value head, and where that head's
@@ -75,14 +96,16 @@ constexpr int64_t PIECE_BYTES = 128 * 1024;
 struct Kernels {
     const char* name;
     bool (*runs_here)();
-    // out[b * ldo + n - start] for output channels n in [start, stop)
-    void (*multiply)(const Product&, int start, int stop, float* out, int64_t ldo);
+    void (*multiply)(const Product&, const Piece&);
     // Where products with a kind of matrix take vectors in another form: how many bytes it has, a multiple of 64 for 16
     // vectors each, in how many pieces it is written, and what writes one to p.prepared. Null where they take floats.
     int64_t (*prepared_bytes)(D3Kind, int columns, int rows);
     int (*prepared_pieces)(const Product&);
     void (*prepare)(const Product&, int piece);
     int64_t piece_bytes;  // so many of a matrix at once meet vectors in that form
+    // So many vectors meet a weight at once, and so many in that form; with more, rows are read again from a cache, and
+    // what comes later is fetched meanwhile.
+    int widest, widest_prepared;
     // Products of many vectors, bit for bit the same: `panel` channels at most are widened into a panel of
     // `panel_floats(columns)` floats, `strip` vectors at most packed into a strip of `strip_floats(columns)`.
     int panel, strip;

@@ -2,18 +2,24 @@
 
 #include "fetching.h"
 #include "matrix.h"
+#include "shares.h"
 
 namespace {
 
 constexpr int MOST_PIECE_ROWS = 256;
 // Less is sooner multiplied by a row than handed over. As floats it is as much work again for every further row.
 constexpr int64_t LEAST_PIECE_BYTES = 24 * 1024, LEAST_OF_MANY_ROWS = 8 * 1024;
+constexpr int64_t CACHED_BYTES = 32 * 1024 * 1024;  // of a model: as many as a last cache may keep for one
 constexpr int64_t PANEL_BYTES = 512 * 1024;  // of a piece's panels: they stay in a core's second cache
 
 }  // namespace
 
-Multiplier::Multiplier(const Kernels& kernels, Team& team, int widest, int max_rows)
-    : kernels_(kernels), team_(team), ahead_(bytes_fetched_ahead()), scratch_(team.size()) {
+Multiplier::Multiplier(const Kernels& kernels, Team& team, int widest, int max_rows, int64_t bytes)
+    : kernels_(kernels),
+      team_(team),
+      ahead_(bytes_fetched_ahead()),
+      reads_memory_(bytes > CACHED_BYTES),
+      scratch_(team.size()) {
     for (Scratch& scratch : scratch_) {
         scratch.outputs = Rows(2 * MANY_ROWS, MOST_PIECE_ROWS);
         scratch.panels = Floats(std::max(PANEL_BYTES / int64_t(sizeof(float)), 2 * kernels.panel_floats(widest)));
@@ -74,8 +80,9 @@ Pieces Multiplier::pieces_of(const D3Matrix& matrix, int rows, int bands) const 
 }
 
 void Multiplier::expect(const D3Matrix& matrix, int rows, int bands) {
-    if (rows >= MANY_ROWS) return;
     const Pieces pieces = pieces_of(matrix, rows, bands);
+    if (reads_memory_) expected_ = {matrix, bands, pieces};
+    if (rows >= MANY_ROWS) return;
     const int64_t row = bytes_of_row(matrix);
     team_.expect({static_cast<const char*>(matrix.values), bands > 1 ? pieces.channels * row : 0, Pieces::UNIT * row,
                   pieces.units(), pieces.count});
@@ -86,4 +93,16 @@ int Multiplier::panels_of_piece(const D3Matrix& matrix, int bands) const {
     const int64_t held = PANEL_BYTES / (kernels_.panel_floats(matrix.columns) * int64_t(sizeof(float)) * bands);
     const int64_t fair = matrix.rows / (bands * 2 * team_.size() * kernels_.panel);
     return int(std::clamp<int64_t>(std::min(held, fair), 1, MOST_PIECE_ROWS / kernels_.panel));
+}
+
+// What whoever has a piece multiplies after it: the next one of the same share, or what is expected then.
+Later Multiplier::after(const Cut& cut, int piece) const {
+    const int team = team_.size(), count = cut.pieces.count;
+    int worker = 0;
+    while (piece >= first_of_share(worker + 1, team, count)) worker++;
+    if (piece + 1 < first_of_share(worker + 1, team, count)) return cut.weights(piece + 1);
+    const Cut& next = expected_;
+    if (!next.pieces.count) return {};
+    const int first = first_of_share(worker, team, next.pieces.count);
+    return first < first_of_share(worker + 1, team, next.pieces.count) ? next.weights(first) : Later{};
 }

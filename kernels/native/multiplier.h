@@ -8,6 +8,7 @@
 
 #include "floats.h"
 #include "kernels.h"
+#include "matrix.h"
 #include "team.h"
 
 // The output channels of each band of a matrix, cut into pieces that differ by no more than a unit, so that pairs of
@@ -19,10 +20,25 @@ struct Pieces {
     int start(int nth) const { return std::min(channels, int(int64_t(units()) * nth / count) * UNIT); }
 };
 
+// A matrix whose channels are some bands, and the pieces of each.
+struct Cut {
+    D3Matrix matrix;
+    int bands;
+    Pieces pieces;
+
+    // Where the weights of a piece lie.
+    Later weights(int piece) const {
+        const int start = pieces.start(piece), stop = pieces.start(piece + 1);
+        const int64_t row = bytes_of_row(matrix), bytes = (stop - start) * row;
+        const char* from = static_cast<const char*>(matrix.values) + start * row;
+        return bands > 1 ? Later{from, bytes, pieces.channels * row} : Later{from, bytes / 2, bytes / 2};
+    }
+};
+
 class Multiplier {
 public:
-    // For matrices of at most `widest` columns and at most so many rows.
-    Multiplier(const Kernels& kernels, Team& team, int widest, int max_rows);
+    // For matrices of at most `widest` columns and at most so many rows, which are `bytes` all together.
+    Multiplier(const Kernels& kernels, Team& team, int widest, int max_rows, int64_t bytes);
 
     // Multiplies the first `rows` rows of x, and calls use(worker, nth row, first channel, last channel, their values)
     // for every row and piece.
@@ -46,23 +62,9 @@ public:
                 use(worker, first + nth, start, stop, values[0], values[1]);
             }
         };
-        if (p.batch >= MANY_ROWS && !p.prepared) return multiply_many<BANDS>(matrix, p, use_rows);
-        const Pieces pieces = pieces_of(matrix, rows, BANDS);
-        team_.each(pieces.count, [&](int worker, int piece) {
-            const Rows& out = scratch_[worker].outputs;
-            const Product own = p.prepared && has_few_vectors(p) ? own_vectors(p, worker) : p;
-            const int start = pieces.start(piece), stop = pieces.start(piece + 1);
-            for (int first = 0; first < p.batch; first += MANY_ROWS) {
-                Product some = own;
-                some.batch = std::min(MANY_ROWS, p.batch - first), some.x += first * p.ldx;
-                if (p.prepared) some.prepared += kernels_.prepared_bytes(p.kind, p.columns, first);
-                for (int band = 0; band < BANDS; band++) {
-                    const int before = band * channels;
-                    kernels_.multiply(some, before + start, before + stop, out.row(band * MANY_ROWS), out.stride());
-                }
-                use_rows(worker, first, some.batch, start, stop);
-            }
-        });
+        if (p.batch >= MANY_ROWS && !p.prepared) multiply_many<BANDS>(matrix, p, use_rows);
+        else multiply_some<BANDS>(matrix, p, use_rows);
+        if (reads_memory_) expected_ = {};
     }
 
     // The product after the next is of this matrix, in so many bands: who waits may ask for what he will begin with.
@@ -86,10 +88,40 @@ private:
     static bool has_few_vectors(const Product& p) { return int64_t(p.batch) * p.columns < MANY_NUMBERS; }
     bool needs_prepared(const D3Matrix& matrix) const;
     Pieces pieces_of(const D3Matrix& matrix, int rows, int bands) const;
+    // Whether memory would have nothing to do while this product goes on.
+    bool fetches_later(const Product& p) const {
+        return reads_memory_ && p.batch > (p.prepared ? kernels_.widest_prepared : kernels_.widest);
+    }
+    Later after(const Cut& cut, int piece) const;
     int panels_of_piece(const D3Matrix& matrix, int bands) const;
 
+    // Calls use(worker, first row, how many, first channel, last channel).
+    template <int BANDS, class Use> void multiply_some(const D3Matrix& matrix, const Product& p, Use use) {
+        const Pieces pieces = pieces_of(matrix, p.batch, BANDS);
+        const bool has_later = fetches_later(p);
+        team_.each(pieces.count, [&](int worker, int piece) {
+            const Rows& out = scratch_[worker].outputs;
+            const Product own = p.prepared && has_few_vectors(p) ? own_vectors(p, worker) : p;
+            const int start = pieces.start(piece), stop = pieces.start(piece + 1);
+            const Later later = has_later ? after({matrix, BANDS, pieces}, piece) : Later{};
+            const int passes = (p.batch + MANY_ROWS - 1) / MANY_ROWS * BANDS;
+            int pass = 0;
+            for (int first = 0; first < p.batch; first += MANY_ROWS) {
+                Product some = own;
+                some.batch = std::min(MANY_ROWS, p.batch - first), some.x += first * p.ldx;
+                if (p.prepared) some.prepared += kernels_.prepared_bytes(p.kind, p.columns, first);
+                for (int band = 0; band < BANDS; band++) {
+                    const int before = band * pieces.channels;
+                    kernels_.multiply(some, {before + start, before + stop, out.row(band * MANY_ROWS), out.stride(),
+                                             later.part(pass++, passes)});
+                }
+                use(worker, first, some.batch, start, stop);
+            }
+        });
+    }
+
     // Many rows meet weights that are widened once for all of them, panel by panel: no more than a piece's is ever
-    // there. Calls use(worker, first row, how many, first channel, last channel).
+    // there.
     template <int BANDS, class Use> void multiply_many(const D3Matrix& matrix, const Product& p, Use use) {
         const int channels = matrix.rows / BANDS, panel = kernels_.panel, strip = kernels_.strip;
         const int64_t panel_floats = kernels_.panel_floats(p.columns), strip_floats = kernels_.strip_floats(p.columns);
@@ -125,8 +157,10 @@ private:
     const Kernels& kernels_;
     Team& team_;
     const int64_t ahead_;
+    const bool reads_memory_;  // or else weights stay in caches from step to step
     std::vector<Scratch> scratch_;  // [workers]
     Floats prepared_;               // many vectors of a product in a form of the instruction set's own
+    Cut expected_{};                // what comes after this product, if that is known
     int64_t nth_product_ = 0;       // of those whose vectors have that form
     Floats strips_;                 // the vectors of a product of many rows
 };

@@ -1,6 +1,7 @@
 // What the instruction sets' files have in common: the words for inlining, unrolling and fetching, and the headers they
 // need.
 #pragma once
+#include <climits>
 #include <cmath>
 #include <cstring>
 
