@@ -108,7 +108,8 @@ struct Kernels {
     int widest, widest_prepared;
     // Products of many vectors, bit for bit the same: `panel` channels at most are widened into a panel of
     // `panel_floats(columns)` floats, `strip` vectors at most packed into a strip of `strip_floats(columns)`.
-    int panel, strip;
+    // From so many vectors on that costs less than it saves, and with a matrix of floats, which are wide already.
+    int panel, strip, many, many_of_floats;
     int64_t (*panel_floats)(int columns);
     int64_t (*strip_floats)(int columns);
     void (*pack)(const Product&, int first, int rows, float* strip);

@@ -21,7 +21,7 @@ Multiplier::Multiplier(const Kernels& kernels, Team& team, int widest, int max_r
       reads_memory_(bytes > CACHED_BYTES),
       scratch_(team.size()) {
     for (Scratch& scratch : scratch_) {
-        scratch.outputs = Rows(2 * MANY_ROWS, MOST_PIECE_ROWS);
+        scratch.outputs = Rows(2 * ROWS_A_PASS, MOST_PIECE_ROWS);
         scratch.panels = Floats(std::max(PANEL_BYTES / int64_t(sizeof(float)), 2 * kernels.panel_floats(widest)));
     }
     int64_t most = 0;
@@ -82,7 +82,7 @@ Pieces Multiplier::pieces_of(const D3Matrix& matrix, int rows, int bands) const 
 void Multiplier::expect(const D3Matrix& matrix, int rows, int bands) {
     const Pieces pieces = pieces_of(matrix, rows, bands);
     if (reads_memory_) expected_ = {matrix, bands, pieces};
-    if (rows >= MANY_ROWS) return;
+    if (rows >= ROWS_A_PASS) return;
     const int64_t row = bytes_of_row(matrix);
     team_.expect({static_cast<const char*>(matrix.values), bands > 1 ? pieces.channels * row : 0, Pieces::UNIT * row,
                   pieces.units(), pieces.count});

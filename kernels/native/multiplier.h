@@ -56,13 +56,13 @@ public:
         const auto use_rows = [&](int worker, int first, int count, int start, int stop) {
             const Rows& out = scratch_[worker].outputs;
             for (int nth = 0; nth < count; nth++) {
-                float* values[] = {out.row(nth), out.row(MANY_ROWS + nth)};
+                float* values[] = {out.row(nth), out.row(ROWS_A_PASS + nth)};
                 for (int band = 0; matrix.bias && band < BANDS; band++)
                     kernels_.add(values[band], matrix.bias + band * channels + start, stop - start);
                 use(worker, first + nth, start, stop, values[0], values[1]);
             }
         };
-        if (p.batch >= MANY_ROWS && !p.prepared) multiply_many<BANDS>(matrix, p, use_rows);
+        if (is_many(p)) multiply_many<BANDS>(matrix, p, use_rows);
         else multiply_some<BANDS>(matrix, p, use_rows);
         if (reads_memory_) expected_ = {};
     }
@@ -71,8 +71,8 @@ public:
     void expect(const D3Matrix& matrix, int rows, int bands = 1);
 
 private:
-    static constexpr int MANY_ROWS = 48;  // from here on widening a panel costs less than it saves
-    static_assert(MANY_ROWS % 16 == 0);   // vectors that were prepared together stay together
+    static constexpr int ROWS_A_PASS = 48;  // that a piece meets one after the other
+    static_assert(ROWS_A_PASS % 16 == 0);   // vectors that were prepared together stay together
     static constexpr int64_t MANY_NUMBERS = 16 * 1024;  // of vectors, from here on shared out to be prepared
 
     // What a worker writes while it has a piece.
@@ -86,6 +86,9 @@ private:
     Product product(const D3Matrix& matrix, const Rows& x, int rows);
     Product own_vectors(const Product& p, int worker);
     static bool has_few_vectors(const Product& p) { return int64_t(p.batch) * p.columns < MANY_NUMBERS; }
+    bool is_many(const Product& p) const {
+        return !p.prepared && p.batch >= (p.kind == D3_FLOAT32 ? kernels_.many_of_floats : kernels_.many);
+    }
     bool needs_prepared(const D3Matrix& matrix) const;
     Pieces pieces_of(const D3Matrix& matrix, int rows, int bands) const;
     // Whether memory would have nothing to do while this product goes on.
@@ -104,15 +107,15 @@ private:
             const Product own = p.prepared && has_few_vectors(p) ? own_vectors(p, worker) : p;
             const int start = pieces.start(piece), stop = pieces.start(piece + 1);
             const Later later = has_later ? after({matrix, BANDS, pieces}, piece) : Later{};
-            const int passes = (p.batch + MANY_ROWS - 1) / MANY_ROWS * BANDS;
+            const int passes = (p.batch + ROWS_A_PASS - 1) / ROWS_A_PASS * BANDS;
             int pass = 0;
-            for (int first = 0; first < p.batch; first += MANY_ROWS) {
+            for (int first = 0; first < p.batch; first += ROWS_A_PASS) {
                 Product some = own;
-                some.batch = std::min(MANY_ROWS, p.batch - first), some.x += first * p.ldx;
+                some.batch = std::min(ROWS_A_PASS, p.batch - first), some.x += first * p.ldx;
                 if (p.prepared) some.prepared += kernels_.prepared_bytes(p.kind, p.columns, first);
                 for (int band = 0; band < BANDS; band++) {
                     const int before = band * pieces.channels;
-                    kernels_.multiply(some, {before + start, before + stop, out.row(band * MANY_ROWS), out.stride(),
+                    kernels_.multiply(some, {before + start, before + stop, out.row(band * ROWS_A_PASS), out.stride(),
                                              later.part(pass++, passes)});
                 }
                 use(worker, first, some.batch, start, stop);
@@ -140,7 +143,7 @@ private:
                     for (int n = start, nth = band * panels; n < stop; n += panel, nth++)
                         body(scratch.panels.at(nth * panel_floats), band * channels + n,
                              band * channels + std::min(stop, n + panel),
-                             scratch.outputs.row(band * MANY_ROWS) + n - start);
+                             scratch.outputs.row(band * ROWS_A_PASS) + n - start);
             };
             each_panel([&](float* widened, int from, int end, float*) { kernels_.widen(p, from, end, widened); });
             for (int nth = 0; nth < strips; nth++) {
