@@ -100,6 +100,16 @@ def test_so_they_are_among_more_rows_than_a_tile_has_and_over_several_blocks_of_
         np.testing.assert_array_equal(logits.view(np.int32), together[:, np.array(places)].view(np.int32))
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_so_they_are_where_weights_are_fetched_from_memory_for_later(form: str) -> None:
+    """Of more than 32 MiB: what fewer have is taken to stay in caches. Rows skip layers, and so what comes next."""
+    case = Case(Shape(layers=6, rows=35, hidden=136, intermediate=20000, head_dim=24, form=form))
+    together = case.decode(2, num_threads=3)[2]
+    for threads, places in enumerate(([34], [0, 17, 32, 5], range(9), range(2, 20)), start=1):
+        logits = case.decode(2, at_places(case.rows, np.array(places)), num_threads=threads)[2]
+        np.testing.assert_array_equal(logits.view(np.int32), together[:, np.array(places)].view(np.int32))
+
+
 def test_rows_that_are_not_asked_for_logits_change_nothing_for_those_that_are() -> None:
     case = Case(Shape(rows=7))
     tokens, scores, logits = case.decode(1, num_threads=2)
