@@ -66,7 +66,7 @@ ENGINE: OptionTable = {
         "Let no bit of an answer depend on who shares its batch; slower on a GPU (no).",
     ),
     "seed": ("--seed", int, "From which every sequence gets the seed of its sampling (0)."),
-    "threads": ("--threads", str, "CPU threads: a number, or auto, which gives a small model one (auto)."),
+    "threads": ("--threads", str, "CPU threads: a number, or auto, by the model's size and the cores (auto)."),
 }
 """Argument of `Engine`, or of `engine_arguments`, -> flag, type, help."""
 
@@ -187,7 +187,8 @@ def engine_arguments(model: str, options: Options, spare_cores: int = 0) -> Opti
     arguments = dict(options)
     if "admission" in arguments:
         arguments["admission"] = Waves(require_integer("--admission-waves", arguments["admission"], 1))
-    use_threads(arguments.pop("threads", AUTO), ModelConfig.from_directory(directory), spare_cores)
+    given = arguments.pop("threads", AUTO)
+    arguments["num_threads"] = use_threads(given, ModelConfig.from_directory(directory), spare_cores)
     return arguments
 
 

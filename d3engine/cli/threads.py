@@ -1,7 +1,9 @@
 """How many CPU threads a command computes with.
 
-The one idea: threads that wait for each other after every small product cost more than they bring, above all where the
-cores are busy; so a small model gets one, and a large one as many as PyTorch would take and the process may use.
+The one idea: threads wait for each other after every product. Those of the native library lose so little by it that
+two serve the smallest model, and their neighbours on a busy machine cost them no more than one; PyTorch's lose more
+than they bring by it while products are small, and nearly everything where the cores are busy. So a model's size
+decides, for each of them by itself.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ if TYPE_CHECKING:
     from d3engine.model.config import ModelConfig
 
 AUTO = "auto"
-WEIGHTS_PER_THREAD = 2**20
+WEIGHTS_PER_PYTORCH_THREAD = 2**20
 """Weights of a layer that are worth a thread: 4 MiB of float32, which one core reads in about half a millisecond."""
+WEIGHTS_PER_NATIVE_THREAD = 2**18
+"""The same for the native library from the third thread on; two are worth it with less than 2**17 for each."""
 MOST = 1024
 
 
@@ -28,19 +32,26 @@ def read_threads(given: str) -> int | None:
     return require_integer("--threads", int(given), 1, MOST)
 
 
-def threads_for(config: ModelConfig, most: int) -> int:
-    """How many threads suit a model: one for so many weights of a layer, at least one and at most `most`."""
-    return max(1, min(most, config.layer_parameters // WEIGHTS_PER_THREAD))
+def pytorch_threads_for(config: ModelConfig, most: int) -> int:
+    """How many threads of PyTorch suit a model: at least one and at most `most`."""
+    return max(1, min(most, config.layer_parameters // WEIGHTS_PER_PYTORCH_THREAD))
 
 
-def use_threads(given: str, config: ModelConfig, spare_cores: int = 0) -> None:
-    """Let PyTorch compute with that many threads from now on.
+def native_threads_for(config: ModelConfig, most: int) -> int:
+    """How many threads of the native library suit a model: at least two, and at most `most`."""
+    return min(most, max(2, config.layer_parameters // WEIGHTS_PER_NATIVE_THREAD))
 
-    "auto" never takes more than it would by itself or the process may use, less the cores that are to be spared.
+
+def use_threads(given: str, config: ModelConfig, spare_cores: int = 0) -> int:
+    """Let PyTorch compute with that many threads from now on; how many the native library is to have.
+
+    "auto" never takes more than PyTorch would by itself or the process may use, less the cores that are to be spared.
     """
     import torch
 
     from d3engine.loading.host_cpus import usable_cpus
 
+    asked = read_threads(given)
     most = max(1, min(torch.get_num_threads(), usable_cpus()) - spare_cores)
-    torch.set_num_threads(read_threads(given) or threads_for(config, most))
+    torch.set_num_threads(asked or pytorch_threads_for(config, most))
+    return asked or native_threads_for(config, most)

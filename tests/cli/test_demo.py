@@ -21,7 +21,7 @@ from d3engine.cli import app
 from d3engine.cli import demo as shown_problem
 from d3engine.cli.engine_options import engine_arguments, open_engine
 from d3engine.cli.invocation import as_typed
-from d3engine.cli.threads import read_threads, threads_for
+from d3engine.cli.threads import native_threads_for, pytorch_threads_for, read_threads
 from d3engine.cli.turns import Speedup, speedups
 from d3engine.engine import Engine
 from d3engine.errors import InvalidValueError
@@ -178,19 +178,24 @@ def test_a_speedup_is_told_in_words(found: Speedup, words: str) -> None:
 # -- threads by the model's size -------------------------------------------------------------------------------------
 
 
-def test_a_small_model_gets_one_thread_and_a_large_one_all_that_there_are() -> None:
-    assert [threads_for(DEMO, most) for most in (1, 2, 64)] == [1, 1, 1]
-    assert [threads_for(LARGE, most) for most in (1, 2, 64)] == [1, 2, LARGE.layer_parameters // 2**20]
+def test_a_small_model_gets_few_threads_and_a_large_one_all_that_there_are() -> None:
+    assert [pytorch_threads_for(DEMO, most) for most in (1, 2, 64)] == [1, 1, 1]
+    assert [native_threads_for(DEMO, most) for most in (1, 2, 64)] == [1, 2, 2]
+    assert [pytorch_threads_for(LARGE, most) for most in (1, 2, 64)] == [1, 2, LARGE.layer_parameters // 2**20]
+    assert [native_threads_for(LARGE, most) for most in (1, 2, 64)] == [1, 2, LARGE.layer_parameters // 2**18]
     assert LARGE.layer_parameters > 8 * 2**20
 
 
-def test_threads_given_are_taken_and_auto_never_takes_more_than_pytorch_would(threads: None) -> None:
-    assert engine_arguments("demo", {"threads": "3", "seed": 1}) == {"seed": 1}
+def test_threads_given_are_taken_and_auto_never_takes_more_than_pytorch_would(
+    threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine_arguments("demo", {"threads": "3", "seed": 1}) == {"seed": 1, "num_threads": 3}
     assert torch.get_num_threads() == 3
-    engine_arguments("demo", {"threads": "auto"})
-    assert torch.get_num_threads() == 1
-    engine_arguments("demo", {})
-    assert torch.get_num_threads() == 1
+    for given, spare, native in (({"threads": "auto"}, 0, 2), ({}, 0, 2), ({}, 1, 2), ({}, 2, 1), ({}, 9, 1)):
+        torch.set_num_threads(3)
+        monkeypatch.setattr("d3engine.loading.host_cpus.usable_cpus", lambda: 4)
+        assert engine_arguments("demo", given, spare) == {"num_threads": native}
+        assert torch.get_num_threads() == 1
 
 
 def test_the_flag_reaches_pytorch(threads: None) -> None:

@@ -92,6 +92,4 @@ def test_an_engine_and_a_command_of_a_limited_container_take_its_quota(
     taken: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", taken.append)
     large = replace(ModelConfig.from_directory(model_directory("demo")), hidden_size=4096, intermediate_size=2**14)
-    use_threads("auto", large)
-    use_threads("9", large)
-    assert taken == [2, 9]
+    assert [use_threads("auto", large), use_threads("9", large)] == taken == [2, 9]
