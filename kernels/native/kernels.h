@@ -103,12 +103,12 @@ struct Kernels {
     int (*prepared_pieces)(const Product&);
     void (*prepare)(const Product&, int piece);
     int64_t piece_bytes;  // so many of a matrix at once meet vectors in that form
-    // So many vectors meet a weight at once, and so many in that form; with more, rows are read again from a cache, and
+    // So many vectors meet a weight at once, and so many in that form: with more, rows are read again from a cache, and
     // what comes later is fetched meanwhile.
     int widest, widest_prepared;
     // Products of many vectors, bit for bit the same: `panel` channels at most are widened into a panel of
     // `panel_floats(columns)` floats, `strip` vectors at most packed into a strip of `strip_floats(columns)`.
-    // From so many vectors on that costs less than it saves, and with a matrix of floats, which are wide already.
+    // From `many` vectors on that costs less than it saves; from `many_of_floats` on where weights are wide already.
     int panel, strip, many, many_of_floats;
     int64_t (*panel_floats)(int columns);
     int64_t (*strip_floats)(int columns);

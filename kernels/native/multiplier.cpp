@@ -95,7 +95,8 @@ int Multiplier::panels_of_piece(const D3Matrix& matrix, int bands) const {
     return int(std::clamp<int64_t>(std::min(held, fair), 1, MOST_PIECE_ROWS / kernels_.panel));
 }
 
-// What whoever has a piece multiplies after it: the next one of the same share, or what is expected then.
+// What whoever has a piece multiplies after it: the next one of the same share, or else the first of that worker's
+// share of what is expected.
 Later Multiplier::after(const Cut& cut, int piece) const {
     const int team = team_.size(), count = cut.pieces.count;
     int worker = 0;
