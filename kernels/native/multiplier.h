@@ -67,7 +67,8 @@ public:
         if (reads_memory_) expected_ = {};
     }
 
-    // The product after the next is of this matrix, in so many bands: who waits may ask for what he will begin with.
+    // The product after the next is of this matrix, in so many bands: who waits, or has his last piece of the next, may
+    // ask for what he will begin with.
     void expect(const D3Matrix& matrix, int rows, int bands = 1);
 
 private:
