@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import FP8, LARGEST
+from d3engine.kernels.packed import PackedWeight
 
 GROUP = 128
 """Input channels that share the scale of a group."""
@@ -125,7 +126,7 @@ class Int4Weight:
 QuantizedWeight: TypeAlias = Int8Weight | Fp8Weight | Int4Weight
 """A matrix of one of the schemes."""
 
-Weight: TypeAlias = Tensor | QuantizedWeight
+Weight: TypeAlias = Tensor | QuantizedWeight | PackedWeight
 """What stands where an operation has a weight matrix."""
 
 Table: TypeAlias = Tensor | Int8Weight

@@ -42,6 +42,11 @@ ENGINE: OptionTable = {
     "device": ("--device", str, "auto, cpu, cuda or cuda:N (auto)."),
     "dtype": ("--dtype", str, "auto, float32, bfloat16 or, on a GPU, float16 (auto)."),
     "weight_dtype": ("--weight-dtype", str, "Of matrices; on a CPU bfloat16 and float16 save memory (auto)."),
+    "pack_weights": (
+        "--pack-weights/--no-pack-weights",
+        bool,
+        "Hold bfloat16 matrices in 12 bits a weight, the same weights, on a CPU (no).",
+    ),
     "max_model_len": ("--max-model-len", int, "Tokens of prompt and answer at most (the model's)."),
     "max_num_seqs": ("--max-num-seqs", int, "Sequences that run at once at most (64)."),
     "max_num_batched_tokens": ("--max-num-batched-tokens", int, "Tokens computed in one step at most (2048)."),

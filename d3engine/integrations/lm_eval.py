@@ -301,6 +301,7 @@ ENGINE_OPTIONS = (
     "device",
     "dtype",
     "weight_dtype",
+    "pack_weights",
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",

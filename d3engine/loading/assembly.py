@@ -82,7 +82,10 @@ def _on_one_device(settings: EngineSettings, weights: LlamaWeights | None, bridg
             dtype=settings.dtype,
             weight_dtype=settings.weight_dtype,
             device=settings.device,
+            packs=settings.pack_weights,
         )
+    elif settings.pack_weights:
+        weights = weights.packed()
     _check_weights(weights, settings)
     build = partial(build_executor, settings, weights, bridges=bridges)
 
@@ -133,7 +136,8 @@ def _log_ready(settings: EngineSettings, num_blocks: int, executor: str) -> None
     """Tell a reader of the log what the engine has been made of."""
     config = settings.config
     floats = _in_words(settings.dtype, settings.weight_dtype, settings.device).replace("torch.", "")
-    where = f"{config.num_layers} layers, {floats}, executor: {executor}"
+    packed = ", packed into 12 bits" if settings.pack_weights else ""
+    where = f"{config.num_layers} layers, {floats}{packed}, executor: {executor}"
     _log.info("%s: %s; %s", settings.directory, where, policy_in_words(settings.depth))
     size = num_blocks * settings.block_bytes / 2**20
     _log.info("KV cache: %d blocks of %d entries of one layer, %.1f MiB", num_blocks, settings.block_size, size)

@@ -22,7 +22,7 @@ from d3engine.loading.model_directory import model_directory
 from d3engine.loading.rank_processes import is_under_torchrun, own_index
 from d3engine.loading.ranks import rank_device
 from d3engine.loading.settings import EngineSettings
-from d3engine.loading.weight_dtype import held_config, kept_by_default, resolve_weight_dtype
+from d3engine.loading.weight_dtype import check_packing, held_config, kept_by_default, resolve_weight_dtype
 from d3engine.model.config import ModelConfig
 from d3engine.model.part import ARGUMENT, Part, part_of
 from d3engine.scheduling.admission import Admission, Immediate
@@ -51,6 +51,7 @@ def resolve_settings(
     tensor_parallel_size: int,
     stream_interval: int,
     batch_invariant: bool,
+    pack_weights: bool,
 ) -> EngineSettings:
     """The settings of an engine, from its arguments and the model's own files; no weights are read.
 
@@ -63,7 +64,10 @@ def resolve_settings(
     require_integer("block_size", block_size, 1, 1024)
     require_number("gpu_memory_utilization", gpu_memory_utilization, 0.0, 1.0, open_low=True)
     check_switches(
-        enable_prefix_caching=enable_prefix_caching, enforce_eager=enforce_eager, batch_invariant=batch_invariant
+        enable_prefix_caching=enable_prefix_caching,
+        enforce_eager=enforce_eager,
+        batch_invariant=batch_invariant,
+        pack_weights=pack_weights,
     )
     _check_admission(admission)
     directory = model_directory(model)
@@ -97,10 +101,13 @@ def resolve_settings(
         tensor_parallel_size=tensor_parallel_size,
         stream_interval=require_integer("stream_interval", stream_interval, 1),
         batch_invariant=batch_invariant,
+        pack_weights=pack_weights,
         num_tokens_ahead=resolve_tokens_ahead(num_scheduler_steps, executor, config),
     )
     if batch_invariant:
         check_engine(settings)
+    if pack_weights:
+        check_packing(settings)
     check_memory(settings if part is None else settings.of_part(part, rank_device(there, own_index())))
     return settings
 

@@ -53,6 +53,7 @@ class EngineSettings:
     tensor_parallel_size: int = 1
     stream_interval: int = 1
     batch_invariant: bool = False
+    pack_weights: bool = False
 
     @property
     def own_bridges(self) -> frozenset[str]:

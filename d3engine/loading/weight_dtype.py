@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from d3engine.environment import KERNELS
-from d3engine.errors import InvalidValueError
+from d3engine.errors import InvalidValueError, require
 from d3engine.kernels.kv_pool import FP8_CAPABILITY
 from d3engine.loading.device import DTYPES, capability
-from d3engine.loading.settings import ExecutorKind
+from d3engine.loading.settings import EngineSettings, ExecutorKind
 from d3engine.model.config import FP8_GROUPS, ModelConfig
 from d3engine.model.expected_tensors import float_matrices
 from d3engine.model.mapped_file import dtype_of
@@ -46,6 +46,14 @@ def resolve_weight_dtype(
         where = f"{device.type} with dtype={str(dtype).removeprefix('torch.')}"
         raise InvalidValueError("weight_dtype", weight_dtype, f"one of {', '.join(names)} on {where}")
     return resolved
+
+
+def check_packing(settings: EngineSettings) -> None:
+    """Refuse to pack matrices that nobody reads as packed, or that are not bfloat16."""
+    require(settings.executor == "native", "pack_weights", True, "False where the native library does not decode")
+    held = str(settings.weight_dtype).removeprefix("torch.")
+    allowed = f'False, or beside weight_dtype="bfloat16", where matrices are {held}'
+    require(settings.weight_dtype == torch.bfloat16, "pack_weights", True, allowed)
 
 
 def held_config(config: ModelConfig, device: torch.device) -> ModelConfig:

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import TypeAlias
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from d3engine.kernels.native.packing import packed
+from d3engine.kernels.packed import PackedWeight
 from d3engine.kernels.quantized import Fp8Weight, Int4Weight, Int8Weight, Table, Weight
 from d3engine.model.checkpoint import Checkpoint, TensorEntry
 from d3engine.model.config import ModelConfig
@@ -39,13 +41,16 @@ from d3engine.model.part_tensors import part_of_checkpoint
 from d3engine.model.source import ModelSource, open_checkpoint
 from d3engine.progress import hides_bars
 
+MATRICES = ("qkv", "output", "gate_up", "down")
+"""Those of a layer."""
+
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
     """One layer. H hidden, Q = heads * head_dim, K = kv heads * head_dim, I intermediate; all on one device.
 
-    The four matrices are float or quantized; norms and biases have the dtype of activations, float matrices that one or
-    a narrower one, from which an operation widens them. The first Q + K rows of `qkv` and `qkv_bias` are in
+    The four matrices are float, packed or quantized; norms and biases have the dtype of activations, float matrices
+    that one or a narrower one, from which an operation widens them. The first Q + K rows of `qkv` and `qkv_bias` are in
     adjacent-pair order, the last K rows (values) are not permuted; `head_norms`, D values for a query's head and D for
     a key's, are in that order too.
     """
@@ -62,8 +67,13 @@ class LayerWeights:
     down: Weight  # [H, I]
     down_bias: Tensor | None  # [H]
 
+    def packed(self) -> LayerWeights:
+        """The same with bfloat16 matrices packed."""
+        matrices: dict[str, Any] = {name: packed(getattr(self, name)) for name in MATRICES}
+        return replace(self, **matrices)
+
     def tensors(self) -> list[Tensor]:
-        """Return the tensors there are, in the order of the fields; a quantized matrix gives its values and scales."""
+        """Return the tensors there are, in the order of the fields; a quantized or packed matrix gives its parts."""
         weights = (getattr(self, field.name) for field in fields(self))
         return [tensor for weight in weights if weight is not None for tensor in _tensors_of(weight)]
 
@@ -72,13 +82,19 @@ class LayerWeights:
 class LlamaWeights:
     """All weights; V vocabulary, H hidden.
 
-    `lm_head` is the same object as `embedding` when tied; an embedding that is no head too is float.
+    `lm_head` is the same object as `embedding` when tied, unless it is packed; an embedding that is no head too is
+    float.
     """
 
     embedding: Table  # [V, H]
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [H]
     lm_head: Weight  # [V, H]
+
+    def packed(self) -> LlamaWeights:
+        """The same with bfloat16 matrices packed; an embedding, of which single rows are read, stays as it is."""
+        layers = tuple(layer.packed() for layer in self.layers)
+        return replace(self, layers=layers, lm_head=packed(self.lm_head))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -89,6 +105,8 @@ class LlamaWeights:
     def weight_dtype(self) -> torch.dtype:
         """Of float matrices and the embedding; where all of these are quantized, that of activations."""
         for matrix in (self.layers[0].qkv, self.embedding):
+            if isinstance(matrix, PackedWeight):
+                return torch.bfloat16
             if isinstance(matrix, Tensor):
                 return matrix.dtype
         return self.dtype
@@ -96,7 +114,7 @@ class LlamaWeights:
     @property
     def has_float_matrices(self) -> bool:
         """Whether `weight_dtype` says something of a matrix."""
-        return isinstance(self.layers[0].qkv, Tensor) or isinstance(self.embedding, Tensor)
+        return isinstance(self.layers[0].qkv, Tensor | PackedWeight) or isinstance(self.embedding, Tensor)
 
     @property
     def device(self) -> torch.device:
@@ -125,6 +143,7 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device | str,
     weight_dtype: torch.dtype | None = None,
+    packs: bool = False,
     show_progress: bool = True,
     part: Part | None = None,
 ) -> LlamaWeights:
@@ -141,7 +160,9 @@ def load_weights(
     file for what is missing, unexpected, doubled, wrongly shaped, of another dtype than allowed, not finite or too
     large for `dtype`; see `check_tensors` for a tied lm_head.
 
-    With `part` only what a rank holds is read, and its values are checked; `config` is still the whole model's.
+    With `packs` matrices that would be held in bfloat16 are packed (`kernels/packed.py`) one by one, for the native
+    library. With `part` only what a rank holds is read, and its values are checked; `config` is still the whole
+    model's.
     """
     with open_checkpoint(model) as checkpoint:
         if config.quantization is None:
@@ -159,7 +180,7 @@ def load_weights(
             delay=0.5,
             leave=False,
         ) as progress:
-            loader = _Loader(checkpoint, config, dtype, weight_dtype or dtype, torch.device(device), progress)
+            loader = _Loader(checkpoint, config, dtype, weight_dtype or dtype, packs, torch.device(device), progress)
             weights = loader.load()
     return weights
 
@@ -223,6 +244,7 @@ class _Loader:
     config: ModelConfig
     dtype: torch.dtype
     weight_dtype: torch.dtype
+    packs: bool
     device: torch.device
     progress: tqdm[None]
 
@@ -230,7 +252,7 @@ class _Loader:
         config, names, multipliers = self.config, self.config.tensor_names, self.config.multipliers
         layers = tuple(self._layer(names.layer(index)) for index in range(config.num_layers))
         embedding = self._embedding(names.embedding, multipliers.on_embedding)
-        lm_head = embedding if config.tie_word_embeddings else self._matrix({"lm_head": None}, config.hidden_size)
+        lm_head = self._held(embedding) if config.tie_word_embeddings else self._matrix(_LM_HEAD, config.hidden_size)
         on_norm = multipliers.on_final_norm(config.tie_word_embeddings)
         final_norm = self._vector_or_table(names.final_norm, on_norm, self.dtype)
         return LlamaWeights(embedding, layers, final_norm, lm_head)
@@ -262,11 +284,14 @@ class _Loader:
         """Return the modules' matrices on top of each other, in the form that the config names."""
         scheme = scheme_of(next(iter(modules)) + ".weight", self.config)
         if scheme is None:
-            return self._stack(_with(".weight", modules), self.weight_dtype)
+            return self._held(self._stack(_with(".weight", modules), self.weight_dtype))
         values, scales = (self._stack(_with(suffix, modules), self.dtype) for suffix in (VALUES, SCALES))
         if scheme == "int4":
             return Int4Weight(values, scales, num_columns)
         return Int8Weight(values, scales) if scheme == "int8" else Fp8Weight(values, scales)
+
+    def _held(self, matrix: Weight) -> Weight:
+        return packed(matrix) if self.packs else matrix
 
     def _bias(self, modules: _Modules, present: bool) -> Tensor | None:
         return self._stack(_with(".bias", modules), self.dtype) if present else None
@@ -334,6 +359,8 @@ class _Rows:
 
 _Modules: TypeAlias = Mapping[str, list[_Rows] | None]
 """What is stacked, from top to bottom; None: all rows of it as they are."""
+
+_LM_HEAD: _Modules = {"lm_head": None}
 
 
 def _with(suffix: str, modules: _Modules) -> _Modules:

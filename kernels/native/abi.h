@@ -5,7 +5,7 @@
 #define D3_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum D3Kind : int32_t {
-    D3_FLOAT32 = 0, D3_BFLOAT16 = 1, D3_INT8 = 2, D3_FP8 = 3, D3_FP8_GROUPS = 4, D3_INT4 = 5
+    D3_FLOAT32 = 0, D3_BFLOAT16 = 1, D3_INT8 = 2, D3_FP8 = 3, D3_FP8_GROUPS = 4, D3_INT4 = 5, D3_PACKED_BFLOAT16 = 6
 };
 
 enum D3Status : int32_t {
@@ -25,11 +25,21 @@ enum D3Status : int32_t {
 };
 
 // A matrix [rows, columns] as it lies in memory; see quantized.py for int8, fp8 and int4.
+// What a packed matrix (packed.py) has besides its values: the exponent before that of code 1, and the weights of other
+// exponents, row by row, in whose places are zeros.
+struct D3Packing {
+    int32_t exponent;
+    const int64_t* starts;  // [rows + 1]: a row's are from here to where those of the next begin
+    const int32_t *rows, *columns;
+    const float* values;
+};
+
 struct D3Matrix {
     int32_t kind, rows, columns;
     const void* values;
     const float* scales;  // null for floats
     const float* bias;    // [rows], or null
+    D3Packing packing;    // of a packed matrix
 };
 
 struct D3Layer {
@@ -183,6 +193,17 @@ D3_EXPORT const char* d3_isa_name(int32_t isa);
 D3_EXPORT int32_t d3_isa_runs_here(int32_t isa);
 // Of what sources the library was built.
 D3_EXPORT const char* d3_source_digest();
+
+// Packs a bfloat16 matrix [rows, columns] into `packed`, and writes what a D3Packing has: room for so many weights, the
+// number of which is returned, or -1 for more of them.
+struct D3PackedBeside {
+    int32_t* exponent;
+    int64_t* starts;
+    int32_t *rows, *columns;
+    float* values;
+};
+D3_EXPORT int64_t d3_pack(const uint16_t* matrix, int32_t rows, int32_t columns, int64_t room, uint8_t* packed,
+                          const D3PackedBeside* beside);
 
 D3_EXPORT int32_t d3_create(const D3Model* model, D3Decoder** made);
 D3_EXPORT int32_t d3_run(D3Decoder* decoder, const D3Run* run);

@@ -54,6 +54,38 @@ struct Nibbles {
     INLINE_LAMBDA V value(__m256i q) const { return _mm256_fmadd_ps(_mm256_cvtepi32_ps(q), scale, eight); }
 };
 
+INLINE void store_bfloat16(char* to, V values) {  // their upper halves
+    const __m256i halves = _mm256_srli_epi32((__m256i)values, 16);
+    const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+    _mm_storeu_si128((__m128i*)to, packed);
+}
+
+// By code, what of an exponent goes into the byte of the sign, and what into that of the mantissa.
+struct Exponents {
+    __m256i with_sign, with_mantissa;
+    explicit INLINE_LAMBDA Exponents(int before) {
+        const __m128i codes = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m128i sums = _mm_add_epi8(codes, _mm_set1_epi8(char(before)));
+        const __m128i all = _mm_andnot_si128(_mm_cmpeq_epi8(codes, _mm_setzero_si128()), sums);
+        with_sign = _mm256_broadcastsi128_si256(_mm_and_si128(_mm_srli_epi16(all, 1), _mm_set1_epi8(0x7f)));
+        with_mantissa = _mm256_broadcastsi128_si256(_mm_and_si128(_mm_slli_epi16(all, 7), _mm_set1_epi8(char(0x80))));
+    }
+};
+INLINE void packed_words(const char* group, const Exponents& exponents, VI (&words)[4]) {
+    const __m256i low_bits = _mm256_set1_epi8(0x7f);
+    const __m256i all_codes = _mm256_loadu_si256((const __m256i*)(group + PACKED_GROUP));
+    UNROLL for (int half = 0; half < 2; half++) {
+        const __m256i bytes = _mm256_loadu_si256((const __m256i*)(group + 32 * half));
+        const __m256i codes = _mm256_and_si256(_mm256_srli_epi16(all_codes, 4 * half), _mm256_set1_epi8(15));
+        const __m256i signs = _mm256_or_si256(_mm256_andnot_si256(low_bits, bytes),
+                                              _mm256_shuffle_epi8(exponents.with_sign, codes));
+        const __m256i mantissas = _mm256_or_si256(_mm256_and_si256(low_bits, bytes),
+                                                  _mm256_shuffle_epi8(exponents.with_mantissa, codes));
+        words[half] = (VI)_mm256_unpacklo_epi8(mantissas, signs);
+        words[2 + half] = (VI)_mm256_unpackhi_epi8(mantissas, signs);
+    }
+}
+
 #include "kernels.inc"
 
 // Older compilers have no name for it to ask by.

@@ -59,6 +59,34 @@ struct Nibbles {
     INLINE_LAMBDA V high(VI bytes) const { return _mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)bytes, 4), table); }
 };
 
+INLINE void store_bfloat16(char* to, V values) {  // their upper halves
+    _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)values, 16)));
+}
+
+// By code, what of an exponent goes into the byte of the sign, and what into that of the mantissa.
+struct Exponents {
+    __m512i with_sign, with_mantissa;
+    explicit INLINE_LAMBDA Exponents(int before) {
+        const __m128i codes = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m128i all = _mm_maskz_add_epi8(0xfffe, codes, _mm_set1_epi8(char(before)));
+        with_sign = _mm512_broadcast_i32x4(_mm_and_si128(_mm_srli_epi16(all, 1), _mm_set1_epi8(0x7f)));
+        with_mantissa = _mm512_broadcast_i32x4(_mm_and_si128(_mm_slli_epi16(all, 7), _mm_set1_epi8(char(0x80))));
+    }
+};
+INLINE void packed_words(const char* group, const Exponents& exponents, VI (&words)[2]) {
+    const __m512i low_bits = _mm512_set1_epi8(0x7f);
+    const __m512i of_halves = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
+    const __m512i bytes = _mm512_loadu_si512(group);
+    const __m512i twice = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)(group + PACKED_GROUP)));
+    const __m512i codes = _mm512_and_si512(_mm512_srlv_epi16(twice, of_halves), _mm512_set1_epi8(15));
+    constexpr int CHOOSE = 0xca;  // where the first has a bit, the second's, or else the third's
+    const __m512i signs =
+        _mm512_ternarylogic_epi32(low_bits, _mm512_shuffle_epi8(exponents.with_sign, codes), bytes, CHOOSE);
+    const __m512i mantissas =
+        _mm512_ternarylogic_epi32(low_bits, bytes, _mm512_shuffle_epi8(exponents.with_mantissa, codes), CHOOSE);
+    words[0] = (VI)_mm512_unpacklo_epi8(mantissas, signs), words[1] = (VI)_mm512_unpackhi_epi8(mantissas, signs);
+}
+
 #include "kernels.inc"
 
 static bool runs_here() {

@@ -34,6 +34,7 @@ struct Product {
     int64_t row_bytes;
     const float* scales;  // int8, fp8: one a row; of groups and int4: `groups` a row
     int32_t groups;
+    int32_t exponent;  // of a packed matrix, see D3Packing
     const float* x;
     int64_t ldx;
     int32_t batch;
@@ -86,6 +87,12 @@ constexpr int MOST_LANES = 16;
 // 128 g + 64 + j.
 constexpr int SCALE_GROUP = 128;
 
+// Columns of a group of a packed matrix (packed.py), and its bytes: signs and mantissas, then the codes of exponents.
+constexpr int PACKED_GROUP = 64, PACKED_BYTES = 96;
+constexpr int64_t groups_of_packed(int columns) { return (columns + PACKED_GROUP - 1) / PACKED_GROUP; }
+// Of its rows as bfloat16 they take so many bytes.
+constexpr int64_t unpacked_bytes(int columns) { return groups_of_packed(columns) * PACKED_GROUP * 2; }
+
 // What an instruction set's `widen_e4m3` leaves out: it reads a byte as the bits of a half float, whose exponents begin
 // so much lower.
 constexpr float E4M3_UNIT = 256.0f;
@@ -103,9 +110,13 @@ struct Kernels {
     int (*prepared_pieces)(const Product&);
     void (*prepare)(const Product&, int piece);
     int64_t piece_bytes;  // so many of a matrix at once meet vectors in that form
-    // So many vectors meet a weight at once, and so many in that form: with more, rows are read again from a cache, and
-    // what comes later is fetched meanwhile.
-    int widest, widest_prepared;
+    // So many vectors meet a weight at once, so many in that form, and so many one of a packed matrix: with more, rows
+    // are read again from a cache, and what comes later is fetched meanwhile.
+    int widest, widest_prepared, widest_packed;
+    // Whether `multiply` takes packed matrices. Where it does not, and where many vectors meet one, `unpack` makes
+    // bfloat16 of some rows first, `unpacked_bytes` each, and asks for the packed ones so many bytes ahead.
+    bool meets_packed;
+    void (*unpack)(const D3Matrix&, int start, int stop, int64_t ahead, char* to);
     // Products of many vectors, bit for bit the same: `panel` channels at most are widened into a panel of
     // `panel_floats(columns)` floats, `strip` vectors at most packed into a strip of `strip_floats(columns)`.
     // From `many` vectors on that costs less than it saves; from `many_of_floats` on where weights are wide already.

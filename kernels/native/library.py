@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from ctypes import POINTER, byref, c_char_p, c_int32, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int32, c_int64, c_void_p
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -38,6 +38,7 @@ from d3engine.kernels.native.runs import (
     addresses_of_bridges,
     arrays_of_rows,
 )
+from d3engine.kernels.packed import PackedWeight
 from d3engine.kernels.quantized import Int4Weight, Int8Weight
 
 
@@ -328,6 +329,8 @@ def load(path: Path) -> ctypes.CDLL:
     found.d3_isa_name.restype = c_char_p
     found.d3_isa_name.argtypes = [c_int32]
     found.d3_isa_runs_here.argtypes = [c_int32]
+    found.d3_pack.restype = c_int64
+    found.d3_pack.argtypes = [c_void_p, c_int32, c_int32, c_int64, c_void_p, c_void_p]
     found.d3_create.argtypes = [POINTER(ModelStructure), POINTER(c_void_p)]
     found.d3_run.argtypes = [c_void_p, POINTER(RunStructure)]
     found.d3_begin.argtypes = [c_void_p, POINTER(RunStructure)]
@@ -352,7 +355,7 @@ def _best_isa(model: NativeModel) -> str:
     matrices = (model.lm_head, *(layer.down.weight for layer in model.layers))
     kinds: set[object] = {matrix.dtype if isinstance(matrix, torch.Tensor) else type(matrix) for matrix in matrices}
     narrow: dict[str, set[object]] = {
-        "amx": {torch.bfloat16, Int8Weight, Int4Weight},
+        "amx": {torch.bfloat16, PackedWeight, Int8Weight, Int4Weight},
         "avx512-vnni": {Int4Weight},
     }
 

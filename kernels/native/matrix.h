@@ -11,14 +11,29 @@ inline int64_t bytes_of_row(const D3Matrix& matrix) {
         case D3_FLOAT32: return int64_t(matrix.columns) * 4;
         case D3_BFLOAT16: return int64_t(matrix.columns) * 2;
         case D3_INT8: case D3_FP8: case D3_FP8_GROUPS: return matrix.columns;
+        case D3_PACKED_BFLOAT16: return groups_of_packed(matrix.columns) * PACKED_BYTES;
         default: return int64_t(matrix.columns + SCALE_GROUP - 1) / SCALE_GROUP * (SCALE_GROUP / 2);
     }
 }
 
+// Whether the weights that lie beside a packed matrix are in order, and inside of it.
+inline bool is_packing(const D3Matrix& matrix) {
+    const D3Packing& packing = matrix.packing;
+    if (!packing.starts || packing.exponent < 0 || packing.exponent > 240 || packing.starts[0] != 0) return false;
+    for (int row = 0; row < matrix.rows; row++) {
+        if (packing.starts[row] > packing.starts[row + 1]) return false;
+        for (int64_t nth = packing.starts[row]; nth < packing.starts[row + 1]; nth++)
+            if (packing.rows[nth] != row || packing.columns[nth] < 0 || packing.columns[nth] >= matrix.columns)
+                return false;
+    }
+    return true;
+}
+
 inline bool is_matrix(const D3Matrix& matrix, int rows, int columns) {
-    const bool is_quantized = matrix.kind >= D3_INT8;
-    return matrix.kind >= D3_FLOAT32 && matrix.kind <= D3_INT4 && matrix.rows == rows && matrix.columns == columns &&
-           matrix.values && (matrix.scales != nullptr) == is_quantized;
+    const bool is_packed = matrix.kind == D3_PACKED_BFLOAT16, has_scales = matrix.kind >= D3_INT8 && !is_packed;
+    return matrix.kind >= D3_FLOAT32 && matrix.kind <= D3_PACKED_BFLOAT16 && matrix.rows == rows &&
+           matrix.columns == columns && matrix.values && (matrix.scales != nullptr) == has_scales &&
+           (!is_packed || is_packing(matrix));
 }
 
 // Whether single rows can be read from a matrix.

@@ -10,20 +10,26 @@ import torch
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import FP8, KVPool, values_and_scales
+from d3engine.kernels.packed import PackedWeight
 from d3engine.kernels.quantized import Fp8Weight, Int8Weight, QuantizedWeight, Table, Weight
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
-_INT8, _FP8, _FP8_GROUPS, _INT4 = 2, 3, 4, 5
+_INT8, _FP8, _FP8_GROUPS, _INT4, _PACKED = 2, 3, 4, 5, 6
 
 
 class NativeError(RuntimeError):
     """The library has refused what it was given, or could not do it."""
 
 
+class PackingStructure(Structure):
+    _fields_ = (("exponent", c_int32), *((name, c_void_p) for name in ("starts", "rows", "columns", "values")))
+
+
 class MatrixStructure(Structure):
     _fields_ = (
         *((name, c_int32) for name in ("kind", "rows", "columns")),
         *((name, c_void_p) for name in ("values", "scales", "bias")),
+        ("packing", PackingStructure),
     )
 
 
@@ -76,6 +82,10 @@ class Linear:
     def structure(self) -> MatrixStructure:
         weight = self.weight
         bias = None if self.bias is None else address_of(self.bias, torch.float32)
+        if isinstance(weight, PackedWeight):
+            packed, *beside = weight.tensors
+            packing = PackingStructure(weight.exponent, *_addresses(*beside))
+            return MatrixStructure(_PACKED, *weight.shape, *_addresses(packed), None, bias, packing)
         if not isinstance(weight, Tensor):
             return MatrixStructure(_kind(weight), *weight.shape, *_addresses(*weight.tensors), bias)
         if weight.dtype not in _KINDS:

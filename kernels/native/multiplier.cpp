@@ -22,6 +22,7 @@ Multiplier::Multiplier(const Kernels& kernels, Team& team, int widest, int max_r
       scratch_(team.size()) {
     for (Scratch& scratch : scratch_) {
         scratch.outputs = Rows(2 * ROWS_A_PASS, MOST_PIECE_ROWS);
+        scratch.unpacked = Floats(2 * MOST_PIECE_ROWS * unpacked_bytes(widest) / int64_t(sizeof(float)));
         scratch.panels = Floats(std::max(PANEL_BYTES / int64_t(sizeof(float)), 2 * kernels.panel_floats(widest)));
     }
     int64_t most = 0;
@@ -34,14 +35,24 @@ Multiplier::Multiplier(const Kernels& kernels, Team& team, int widest, int max_r
 
 // Whether this instruction set multiplies such a matrix by vectors in another form.
 bool Multiplier::needs_prepared(const D3Matrix& matrix) const {
-    return kernels_.prepare && kernels_.prepared_bytes(D3Kind(matrix.kind), matrix.columns, 1) > 0;
+    const D3Kind kind = unpacks(matrix, 1) ? D3_BFLOAT16 : D3Kind(matrix.kind);
+    return kernels_.prepare && kernels_.prepared_bytes(kind, matrix.columns, 1) > 0;
+}
+
+// The weights that are not among the packed ones of these output channels, times a vector; `values` gets them too.
+void Multiplier::add_beside(const D3Matrix& matrix, int start, int stop, const float* x, float* values) {
+    const D3Packing& beside = matrix.packing;
+    for (int64_t nth = beside.starts[start]; nth < beside.starts[stop]; nth++)
+        values[beside.rows[nth] - start] += beside.values[nth] * x[beside.columns[nth]];
 }
 
 // With its vectors in another form too, where they are needed so; few vectors get that later, by `own_vectors`.
 Product Multiplier::product(const D3Matrix& matrix, const Rows& x, int rows) {
     Product p = {D3Kind(matrix.kind), matrix.columns, static_cast<const char*>(matrix.values), bytes_of_row(matrix),
-                 matrix.scales, (matrix.columns + SCALE_GROUP - 1) / SCALE_GROUP, x.row(0), x.stride(), rows, nullptr,
-                 0, ahead_};
+                 matrix.scales, (matrix.columns + SCALE_GROUP - 1) / SCALE_GROUP, matrix.packing.exponent, x.row(0),
+                 x.stride(), rows, nullptr, 0, ahead_};
+    // Each worker makes the rows of a piece when it has it.
+    if (unpacks(matrix, rows)) p.kind = D3_BFLOAT16, p.row_bytes = unpacked_bytes(matrix.columns), p.ahead = 0;
     if (!needs_prepared(matrix)) return p;
     p.prepared = reinterpret_cast<char*>(prepared_.at(0)), p.at_once = rows;
     nth_product_++;

@@ -57,8 +57,12 @@ public:
             const Rows& out = scratch_[worker].outputs;
             for (int nth = 0; nth < count; nth++) {
                 float* values[] = {out.row(nth), out.row(ROWS_A_PASS + nth)};
-                for (int band = 0; matrix.bias && band < BANDS; band++)
-                    kernels_.add(values[band], matrix.bias + band * channels + start, stop - start);
+                for (int band = 0; band < BANDS; band++) {
+                    const int before = band * channels + start;
+                    if (is_packed(matrix))
+                        add_beside(matrix, before, before + stop - start, x.row(first + nth), values[band]);
+                    if (matrix.bias) kernels_.add(values[band], matrix.bias + before, stop - start);
+                }
                 use(worker, first + nth, start, stop, values[0], values[1]);
             }
         };
@@ -80,6 +84,7 @@ private:
     struct Scratch {
         Rows outputs;             // the piece's channels of some rows, band by band
         Floats panels;            // its weights, for many rows
+        Floats unpacked;          // its rows, of a packed matrix, band by band
         Floats prepared;          // few vectors, in a form of the instruction set's own
         int64_t nth_product = 0;  // whose vectors these are
     };
@@ -90,11 +95,18 @@ private:
     bool is_many(const Product& p) const {
         return !p.prepared && p.batch >= (p.kind == D3_FLOAT32 ? kernels_.many_of_floats : kernels_.many);
     }
+    static bool is_packed(const D3Matrix& matrix) { return matrix.kind == D3_PACKED_BFLOAT16; }
+    // Whether so many vectors meet a matrix that is packed as bfloat16: each piece becomes that first.
+    bool unpacks(const D3Matrix& matrix, int rows) const {
+        return is_packed(matrix) && (!kernels_.meets_packed || rows >= kernels_.many);
+    }
+    static void add_beside(const D3Matrix& matrix, int start, int stop, const float* x, float* values);
     bool needs_prepared(const D3Matrix& matrix) const;
     Pieces pieces_of(const D3Matrix& matrix, int rows, int bands) const;
     // Whether memory would have nothing to do while this product goes on.
     bool fetches_later(const Product& p) const {
-        return reads_memory_ && p.batch > (p.prepared ? kernels_.widest_prepared : kernels_.widest);
+        const int of_floats = p.kind == D3_PACKED_BFLOAT16 ? kernels_.widest_packed : kernels_.widest;
+        return reads_memory_ && p.batch > (p.prepared ? kernels_.widest_prepared : of_floats);
     }
     Later after(const Cut& cut, int piece) const;
     int panels_of_piece(const D3Matrix& matrix, int bands) const;
@@ -102,12 +114,16 @@ private:
     // Calls use(worker, first row, how many, first channel, last channel).
     template <int BANDS, class Use> void multiply_some(const D3Matrix& matrix, const Product& p, Use use) {
         const Pieces pieces = pieces_of(matrix, p.batch, BANDS);
-        const bool has_later = fetches_later(p);
+        const bool has_later = fetches_later(p), unpacked = unpacks(matrix, p.batch);
         team_.each(pieces.count, [&](int worker, int piece) {
             const Rows& out = scratch_[worker].outputs;
             const Product own = p.prepared && has_few_vectors(p) ? own_vectors(p, worker) : p;
             const int start = pieces.start(piece), stop = pieces.start(piece + 1);
             const Later later = has_later ? after({matrix, BANDS, pieces}, piece) : Later{};
+            char* const rows = reinterpret_cast<char*>(scratch_[worker].unpacked.at(0));
+            for (int band = 0; unpacked && band < BANDS; band++)
+                kernels_.unpack(matrix, band * pieces.channels + start, band * pieces.channels + stop, ahead_,
+                                rows + band * (stop - start) * p.row_bytes);
             const int passes = (p.batch + ROWS_A_PASS - 1) / ROWS_A_PASS * BANDS;
             int pass = 0;
             for (int first = 0; first < p.batch; first += ROWS_A_PASS) {
@@ -115,8 +131,9 @@ private:
                 some.batch = std::min(ROWS_A_PASS, p.batch - first), some.x += first * p.ldx;
                 if (p.prepared) some.prepared += kernels_.prepared_bytes(p.kind, p.columns, first);
                 for (int band = 0; band < BANDS; band++) {
-                    const int before = band * pieces.channels;
-                    kernels_.multiply(some, {before + start, before + stop, out.row(band * ROWS_A_PASS), out.stride(),
+                    const int begin = unpacked ? band * (stop - start) : band * pieces.channels + start;
+                    if (unpacked) some.values = rows;
+                    kernels_.multiply(some, {begin, begin + stop - start, out.row(band * ROWS_A_PASS), out.stride(),
                                              later.part(pass++, passes)});
                 }
                 use(worker, first, some.batch, start, stop);
@@ -146,7 +163,13 @@ private:
                              band * channels + std::min(stop, n + panel),
                              scratch.outputs.row(band * ROWS_A_PASS) + n - start);
             };
-            each_panel([&](float* widened, int from, int end, float*) { kernels_.widen(p, from, end, widened); });
+            each_panel([&](float* widened, int from, int end, float*) {
+                if (!is_packed(matrix)) return kernels_.widen(p, from, end, widened);
+                Product some = p;
+                some.values = reinterpret_cast<char*>(scratch.unpacked.at(0));
+                kernels_.unpack(matrix, from, end, ahead_, reinterpret_cast<char*>(scratch.unpacked.at(0)));
+                kernels_.widen(some, 0, end - from, widened);
+            });
             for (int nth = 0; nth < strips; nth++) {
                 const float* vectors = strips_.at(nth * strip_floats);
                 each_panel([&](const float* widened, int from, int end, float* out) {

@@ -60,6 +60,33 @@ struct Nibbles {
     INLINE_LAMBDA V value(VI q) const { return multiply_add((V)vcvtq_f32_s32((int32x4_t)q), scale, eight); }
 };
 
+INLINE void store_bfloat16(char* to, V values) {  // their upper halves
+    const uint16x4_t halves = vshrn_n_u32((uint32x4_t)values, 16);
+    memcpy(to, &halves, sizeof halves);
+}
+
+// By code, what of an exponent goes into the byte of the sign, and what into that of the mantissa.
+struct Exponents {
+    uint8x16_t with_sign, with_mantissa;
+    explicit INLINE_LAMBDA Exponents(int before) {
+        const uint8x16_t codes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const uint8x16_t all = vandq_u8(vaddq_u8(codes, vdupq_n_u8(uint8_t(before))), vtstq_u8(codes, codes));
+        with_sign = vshrq_n_u8(all, 1), with_mantissa = vshlq_n_u8(all, 7);
+    }
+};
+INLINE void packed_words(const char* group, const Exponents& exponents, VI (&words)[8]) {
+    const uint8_t* bytes = reinterpret_cast<const uint8_t*>(group);
+    const uint8x16_t low_bits = vdupq_n_u8(0x7f);
+    UNROLL for (int quarter = 0; quarter < 4; quarter++) {
+        const uint8x16_t some = vld1q_u8(bytes + 16 * quarter);
+        const uint8x16_t pairs = vld1q_u8(bytes + PACKED_GROUP + quarter % 2 * 16);
+        const uint8x16_t codes = quarter < 2 ? vandq_u8(pairs, vdupq_n_u8(15)) : vshrq_n_u8(pairs, 4);
+        const uint8x16_t signs = vbslq_u8(low_bits, vqtbl1q_u8(exponents.with_sign, codes), some);
+        const uint8x16_t mantissas = vbslq_u8(low_bits, some, vqtbl1q_u8(exponents.with_mantissa, codes));
+        words[quarter] = (VI)vzip1q_u8(mantissas, signs), words[4 + quarter] = (VI)vzip2q_u8(mantissas, signs);
+    }
+}
+
 #include "kernels.inc"
 
 static bool runs_here() { return true; }

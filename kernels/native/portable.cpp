@@ -58,6 +58,31 @@ struct Nibbles {
     INLINE_LAMBDA V high(VI bytes) const { return as_floats((bytes >> 4) - 8) * scale; }
 };
 
+INLINE void store_bfloat16(char* to, V values) {  // their upper halves
+    UNROLL for (int lane = 0; lane < 4; lane++) {
+        const uint16_t half = uint16_t(uint32_t(((VI)values)[lane]) >> 16);
+        memcpy(to + 2 * lane, &half, sizeof half);
+    }
+}
+
+struct Exponents {
+    int before;
+    explicit INLINE_LAMBDA Exponents(int given) : before(given) {}
+};
+INLINE void packed_words(const char* group, const Exponents& exponents, VI (&words)[8]) {
+    for (int place = 0; place < PACKED_GROUP; place += 2) {
+        uint32_t both = 0;
+        for (int nth = 0; nth < 2; nth++) {
+            const uint32_t byte = uint8_t(group[place + nth]);
+            const uint32_t code = uint8_t(group[PACKED_GROUP + (place + nth) % 32]) >> place / 32 * 4 & 15;
+            const uint32_t exponent = code ? code + exponents.before : 0;
+            both |= ((byte & 0x80) << 8 | exponent << 7 | (byte & 0x7f)) << 16 * nth;
+        }
+        const int quarter = place / 16, within = place % 16;
+        words[within / 8 * 4 + quarter][within % 8 / 2] = int32_t(both);
+    }
+}
+
 #include "kernels.inc"
 
 static bool runs_here() { return true; }

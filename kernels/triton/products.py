@@ -249,11 +249,14 @@ def least_capability(weight: Weight) -> int:
 
 def weight_arguments(weight: Weight) -> dict[str, object]:
     """The kernel arguments that say where a matrix is: what it holds follows from the pointer's type."""
+    stored: Tensor
+    scales: Tensor | None = None
     if isinstance(weight, Tensor):
-        stored, scales = weight, None
+        stored = weight
     elif isinstance(weight, ByteWeight):
         stored, scales = weight.values, weight.scales  # of one group, [N, 1], they lie as those of rows do
     else:
+        assert isinstance(weight, Int4Weight), "only the native library reads packed matrices"
         stored, scales = weight.packed, weight.scales
     return {
         "weight_ptr": stored,

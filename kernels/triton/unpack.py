@@ -24,7 +24,7 @@ def unpack_steps(weight: Weight, dtype: torch.dtype) -> tuple[Tensor, list[Step]
     if isinstance(weight, Tensor):
         return weight, []
     need_unit_stride(weight=weight)
-    out = torch.empty(weight.shape, dtype=dtype, device=weight.scales.device)
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.tensors[0].device)
     return out, [unpack_launch(weight, out)]
 
 

@@ -14,13 +14,28 @@ from torch import Tensor
 from d3engine.kernels import reference
 from d3engine.kernels.native.library import Decoder, LibraryMissing, isas_here
 from d3engine.kernels.native.model import Linear, NativeLayer, NativeModel
+from d3engine.kernels.native.packing import pack
 from d3engine.kernels.native.runs import Draws, Rows
 from d3engine.kernels.quantized import Weight, looked_up, quantize_fp8, quantize_int4, quantize_int8
 from d3engine.kernels.sampling import SamplingRows
 
+
+def packed(matrix: Tensor) -> Weight:
+    """As `pack` has it, some of the weights with exponents that are not among its own, and some zeros."""
+    matrix = matrix.bfloat16()
+    if matrix.numel() > 500:  # a weight of a small one would be too many
+        matrix[::30, 3] *= 2.0**-40
+        matrix[1, -1] *= 2.0**5
+    matrix[2::9, 0] = 0
+    made = pack(matrix)
+    assert made is not None
+    return made
+
+
 FORMS = {
     "float32": lambda matrix: matrix,
     "bfloat16": lambda matrix: matrix.bfloat16(),
+    "packed": packed,
     "int8": quantize_int8,
     "fp8": quantize_fp8,
     "fp8 groups": fp8_of_groups,

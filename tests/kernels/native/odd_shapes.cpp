@@ -37,11 +37,15 @@ uint8_t any_e4m3() { return numbers() % 127 | numbers() % 2 << 7; }
 struct Matrix {
     std::unique_ptr<char[]> values;
     std::vector<float> scales, bias;
+    std::vector<int64_t> starts;
+    std::vector<int32_t> at_rows, at_columns;
+    std::vector<float> beside;
     D3Matrix view;
 
     Matrix(int kind, int rows, int columns, bool with_bias) {
         const int groups = (columns + 127) / 128;
-        const int of_kind[] = {columns * 4, columns * 2, columns, columns, columns, groups * 64};
+        const int of_kind[] = {columns * 4, columns * 2, columns, columns, columns, groups * 64,
+                               (columns + 63) / 64 * 96};
         const size_t row = of_kind[kind];
         values.reset(new char[rows * row]);
         std::vector<float> wide = floats(size_t(rows) * columns);
@@ -57,7 +61,19 @@ struct Matrix {
         if (kind == D3_FP8_GROUPS) scales = floats(size_t(rows) * groups, 0.003f);
         if (kind == D3_INT4) scales = floats(size_t(rows) * groups, 0.1f);
         if (with_bias) bias = floats(rows);
-        view = {kind, rows, columns, values.get(), data_or_null(scales), data_or_null(bias)};
+        view = {kind, rows, columns, values.get(), data_or_null(scales), data_or_null(bias), {}};
+        if (kind == D3_PACKED_BFLOAT16) add_beside();
+    }
+
+    // Every other row has a weight beside it, in its last column; codes up to 2^-1 make weights of any bytes finite.
+    void add_beside() {
+        starts = {0};
+        for (int row = 0; row < view.rows; row++) {
+            if (row % 2) at_rows.push_back(row), at_columns.push_back(view.columns - 1);
+            starts.push_back(int64_t(at_rows.size()));
+        }
+        beside = floats(at_rows.size());
+        view.packing = {111, starts.data(), at_rows.data(), at_columns.data(), beside.data()};
     }
 
     // Leaves nothing but their biases of the rows from `first` on, of four bits or floats.
@@ -309,7 +325,7 @@ int main() {
     };
     const int portable = d3_num_isas() - 1;
     int cases = 0;
-    for (int kind = D3_FLOAT32; kind <= D3_INT4; kind++)
+    for (int kind = D3_FLOAT32; kind <= D3_PACKED_BFLOAT16; kind++)
         for (const Sizes& sizes : shapes) {
             const Case made(sizes, kind);
             const Found wanted = made.decode(portable, 1 + cases % 3);

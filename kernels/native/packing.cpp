@@ -1,0 +1,65 @@
+// bfloat16 matrices in 12 bits a weight, as packed.py describes them.
+#include <cstring>
+
+#include "abi.h"
+#include "kernels.h"
+
+namespace {
+
+constexpr int CODES = 15;  // beside that of zeros
+
+inline int exponent_of(uint16_t bits) { return bits >> 7 & 255; }
+inline bool is_zero(uint16_t bits) { return (bits & 0x7fff) == 0; }
+
+// The column of a group that a byte is about, so that bytes which are zipped become lanes of neighbours.
+inline int column_at(int place) { return place % 16 / 8 * 32 + place % 2 * 16 + place / 16 * 4 + place % 8 / 2; }
+
+// The exponent before the neighbours that most weights have. Numbers below the least normal one have none.
+int best_exponent(const uint16_t* matrix, int64_t count) {
+    int64_t counts[256] = {};
+    for (int64_t i = 0; i < count; i++) counts[exponent_of(matrix[i])]++;
+    int best = 0;
+    int64_t most = -1, held = 0;
+    for (int last = 1; last < 256; last++) {
+        held += counts[last];
+        if (last > CODES) held -= counts[last - CODES];
+        if (last >= CODES && held > most) most = held, best = last - CODES;
+    }
+    return best;
+}
+
+}  // namespace
+
+int64_t d3_pack(const uint16_t* matrix, int32_t rows, int32_t columns, int64_t room, uint8_t* packed,
+                const D3PackedBeside* beside) {
+    int columns_at[PACKED_GROUP];
+    for (int place = 0; place < PACKED_GROUP; place++) columns_at[place] = column_at(place);
+    const int before = best_exponent(matrix, int64_t(rows) * columns);
+    *beside->exponent = before;
+    int64_t count = 0;
+    beside->starts[0] = 0;
+    for (int row = 0; row < rows; row++) {
+        const uint16_t* weights = matrix + int64_t(row) * columns;
+        for (int first = 0; first < columns; first += PACKED_GROUP, packed += PACKED_BYTES) {
+            uint8_t* codes = packed + PACKED_GROUP;
+            memset(packed, 0, PACKED_BYTES);
+            for (int place = 0; place < PACKED_GROUP; place++) {
+                const int column = first + columns_at[place];
+                if (column >= columns) continue;
+                const uint16_t bits = weights[column];
+                const int code = is_zero(bits) ? 0 : exponent_of(bits) - before;
+                if (code > CODES || (code < 1 && !is_zero(bits))) {
+                    if (count == room) return -1;
+                    const uint32_t wide = uint32_t(bits) << 16;
+                    memcpy(beside->values + count, &wide, sizeof wide);
+                    beside->rows[count] = row, beside->columns[count] = column, count++;
+                    continue;
+                }
+                packed[place] = uint8_t(bits >> 8 & 0x80) | uint8_t(bits & 0x7f);
+                codes[place % 32] |= uint8_t(code << place / 32 * 4);
+            }
+        }
+        beside->starts[row + 1] = count;
+    }
+    return count;
+}

@@ -1,0 +1,58 @@
+"""Packs bfloat16 matrices into 12 bits a weight (`packed.py`)."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, byref, c_int32, c_void_p
+
+import torch
+from torch import Tensor
+
+from d3engine.kernels.native.library import library
+from d3engine.kernels.packed import PACKED_BYTES, PACKED_GROUP, PackedWeight
+from d3engine.kernels.quantized import Weight
+
+MOST_BESIDE = 1 / 64
+"""A matrix of which more weights would lie beside it, at 12 bytes each, stays as it is: it would gain too little."""
+
+
+class _Beside(Structure):
+    """`D3PackedBeside`."""
+
+    _fields_ = (
+        ("exponent", POINTER(c_int32)),
+        *((name, c_void_p) for name in ("starts", "rows", "columns", "values")),
+    )
+
+
+def pack(matrix: Tensor) -> PackedWeight | None:
+    """`matrix` [N, K], bfloat16 on the CPU, in 12 bits a weight; None where too many of its exponents are far apart.
+
+    The exponents of the codes are the fifteen neighbours that most of the weights have. Raises `ValueError` for another
+    tensor, `LibraryMissing` without the native library.
+    """
+    if matrix.dtype != torch.bfloat16 or matrix.dim() != 2 or matrix.device.type != "cpu":
+        shown = f"{str(matrix.dtype).removeprefix('torch.')} {list(matrix.shape)} on {matrix.device}"
+        raise ValueError(f"what is packed must be a bfloat16 matrix on the CPU; got {shown}")
+    matrix = matrix.contiguous()
+    rows, columns = matrix.shape
+    room = int(matrix.numel() * MOST_BESIDE)
+    packed = torch.empty(rows, -(-columns // PACKED_GROUP) * PACKED_BYTES, dtype=torch.uint8)
+    starts = torch.empty(rows + 1, dtype=torch.int64)
+    places = torch.empty(2, room, dtype=torch.int32)
+    values = torch.empty(room, dtype=torch.float32)
+    exponent = c_int32()
+    beside = _Beside(ctypes.pointer(exponent), *(each.data_ptr() for each in (starts, places[0], places[1], values)))
+    count = library().d3_pack(matrix.data_ptr(), rows, columns, room, packed.data_ptr(), byref(beside))
+    if count < 0:
+        return None
+    at_rows, at_columns = places[:, :count].clone()
+    return PackedWeight(packed, exponent.value, starts, at_rows, at_columns, values[:count].clone(), columns)
+
+
+def packed(matrix: Weight) -> Weight:
+    """`matrix` packed; as it is where it is no bfloat16 matrix, or where `pack` makes none of it."""
+    if not isinstance(matrix, Tensor) or matrix.dtype != torch.bfloat16:
+        return matrix
+    made = pack(matrix)
+    return matrix if made is None else made

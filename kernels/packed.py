@@ -1,0 +1,87 @@
+"""bfloat16 matrices in 12 bits a weight, of which nothing is lost: for whoever waits for memory to read them.
+
+The one idea: the exponents of a matrix are nearly all among fifteen neighbours, so four bits say which. Sign and
+mantissa stay as they are. The few weights of other exponents lie beside the matrix, in whose places are zeros.
+
+A row is groups of 64 columns, the last one filled up with zeros: 64 bytes of signs and mantissas, then 32 of codes.
+Byte 16 l + 8 a + 2 j + b (l, j < 4; a, b < 2) is about column 32 a + 16 b + 4 l + j, so that bytes that are zipped
+become lanes of neighbouring columns. Byte i of the codes has the code of byte i in its low half and that of byte 32 + i
+in its high one. Code 0 is the exponent 0 of zeros, code c the exponent `exponent` + c.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PACKED_GROUP = 64
+"""Columns of a group."""
+
+PACKED_BYTES = 96
+"""Bytes of a group."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """A bfloat16 matrix [N, K] as `packed` uint8 [N, 96 * groups of 64 columns], see above, and the weights beside it.
+
+    These are `values` float32 [M] at `at_rows` and `at_columns` int32 [M], row by row; `starts` int64 [N + 1] says
+    where those of each row begin.
+    """
+
+    packed: Tensor
+    exponent: int
+    starts: Tensor
+    at_rows: Tensor
+    at_columns: Tensor
+    values: Tensor
+    num_columns: int  # K
+
+    @property
+    def shape(self) -> torch.Size:
+        """(N, K)."""
+        return torch.Size((self.packed.shape[0], self.num_columns))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it is made of."""
+        return self.packed, self.starts, self.at_rows, self.at_columns, self.values
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def rows(self, start: int, stop: int) -> PackedWeight:
+        """Output channels [start, stop) alone; the packed weights are not copied."""
+        stop = min(stop, self.packed.shape[0])
+        first, last = int(self.starts[start]), int(self.starts[stop])
+        return PackedWeight(
+            self.packed[start:stop],
+            self.exponent,
+            self.starts[start : stop + 1] - first,
+            self.at_rows[first:last] - start,
+            self.at_columns[first:last],
+            self.values[first:last],
+            self.num_columns,
+        )
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The matrix [N, K] in `dtype`: in bfloat16 or float32 what was packed, to the bit."""
+        num_rows, width = self.packed.shape
+        groups = self.packed.view(num_rows, width // PACKED_BYTES, PACKED_BYTES)
+        codes = groups[:, :, PACKED_GROUP:].int()
+        exponents = torch.cat((codes & 15, codes >> 4), dim=2)
+        exponents = torch.where(exponents == 0, 0, exponents + self.exponent)
+        bytes_ = groups[:, :, :PACKED_GROUP].int()
+        halves = (bytes_ & 0x80) << 8 | exponents << 7 | bytes_ & 0x7F
+        found = _in_columns(halves).view(num_rows, -1)[:, : self.num_columns]
+        matrix = found.to(torch.int16).view(torch.bfloat16)
+        matrix[self.at_rows.long(), self.at_columns.long()] = self.values.bfloat16()
+        return matrix.to(dtype)
+
+
+def _in_columns(places: Tensor) -> Tensor:
+    """[N, groups, 64] in the order of a group's bytes as one in that of its columns."""
+    return places.view(*places.shape[:2], 4, 2, 4, 2).permute(0, 1, 3, 5, 2, 4).reshape(places.shape)
