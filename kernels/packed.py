@@ -27,16 +27,15 @@ PACKED_BYTES = 96
 class PackedWeight:
     """A bfloat16 matrix [N, K] as `packed` uint8 [N, 96 * groups of 64 columns], see above, and the weights beside it.
 
-    These are `values` float32 [M] at `at_rows` and `at_columns` int32 [M], row by row; `starts` int64 [N + 1] says
-    where those of each row begin.
+    These are `weights` bfloat16 [M] in `columns` int32 [M], row by row and in the order of columns; `starts` int64
+    [N + 1] says where those of each row begin.
     """
 
     packed: Tensor
     exponent: int
     starts: Tensor
-    at_rows: Tensor
-    at_columns: Tensor
-    values: Tensor
+    columns: Tensor
+    weights: Tensor
     num_columns: int  # K
 
     @property
@@ -47,7 +46,7 @@ class PackedWeight:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """What it is made of."""
-        return self.packed, self.starts, self.at_rows, self.at_columns, self.values
+        return self.packed, self.starts, self.columns, self.weights
 
     @property
     def nbytes(self) -> int:
@@ -61,9 +60,8 @@ class PackedWeight:
             self.packed[start:stop],
             self.exponent,
             self.starts[start : stop + 1] - first,
-            self.at_rows[first:last] - start,
-            self.at_columns[first:last],
-            self.values[first:last],
+            self.columns[first:last],
+            self.weights[first:last],
             self.num_columns,
         )
 
@@ -78,7 +76,8 @@ class PackedWeight:
         halves = (bytes_ & 0x80) << 8 | exponents << 7 | bytes_ & 0x7F
         found = _in_columns(halves).view(num_rows, -1)[:, : self.num_columns]
         matrix = found.to(torch.int16).view(torch.bfloat16)
-        matrix[self.at_rows.long(), self.at_columns.long()] = self.values.bfloat16()
+        rows = torch.repeat_interleave(self.starts.diff())  # of each weight that lies beside
+        matrix[rows, self.columns.long()] = self.weights
         return matrix.to(dtype)
 
 

@@ -26,12 +26,12 @@ enum D3Status : int32_t {
 
 // A matrix [rows, columns] as it lies in memory; see quantized.py for int8, fp8 and int4.
 // What a packed matrix (packed.py) has besides its values: the exponent before that of code 1, and the weights of other
-// exponents, row by row, in whose places are zeros.
+// exponents, which are bfloat16, row by row and by column.
 struct D3Packing {
     int32_t exponent;
     const int64_t* starts;  // [rows + 1]: a row's are from here to where those of the next begin
-    const int32_t *rows, *columns;
-    const float* values;
+    const int32_t* columns;
+    const uint16_t* weights;
 };
 
 struct D3Matrix {
@@ -199,8 +199,8 @@ D3_EXPORT const char* d3_source_digest();
 struct D3PackedBeside {
     int32_t* exponent;
     int64_t* starts;
-    int32_t *rows, *columns;
-    float* values;
+    int32_t* columns;
+    uint16_t* weights;
 };
 D3_EXPORT int64_t d3_pack(const uint16_t* matrix, int32_t rows, int32_t columns, int64_t room, uint8_t* packed,
                           const D3PackedBeside* beside);

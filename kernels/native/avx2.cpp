@@ -54,12 +54,6 @@ struct Nibbles {
     INLINE_LAMBDA V value(__m256i q) const { return _mm256_fmadd_ps(_mm256_cvtepi32_ps(q), scale, eight); }
 };
 
-INLINE void store_bfloat16(char* to, V values) {  // their upper halves
-    const __m256i halves = _mm256_srli_epi32((__m256i)values, 16);
-    const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
-    _mm_storeu_si128((__m128i*)to, packed);
-}
-
 // By code, what of an exponent goes into the byte of the sign, and what into that of the mantissa.
 struct Exponents {
     __m256i with_sign, with_mantissa;
@@ -83,6 +77,18 @@ INLINE void packed_words(const char* group, const Exponents& exponents, VI (&wor
                                                   _mm256_shuffle_epi8(exponents.with_mantissa, codes));
         words[half] = (VI)_mm256_unpacklo_epi8(mantissas, signs);
         words[2 + half] = (VI)_mm256_unpackhi_epi8(mantissas, signs);
+    }
+}
+
+// As bfloat16, column by column.
+INLINE void store_words(char* to, const VI (&words)[4]) {
+    const __m256i order = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+    UNROLL for (int nth = 0; nth < 4; nth++) {
+        const __m256i apart = _mm256_permute4x64_epi64(_mm256_shuffle_epi8((__m256i)words[nth], order), 0xd8);
+        char* const here = to + nth / 2 * 64 + nth % 2 * 16;
+        _mm_storeu_si128((__m128i*)here, _mm256_castsi256_si128(apart));
+        _mm_storeu_si128((__m128i*)(here + 32), _mm256_extracti128_si256(apart, 1));
     }
 }
 

@@ -59,10 +59,6 @@ struct Nibbles {
     INLINE_LAMBDA V high(VI bytes) const { return _mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)bytes, 4), table); }
 };
 
-INLINE void store_bfloat16(char* to, V values) {  // their upper halves
-    _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)values, 16)));
-}
-
 // By code, what of an exponent goes into the byte of the sign, and what into that of the mantissa.
 struct Exponents {
     __m512i with_sign, with_mantissa;
@@ -85,6 +81,14 @@ INLINE void packed_words(const char* group, const Exponents& exponents, VI (&wor
     const __m512i mantissas =
         _mm512_ternarylogic_epi32(low_bits, bytes, _mm512_shuffle_epi8(exponents.with_mantissa, codes), CHOOSE);
     words[0] = (VI)_mm512_unpacklo_epi8(mantissas, signs), words[1] = (VI)_mm512_unpackhi_epi8(mantissas, signs);
+}
+
+// As bfloat16, column by column.
+INLINE void store_words(char* to, const VI (&words)[2]) {
+    const VI order = {0x20000, 0x60004, 0xa0008, 0xe000c, 0x120010, 0x160014, 0x1a0018, 0x1e001c,
+                      0x30001, 0x70005, 0xb0009, 0xf000d, 0x130011, 0x170015, 0x1b0019, 0x1f001d};
+    UNROLL for (int half = 0; half < 2; half++)
+        _mm512_storeu_si512(to + 64 * half, _mm512_permutexvar_epi16((__m512i)order, (__m512i)words[half]));
 }
 
 #include "kernels.inc"

@@ -32,9 +32,11 @@ struct Product {
     int32_t columns;
     const char* values;
     int64_t row_bytes;
-    const float* scales;  // int8, fp8: one a row; of groups and int4: `groups` a row
+    union {
+        const float* scales;  // int8, fp8: one a row; of groups and int4: `groups` a row
+        const D3Packing* packing;
+    };
     int32_t groups;
-    int32_t exponent;  // of a packed matrix, see D3Packing
     const float* x;
     int64_t ldx;
     int32_t batch;
@@ -113,9 +115,9 @@ struct Kernels {
     // So many vectors meet a weight at once, so many in that form, and so many one of a packed matrix: with more, rows
     // are read again from a cache, and what comes later is fetched meanwhile.
     int widest, widest_prepared, widest_packed;
-    // Whether `multiply` takes packed matrices. Where it does not, and where many vectors meet one, `unpack` makes
-    // bfloat16 of some rows first, `unpacked_bytes` each, and asks for the packed ones so many bytes ahead.
-    bool meets_packed;
+    // Up to so many vectors meet a packed matrix as it lies. For more `unpack` makes bfloat16 of some rows first,
+    // `unpacked_bytes` each, and asks for the packed ones so many bytes ahead.
+    int most_packed;
     void (*unpack)(const D3Matrix&, int start, int stop, int64_t ahead, char* to);
     // Products of many vectors, bit for bit the same: `panel` channels at most are widened into a panel of
     // `panel_floats(columns)` floats, `strip` vectors at most packed into a strip of `strip_floats(columns)`.

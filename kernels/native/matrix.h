@@ -23,8 +23,7 @@ inline bool is_packing(const D3Matrix& matrix) {
     for (int row = 0; row < matrix.rows; row++) {
         if (packing.starts[row] > packing.starts[row + 1]) return false;
         for (int64_t nth = packing.starts[row]; nth < packing.starts[row + 1]; nth++)
-            if (packing.rows[nth] != row || packing.columns[nth] < 0 || packing.columns[nth] >= matrix.columns)
-                return false;
+            if (packing.columns[nth] < 0 || packing.columns[nth] >= matrix.columns) return false;
     }
     return true;
 }

@@ -22,7 +22,7 @@ class NativeError(RuntimeError):
 
 
 class PackingStructure(Structure):
-    _fields_ = (("exponent", c_int32), *((name, c_void_p) for name in ("starts", "rows", "columns", "values")))
+    _fields_ = (("exponent", c_int32), *((name, c_void_p) for name in ("starts", "columns", "weights")))
 
 
 class MatrixStructure(Structure):

@@ -39,20 +39,15 @@ bool Multiplier::needs_prepared(const D3Matrix& matrix) const {
     return kernels_.prepare && kernels_.prepared_bytes(kind, matrix.columns, 1) > 0;
 }
 
-// The weights that are not among the packed ones of these output channels, times a vector; `values` gets them too.
-void Multiplier::add_beside(const D3Matrix& matrix, int start, int stop, const float* x, float* values) {
-    const D3Packing& beside = matrix.packing;
-    for (int64_t nth = beside.starts[start]; nth < beside.starts[stop]; nth++)
-        values[beside.rows[nth] - start] += beside.values[nth] * x[beside.columns[nth]];
-}
-
 // With its vectors in another form too, where they are needed so; few vectors get that later, by `own_vectors`.
 Product Multiplier::product(const D3Matrix& matrix, const Rows& x, int rows) {
     Product p = {D3Kind(matrix.kind), matrix.columns, static_cast<const char*>(matrix.values), bytes_of_row(matrix),
-                 matrix.scales, (matrix.columns + SCALE_GROUP - 1) / SCALE_GROUP, matrix.packing.exponent, x.row(0),
-                 x.stride(), rows, nullptr, 0, ahead_};
-    // Each worker makes the rows of a piece when it has it.
-    if (unpacks(matrix, rows)) p.kind = D3_BFLOAT16, p.row_bytes = unpacked_bytes(matrix.columns), p.ahead = 0;
+                 {matrix.scales}, (matrix.columns + SCALE_GROUP - 1) / SCALE_GROUP, x.row(0), x.stride(), rows, nullptr,
+                 0, ahead_};
+    if (unpacks(matrix, rows))  // by each worker, when it has a piece
+        p.kind = D3_BFLOAT16, p.row_bytes = unpacked_bytes(matrix.columns), p.ahead = 0;
+    else if (is_packed(matrix))
+        p.packing = &matrix.packing;
     if (!needs_prepared(matrix)) return p;
     p.prepared = reinterpret_cast<char*>(prepared_.at(0)), p.at_once = rows;
     nth_product_++;

@@ -57,12 +57,8 @@ public:
             const Rows& out = scratch_[worker].outputs;
             for (int nth = 0; nth < count; nth++) {
                 float* values[] = {out.row(nth), out.row(ROWS_A_PASS + nth)};
-                for (int band = 0; band < BANDS; band++) {
-                    const int before = band * channels + start;
-                    if (is_packed(matrix))
-                        add_beside(matrix, before, before + stop - start, x.row(first + nth), values[band]);
-                    if (matrix.bias) kernels_.add(values[band], matrix.bias + before, stop - start);
-                }
+                for (int band = 0; matrix.bias && band < BANDS; band++)
+                    kernels_.add(values[band], matrix.bias + band * channels + start, stop - start);
                 use(worker, first + nth, start, stop, values[0], values[1]);
             }
         };
@@ -98,9 +94,8 @@ private:
     static bool is_packed(const D3Matrix& matrix) { return matrix.kind == D3_PACKED_BFLOAT16; }
     // Whether so many vectors meet a matrix that is packed as bfloat16: each piece becomes that first.
     bool unpacks(const D3Matrix& matrix, int rows) const {
-        return is_packed(matrix) && (!kernels_.meets_packed || rows >= kernels_.many);
+        return is_packed(matrix) && (rows > kernels_.most_packed);
     }
-    static void add_beside(const D3Matrix& matrix, int start, int stop, const float* x, float* values);
     bool needs_prepared(const D3Matrix& matrix) const;
     Pieces pieces_of(const D3Matrix& matrix, int rows, int bands) const;
     // Whether memory would have nothing to do while this product goes on.

@@ -60,11 +60,6 @@ struct Nibbles {
     INLINE_LAMBDA V value(VI q) const { return multiply_add((V)vcvtq_f32_s32((int32x4_t)q), scale, eight); }
 };
 
-INLINE void store_bfloat16(char* to, V values) {  // their upper halves
-    const uint16x4_t halves = vshrn_n_u32((uint32x4_t)values, 16);
-    memcpy(to, &halves, sizeof halves);
-}
-
 // By code, what of an exponent goes into the byte of the sign, and what into that of the mantissa.
 struct Exponents {
     uint8x16_t with_sign, with_mantissa;
@@ -84,6 +79,16 @@ INLINE void packed_words(const char* group, const Exponents& exponents, VI (&wor
         const uint8x16_t signs = vbslq_u8(low_bits, vqtbl1q_u8(exponents.with_sign, codes), some);
         const uint8x16_t mantissas = vbslq_u8(low_bits, some, vqtbl1q_u8(exponents.with_mantissa, codes));
         words[quarter] = (VI)vzip1q_u8(mantissas, signs), words[4 + quarter] = (VI)vzip2q_u8(mantissas, signs);
+    }
+}
+
+// As bfloat16, column by column.
+INLINE void store_words(char* to, const VI (&words)[8]) {
+    UNROLL for (int nth = 0; nth < 8; nth++) {
+        const uint16x8_t both = (uint16x8_t)words[nth];
+        const uint16x8_t apart = vuzp1q_u16(both, both), others = vuzp2q_u16(both, both);
+        memcpy(to + nth / 4 * 64 + nth % 4 * 8, &apart, 8);
+        memcpy(to + nth / 4 * 64 + nth % 4 * 8 + 32, &others, 8);
     }
 }
 

@@ -6,13 +6,13 @@
 
 namespace {
 
-constexpr int CODES = 15;  // beside that of zeros
+constexpr int CODES = 15;  // and 0, which is that of zeros
 
 inline int exponent_of(uint16_t bits) { return bits >> 7 & 255; }
 inline bool is_zero(uint16_t bits) { return (bits & 0x7fff) == 0; }
 
-// The column of a group that a byte is about, so that bytes which are zipped become lanes of neighbours.
-inline int column_at(int place) { return place % 16 / 8 * 32 + place % 2 * 16 + place / 16 * 4 + place % 8 / 2; }
+// The byte of a group that a column has, so that bytes which are zipped become lanes of neighbours.
+inline int place_of(int column) { return column % 16 / 4 * 16 + column / 32 * 8 + column % 4 * 2 + column % 32 / 16; }
 
 // The exponent before the neighbours that most weights have. Numbers below the least normal one have none.
 int best_exponent(const uint16_t* matrix, int64_t count) {
@@ -32,8 +32,8 @@ int best_exponent(const uint16_t* matrix, int64_t count) {
 
 int64_t d3_pack(const uint16_t* matrix, int32_t rows, int32_t columns, int64_t room, uint8_t* packed,
                 const D3PackedBeside* beside) {
-    int columns_at[PACKED_GROUP];
-    for (int place = 0; place < PACKED_GROUP; place++) columns_at[place] = column_at(place);
+    int places[PACKED_GROUP];
+    for (int column = 0; column < PACKED_GROUP; column++) places[column] = place_of(column);
     const int before = best_exponent(matrix, int64_t(rows) * columns);
     *beside->exponent = before;
     int64_t count = 0;
@@ -43,16 +43,13 @@ int64_t d3_pack(const uint16_t* matrix, int32_t rows, int32_t columns, int64_t r
         for (int first = 0; first < columns; first += PACKED_GROUP, packed += PACKED_BYTES) {
             uint8_t* codes = packed + PACKED_GROUP;
             memset(packed, 0, PACKED_BYTES);
-            for (int place = 0; place < PACKED_GROUP; place++) {
-                const int column = first + columns_at[place];
-                if (column >= columns) continue;
-                const uint16_t bits = weights[column];
+            for (int within = 0; within < PACKED_GROUP && first + within < columns; within++) {
+                const uint16_t bits = weights[first + within];
+                const int place = places[within];
                 const int code = is_zero(bits) ? 0 : exponent_of(bits) - before;
                 if (code > CODES || (code < 1 && !is_zero(bits))) {
                     if (count == room) return -1;
-                    const uint32_t wide = uint32_t(bits) << 16;
-                    memcpy(beside->values + count, &wide, sizeof wide);
-                    beside->rows[count] = row, beside->columns[count] = column, count++;
+                    beside->weights[count] = bits, beside->columns[count] = first + within, count++;
                     continue;
                 }
                 packed[place] = uint8_t(bits >> 8 & 0x80) | uint8_t(bits & 0x7f);

@@ -13,7 +13,7 @@ from d3engine.kernels.packed import PACKED_BYTES, PACKED_GROUP, PackedWeight
 from d3engine.kernels.quantized import Weight
 
 MOST_BESIDE = 1 / 64
-"""A matrix of which more weights would lie beside it, at 12 bytes each, stays as it is: it would gain too little."""
+"""A matrix of which more weights would lie beside it stays as it is: to put them in their places takes time."""
 
 
 class _Beside(Structure):
@@ -21,7 +21,7 @@ class _Beside(Structure):
 
     _fields_ = (
         ("exponent", POINTER(c_int32)),
-        *((name, c_void_p) for name in ("starts", "rows", "columns", "values")),
+        *((name, c_void_p) for name in ("starts", "columns", "weights")),
     )
 
 
@@ -39,15 +39,13 @@ def pack(matrix: Tensor) -> PackedWeight | None:
     room = int(matrix.numel() * MOST_BESIDE)
     packed = torch.empty(rows, -(-columns // PACKED_GROUP) * PACKED_BYTES, dtype=torch.uint8)
     starts = torch.empty(rows + 1, dtype=torch.int64)
-    places = torch.empty(2, room, dtype=torch.int32)
-    values = torch.empty(room, dtype=torch.float32)
+    at, weights = torch.empty(room, dtype=torch.int32), torch.empty(room, dtype=torch.bfloat16)
     exponent = c_int32()
-    beside = _Beside(ctypes.pointer(exponent), *(each.data_ptr() for each in (starts, places[0], places[1], values)))
+    beside = _Beside(ctypes.pointer(exponent), *(each.data_ptr() for each in (starts, at, weights)))
     count = library().d3_pack(matrix.data_ptr(), rows, columns, room, packed.data_ptr(), byref(beside))
     if count < 0:
         return None
-    at_rows, at_columns = places[:, :count].clone()
-    return PackedWeight(packed, exponent.value, starts, at_rows, at_columns, values[:count].clone(), columns)
+    return PackedWeight(packed, exponent.value, starts, at[:count].clone(), weights[:count].clone(), columns)
 
 
 def packed(matrix: Weight) -> Weight:

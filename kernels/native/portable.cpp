@@ -58,13 +58,6 @@ struct Nibbles {
     INLINE_LAMBDA V high(VI bytes) const { return as_floats((bytes >> 4) - 8) * scale; }
 };
 
-INLINE void store_bfloat16(char* to, V values) {  // their upper halves
-    UNROLL for (int lane = 0; lane < 4; lane++) {
-        const uint16_t half = uint16_t(uint32_t(((VI)values)[lane]) >> 16);
-        memcpy(to + 2 * lane, &half, sizeof half);
-    }
-}
-
 struct Exponents {
     int before;
     explicit INLINE_LAMBDA Exponents(int given) : before(given) {}
@@ -81,6 +74,17 @@ INLINE void packed_words(const char* group, const Exponents& exponents, VI (&wor
         const int quarter = place / 16, within = place % 16;
         words[within / 8 * 4 + quarter][within % 8 / 2] = int32_t(both);
     }
+}
+
+// As bfloat16, column by column.
+INLINE void store_words(char* to, const VI (&words)[8]) {
+    for (int nth = 0; nth < 8; nth++)
+        for (int lane = 0; lane < 4; lane++) {
+            const uint32_t both = words[nth][lane];
+            const uint16_t first = uint16_t(both), second = uint16_t(both >> 16);
+            char* const here = to + nth / 4 * 64 + nth % 4 * 8 + lane * 2;
+            memcpy(here, &first, 2), memcpy(here + 32, &second, 2);
+        }
 }
 
 #include "kernels.inc"

@@ -38,8 +38,8 @@ struct Matrix {
     std::unique_ptr<char[]> values;
     std::vector<float> scales, bias;
     std::vector<int64_t> starts;
-    std::vector<int32_t> at_rows, at_columns;
-    std::vector<float> beside;
+    std::vector<int32_t> at_columns;
+    std::vector<uint16_t> beside;
     D3Matrix view;
 
     Matrix(int kind, int rows, int columns, bool with_bias) {
@@ -69,11 +69,10 @@ struct Matrix {
     void add_beside() {
         starts = {0};
         for (int row = 0; row < view.rows; row++) {
-            if (row % 2) at_rows.push_back(row), at_columns.push_back(view.columns - 1);
-            starts.push_back(int64_t(at_rows.size()));
+            if (row % 2) at_columns.push_back(view.columns - 1), beside.push_back(uint16_t(0x3d00 + row));
+            starts.push_back(int64_t(beside.size()));
         }
-        beside = floats(at_rows.size());
-        view.packing = {111, starts.data(), at_rows.data(), at_columns.data(), beside.data()};
+        view.packing = {111, starts.data(), at_columns.data(), beside.data()};
     }
 
     // Leaves nothing but their biases of the rows from `first` on, of four bits or floats.
