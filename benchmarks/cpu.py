@@ -33,7 +33,7 @@ from d3engine.model.config import ModelConfig
 from d3engine.model.quantization import quantize_weights, with_matrices
 from d3engine.model.weights import LlamaWeights
 
-KINDS = ("f32", "16-bit", "8-bit", "4-bit")
+KINDS = ("f32", "16-bit", "12-bit", "8-bit", "4-bit")
 PARTS = ("decode", "depth", "prompt")
 PROMPTS = (512, 2048)
 READ_BYTES = 2**30
@@ -69,12 +69,14 @@ def in_kind(weights: LlamaWeights, kind: str) -> LlamaWeights:
     """Float32 weights with their matrices in a kind; norms stay float32.
 
     The LM head, and with it an embedding that is the head too, is in bfloat16, or beside quantized matrices in 8 bits.
+    In 12 bits all of them are those of 16, packed.
     """
     if kind == "f32":
         return weights
-    if kind == "16-bit":
+    if kind in ("16-bit", "12-bit"):
         narrow = methodcaller("to", torch.bfloat16)
-        return with_matrices(weights, narrow, narrow)
+        narrowed = with_matrices(weights, narrow, narrow)
+        return narrowed.packed() if kind == "12-bit" else narrowed
     return quantize_weights(weights, {"8-bit": "int8", "4-bit": "int4"}[kind])
 
 

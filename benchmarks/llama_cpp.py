@@ -21,6 +21,7 @@ from d3engine.model.weights import LlamaWeights
 TYPES = {
     "f32": gguf.GGMLQuantizationType.F32,
     "16-bit": gguf.GGMLQuantizationType.BF16,
+    "12-bit": gguf.GGMLQuantizationType.BF16,
     "8-bit": gguf.GGMLQuantizationType.Q8_0,
     "4-bit": gguf.GGMLQuantizationType.Q4_0,
 }

@@ -273,5 +273,5 @@ def need_unit_stride(**tensors: Weight | None) -> None:
             need_unit_stride(**{f"{name}.values": tensor.values, f"{name}.scales": tensor.scales})
         elif isinstance(tensor, Int4Weight):
             need_unit_stride(**{f"{name}.packed": tensor.packed, f"{name}.scales": tensor.scales})
-        elif tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        elif isinstance(tensor, Tensor) and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} has stride {tensor.stride()}; its last dimension must have stride 1")
