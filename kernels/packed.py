@@ -67,20 +67,6 @@ class PackedWeight:
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The matrix [N, K] in `dtype`: in bfloat16 or float32 what was packed, to the bit."""
-        num_rows, width = self.packed.shape
-        groups = self.packed.view(num_rows, width // PACKED_BYTES, PACKED_BYTES)
-        codes = groups[:, :, PACKED_GROUP:].int()
-        exponents = torch.cat((codes & 15, codes >> 4), dim=2)
-        exponents = torch.where(exponents == 0, 0, exponents + self.exponent)
-        bytes_ = groups[:, :, :PACKED_GROUP].int()
-        halves = (bytes_ & 0x80) << 8 | exponents << 7 | bytes_ & 0x7F
-        found = _in_columns(halves).view(num_rows, -1)[:, : self.num_columns]
-        matrix = found.to(torch.int16).view(torch.bfloat16)
-        rows = torch.repeat_interleave(self.starts.diff())  # of each weight that lies beside
-        matrix[rows, self.columns.long()] = self.weights
-        return matrix.to(dtype)
+        from d3engine.kernels.native.packing import unpacked  # which knows this class
 
-
-def _in_columns(places: Tensor) -> Tensor:
-    """[N, groups, 64] in the order of a group's bytes as one in that of its columns."""
-    return places.view(*places.shape[:2], 4, 2, 4, 2).permute(0, 1, 3, 5, 2, 4).reshape(places.shape)
+        return unpacked(self).to(dtype)

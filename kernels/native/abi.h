@@ -205,6 +205,9 @@ struct D3PackedBeside {
 D3_EXPORT int64_t d3_pack(const uint16_t* matrix, int32_t rows, int32_t columns, int64_t room, uint8_t* packed,
                           const D3PackedBeside* beside);
 
+// Rows [start, stop) of a packed matrix as bfloat16, each filled up with zeros to whole groups of 64 columns.
+D3_EXPORT void d3_unpack(const D3Matrix* matrix, int32_t start, int32_t stop, void* to);
+
 D3_EXPORT int32_t d3_create(const D3Model* model, D3Decoder** made);
 D3_EXPORT int32_t d3_run(D3Decoder* decoder, const D3Run* run);
 // The same in a thread of the decoder's own: `d3_begin` returns at once, and all memory of the run belongs to it until

@@ -23,6 +23,7 @@ from d3engine.kernels.native.cycles import CyclesStructure, Drafts, Int64Array, 
 from d3engine.kernels.native.model import (
     LayerStructure,
     Linear,
+    MatrixStructure,
     ModelStructure,
     NativeError,
     NativeModel,
@@ -331,6 +332,8 @@ def load(path: Path) -> ctypes.CDLL:
     found.d3_isa_runs_here.argtypes = [c_int32]
     found.d3_pack.restype = c_int64
     found.d3_pack.argtypes = [c_void_p, c_int32, c_int32, c_int64, c_void_p, c_void_p]
+    found.d3_unpack.restype = None
+    found.d3_unpack.argtypes = [POINTER(MatrixStructure), c_int32, c_int32, c_void_p]
     found.d3_create.argtypes = [POINTER(ModelStructure), POINTER(c_void_p)]
     found.d3_run.argtypes = [c_void_p, POINTER(RunStructure)]
     found.d3_begin.argtypes = [c_void_p, POINTER(RunStructure)]

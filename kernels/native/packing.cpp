@@ -60,3 +60,9 @@ int64_t d3_pack(const uint16_t* matrix, int32_t rows, int32_t columns, int64_t r
     }
     return count;
 }
+
+void d3_unpack(const D3Matrix* matrix, int32_t start, int32_t stop, void* to) {
+    int32_t isa = 0;
+    while (!ALL_KERNELS[isa]->runs_here()) isa++;
+    ALL_KERNELS[isa]->unpack(*matrix, start, stop, 0, static_cast<char*>(to));
+}

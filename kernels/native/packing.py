@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from d3engine.kernels.native.library import library
+from d3engine.kernels.native.model import Linear
 from d3engine.kernels.packed import PACKED_BYTES, PACKED_GROUP, PackedWeight
 from d3engine.kernels.quantized import Weight
 
@@ -46,6 +47,14 @@ def pack(matrix: Tensor) -> PackedWeight | None:
     if count < 0:
         return None
     return PackedWeight(packed, exponent.value, starts, at[:count].clone(), weights[:count].clone(), columns)
+
+
+def unpacked(weight: PackedWeight) -> Tensor:
+    """The bfloat16 matrix [N, K] that was packed."""
+    rows, columns = weight.shape
+    padded = torch.empty(rows, -(-columns // PACKED_GROUP) * PACKED_GROUP, dtype=torch.bfloat16)
+    library().d3_unpack(byref(Linear(weight).structure()), 0, rows, padded.data_ptr())
+    return padded[:, :columns]
 
 
 def packed(matrix: Weight) -> Weight:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from d3engine.analysis.answers import open_model
 from d3engine.cli.engine_options import ENGINE
 from d3engine.errors import InvalidValueError
 from d3engine.kernels import reference
+from d3engine.kernels.packed import PackedWeight
+from d3engine.kernels.quantized import Int8Weight
 from d3engine.loading.device import resolve_dtype
 from d3engine.loading.settings import ExecutorKind
 from d3engine.loading.weight_dtype import kept_by_default, resolve_weight_dtype
@@ -299,3 +302,67 @@ def test_every_face_takes_the_dtype_of_matrices_and_the_log_tells_it(
     engine, _ = open_model(str(directory()), {"weight_dtype": "bfloat16", **OPTIONS})
     assert engine.weight_dtype == torch.bfloat16
     assert ENGINE["weight_dtype"][0] == "--weight-dtype"
+
+
+# -- packed --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_matrices_give_the_very_answers_of_bfloat16_under_every_kind_of_policy(
+    directory: Callable[..., Path], make_prompts: Callable[..., list[list[int]]], layout: str
+) -> None:
+    policies = POLICIES if layout == "grouped heads" else [FullDepth(), D3(0.8, 0.4)]
+    prompts = make_prompts([3, 17, 70])
+    found = []
+    for packs in (False, True):
+        with Engine(directory(layout), pack_weights=packs, **OPTIONS) as engine:
+            weights = engine.executor.model.weights
+            assert isinstance(weights.layers[0].qkv, PackedWeight) == packs
+            assert isinstance(weights.lm_head, PackedWeight) == packs
+            assert (weights.embedding.dtype, weights.weight_dtype) == (torch.bfloat16, torch.bfloat16)
+            found.append(answers(engine, prompts, policies))
+    assert found[0] == found[1]
+    assert len({tuple(answer.token_ids) for answer in found[0]}) > 3
+
+
+@pytest.mark.usefixtures("native_library")
+def test_only_what_is_in_bfloat16_is_packed(directory: Callable[..., Path], tmp_path: Path) -> None:
+    quantize_model(directory("tied"), tmp_path / "out", "int8", lm_head="float", show_progress=False)
+    with Engine(tmp_path / "out", pack_weights=True, **OPTIONS) as engine:
+        weights = engine.executor.model.weights
+        assert isinstance(weights.lm_head, PackedWeight)
+        assert weights.embedding.dtype == torch.bfloat16
+        assert isinstance(weights.layers[0].qkv, Int8Weight)
+
+
+@pytest.mark.usefixtures("native_library")
+def test_ready_weights_are_packed_too_and_the_log_tells_it(
+    directory: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "d3engine")
+    weights = load(directory(), torch.bfloat16)
+    with Engine(directory(), weights=weights, pack_weights=True, **OPTIONS) as engine:
+        assert isinstance(engine.executor.model.weights.layers[-1].down, PackedWeight)
+    assert "float32 with matrices in bfloat16 on cpu, packed into 12 bits" in caplog.text
+    again = weights.packed().packed()
+    assert (again.weight_dtype, again.has_float_matrices) == (torch.bfloat16, True)
+
+
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [
+        ({"enforce_eager": True, "weight_dtype": "bfloat16"}, "False where the native library does not decode"),
+        ({"dtype": "bfloat16"}, "False where the native library does not decode"),
+        ({"weight_dtype": "float32"}, 'False, or beside weight_dtype="bfloat16", where matrices are float32'),
+        ({"weight_dtype": "float16"}, 'False, or beside weight_dtype="bfloat16", where matrices are float16'),
+    ],
+)
+def test_packing_is_refused_where_nobody_would_read_it(
+    directory: Callable[..., Path], options: dict[str, Any], allowed: str
+) -> None:
+    with pytest.raises(InvalidValueError, match=f"pack_weights must be {re.escape(allowed)}; got True"):
+        Engine(directory(), pack_weights=True, **options, **OPTIONS)
+    with pytest.raises(InvalidValueError, match="pack_weights must be True or False; got 'yes'"):
+        Engine(directory(), pack_weights="yes", **OPTIONS)  # type: ignore[arg-type]
