@@ -140,7 +140,9 @@ def test_the_peer_gets_the_same_weights(tmp_path: Path) -> None:
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize(("kind", "stored"), [("16-bit", "BF16"), ("12-bit", "BF16"), ("8-bit", "Q8_0"), ("4-bit", "Q4_0")])
+@pytest.mark.parametrize(
+    ("kind", "stored"), [("16-bit", "BF16"), ("12-bit", "BF16"), ("8-bit", "Q8_0"), ("4-bit", "Q4_0")]
+)
 def test_the_peers_file_has_its_matrices_in_the_kind_that_was_asked_for(tmp_path: Path, kind: str, stored: str) -> None:
     with model_at("tiny", 64) as directory:
         config = ModelConfig.from_directory(directory)

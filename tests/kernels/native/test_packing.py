@@ -105,7 +105,7 @@ def test_only_bfloat16_matrices_of_the_cpu_are_packed() -> None:
 @pytest.mark.parametrize("isa", isas())
 def test_logits_are_those_of_bfloat16_to_the_bit(isa: str) -> None:
     """With few rows, whose codes are looked up as they are multiplied, with more, and with so many as panels take."""
-    case = Case(Shape(layers=2, rows=60, hidden=200, intermediate=600, head_dim=24, vocab=300, form="packed", bias=True))
+    case = Case(Shape(rows=60, hidden=200, intermediate=600, head_dim=24, vocab=300, form="packed", bias=True))
     for places in (range(1), range(3), range(5), range(12), range(30), range(60)):
         rows = at_places(case.rows, np.array(places))
         _, _, logits = case.decode(2, rows, isa=isa, num_threads=2)
