@@ -22,8 +22,9 @@ inline bool is_packing(const D3Matrix& matrix) {
     if (!packing.starts || packing.exponent < 0 || packing.exponent > 240 || packing.starts[0] != 0) return false;
     for (int row = 0; row < matrix.rows; row++) {
         if (packing.starts[row] > packing.starts[row + 1]) return false;
-        for (int64_t nth = packing.starts[row]; nth < packing.starts[row + 1]; nth++)
-            if (packing.columns[nth] < 0 || packing.columns[nth] >= matrix.columns) return false;
+        int before = -1;
+        for (int64_t nth = packing.starts[row]; nth < packing.starts[row + 1]; before = packing.columns[nth++])
+            if (packing.columns[nth] <= before || packing.columns[nth] >= matrix.columns) return false;
     }
     return true;
 }

@@ -93,9 +93,7 @@ private:
     }
     static bool is_packed(const D3Matrix& matrix) { return matrix.kind == D3_PACKED_BFLOAT16; }
     // Whether so many vectors meet a matrix that is packed as bfloat16: each piece becomes that first.
-    bool unpacks(const D3Matrix& matrix, int rows) const {
-        return is_packed(matrix) && (rows > kernels_.most_packed);
-    }
+    bool unpacks(const D3Matrix& matrix, int rows) const { return is_packed(matrix) && rows > kernels_.most_packed; }
     bool needs_prepared(const D3Matrix& matrix) const;
     Pieces pieces_of(const D3Matrix& matrix, int rows, int bands) const;
     // Whether memory would have nothing to do while this product goes on.

@@ -13,7 +13,7 @@ from d3engine.kernels.native.model import Linear
 from d3engine.kernels.packed import PACKED_BYTES, PACKED_GROUP, PackedWeight
 from d3engine.kernels.quantized import Weight
 
-MOST_BESIDE = 1 / 64
+MOST_BESIDE = 1 / 256
 """A matrix of which more weights would lie beside it stays as it is: to put them in their places takes time."""
 
 

@@ -23,8 +23,8 @@ from d3engine.kernels.sampling import SamplingRows
 def packed(matrix: Tensor) -> Weight:
     """As `pack` has it, some of the weights with exponents that are not among its own, and some zeros."""
     matrix = matrix.bfloat16()
-    if matrix.numel() > 500:  # a weight of a small one would be too many
-        matrix[::30, 3] *= 2.0**-40
+    if matrix.numel() > 1000:  # a weight of a small one would be too many
+        matrix[::60, 3] *= 2.0**-40
         matrix[1, -1] *= 2.0**5
     matrix[2::9, 0] = 0
     made = pack(matrix)

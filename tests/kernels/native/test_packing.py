@@ -24,8 +24,9 @@ def rare(rows: int, columns: int) -> Tensor:
     """A few weights that are zeros of both signs, below the least normal number, the largest and far from others."""
     made = matrix(rows, columns)
     largest = torch.finfo(torch.bfloat16).max
-    some = torch.tensor([0.0, -0.0, 1e-40, -1e-40, largest, -largest, 1e-20, 300.0], dtype=torch.bfloat16)
-    made.flatten()[torch.arange(8) * (made.numel() // 8)] = some
+    some = torch.tensor([0.0, -0.0, 1e-40, largest, -largest, -1e-40, 1e-20, 300.0], dtype=torch.bfloat16)
+    some = some[: 2 + int(made.numel() * MOST_BESIDE)]
+    made.flatten()[torch.arange(len(some)) * (made.numel() // len(some))] = some
     return made
 
 
@@ -76,7 +77,7 @@ def test_rows_are_parted_without_the_weights_of_others() -> None:
     given = rare(40, 200)
     made = pack(given)
     assert made is not None
-    assert made.weights.numel() >= 5
+    assert made.weights.numel() >= 6
     for start, stop in ((0, 40), (0, 7), (5, 6), (12, 40), (30, 64)):
         part = made.rows(start, stop)
         assert part.packed.data_ptr() == made.packed[start:].data_ptr()
@@ -134,21 +135,27 @@ def wide(weight: Weight) -> Tensor:
 
 
 WRONG = {
-    "a column that the matrix has not": {"columns": 200},
-    "a column before the first": {"columns": -1},
-    "rows that begin before the one above": {"starts": -1},
+    "a column that the matrix has not": {"columns": (-1, 200)},
+    "a column before the first": {"columns": (0, -1)},
+    "columns that are not in order": {"columns": (0, 150)},
+    "rows that begin before the one above": {"starts": (-1, -1)},
+    "a first row that begins behind others": {"starts": (0, 1)},
 }
 
 
 @pytest.mark.parametrize("changes", WRONG.values(), ids=WRONG)
-def test_weights_beside_a_matrix_stay_inside_of_it(changes: dict[str, int]) -> None:
+def test_weights_beside_a_matrix_stay_inside_of_it_and_in_order(changes: dict[str, tuple[int, int]]) -> None:
     case = Case(Shape(hidden=200, form="packed"))
-    head = case.model.lm_head
-    assert isinstance(head, PackedWeight)
-    assert head.columns.numel()
-    others = {name: getattr(head, name).clone() for name in changes}
-    for name, value in changes.items():
-        others[name][-1] = value
-    case.model = replace(case.model, lm_head=replace(head, **others))
+    given = matrix(97, 200)
+    given[0, [20, 90]] = 1e20
+    head = pack(given)
+    assert head is not None
+    assert head.columns[:2].tolist() == [20, 90]
+    case.model = replace(case.model, lm_head=head)
+    case.decoder()
+    ((name, (place, value)),) = changes.items()
+    other = getattr(head, name).clone()
+    other[place] = value
+    case.model = replace(case.model, lm_head=replace(head, **{name: other}))
     with pytest.raises(NativeError, match="the sizes of the model do not fit each other"):
         case.decoder()
