@@ -52,7 +52,7 @@ def check_packing(settings: EngineSettings) -> None:
     """Refuse to pack matrices that nobody reads as packed, or that are not bfloat16."""
     require(settings.executor == "native", "pack_weights", True, "False where the native library does not decode")
     held = str(settings.weight_dtype).removeprefix("torch.")
-    allowed = f'False, or beside weight_dtype="bfloat16", where matrices are {held}'
+    allowed = f'False where matrices are {held} (weight_dtype="bfloat16" would make them bfloat16)'
     require(settings.weight_dtype == torch.bfloat16, "pack_weights", True, allowed)
 
 

@@ -355,8 +355,14 @@ def test_ready_weights_are_packed_too_and_the_log_tells_it(
     [
         ({"enforce_eager": True, "weight_dtype": "bfloat16"}, "False where the native library does not decode"),
         ({"dtype": "bfloat16"}, "False where the native library does not decode"),
-        ({"weight_dtype": "float32"}, 'False, or beside weight_dtype="bfloat16", where matrices are float32'),
-        ({"weight_dtype": "float16"}, 'False, or beside weight_dtype="bfloat16", where matrices are float16'),
+        (
+            {"weight_dtype": "float32"},
+            'False where matrices are float32 (weight_dtype="bfloat16" would make them bfloat16)',
+        ),
+        (
+            {"weight_dtype": "float16"},
+            'False where matrices are float16 (weight_dtype="bfloat16" would make them bfloat16)',
+        ),
     ],
 )
 def test_packing_is_refused_where_nobody_would_read_it(
