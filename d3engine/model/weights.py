@@ -10,7 +10,7 @@ long as both have the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
@@ -252,7 +252,8 @@ class _Loader:
         config, names, multipliers = self.config, self.config.tensor_names, self.config.multipliers
         layers = tuple(self._layer(names.layer(index)) for index in range(config.num_layers))
         embedding = self._embedding(names.embedding, multipliers.on_embedding)
-        lm_head = self._held(embedding) if config.tie_word_embeddings else self._matrix(_LM_HEAD, config.hidden_size)
+        is_tied = config.tie_word_embeddings
+        lm_head = self._held(embedding, [names.embedding]) if is_tied else self._matrix(_LM_HEAD, config.hidden_size)
         on_norm = multipliers.on_final_norm(config.tie_word_embeddings)
         final_norm = self._vector_or_table(names.final_norm, on_norm, self.dtype)
         return LlamaWeights(embedding, layers, final_norm, lm_head)
@@ -284,14 +285,21 @@ class _Loader:
         """Return the modules' matrices on top of each other, in the form that the config names."""
         scheme = scheme_of(next(iter(modules)) + ".weight", self.config)
         if scheme is None:
-            return self._held(self._stack(_with(".weight", modules), self.weight_dtype))
+            tensors = _with(".weight", modules)
+            return self._held(self._stack(tensors, self.weight_dtype), tensors)
         values, scales = (self._stack(_with(suffix, modules), self.dtype) for suffix in (VALUES, SCALES))
         if scheme == "int4":
             return Int4Weight(values, scales, num_columns)
         return Int8Weight(values, scales) if scheme == "int8" else Fp8Weight(values, scales)
 
-    def _held(self, matrix: Weight) -> Weight:
-        return packed(matrix) if self.packs else matrix
+    def _held(self, matrix: Weight, names: Iterable[str]) -> Weight:
+        """A matrix made of these tensors, as it is, or packed: then the file that it lies in is only read for that."""
+        if not self.packs:
+            return matrix
+        made = packed(matrix)
+        for name in names:
+            self.checkpoint.give_back(name)
+        return made
 
     def _bias(self, modules: _Modules, present: bool) -> Tensor | None:
         return self._stack(_with(".bias", modules), self.dtype) if present else None
