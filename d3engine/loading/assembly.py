@@ -28,6 +28,7 @@ from d3engine.loading.rank_processes import is_under_torchrun, meet_under_torchr
 from d3engine.loading.ranks import lead
 from d3engine.loading.settings import EngineSettings
 from d3engine.model.config import ModelConfig
+from d3engine.model.quantization import packed_weights
 from d3engine.model.weights import LlamaWeights, load_weights
 from d3engine.scheduling.scheduler import Scheduler
 from d3engine.text.tokenizer import Tokenizer
@@ -85,7 +86,7 @@ def _on_one_device(settings: EngineSettings, weights: LlamaWeights | None, bridg
             packs=settings.pack_weights,
         )
     elif settings.pack_weights:
-        weights = weights.packed()
+        weights = packed_weights(weights)
     _check_weights(weights, settings)
     build = partial(build_executor, settings, weights, bridges=bridges)
 

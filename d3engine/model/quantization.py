@@ -1,4 +1,4 @@
-"""Quantizes weights that are already loaded: the same numbers as a quantized directory gives, without one.
+"""Quantizes, or packs, weights that are already loaded: the same numbers as a quantized directory or a loader gives.
 
 The one idea: a scale belongs to one output channel, so that stacking matrices and permuting their rows, as loading
 does, may come before or after.
@@ -12,6 +12,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from d3engine.errors import InvalidValueError, require
+from d3engine.kernels.native.packing import packed
 from d3engine.kernels.quantized import Int8Weight, QuantizedWeight, Weight, quantize_fp8, quantize_int4, quantize_int8
 from d3engine.model.config import DEFAULT_HEAD_FORM, QUANTIZATION_SCHEMES, head_forms
 from d3engine.model.weights import LayerWeights, LlamaWeights
@@ -55,6 +56,12 @@ def quantize_weights(weights: LlamaWeights, scheme: str, *, lm_head: str = DEFAU
         lambda matrix: quantize_matrix(matrix, scheme),
         lambda matrix: matrix if lm_head == "float" else quantize_matrix(matrix, lm_head),
     )
+
+
+def packed_weights(weights: LlamaWeights) -> LlamaWeights:
+    """Return `weights` with bfloat16 matrices packed; an embedding, of which single rows are read, stays as it is."""
+    made = with_matrices(weights, packed)
+    return replace(made, lm_head=packed(made.lm_head))  # which is the embedding yet where it is tied
 
 
 def with_matrices(

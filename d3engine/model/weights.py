@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, fields
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,9 +41,6 @@ from d3engine.model.part_tensors import part_of_checkpoint
 from d3engine.model.source import ModelSource, open_checkpoint
 from d3engine.progress import hides_bars
 
-MATRICES = ("qkv", "output", "gate_up", "down")
-"""Those of a layer."""
-
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
@@ -67,11 +64,6 @@ class LayerWeights:
     down: Weight  # [H, I]
     down_bias: Tensor | None  # [H]
 
-    def packed(self) -> LayerWeights:
-        """The same with bfloat16 matrices packed."""
-        matrices: dict[str, Any] = {name: packed(getattr(self, name)) for name in MATRICES}
-        return replace(self, **matrices)
-
     def tensors(self) -> list[Tensor]:
         """Return the tensors there are, in the order of the fields; a quantized or packed matrix gives its parts."""
         weights = (getattr(self, field.name) for field in fields(self))
@@ -90,11 +82,6 @@ class LlamaWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [H]
     lm_head: Weight  # [V, H]
-
-    def packed(self) -> LlamaWeights:
-        """The same with bfloat16 matrices packed; an embedding, of which single rows are read, stays as it is."""
-        layers = tuple(layer.packed() for layer in self.layers)
-        return replace(self, layers=layers, lm_head=packed(self.lm_head))
 
     @property
     def dtype(self) -> torch.dtype:
