@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from d3engine.depth import DepthPolicy
 from d3engine.engine import Engine
 from d3engine.executor.computed import Computed
+from d3engine.executor.native import NativeExecutor
 from d3engine.model.weights import LlamaWeights
 from d3engine.plan import Plan
 from d3engine.request.params import SamplingParams
@@ -62,19 +64,30 @@ class TimedEngine:
             num_threads=threads,
         )
         self._clock, self._turn = clock, Turn()
-        self._run: Callable[[Plan], Computed] = self.engine.executor.run
-        self.engine.executor.run = self._timed  # type: ignore[method-assign, union-attr]
+        executor = self.engine.executor
+        self._run: Callable[[Plan], Computed] = executor.run
+        executor.run = self._timed  # type: ignore[method-assign, union-attr]
+        if isinstance(executor, NativeExecutor):  # whose steps of prompts may have a run behind them in the same plan
+            self._single = executor._single
+            executor._single = self._until_single  # type: ignore[method-assign]
 
     def _timed(self, plan: Plan) -> Computed:
         start = self._clock()
         computed = self._run(plan)
-        seconds = self._clock() - start
+        end = self._clock()
+        steps, prompt_end = computed.carried_out(plan).num_steps, start
         if (plan.steps < 0).any():
-            self._turn.prompt_seconds += seconds
-        else:
-            self._turn.step_seconds += seconds
-            self._turn.steps += plan.num_steps
+            opens = plan.ahead is not None and plan.ahead.opens
+            steps, prompt_end = steps - 1, self._single_end if opens else end
+        self._turn.prompt_seconds += prompt_end - start
+        self._turn.step_seconds += end - prompt_end
+        self._turn.steps += steps
         return computed
+
+    def _until_single(self, plan: Plan) -> Any:
+        found = self._single(plan)
+        self._single_end = self._clock()
+        return found
 
     def answer(self, prompts: list[list[int]], tokens: int, depth: DepthPolicy) -> Turn:
         """Generate `tokens` tokens for every prompt."""

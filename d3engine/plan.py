@@ -110,15 +110,19 @@ class RunAhead:
     At each of them layer l runs for the rows with `steps + taken < cutoffs[:, l]`, and these rows come first. Where all
     rows draft they are no steps but `cycles`, each of a whole draft and its verification: then layer l runs in the
     drafts that begin before `cutoffs[:, l]`.
+
+    A run that `opens` has one step before these, which is counted among `num_steps`: that of the plan's own rows,
+    prompts perhaps, each of whose chunks yields the token that its row begins with.
     """
 
     num_steps: int
-    steps: IntArray  # [C] generation steps of the first of them
+    steps: IntArray  # [C] generation steps of the first of them; of the one behind the opening
     cutoffs: IntArray  # [C, L]
     choice: Choice  # what choosing a token takes, for the row that asks for most
     course: Course | None = None  # of steps that the host takes one by one: the plan comes again for each of them
     bridges: tuple[str | None, ...] = ()  # [C] by whose maps each row crosses the layers that it leaves out; (): nobody
     cycles: bool = False
+    opens: bool = False
     num_taken: int = 1  # with a course: steps that the host has taken
     num_passes: int = 1  # of cycles that the host has taken: the passes of their drafts and verifications
 
@@ -129,13 +133,15 @@ class Reach:
 
     `choice` is the kind of choice that it has at most; of rows that want log-probabilities it keeps `logits` rows of
     logits in one run. `drafts` says whether the steps may be those of drafts: it keeps their hidden states then.
-    `bridges` says whether rows may cross by maps the layers that they leave out.
+    `bridges` says whether rows may cross by maps the layers that they leave out. `openings` says whether a run may
+    follow a step of prompts without the host.
     """
 
     choice: Choice = Choice.PENALISE
     logits: int = 0
     drafts: bool = False
     bridges: bool = False
+    openings: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +243,28 @@ class Plan:
             return replace(self, ahead=replace(ahead, num_taken=num_steps))
         return replace(self, ahead=replace(ahead, num_steps=num_steps))
 
+    def behind_opening(self) -> Plan:
+        """The run that follows the plan's own step, whose tokens the device alone knows: -1 stands for each."""
+        ahead = self.ahead
+        assert ahead is not None, "the plan is a single step"
+        assert ahead.opens, "nothing of the run is an opening"
+        places = np.arange(len(self.slots) + 1)
+        rows, active = places[:-1], ahead.steps[:, None] < ahead.cutoffs
+        return replace(
+            self,
+            starts=self.stops,
+            stops=self.stops + 1,
+            steps=ahead.steps,
+            query_starts=places,
+            token_ids=np.full(rows.size, -1),
+            positions=self.stops,
+            row_chunks=rows,
+            depths=active.sum(axis=1),
+            spans=spans_of(active, None, places),
+            sample_rows=rows,
+            ahead=replace(ahead, opens=False, num_steps=ahead.num_steps - 1),
+        )
+
     @property
     def logit_rows(self) -> IntArray:
         """The rows that go through the LM head: those to sample, then the prompt rows, then those that judge drafts."""
@@ -252,13 +280,15 @@ class Chosen:
     """What a device that runs ahead has chosen by itself: S steps of the plan's C chunks.
 
     `logits` are those of the chunks whose sequences want log-probabilities. `faults` says what else went wrong with a
-    chunk than its logits.
+    chunk than its logits. `opened` is when the first step was done, by the monotonic clock, where it was the opening of
+    the others.
     """
 
     token_ids: IntArray  # [S, C]
     scores: npt.NDArray[np.float32]  # [S, C]; a row without a finite one has met a fault
     logits: npt.NDArray[np.float32] | None = None  # [S, those chunks, V]
     faults: dict[int, str] = field(default_factory=dict)
+    opened: float | None = None
 
     @property
     def num_steps(self) -> int:
@@ -291,7 +321,7 @@ class Sampled:
     each token took, where they are not those of its schedule. `prompt_logprobs[k]` belongs to the plan's k-th prompt
     rows. `faults` maps rows that end after their tokens (if any) to what went wrong. `proposals` are the drafted tokens
     of rows that have none to give yet. Where the device has drafted and verified by itself, `cycles[row]` is all there
-    is.
+    is. `opened` is when the first tokens were there, by the monotonic clock, where that was before the others.
     """
 
     token_ids: list[list[int]]
@@ -301,6 +331,7 @@ class Sampled:
     depths: list[list[int]] | None = None
     proposals: dict[int, list[Proposal]] = field(default_factory=dict)
     cycles: list[list[Cycle]] | None = None
+    opened: float | None = None
 
 
 def spans_of(active: BoolArray, projected: BoolArray | None, query_starts: IntArray) -> tuple[Span, ...]:

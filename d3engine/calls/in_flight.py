@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 from d3engine.calls.delivery import Delivery
@@ -67,7 +68,11 @@ class InFlight:
     def deliver(self, plan: Plan, sampled: Sampled, tokens: Iterable[NewTokens], begun: float) -> None:
         """Lay out what came of a step, `begun` at that time of the monotonic clock, for whom it is for."""
         self._put(self.outputs.process(plan, sampled, tokens))
-        self.timings.count_steps(plan.num_steps, plan.num_rows, begun)
+        if sampled.opened is None:
+            self.timings.count_steps(plan.num_steps, plan.num_rows, begun, time.monotonic())
+        else:
+            self.timings.count_steps(1, plan.num_rows, begun, sampled.opened)
+            self.timings.count_steps(plan.num_steps - 1, len(plan.slots), sampled.opened, time.monotonic())
 
     def abort(self, ids: list[str]) -> None:
         """End requests; their last outputs wait for `step()`."""

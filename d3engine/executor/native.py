@@ -8,6 +8,7 @@ stay here.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ from d3engine.executor.native_choices import (
     reporting_chunks,
 )
 from d3engine.executor.native_weights import native_bridges, native_model
+from d3engine.executor.openings import GoingOn
 from d3engine.executor.shares import joined, share_of
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.kernels.native.cycles import Drafts
@@ -88,7 +90,13 @@ class NativeExecutor:
             isa=isa,
         )
         self._vocab = eager.model.config.vocab_size
-        self.reach = Reach(Choice.REPORT, max(1, LOGITS_BYTES // (4 * self._vocab)), drafts=True, bridges=True)
+        self.reach = Reach(
+            Choice.REPORT,
+            max(1, LOGITS_BYTES // (4 * self._vocab)),
+            drafts=True,
+            bridges=True,
+            openings=not eager.rope.depends_on_length,  # prompts are left to the eager executor otherwise
+        )
         self._bridges: dict[str, NativeBridges] = {}
         self._followed: _Followed | None = None
         self.stats = eager.stats
@@ -117,7 +125,7 @@ class NativeExecutor:
     def run(self, plan: Plan) -> Computed:
         """Run the steps of a plan: their tokens, or logits of a single step that is the host's to choose from."""
         if plan.ahead is not None:
-            found = self._run_ahead(plan, plan.ahead)
+            found = self._open(plan, plan.ahead) if plan.ahead.opens else self._run_ahead(plan, plan.ahead)
             self.stats.native_steps += found.num_steps if isinstance(found, Chosen) else found.num_passes
             return Computed(found)
         self._end_course()
@@ -150,6 +158,39 @@ class NativeExecutor:
             **logits,
         )
         return Chosen(*found, logits=logits.get("logits"), faults=forms.faults)
+
+    def _open(self, plan: Plan, ahead: RunAhead) -> Chosen:
+        """The plan's own step, and the run behind it; of a run that is followed the step alone, and the run begins."""
+        self._end_course()
+        opening = self._single(plan)
+        assert isinstance(opening, Chosen), "a run opens with a step that wants nothing of the host"
+        opened, going_on = time.monotonic(), GoingOn.of(plan, opening)
+        if not going_on.chunks.size:
+            return opening
+        rows, steps, forms = self._rows_behind(plan, ahead, going_on), ahead.num_steps - 1, FormsOfRun({})
+        draws = draws_of(going_on.sequences, ahead.choice, forms, self._vocab)
+        if ahead.course is not None:
+            self._decoder.begin(rows, steps, ahead.course.words, draws=draws)
+            self._followed = _Followed(ahead.course, forms, None, going_on)
+            return opening
+        ends = ends_of(going_on.sequences) if all_may_end(going_on.sequences) else None
+        token_ids, scores = going_on.spread(*self._decoder.run(rows, steps, draws=draws, ends=ends))
+        return Chosen(
+            np.concatenate((opening.token_ids, token_ids)), np.concatenate((opening.scores, scores)), opened=opened
+        )
+
+    def _rows_behind(self, plan: Plan, ahead: RunAhead, going_on: GoingOn) -> Rows:
+        chunks = going_on.chunks
+        own = [self._native(ahead.bridges[chunk]) for chunk in chunks.tolist()] if ahead.bridges else None
+        return Rows(
+            going_on.token_ids,
+            plan.stops[chunks],
+            ahead.steps[chunks],
+            plan.slots[chunks],
+            ahead.cutoffs[chunks],
+            plan.tables,
+            own,
+        )
 
     def _follow(self, plan: Plan, ahead: RunAhead, course: Course) -> Chosen | Cycled:
         """The next step of a run that goes on by itself; the first one begins it."""
@@ -302,12 +343,15 @@ class _Followed:
     course: Course
     forms: FormsOfRun
     logits: npt.NDArray[np.float32] | None
+    going_on: GoingOn | None = None  # where it began with an opening
     num_taken: int = 0
 
     def chosen(self, token_ids: npt.NDArray[np.int64], scores: npt.NDArray[np.float32]) -> Chosen:
         """The steps that were waited for."""
         first, self.num_taken = self.num_taken, self.num_taken + len(token_ids)
         logits = None if self.logits is None else self.logits[first : self.num_taken]
+        if self.going_on is not None:
+            token_ids, scores = self.going_on.spread(token_ids, scores)
         return Chosen(token_ids, scores, logits=logits, faults=self.forms.faults)
 
 

@@ -6,7 +6,6 @@ but a count in a bucket, and a step costs the same whatever its batch.
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from dataclasses import dataclass
 
@@ -64,10 +63,10 @@ class Timings:
         self.last_step_seconds: float | None = None
         self.last_step_rows: int | None = None
 
-    def count_steps(self, num_steps: int, num_rows: int, begun: float) -> None:
-        """Count `num_steps` steps of `num_rows` rows each, which began at `begun` and end now."""
-        self.last_step_time = time.monotonic()
-        self.last_step_seconds = (self.last_step_time - begun) / num_steps
+    def count_steps(self, num_steps: int, num_rows: int, begun: float, ended: float) -> None:
+        """Count `num_steps` steps of `num_rows` rows each, which began and ended then by the monotonic clock."""
+        self.last_step_time = ended
+        self.last_step_seconds = (ended - begun) / num_steps
         self.last_step_rows = num_rows
         self.step_seconds.add(self.last_step_seconds, num_steps)
         self.step_rows.add(num_rows, num_steps)

@@ -87,11 +87,12 @@ def _of_run(chosen: Chosen, sequences: list[Sequence]) -> Sampled:
 def _until_faults(chosen: Chosen) -> Sampled:
     """The tokens of each row, up to the first one whose score was not finite: there the row ends by a fault."""
     if math.isfinite(chosen.scores.sum(dtype=np.float64)):  # all of them are: no sum of so few float32 leaves float64
-        return Sampled(chosen.token_ids.T.tolist())
+        return Sampled(chosen.token_ids.T.tolist(), opened=chosen.opened)
     healthy = np.isfinite(chosen.scores)
     counts = np.where(healthy.all(axis=0), len(healthy), healthy.argmin(axis=0)).tolist()
     tokens = [row[:count] for row, count in zip(chosen.token_ids.T.tolist(), counts, strict=True)]
-    return Sampled(tokens, faults={row: FAULT for row, count in enumerate(counts) if count < len(healthy)})
+    faults = {row: FAULT for row, count in enumerate(counts) if count < len(healthy)}
+    return Sampled(tokens, faults=faults, opened=chosen.opened)
 
 
 def scores_of(logits: Tensor, sequences: Rows) -> Tensor:

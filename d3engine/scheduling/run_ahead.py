@@ -48,29 +48,45 @@ def shorter_and_shorter(longest: int, shortest: int) -> Iterator[int]:
 
 
 def run_ahead(chunks: Chunks, table: RunningTable, limit: int, reach: Reach) -> RunAhead | None:
-    """The steps, `limit` at most, that `chunks` (deepest first) can take on their own; None if not even one."""
+    """The steps, `limit` at most, that `chunks` (deepest first) can take on their own; None if not even one.
+
+    Chunks that all yield a token, but are not all one decoded token, are the opening of the steps behind them.
+    """
     slots = chunks.slots
     bridged = chunks.traits & Trait.BRIDGED
     if bridged and not reach.bridges:
         return None  # only the host's own executor has the maps
     if chunks.traits & Trait.DRAFTS and table.having(Trait.DRAFTS, slots).all():
         return cycles_ahead(chunks, table, limit) if reach.drafts else None
-    decode = (chunks.steps >= 1) & (chunks.stops == table.num_tokens[slots]) & (chunks.stops - chunks.starts == 1)
+    yields = chunks.stops == table.num_tokens[slots]
     choice = Choice(int(table.choice[slots].max()))
     # A schedule that is not nested fills the layers that it skips, so it is never simple.
     is_simple = choice <= reach.choice and not chunks.traits & (Trait.FILLS | Trait.DRAFTS)
-    if limit == 0 or not is_simple or not decode.all():
+    if limit == 0 or not is_simple or not yields.all():
+        return None
+    opens = not ((chunks.steps >= 1) & (chunks.stops - chunks.starts == 1)).all()
+    if opens and not (reach.openings and _may_open(choice, table, slots)):
         return None
     limit = min(limit, int((table.max_length[slots] - table.num_tokens[slots]).min()))
     if choice is Choice.REPORT:
         limit = min(limit, max(1, reach.logits // int(np.count_nonzero(table.choice[slots] == Choice.REPORT))))
     cutoffs = table.cutoffs[slots]
-    num_steps = _steps_in_order(chunks.steps, cutoffs, limit)
+    steps = table.steps(slots, chunks.stops) if opens else chunks.steps
+    num_steps = _steps_in_order(steps, cutoffs, limit - opens)
     if not num_steps:
         return None
+    num_steps += opens
     course = Course() if num_steps > 1 and chunks.traits & Trait.STREAMS else None
     bridges = tuple(map(table.bridges, slots.tolist())) if bridged else ()
-    return RunAhead(num_steps, chunks.steps, cutoffs, choice, course, bridges)
+    return RunAhead(num_steps, steps, cutoffs, choice, course, bridges, opens=opens)
+
+
+def _may_open(choice: Choice, table: RunningTable, slots: IntArray) -> bool:
+    """Whether nothing but its last token is wanted of a step that opens a run, nor needed for the choices behind it.
+
+    Penalties and forms count the tokens before, and the one that the opening yields is not among them yet.
+    """
+    return choice <= Choice.CUT and all(table.sequence(slot).params.prompt_logprobs is None for slot in slots.tolist())
 
 
 def _steps_in_order(steps: IntArray, cutoffs: IntArray, limit: int) -> int:
@@ -88,4 +104,8 @@ def reaching(chunks: Chunks, ahead: RunAhead, table: RunningTable) -> Chunks:
     """The chunks as they will be at the last of these steps: what the cache must have room for."""
     if ahead.cycles:
         return reaching_by_cycles(chunks, ahead, table)
-    return replace(chunks, stops=chunks.stops + (ahead.num_steps - 1))
+    stops = chunks.stops + (ahead.num_steps - 1)
+    if not ahead.opens:
+        return replace(chunks, stops=stops)
+    active = ahead.steps[:, None] < ahead.cutoffs
+    return replace(chunks, starts=chunks.stops, stops=stops, steps=ahead.steps, active=active)

@@ -203,7 +203,7 @@ class Scheduler:
         """
         self.counters.steps += plan.num_steps
         self._under_way.took(plan)
-        if plan.ahead is None:  # otherwise no prompt is computed, and every row gets its token
+        if plan.ahead is None or plan.ahead.opens:  # otherwise no prompt is computed, and every row gets its token
             self._table.num_computed[plan.slots] = plan.stops
             self._shared_prompts.keep(plan)
         return self._take(plan, sampled, plan.depths if depths is None else depths)
@@ -336,14 +336,23 @@ class Scheduler:
         while True:
             has_room = self._second is None or self._second.has_room(self._second_chunks())
             for ahead in self._runs(chunks):
-                reached = chunks if ahead is None else reaching(chunks, ahead, self._table)
-                missing, needed = self._allocator.missing(reached)
+                missing, needed = self._missing(chunks, ahead)
                 if self.prefix_cache.reserve(needed) and has_room:
                     return chunks, missing, ahead
             victim = max(self._running, key=lambda sequence: sequence.order)
             assert len(self._running) > 1, "a single sequence outgrew the cache that add() had found large enough"
             chunks = chunks.take(chunks.slots != victim.slot)
             self._preempt(victim)
+
+    def _missing(self, chunks: Chunks, ahead: RunAhead | None) -> tuple[IntArray, int]:
+        """Blocks [C, L] that the layers lack for these steps, and how many to have free."""
+        if ahead is None:
+            return self._allocator.missing(chunks)
+        missing, needed = self._allocator.missing(reaching(chunks, ahead, self._table))
+        if not ahead.opens:
+            return missing, needed
+        opening, _ = self._allocator.missing(chunks)  # all layers of a prompt, of which the run leaves out some
+        return np.maximum(missing, opening, out=missing), int(missing.sum())
 
     def _runs(self, chunks: Chunks) -> Iterator[RunAhead | None]:
         """What the device may do by itself, as far as there is room for it: the longest run of steps first, and at last
@@ -362,7 +371,8 @@ class Scheduler:
             if ahead is None or (ahead.num_steps == 1 and not ahead.cycles):
                 break
             yield ahead
-        yield None if ahead is None or ahead.cycles else replace(ahead, num_steps=1, course=None)
+        is_step_of_run = ahead is not None and not ahead.cycles and not ahead.opens
+        yield replace(ahead, num_steps=1, course=None) if ahead is not None and is_step_of_run else None
 
     # -- after the step ----------------------------------------------------------------------------------------
 

@@ -254,6 +254,7 @@ class OutputProcessor:
         outputs: list[RequestOutput] = []
         are_read = plan.ahead is not None and plan.ahead.course is not None
         now = time.monotonic()
+        first = now if sampled.opened is None else sampled.opened
         for rows, found in zip(plan.prompt_rows, sampled.prompt_logprobs, strict=True):
             request = self._requests[rows.sequence.request_id]
             try:
@@ -263,7 +264,7 @@ class OutputProcessor:
                 grown[request.request_id] = request
         for new in tokens:
             request = self._requests[new.sequence.request_id]
-            self._take(request, new, now)
+            self._take(request, new, first, now)
             if are_read and plan.num_steps > 1:
                 outputs += self._outputs([request])
             else:
@@ -295,13 +296,13 @@ class OutputProcessor:
                 outputs.append(request.output(finished=finished))
         return outputs
 
-    def _take(self, request: _Request, new: NewTokens, now: float) -> None:
-        """Add tokens, taken at the time `now`, to their answer; a fault here ends the request and nobody else's."""
+    def _take(self, request: _Request, new: NewTokens, first: float, last: float) -> None:
+        """Add tokens, made between these times, to their answer; a fault here ends the request and nobody else's."""
         if new.token_ids:
-            request.last_token_time = now
+            request.last_token_time = last
             request.count_tokens(len(new.token_ids))
             if request.first_token_time is None:
-                request.first_token_time = now
+                request.first_token_time = first
         answer = request.answers[new.sequence.index]
         try:
             self._extend(answer, new)

@@ -293,7 +293,7 @@ def test_ctrl_c_while_generate_queues_its_prompts_leaves_none_behind(
 
 def test_ctrl_c_pressed_twice_does_not_wait_for_the_step(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
-    in_step(engine, 2, lambda: (press(), press()))
+    in_step(engine, 1, lambda: (press(), press()))
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPT, greedy(), use_tqdm=False)
     with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
@@ -309,7 +309,7 @@ def test_whoever_handles_signals_himself_goes_on_doing_so(make_engine: Callable[
     before = signal.signal(signal.SIGINT, own)
     try:
         engine = make_engine()
-        in_step(engine, 2, lambda: (press(), heard.append(0)))
+        in_step(engine, 1, lambda: (press(), heard.append(0)))
         assert engine.generate(PROMPT, greedy(), use_tqdm=False)[0].finished
         assert heard == [signal.SIGINT, 0]  # at once
         assert signal.getsignal(signal.SIGINT) is own
@@ -321,7 +321,7 @@ def test_a_handler_installed_in_the_middle_of_a_call_stays(make_engine: Callable
     engine = make_engine()
     before = signal.getsignal(signal.SIGINT)
     try:
-        in_step(engine, 2, lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+        in_step(engine, 1, lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
         engine.generate(PROMPT, greedy(), use_tqdm=False)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
@@ -331,7 +331,7 @@ def test_a_handler_installed_in_the_middle_of_a_call_stays(make_engine: Callable
 def test_another_thread_touches_no_signals(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
     seen: list[object] = []
-    in_step(engine, 2, lambda: seen.append(signal.getsignal(signal.SIGINT)))
+    in_step(engine, 1, lambda: seen.append(signal.getsignal(signal.SIGINT)))
     thread = threading.Thread(target=lambda: seen.append(engine.generate(PROMPT, greedy(), use_tqdm=False)))
     thread.start()
     thread.join()

@@ -92,9 +92,8 @@ def test_a_small_model_takes_longer_runs_of_few_answers(tiny_llama: Callable[...
         for count, steps in ((1, 64), (2, 32), (4, 16), (5, 16)):
             for number in range(count):
                 engine.add_request(str(number), [5, 9, 31], unread(greedy(FullDepth(), 80)))
-            engine.step()
             before = engine.stats().native_steps
-            engine.step()
+            engine.step()  # the prompts' among them
             assert engine.stats().native_steps - before == steps
             engine.abort_request(map(str, range(count)))
             engine.step()
@@ -119,8 +118,8 @@ def test_a_run_is_short_where_a_text_may_end_it_or_memory_is_short(tiny_llama: C
     assert [[*shorter_and_shorter(longest, 16)] for longest in (256, 100, 16)] == [[256, 64, 16], [100, 25, 16], [16]]
     with Engine(tiny_llama(**MODEL).directory, max_num_seqs=2, **OPTIONS) as engine:
         found = []
-        for spare in (4, 2, 0):  # blocks of each layer that are free behind the prompt
-            engine.add_request("one", [5, 9, 31], unread(greedy(FullDepth(), 80)))
+        for spare in (4, 2, 0):  # blocks of each layer that are free behind the first 64 tokens
+            engine.add_request("one", [5, 9, 31], unread(greedy(FullDepth(), 160)))
             engine.step()
             pool = engine.scheduler.cache.pool
             engine.reset_prefix_cache()

@@ -58,8 +58,9 @@ def test_who_waits_while_there_is_a_place_is_not_kept_waiting_by_a_run(ahead: Ca
     while engine.scheduler.num_waiting:
         before = steps_by_itself(engine)
         engine.step()
-        waited += steps_by_itself(engine) - before
-        assert steps_by_itself(engine) <= before + 1
+        if engine.scheduler.num_waiting:
+            waited += steps_by_itself(engine) - before
+            assert steps_by_itself(engine) <= before + 1
     assert 0 < waited < 12
 
 

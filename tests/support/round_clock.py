@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.common import Round
+from d3engine.plan import Plan
 from d3engine.scheduling.scheduler import Scheduler
 
 ROOT = Path(__file__).parents[2]
@@ -35,15 +36,15 @@ class Clock:
 def set_clock(patch: pytest.MonkeyPatch) -> Clock:
     """Whoever asks for the time in a round, or in the engine, asks the clock that is returned."""
     clock = Clock()
-    schedule = Scheduler.schedule
+    update = Scheduler.update
 
-    def timed_schedule(scheduler: Scheduler) -> Any:
-        clock.now += 1e-2
-        return schedule(scheduler)
+    def timed_update(scheduler: Scheduler, plan: Plan, *given: Any) -> Any:
+        clock.now += 1e-2 * plan.num_steps
+        return update(scheduler, plan, *given)
 
     for module in ("arrivals", "common", "peers"):
         patch.setattr(f"benchmarks.gpu.{module}.time", clock)
     patch.setattr("benchmarks.gpu_round.time", clock)
     patch.setattr("d3engine.text.output.time", clock)
-    patch.setattr(Scheduler, "schedule", timed_schedule)
+    patch.setattr(Scheduler, "update", timed_update)
     return clock

@@ -1,0 +1,216 @@
+"""A step of prompts and the run behind it are one plan: what comes of them is what each brings alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from ahead import Solo, greedy, unread
+from batches import LAYERS, Request, assert_same, block_bytes, kv_is_back
+from stepping import finish, watch
+
+from d3engine import D3, DraftAndVerify, Engine, FullDepth, SamplingParams
+from d3engine.plan import Plan
+from d3engine.request.params import RequestOutputKind
+from d3engine.sampling.sampler import FAULT
+
+PROMPT, OTHER = tuple(range(50, 60)), tuple(range(20, 25))
+UNREAD, READ = RequestOutputKind.FINAL_ONLY, RequestOutputKind.CUMULATIVE
+both_kinds = pytest.mark.parametrize("kind", [UNREAD, READ])
+
+
+@pytest.fixture
+def native(native_library: None, make_engine: Callable[..., Engine]) -> Callable[..., Engine]:
+    """`make_engine` on the native library, with runs of 16 steps."""
+
+    def make(**changes: Any) -> Engine:
+        return make_engine(**({"num_scheduler_steps": 16} | changes))
+
+    return make
+
+
+def add(engine: Engine, kind: RequestOutputKind, *requests: Request) -> None:
+    """Queue them, by their numbers."""
+    for request in requests:
+        name = str(engine.get_num_unfinished_requests())
+        engine.add_request(name, list(request.prompt), replace(request.params, output_kind=kind))
+
+
+def openings(plans: list[Plan]) -> list[int]:
+    """The steps of each plan that opens a run."""
+    return [plan.num_steps for plan in plans if plan.ahead is not None and plan.ahead.opens]
+
+
+def test_a_prompt_and_its_answer_are_one_plan_where_nobody_reads_along(
+    native: Callable[..., Engine], solo: Solo
+) -> None:
+    engine, request = native(), Request(PROMPT, greedy(D3(0.9, 0.5), 16))
+    plans = watch(engine)
+    assert_same(engine.generate(list(PROMPT), request.params, use_tqdm=False)[0], solo(request))
+    assert openings(plans) == [16] == [plan.num_steps for plan in plans]
+    stats = engine.stats()
+    assert (stats.num_steps, stats.native_steps, stats.eager_steps) == (16, 16, 0)
+    assert kv_is_back(engine)
+
+
+@both_kinds
+def test_prompts_open_a_run_for_answers_of_any_age_beside_them(
+    native: Callable[..., Engine], solo: Solo, kind: RequestOutputKind
+) -> None:
+    engine = native(num_scheduler_steps=4, max_num_batched_tokens=8)  # so that longer prompts come in pieces
+    drawn = SamplingParams(temperature=1.5, top_p=0.9, seed=5, max_tokens=21, ignore_eos=True, depth=D3(0.9, 0.5))
+    requests = [Request(tuple(range(n, n + 3 + 2 * n)), greedy(D3(0.9, 0.5), 12 + n)) for n in range(6)]
+    requests += [Request(PROMPT, drawn), Request(OTHER, replace(drawn, seed=6, top_p=1.0))]
+    plans = watch(engine)
+    found = {}
+    for number, request in enumerate(requests):
+        engine.add_request(str(number), list(request.prompt), replace(request.params, output_kind=kind))
+        for _ in range(3):
+            found |= {output.request_id: output for output in engine.step()}
+            engine.scheduler.check_integrity()
+    found |= finish(engine)
+    for number, request in enumerate(requests):
+        assert_same(found[str(number)], solo(request))
+    beside = [plan for plan in plans if plan.ahead is not None and plan.ahead.opens and plan.steps.max() >= 1]
+    assert beside
+    assert kv_is_back(engine)
+
+
+@both_kinds
+def test_an_answer_that_ends_with_its_first_token_has_no_row_in_the_run(
+    native: Callable[..., Engine], solo: Solo, kind: RequestOutputKind
+) -> None:
+    def ending(prompt: tuple[int, ...]) -> Request:
+        first = solo(Request(prompt, greedy(policy))).outputs[0].token_ids[0]
+        return Request(prompt, greedy(policy, stop_token_ids=[first]))
+
+    engine, policy = native(), D3(0.8, 0.3)
+    going_on = [Request(tuple(range(n, n + 4)), greedy(policy)) for n in (3, 9)]
+    plans = watch(engine)
+    for requests in ([ending(PROMPT)], [ending(PROMPT), ending(OTHER)], [going_on[0], ending(PROMPT), going_on[1]]):
+        before = engine.stats().native_steps
+        add(engine, kind, *requests)
+        found = finish(engine)
+        for number, request in enumerate(requests):
+            assert_same(found[str(number)], solo(request))
+        if going_on[0] not in requests:
+            assert engine.stats().native_steps - before == 1, "there was nobody to run for"
+        assert kv_is_back(engine)
+    assert len(openings(plans)) == 3
+
+
+@both_kinds
+def test_a_prompt_whose_logits_are_not_finite_ends_alone_and_has_no_row_in_the_run(
+    native: Callable[..., Engine], solo: Solo, kind: RequestOutputKind
+) -> None:
+    healthy = Request(OTHER, greedy(D3(0.8, 0.3)))
+    wanted = solo(healthy)
+    spoilt = next(token for token in range(200, 300) if token not in wanted.outputs[0].token_ids)
+    engine = native()
+    embedding = engine.executor.model.weights.embedding
+    before = embedding[spoilt].clone()
+    embedding[spoilt] = math.nan
+    try:
+        faulty = Request((spoilt, 5), greedy(D3(0.8, 0.3)))
+        add(engine, kind, faulty)
+        alone = finish(engine)["0"]
+        assert engine.stats().native_steps == 1
+        add(engine, kind, faulty, healthy)
+        beside = finish(engine)
+    finally:
+        embedding[spoilt] = before
+    for (broken,) in (alone.outputs, beside["0"].outputs):
+        assert (broken.token_ids, broken.finish_reason, broken.stop_reason) == ([], "abort", FAULT)
+    assert_same(beside["1"], wanted)
+    assert kv_is_back(engine)
+
+
+def test_the_first_token_of_an_answer_that_comes_at_once_is_older_than_the_last(native: Callable[..., Engine]) -> None:
+    engine = native()
+    (output,) = engine.generate(list(PROMPT), greedy(FullDepth(), 12), use_tqdm=False)
+    times = output.metrics
+    assert times.first_scheduled_time is not None
+    assert times.first_token_time is not None
+    assert times.last_token_time is not None
+    assert times.first_scheduled_time < times.first_token_time < times.last_token_time
+    stats = engine.stats()
+    assert stats.step_rows.sum == len(PROMPT) + 11
+    assert stats.step_rows.count == stats.step_seconds.count == 12
+
+
+def test_the_run_behind_an_opening_takes_blocks_for_the_layers_that_it_runs(native: Callable[..., Engine]) -> None:
+    """Ten tokens and fifteen of the run are seven blocks of four, where a prompt of ten has three."""
+    engine, policy = native(), D3(0.9, 0.5)
+    engine.add_request("one", list(PROMPT), unread(greedy(policy, 40)))
+    seen: list[int] = []
+    update = engine.scheduler.update
+
+    def looking(*given: Any) -> Any:
+        seen.append(engine.scheduler.cache.pool.num_held)
+        return update(*given)
+
+    engine.scheduler.update = looking  # type: ignore[method-assign]
+    engine.step()
+    depth = int(policy.schedule(LAYERS).depths(2)[1])
+    assert 0 < depth < LAYERS
+    assert seen == [depth * 7 + (LAYERS - depth) * 3]
+
+
+def test_a_prompt_is_computed_alone_where_there_is_no_room_for_a_run(native: Callable[..., Engine], solo: Solo) -> None:
+    """Two prompts of two blocks take all the memory; the one that is sent away comes again as it was."""
+    requests = [Request(tuple(range(n, n + 8)), greedy(FullDepth(), 8)) for n in (20, 40)]
+    engine = native(kv_cache_memory_bytes=LAYERS * 4 * block_bytes(), enable_prefix_caching=False)
+    plans = watch(engine)
+    add(engine, UNREAD, *requests)
+    engine.step()
+    assert (openings(plans), len(plans), plans[0].ahead) == ([], 1, None)
+    found = finish(engine)
+    for number, request in enumerate(requests):
+        assert_same(found[str(number)], solo(request))
+    assert engine.stats().num_preemptions == 1
+    assert kv_is_back(engine)
+
+
+def test_a_prompt_that_opened_a_run_is_shared_with_later_ones(native: Callable[..., Engine], solo: Solo) -> None:
+    engine, request = native(), Request(PROMPT, greedy(D3(0.9, 0.5), 10))
+    for cached in (0, 8):
+        (found,) = engine.generate([list(PROMPT)], request.params, use_tqdm=False)
+        assert_same(found, solo(request))
+        assert found.num_cached_tokens == cached
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"prompt_logprobs": 1},
+        {"logprobs": 1},
+        {"repetition_penalty": 1.3},
+        {"min_tokens": 3},
+        {"max_tokens": 1},
+        {"depth": DraftAndVerify(skip_attention=[2], skip_mlp=[2])},
+        {"depth": D3(0.9, 0.5, on_skip="copy")},
+    ],
+    ids=str,
+)
+def test_what_needs_more_of_a_prompt_than_a_token_is_a_step_of_its_own(
+    native: Callable[..., Engine], solo: Solo, wanted: dict[str, Any]
+) -> None:
+    engine = native()
+    request = Request(PROMPT, replace(greedy(FullDepth(), 12), **wanted))
+    plans = watch(engine)
+    assert_same(engine.generate(list(PROMPT), request.params, use_tqdm=False)[0], solo(request))
+    assert openings(plans) == []
+    assert plans[0].num_steps == 1
+
+
+def test_no_prompt_opens_a_run_while_somebody_waits_who_could_join(native: Callable[..., Engine]) -> None:
+    """Two prompts of ten rows do not go into a step of twelve."""
+    engine = native(max_num_batched_tokens=12)
+    plans = watch(engine)
+    add(engine, UNREAD, Request(PROMPT, greedy(FullDepth())), Request(OTHER * 2, greedy(FullDepth())))
+    engine.step()
+    assert plans[0].ahead is None
+    finish(engine)
