@@ -243,28 +243,6 @@ class Plan:
             return replace(self, ahead=replace(ahead, num_taken=num_steps))
         return replace(self, ahead=replace(ahead, num_steps=num_steps))
 
-    def behind_opening(self) -> Plan:
-        """The run that follows the plan's own step, whose tokens the device alone knows: -1 stands for each."""
-        ahead = self.ahead
-        assert ahead is not None, "the plan is a single step"
-        assert ahead.opens, "nothing of the run is an opening"
-        places = np.arange(len(self.slots) + 1)
-        rows, active = places[:-1], ahead.steps[:, None] < ahead.cutoffs
-        return replace(
-            self,
-            starts=self.stops,
-            stops=self.stops + 1,
-            steps=ahead.steps,
-            query_starts=places,
-            token_ids=np.full(rows.size, -1),
-            positions=self.stops,
-            row_chunks=rows,
-            depths=active.sum(axis=1),
-            spans=spans_of(active, None, places),
-            sample_rows=rows,
-            ahead=replace(ahead, opens=False, num_steps=ahead.num_steps - 1),
-        )
-
     @property
     def logit_rows(self) -> IntArray:
         """The rows that go through the LM head: those to sample, then the prompt rows, then those that judge drafts."""

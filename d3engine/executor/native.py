@@ -160,21 +160,20 @@ class NativeExecutor:
         return Chosen(*found, logits=logits.get("logits"), faults=forms.faults)
 
     def _open(self, plan: Plan, ahead: RunAhead) -> Chosen:
-        """The plan's own step, and the run behind it; of a run that is followed the step alone, and the run begins."""
+        """The plan's own step, and the run behind it."""
         self._end_course()
         opening = self._single(plan)
         assert isinstance(opening, Chosen), "a run opens with a step that wants nothing of the host"
         opened, going_on = time.monotonic(), GoingOn.of(plan, opening)
         if not going_on.chunks.size:
             return opening
-        rows, steps, forms = self._rows_behind(plan, ahead, going_on), ahead.num_steps - 1, FormsOfRun({})
-        draws = draws_of(going_on.sequences, ahead.choice, forms, self._vocab)
-        if ahead.course is not None:
-            self._decoder.begin(rows, steps, ahead.course.words, draws=draws)
-            self._followed = _Followed(ahead.course, forms, None, going_on)
-            return opening
-        ends = ends_of(going_on.sequences) if all_may_end(going_on.sequences) else None
-        token_ids, scores = going_on.spread(*self._decoder.run(rows, steps, draws=draws, ends=ends))
+        found = self._decoder.run(
+            self._rows_behind(plan, ahead, going_on),
+            ahead.num_steps - 1,
+            draws=draws_of(going_on.sequences, ahead.choice, FormsOfRun({}), self._vocab),
+            ends=ends_of(going_on.sequences) if all_may_end(going_on.sequences) else None,
+        )
+        token_ids, scores = going_on.spread(*found)
         return Chosen(
             np.concatenate((opening.token_ids, token_ids)), np.concatenate((opening.scores, scores)), opened=opened
         )
@@ -343,15 +342,12 @@ class _Followed:
     course: Course
     forms: FormsOfRun
     logits: npt.NDArray[np.float32] | None
-    going_on: GoingOn | None = None  # where it began with an opening
     num_taken: int = 0
 
     def chosen(self, token_ids: npt.NDArray[np.int64], scores: npt.NDArray[np.float32]) -> Chosen:
         """The steps that were waited for."""
         first, self.num_taken = self.num_taken, self.num_taken + len(token_ids)
         logits = None if self.logits is None else self.logits[first : self.num_taken]
-        if self.going_on is not None:
-            token_ids, scores = self.going_on.spread(token_ids, scores)
         return Chosen(token_ids, scores, logits=logits, faults=self.forms.faults)
 
 

@@ -20,8 +20,7 @@ class UnderWay:
     def begin(self, plan: Plan) -> None:
         """Take in a new plan; its run is under way if the steps are to be taken one by one."""
         if plan.ahead is not None and plan.ahead.course is not None:
-            self._course, self._num_left = plan.ahead.course, plan.ahead.num_steps - 1
-            self._plan = plan.behind_opening() if plan.ahead.opens else plan
+            self._course, self._plan, self._num_left = plan.ahead.course, plan, plan.ahead.num_steps - 1
 
     def took(self, plan: Plan) -> None:
         """Count the steps that were taken at once, beyond the one for which `next_step` has given the plan."""

@@ -173,7 +173,7 @@ def test_the_same_memory_holds_more_blocks_and_every_byte_is_counted(make_engine
     assert isinstance(pool, Fp8Pool)
     assert pool.dtype == FP8
     assert pool.nbytes == (narrow.stats().kv_blocks_total + 1) * small
-    narrow.add_request("one", list(range(10)), SamplingParams(max_tokens=2, ignore_eos=True))
+    narrow.add_request("one", list(range(10)), SamplingParams(max_tokens=4, ignore_eos=True))
     narrow.step()
     stats = narrow.stats()
     assert stats.kv_bytes_in_use == stats.kv_blocks_in_use * small == LAYERS * 3 * small

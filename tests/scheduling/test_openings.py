@@ -18,8 +18,6 @@ from d3engine.request.params import RequestOutputKind
 from d3engine.sampling.sampler import FAULT
 
 PROMPT, OTHER = tuple(range(50, 60)), tuple(range(20, 25))
-UNREAD, READ = RequestOutputKind.FINAL_ONLY, RequestOutputKind.CUMULATIVE
-both_kinds = pytest.mark.parametrize("kind", [UNREAD, READ])
 
 
 @pytest.fixture
@@ -32,11 +30,11 @@ def native(native_library: None, make_engine: Callable[..., Engine]) -> Callable
     return make
 
 
-def add(engine: Engine, kind: RequestOutputKind, *requests: Request) -> None:
-    """Queue them, by their numbers."""
+def add(engine: Engine, *requests: Request) -> None:
+    """Queue them, by their numbers, for nobody who reads along."""
     for request in requests:
         name = str(engine.get_num_unfinished_requests())
-        engine.add_request(name, list(request.prompt), replace(request.params, output_kind=kind))
+        engine.add_request(name, list(request.prompt), unread(request.params))
 
 
 def openings(plans: list[Plan]) -> list[int]:
@@ -56,10 +54,7 @@ def test_a_prompt_and_its_answer_are_one_plan_where_nobody_reads_along(
     assert kv_is_back(engine)
 
 
-@both_kinds
-def test_prompts_open_a_run_for_answers_of_any_age_beside_them(
-    native: Callable[..., Engine], solo: Solo, kind: RequestOutputKind
-) -> None:
+def test_prompts_open_a_run_for_answers_of_any_age_beside_them(native: Callable[..., Engine], solo: Solo) -> None:
     engine = native(num_scheduler_steps=4, max_num_batched_tokens=8)  # so that longer prompts come in pieces
     drawn = SamplingParams(temperature=1.5, top_p=0.9, seed=5, max_tokens=21, ignore_eos=True, depth=D3(0.9, 0.5))
     requests = [Request(tuple(range(n, n + 3 + 2 * n)), greedy(D3(0.9, 0.5), 12 + n)) for n in range(6)]
@@ -67,7 +62,7 @@ def test_prompts_open_a_run_for_answers_of_any_age_beside_them(
     plans = watch(engine)
     found = {}
     for number, request in enumerate(requests):
-        engine.add_request(str(number), list(request.prompt), replace(request.params, output_kind=kind))
+        engine.add_request(str(number), list(request.prompt), unread(request.params))
         for _ in range(3):
             found |= {output.request_id: output for output in engine.step()}
             engine.scheduler.check_integrity()
@@ -79,9 +74,8 @@ def test_prompts_open_a_run_for_answers_of_any_age_beside_them(
     assert kv_is_back(engine)
 
 
-@both_kinds
 def test_an_answer_that_ends_with_its_first_token_has_no_row_in_the_run(
-    native: Callable[..., Engine], solo: Solo, kind: RequestOutputKind
+    native: Callable[..., Engine], solo: Solo
 ) -> None:
     def ending(prompt: tuple[int, ...]) -> Request:
         first = solo(Request(prompt, greedy(policy))).outputs[0].token_ids[0]
@@ -92,7 +86,7 @@ def test_an_answer_that_ends_with_its_first_token_has_no_row_in_the_run(
     plans = watch(engine)
     for requests in ([ending(PROMPT)], [ending(PROMPT), ending(OTHER)], [going_on[0], ending(PROMPT), going_on[1]]):
         before = engine.stats().native_steps
-        add(engine, kind, *requests)
+        add(engine, *requests)
         found = finish(engine)
         for number, request in enumerate(requests):
             assert_same(found[str(number)], solo(request))
@@ -102,9 +96,8 @@ def test_an_answer_that_ends_with_its_first_token_has_no_row_in_the_run(
     assert len(openings(plans)) == 3
 
 
-@both_kinds
 def test_a_prompt_whose_logits_are_not_finite_ends_alone_and_has_no_row_in_the_run(
-    native: Callable[..., Engine], solo: Solo, kind: RequestOutputKind
+    native: Callable[..., Engine], solo: Solo
 ) -> None:
     healthy = Request(OTHER, greedy(D3(0.8, 0.3)))
     wanted = solo(healthy)
@@ -115,10 +108,10 @@ def test_a_prompt_whose_logits_are_not_finite_ends_alone_and_has_no_row_in_the_r
     embedding[spoilt] = math.nan
     try:
         faulty = Request((spoilt, 5), greedy(D3(0.8, 0.3)))
-        add(engine, kind, faulty)
+        add(engine, faulty)
         alone = finish(engine)["0"]
         assert engine.stats().native_steps == 1
-        add(engine, kind, faulty, healthy)
+        add(engine, faulty, healthy)
         beside = finish(engine)
     finally:
         embedding[spoilt] = before
@@ -164,7 +157,7 @@ def test_a_prompt_is_computed_alone_where_there_is_no_room_for_a_run(native: Cal
     requests = [Request(tuple(range(n, n + 8)), greedy(FullDepth(), 8)) for n in (20, 40)]
     engine = native(kv_cache_memory_bytes=LAYERS * 4 * block_bytes(), enable_prefix_caching=False)
     plans = watch(engine)
-    add(engine, UNREAD, *requests)
+    add(engine, *requests)
     engine.step()
     assert (openings(plans), len(plans), plans[0].ahead) == ([], 1, None)
     found = finish(engine)
@@ -206,11 +199,25 @@ def test_what_needs_more_of_a_prompt_than_a_token_is_a_step_of_its_own(
     assert plans[0].num_steps == 1
 
 
+def test_a_stream_has_its_first_token_before_its_run_begins(native: Callable[..., Engine]) -> None:
+    """Also beside a request that nobody reads along."""
+    engine, params = native(), greedy(D3(0.9, 0.5))
+    plans = watch(engine)
+    add(engine, Request(OTHER, params))
+    engine.add_request("read", list(PROMPT), replace(params, output_kind=RequestOutputKind.DELTA))
+    (output,) = engine.step()
+    assert [len(answer.token_ids) for answer in output.outputs] == [1]
+    assert plans[0].num_steps == 1
+    assert not engine.is_ahead()
+    finish(engine)
+    assert openings(plans) == []
+
+
 def test_no_prompt_opens_a_run_while_somebody_waits_who_could_join(native: Callable[..., Engine]) -> None:
     """Two prompts of ten rows do not go into a step of twelve."""
     engine = native(max_num_batched_tokens=12)
     plans = watch(engine)
-    add(engine, UNREAD, Request(PROMPT, greedy(FullDepth())), Request(OTHER * 2, greedy(FullDepth())))
+    add(engine, Request(PROMPT, greedy(FullDepth())), Request(OTHER * 2, greedy(FullDepth())))
     engine.step()
     assert plans[0].ahead is None
     finish(engine)
