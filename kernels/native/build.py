@@ -51,6 +51,8 @@ ISA_FLAGS = {
     ),
     "avx2.cpp": ("-mavx2", "-mfma", "-mf16c"),
 }
+# Whole numbers are what they are however many are added at once.
+VECTORIZED = ("packing.cpp",)
 
 
 class BuildError(Exception):
@@ -64,7 +66,7 @@ def sources(folder: Path = FOLDER) -> list[Path]:
 
 def digest(folder: Path = FOLDER) -> str:
     """What tells these sources, flags and this kind of machine from any others: 16 hexadecimal digits."""
-    sha = hashlib.sha256(repr((FLAGS, OPTIMIZED, ISA_FLAGS, sys.platform, platform.machine())).encode())
+    sha = hashlib.sha256(repr((FLAGS, OPTIMIZED, ISA_FLAGS, VECTORIZED, sys.platform, platform.machine())).encode())
     for path in sources(folder):
         sha.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return sha.hexdigest()[:16]
@@ -108,8 +110,9 @@ def compile_library(
 
         def compile_one(path: Path) -> str:
             built = str(Path(work) / f"{path.stem}.o")
-            isa = ISA_FLAGS.get(path.name, ()) if is_x86 else ()
-            _run([*command, *FLAGS, *flags, *isa, known, "-c", str(path), "-o", built])
+            own = [*(ISA_FLAGS.get(path.name, ()) if is_x86 else ())]
+            own += ["-ftree-vectorize"] if path.name in VECTORIZED else []
+            _run([*command, *FLAGS, *flags, *own, known, "-c", str(path), "-o", built])
             return built
 
         # The instruction sets take longest, so they come first.

@@ -1,4 +1,5 @@
 // bfloat16 matrices in 12 bits a weight, as packed.py describes them.
+#include <algorithm>
 #include <cstring>
 
 #include "abi.h"
@@ -9,51 +10,73 @@ namespace {
 constexpr int CODES = 15;  // and 0, which is that of zeros
 
 inline int exponent_of(uint16_t bits) { return bits >> 7 & 255; }
-inline bool is_zero(uint16_t bits) { return (bits & 0x7fff) == 0; }
 
-// The byte of a group that a column has, so that bytes which are zipped become lanes of neighbours.
-inline int place_of(int column) { return column % 16 / 4 * 16 + column / 32 * 8 + column % 4 * 2 + column % 32 / 16; }
+// The column of a group that a byte is about: bytes which are zipped become lanes of neighbours.
+inline int column_of(int place) { return place % 16 / 8 * 32 + place % 2 * 16 + place / 16 * 4 + place % 8 / 2; }
 
 // The exponent before the neighbours that most weights have. Numbers below the least normal one have none.
 int best_exponent(const uint16_t* matrix, int64_t count) {
-    int64_t counts[256] = {};
-    for (int64_t i = 0; i < count; i++) counts[exponent_of(matrix[i])]++;
+    // Neighbours often have one exponent: each counts it for itself, so that none waits for the other's sum.
+    int64_t counts[4][256] = {};
+    for (int64_t i = 0; i < count; i++) counts[i % 4][exponent_of(matrix[i])]++;
     int best = 0;
     int64_t most = -1, held = 0;
+    const auto number = [&](int exponent) {
+        return counts[0][exponent] + counts[1][exponent] + counts[2][exponent] + counts[3][exponent];
+    };
     for (int last = 1; last < 256; last++) {
-        held += counts[last];
-        if (last > CODES) held -= counts[last - CODES];
+        held += number(last);
+        if (last > CODES) held -= number(last - CODES);
         if (last >= CODES && held > most) most = held, best = last - CODES;
     }
     return best;
+}
+
+// Whether a weight lies beside the matrix: it is no zero, and its exponent is none of the fifteen behind `before`.
+inline bool is_beside(uint16_t bits, uint16_t before) {
+    const uint16_t code = exponent_of(bits) - before;
+    return (bits & 0x7fff) != 0 && uint16_t(code - 1) >= CODES;
+}
+
+// The bytes of a group whose weights are given in the order of its bytes; returns whether some of them lie beside it.
+// All is done in lanes of 16 bits and without a branch, so that it is many weights at once.
+bool pack_group(const uint16_t* __restrict weights, uint16_t before, uint8_t* __restrict packed) {
+    uint16_t codes[PACKED_GROUP], values[PACKED_GROUP], beside = 0;
+    for (int place = 0; place < PACKED_GROUP; place++) {
+        const uint16_t bits = weights[place], apart = is_beside(bits, before) ? 0xffff : 0;
+        const uint16_t some = (bits & 0x7fff) != 0 ? 0xffff : 0, code = exponent_of(bits) - before;
+        values[place] = ((bits >> 8 & 0x80) | (bits & 0x7f)) & uint16_t(~apart);
+        codes[place] = code & some & uint16_t(~apart);
+        beside |= apart;
+    }
+    constexpr int HALF = PACKED_GROUP / 2;
+    for (int place = 0; place < PACKED_GROUP; place++) packed[place] = uint8_t(values[place]);
+    for (int i = 0; i < HALF; i++) packed[PACKED_GROUP + i] = uint8_t(codes[i] | codes[HALF + i] << 4);
+    return beside != 0;
 }
 
 }  // namespace
 
 int64_t d3_pack(const uint16_t* matrix, int32_t rows, int32_t columns, int64_t room, uint8_t* packed,
                 const D3PackedBeside* beside) {
-    int places[PACKED_GROUP];
-    for (int column = 0; column < PACKED_GROUP; column++) places[column] = place_of(column);
+    int order[PACKED_GROUP];
+    for (int place = 0; place < PACKED_GROUP; place++) order[place] = column_of(place);
     const int before = best_exponent(matrix, int64_t(rows) * columns);
     *beside->exponent = before;
     int64_t count = 0;
     beside->starts[0] = 0;
     for (int row = 0; row < rows; row++) {
-        const uint16_t* weights = matrix + int64_t(row) * columns;
         for (int first = 0; first < columns; first += PACKED_GROUP, packed += PACKED_BYTES) {
-            uint8_t* codes = packed + PACKED_GROUP;
-            memset(packed, 0, PACKED_BYTES);
-            for (int within = 0; within < PACKED_GROUP && first + within < columns; within++) {
-                const uint16_t bits = weights[first + within];
-                const int place = places[within];
-                const int code = is_zero(bits) ? 0 : exponent_of(bits) - before;
-                if (code > CODES || (code < 1 && !is_zero(bits))) {
-                    if (count == room) return -1;
-                    beside->weights[count] = bits, beside->columns[count] = first + within, count++;
-                    continue;
-                }
-                packed[place] = uint8_t(bits >> 8 & 0x80) | uint8_t(bits & 0x7f);
-                codes[place % 32] |= uint8_t(code << place / 32 * 4);
+            const int held = std::min(PACKED_GROUP, columns - first);
+            uint16_t weights[PACKED_GROUP], ordered[PACKED_GROUP];
+            if (held < PACKED_GROUP) memset(weights, 0, sizeof(weights));
+            memcpy(weights, matrix + int64_t(row) * columns + first, sizeof(uint16_t) * held);
+            for (int place = 0; place < PACKED_GROUP; place++) ordered[place] = weights[order[place]];
+            if (!pack_group(ordered, before, packed)) continue;
+            for (int column = 0; column < held; column++) {
+                if (!is_beside(weights[column], before)) continue;
+                if (count == room) return -1;
+                beside->weights[count] = weights[column], beside->columns[count] = first + column, count++;
             }
         }
         beside->starts[row + 1] = count;
