@@ -25,7 +25,7 @@ from benchmarks.cpu_page import show
 from benchmarks.read_rate import Reader
 from benchmarks.report import environment, positive, summary, tell
 from benchmarks.systems import decay_for, model_at, prompts_for, rest, weights_of
-from benchmarks.timed_engine import TimedEngine
+from benchmarks.timed_engine import EagerPeer, TimedEngine
 from benchmarks.torch_peers import DTYPES, TorchPeer
 from d3engine.depth import DepthPolicy, FullDepth, LayerTable
 from d3engine.depth.statistics import layer_bound
@@ -38,8 +38,8 @@ PARTS = ("decode", "depth", "prompt")
 PROMPTS = (512, 2048)
 READ_BYTES = 2**30
 READS = 3
-LLAMA_CPP, TRANSFORMERS, COMPILED = "llama.cpp", "transformers", "torch.compile"
-PEERS = (LLAMA_CPP, TRANSFORMERS, COMPILED)
+LLAMA_CPP, TRANSFORMERS, COMPILED, EAGER = "llama.cpp", "transformers", "torch.compile", "eager"
+PEERS = (LLAMA_CPP, TRANSFORMERS, COMPILED, EAGER)
 
 
 @dataclass(frozen=True)
@@ -274,6 +274,9 @@ class Model:
                 for name in (TRANSFORMERS, COMPILED)
                 if name in wanted
             }
+        if EAGER in wanted:
+            sizes = {"threads": settings.threads, "rows": rows, "length": length}
+            found[EAGER] = EagerPeer(self.directory, self.weights[kind], **sizes)
         return found
 
 
@@ -322,7 +325,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="weights")
     parser.add_argument("--batches", nargs="+", type=positive, default=[1, 8, 32], help="prompts at once")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="beside ours, where installed")
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        choices=PEERS,
+        default=list(PEERS),
+        help="beside ours, where installed; eager: ours, without the library",
+    )
     parser.add_argument("--tokens", type=positive, default=64, help="new tokens per prompt")
     parser.add_argument("--repeats", type=positive, default=5, help="rounds")
     parser.add_argument("--threads", type=positive, default=2)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from d3engine.depth import DepthPolicy
+from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.engine import Engine
 from d3engine.executor.computed import Computed
 from d3engine.executor.native import NativeExecutor
@@ -50,6 +50,7 @@ class TimedEngine:
         rows: int,
         length: int,
         clock: Callable[[], float] = time.perf_counter,
+        enforce_eager: bool = False,
     ) -> None:
         self.engine = Engine(
             directory,
@@ -62,6 +63,7 @@ class TimedEngine:
             enable_prefix_caching=False,
             skip_tokenizer_init=True,
             num_threads=threads,
+            enforce_eager=enforce_eager,
         )
         self._clock, self._turn = clock, Turn()
         executor = self.engine.executor
@@ -102,3 +104,19 @@ class TimedEngine:
     def close(self) -> None:
         """Give back its memory."""
         self.engine.close()
+
+
+class EagerPeer:
+    """The engine without the native library, by PyTorch's operations: what a machine without a compiler has."""
+
+    def __init__(self, directory: Path, weights: LlamaWeights, *, threads: int, rows: int, length: int) -> None:
+        self._timed = TimedEngine(directory, weights, threads=threads, rows=rows, length=length, enforce_eager=True)
+
+    def answer(self, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
+        """Seconds of the prompt pass, and seconds per step of the `tokens` - 1 steps after it."""
+        turn = self._timed.answer(prompts, tokens, FullDepth())
+        return turn.prompt_seconds, turn.seconds_per_step if turn.steps else 0.0
+
+    def close(self) -> None:
+        """Give back its memory."""
+        self._timed.close()

@@ -35,7 +35,7 @@ def _threads() -> Iterator[None]:
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = tmp_path_factory.mktemp("cpu") / "cpu.json"
     sizes = ["--model=tiny", "--kinds", "f32", "8-bit", "--batches", "1", "3", "--tokens=8", "--repeats=2"]
-    sizes += ["--peers", "llama.cpp", "transformers"]
+    sizes += ["--peers", "llama.cpp", "transformers", "eager"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "PROMPTS", SHORT_PROMPTS)
         patch.setattr(cpu, "READ_BYTES", 2**20)
@@ -53,7 +53,7 @@ def test_every_kind_and_batch_has_its_row(report: dict[str, Any]) -> None:
     ]
     for row in report["decode"]:
         assert 0 < row["systems"]["d3engine"]["host_share"]["median"] < 1
-        wanted_peers = {"transformers"} if row["kind"] == "f32" else set()
+        wanted_peers = {"transformers", "eager"} if row["kind"] == "f32" else {"eager"}
         assert set(row["over"]) - {"llama.cpp"} == wanted_peers
         assert ("llama.cpp" in row["over"]) == (report["llama_cpp"] is not None)
 
