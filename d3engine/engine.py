@@ -79,7 +79,7 @@ class Engine(Chats, Facts):
         enable_prefix_caching: let prompts share the blocks of a common beginning.
         admission: when waiting requests join the batch: `Immediate()` or `Waves(steps)`.
         enforce_eager: run without CUDA graphs and without the native library: each operation is called by the host.
-        num_scheduler_steps: tokens that a batch which only decodes may generate without the host: it looks at them
+        num_scheduler_steps: tokens of each answer that a batch may generate without the host, which looks at them
             afterwards, or meanwhile for requests that stream; None: 16 with CUDA graphs or the native library, and
             always 1 without. None lets a small model's native runs of few answers be longer, up to 64 tokens, and all
             of its runs four times as long where someone reads along.

@@ -39,9 +39,9 @@ from d3engine.scheduling.waiting import WaitingQueue
 class SchedulerConfig:
     """Bounds of a step: rows in all, sequences at once, and tokens a sequence may grow to.
 
-    `num_scheduler_steps`: how many steps a batch that only decodes may take before the host looks; 0 where the
-    executor is told of every step. `num_tokens_ahead`: until how many tokens these may be more, for few sequences.
-    `reach`: what these steps may hold.
+    `num_scheduler_steps`: how many steps a batch may take that gives a token at each of them before the host looks; 0
+    where the executor is told of every step. `num_tokens_ahead`: until how many tokens these may be more, for few
+    sequences. `reach`: what these steps may hold.
     """
 
     max_num_seqs: int
@@ -315,8 +315,10 @@ class Scheduler:
             if ahead is None or (ahead.num_steps == 1 and not ahead.cycles):
                 break
             yield ahead
-        is_step_of_run = ahead is not None and not ahead.cycles and not ahead.opens
-        yield replace(ahead, num_steps=1, course=None) if ahead is not None and is_step_of_run else None
+        if ahead is None or ahead.cycles or ahead.opens:
+            yield None
+        else:
+            yield replace(ahead, num_steps=1, course=None)
 
     # -- what holds --------------------------------------------------------------------------------------------
 
