@@ -36,8 +36,8 @@ class BuildNative(build_ext):
             self.is_built = True
         except build["BuildError"] as error:
             self.warn(
-                f"the native library is left out: {error}. On a CPU d3engine then decodes with PyTorch alone, several"
-                " times slower; install a C++ compiler (g++ or clang++) and then d3engine again"
+                f"the native library is left out: {error}. On a CPU d3engine then decodes with PyTorch alone, two to"
+                " fifty times slower; install a C++ compiler (g++ or clang++) and then d3engine again"
             )
 
     def get_outputs(self):
