@@ -293,10 +293,10 @@ class Scheduler:
         if ahead is None:
             return self._allocator.missing(chunks)
         missing, needed = self._allocator.missing(reaching(chunks, ahead, self._table))
-        if not ahead.opens:
-            return missing, needed
-        opening, _ = self._allocator.missing(chunks)  # all layers of a prompt, of which the run leaves out some
-        return np.maximum(missing, opening, out=missing), int(missing.sum())
+        if ahead.opens:  # a prompt runs layers that the run leaves out, and fills none of those that it skips
+            missing = np.maximum(missing, self._allocator.missing(chunks)[0])
+            needed = int(missing.sum())
+        return missing, needed
 
     def _runs(self, chunks: Chunks) -> Iterator[RunAhead | None]:
         """What the device may do by itself, as far as there is room for it: the longest run of steps first, and at last
