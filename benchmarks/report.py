@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import shlex
@@ -38,6 +39,18 @@ def environment(module: str, arguments: Sequence[str]) -> dict[str, Any]:
 def summary(values: Sequence[float]) -> dict[str, Any]:
     """Median, least and most of one value per round, and the values themselves."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "rounds": list(values)}
+
+
+def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % confidence interval of the median of one value per round; of fewer than six rounds their range.
+
+    It goes from the k-th least to the k-th most, where fewer than k of n values lie below the median with a
+    probability of at most 2.5 %: each does with one half, however they are distributed.
+    """
+    ordered, below, k = sorted(values), 0.0, 0
+    while (below := below + math.comb(len(ordered), k) / 2 ** len(ordered)) <= 0.025:
+        k += 1
+    return ordered[max(k - 1, 0)], ordered[-max(k, 1)]
 
 
 def spread(figure: dict[str, Any], scale: float = 1.0) -> str:

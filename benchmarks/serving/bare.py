@@ -21,6 +21,8 @@ from typing import Any, Protocol
 LOCKSTEP, LOOP, ASYNC, ALONE = "lockstep generate", "engine, closed loop", "AsyncEngine, closed loop", "engine alone"
 """The ways, by the names of their rows."""
 WAYS = (LOCKSTEP, LOOP, ASYNC, ALONE)
+SOON = 64
+"""Steps: as many are hardly ever taken at once."""
 
 
 @dataclass
@@ -70,15 +72,17 @@ def by_steps(engine: Any, load: Load) -> None:
 
 
 def by_arrivals(engine: Any, load: Load) -> None:
-    """Requests come by the steps by which they came to a server, whatever the clock says; those that came by steps
-    which are taken at once here come after these."""
+    """Requests come by the steps by which they came to a server, whatever the clock says.
+
+    Where some are to come soon, steps are taken one by one, so that nobody comes later than he did there.
+    """
     ids, place, num_steps = map(str, itertools.count()), 0, 1
     while place < len(load.arrivals) or engine.has_unfinished_requests():
         for _ in range(sum(load.arrivals[place : place + num_steps])):
             engine.add_request(next(ids), load.prompts(), load.params)
         place += num_steps
         before = engine.scheduler.counters.steps
-        for output in engine.step(at_once=True):
+        for output in engine.step(at_once=not any(load.arrivals[place : place + SOON])):
             load.count(output)
         num_steps = max(1, engine.scheduler.counters.steps - before)
 

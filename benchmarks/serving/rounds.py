@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.report import summary
+from benchmarks.report import interval_of_median, summary
 from benchmarks.serving.asking import Answered, Asking, Client, bursts, figures, poisson
 from benchmarks.serving.bare import ALONE, LOCKSTEP, WAYS
 from benchmarks.serving.processes import Bare, Place, Server, d3engine_server, llama_server, recorded_server
@@ -199,7 +199,7 @@ def _keep(found: Rounds, key: tuple[str, str], values: dict[str, float], number:
 
 
 def rows_of(found: Rounds) -> list[dict[str, Any]]:
-    """A row for each system and depth, with what it is beside the others, round by round."""
+    """A row for each system and depth, with what it is beside the others: the median over rounds, and its interval."""
     rows = []
     for (system, depth), rounds in found.items():
         names = rounds[0]
@@ -207,8 +207,10 @@ def rows_of(found: Rounds) -> list[dict[str, Any]]:
         row |= {name: summary([values[name] for values in rounds]) for name in names}
         for title, other in _compared(system, depth).items():
             if other in found:
-                row[title] = _ratio(rounds, found[other], "tokens_per_second")
-                row[f"{title}_cpu"] = _ratio(found[other], rounds, "cpu_per_token")
+                by_clock = _ratios(rounds, found[other], "tokens_per_second")
+                row[title] = statistics.median(by_clock)
+                row[f"{title}_interval"] = interval_of_median(by_clock)
+                row[f"{title}_cpu"] = statistics.median(_ratios(found[other], rounds, "cpu_per_token"))
         rows.append(row)
     return rows
 
@@ -228,8 +230,8 @@ def _compared(system: str, depth: str) -> dict[str, tuple[str, str]]:
     return others
 
 
-def _ratio(ours: Sequence[dict[str, float]], theirs: Sequence[dict[str, float]], name: str) -> float:
-    return statistics.median(a[name] / b[name] for a, b in zip(ours, theirs, strict=True))
+def _ratios(ours: Sequence[dict[str, float]], theirs: Sequence[dict[str, float]], name: str) -> list[float]:
+    return [a[name] / b[name] for a, b in zip(ours, theirs, strict=True)]
 
 
 def _slowest(streams: Sequence[dict[str, Any]]) -> float:

@@ -27,7 +27,8 @@ def show(report: dict[str, Any], console: Console) -> None:
     settings = report["settings"]
     console.print(
         f"{settings['threads']} threads, {settings['repeats']} rounds of at least {settings['seconds']:g} s, medians;"
-        " in brackets by processor time. The client runs on the same machine. Left out: "
+        " behind a ratio its median's 95 % interval (of fewer than six rounds their range), in brackets the ratio by"
+        " processor time. The client runs on the same machine. Left out: "
         + (", ".join(report["left_out"]) or "nothing")
     )
     for title, columns, rows in _tables(report):
@@ -84,8 +85,9 @@ def _ms(row: dict[str, Any], name: str) -> str:
 
 
 def _ratio(row: dict[str, Any], name: str) -> str:
-    """By the clock, and by processor time in brackets."""
+    """By the clock, with the interval of its median, and by processor time in brackets."""
     if name not in row:
         return "-"
-    by_cpu = f" ({row[f'{name}_cpu']:.2f})" if f"{name}_cpu" in row else ""
-    return f"{row[name]:.2f}{by_cpu}"
+    interval, by_cpu = row.get(f"{name}_interval"), row.get(f"{name}_cpu")
+    within = "" if interval is None else f", {interval[0]:.2f} to {interval[1]:.2f}"
+    return f"{row[name]:.2f}{within}" + ("" if by_cpu is None else f" ({by_cpu:.2f})")

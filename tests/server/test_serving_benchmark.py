@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
+import random
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from tqdm import tqdm
 
 from benchmarks.gguf_tokenizer import add_tokenizer
+from benchmarks.report import interval_of_median
 from benchmarks.serving import __main__ as program
 from benchmarks.serving.asking import DEPTHS, Answered, Asking, Client, bursts, figures, percentile, poisson, prompt
-from benchmarks.serving.bare import ALONE, ASYNC, LOCKSTEP, WAYS, Load, Steps, Tasks
+from benchmarks.serving.bare import ALONE, ASYNC, LOCKSTEP, WAYS, Load, Steps, Tasks, by_arrivals
 from benchmarks.serving.processes import Server
 from benchmarks.serving.recorded import Arrivals, record
 from benchmarks.serving.rounds import APART, OURS, PEER, Measured, Settings, num_rounds, rows_of
@@ -119,6 +124,38 @@ def test_the_engine_alone_is_given_what_came_to_the_servers_engine_step_by_step(
     assert arrivals.take() == []
 
 
+def test_the_engine_alone_takes_steps_one_by_one_where_somebody_is_to_come_soon() -> None:
+    class Stepped:
+        """Takes as many steps at once as it may, and says what came to it before each."""
+
+        def __init__(self) -> None:
+            self.scheduler = SimpleNamespace(counters=SimpleNamespace(steps=0))
+            self.came: dict[int, int] = {}
+
+        def add_request(self, *_: object) -> None:
+            self.came[self.scheduler.counters.steps] = self.came.get(self.scheduler.counters.steps, 0) + 1
+
+        def has_unfinished_requests(self) -> bool:
+            return False
+
+        def step(self, *, at_once: bool) -> list[Any]:
+            self.scheduler.counters.steps += 5 if at_once else 1
+            return []
+
+    engine = Stepped()
+    by_arrivals(engine, Load(1, 0.0, None, str, [3, *[0] * 500, 1, 0, 2, *[0] * 100]))
+    assert engine.came == {0: 3, 501: 1, 503: 2}
+
+
+def test_the_interval_of_a_median_misses_it_in_one_of_twenty_cases_at_most() -> None:
+    assert interval_of_median([3.0, 1.0]) == (1.0, 3.0)
+    drawn = random.Random(0)
+    for count, bounds in {6: (0, 5), 9: (1, 7), 20: (5, 14)}.items():
+        assert interval_of_median(range(count, 0, -1)) == tuple(place + 1 for place in bounds)
+        found = [interval_of_median([drawn.expovariate(1) for _ in range(count)]) for _ in range(4000)]
+        assert 0.94 < statistics.mean(low <= math.log(2) <= high for low, high in found) <= 0.985
+
+
 def test_a_row_is_compared_with_the_engine_alone_with_llama_cpp_and_with_full_depth() -> None:
     def rounds(*rates: float) -> list[dict[str, float]]:
         return [{"tokens_per_second": rate, "cpu_per_token": 1 / rate} for rate in rates]
@@ -134,11 +171,13 @@ def test_a_row_is_compared_with_the_engine_alone_with_llama_cpp_and_with_full_de
     assert [full["of_lockstep"], alone["of_lockstep"]] == pytest.approx([85 / 120, 100 / 120])
     assert [full[name] for name in ("of_engine", "of_engine_cpu", "over_peer")] == pytest.approx([0.85, 0.85, 2.0])
     assert [d3["over_full"], d3["over_peer_cpu"]] == pytest.approx([2.0, 4.0])
+    assert full["of_engine_interval"] == pytest.approx((0.8, 0.9))
     assert "of_engine" not in alone
     assert not {"over_peer", "of_engine"} & set(peer)
     report = {"models": [{"model": "demo", "streams": [{"streams": 8, **full}], "arrivals": []}]}
     row_of_page = (
-        "| 8 | d3engine | full | 85 | 11806 | - | - / - | - / - | - / - | 0.85 (0.85) | 0.71 (0.71) | 2.00 (2.00)"
+        "| 8 | d3engine | full | 85 | 11806 | - | - / - | - / - | - / - |"
+        " 0.85, 0.80 to 0.90 (0.85) | 0.71, 0.67 to 0.75 (0.71) | 2.00, 2.00 to 2.00 (2.00)"
     )
     assert row_of_page in markdown(report)
     assert num_rounds(Settings(arrivals=("poisson",))) == 3 * 2 * 11 + 2 * 4
