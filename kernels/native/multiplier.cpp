@@ -17,8 +17,8 @@ constexpr int64_t PANEL_BYTES = 512 * 1024;  // of a piece's panels: they stay i
 Multiplier::Multiplier(const Kernels& kernels, Team& team, int widest, int max_rows, int64_t bytes)
     : kernels_(kernels),
       team_(team),
-      ahead_(bytes_fetched_ahead()),
       reads_memory_(bytes > CACHED_BYTES),
+      ahead_(reads_memory_ ? bytes_fetched_ahead() : 0),
       scratch_(team.size()) {
     for (Scratch& scratch : scratch_) {
         scratch.outputs = Rows(2 * ROWS_A_PASS, MOST_PIECE_ROWS);

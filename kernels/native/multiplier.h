@@ -176,8 +176,8 @@ private:
 
     const Kernels& kernels_;
     Team& team_;
-    const int64_t ahead_;
     const bool reads_memory_;  // or else weights stay in caches from step to step
+    const int64_t ahead_;
     std::vector<Scratch> scratch_;  // [workers]
     Floats prepared_;               // many vectors of a product in a form of the instruction set's own
     Cut expected_{};                // what comes after this product, if that is known
