@@ -29,8 +29,9 @@ from benchmarks.timed_engine import EagerPeer, TimedEngine
 from benchmarks.torch_peers import DTYPES, TorchPeer
 from d3engine.depth import DepthPolicy, FullDepth, LayerTable
 from d3engine.depth.statistics import layer_bound
+from d3engine.kernels.native.packing import packed
 from d3engine.model.config import ModelConfig
-from d3engine.model.quantization import packed_weights, quantize_weights, with_matrices
+from d3engine.model.quantization import in_form, quantize_weights, with_matrices
 from d3engine.model.weights import LlamaWeights
 
 KINDS = ("f32", "16-bit", "12-bit", "8-bit", "4-bit")
@@ -76,7 +77,7 @@ def in_kind(weights: LlamaWeights, kind: str) -> LlamaWeights:
     if kind in ("16-bit", "12-bit"):
         narrow = methodcaller("to", torch.bfloat16)
         narrowed = with_matrices(weights, narrow, narrow)
-        return packed_weights(narrowed) if kind == "12-bit" else narrowed
+        return in_form(narrowed, packed) if kind == "12-bit" else narrowed
     return quantize_weights(weights, {"8-bit": "int8", "4-bit": "int4"}[kind])
 
 

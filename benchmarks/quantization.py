@@ -30,7 +30,8 @@ from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import policy_from_directory
 from d3engine.evaluation.accuracy import Interval, take_problems, wilson_interval
 from d3engine.evaluation.word_problems import Problem, Split, extract_answer, format_completion, format_prompt
-from d3engine.kernels.quantized import INT4_DIVISORS, Weight, quantize_int4
+from d3engine.kernels.matrices import Weight
+from d3engine.kernels.quantized import INT4_DIVISORS, quantize_int4
 from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import QUANTIZATION_SCHEMES, ModelConfig
 from d3engine.model.quantization import quantize_weights, with_matrices

@@ -31,7 +31,7 @@ from benchmarks.judged_texts import (
 from benchmarks.report import environment, tell
 from d3engine import D3, Engine, FullDepth
 from d3engine.depth import DepthPolicy
-from d3engine.kernels.quantized import Weight
+from d3engine.kernels.matrices import Weight
 from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import QUANTIZATION_SCHEMES, ModelConfig
 from d3engine.model.quantization import quantize_matrix, with_matrices

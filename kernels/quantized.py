@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import FP8, LARGEST
-from d3engine.kernels.packed import PackedWeight
 
 GROUP = 128
 """Input channels that share the scale of a group."""
@@ -125,20 +124,6 @@ class Int4Weight:
 
 QuantizedWeight: TypeAlias = Int8Weight | Fp8Weight | Int4Weight
 """A matrix of one of the schemes."""
-
-Weight: TypeAlias = Tensor | QuantizedWeight | PackedWeight
-"""What stands where an operation has a weight matrix."""
-
-Table: TypeAlias = Tensor | Int8Weight
-"""A matrix [V, K] of which single rows are read: an embedding."""
-
-
-def looked_up(table: Table, places: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows [T, K] of a table at int64 `places` [T], in `dtype`: those of int8 times their scales, rounded once."""
-    if isinstance(table, Tensor):
-        return F.embedding(places, table).to(dtype)
-    return table.at(places).dequantize(dtype)
-
 
 INT4_DIVISORS = (7.0, -8.0, 6.0, 6.5, 7.5, 8.0, -6.5, -7.0, -7.5, -8.5, -9.0)
 """Scales that `quantize_int4` tries, each as what the value of largest magnitude is divided by.

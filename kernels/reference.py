@@ -28,7 +28,8 @@ from torch import Tensor
 from d3engine.kernels import kv_pool
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.kv_pool import KVPool
-from d3engine.kernels.quantized import ByteWeight, Weight
+from d3engine.kernels.matrices import Weight
+from d3engine.kernels.quantized import ByteWeight
 from d3engine.kernels.random import gumbel
 from d3engine.kernels.reference_attention import attention_inputs as attention_inputs
 from d3engine.kernels.reference_attention import decode_attention_inputs as decode_attention_inputs

@@ -18,7 +18,8 @@ from benchmarks.gpu import torch_sampling
 from benchmarks.gpu.common import Round
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.kv_pool import FP8
-from d3engine.kernels.quantized import GROUP, ByteWeight, Fp8Weight, Int4Weight, Int8Weight, Weight
+from d3engine.kernels.matrices import Weight
+from d3engine.kernels.quantized import GROUP, ByteWeight, Fp8Weight, Int4Weight, Int8Weight
 
 EPS = 1e-5
 BLOCK_SIZE = 16

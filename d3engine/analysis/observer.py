@@ -16,7 +16,7 @@ from torch import Tensor
 from d3engine.depth import Schedule
 from d3engine.errors import require, require_integer
 from d3engine.kernels import reference
-from d3engine.kernels.quantized import looked_up
+from d3engine.kernels.matrices import looked_up
 from d3engine.model.config import ModelConfig
 from d3engine.model.rope import Rope
 from d3engine.model.weights import LlamaWeights

@@ -23,12 +23,13 @@ from d3engine.executor.paired import PairedExecutor
 from d3engine.loading.cache_size import num_blocks
 from d3engine.loading.draft_model import load_draft_weights, with_cache
 from d3engine.loading.executors import build_executor
+from d3engine.loading.matrix_form import matrix_form
 from d3engine.loading.parts import new_cache
 from d3engine.loading.rank_processes import is_under_torchrun, meet_under_torchrun, start_ranks
 from d3engine.loading.ranks import lead
 from d3engine.loading.settings import EngineSettings
 from d3engine.model.config import ModelConfig
-from d3engine.model.quantization import packed_weights
+from d3engine.model.quantization import in_form
 from d3engine.model.weights import LlamaWeights, load_weights
 from d3engine.scheduling.scheduler import Scheduler
 from d3engine.text.tokenizer import Tokenizer
@@ -76,6 +77,7 @@ _Make: TypeAlias = Callable[[ModelConfig | None], tuple[Executor, int]]
 
 
 def _on_one_device(settings: EngineSettings, weights: LlamaWeights | None, bridges: BridgeStore | None) -> _Make:
+    form = matrix_form(settings)
     if weights is None:
         weights = load_weights(
             settings.directory,
@@ -83,10 +85,10 @@ def _on_one_device(settings: EngineSettings, weights: LlamaWeights | None, bridg
             dtype=settings.dtype,
             weight_dtype=settings.weight_dtype,
             device=settings.device,
-            packs=settings.pack_weights,
+            form=form,
         )
-    elif settings.pack_weights:
-        weights = packed_weights(weights)
+    elif form is not None:
+        weights = in_form(weights, form)
     _check_weights(weights, settings)
     build = partial(build_executor, settings, weights, bridges=bridges)
 

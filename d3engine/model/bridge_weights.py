@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d3engine.kernels.quantized import Weight, quantize_int8
+from d3engine.kernels.matrices import Weight
+from d3engine.kernels.quantized import quantize_int8
 from d3engine.model.bridges import Bridge, Window
 
 

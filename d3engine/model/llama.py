@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import KVPool
-from d3engine.kernels.quantized import Weight, looked_up
+from d3engine.kernels.matrices import Weight, looked_up
 from d3engine.kernels.sampling import SamplingRows
 from d3engine.model.config import ModelConfig
 from d3engine.model.parallel import Ranks

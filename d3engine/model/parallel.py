@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from d3engine.kernels.quantized import Table, looked_up
+from d3engine.kernels.matrices import Table, looked_up
 from d3engine.model.part import Part
 
 

@@ -1,4 +1,4 @@
-"""Quantizes, or packs, weights that are already loaded: the same numbers as a quantized directory or a loader gives.
+"""Changes weights that are already loaded, quantizes them too: the same as a quantized directory or a loader gives.
 
 The one idea: a scale belongs to one output channel, so that stacking matrices and permuting their rows, as loading
 does, may come before or after.
@@ -12,8 +12,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from d3engine.errors import InvalidValueError, require
-from d3engine.kernels.native.packing import packed
-from d3engine.kernels.quantized import Int8Weight, QuantizedWeight, Weight, quantize_fp8, quantize_int4, quantize_int8
+from d3engine.kernels.lanes import Int8LanesWeight
+from d3engine.kernels.matrices import Weight
+from d3engine.kernels.quantized import Int8Weight, QuantizedWeight, quantize_fp8, quantize_int4, quantize_int8
 from d3engine.model.config import DEFAULT_HEAD_FORM, QUANTIZATION_SCHEMES, head_forms
 from d3engine.model.weights import LayerWeights, LlamaWeights
 
@@ -58,10 +59,16 @@ def quantize_weights(weights: LlamaWeights, scheme: str, *, lm_head: str = DEFAU
     )
 
 
-def packed_weights(weights: LlamaWeights) -> LlamaWeights:
-    """Return `weights` with bfloat16 matrices packed; an embedding, of which single rows are read, stays as it is."""
-    made = with_matrices(weights, packed)
-    return replace(made, lm_head=packed(made.lm_head))  # which is the embedding yet where it is tied
+def in_form(weights: LlamaWeights, form: Callable[[Weight], Weight]) -> LlamaWeights:
+    """Return `weights` with every matrix in the form that `form` makes of it, of the same values.
+
+    An embedding stays as it is, unless it is the head and single rows can be read from that in its new form.
+    """
+    made = with_matrices(weights, form)
+    if made.lm_head is not made.embedding:
+        return made
+    head = form(made.lm_head)
+    return replace(made, lm_head=head, embedding=head if isinstance(head, Int8LanesWeight) else made.embedding)
 
 
 def with_matrices(

@@ -10,7 +10,7 @@ long as both have the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TypeAlias
 
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from d3engine.kernels.native.packing import packed
+from d3engine.kernels.lanes import Int8LanesWeight
+from d3engine.kernels.matrices import Table, Weight
 from d3engine.kernels.packed import PackedWeight
-from d3engine.kernels.quantized import Fp8Weight, Int4Weight, Int8Weight, Table, Weight
+from d3engine.kernels.quantized import Fp8Weight, Int4Weight, Int8Weight
 from d3engine.model.checkpoint import Checkpoint, TensorEntry
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import (
@@ -130,7 +131,7 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device | str,
     weight_dtype: torch.dtype | None = None,
-    packs: bool = False,
+    form: Callable[[Weight], Weight] | None = None,
     show_progress: bool = True,
     part: Part | None = None,
 ) -> LlamaWeights:
@@ -147,8 +148,8 @@ def load_weights(
     file for what is missing, unexpected, doubled, wrongly shaped, of another dtype than allowed, not finite or too
     large for `dtype`; see `check_tensors` for a tied lm_head.
 
-    With `packs` matrices that would be held in bfloat16 are packed (`kernels/packed.py`) one by one, for the native
-    library. With `part` only what a rank holds is read, and its values are checked; `config` is still the whole
+    What `form` makes of a matrix is held in its place, for the native library: the same values in another form, one by
+    one. With `part` only what a rank holds is read, and its values are checked; `config` is still the whole
     model's.
     """
     with open_checkpoint(model) as checkpoint:
@@ -167,7 +168,7 @@ def load_weights(
             delay=0.5,
             leave=False,
         ) as progress:
-            loader = _Loader(checkpoint, config, dtype, weight_dtype or dtype, packs, torch.device(device), progress)
+            loader = _Loader(checkpoint, config, dtype, weight_dtype or dtype, form, torch.device(device), progress)
             weights = loader.load()
     return weights
 
@@ -231,7 +232,7 @@ class _Loader:
     config: ModelConfig
     dtype: torch.dtype
     weight_dtype: torch.dtype
-    packs: bool
+    form: Callable[[Weight], Weight] | None
     device: torch.device
     progress: tqdm[None]
 
@@ -274,18 +275,18 @@ class _Loader:
         if scheme is None:
             tensors = _with(".weight", modules)
             return self._held(self._stack(tensors, self.weight_dtype), tensors)
-        values, scales = (self._stack(_with(suffix, modules), self.dtype) for suffix in (VALUES, SCALES))
+        names = _with(VALUES, modules), _with(SCALES, modules)
+        values, scales = (self._stack(tensors, self.dtype) for tensors in names)
         if scheme == "int4":
-            return Int4Weight(values, scales, num_columns)
-        return Int8Weight(values, scales) if scheme == "int8" else Fp8Weight(values, scales)
+            return self._held(Int4Weight(values, scales, num_columns), names[0])
+        return self._held(Int8Weight(values, scales) if scheme == "int8" else Fp8Weight(values, scales), names[0])
 
     def _held(self, matrix: Weight, names: Iterable[str]) -> Weight:
-        """A matrix made of these tensors, as it is, or packed: then the file that it lies in is only read for that."""
-        if not self.packs:
-            return matrix
-        made = packed(matrix)
-        for name in names:
-            self.checkpoint.give_back(name)
+        """A matrix made of these tensors in its form; where that is another, the file is only read for it."""
+        made = matrix if self.form is None else self.form(matrix)
+        if made is not matrix:
+            for name in names:
+                self.checkpoint.give_back(name)
         return made
 
     def _bias(self, modules: _Modules, present: bool) -> Tensor | None:
@@ -301,7 +302,10 @@ class _Loader:
             return self._vector_or_table(name, multiplier, self.weight_dtype)
         module: _Modules = {name.removesuffix(".weight"): None}
         values, scales = (self._stack(_with(suffix, module), self.dtype) for suffix in (VALUES, SCALES))
-        return Int8Weight(values, scales if multiplier == 1.0 else scales * multiplier)
+        int8 = Int8Weight(values, scales if multiplier == 1.0 else scales * multiplier)
+        table = self._held(int8, _with(VALUES, module))
+        assert isinstance(table, Int8Weight | Int8LanesWeight), "single rows are read from it"
+        return table
 
     def _vector_or_table(self, name: str, multiplier: float, dtype: torch.dtype) -> Tensor:
         """One tensor times a number; one that stays as it is may lie in its file."""

@@ -13,7 +13,10 @@
 
 namespace {
 
-bool is_model(const D3Model& m) {
+bool is_model(const D3Model& m, bool reads_lanes) {
+    const auto fits = [&](const D3Matrix& matrix, int rows, int columns) {
+        return is_matrix(matrix, rows, columns, reads_lanes);
+    };
     const int32_t sizes[] = {m.num_layers, m.hidden, m.intermediate, m.heads, m.kv_heads, m.head_dim, m.vocab,
                              m.block_size, m.max_blocks, m.num_blocks, m.num_slots, m.max_positions, m.max_rows,
                              m.num_threads};
@@ -22,13 +25,12 @@ bool is_model(const D3Model& m) {
     if (m.heads % m.kv_heads || m.heads / m.kv_heads > MOST_GROUP || m.head_dim % 2) return false;
     const int q_size = m.heads * m.head_dim, kv_size = m.kv_heads * m.head_dim;
     if (!is_table(m.embedding)) return false;
-    if (!is_matrix(m.embedding, m.vocab, m.hidden) || !is_matrix(m.lm_head, m.vocab, m.hidden)) return false;
+    if (!fits(m.embedding, m.vocab, m.hidden) || !fits(m.lm_head, m.vocab, m.hidden)) return false;
     for (int32_t l = 0; l < m.num_layers; l++) {
         const D3Layer& layer = m.layers[l];
-        const bool is_layer = is_matrix(layer.qkv, q_size + 2 * kv_size, m.hidden) &&
-                              is_matrix(layer.output, m.hidden, q_size) &&
-                              is_matrix(layer.gate_up, 2 * m.intermediate, m.hidden) &&
-                              is_matrix(layer.down, m.hidden, m.intermediate) && layer.attention_norm && layer.mlp_norm;
+        const bool is_layer = fits(layer.qkv, q_size + 2 * kv_size, m.hidden) && fits(layer.output, m.hidden, q_size) &&
+                              fits(layer.gate_up, 2 * m.intermediate, m.hidden) &&
+                              fits(layer.down, m.hidden, m.intermediate) && layer.attention_norm && layer.mlp_norm;
         if (!is_layer) return false;
     }
     return m.final_norm && m.pool;
@@ -65,12 +67,13 @@ template <class Asked> int32_t begin_all(D3Decoder& decoder, const Asked& asked)
 int32_t d3_num_isas() { return NUM_KERNELS; }
 const char* d3_isa_name(int32_t isa) { return ALL_KERNELS[isa]->name; }
 int32_t d3_isa_runs_here(int32_t isa) { return ALL_KERNELS[isa]->runs_here(); }
+int32_t d3_isa_reads_lanes(int32_t isa) { return ALL_KERNELS[isa]->reads_lanes; }
 const char* d3_source_digest() { return D3_SOURCE_DIGEST; }
 
 int32_t d3_create(const D3Model* model, D3Decoder** made) {
     *made = nullptr;
     if (model->isa < 0 || model->isa >= NUM_KERNELS || !ALL_KERNELS[model->isa]->runs_here()) return D3_NO_SUCH_ISA;
-    if (!is_model(*model)) return D3_BAD_SHAPE;
+    if (!is_model(*model, ALL_KERNELS[model->isa]->reads_lanes)) return D3_BAD_SHAPE;
     try {
         *made = new D3Decoder(*model, *ALL_KERNELS[model->isa]);
     } catch (const std::bad_alloc&) {

@@ -5,7 +5,8 @@
 #define D3_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum D3Kind : int32_t {
-    D3_FLOAT32 = 0, D3_BFLOAT16 = 1, D3_INT8 = 2, D3_FP8 = 3, D3_FP8_GROUPS = 4, D3_INT4 = 5, D3_PACKED_BFLOAT16 = 6
+    D3_FLOAT32 = 0, D3_BFLOAT16 = 1, D3_INT8 = 2, D3_FP8 = 3, D3_FP8_GROUPS = 4, D3_INT4 = 5, D3_PACKED_BFLOAT16 = 6,
+    D3_INT4_LANES = 7, D3_INT8_LANES = 8  // sixteen rows in lanes, see lanes.py
 };
 
 enum D3Status : int32_t {
@@ -191,6 +192,7 @@ struct D3Decoder;
 D3_EXPORT int32_t d3_num_isas();
 D3_EXPORT const char* d3_isa_name(int32_t isa);
 D3_EXPORT int32_t d3_isa_runs_here(int32_t isa);
+D3_EXPORT int32_t d3_isa_reads_lanes(int32_t isa);  // whether it knows matrices in lanes
 // Of what sources the library was built.
 D3_EXPORT const char* d3_source_digest();
 

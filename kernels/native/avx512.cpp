@@ -101,6 +101,7 @@ static bool runs_here() {
 #include "fixed_point.inc"
 #include "fixed_single.inc"
 #include "fixed_lanes.inc"
+#include "in_lanes.inc"
 #include "with_bytes.inc"
 
 #if defined(D3_TILES)

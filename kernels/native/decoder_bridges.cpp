@@ -18,10 +18,10 @@ const D3Bridge* find(const D3Bridges& bridges, int first, int stop) {
 
 bool fits(const D3Bridge& bridge, int hidden) {
     if (!bridge.weight.bias) return false;
-    if (!bridge.down.values) return is_matrix(bridge.weight, hidden, hidden);
+    if (!bridge.down.values) return is_matrix(bridge.weight, hidden, hidden, false);
     const int rank = bridge.down.rows;
-    return rank >= 1 && rank <= hidden && is_matrix(bridge.weight, hidden, rank) &&
-           is_matrix(bridge.down, rank, hidden);
+    return rank >= 1 && rank <= hidden && is_matrix(bridge.weight, hidden, rank, false) &&
+           is_matrix(bridge.down, rank, hidden, false);
 }
 
 }  // namespace

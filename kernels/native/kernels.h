@@ -89,6 +89,11 @@ constexpr int MOST_LANES = 16;
 // 128 g + 64 + j.
 constexpr int SCALE_GROUP = 128;
 
+// Rows that lie in lanes together (lanes.py), and bytes of one that are always there.
+constexpr int LANES_OF_ROWS = 16, STEP_OF_LANES = 64;
+inline bool lies_in_lanes(int kind) { return kind == D3_INT4_LANES || kind == D3_INT8_LANES; }
+inline bool is_int4(D3Kind kind) { return kind == D3_INT4 || kind == D3_INT4_LANES; }
+
 // Columns of a group of a packed matrix (packed.py), and its bytes: signs and mantissas, then the codes of exponents.
 constexpr int PACKED_GROUP = 64, PACKED_BYTES = 96;
 constexpr int64_t groups_of_packed(int columns) { return (columns + PACKED_GROUP - 1) / PACKED_GROUP; }
@@ -112,6 +117,7 @@ struct Kernels {
     int (*prepared_pieces)(const Product&);
     void (*prepare)(const Product&, int piece);
     int64_t piece_bytes;  // so many of a matrix at once meet vectors in that form
+    bool reads_lanes;     // whether it knows matrices in lanes, always with vectors in that form
     // So many vectors meet a weight at once, so many in that form, and so many one of a packed matrix: with more, rows
     // are read again from a cache, and what comes later is fetched meanwhile.
     int widest, widest_prepared, widest_packed;

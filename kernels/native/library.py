@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from d3engine.kernels.lanes import Int4LanesWeight, Int8LanesWeight
 from d3engine.kernels.native import build
 from d3engine.kernels.native.choices import AskedForms, structures
 from d3engine.kernels.native.cycles import CyclesStructure, Drafts, Int64Array, structure_of
@@ -330,6 +331,7 @@ def load(path: Path) -> ctypes.CDLL:
     found.d3_isa_name.restype = c_char_p
     found.d3_isa_name.argtypes = [c_int32]
     found.d3_isa_runs_here.argtypes = [c_int32]
+    found.d3_isa_reads_lanes.argtypes = [c_int32]
     found.d3_pack.restype = c_int64
     found.d3_pack.argtypes = [c_void_p, c_int32, c_int32, c_int64, c_void_p, c_void_p]
     found.d3_unpack.restype = None
@@ -353,13 +355,21 @@ def isas_here() -> list[str]:
     return [name for nth, name in enumerate(_all_isas()) if library().d3_isa_runs_here(nth)]
 
 
+def reads_lanes(isa: str = "auto") -> bool:
+    """Whether an instruction set of the library reads int8 and int4 matrices in lanes; "auto": the best one here."""
+    name = isas_here()[0] if isa == "auto" else isa
+    return name in _all_isas() and bool(library().d3_isa_reads_lanes(_all_isas().index(name)))
+
+
 def _best_isa(model: NativeModel) -> str:
-    """The best of them for a model: tiles are for bfloat16, int8 and int4, products of bytes without tiles for int4."""
-    matrices = (model.lm_head, *(layer.down.weight for layer in model.layers))
+    """The best of them for a model: tiles are for bfloat16, int8 and int4, products of bytes without tiles for int4 and
+    what lies in lanes."""
+    of_layers = (linear.weight for layer in model.layers for linear in layer.matrices)
+    matrices = (model.lm_head, *of_layers)
     kinds: set[object] = {matrix.dtype if isinstance(matrix, torch.Tensor) else type(matrix) for matrix in matrices}
     narrow: dict[str, set[object]] = {
         "amx": {torch.bfloat16, PackedWeight, Int8Weight, Int4Weight},
-        "avx512-vnni": {Int4Weight},
+        "avx512-vnni": {Int4Weight, Int4LanesWeight, Int8LanesWeight},
     }
 
     def is_for_it(isa: str) -> bool:

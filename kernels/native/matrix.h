@@ -11,6 +11,7 @@ inline int64_t bytes_of_row(const D3Matrix& matrix) {
         case D3_FLOAT32: return int64_t(matrix.columns) * 4;
         case D3_BFLOAT16: return int64_t(matrix.columns) * 2;
         case D3_INT8: case D3_FP8: case D3_FP8_GROUPS: return matrix.columns;
+        case D3_INT8_LANES: return int64_t(matrix.columns + STEP_OF_LANES - 1) / STEP_OF_LANES * STEP_OF_LANES;
         case D3_PACKED_BFLOAT16: return groups_of_packed(matrix.columns) * PACKED_BYTES;
         default: return int64_t(matrix.columns + SCALE_GROUP - 1) / SCALE_GROUP * (SCALE_GROUP / 2);
     }
@@ -29,21 +30,34 @@ inline bool is_packing(const D3Matrix& matrix) {
     return true;
 }
 
-inline bool is_matrix(const D3Matrix& matrix, int rows, int columns) {
+// Whether all rows of a matrix are in lanes, those of each half too, and its vectors where they can be loaded at once.
+inline bool is_in_lanes(const D3Matrix& matrix) {
+    return matrix.rows % (2 * LANES_OF_ROWS) == 0 && reinterpret_cast<uintptr_t>(matrix.values) % 64 == 0;
+}
+
+inline bool is_matrix(const D3Matrix& matrix, int rows, int columns, bool reads_lanes) {
     const bool is_packed = matrix.kind == D3_PACKED_BFLOAT16, has_scales = matrix.kind >= D3_INT8 && !is_packed;
-    return matrix.kind >= D3_FLOAT32 && matrix.kind <= D3_PACKED_BFLOAT16 && matrix.rows == rows &&
+    return matrix.kind >= D3_FLOAT32 && matrix.kind <= D3_INT8_LANES && matrix.rows == rows &&
            matrix.columns == columns && matrix.values && (matrix.scales != nullptr) == has_scales &&
-           (!is_packed || is_packing(matrix));
+           (!is_packed || is_packing(matrix)) && (!lies_in_lanes(matrix.kind) || (reads_lanes && is_in_lanes(matrix)));
 }
 
 // Whether single rows can be read from a matrix.
-inline bool is_table(const D3Matrix& matrix) { return matrix.kind <= D3_INT8; }
+inline bool is_table(const D3Matrix& matrix) { return matrix.kind <= D3_INT8 || matrix.kind == D3_INT8_LANES; }
 
 // Row `row` of a table, as floats.
 inline void look_up(float* to, const D3Matrix& table, int64_t row) {
     const char* from = static_cast<const char*>(table.values) + row * bytes_of_row(table);
     if (table.kind == D3_FLOAT32) {
         memcpy(to, from, bytes_of_row(table));
+        return;
+    }
+    if (table.kind == D3_INT8_LANES) {
+        const int64_t apart = LANES_OF_ROWS * 4;  // of the row's fours
+        const uint8_t* fours = static_cast<const uint8_t*>(table.values) +
+                               row / LANES_OF_ROWS * LANES_OF_ROWS * bytes_of_row(table) + row % LANES_OF_ROWS * 4;
+        for (int i = 0; i < table.columns; i++)
+            to[i] = float(int(fours[i / 4 * apart + i % 4]) - 128) * table.scales[row];
         return;
     }
     if (table.kind == D3_INT8) {

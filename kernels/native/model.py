@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import FP8, KVPool, values_and_scales
+from d3engine.kernels.lanes import Int4LanesWeight, LanesWeight
+from d3engine.kernels.matrices import Table, Weight
 from d3engine.kernels.packed import PackedWeight
-from d3engine.kernels.quantized import Fp8Weight, Int8Weight, QuantizedWeight, Table, Weight
+from d3engine.kernels.quantized import Fp8Weight, Int8Weight, QuantizedWeight
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
-_INT8, _FP8, _FP8_GROUPS, _INT4, _PACKED = 2, 3, 4, 5, 6
+_INT8, _FP8, _FP8_GROUPS, _INT4, _PACKED, _INT4_LANES, _INT8_LANES = 2, 3, 4, 5, 6, 7, 8
 
 
 class NativeError(RuntimeError):
@@ -110,6 +112,10 @@ class NativeLayer:
     rotations: Tensor | None
     head_norms: Tensor | None = None
 
+    @property
+    def matrices(self) -> tuple[Linear, ...]:
+        return self.qkv, self.output, self.gate_up, self.down
+
     def structure(self) -> LayerStructure:
         return LayerStructure(
             address_of(self.attention_norm, torch.float32),
@@ -172,9 +178,11 @@ class NativeBridges:
         return addressof(self._structure)
 
 
-def _kind(weight: QuantizedWeight) -> int:
+def _kind(weight: QuantizedWeight | LanesWeight) -> int:
     if isinstance(weight, Fp8Weight):
         return _FP8_GROUPS if weight.has_groups else _FP8
+    if isinstance(weight, LanesWeight):
+        return _INT4_LANES if isinstance(weight, Int4LanesWeight) else _INT8_LANES
     return _INT8 if isinstance(weight, Int8Weight) else _INT4
 
 

@@ -8,10 +8,10 @@ from ctypes import POINTER, Structure, byref, c_int32, c_void_p
 import torch
 from torch import Tensor
 
+from d3engine.kernels.matrices import Weight
 from d3engine.kernels.native.library import library
 from d3engine.kernels.native.model import Linear
 from d3engine.kernels.packed import PACKED_BYTES, PACKED_GROUP, PackedWeight
-from d3engine.kernels.quantized import Weight
 
 MOST_BESIDE = 1 / 256
 """A matrix of which more weights would lie beside it stays as it is: to put them in their places takes time."""

@@ -23,7 +23,8 @@ import triton
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import FP8, Fp8Pool
-from d3engine.kernels.quantized import GROUP, Fp8Weight, Int4Weight, Int8Weight, Weight
+from d3engine.kernels.matrices import Weight
+from d3engine.kernels.quantized import GROUP, Fp8Weight, Int4Weight, Int8Weight
 
 MODULES = (
     "rms_norm",

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from d3engine.kernels.quantized import Weight
+from d3engine.kernels.matrices import Weight
 from d3engine.kernels.triton.operations import Step, TorchCall
 from d3engine.kernels.triton.unpack import unpack_steps
 

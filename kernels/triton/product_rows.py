@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d3engine.kernels.quantized import Weight
+from d3engine.kernels.matrices import Weight
 from d3engine.kernels.triton.launches import Launch
 from d3engine.kernels.triton.products import Tile, product_launch
 from d3engine.kernels.triton.rms_norm import arrange_launch, norm_launch

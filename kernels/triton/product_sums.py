@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from d3engine.kernels.quantized import Weight
+from d3engine.kernels.matrices import Weight
 from d3engine.kernels.triton.launches import Launch
 from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, prologue, tile_product
 from d3engine.kernels.triton.product_rows import product_launches

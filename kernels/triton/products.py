@@ -13,7 +13,8 @@ import triton
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import FP8_CAPABILITY
-from d3engine.kernels.quantized import GROUP, ByteWeight, Fp8Weight, Int4Weight, Weight
+from d3engine.kernels.matrices import Weight
+from d3engine.kernels.quantized import GROUP, ByteWeight, Fp8Weight, Int4Weight
 from d3engine.kernels.triton import launches
 from d3engine.kernels.triton.launches import Launch
 from d3engine.kernels.triton.product_kernels import FEW_ROWS

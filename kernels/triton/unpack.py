@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from d3engine.kernels.quantized import GROUP, Weight
+from d3engine.kernels.matrices import Weight
+from d3engine.kernels.quantized import GROUP
 from d3engine.kernels.triton.launches import QUANTIZED, Launch, ModelShape, meta, meta_weight
 from d3engine.kernels.triton.operations import Step
 from d3engine.kernels.triton.product_kernels import is_of_bytes, is_of_groups, wait_for_previous

@@ -22,13 +22,14 @@ from d3engine.analysis.answers import open_model
 from d3engine.cli.engine_options import ENGINE
 from d3engine.errors import InvalidValueError
 from d3engine.kernels import reference
+from d3engine.kernels.native.packing import packed
 from d3engine.kernels.packed import PackedWeight
 from d3engine.kernels.quantized import Int8Weight
 from d3engine.loading.device import resolve_dtype
 from d3engine.loading.settings import ExecutorKind
 from d3engine.loading.weight_dtype import kept_by_default, resolve_weight_dtype
 from d3engine.model.config import ModelConfig
-from d3engine.model.quantization import packed_weights
+from d3engine.model.quantization import in_form
 from d3engine.model.weights import LlamaWeights, load_weights, random_weights
 from weights_tools.quantize import quantize_model
 
@@ -334,7 +335,8 @@ def test_only_what_is_in_bfloat16_is_packed(directory: Callable[..., Path], tmp_
         weights = engine.executor.model.weights
         assert isinstance(weights.lm_head, PackedWeight)
         assert weights.embedding.dtype == torch.bfloat16
-        assert isinstance(weights.layers[0].qkv, Int8Weight)
+        assert isinstance(weights.layers[0].down, Int8Weight)
+        assert engine.stats().executor.startswith("native")
 
 
 @pytest.mark.usefixtures("native_library")
@@ -346,7 +348,7 @@ def test_ready_weights_are_packed_too_and_the_log_tells_it(
     with Engine(directory(), weights=weights, pack_weights=True, **OPTIONS) as engine:
         assert isinstance(engine.executor.model.weights.layers[-1].down, PackedWeight)
     assert "float32 with matrices in bfloat16 on cpu, packed into 12 bits" in caplog.text
-    again = packed_weights(packed_weights(weights))
+    again = in_form(in_form(weights, packed), packed)
     assert (again.weight_dtype, again.has_float_matrices) == (torch.bfloat16, True)
 
 

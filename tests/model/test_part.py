@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from d3engine.errors import InvalidValueError
-from d3engine.kernels.quantized import Weight
+from d3engine.kernels.matrices import Weight
 from d3engine.kernels.random import gumbel
 from d3engine.model.config import ModelConfig
 from d3engine.model.part import Part, part_of, shares

@@ -11,7 +11,7 @@ from quantized_weights import LAYOUTS, SCHEMES, QuantizedDirectory, load
 from torch import Tensor
 
 from d3engine import D3, Engine, FullDepth, SamplingParams
-from d3engine.kernels.quantized import Weight
+from d3engine.kernels.matrices import Weight
 from d3engine.model.config import ModelConfig
 from d3engine.model.quantization import with_matrices
 from d3engine.model.weights import LlamaWeights, load_weights

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from d3engine.errors import InvalidValueError, ModelFormatError
-from d3engine.kernels.quantized import Int4Weight, Int8Weight, looked_up, quantize_int8
+from d3engine.kernels.matrices import looked_up
+from d3engine.kernels.quantized import Int4Weight, Int8Weight, quantize_int8
 from d3engine.model.config import ModelConfig
 from d3engine.model.quantization import quantize_weights
 from d3engine.weights_tools.quantize import quantize_model

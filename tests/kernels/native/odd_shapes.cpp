@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <random>
 #include <utility>
 #include <vector>
@@ -83,6 +84,35 @@ struct Matrix {
     }
 };
 
+// The same with sixteen rows in lanes, or as it is where its rows do not fill them or it is of another kind.
+struct InLanes {
+    static constexpr std::align_val_t LINE{64};
+    struct Release { void operator()(char* bytes) const { operator delete[](bytes, LINE); } };
+    std::unique_ptr<char[], Release> values;
+    std::vector<float> scales;
+    D3Matrix view;
+
+    explicit InLanes(const D3Matrix& of) : view(of) {
+        const bool is_int8 = of.kind == D3_INT8;
+        if ((!is_int8 && of.kind != D3_INT4) || of.rows % 32) return;
+        const int groups = (of.columns + 127) / 128, row = is_int8 ? (of.columns + 63) / 64 * 64 : groups * 64;
+        const int given = is_int8 ? of.columns : row;
+        const char* from = static_cast<const char*>(of.values);
+        values.reset(static_cast<char*>(operator new[](size_t(of.rows) * row, LINE)));
+        for (int n = 0; n < of.rows; n++)
+            for (int i = 0; i < row; i++) {
+                const char byte = i < given ? from[size_t(n) * given + i] : 0;
+                values[size_t(n / 16 * 16) * row + i / 4 * 64 + n % 16 * 4 + i % 4] = is_int8 ? byte ^ char(128) : byte;
+            }
+        if (!is_int8) scales.resize(size_t(of.rows) * groups);
+        for (int n = 0; !is_int8 && n < of.rows; n++)
+            for (int group = 0; group < groups; group++)
+                scales[size_t(n / 16 * groups + group) * 16 + n % 16] = of.scales[n * groups + group];
+        view.kind = is_int8 ? D3_INT8_LANES : D3_INT4_LANES, view.values = values.get();
+        if (!is_int8) view.scales = scales.data();
+    }
+};
+
 // A cache, of floats or of 8 bits with scales.
 struct Pool {
     std::vector<float> floats, scales;
@@ -148,11 +178,20 @@ public:
     }
 
     // All rows at once; then those before the middle and those behind it, which have to find the same bits.
-    Found decode(int isa, int threads) const {
+    Found decode(int isa, int threads, bool is_in_lanes = false) const {
         Found found(pool, s.rows, STEPS, s.vocab);
+        std::vector<InLanes> turned;
+        turned.reserve(1 + 4 * LAYERS);
+        const auto matrix = [&](const D3Matrix& of) { return is_in_lanes ? turned.emplace_back(of).view : of; };
+        D3Layer own[LAYERS];
+        for (int of = 0; of < LAYERS; of++) {
+            own[of] = layers[of];
+            for (D3Matrix* each : {&own[of].qkv, &own[of].output, &own[of].gate_up, &own[of].down})
+                *each = matrix(*each);
+        }
         D3Model model{LAYERS, s.hidden, s.intermediate, s.heads, s.kv_heads, s.head_dim, s.vocab, s.block_size, blocks,
                       count + 1, s.rows, LENGTH, std::max(s.rows, PROMPT), threads, isa, 1e-5f, 0.5f, embedding,
-                      head, layers, norm.data(), found.pool.entries(), found.pool.scales_or_null()};
+                      matrix(head), own, norm.data(), found.pool.entries(), found.pool.scales_or_null()};
         D3Decoder* decoder = nullptr;
         if (d3_create(&model, &decoder) != D3_OK) fail("no decoder", isa);
         run(decoder, isa, found, 0, s.rows);
@@ -329,7 +368,8 @@ int main() {
             const Case made(sizes, kind);
             const Found wanted = made.decode(portable, 1 + cases % 3);
             for (int isa = 0; isa < portable; isa++)
-                if (d3_isa_runs_here(isa)) made.compare(wanted, made.decode(isa, 1 + (cases + isa) % 3), isa);
+                for (int lanes = 0; d3_isa_runs_here(isa) && lanes <= d3_isa_reads_lanes(isa); lanes++)
+                    made.compare(wanted, made.decode(isa, 1 + (cases + isa) % 3, lanes), isa);
             cases++;
         }
     for (int isa = 0; isa <= portable; isa++)

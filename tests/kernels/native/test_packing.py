@@ -10,10 +10,11 @@ import torch
 from native_models import Case, Shape, at_places, isas
 from torch import Tensor
 
+from d3engine.kernels.matrices import Weight
 from d3engine.kernels.native.model import Linear, NativeError
 from d3engine.kernels.native.packing import MOST_BESIDE, pack, packed
 from d3engine.kernels.packed import PackedWeight
-from d3engine.kernels.quantized import Weight, quantize_int8
+from d3engine.kernels.quantized import quantize_int8
 
 
 def matrix(rows: int, columns: int, seed: int = 0) -> Tensor:
