@@ -8,14 +8,13 @@ memory is read in one stream, and no row is turned into lanes for a product.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d3engine.kernels.quantized import Int4Weight, Int8Weight, QuantizedWeight
+from d3engine.kernels.quantized import Int4Weight, Int8Weight, PackedValues, QuantizedWeight
 
 _Given = TypeVar("_Given")
 
@@ -29,29 +28,15 @@ _STEP = 64
 """Bytes of a row that are always there; those that fill it up are a weight of 0."""
 
 
-@dataclass(frozen=True, eq=False)
-class LanesWeight(ABC):
+class LanesWeight(PackedValues, ABC):
     """A matrix [N, K], N a multiple of 32, as `packed` uint8 [N / 16, M, 16, 4]: byte [n, i, r, j] is byte 4 i + j of
     row 16 n + r, of which each row has 4 M, a multiple of 64.
     """
-
-    packed: Tensor
-    scales: Tensor
-    num_columns: int  # K
 
     @property
     def shape(self) -> torch.Size:
         """(N, K)."""
         return torch.Size((self.packed.shape[0] * LANES, self.num_columns))
-
-    @property
-    def nbytes(self) -> int:
-        return self.packed.nbytes + self.scales.nbytes
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """What it is made of: the packed values, then the scales."""
-        return self.packed, self.scales
 
     @abstractmethod
     def rows(self, start: int, stop: int) -> QuantizedWeight:

@@ -80,22 +80,12 @@ class Fp8Weight(ByteWeight):
 
 
 @dataclass(frozen=True, eq=False)
-class Int4Weight:
-    """A matrix [N, K] as 4-bit values in groups of 128 input channels.
-
-    `packed` uint8 [N, groups * 64]: byte 64 g + j holds the values of channels 128 g + j (low four bits) and
-    128 g + 64 + j (high), each plus 8, so in [0, 15]. `scales` float32 [N, groups], of either sign. The
-    channels that fill up the last group stand for 0 (the byte's half is 8).
-    """
+class PackedValues:
+    """`packed` uint8 and float32 `scales`, which stand for a matrix of `num_columns` columns."""
 
     packed: Tensor
     scales: Tensor
     num_columns: int  # K
-
-    @property
-    def shape(self) -> torch.Size:
-        """(N, K)."""
-        return torch.Size((self.packed.shape[0], self.num_columns))
 
     @property
     def nbytes(self) -> int:
@@ -105,6 +95,20 @@ class Int4Weight:
     def tensors(self) -> tuple[Tensor, Tensor]:
         """What it is made of: the packed values, then the scales."""
         return self.packed, self.scales
+
+
+class Int4Weight(PackedValues):
+    """A matrix [N, K] as 4-bit values in groups of 128 input channels.
+
+    `packed` uint8 [N, groups * 64]: byte 64 g + j holds the values of channels 128 g + j (low four bits) and
+    128 g + 64 + j (high), each plus 8, so in [0, 15]. `scales` float32 [N, groups], of either sign. The
+    channels that fill up the last group stand for 0 (the byte's half is 8).
+    """
+
+    @property
+    def shape(self) -> torch.Size:
+        """(N, K)."""
+        return torch.Size((self.packed.shape[0], self.num_columns))
 
     def rows(self, start: int, stop: int) -> Int4Weight:
         """Output channels [start, stop) alone, without a copy."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ from d3engine.kernels.lanes import Int4LanesWeight, Int8LanesWeight, LanesWeight
 from d3engine.kernels.matrices import looked_up
 from d3engine.kernels.quantized import Int4Weight, Int8Weight, quantize_fp8, quantize_int4, quantize_int8
 
+Quantize: TypeAlias = Callable[[torch.Tensor], Int8Weight | Int4Weight]
 SHAPES = [(32, 64), (64, 200), (96, 576), (32, 7)]
 
 
@@ -19,8 +23,8 @@ def matrix(rows: int, columns: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("quantize", [quantize_int8, quantize_int4])
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
-def test_values_are_the_same(rows: int, columns: int, quantize: object) -> None:
-    given = quantize(matrix(rows, columns))  # type: ignore[operator]
+def test_values_are_the_same(rows: int, columns: int, quantize: Quantize) -> None:
+    given = quantize(matrix(rows, columns))
     made = in_lanes(given)
     assert isinstance(made, LanesWeight)
     assert made.shape == given.shape
@@ -76,9 +80,8 @@ def test_what_has_no_lanes_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("quantize", [quantize_int8, quantize_int4])
-def test_pytorch_multiplies_by_it(quantize: object) -> None:
-    given = quantize(matrix(96, 300))  # type: ignore[operator]
-    assert isinstance(given, Int8Weight | Int4Weight)
+def test_pytorch_multiplies_by_it(quantize: Quantize) -> None:
+    given = quantize(matrix(96, 300))
     made = in_lanes(given)
     x, residual = torch.randn(5, 300), torch.zeros(5, 96)
     wanted = residual.clone()
