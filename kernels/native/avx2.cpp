@@ -24,6 +24,24 @@ INLINE float first_lane(V values) { return values[0]; }
 INLINE V multiply_add(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE V zip_low(V a, V b) { return _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20); }
 INLINE V zip_high(V a, V b) { return _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31); }
+// Halves change places first, and all that follows stays within them: half of the instructions that zips would take.
+INLINE void transpose(V (&values)[LANES]) {
+    constexpr int HALF = LANES / 2;
+    V halves[LANES], pairs[LANES];
+    UNROLL for (int i = 0; i < HALF; i++) {
+        halves[i] = _mm256_permute2f128_ps(values[i], values[i + HALF], 0x20);
+        halves[i + HALF] = _mm256_permute2f128_ps(values[i], values[i + HALF], 0x31);
+    }
+    UNROLL for (int i = 0; i < LANES; i += 2) {
+        pairs[i] = _mm256_unpacklo_ps(halves[i], halves[i + 1]);
+        pairs[i + 1] = _mm256_unpackhi_ps(halves[i], halves[i + 1]);
+    }
+    UNROLL for (int i = 0; i < LANES; i += HALF)
+        UNROLL for (int nth = 0; nth < 2; nth++) {
+            const __m256d a = (__m256d)pairs[i + nth], b = (__m256d)pairs[i + nth + 2];
+            values[i + 2 * nth] = (V)_mm256_unpacklo_pd(a, b), values[i + 2 * nth + 1] = (V)_mm256_unpackhi_pd(a, b);
+        }
+}
 #include "eight_lanes.inc"
 INLINE Summed begun_sum(V values) { return values; }
 INLINE V choose(VI where, V yes, V no) { return where ? yes : no; }
