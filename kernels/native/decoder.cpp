@@ -136,6 +136,8 @@ void D3Decoder::step(const Step& step) {
         const D3Layer& weights = layers_[layer];
         expect(weights.output);
         qkv(step, layer);
+        if (layer + 1 == model_.num_layers) keep_asked(step);
+        if (active_.empty()) break;
         attention(step, layer);
         expect(weights.gate_up, 2);
         add_product(weights.output, attended_);
@@ -217,6 +219,18 @@ void D3Decoder::qkv(const Step& step, int layer) {
             place_head(step, layer, nth, channel, head);
         }
     });
+}
+
+// Behind the last layer's entries nothing is computed for rows that nobody asks for a token, as most of a prompt's are.
+void D3Decoder::keep_asked(const Step& step) {
+    if (!step.run.yields) return;
+    int kept = 0;
+    for (int nth = 0; nth < int(active_.size()); nth++) {
+        if (!step.run.yields[active_[nth]]) continue;
+        if (kept < nth) memcpy(queries_.row(kept), queries_.row(nth), q_size_ * sizeof(float));
+        active_[kept++] = active_[nth];
+    }
+    active_.resize(kept);
 }
 
 void D3Decoder::put_product(const D3Matrix& matrix, const Rows& x, const Rows& to) {

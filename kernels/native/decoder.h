@@ -77,6 +77,7 @@ private:
     void keep_states(const Step& step, int layer);
     void find_active(const Step& step, int layer);
     void qkv(const Step& step, int layer);
+    void keep_asked(const Step& step);
     void place(const Step& step, int layer, int nth, int channel, const float* from, int count);
     void place_head(const Step& step, int layer, int nth, int channel, float* head);
     void attention(const Step& step, int layer);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,21 @@ def test_logits_are_the_same_bits_in_chunks_of_any_size(form: str, isa: str) -> 
         found, same = logits_and_entries(case, other, [prompt_rows(case, (0, 3, 37)), *parts])
         np.testing.assert_array_equal(found.view(np.int32), wanted.view(np.int32))
         assert torch.equal(same.view(torch.int32), entries.view(torch.int32))
+
+
+@pytest.mark.parametrize("form", ["float32", "int4"])
+def test_rows_that_nobody_asks_for_a_token_leave_the_same_entries(form: str) -> None:
+    """The last layer ends for them where their entries are written; those that are asked have the same bits."""
+    case = Case(replace(SHAPE, form=form))
+    case.rows = prompt_rows(case, (0, 3, 37), (1, FIRST, 151), (0, 40, 2))
+    decode = partial(case.decode, 1, max_rows=192, num_threads=2)
+    _, _, wanted = decode()
+    entries = case.entries
+    for asked in ([36, 187], [0, 5, 40, 41, 43, 150, 188, 189], []):
+        yields = np.isin(np.arange(190), asked)
+        _, _, found = decode(yields=yields)
+        np.testing.assert_array_equal(found[:, yields].view(np.int32), wanted[:, yields].view(np.int32))
+        assert torch.equal(case.entries.view(torch.int32), entries.view(torch.int32))
 
 
 def logits_and_entries(case: Case, decoder: Decoder, runs: list[Any]) -> tuple[Any, torch.Tensor]:
