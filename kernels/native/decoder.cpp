@@ -47,14 +47,14 @@ D3Decoder::D3Decoder(const D3Model& model, const Kernels& kernels)
       best_(size_t(model.num_threads) * model.max_rows) {
     active_.reserve(model.max_rows);
     crossings_.reserve(model.max_rows);
-    blocks_.reserve(model.max_rows);
+    blocks_.reserve(size_t(model.max_rows) * model.kv_heads);
     ended_.reserve(model.max_rows);
-    const int queries = std::max(group_, BLOCK_QUERIES);
+    const int of_head = std::max(group_, BLOCK_QUERIES);
     for (auto& scratch : scratch_) {
-        scratch.scores = Floats(int64_t(queries) * ATTENTION_CHUNK);
+        scratch.scores = Floats(int64_t(of_head) * ATTENTION_CHUNK);
         scratch.keys = Floats(int64_t(ATTENTION_CHUNK) * (model.head_dim + MOST_LANES));
         if (model.pool_scales) scratch.values = Floats(int64_t(ATTENTION_CHUNK) * model.head_dim);
-        scratch.partials = Floats(2 * int64_t(queries) * (model.head_dim + 2));
+        scratch.partials = Floats(2 * most_queries() * (model.head_dim + 2));
     }
 }
 

@@ -1,5 +1,6 @@
 // A model, the memory that a step needs, and the steps.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <vector>
@@ -39,10 +40,11 @@ private:
         Floats keys;      // the same
         Floats values;    // the same, of entries in 8 bits
         Floats partials;  // two spans
+        int64_t asked = 0;  // the number of the piece whose first entries have been asked for
     };
-    // Neighbouring rows of one sequence, which go through attention together.
+    // Neighbouring rows of one sequence and neighbouring heads of keys and values, which go through attention together.
     struct Block {
-        int first, rows;
+        int first, rows, head, heads;
     };
     // One step of a run.
     struct Step {
@@ -82,8 +84,12 @@ private:
     void place_head(const Step& step, int layer, int nth, int channel, float* head);
     void attention(const Step& step, int layer);
     void find_blocks(const Step& step);
+    void split_blocks();
     void attend_split(const Step& step, int layer, int spans);
-    Attention attention_of(const Step& step, int layer, int piece, int worker) const;
+    int64_t most_of_share(const Step& step, int spans) const;
+    Attention attention_of(const Step& step, int layer, int nth, int worker) const;
+    // Query heads of a block at most.
+    int64_t most_queries() const { return std::max({group_, BLOCK_QUERIES, std::min(model_.heads, MOST_QUERIES)}); }
     void put_product(const D3Matrix& matrix, const Rows& x, const Rows& to);
     void add_product(const D3Matrix& matrix, const Rows& x);
     void gate_up(const D3Layer& layer);
@@ -115,7 +121,8 @@ private:
     std::vector<Crossing> crossings_;
     std::vector<Block> blocks_;
     std::vector<Scratch> scratch_;
-    std::vector<float> partials_;  // [block and head, span], where spans are shared out
+    int64_t first_piece_ = 0;      // the number of the first piece of this attention, of all there were
+    std::vector<float> partials_;  // [block, span], where spans are shared out
     std::vector<Best> best_;       // [workers, rows]
     Floats collected_;                           // [rows, vocab]: all logits of the rows that need them to choose
     std::vector<std::vector<uint64_t>> orders_;  // [workers]: scratch of `sample`

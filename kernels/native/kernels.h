@@ -53,25 +53,28 @@ struct Piece {
     Later later = {};
 };
 
-// Rows of one sequence at neighbouring positions: their query heads that share a key/value head, and where that head's
-// entries lie. At most MOST_QUERIES heads in all.
+// Rows of one sequence at neighbouring positions: some neighbouring heads of keys and values, where their entries lie,
+// and the query heads that share them. At most MOST_QUERIES of these in all.
 struct Attention {
-    const float* queries;  // [rows, group, head_dim]
-    float* out;            // [rows, group, head_dim] written
+    const float* queries;  // [rows, heads, group, head_dim]
+    float* out;            // [rows, heads, group, head_dim] written
     int64_t stride;        // floats from one row to the next, of both
     float* scores;         // scratch [rows, group, ATTENTION_CHUNK]
     float* keys;           // scratch [ATTENTION_CHUNK, head_dim up to whole vectors]
     float* values;         // scratch [ATTENTION_CHUNK, head_dim], beside entries of 8 bits
-    const void* pool;      // the head's channels of entry 0, floats, or of 8 bits where there are scales
-    const float* scales;   // the head's scales of block 0's keys, or null
+    const void* pool;      // the first head's channels of entry 0, floats, or of 8 bits where there are scales
+    const float* scales;   // the first head's scales of block 0's keys, or null
     const int32_t* table;  // blocks of the sequence's entries
     int64_t half_block;    // channels of all heads of the keys of a block; its values follow
     int64_t half_scales;   // as many scales are there of the keys of a block; those of its values follow
     int64_t entry;         // channels from one entry to the next
-    int32_t rows, group, head_dim, block_size;
+    int32_t rows, heads, group, head_dim, block_size;
     int32_t length;  // entries that the first row looks at, each later row at one more
     float scale;
-    bool fetches;  // whether all entries of a chunk are asked for before the first is looked at
+    bool fetches;         // whether entries are asked for before they are looked at
+    bool is_asked_for;    // whether those of its first chunk have been
+    const int32_t* next;  // blocks of the text that the same worker probably looks at after this one, or null
+    int32_t next_length;  // entries of it
 };
 
 // Positions whose scores are taken before their values are added up; and those that a thread goes through at once.

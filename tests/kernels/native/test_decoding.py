@@ -68,6 +68,22 @@ def test_query_heads_share_a_head_of_keys_and_values(group: int) -> None:
     assert_as_reference(Case(Shape(heads=3 * group, kv_heads=3, head_dim=6, rows=2, seed=group)))
 
 
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("group", [1, 3, 5, 8])
+def test_rows_of_long_texts_have_the_same_bits_in_any_company(group: int, isa: str) -> None:
+    """Chunks and spans end behind, at and before their last entries. Many rows have all heads in one piece, few do not."""
+    shape = Shape(rows=9, heads=3 * group, kv_heads=3, head_dim=18, block_size=16, max_positions=700, seed=group)
+    case = Case(shape)
+    positions = np.array([690, 62, 63, 64, 255, 256, 320, 500, 3])
+    case.rows = replace(case.rows, positions=positions, cutoffs=np.full((9, 2), 20))
+    assert_as_reference(case, isa=isa, num_threads=2)
+    together = case.decode(3, isa=isa)[2]
+    for threads, places in enumerate(([0], [0, 7, 1], range(9), [6, 7, 5, 0, 4], range(1, 9)), start=1):
+        rows = at_places(case.rows, np.array(places))
+        logits = case.decode(3, rows, isa=isa, num_threads=threads)[2]
+        np.testing.assert_array_equal(logits.view(np.int32), together[:, np.array(places)].view(np.int32))
+
+
 def assert_as_reference(case: Case, **decoding: Any) -> None:
     tokens, scores, logits = case.decode(STEPS, **decoding)
     wanted_tokens, wanted_scores, wanted = case.reference(STEPS)
