@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from benchmarks.cpu_page import show
 from benchmarks.read_rate import Reader
-from benchmarks.report import environment, positive, summary, tell
+from benchmarks.report import environment, positive, summary, tell, write_json
 from benchmarks.systems import decay_for, model_at, prompts_for, rest, weights_of
 from benchmarks.timed_engine import EagerPeer, TimedEngine
 from benchmarks.torch_peers import DTYPES, TorchPeer
@@ -281,8 +281,16 @@ class Model:
         return found
 
 
-def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[str, Any]:
-    """Run all parts and return the report, without its environment. Sets torch's number of threads."""
+def measure(
+    settings: Settings,
+    *,
+    show_progress: bool | None = None,
+    keep: Callable[[dict[str, Any]], None] = lambda report: None,
+) -> dict[str, Any]:
+    """Run all parts and return the report, without its environment; `keep` is given what there is of it after each.
+
+    Sets torch's number of threads.
+    """
     torch.set_num_threads(settings.threads)
     report: dict[str, Any] = {
         "benchmark": "cpu",
@@ -303,10 +311,12 @@ def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[st
                     if part in settings.parts:
                         bar.set_description(f"{part}, {kind}, batch {batch}")
                         report[part].append(run(model, kind, batch, settings, bar))
+                        keep(report)
                         gc.collect()
             if "prompt" in settings.parts:
                 bar.set_description(f"prompt, {kind}")
                 report["prompt"] += prompt(model, kind, settings, bar)
+                keep(report)
     return report
 
 
@@ -341,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="in place of wall time, where others use the machine; takes --threads 1 and --peers alone",
     )
-    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
+    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file, after every part")
     given = parser.parse_args(arguments)
     if given.processor_time and (given.peers or given.threads > 1):
         parser.error(
@@ -359,9 +369,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         threads=given.threads,
         processor_time=given.processor_time,
     )
-    report = measure(settings)
-    report["environment"] = environment("benchmarks.cpu", arguments)
-    tell(report, show, width=150, file=given.json)
+    where = {"environment": environment("benchmarks.cpu", arguments)}
+
+    def keep(report: dict[str, Any]) -> None:
+        if given.json:
+            write_json(report | where, given.json)
+
+    tell(measure(settings, keep=keep) | where, show, width=150, file=given.json)
     return 0
 
 

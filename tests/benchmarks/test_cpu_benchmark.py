@@ -58,6 +58,25 @@ def test_every_kind_and_batch_has_its_row(report: dict[str, Any]) -> None:
         assert ("llama.cpp" in row["over"]) == (report["llama_cpp"] is not None)
 
 
+def test_a_run_that_is_broken_off_leaves_what_it_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "cpu.json"
+    monkeypatch.setattr(cpu, "READ_BYTES", 2**20)
+    decode = cpu.decode
+
+    def broken_off(model: cpu.Model, kind: str, *others: Any) -> dict[str, Any]:
+        if kind == "8-bit":
+            raise KeyboardInterrupt
+        return decode(model, kind, *others)
+
+    monkeypatch.setattr(cpu, "decode", broken_off)
+    sizes = ["--model=tiny", "--kinds", "f32", "8-bit", "--batches", "1", "--tokens=4", "--repeats=1", "--threads=1"]
+    with pytest.raises(KeyboardInterrupt):
+        cpu.main([*sizes, "--parts", "decode", "--peers", "--json", str(file)])
+    left = json.loads(file.read_text())
+    assert [row["kind"] for row in left["decode"]] == ["f32"]
+    assert left["environment"]["command"].startswith("python -m benchmarks.cpu")
+
+
 def test_ratios_follow_from_the_seconds(report: dict[str, Any]) -> None:
     for row in report["depth"]:
         full, d3 = (row["systems"][name]["seconds_per_step"]["rounds"] for name in ("6", "d3"))

@@ -71,7 +71,7 @@ def test_query_heads_share_a_head_of_keys_and_values(group: int) -> None:
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("group", [1, 3, 5, 8])
 def test_rows_of_long_texts_have_the_same_bits_in_any_company(group: int, isa: str) -> None:
-    """Chunks and spans end behind, at and before their last entries. Many rows have all heads in one piece, few do not."""
+    """Chunks and spans end behind, at and before their last entries. Of many rows all heads are one piece."""
     shape = Shape(rows=9, heads=3 * group, kv_heads=3, head_dim=18, block_size=16, max_positions=700, seed=group)
     case = Case(shape)
     positions = np.array([690, 62, 63, 64, 255, 256, 320, 500, 3])
