@@ -24,7 +24,7 @@ from tqdm import tqdm
 from benchmarks.cpu_page import show
 from benchmarks.read_rate import Reader
 from benchmarks.report import environment, positive, summary, tell, write_json
-from benchmarks.systems import decay_for, model_at, prompts_for, rest, weights_of
+from benchmarks.systems import PROMPT_TOKENS, decay_for, model_at, prompts_for, rest, weights_of
 from benchmarks.timed_engine import EagerPeer, TimedEngine
 from benchmarks.torch_peers import DTYPES, TorchPeer
 from d3engine.depth import DepthPolicy, FullDepth, LayerTable
@@ -52,10 +52,16 @@ class Settings:
     batches: tuple[int, ...] = (1, 8, 32)
     parts: tuple[str, ...] = PARTS
     peers: tuple[str, ...] = PEERS
+    prompt_tokens: int = PROMPT_TOKENS
     tokens: int = 64
     repeats: int = 5
     threads: int = 2
     processor_time: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence at its end."""
+        return self.prompt_tokens + self.tokens
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -118,7 +124,7 @@ def decode(model: Model, kind: str, batch: int, settings: Settings, bar: tqdm[An
 
     In every round memory is read too, so that the rate of a step and that of reading are of the same minute.
     """
-    prompts, length = prompts_for(model.config, batch), 16 + settings.tokens
+    prompts, length = prompts_for(model.config, batch, settings.prompt_tokens), settings.length
     reader = Reader(READ_BYTES)
     engine = model.ours(kind, settings, rows=batch, length=length)
 
@@ -155,7 +161,7 @@ def decode(model: Model, kind: str, batch: int, settings: Settings, bar: tqdm[An
 def depth(model: Model, kind: str, batch: int, settings: Settings, bar: tqdm[Any]) -> dict[str, Any]:
     """A step by the number of its layers, and D3 at two thirds of the layers against what it can give."""
     layers = model.config.num_layers
-    prompts, length = prompts_for(model.config, batch), 16 + settings.tokens
+    prompts, length = prompts_for(model.config, batch, settings.prompt_tokens), settings.length
     engine = model.ours(kind, settings, rows=batch, length=length)
     decay = decay_for(layers, settings.tokens)
     counts = sorted({max(1, round(layers * part / 6)) for part in range(2, 7)})
@@ -294,14 +300,14 @@ def measure(
     torch.set_num_threads(settings.threads)
     report: dict[str, Any] = {
         "benchmark": "cpu",
-        "settings": {**vars(settings), "prompt_tokens": 16},
+        "settings": vars(settings),
         "llama_cpp": _peer_version(),
         **{part: [] for part in settings.parts},
     }
     hidden = None if show_progress is None else not show_progress
     with (
         tempfile.TemporaryDirectory() as folder,
-        model_at(settings.model, max(PROMPTS) + 2) as directory,
+        model_at(settings.model, max(*PROMPTS, settings.length) + 2) as directory,
         tqdm(unit="turn", disable=hidden) as bar,
     ):
         model = Model(directory, settings, Path(folder))
@@ -343,6 +349,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=list(PEERS),
         help="beside ours, where installed; eager: ours, without the library",
     )
+    parser.add_argument(
+        "--prompt-tokens", type=positive, default=PROMPT_TOKENS, help="tokens before them, of steps (not of --parts prompt)"
+    )
     parser.add_argument("--tokens", type=positive, default=64, help="new tokens per prompt")
     parser.add_argument("--repeats", type=positive, default=5, help="rounds")
     parser.add_argument("--threads", type=positive, default=2)
@@ -364,6 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         batches=tuple(given.batches),
         parts=tuple(given.parts),
         peers=tuple(given.peers),
+        prompt_tokens=given.prompt_tokens,
         tokens=given.tokens,
         repeats=given.repeats,
         threads=given.threads,

@@ -98,10 +98,10 @@ def weights_of(directory: Path, config: ModelConfig) -> LlamaWeights:
     return random_weights(config, dtype=torch.float32, device="cpu", seed=0)
 
 
-def prompts_for(config: ModelConfig, batch: int) -> list[list[int]]:
-    """Random prompts of ordinary tokens, the same in every process."""
+def prompts_for(config: ModelConfig, batch: int, tokens: int = PROMPT_TOKENS) -> list[list[int]]:
+    """Random prompts of so many ordinary tokens, the same in every process."""
     generator = torch.Generator().manual_seed(1)
-    drawn = torch.randint(3, config.vocab_size, (batch, PROMPT_TOKENS), generator=generator)
+    drawn = torch.randint(3, config.vocab_size, (batch, tokens), generator=generator)
     return [[int(token) for token in row] for row in drawn]
 
 

@@ -14,6 +14,7 @@ import torch
 from benchmarks import cpu
 from benchmarks.llama_cpp import write_gguf
 from benchmarks.systems import model_at, weights_of
+from benchmarks.timed_engine import TimedEngine
 from benchmarks.torch_peers import TorchPeer
 from d3engine import Engine, SamplingParams
 from d3engine.model.config import ModelConfig
@@ -56,6 +57,21 @@ def test_every_kind_and_batch_has_its_row(report: dict[str, Any]) -> None:
         wanted_peers = {"transformers", "eager"} if row["kind"] == "f32" else {"eager"}
         assert set(row["over"]) - {"llama.cpp"} == wanted_peers
         assert ("llama.cpp" in row["over"]) == (report["llama_cpp"] is not None)
+
+
+def test_steps_come_after_as_many_tokens_as_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: set[int] = set()
+    answer = TimedEngine.answer
+
+    def seen(engine: TimedEngine, prompts: list[list[int]], *others: Any) -> Any:
+        lengths.update(map(len, prompts))
+        return answer(engine, prompts, *others)
+
+    monkeypatch.setattr(TimedEngine, "answer", seen)
+    monkeypatch.setattr(cpu, "READ_BYTES", 2**20)
+    sizes = ["--model=tiny", "--kinds", "8-bit", "--batches", "2", "--tokens=4", "--repeats=1", "--threads=1"]
+    assert cpu.main([*sizes, "--parts", "decode", "depth", "--peers", "--prompt-tokens=24"]) == 0
+    assert lengths == {24}
 
 
 def test_a_run_that_is_broken_off_leaves_what_it_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
