@@ -350,7 +350,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="beside ours, where installed; eager: ours, without the library",
     )
     parser.add_argument(
-        "--prompt-tokens", type=positive, default=PROMPT_TOKENS, help="tokens before them, of steps (not of --parts prompt)"
+        "--prompt-tokens",
+        type=positive,
+        default=PROMPT_TOKENS,
+        help="tokens before them, of steps (not of --parts prompt)",
     )
     parser.add_argument("--tokens", type=positive, default=64, help="new tokens per prompt")
     parser.add_argument("--repeats", type=positive, default=5, help="rounds")
