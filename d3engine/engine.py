@@ -81,7 +81,7 @@ class Engine(Chats, Facts):
         enforce_eager: run without CUDA graphs and without the native library: each operation is called by the host.
         num_scheduler_steps: tokens of each answer that a batch may generate without the host, which looks at them
             afterwards, or meanwhile for requests that stream; None: 16 with CUDA graphs or the native library, and
-            always 1 without. None lets a small model's native runs of few answers be longer, up to 64 tokens, and all
+            always 1 without. None lets a small model's native runs of few answers be longer, up to 128 tokens, and all
             of its runs four times as long where someone reads along.
         num_threads: threads that decode on a CPU in the native library; None: PyTorch's, within CPUs and their quota.
         tensor_parallel_size: devices that the model is spread over, each a process of its own: of this machine, or of

@@ -17,8 +17,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 STEPS_AHEAD = 16
 """Steps that CUDA graphs or the native library take before the host looks: what it does between, about one small
 model's step on a CPU, is then a few hundredths of the time."""
-MOST_TOKENS_AHEAD = 64
-WEIGHTS_AHEAD = 3 * 2**26
+MOST_TOKENS_AHEAD = 128
+WEIGHTS_AHEAD = 3 * 2**27
 """Weights that a native run of one row goes through at most: some thirty milliseconds of one core, during which nobody
 joins the batch and nothing is interrupted. A run that someone reads along can be ended, and is longer."""
 MOST_THREADS = 1024

@@ -89,9 +89,9 @@ def test_no_step_is_taken_after_the_last_answer_has_come_to_its_end(tiny_llama: 
 
 def test_a_small_model_takes_longer_runs_of_few_answers(tiny_llama: Callable[..., TinyLlama]) -> None:
     with Engine(tiny_llama(**MODEL).directory, **OPTIONS) as engine:
-        for count, steps in ((1, 64), (2, 32), (4, 16), (5, 16)):
+        for count, steps in ((1, 128), (2, 64), (4, 32), (8, 16), (9, 16)):
             for number in range(count):
-                engine.add_request(str(number), [5, 9, 31], unread(greedy(FullDepth(), 80)))
+                engine.add_request(str(number), [5, 9, 31], unread(greedy(FullDepth(), 160)))
             before = engine.stats().native_steps
             engine.step()  # the prompts' among them
             assert engine.stats().native_steps - before == steps
@@ -118,8 +118,8 @@ def test_a_run_is_short_where_a_text_may_end_it_or_memory_is_short(tiny_llama: C
     assert [[*shorter_and_shorter(longest, 16)] for longest in (256, 100, 16)] == [[256, 64, 16], [100, 25, 16], [16]]
     with Engine(tiny_llama(**MODEL).directory, max_num_seqs=2, **OPTIONS) as engine:
         found = []
-        for spare in (4, 2, 0):  # blocks of each layer that are free behind the first 64 tokens
-            engine.add_request("one", [5, 9, 31], unread(greedy(FullDepth(), 160)))
+        for spare in (8, 2, 1, 0):  # blocks of each layer that are free behind the first 128 tokens
+            engine.add_request("one", [5, 9, 31], unread(greedy(FullDepth(), 300)))
             engine.step()
             pool = engine.scheduler.cache.pool
             engine.reset_prefix_cache()
@@ -130,7 +130,7 @@ def test_a_run_is_short_where_a_text_may_end_it_or_memory_is_short(tiny_llama: C
             pool.release(held)
             engine.abort_request("one")
             engine.step()
-    assert found == [64, 16, 1]
+    assert found == [128, 32, 16, 1]
 
 
 def test_a_large_model_takes_no_longer_runs_than_it_is_told() -> None:
@@ -139,8 +139,8 @@ def test_a_large_model_takes_no_longer_runs_than_it_is_told() -> None:
         config.vocab_size = 2048
         return num_tokens_ahead(given, executor, config)
 
-    assert tokens(None, "native") == 64
-    assert 16 < tokens(None, "native", layer_parameters=2**18) < 64
+    assert tokens(None, "native") == 128
+    assert 16 < tokens(None, "native", layer_parameters=2**18) < 128
     assert tokens(None, "native", layer_parameters=2**21) == 0
     assert tokens(16, "native") == tokens(None, "graphs") == tokens(None, "eager") == 0
 

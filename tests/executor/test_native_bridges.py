@@ -83,10 +83,10 @@ def expected_bytes(kind: str, rank: int) -> int:
 
 def test_whole_runs_of_bridged_rows_are_taken_at_once(model: Callable[[str, int], Path]) -> None:
     with Engine(model("float32", 0), **OPTIONS) as engine:
-        engine.add_request("one", PROMPTS[0], asked(80)[0])
+        engine.add_request("one", PROMPTS[0], asked(160)[0])
         before = engine.stats().native_steps
         engine.step()
-        assert engine.stats().native_steps - before == 64
+        assert engine.stats().native_steps - before == 128
 
 
 def test_bridged_rows_have_the_same_bits_alone_in_a_batch_and_read_step_by_step(
