@@ -40,7 +40,7 @@ private:
         Floats keys;      // the same
         Floats values;    // the same, of entries in 8 bits
         Floats partials;  // two spans
-        int64_t asked = 0;  // the number of the piece whose first entries have been asked for
+        int64_t asked = -1;  // the number of the piece whose first entries have been asked for
     };
     // Neighbouring rows of one sequence and neighbouring heads of keys and values, which go through attention together.
     struct Block {
@@ -121,7 +121,7 @@ private:
     std::vector<Crossing> crossings_;
     std::vector<Block> blocks_;
     std::vector<Scratch> scratch_;
-    int64_t first_piece_ = 0;      // the number of the first piece of this attention, of all there were
+    int64_t first_piece_ = 0;      // the number of the next attention's first piece, of all there were
     std::vector<float> partials_;  // [block, span], where spans are shared out
     std::vector<Best> best_;       // [workers, rows]
     Floats collected_;                           // [rows, vocab]: all logits of the rows that need them to choose

@@ -14,6 +14,11 @@ int64_t num_queries(const Attention& a) { return int64_t(a.heads) * a.rows * a.g
 int64_t num_products(const Attention& a) { return 2 * num_queries(a) * a.length * a.head_dim; }
 int64_t num_floats(const Attention& a) { return num_queries(a) * (a.head_dim + 2); }
 
+// Whether the first chunk of another text can be asked for while the last span of this one is looked at.
+bool has_time_for_next(const Attention& a) {
+    return a.length > ATTENTION_CHUNK && (a.length - 1) % ATTENTION_SPAN + 1 >= ATTENTION_CHUNK;
+}
+
 }  // namespace
 
 // Rows of one sequence that stand at neighbouring positions, as those of a prompt do; each row of an answer by itself.
@@ -80,12 +85,13 @@ void D3Decoder::attention(const Step& step, int layer) {
         if (spans > 1 && team > 1 && int(blocks_.size()) < 2 * team) return attend_split(step, layer, spans);
     }
     const int pieces = int(blocks_.size());
-    const int64_t first = first_piece_ += pieces;
+    const int64_t first = first_piece_;
+    first_piece_ += pieces;
     auto attend = [&](int worker, int nth) {
         Attention a = attention_of(step, layer, nth, worker);
         Scratch& scratch = scratch_[worker];
-        if (a.heads > 1) a.is_asked_for = scratch.asked == first + nth;
-        if (a.heads > 1 && nth + 1 < pieces) {
+        a.is_asked_for = scratch.asked == first + nth;
+        if (a.heads > 1 && nth + 1 < pieces && has_time_for_next(a)) {
             const Attention next = attention_of(step, layer, nth + 1, worker);
             a.next = next.table, a.next_length = next.length, scratch.asked = first + nth + 1;
         }
