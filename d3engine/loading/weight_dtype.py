@@ -16,6 +16,7 @@ from d3engine.errors import InvalidValueError, require
 from d3engine.kernels.kv_pool import FP8_CAPABILITY
 from d3engine.loading.device import DTYPES, capability
 from d3engine.loading.settings import EngineSettings, ExecutorKind
+from d3engine.model.checkpoint import FLOAT_DTYPES
 from d3engine.model.config import FP8_GROUPS, ModelConfig
 from d3engine.model.expected_tensors import float_matrices
 from d3engine.model.mapped_file import dtype_of
@@ -78,15 +79,19 @@ def kept_by_default(
 
 
 def dtype_in_files(directory: Path, config: ModelConfig) -> torch.dtype | None:
-    """The dtype that the float matrices of a model directory have in their files, from headers alone; None where they
-    differ, or there is none.
+    """The dtype that loses nothing worth having of a model's float matrices, from headers alone; None where their
+    files have several, or there is none.
 
-    What config.json calls the model's dtype is not asked: a matrix of more bits would lose them. Raises
-    `ModelFormatError` as `open_checkpoint`.
+    What config.json calls the model's dtype is not asked: a matrix of more bits would lose them. A GGUF file with
+    matrices in blocks is bfloat16: its values were rounded to at most 8 bits, far coarser than bfloat16 rounds them.
+    Raises `ModelFormatError` as `open_checkpoint`.
     """
     with open_checkpoint(directory) as checkpoint:
         entries = [checkpoint.entries.get(name) for name in float_matrices(config)]
-    found = {dtype_of(entry.dtype) for entry in entries if entry is not None}
+    types = {(entry.type_name, entry.packed is not None) for entry in entries if entry is not None}
+    if any(is_packed and name not in FLOAT_DTYPES for name, is_packed in types):
+        return torch.bfloat16
+    found = {dtype_of(name) for name, _ in types}
     return found.pop() if len(found) == 1 else None
 
 

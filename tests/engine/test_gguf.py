@@ -76,6 +76,41 @@ def test_an_engine_on_a_gguf_file_answers_as_one_on_what_it_is_converted_to(
     assert ModelConfig.from_directory(file).eos_token_ids == ModelConfig.from_directory(directory).eos_token_ids
 
 
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.parametrize(
+    ("types", "held"),
+    [
+        (("Q4_K", "Q6_K"), "bfloat16"),
+        (("Q8_0", "F16"), "bfloat16"),  # whose answers are those of 8 bits
+        (("Q4_0", "F32"), "bfloat16"),
+        (("BF16",), "bfloat16"),
+        (("F16",), "float32"),  # bfloat16 would lose bits, as of a directory with float16
+        (("F32",), "float32"),
+        (("BF16", "F32"), "float32"),
+    ],
+)
+def test_matrices_are_held_on_a_cpu_in_what_loses_nothing_worth_having(
+    tmp_path: Path, types: tuple[str, ...], held: str
+) -> None:
+    sizes = {"layers": 1} if "Q4_K" in types else SMALL
+    file = write_gguf(tmp_path / "model.gguf", tokenizer=TOKENIZERS["gpt2"], **(sizes | {"types": types}))
+    for arguments, expected in (
+        ({}, held),
+        ({"weight_dtype": "float32"}, "float32"),
+        ({"dtype": "float32"}, "float32"),
+    ):
+        with engine_of(file, **arguments) as engine:
+            weights = engine.executor.model.weights
+            assert (str(engine.dtype), str(weights.weight_dtype)) == ("torch.float32", f"torch.{expected}")
+
+
+@pytest.mark.usefixtures("native_library")
+def test_rounded_to_bfloat16_a_file_answers_as_a_directory_of_the_same_values(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", **KINDS["k-quants"])
+    convert_gguf(file, tmp_path / "model", dtype="bfloat16", show_progress=False)
+    assert answers(file) == answers(tmp_path / "model")
+
+
 def test_both_have_one_fingerprint(pair: tuple[Path, Path]) -> None:
     file, directory = pair
     assert fingerprint(file) == fingerprint(directory)
