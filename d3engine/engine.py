@@ -67,7 +67,7 @@ class Engine(Chats, Facts):
             native library decodes and no `dtype` is named.
         pack_weights: hold bfloat16 matrices in 12 bits a weight, for the native library on a CPU: a quarter less memory
             to hold and to read, and the very same weights.
-        max_model_len: tokens of prompt and answer at most; None: what the model was made for.
+        max_model_len: tokens of prompt and answer at most; None: what the model was made for, or what fits the memory.
         max_num_seqs: sequences that run at once at most.
         max_num_batched_tokens: rows of one step at most; longer prompts are computed in pieces.
         block_size: KV entries per block.

@@ -47,7 +47,11 @@ ENGINE: OptionTable = {
         bool,
         "Hold bfloat16 matrices in 12 bits a weight, the same weights, on a CPU (no).",
     ),
-    "max_model_len": ("--max-model-len", int, "Tokens of prompt and answer at most (the model's)."),
+    "max_model_len": (
+        "--max-model-len",
+        int,
+        "Tokens of prompt and answer at most (the model's, or what fits the memory).",
+    ),
     "max_num_seqs": ("--max-num-seqs", int, "Sequences that run at once at most (64)."),
     "max_num_batched_tokens": ("--max-num-batched-tokens", int, "Tokens computed in one step at most (2048)."),
     "block_size": ("--block-size", int, "KV entries of a block (16)."),
