@@ -13,7 +13,7 @@ from collections.abc import Sequence as AnySequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from tqdm import tqdm
@@ -24,6 +24,7 @@ from d3engine.calls.interrupts import Interrupt
 from d3engine.calls.life import Life
 from d3engine.calls.new_requests import NewRequests, params_of_each
 from d3engine.calls.one_caller import OneCaller
+from d3engine.calls.vllm_arguments import refuse_others
 from d3engine.depth import DepthPolicy
 from d3engine.errors import EngineDeadError, require, require_integer
 from d3engine.loading.assembly import assemble
@@ -185,13 +186,16 @@ class Engine(Chats, Facts):
         sampling_params: SamplingParams | AnySequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        **of_vllm: Any,
     ) -> list[RequestOutput]:
         """Answer `prompts` and return their outputs in order.
 
         A prompt is a text, token ids (a list, or an array of numpy or torch), `{"prompt": text}` or
         `{"prompt_token_ids": ids}`; one prompt may stand alone. One `SamplingParams` serves all prompts, or one stands
-        for each; without, generation_config.json decides. Every prompt is checked before the first one runs.
+        for each; without, generation_config.json decides. Every prompt is checked before the first one runs. vLLM's
+        other arguments are refused by name unless they ask for nothing.
         """
+        refuse_others(of_vllm, "generate")
         with self._call() as interrupt:
             self._life.check()
             prompts = as_list(prompts)
@@ -249,12 +253,18 @@ class Engine(Chats, Facts):
     # -- the step API ------------------------------------------------------------------------------------------
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        priority: int = 0,
+        **of_vllm: Any,
     ) -> None:
         """Queue a request; `step()` will return its outputs, as its `output_kind` says. Lower `priority` runs first.
 
         Raises `InvalidValueError` for a prompt or parameters that can never run; the engine is as before.
         """
+        refuse_others(of_vllm, "add_request")
         require(isinstance(request_id, str), "request_id", request_id, "a non-empty string")
         self.add(self.prepare(prompt, params, request_id, priority))
 

@@ -45,7 +45,7 @@ def gguf_checkpoint(file: GGUFFile, config: Mapping[str, Any]) -> Checkpoint:
     Raises `ModelFormatError` for one that no model here has, or that has not the heads of the config.
     """
     _, form = GGUF_FAMILIES[config["model_type"]]
-    modules = _LAYER_NAMES | form.modules
+    modules = {**_LAYER_NAMES, **form.modules}
     names = {_name_of(file, name, modules): name for name in file.tensors if name != FREQ_FACTORS}
     heads = {module: config[field] for module, field in _HEADS.items()} if form.adjacent_pairs else {}
     tensors = GGUFTensors(file, names, heads)
@@ -94,7 +94,7 @@ class GGUFTensors:
 
 
 def _name_of(file: GGUFFile, name: str, modules: Mapping[str, str]) -> str:
-    """transformers' name of a tensor, of a layer by `modules`; raises `ModelFormatError` for one that no model here has."""
+    """transformers' name of a tensor; raises `ModelFormatError` for one that `modules` and no model here have."""
     module, _, kind = name.rpartition(".")
     if module in _NAMES and kind == "weight":
         return f"{_NAMES[module]}.weight"
