@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as AnySequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -32,6 +32,7 @@ from d3engine.loading.batch_invariance import check_policy
 from d3engine.loading.bridges import bridge_store
 from d3engine.loading.defaults import default_sampling_params
 from d3engine.loading.facts import Facts
+from d3engine.loading.pytorch_threads import pytorch_threads, pytorch_threads_for
 from d3engine.loading.resolve import check_switches, check_tokenizer, resolve_settings
 from d3engine.model.weights import LlamaWeights
 from d3engine.request.outputs import RequestOutput
@@ -84,7 +85,8 @@ class Engine(Chats, Facts):
             afterwards, or meanwhile for requests that stream; None: 16 with CUDA graphs or the native library, and
             always 1 without. None lets a small model's native runs of few answers be longer, up to 128 tokens, and all
             of its runs four times as long where someone reads along.
-        num_threads: threads that decode on a CPU in the native library; None: PyTorch's, within CPUs and their quota.
+        num_threads: threads on a CPU, of the native library and of PyTorch, which gets fewer where layers are small;
+            None: PyTorch's, within CPUs and their quota. Outside of the engine's calls PyTorch's are as before.
         tensor_parallel_size: devices that the model is spread over, each a process of its own: of this machine, or of
             those that torchrun has started. On CPUs without the native library.
         batch_invariant: let a request's tokens and logits be the same bits whoever shares its batch, however its prompt
@@ -161,17 +163,19 @@ class Engine(Chats, Facts):
         self.settings = settings
         self.default_sampling_params = default_sampling_params(settings.directory)
         self.tokenizer = None if skip_tokenizer_init else load_tokenizer(Path(tokenizer or settings.directory))
-        self.bridges = bridge_store(settings)  # what does not fit the model is refused before the weights are loaded
-        self._requests = NewRequests(
-            settings.config,
-            self.tokenizer,
-            settings.depth,
-            settings.max_model_len,
-            seed=seed,
-            bridges=self.bridges,
-            check=partial(check_policy, settings),
-        )
-        self.scheduler, self.executor = assemble(settings, self.tokenizer, weights, self.bridges)
+        with pytorch_threads(settings.num_threads):
+            self.bridges = bridge_store(settings)
+            self._requests = NewRequests(  # what does not fit the model is refused before the weights are loaded
+                settings.config,
+                self.tokenizer,
+                settings.depth,
+                settings.max_model_len,
+                seed=seed,
+                bridges=self.bridges,
+                check=partial(check_policy, settings),
+            )
+            self.scheduler, self.executor = assemble(settings, self.tokenizer, weights, self.bridges)
+        self._pytorch_threads = pytorch_threads_for(settings.config, settings.num_threads)
         self.sampler = VerifyingSampler()
         self._chat_prompts = ChatPrompts(self.directory, self.tokenizer)
         self._life = Life()
@@ -278,7 +282,8 @@ class Engine(Chats, Facts):
         """
         self._life.check()
         given = self.default_sampling_params if params is None else params
-        prepared = self._requests.prepare(prompt, given, request_id, priority)
+        with pytorch_threads(self._pytorch_threads):  # bridges are loaded for the first request that names them
+            prepared = self._requests.prepare(prompt, given, request_id, priority)
         self.scheduler.fit(self._requests.probe(prepared))
         return prepared
 
@@ -361,9 +366,11 @@ class Engine(Chats, Facts):
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _call(self) -> AbstractContextManager[Interrupt]:
+    @contextmanager
+    def _call(self) -> Iterator[Interrupt]:
         """What a public method does to the engine is done in here; none calls another from inside but `prepare`."""
-        return self._caller.call(self._in_flight.drop)
+        with self._caller.call(self._in_flight.drop) as interrupt, pytorch_threads(self._pytorch_threads):
+            yield interrupt
 
     def _advance(self, *, at_once: bool = False) -> None:
         """Run one step, or take all that a run has done by now, and lay out what came of it for whom it is for."""

@@ -29,16 +29,16 @@ OF_CALLS: Same = {
 }
 
 
-def refuse(name: str, value: object, table: Same, call: str) -> None:
-    """Raise `InvalidValueError` for an argument of a `call` that is not in the table, or has none of its values."""
-    if name not in table:
-        raise InvalidValueError(name, value, f"left out, since {call} has no such argument")
+def refuse(name: str, value: object, table: Same) -> None:
+    """Raise `InvalidValueError` for an argument of the table with none of its values."""
     values, allowed = table[name]
     if not any(type(value) is type(same) and value == same for same in values):
         raise InvalidValueError(name, value, allowed)
 
 
 def refuse_others(given: Mapping[str, object], call: str) -> None:
-    """The same of all further arguments that a call was given."""
+    """The same of all further arguments of a call; raises `TypeError` for one that vLLM does not have either."""
     for name, value in given.items():
-        refuse(name, value, OF_CALLS, call)
+        if name not in OF_CALLS:
+            raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
+        refuse(name, value, OF_CALLS)

@@ -13,6 +13,7 @@ from typing import Any
 
 from d3engine.calls.vllm_arguments import Same, refuse
 from d3engine.engine import Engine
+from d3engine.errors import InvalidValueError
 from d3engine.loading.hub import at_revision
 
 ONE_DEVICE = "1, since tensor_parallel_size alone spreads a model over devices"
@@ -73,8 +74,10 @@ def _engine_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in arguments.items():
         if name in own:
             taken[name] = value
+        elif name in SAME:
+            refuse(name, value, SAME)
         else:
-            refuse(name, value, SAME, "LLM")
+            raise InvalidValueError(name, value, "left out, since LLM has no such argument")
     if taken.get("seed", 0) is None:  # vLLM's default, by which it takes 0
         taken["seed"] = 0
     for name in ("dtype", "weight_dtype"):

@@ -152,9 +152,8 @@ OTHERS: list[tuple[str, Any]] = [
     ("mm_processor_kwargs", {"crops": 4}),
     ("trace_headers", {"traceparent": "00"}),
     ("data_parallel_rank", 0),
-    ("some_argument", None),
 ]
-"""What vLLM's calls take and these do not; the last is an argument of neither."""
+"""What vLLM's calls take and these do not."""
 ASKING_FOR_NOTHING: dict[str, Any] = {
     "lora_request": None,
     "tokenization_kwargs": None,
@@ -174,6 +173,8 @@ def test_an_argument_of_a_call_without_a_counterpart_is_refused_by_its_name(
         with pytest.raises(InvalidValueError, match=f"^{argument} must be") as caught:
             call({argument: value})
         assert caught.value.field == argument
+        with pytest.raises(TypeError, match="unexpected keyword argument 'some_argument'"):
+            call({"some_argument": None})
     assert not llm.has_unfinished_requests()
 
 
