@@ -21,7 +21,9 @@ CPU_MEMORY_SHARE = 0.9
 """Of a machine's memory, for weights and one sequence of the default length."""
 GRAPH_BYTES = 2**30
 """About what CUDA itself, its graphs and its allocator take beside weights and steps."""
-LEAST_LENGTH = 2048
+LEAST_LENGTH, MOST_LENGTH = 2048, 2**20
+"""Between these is a default length that the memory decides: a config.json may claim any number of positions, and each
+has its entries in tables."""
 
 
 def check_memory(settings: EngineSettings) -> None:
@@ -55,7 +57,8 @@ def fitting_length(settings: EngineSettings, part: Part) -> int:
         steps = step_bytes(config, len(part.vocabulary), settings.max_num_batched_tokens)
         left = free - int((1 - settings.gpu_memory_utilization) * total) - weights - GRAPH_BYTES - steps
         rooms.append(left // cached)
-    return max([LEAST_LENGTH, settings.block_size * min(rooms, default=settings.max_model_len)])
+    length = settings.block_size * min(rooms, default=MOST_LENGTH)
+    return max(LEAST_LENGTH, min(length, MOST_LENGTH))
 
 
 def num_blocks(settings: EngineSettings, workspace_bytes: Callable[[], int], draft: ModelConfig | None = None) -> int:

@@ -30,6 +30,11 @@ def default_sampling_params(directory: Path) -> SamplingParams:
         raise ModelFormatError(f"{directory / GENERATION_CONFIG_FILE}: {error}") from None
 
 
+def names_sampling(directory: Path) -> bool:
+    """Whether the model's files say how to sample it. Raises `ModelFormatError`."""
+    return bool({"do_sample", "temperature", "top_p", "top_k", "min_p"} & load_generation_config(directory).keys())
+
+
 def resolve_max_model_len(max_model_len: int | None, config: ModelConfig) -> int:
     """The most tokens of prompt and answer; beyond the positions that the model was made for only with dynamic rope.
 

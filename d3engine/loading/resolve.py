@@ -11,7 +11,7 @@ import torch
 from d3engine.depth import DepthPolicy
 from d3engine.errors import NOTHING, require, require_integer, require_number
 from d3engine.loading.batch_invariance import check_engine
-from d3engine.loading.cache_size import check_memory, fitting_length
+from d3engine.loading.cache_size import MOST_LENGTH, check_memory, fitting_length
 from d3engine.loading.defaults import resolve_max_model_len
 from d3engine.loading.depth import resolve_depth
 from d3engine.loading.device import num_scheduler_steps as resolve_scheduler_steps
@@ -129,7 +129,9 @@ def _tell_length(settings: EngineSettings) -> None:
     """Warn of a default that is less than what the model was made for."""
     length, own, window = settings.max_model_len, settings.config.max_length, settings.config.sliding_window
     if length < own:
-        why = "its sliding window" if length == window else "what the memory has room for beside the weights"
+        why = "what the memory has room for beside the weights"
+        if length in (window, MOST_LENGTH):
+            why = "its sliding window" if length == window else "a longer one must be given"
         _log.warning("max_model_len is %s of the model's %s tokens: %s", f"{length:,}", f"{own:,}", why)
 
 

@@ -122,6 +122,24 @@ def test_a_chat_follows_the_template_of_the_file(small: Path) -> None:
         assert engine.get_tokenizer().decode(ids, skip_special_tokens=False) == "<|im_start|>hello<|im_end|>\n"
 
 
+def test_a_file_says_how_its_authors_sample_it(tmp_path: Path) -> None:
+    own = {"temp": 0.2, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "penalty_repeat": 1.1}
+    changes = {f"general.sampling.{name}": value for name, value in own.items()}
+    file = write_gguf(tmp_path / "model.gguf", tokenizer=TOKENIZERS["gpt2"], changes=changes, **SMALL)
+    convert_gguf(file, tmp_path / "model", show_progress=False)
+    for source in (file, tmp_path / "model"):
+        with engine_of(source) as engine:
+            params = engine.default_sampling_params
+            assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.2, 0.9, 20, 0.05)
+            assert params.repetition_penalty == 1.1
+    with engine_of(write_gguf(tmp_path / "other.gguf", tokenizer=TOKENIZERS["gpt2"], **SMALL)) as engine:
+        assert engine.default_sampling_params == SamplingParams()
+    wrong = {"general.sampling.temp": "hot"}
+    refused = write_gguf(tmp_path / "wrong.gguf", tokenizer=TOKENIZERS["gpt2"], changes=wrong, **SMALL)
+    with pytest.raises(ModelFormatError, match=r"temperature must be .*; got 'hot'"):
+        engine_of(refused)
+
+
 def test_no_tensor_is_kept_while_the_next_one_is_read(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[weakref.ref[Any]] = []
     most = 0
@@ -212,7 +230,7 @@ CLAIMS: dict[str, dict[str, Any]] = {
     "10,001 layers": {"llama.block_count": 10_001},
     "2^32 - 1 heads": {"llama.attention.head_count": 2**32 - 1},
     "no heads": {"llama.attention.head_count": 0},
-    "2^31 - 1 positions": {"llama.context_length": 2**31 - 1},
+    "2^31 positions": {"llama.context_length": 2**31},
     "wide layers": {"llama.feed_forward_length": 2**31 - 1},
     "wide states": {"llama.embedding_length": 2**31 - 2},
     "an epsilon that is none": {"llama.attention.layer_norm_rms_epsilon": float("nan")},

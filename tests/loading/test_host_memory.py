@@ -87,14 +87,18 @@ def test_a_given_length_that_does_not_fit_is_refused_and_the_default_is_one_that
     with pytest.raises(InvalidValueError, match=r"max_model_len must be .*8\.0 GiB: tables for 64 sequences take"):
         load(fields, **given, kv_cache_memory_bytes=2**20)
     assert not caplog.records
-    whole = settings_of(fields)
+    deep = fields | {"num_hidden_layers": 64}
+    whole = settings_of(deep)
     assert "tokens: what the memory has room for beside the weights" in caplog.messages[0]
     assert len(caplog.records) == 1
     beside = 300 * 32 * 4  # of the weights, the embedding alone is more than this
     taken = host_memory.table_bytes(whole) + whole.sequence_blocks * whole.block_bytes
     assert 0.89 * 8 * GIB < taken < 0.9 * 8 * GIB - beside
-    assert settings_of(fields, kv_cache_memory_bytes=2**20).max_model_len > whole.max_model_len
-    assert settings_of(fields, max_num_seqs=1).max_model_len > whole.max_model_len
+    assert settings_of(deep, kv_cache_memory_bytes=2**20).max_model_len > whole.max_model_len
+    assert settings_of(deep, max_num_seqs=1).max_model_len > whole.max_model_len
+    assert settings_of(fields).max_model_len == 2**20
+    assert caplog.messages[-1].startswith("max_model_len is 1,048,576 of the model's ")
+    assert caplog.messages[-1].endswith(" tokens: a longer one must be given")
 
 
 def test_a_default_length_that_is_the_model_s_own_is_not_spoken_of(
