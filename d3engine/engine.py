@@ -65,8 +65,8 @@ class Engine(Chats, Facts):
         dtype: of activations, float weights, and the cache: "auto" (float32 on a CPU, the file's on a GPU), "float32",
             "bfloat16"; "float16" on a GPU. Quantized matrices stay as their directory has them; a GGUF file's do not.
         weight_dtype: of float matrices and the embedding alone: `dtype`, or on a CPU "bfloat16" or "float16" under
-            float32 activations: half of the bytes, and a file's own tokens. "auto" keeps a file's bfloat16 where the
-            native library decodes and no `dtype` is named.
+            float32 activations: half of the bytes, and a file's own tokens. "auto" keeps a file's bfloat16, and rounds
+            what a GGUF file has quantized to it, where the native library decodes and no `dtype` is named.
         pack_weights: hold bfloat16 matrices in 12 bits a weight, for the native library on a CPU: a quarter less memory
             to hold and to read, and the very same weights.
         max_model_len: tokens of prompt and answer at most; None: what the model was made for, or what fits the memory.
