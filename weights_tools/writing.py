@@ -31,7 +31,7 @@ from d3engine.model.config import GENERATION_CONFIG_FILE, ModelConfig
 from d3engine.model.expected_tensors import check_tensors, expected_tensors
 from d3engine.model.model_files import CONFIG_FILE
 from d3engine.model.source import ModelSource, files_of
-from d3engine.progress import hides_bars
+from d3engine.progress import bar_columns, hides_bars
 from d3engine.text.tiktoken_file import is_tiktoken, read_tiktoken
 from d3engine.text.tokenizer_faults import guarded
 
@@ -266,7 +266,9 @@ def write_weights(
     names = _shard_names(len(shards))
     total = sum(_nbytes(tensor) for tensor in wanted.values())
     disable = hides_bars() if show_progress else True
-    with tqdm(total=total, desc=description, unit="B", unit_scale=True, disable=disable) as progress:
+    with tqdm(
+        total=total, desc=description, unit="B", unit_scale=True, disable=disable, ncols=bar_columns()
+    ) as progress:
         for name, shard in zip(names, shards, strict=True):
             contents = {}
             for key in shard:

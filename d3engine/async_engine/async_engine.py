@@ -24,6 +24,7 @@ from d3engine.async_engine.engine_thread import EngineThread
 from d3engine.async_engine.switchboard import Switchboard
 from d3engine.async_engine.sync_engine import SyncEngine
 from d3engine.async_engine.wakers import LoopWaker
+from d3engine.calls.vllm_arguments import refuse_others
 from d3engine.engine import Engine
 from d3engine.errors import EngineClosedError, MissingExtraError, require
 from d3engine.loading.facts import Facts
@@ -146,6 +147,7 @@ class AsyncEngine(Facts):
         *,
         request_id: str | None = None,
         priority: int = 0,
+        **of_vllm: Any,
     ) -> AsyncAnswer:
         """The outputs of one request, to be read with `async for`; nothing happens before.
 
@@ -156,6 +158,7 @@ class AsyncEngine(Facts):
         The iterator raises `InvalidValueError` for what can never run, `EngineDeadError` as soon as the engine has
         ended by a fault, and `EngineClosedError`.
         """
+        refuse_others(of_vllm, "generate")
         if not isinstance(prompt, Prepared):
             read = partial(self.prepare, prompt, params, request_id=request_id, priority=priority)
             return AsyncAnswer(self._switchboard, self._waker, read)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from d3engine.async_engine import wire
+from d3engine.calls.chats import WritesChatPrompts
 from d3engine.calls.new_requests import NewRequests
 from d3engine.loading.bridges import NOWHERE, bridge_store
 from d3engine.loading.defaults import default_sampling_params
@@ -21,12 +22,12 @@ from d3engine.request.params import SamplingParams
 from d3engine.request.prepared import Prepared
 from d3engine.scheduling.admission import Immediate
 from d3engine.scheduling.scheduler import Scheduler
-from d3engine.text.chat_prompts import ChatPrompts, Messages
+from d3engine.text.chat_prompts import ChatPrompts
 from d3engine.text.prompts import Prompt
 from d3engine.text.tokenizer import load_tokenizer
 
 
-class ProcessFront(Facts):
+class ProcessFront(Facts, WritesChatPrompts):
     """Of the engine that `ready` describes, made with `arguments`."""
 
     def __init__(self, ready: wire.Ready, arguments: Mapping[str, Any]) -> None:
@@ -51,10 +52,6 @@ class ProcessFront(Facts):
         self._scheduler.fit(self._requests.probe(prepared))
         wire.plain_params(given)
         return prepared
-
-    def chat_prompt(self, messages: Messages, **template_arguments: Any) -> dict[str, list[int]]:
-        """As `Engine.chat_prompt`."""
-        return {"prompt_token_ids": self._chat_prompts.token_ids(messages, **template_arguments)}
 
     def owns(self, prepared: Prepared) -> bool:
         """Whether a request was checked against this engine's limits."""

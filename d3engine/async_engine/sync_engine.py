@@ -9,6 +9,7 @@ from typing import Any
 from d3engine.async_engine.answers import Answer, check_alone
 from d3engine.async_engine.switchboard import Switchboard
 from d3engine.async_engine.wakers import ThreadWaker
+from d3engine.calls.vllm_arguments import refuse_others
 from d3engine.request.params import SamplingParams
 from d3engine.request.prepared import Prepared
 from d3engine.stats import EngineStats
@@ -49,8 +50,10 @@ class SyncEngine:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        **of_vllm: Any,
     ) -> Answer:
         """The outputs of one request, to be read with `for`; everything else as `AsyncEngine.generate` says."""
+        refuse_others(of_vllm, "generate")
         if not isinstance(prompt, Prepared):
             return Answer(self._switchboard, partial(self._prepare, prompt, params, request_id, priority))
         check_alone(params, request_id, priority)

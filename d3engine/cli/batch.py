@@ -29,7 +29,7 @@ from d3engine.cli.engine_options import (
 from d3engine.cli.server_options import require_server_packages, served_as, takes_bodies
 from d3engine.cli.verbosity import note
 from d3engine.errors import InvalidValueError, require, require_integer
-from d3engine.progress import hides_bars
+from d3engine.progress import bar_columns, hides_bars
 
 if TYPE_CHECKING:
     from d3engine.batch.lines import Line
@@ -161,7 +161,7 @@ def _run(source: Path, results: Results, answering: Answering, missing: int) -> 
     """Write a result of each line that has none; returns how many were not answered."""
     errors = 0
     with (
-        tqdm(total=missing, desc="batch", unit="line", disable=hides_bars()) as bar,
+        tqdm(total=missing, desc="batch", unit="line", disable=hides_bars(), ncols=bar_columns()) as bar,
         closing(answering(_missing(source, results))) as found,  # type: ignore[type-var]  # what it gives is a generator
     ):
         for result in found:

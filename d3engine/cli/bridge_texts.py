@@ -16,7 +16,7 @@ import typer
 
 from d3engine.cli.engine_options import Options, engine_arguments
 from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, require, require_integer
-from d3engine.progress import hides_bars
+from d3engine.progress import bar_columns, hides_bars
 
 if TYPE_CHECKING:
     from d3engine.bridges.judging import Reading
@@ -236,7 +236,7 @@ def progress_bar(name: str, unit: str, total: int) -> Any:
     """A bar that goes when it is full; none where bars are not wanted."""
     from tqdm import tqdm
 
-    return tqdm(total=total, desc=name, unit=unit, disable=hides_bars(), leave=False)
+    return tqdm(total=total, desc=name, unit=unit, disable=hides_bars(), ncols=bar_columns(), leave=False)
 
 
 def _own_answers(

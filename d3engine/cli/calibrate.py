@@ -38,7 +38,7 @@ from d3engine.depth.policy import POLICY_FILE
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
 from d3engine.files import beside
 from d3engine.model.config import ModelConfig
-from d3engine.progress import hides_bars
+from d3engine.progress import bar_columns, hides_bars
 
 if TYPE_CHECKING:
     from d3engine.calibration.bridge_choices import BridgeChoice
@@ -342,7 +342,9 @@ def _search(
 ) -> Calibration:
     from tqdm import tqdm
 
-    with tqdm(total=plan.answers, unit="answer", disable=hides_bars(), leave=False, smoothing=0.1) as bar:
+    with tqdm(
+        total=plan.answers, unit="answer", disable=hides_bars(), ncols=bar_columns(), leave=False, smoothing=0.1
+    ) as bar:
 
         def progress(step: str, answers: int) -> None:
             bar.set_description(step)

@@ -16,14 +16,16 @@ import typer
 from d3engine.cli.apps import new_app
 from d3engine.cli.depth_options import AUTO, Depth, policy_from_words, takes_depth
 from d3engine.cli.engine_options import (
+    CHAT_DEFAULTS,
+    CHAT_MAX_TOKENS,
     MODEL,
     Options,
     check_sampling,
     model_directory,
     open_engine,
     sampling_params,
+    takes_chat_sampling,
     takes_engine,
-    takes_sampling,
 )
 from d3engine.cli.lines import wrapped
 from d3engine.cli.streams import given_text
@@ -37,8 +39,6 @@ if TYPE_CHECKING:
 
 app = new_app()
 
-DEFAULT_MAX_TOKENS = 512
-
 HELP = """\
 /reset            forget the conversation (a system message stays)
 /depth            show the depth policy
@@ -49,7 +49,7 @@ HELP = """\
 
 @app.command()
 @takes_depth
-@takes_sampling
+@takes_chat_sampling
 @takes_engine
 def chat(
     engine_options: Options,
@@ -65,9 +65,10 @@ def chat(
 
     From a pipe, each line is a turn and stdout gets the answers alone.
     """
-    sampling = {"max_tokens": DEFAULT_MAX_TOKENS, **sampling}
+    sampling = {"max_tokens": CHAT_MAX_TOKENS, **sampling}
     check_sampling(sampling)
     _require_template(model)
+    sampling = {**_defaults(model), **sampling}
     engine = open_engine(model, engine_options, depth)
     params = sampling_params(engine, sampling)
     Conversation(engine, params, system, color_depth).run()
@@ -83,6 +84,13 @@ def _require_template(model: str) -> None:
     if load_chat_template(directory) is None:
         allowed = "a model with a chat template (`d3engine generate` takes plain prompts for this one)"
         raise InvalidValueError("model", model, allowed)
+
+
+def _defaults(model: str) -> Options:
+    """With what to sample a model whose own files do not say it."""
+    from d3engine.loading.defaults import names_sampling
+
+    return {} if names_sampling(model_directory(model)) else CHAT_DEFAULTS
 
 
 class Conversation:

@@ -19,7 +19,7 @@ from d3engine.cli.engine_options import Options, open_engine, sampling_params
 from d3engine.cli.verbosity import note
 from d3engine.depth import FullDepth
 from d3engine.errors import InvalidValueError, require, require_integer
-from d3engine.progress import hides_bars
+from d3engine.progress import bar_columns, hides_bars
 from d3engine.version import __version__
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def find_draft(
     )
     by_clock, seed = score is ScoreName.time, engine_options.get("seed", 0)
     note(f"{trials} trials of {count} answers of at most {most} tokens; {count} other questions tell what was found.")
-    with tqdm(total=trials, unit="trial", disable=hides_bars(), leave=False) as bar:
+    with tqdm(total=trials, unit="trial", disable=hides_bars(), ncols=bar_columns(), leave=False) as bar:
         tried = search_draft(searched, trials, seed=seed, by_clock=by_clock, progress=bar.update)
     best = best_draft(tried, by_clock=by_clock)
     found = fresh.score(best.policy)

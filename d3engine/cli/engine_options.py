@@ -47,7 +47,11 @@ ENGINE: OptionTable = {
         bool,
         "Hold bfloat16 matrices in 12 bits a weight, the same weights, on a CPU (no).",
     ),
-    "max_model_len": ("--max-model-len", int, "Tokens of prompt and answer at most (the model's)."),
+    "max_model_len": (
+        "--max-model-len",
+        int,
+        "Tokens of prompt and answer at most (the model's, or what fits the memory).",
+    ),
     "max_num_seqs": ("--max-num-seqs", int, "Sequences that run at once at most (64)."),
     "max_num_batched_tokens": ("--max-num-batched-tokens", int, "Tokens computed in one step at most (2048)."),
     "block_size": ("--block-size", int, "KV entries of a block (16)."),
@@ -98,6 +102,18 @@ SAMPLING: OptionTable = {
 }
 """Argument of `SamplingParams` -> flag, type, help. What is not given follows generation_config.json."""
 
+CHAT_DEFAULTS: Options = {"temperature": 0.7, "top_p": 0.9}
+"""With what `chat` samples a model whose files do not say it: at 1, an API's default, small models talk nonsense."""
+CHAT_MAX_TOKENS = 512
+
+CHAT_SAMPLING: OptionTable = {
+    **SAMPLING,
+    "max_tokens": ("--max-tokens", int, f"Tokens to generate at most ({CHAT_MAX_TOKENS})."),
+    "temperature": ("--temperature", float, "0 is greedy (the model's generation_config.json, or 0.7 without any)."),
+    "top_p": ("--top-p", float, "Keep the likeliest tokens up to this probability (as temperature, or 0.9)."),
+}
+"""Of a conversation."""
+
 TASK_SAMPLING: OptionTable = {
     **SAMPLING,
     "max_tokens": ("--max-tokens", int, "Tokens to generate at most (the task's own limit)."),
@@ -114,18 +130,18 @@ def takes_engine(command: Callable[..., Any]) -> Callable[..., Any]:
     return takes_options(command, "engine_options", ENGINE, "Engine")
 
 
-def takes_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the parameter `sampling` of a typer command by the options of sampling, for one answer per prompt."""
-    return takes_options(command, "sampling", SAMPLING, "Sampling")
+def takes_chat_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace the parameter `sampling` of a typer command by the options of sampling, with the defaults of `chat`."""
+    return takes_options(command, "sampling", CHAT_SAMPLING, "Sampling")
 
 
 def takes_task_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
-    """As `takes_sampling`, with the defaults of a task."""
+    """The same with the defaults of a task."""
     return takes_options(command, "sampling", TASK_SAMPLING, "Sampling")
 
 
 def takes_samples(command: Callable[..., Any]) -> Callable[..., Any]:
-    """As `takes_sampling`, with `--n` and the options of forms."""
+    """The same for one or several answers per prompt, with `--n` and the options of forms."""
     return takes_options(command, "sampling", SAMPLES, "Sampling")
 
 

@@ -39,7 +39,7 @@ from d3engine.evaluation.report import (
     tables,
 )
 from d3engine.integrations.lm_eval_harness import harness_charts, harness_dict, harness_tables, run_tasks
-from d3engine.progress import hides_bars
+from d3engine.progress import bar_columns, hides_bars
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
@@ -220,7 +220,9 @@ def _with_early_exits(
 
     decays = [policy for policy in policies if isinstance(policy, D3)]
     total = len(decays) * (1 + BISECTIONS)
-    with tqdm(total=total, desc="early exit", unit="run", disable=hides_bars(), leave=False) as bar:
+    with tqdm(
+        total=total, desc="early exit", unit="run", disable=hides_bars(), ncols=bar_columns(), leave=False
+    ) as bar:
 
         def depth_of(policy: DepthPolicy) -> float:
             bar.update()
@@ -243,7 +245,14 @@ def _measure(
     if shares_prompts:
         from tqdm import tqdm
 
-        with tqdm(total=len(questions), desc=benchmark.name, unit="question", disable=hides_bars(), leave=False) as bar:
+        with tqdm(
+            total=len(questions),
+            desc=benchmark.name,
+            unit="question",
+            disable=hides_bars(),
+            ncols=bar_columns(),
+            leave=False,
+        ) as bar:
             done: Callable[[], None] = lambda: bar.update() and None  # noqa: E731
             scores = measure_with_shared_prompts(engine, benchmark, policies, params, done=done, kept=kept)
     else:

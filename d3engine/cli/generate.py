@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -30,7 +32,7 @@ from d3engine.cli.engine_options import (
 from d3engine.cli.streams import given_text, is_unicode
 from d3engine.cli.structured_options import naming_the_flag
 from d3engine.cli.verbosity import note
-from d3engine.errors import NOTHING, InvalidValueError, require
+from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, require
 from d3engine.files import UnreadableFileError, read_text
 
 if TYPE_CHECKING:
@@ -56,7 +58,10 @@ def generate(
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option("--prompt-file", help="A file that holds one prompt.")] = None,
     raw_prompt: Annotated[
-        bool, typer.Option("--raw-prompt", help="Leave prompts as they are where the model has a form for questions.")
+        bool,
+        typer.Option(
+            "--raw-prompt", help="Leave prompts as they are where the model has a form for questions, without a note."
+        ),
     ] = False,
     problem_seed: Annotated[
         int | None,
@@ -105,7 +110,7 @@ def generate(
     engine = open_engine(model, engine_options, depth)
     params = sampling_params(engine, sampling)
     if not raw_prompt:
-        texts = _in_form_of(model_directory(model), texts)
+        texts = _in_form_of(model, model_directory(model), texts)
     with naming_the_flag(sampling):  # whether it can be compiled is found out with the first request
         _show_prompts(engine, texts, params, bool(color_depth), depth_suffix, as_json)
 
@@ -125,12 +130,21 @@ def _read_prompts(prompts: Sequence[str], prompt_file: Path | None) -> list[str]
     return texts
 
 
-def _in_form_of(directory: Path, texts: list[str]) -> list[str]:
-    """The prompts in the form that the model answers in, if its directory names one; stderr says so."""
+def _in_form_of(model: str, directory: Path, texts: list[str]) -> list[str]:
+    """The prompts in the form that the model answers in, if its directory names one; stderr says so.
+
+    A chat template is not used, as by the completions of every API; stderr says what uses it.
+    """
+    from d3engine.text.chat_template import load_chat_template
     from d3engine.text.prompt_form import load_prompt_form
 
     form = load_prompt_form(directory)
     if form is None:
+        with suppress(ModelFormatError):  # a template that is broken is nothing to recommend
+            if load_chat_template(directory) is not None:
+                note(
+                    f"note: continued as plain text; to ask by the model's chat template: d3engine chat {quote(model)}"
+                )
         return texts
     found = [form.complete(text) for text in texts]
     if found != texts:

@@ -18,7 +18,7 @@ from d3engine.cli.depth_options import AUTO, Depth
 from d3engine.cli.engine_options import Options, OptionTable, engine_arguments, model_directory, takes_options
 from d3engine.depth import D3, DepthPolicy, FullDepth
 from d3engine.errors import NOTHING, require, require_integer
-from d3engine.progress import hides_bars
+from d3engine.progress import bar_columns, hides_bars
 
 if TYPE_CHECKING:
     from d3engine.analysis.answers import Answered, Prompt
@@ -212,7 +212,7 @@ def settings_bar(name: str, total: int, unit: str = "setting") -> Iterator[Calla
     """A progress bar over so many settings, or other units; yields what is to be called after each."""
     from tqdm import tqdm
 
-    with tqdm(total=total, desc=name, unit=unit, disable=hides_bars(), leave=False) as bar:
+    with tqdm(total=total, desc=name, unit=unit, disable=hides_bars(), ncols=bar_columns(), leave=False) as bar:
         yield lambda: bar.update() and None
 
 
@@ -220,7 +220,7 @@ def with_bar(answered: Sequence[Answered], name: str) -> Any:
     """The answers under a progress bar on a terminal."""
     from tqdm import tqdm
 
-    return tqdm(answered, desc=name, unit="answer", disable=hides_bars(), leave=False)
+    return tqdm(answered, desc=name, unit="answer", disable=hides_bars(), ncols=bar_columns(), leave=False)
 
 
 def picture_title(model: str, table: Table) -> str:

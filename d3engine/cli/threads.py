@@ -16,10 +16,8 @@ if TYPE_CHECKING:
     from d3engine.model.config import ModelConfig
 
 AUTO = "auto"
-WEIGHTS_PER_PYTORCH_THREAD = 2**20
-"""Weights of a layer that are worth a thread: 4 MiB of float32, which one core reads in about half a millisecond."""
 WEIGHTS_PER_NATIVE_THREAD = 2**18
-"""The same for the native library from the third thread on; two are worth it with less than 2**17 for each."""
+"""Weights of a layer that are worth a native thread from the third on; two are worth it with fewer for each."""
 MOST = 1024
 
 
@@ -30,11 +28,6 @@ def read_threads(given: str) -> int | None:
     if not given.isascii() or not given.isdecimal():
         raise InvalidValueError("--threads", given, f"{AUTO!r}, or an integer from 1 to {MOST}")
     return require_integer("--threads", int(given), 1, MOST)
-
-
-def pytorch_threads_for(config: ModelConfig, most: int) -> int:
-    """How many threads of PyTorch suit a model: at least one and at most `most`."""
-    return max(1, min(most, config.layer_parameters // WEIGHTS_PER_PYTORCH_THREAD))
 
 
 def native_threads_for(config: ModelConfig, most: int) -> int:
@@ -50,6 +43,7 @@ def use_threads(given: str, config: ModelConfig, spare_cores: int = 0) -> int:
     import torch
 
     from d3engine.loading.host_cpus import usable_cpus
+    from d3engine.loading.pytorch_threads import pytorch_threads_for
 
     asked = read_threads(given)
     most = max(1, min(torch.get_num_threads(), usable_cpus()) - spare_cores)

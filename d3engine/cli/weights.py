@@ -111,7 +111,7 @@ def gguf_command(
     shard_size: ShardSize = 5.0,
     overwrite: Overwrite = False,
 ) -> None:
-    """Convert a GGUF file of a llama or a qwen3, its tokenizer and chat template."""
+    """Convert a GGUF file, its tokenizer and chat template."""
     from d3engine.weights_tools.convert_gguf import convert_gguf
 
     file = _gguf_of(source)

@@ -21,6 +21,7 @@ from d3engine.errors import InvalidValueError
 def exact_fraction(field: str, value: Any) -> Fraction:
     """The number a person wrote: the float 0.29 is 29/100 here, so that 0.29 of 100 layers is 29 and not 28.
 
+    A float that a division by up to 10,000 gives is that fraction: 2/3 of 3 layers are 2.
     Takes an int, a float, a Fraction, a Decimal, or one of them as text ("0.29", "1/3"), as JSON holds it.
     """
     if isinstance(value, int | float | Fraction | Decimal | str) and not isinstance(value, bool):
@@ -40,6 +41,10 @@ def _exact(text: str) -> Fraction:
             raise ValueError(text)
         if rounded == 0:
             return Fraction(0)  # "1e-999999999" as well: its exact value would take minutes and gigabytes
+        # The float 16/11 is no decimal that a person wrote: 16 / 1.4545454545454546 is below 11.
+        simple = Fraction(text).limit_denominator(10_000)
+        if float(simple) == rounded:
+            return simple
     return Fraction(text)
 
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from d3engine.calls.vllm_arguments import Same, refuse
 from d3engine.engine import Engine
 from d3engine.errors import InvalidValueError
 from d3engine.loading.hub import at_revision
@@ -21,7 +22,7 @@ BY_ENVIRONMENT = "None, since HF_HOME and HF_TOKEN say that to huggingface_hub, 
 BY_DIRECTORY = "None, since the model's directory says how its weights are stored"
 POLICY = "None: name a policy that drafts instead, such as depth=SelfSpeculative(D3(0.9, 0.6))"
 
-SAME: Mapping[str, tuple[tuple[Any, ...], str]] = {
+SAME: Same = {
     "pipeline_parallel_size": ((1,), ONE_DEVICE),
     "data_parallel_size": ((1,), ONE_DEVICE),
     "trust_remote_code": ((False,), "False, since no code of a model's directory is ever run"),
@@ -71,14 +72,12 @@ def _engine_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     own = inspect.signature(Engine).parameters
     taken = {}
     for name, value in arguments.items():
-        if name in SAME:
-            values, allowed = SAME[name]
-            if not any(type(value) is type(same) and value == same for same in values):
-                raise InvalidValueError(name, value, allowed)
-        elif name not in own:
-            raise InvalidValueError(name, value, "left out, since LLM has no such argument")
-        else:
+        if name in own:
             taken[name] = value
+        elif name in SAME:
+            refuse(name, value, SAME)
+        else:
+            raise InvalidValueError(name, value, "left out, since LLM has no such argument")
     if taken.get("seed", 0) is None:  # vLLM's default, by which it takes 0
         taken["seed"] = 0
     for name in ("dtype", "weight_dtype"):

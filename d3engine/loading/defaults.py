@@ -30,15 +30,22 @@ def default_sampling_params(directory: Path) -> SamplingParams:
         raise ModelFormatError(f"{directory / GENERATION_CONFIG_FILE}: {error}") from None
 
 
+def names_sampling(directory: Path) -> bool:
+    """Whether the model's files say how to sample it. Raises `ModelFormatError`."""
+    return bool({"do_sample", "temperature", "top_p", "top_k", "min_p"} & load_generation_config(directory).keys())
+
+
 def resolve_max_model_len(max_model_len: int | None, config: ModelConfig) -> int:
     """The most tokens of prompt and answer; beyond the positions that the model was made for only with dynamic rope.
 
-    Raises `InvalidValueError` for a length beyond those, or beyond the model's sliding window: up to there a window
-    changes nothing, and further on the engine would attend to what the model does not.
+    None is the model's own length, or its sliding window: up to there a window changes nothing, and further on the
+    engine would attend to what the model does not. Raises `InvalidValueError` for a length beyond either.
     """
-    limit = None if config.rope.rope_type == "dynamic" else config.max_length
-    length = config.max_length if max_model_len is None else require_integer("max_model_len", max_model_len, 2, limit)
     window = config.sliding_window
+    if max_model_len is None:
+        return min(config.max_length, window or config.max_length)
+    limit = None if config.rope.rope_type == "dynamic" else config.max_length
+    length = require_integer("max_model_len", max_model_len, 2, limit)
     if window is not None and window < length:
         allowed = f"null or at least max_model_len={length} (max_model_len={window} is what can be run)"
         raise InvalidValueError(f"{CONFIG_FILE}: sliding_window", window, allowed)

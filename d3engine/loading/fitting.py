@@ -81,7 +81,7 @@ def fit(config: ModelConfig, scheme: str | None, devices: Sequence[int], demand:
 def _on_device(config: ModelConfig, part: Part, device: int, demand: Demand, named: str) -> Fit:
     own = part.config(config)
     weights = weight_bytes(config, part) + bridge_bytes(config, demand.schedule)
-    steps = _step_bytes(own, len(part.vocabulary), demand.max_num_batched_tokens)
+    steps = step_bytes(own, len(part.vocabulary), demand.max_num_batched_tokens)
     blocks = config.num_layers * -(-demand.context // demand.block_size)
     sequence = blocks * block_bytes(demand.block_size, own.num_kv_heads, own.head_dim, demand.kv_cache_dtype)
     room = device - weights - steps
@@ -98,13 +98,13 @@ def _on_device(config: ModelConfig, part: Part, device: int, demand: Demand, nam
     )
 
 
-def weight_bytes(config: ModelConfig, part: Part) -> int:
-    """Bytes of the weights of a rank, floats in bfloat16."""
+def weight_bytes(config: ModelConfig, part: Part, dtype: torch.dtype = DTYPE) -> int:
+    """Bytes of the weights of a rank, floats in `dtype`."""
 
     def of_value(name: str) -> int:
         if config.quantization is not None and name.endswith((VALUES, SCALES)):
             return 1 if name.endswith(VALUES) else 4
-        return DTYPE.itemsize
+        return dtype.itemsize
 
     return sum(prod(shape) * of_value(name) for name, shape in part_shapes(config, part).items())
 
@@ -117,7 +117,7 @@ def bridge_bytes(config: ModelConfig, schedule: Schedule) -> int:
     return len(schedule.windows()) * config.hidden_size * (config.hidden_size + 1) * of_value
 
 
-def _step_bytes(own: ModelConfig, ranks: int, rows: int) -> int:
+def step_bytes(own: ModelConfig, ranks: int, rows: int) -> int:
     """About what the largest step takes: `rows` tokens of a prompt, and the logits of all of them."""
     wide = 4 * own.hidden_size + 2 * own.q_size + 2 * own.kv_size + 3 * own.intermediate_size
     logits = 4 * own.vocab_size * (1 if ranks == 1 else 2)

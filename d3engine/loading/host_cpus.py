@@ -7,7 +7,7 @@ for the rest of each period, so threads beyond the quota only make the others wa
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 CGROUP = Path("/proc/self/cgroup")
@@ -27,6 +27,17 @@ def usable_cpus() -> int:
 
 def _quotas() -> Iterator[float]:
     """The CPUs that each group allows in which this process is, from its own to the outermost that can be seen."""
+    for group, is_second in control_groups("cpu", FIRST_VERSION):
+        quota = _second_version(group) if is_second else _first_version(group)
+        if quota is not None:
+            yield quota
+
+
+def control_groups(controller: str, first_version: Sequence[str]) -> Iterator[tuple[Path, bool]]:
+    """The directories of the groups in which this process is, and whether each is of the second version.
+
+    Those of the first version have the names `first_version` of their controller below `MOUNTED`.
+    """
     try:
         lines = CGROUP.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -34,11 +45,9 @@ def _quotas() -> Iterator[float]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            yield from (quota for group in _groups(MOUNTED, path) if (quota := _second_version(group)) is not None)
-        elif "cpu" in controllers.split(","):
-            roots = (MOUNTED / name for name in FIRST_VERSION)
-            groups = (group for root in roots for group in _groups(root, path))
-            yield from (quota for group in groups if (quota := _first_version(group)) is not None)
+            yield from ((group, True) for group in _groups(MOUNTED, path))
+        elif controller in controllers.split(","):
+            yield from ((group, False) for name in first_version for group in _groups(MOUNTED / name, path))
 
 
 def _groups(root: Path, path: str) -> Iterator[Path]:

@@ -21,6 +21,7 @@ from d3engine.executor.tensor_parallel.group import GroupCollectives, Store, joi
 from d3engine.executor.tensor_parallel.team import Team
 from d3engine.loading.cache_size import num_blocks
 from d3engine.loading.executors import build_executor
+from d3engine.loading.pytorch_threads import pytorch_threads_for
 from d3engine.loading.settings import EngineSettings, plain_settings, settings_of_plain
 from d3engine.model.config import ModelConfig
 from d3engine.model.parallel import Ranks
@@ -56,7 +57,7 @@ def lead(settings: EngineSettings, team: Team, place: Place, draft: ModelConfig 
     try:
         # Other ranks never ask for a policy, and might not know it.
         told = plain_settings(replace(settings, depth=FullDepth()))
-        team.tell({"settings": told, "threads": torch.get_num_threads()})
+        team.tell({"settings": told, "threads": pytorch_threads_for(settings.config, torch.get_num_threads())})
         own, part, weights = _load(settings, place, show_progress=True)
         team.hearing.hear()
         team.tell("all have loaded")

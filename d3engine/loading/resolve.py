@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from dataclasses import replace
 
 import torch
 
 from d3engine.depth import DepthPolicy
 from d3engine.errors import NOTHING, require, require_integer, require_number
 from d3engine.loading.batch_invariance import check_engine
-from d3engine.loading.cache_size import check_memory
+from d3engine.loading.cache_size import MOST_LENGTH, check_memory, fitting_length
 from d3engine.loading.defaults import resolve_max_model_len
 from d3engine.loading.depth import resolve_depth
 from d3engine.loading.device import num_scheduler_steps as resolve_scheduler_steps
@@ -26,6 +28,8 @@ from d3engine.loading.weight_dtype import check_packing, held_config, kept_by_de
 from d3engine.model.config import ModelConfig
 from d3engine.model.part import ARGUMENT, Part, part_of
 from d3engine.scheduling.admission import Admission, Immediate
+
+_log = logging.getLogger(__name__)
 
 
 def resolve_settings(
@@ -108,8 +112,27 @@ def resolve_settings(
         check_engine(settings)
     if pack_weights:
         check_packing(settings)
-    check_memory(settings if part is None else settings.of_part(part, rank_device(there, own_index())))
+    of_rank = settings if part is None else settings.of_part(part, rank_device(there, own_index()))
+    if max_model_len is None:
+        fits = fitting_length(of_rank, part or part_of(config, 0, 1))
+        settings, of_rank = (_at_most(fits, one) for one in (settings, of_rank))
+        _tell_length(settings)
+    check_memory(of_rank)
     return settings
+
+
+def _at_most(length: int, settings: EngineSettings) -> EngineSettings:
+    return replace(settings, max_model_len=min(length, settings.max_model_len))
+
+
+def _tell_length(settings: EngineSettings) -> None:
+    """Warn of a default that is less than what the model was made for."""
+    length, own, window = settings.max_model_len, settings.config.max_length, settings.config.sliding_window
+    if length < own:
+        why = "what the memory has room for beside the weights"
+        if length in (window, MOST_LENGTH):
+            why = "its sliding window" if length == window else "a longer one must be given"
+        _log.warning("max_model_len is %s of the model's %s tokens: %s", f"{length:,}", f"{own:,}", why)
 
 
 def check_ranks(size: int, config: ModelConfig, device: torch.device, held: torch.dtype | None) -> Part | None:

@@ -16,8 +16,10 @@ from d3engine.errors import InvalidValueError, require
 from d3engine.kernels.kv_pool import FP8_CAPABILITY
 from d3engine.loading.device import DTYPES, capability
 from d3engine.loading.settings import EngineSettings, ExecutorKind
+from d3engine.model.checkpoint import FLOAT_DTYPES, TensorEntry
 from d3engine.model.config import FP8_GROUPS, ModelConfig
 from d3engine.model.expected_tensors import float_matrices
+from d3engine.model.gguf_file import TENSOR_TYPES as GGUF_TYPES
 from d3engine.model.mapped_file import dtype_of
 from d3engine.model.source import open_checkpoint
 
@@ -78,16 +80,25 @@ def kept_by_default(
 
 
 def dtype_in_files(directory: Path, config: ModelConfig) -> torch.dtype | None:
-    """The dtype that the float matrices of a model directory have in their files, from headers alone; None where they
-    differ, or there is none.
+    """The dtype that loses nothing worth having of a model's float matrices, from headers alone; None where their
+    files have several, or there is none.
 
-    What config.json calls the model's dtype is not asked: a matrix of more bits would lose them. Raises
-    `ModelFormatError` as `open_checkpoint`.
+    What config.json calls the model's dtype is not asked: a matrix of more bits would lose them. A GGUF file with
+    matrices in blocks is bfloat16: its values were rounded to at most 8 bits, far coarser than bfloat16 rounds them.
+    Raises `ModelFormatError` as `open_checkpoint`.
     """
     with open_checkpoint(directory) as checkpoint:
         entries = [checkpoint.entries.get(name) for name in float_matrices(config)]
-    found = {dtype_of(entry.dtype) for entry in entries if entry is not None}
+    types = {_held_in_file(entry) for entry in entries if entry is not None}
+    if any(name in GGUF_TYPES and name not in FLOAT_DTYPES for name in types):
+        return torch.bfloat16
+    found = {dtype_of(name) for name in types}
     return found.pop() if len(found) == 1 else None
+
+
+def _held_in_file(entry: TensorEntry) -> str:
+    """In what type a file holds a tensor: of a GGUF file ggml's own, and else the dtype that is read."""
+    return entry.type_name if entry.type_name in GGUF_TYPES else entry.dtype
 
 
 def _narrower(dtype: torch.dtype, device: torch.device) -> tuple[torch.dtype, ...]:

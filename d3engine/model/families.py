@@ -74,6 +74,20 @@ class Multipliers:
         return self.residual**-2
 
 
+@dataclass(frozen=True)
+class GGUFForm:
+    """How a GGUF file holds a family, whose architecture there is its model_type: what differs from Qwen2's.
+
+    `adjacent_pairs`: rows of query and key heads are in llama.cpp's order (`head_order.py`). `modules` are names of a
+    layer's tensors, and what transformers calls them. `keys` are those behind the architecture's name that only this
+    family has, each of which must be there, and the fields of config.json that they become.
+    """
+
+    adjacent_pairs: bool = False
+    modules: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+
 def _llama_biases(fields: Fields) -> Biases:
     attention = fields.boolean("attention_bias")
     return Biases(qkv=attention, output=attention, mlp=fields.boolean("mlp_bias"))
@@ -175,10 +189,16 @@ class Family:
     has_head_norms: bool = False
     multipliers: Callable[[Fields], Multipliers] = lambda fields: Multipliers()
     check: Callable[[Fields], None] = _anything
+    gguf: GGUFForm | None = None  # None: llama.cpp writes the family as a "llama"
 
 
 FAMILIES = (
-    Family(("LlamaForCausalLM", "LLaMAForCausalLM"), "llama", biases=_llama_biases),
+    Family(
+        ("LlamaForCausalLM", "LLaMAForCausalLM"),
+        "llama",
+        biases=_llama_biases,
+        gguf=GGUFForm(adjacent_pairs=True),
+    ),
     Family(("LlamaModel",), "llama", names=TensorNames(prefix=""), biases=_llama_biases, check=_is_tied),
     Family(
         ("MistralForCausalLM",),
@@ -196,6 +216,7 @@ FAMILIES = (
         has_window=_uses_window,
         biases=lambda fields: Biases(qkv=True),
         check=_slides_only_with_a_window,
+        gguf=GGUFForm(),
     ),
     Family(
         ("SeedOssForCausalLM",),
@@ -208,8 +229,23 @@ FAMILIES = (
         },
         bos_token_id=0,
         biases=_seed_oss_biases,
+        gguf=GGUFForm(modules={"post_attention_norm": "post_attention_layernorm"}),
     ),
-    Family(("GraniteForCausalLM",), "granite", biases=_llama_biases, multipliers=_granite_multipliers),
+    Family(
+        ("GraniteForCausalLM",),
+        "granite",
+        biases=_llama_biases,
+        multipliers=_granite_multipliers,
+        gguf=GGUFForm(
+            adjacent_pairs=True,
+            keys={
+                "embedding_scale": "embedding_multiplier",
+                "attention.scale": "attention_multiplier",
+                "residual_scale": "residual_multiplier",
+                "logit_scale": "logits_scaling",
+            },
+        ),
+    ),
     Family(
         ("Phi3ForCausalLM",),
         "phi3",
@@ -218,6 +254,10 @@ FAMILIES = (
         eos_token_ids=(32_000,),
         rope_types=("default",),  # transformers reads "yarn" and "su" as longrope here
         has_window=lambda fields: True,
+        gguf=GGUFForm(
+            modules={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+            keys={"attention.sliding_window": "sliding_window"},
+        ),
     ),
     Family(
         ("InternLM3ForCausalLM", "LlamaForCausalLM"),  # the second is what transformers 5 saves
@@ -245,6 +285,7 @@ FAMILIES = (
         biases=_qwen3_biases,
         has_head_norms=True,
         check=_slides_only_with_a_window,
+        gguf=GGUFForm(),
     ),
     Family(
         ("SmolLM3ForCausalLM",),
@@ -257,9 +298,13 @@ FAMILIES = (
         has_window=_uses_window,
         biases=_llama_biases,
         check=_slides_only_with_a_window,
+        gguf=GGUFForm(adjacent_pairs=True),  # which layers have rope no file says: the family's default, as llama.cpp
     ),
 )
 """In the order of preference where a config names only its architecture, or only its model_type."""
+
+GGUF_FAMILIES = {family.model_type: (family, family.gguf) for family in FAMILIES if family.gguf is not None}
+"""By the name of the architecture in a GGUF file."""
 
 
 def family_of(fields: Fields) -> Family:

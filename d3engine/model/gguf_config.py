@@ -9,6 +9,7 @@ import math
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from d3engine.errors import ModelFormatError, must_be
+from d3engine.model.families import GGUF_FAMILIES, GGUFForm
 from d3engine.model.fields import Fields
 from d3engine.model.gguf_file import GGUFFile, GGUFTensor
 
@@ -17,9 +18,7 @@ if TYPE_CHECKING:
 
 FREQ_FACTORS = "rope_freqs.weight"
 """The tensor that no layer has: by what Llama 3.1 divides the frequency of each channel."""
-
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""What `general.architecture` may be, which is the model_type of transformers too, and the class there."""
+LONG_FACTORS = "rope_factors_long.weight"
 
 _READ = frozenset(
     {
@@ -40,18 +39,20 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def gguf_config(file: GGUFFile) -> dict[str, Any]:
-    """The config.json of a GGUF file of one of `ARCHITECTURES`.
+    """The config.json of a GGUF file of one of `GGUF_FAMILIES`.
 
     It names a dtype where all matrices of the file are of one float type. Raises `ModelFormatError`, naming the key.
     """
     metadata = file.metadata
     architecture = metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
-        _refuse(file, "general.architecture", f"one of {', '.join(ARCHITECTURES)}")
+    if not isinstance(architecture, str) or architecture not in GGUF_FAMILIES:
+        known = ", ".join(sorted(GGUF_FAMILIES))
+        _refuse(file, "general.architecture", f"one of {known} (Mistral and InternLM3 are llama)")
+    family, form = GGUF_FAMILIES[architecture]
     if metadata.get("split.count", 1) not in (0, 1):
         _refuse(file, "split.count", "1: put the parts together first (llama-gguf-split --merge)")
     prefix = f"{architecture}."
-    _refuse_unread(file, prefix)
+    _refuse_unread(file, prefix, form)
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     fields = Fields(own, f"{file.path}: {architecture}")
     num_heads = fields.integer("attention.head_count")
@@ -60,9 +61,11 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     for name in ("attention.value_length", "rope.dimension_count"):
         if fields.integer(name, default=head_dim) != head_dim:
             fields.refuse(name, f"the length of a head, {head_dim}")
+    if architecture == "granite" and fields.get("rope.scaling.finetuned") is False:
+        fields.refuse("rope.scaling.finetuned", "true or absent, since llama.cpp takes false as no rope at all here")
     theta = fields.number("rope.freq_base", default=10_000.0)
     config = {
-        "architectures": [ARCHITECTURES[architecture]],
+        "architectures": [family.architectures[0]],
         "model_type": architecture,
         "hidden_act": "silu",
         "vocab_size": _embedding(file).shape[0],
@@ -78,9 +81,13 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(file, fields, head_dim, theta),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "attention_out_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        **{field: fields.number(key, zero_allowed=True) for key, field in form.keys.items()},
         **_ends_of_text(file),
     }
+    if "sliding_window" in config:
+        config["sliding_window"] = fields.integer("attention.sliding_window", low=0) or None  # 0 of Phi-4: none
     dtype = _float_type(file)
     return config if dtype is None else config | {"torch_dtype": dtype}
 
@@ -89,10 +96,11 @@ def _refuse(file: GGUFFile, key: str, allowed: str) -> NoReturn:
     raise ModelFormatError(must_be(f"{file.path}: {key}", file.metadata.get(key), allowed))
 
 
-def _refuse_unread(file: GGUFFile, prefix: str) -> None:
+def _refuse_unread(file: GGUFFile, prefix: str, form: GGUFForm) -> None:
     """A key of the architecture's that is not read could change the result, unless it says that something is off."""
+    read = _READ | form.keys.keys()
     for key, value in file.metadata.items():
-        if key.startswith(prefix) and key.removeprefix(prefix) not in _READ and value not in _OFF:
+        if key.startswith(prefix) and key.removeprefix(prefix) not in read and value not in _OFF:
             _refuse(file, key, "absent, since it is not supported")
 
 
@@ -118,6 +126,8 @@ def _float_type(file: GGUFFile) -> str | None:
 
 
 def _rope_scaling(file: GGUFFile, fields: Fields, head_dim: int, theta: float) -> dict[str, Any] | None:
+    if LONG_FACTORS in file.tensors:
+        raise ModelFormatError(f"{file.path}: tensor {LONG_FACTORS!r} must be absent, since longrope is not supported")
     kind = fields.get("rope.scaling.type")
     if kind not in (None, "none", "linear", "yarn"):
         fields.refuse("rope.scaling.type", "one of none, linear, yarn")
@@ -151,7 +161,9 @@ def _llama3_scaling(file: GGUFFile, head_dim: int, theta: float) -> dict[str, An
     ):
         return {"rope_type": "llama3", "factor": largest, **_LLAMA3}
     allowed = ", ".join(f"{name} {value:g}" for name, value in _LLAMA3.items())
-    raise ModelFormatError(f"{file.path}: {FREQ_FACTORS} must be what Llama 3 makes of any factor with {allowed}")
+    raise ModelFormatError(
+        f"{file.path}: {FREQ_FACTORS} must be what Llama 3 makes of any factor with {allowed} (its safetensors run)"
+    )
 
 
 def _llama3_divisors(head_dim: int, theta: float, factor: float) -> NDArray[Any]:

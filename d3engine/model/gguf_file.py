@@ -268,7 +268,10 @@ def _tensor(header: _Header) -> tuple[str, tuple[int, ...], str, int, int]:
     type_name = GGMLQuantizationType(number).name if number in {kind.value for kind in GGMLQuantizationType} else "?"
     if type_name not in TENSOR_TYPES:
         allowed = ", ".join(TENSOR_TYPES)
-        raise header.error(f"tensor {name!r} is of ggml's type {number} ({type_name}): those read are {allowed}")
+        raise header.error(
+            f"tensor {name!r} is of ggml's type {number} ({type_name}): those read are {allowed}"
+            ", and the model's safetensors run too"
+        )
     block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
     if min(shape) < 1 or shape[-1] % block:
         raise header.error(f"tensor {name!r} of shape {shape} cannot be {type_name}, whose rows have blocks of {block}")

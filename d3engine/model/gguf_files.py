@@ -28,6 +28,14 @@ if TYPE_CHECKING:  # torch waits until weights are asked for
     from d3engine.model.checkpoint import Checkpoint
 
 _TEMPLATE = "tokenizer.chat_template"
+_SAMPLING = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+"""What the authors of a file sample with, in the words of generation_config.json."""
 
 
 class GGUFFiles(ModelFiles):
@@ -73,7 +81,12 @@ def _config(file: GGUFFile) -> bytes:
 
 def _generation_config(file: GGUFFile) -> bytes:
     config = gguf_config(file)
-    return _json({name: config[name] for name in ("bos_token_id", "eos_token_id")})
+    ends = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
+    given = {name: file.metadata[key] for key, name in _SAMPLING.items() if key in file.metadata}
+    # Of the float32 that stands for 0.2 the shortest decimal: 0.2 again.
+    return _json(
+        ends | {name: float(f"{value:.7g}") if isinstance(value, float) else value for name, value in given.items()}
+    )
 
 
 def _tokenizer_config(file: GGUFFile) -> bytes:

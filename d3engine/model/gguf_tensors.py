@@ -15,6 +15,7 @@ from torch import Tensor
 
 from d3engine.errors import ModelFormatError
 from d3engine.model.checkpoint import Checkpoint, Packed, TensorEntry
+from d3engine.model.families import GGUF_FAMILIES
 from d3engine.model.gguf_config import FREQ_FACTORS
 from d3engine.model.gguf_file import GGUFFile
 from d3engine.model.head_order import adjacent_row, to_half_split
@@ -34,8 +35,8 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+)\.(weight|bias)")
-_HEADS = {"llama": {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}}
-"""Modules whose rows stand in another order than transformers', and the field of how many heads they are."""
+_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+"""Modules whose rows can stand in another order than transformers', and the field of how many heads they are."""
 
 
 def gguf_checkpoint(file: GGUFFile, config: Mapping[str, Any]) -> Checkpoint:
@@ -43,8 +44,10 @@ def gguf_checkpoint(file: GGUFFile, config: Mapping[str, Any]) -> Checkpoint:
 
     Raises `ModelFormatError` for one that no model here has, or that has not the heads of the config.
     """
-    names = {_name_of(file, name): name for name in file.tensors if name != FREQ_FACTORS}
-    heads = {module: config[field] for module, field in _HEADS.get(config["model_type"], {}).items()}
+    _, form = GGUF_FAMILIES[config["model_type"]]
+    modules = {**_LAYER_NAMES, **form.modules}
+    names = {_name_of(file, name, modules): name for name in file.tensors if name != FREQ_FACTORS}
+    heads = {module: config[field] for module, field in _HEADS.items()} if form.adjacent_pairs else {}
     tensors = GGUFTensors(file, names, heads)
     return Checkpoint({entry.name: entry for entry in tensors.entries()}, {file.path: tensors})
 
@@ -90,12 +93,12 @@ class GGUFTensors:
         return self._heads.get(name.split(".")[-2])
 
 
-def _name_of(file: GGUFFile, name: str) -> str:
-    """transformers' name of a tensor; raises `ModelFormatError` for one that no model here has."""
+def _name_of(file: GGUFFile, name: str, modules: Mapping[str, str]) -> str:
+    """transformers' name of a tensor; raises `ModelFormatError` for one that `modules` and no model here have."""
     module, _, kind = name.rpartition(".")
     if module in _NAMES and kind == "weight":
         return f"{_NAMES[module]}.weight"
     found = _LAYER.fullmatch(name)
-    if found is None or found[2] not in _LAYER_NAMES:
+    if found is None or found[2] not in modules:
         raise ModelFormatError(f"{file.path}: tensor {name!r} is not supported: no model here has it")
-    return f"model.layers.{found[1]}.{_LAYER_NAMES[found[2]]}.{found[3]}"
+    return f"model.layers.{found[1]}.{modules[found[2]]}.{found[3]}"

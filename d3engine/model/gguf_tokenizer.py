@@ -54,7 +54,7 @@ def gguf_tokenizer_json(file: GGUFFile) -> bytes:
     tokens, kinds = _tokens(file)
     pre = file.metadata.get("tokenizer.ggml.pre")
     if pre not in WORDS:
-        _refuse(file, "pre", f"one of {', '.join(sorted(WORDS))}")
+        _refuse(file, "pre", f"one of {', '.join(sorted(WORDS))} (or give the model's tokenizer.json as tokenizer)")
     words = WORDS[str(pre)]
     merges = [merge.split(" ") for merge in _list(file, "merges", str)]
     if not all(len(merge) == 2 for merge in merges):

@@ -42,6 +42,7 @@ _LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_SEED = _QWEN2.replace(r"]+[\r\n]*|", "]+|")
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
@@ -60,8 +61,9 @@ _DIGITS_ALONE = Words(({"type": "Digits", "individual_digits": True}, byte_level
 
 WORDS: dict[str, Words] = {
     **dict.fromkeys(_AS_LLAMA3, Words(_split(_LLAMA3), whole_words=True, begins=True)),
-    "smaug-bpe": Words(_split(_LLAMA3)),
+    **dict.fromkeys(("smaug-bpe", "dbrx"), Words(_split(_LLAMA3))),
     **dict.fromkeys(_AS_QWEN2, Words(_split(_QWEN2))),
+    "seed-coder": Words(_split(_SEED)),
     **dict.fromkeys(_AS_GPT2, _GPT2_WORDS),
     **dict.fromkeys(_AS_SMOLLM, _DIGITS_ALONE),
     "tekken": Words(_split(_TEKKEN), whole_words=True, begins=True),

@@ -40,7 +40,7 @@ from d3engine.model.mapped_file import dtype_of
 from d3engine.model.part import Part
 from d3engine.model.part_tensors import part_of_checkpoint
 from d3engine.model.source import ModelSource, open_checkpoint
-from d3engine.progress import hides_bars
+from d3engine.progress import bar_columns, hides_bars
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,6 +165,7 @@ def load_weights(
             unit="B",
             unit_scale=True,
             disable=hides_bars() if show_progress else True,
+            ncols=bar_columns(),
             delay=0.5,
             leave=False,
         ) as progress:

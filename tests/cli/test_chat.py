@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from d3engine.cli.depth_options import policy_from_words
 from d3engine.depth import D3, EarlyExit, FullDepth, SkipDecode
 from d3engine.errors import InvalidValueError
 from d3engine.loading.model_directory import model_directory
+from d3engine.request.params import SamplingParams
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}{{ message.content }}\n"
@@ -64,6 +67,43 @@ def test_a_turn_sees_the_conversation_until_reset(model: Path, monkeypatch: pyte
     assert seen[1][1] == ("user", "one")
     assert seen[1][2][1] == result.stdout.splitlines()[0].lstrip(" ")
     assert seen[2][1] == ("user", "three")
+
+
+@pytest.mark.parametrize(
+    ("own", "options", "expected"),
+    [
+        ({}, (), (0.7, 0.9, 0)),
+        ({"eos_token_id": 2, "repetition_penalty": 1.1}, (), (0.7, 0.9, 0)),
+        ({}, ("--temperature", "0.3"), (0.3, 0.9, 0)),
+        ({}, ("--top-p", "1"), (0.7, 1.0, 0)),
+        ({"temperature": 0.2, "do_sample": True}, (), (0.2, 1.0, 0)),
+        ({"top_k": 20}, (), (1.0, 1.0, 20)),
+        ({"do_sample": False, "temperature": 0.9}, (), (0.0, 1.0, 0)),
+    ],
+)
+def test_a_model_that_says_nothing_of_sampling_is_not_sampled_at_1(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    own: dict[str, Any],
+    options: tuple[str, ...],
+    expected: tuple[float, float, int],
+) -> None:
+    directory = shutil.copytree(model, tmp_path / "model")
+    (directory / "generation_config.json").write_text(json.dumps(own))
+    seen: list[SamplingParams] = []
+    monkeypatch.setattr(
+        "d3engine.cli.chat.Conversation", lambda engine, params, *rest: seen.append(params) or SimpleNamespace(run=len)
+    )
+    chat(directory, options=options)
+    assert [(params.temperature, params.top_p, params.top_k) for params in seen] == [expected]
+
+
+def test_the_help_tells_with_what_it_samples() -> None:
+    text = " ".join(invoke(["chat", "--help"]).stdout.replace("│", " ").split())
+    assert "generation_config.json, or 0.7 without any" in text
+    assert "(as temperature, or 0.9)" in text
+    assert "(512)" in text
 
 
 def test_exit_ends_and_nothing_after_it_is_read(model: Path) -> None:

@@ -21,12 +21,13 @@ from d3engine.cli import app
 from d3engine.cli import demo as shown_problem
 from d3engine.cli.engine_options import engine_arguments, open_engine
 from d3engine.cli.invocation import as_typed
-from d3engine.cli.threads import native_threads_for, pytorch_threads_for, read_threads
+from d3engine.cli.threads import native_threads_for, read_threads
 from d3engine.cli.turns import Speedup, speedups
 from d3engine.engine import Engine
 from d3engine.errors import InvalidValueError
 from d3engine.garbage import OBJECTS_BETWEEN_COLLECTIONS
 from d3engine.loading.model_directory import model_directory
+from d3engine.loading.pytorch_threads import pytorch_threads_for
 from d3engine.model.config import ModelConfig
 
 DEMO = ModelConfig.from_directory(model_directory("demo"))

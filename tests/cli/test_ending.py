@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import logging
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -237,6 +239,38 @@ def test_bars_are_hidden_by_a_quiet_logger() -> None:
         assert hides_bars() is True
     finally:
         logger.setLevel(before)
+
+
+@pytest.mark.parametrize(("columns", "expected"), [(0, 80), (120, None)])
+def test_a_bar_has_a_width_where_the_terminal_says_it_has_none(
+    monkeypatch: pytest.MonkeyPatch, columns: int, expected: int | None
+) -> None:
+    import fcntl
+    import termios
+
+    from d3engine.progress import bar_columns
+
+    outside, inside = os.openpty()
+    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 0, columns, 0, 0))
+    with open(outside, "rb"), open(inside, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        assert bar_columns() == expected
+
+
+def test_a_bar_follows_what_is_loaded_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    from d3engine.model import weights
+
+    bars: list[Any] = []
+    bar = weights.tqdm
+
+    def kept(**options: Any) -> Any:
+        bars.append((options["disable"], bar(**(options | {"disable": False, "file": io.StringIO(), "delay": 0}))))
+        return bars[-1][1]
+
+    monkeypatch.setattr(weights, "tqdm", kept)
+    with Engine("demo", max_model_len=64):
+        assert [(disable, made.n) for disable, made in bars] == [(None, bars[0][1].total)]
+        assert bars[0][1].total > 0
 
 
 def test_a_summary_of_drafts_tells_their_yield_and_not_more_layers_than_there_are() -> None:

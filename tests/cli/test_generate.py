@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from d3engine.depth.words import policy_in_words
 from d3engine.engine import Engine
 from d3engine.errors import D3EngineError
 from d3engine.evaluation.word_problems import extract_answer, problems
+from d3engine.loading.model_directory import model_directory
 from d3engine.request.outputs import CompletionOutput
 from d3engine.request.params import SamplingParams
 
@@ -62,6 +64,21 @@ def test_stdout_gets_the_text_alone_and_stderr_the_summary(engine: Engine) -> No
     mean = sum(expected.depths) / 12
     assert re.search(rf"^12 tokens, {mean:.2f} of 16 layers per token, [\d.]+ tokens/s", result.stderr, re.M)
     assert "KV cache saved: 0 bytes" not in result.stderr
+
+
+def test_a_chat_template_is_not_used_and_stderr_says_what_uses_it(tmp_path: Path, engine: Engine) -> None:
+    directory = shutil.copytree(model_directory("demo"), tmp_path / "a model")
+    (directory / "prompt_form.json").unlink()
+    expected = answer_of(engine, "Tom has", temperature=0, max_tokens=4).text
+    shown = f"note: continued as plain text; to ask by the model's chat template: d3engine chat '{directory}'"
+    for options in ([], ["--json"]):
+        result = generate(str(directory), "Tom has", "--max-tokens", "4", *options)
+        assert (json.loads(result.stdout)["text"] if options else result.stdout.rstrip("\n")) == expected
+        assert "".join(shown.split()) in "".join(result.stderr.split())  # however the terminal wraps it
+    for quiet in ("--raw-prompt", "-q"):
+        assert "chat template" not in generate(str(directory), "Tom has", "--max-tokens", "1", quiet).stderr
+    (directory / "chat_template.jinja").unlink()
+    assert "chat template" not in generate(str(directory), "Tom has", "--max-tokens", "1").stderr
 
 
 def test_stdin_and_a_file_are_prompts_too(tmp_path: Path) -> None:

@@ -203,6 +203,20 @@ def test_unified_skip_divides_by_the_number_as_written() -> None:
     assert len(UnifiedSkip(speedup=1.1).kept_layers(33)) == 30
 
 
+@pytest.mark.parametrize("policy", [UnifiedSkip, EvenSkip])
+def test_a_speedup_that_is_a_quotient_of_layers_keeps_that_many(policy: type[UnifiedSkip]) -> None:
+    for layers in range(2, 101):
+        for wanted in range(2, layers + 1):
+            assert len(policy(layers / wanted).kept_layers(layers)) == wanted
+    assert policy(16 / 11) == policy("16/11")  # type: ignore[arg-type]
+
+
+def test_a_start_that_is_a_quotient_of_layers_is_that_layer() -> None:
+    for layers in range(1, 101):
+        starts = [D3(0.9, first / layers).first_layer(layers) for first in range(1, layers)]
+        assert starts == list(range(1, layers))
+
+
 @pytest.mark.parametrize("speedup", [0.99, 0, -2, math.inf, math.nan, "fast", None, True])
 def test_unified_skip_refuses_a_wrong_speedup_by_name(speedup: object) -> None:
     with pytest.raises(InvalidValueError, match="speedup"):

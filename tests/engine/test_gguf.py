@@ -76,6 +76,41 @@ def test_an_engine_on_a_gguf_file_answers_as_one_on_what_it_is_converted_to(
     assert ModelConfig.from_directory(file).eos_token_ids == ModelConfig.from_directory(directory).eos_token_ids
 
 
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.parametrize(
+    ("types", "held"),
+    [
+        (("Q4_K", "Q6_K"), "bfloat16"),
+        (("Q8_0", "F16"), "bfloat16"),  # whose answers are those of 8 bits
+        (("Q4_0", "F32"), "bfloat16"),
+        (("BF16",), "bfloat16"),
+        (("F16",), "float32"),  # bfloat16 would lose bits, as of a directory with float16
+        (("F32",), "float32"),
+        (("BF16", "F32"), "float32"),
+    ],
+)
+def test_matrices_are_held_on_a_cpu_in_what_loses_nothing_worth_having(
+    tmp_path: Path, types: tuple[str, ...], held: str
+) -> None:
+    sizes = {"layers": 1} if "Q4_K" in types else SMALL
+    file = write_gguf(tmp_path / "model.gguf", tokenizer=TOKENIZERS["gpt2"], **(sizes | {"types": types}))
+    for arguments, expected in (
+        ({}, held),
+        ({"weight_dtype": "float32"}, "float32"),
+        ({"dtype": "float32"}, "float32"),
+    ):
+        with engine_of(file, **arguments) as engine:
+            weights = engine.executor.model.weights
+            assert (str(engine.dtype), str(weights.weight_dtype)) == ("torch.float32", f"torch.{expected}")
+
+
+@pytest.mark.usefixtures("native_library")
+def test_rounded_to_bfloat16_a_file_answers_as_a_directory_of_the_same_values(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", **KINDS["k-quants"])
+    convert_gguf(file, tmp_path / "model", dtype="bfloat16", show_progress=False)
+    assert answers(file) == answers(tmp_path / "model")
+
+
 def test_both_have_one_fingerprint(pair: tuple[Path, Path]) -> None:
     file, directory = pair
     assert fingerprint(file) == fingerprint(directory)
@@ -85,6 +120,24 @@ def test_a_chat_follows_the_template_of_the_file(small: Path) -> None:
     with engine_of(small) as engine:
         ids = engine.chat_prompt(CONVERSATION, add_generation_prompt=False)["prompt_token_ids"]
         assert engine.get_tokenizer().decode(ids, skip_special_tokens=False) == "<|im_start|>hello<|im_end|>\n"
+
+
+def test_a_file_says_how_its_authors_sample_it(tmp_path: Path) -> None:
+    own = {"temp": 0.2, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "penalty_repeat": 1.1}
+    changes = {f"general.sampling.{name}": value for name, value in own.items()}
+    file = write_gguf(tmp_path / "model.gguf", tokenizer=TOKENIZERS["gpt2"], changes=changes, **SMALL)
+    convert_gguf(file, tmp_path / "model", show_progress=False)
+    for source in (file, tmp_path / "model"):
+        with engine_of(source) as engine:
+            params = engine.default_sampling_params
+            assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.2, 0.9, 20, 0.05)
+            assert params.repetition_penalty == 1.1
+    with engine_of(write_gguf(tmp_path / "other.gguf", tokenizer=TOKENIZERS["gpt2"], **SMALL)) as engine:
+        assert engine.default_sampling_params == SamplingParams()
+    wrong = {"general.sampling.temp": "hot"}
+    refused = write_gguf(tmp_path / "wrong.gguf", tokenizer=TOKENIZERS["gpt2"], changes=wrong, **SMALL)
+    with pytest.raises(ModelFormatError, match=r"temperature must be .*; got 'hot'"):
+        engine_of(refused)
 
 
 def test_no_tensor_is_kept_while_the_next_one_is_read(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +230,7 @@ CLAIMS: dict[str, dict[str, Any]] = {
     "10,001 layers": {"llama.block_count": 10_001},
     "2^32 - 1 heads": {"llama.attention.head_count": 2**32 - 1},
     "no heads": {"llama.attention.head_count": 0},
-    "2^31 - 1 positions": {"llama.context_length": 2**31 - 1},
+    "2^31 positions": {"llama.context_length": 2**31},
     "wide layers": {"llama.feed_forward_length": 2**31 - 1},
     "wide states": {"llama.embedding_length": 2**31 - 2},
     "an epsilon that is none": {"llama.attention.layer_norm_rms_epsilon": float("nan")},

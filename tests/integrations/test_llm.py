@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from d3engine import LLM, Engine, InvalidValueError, SamplingParams
+from d3engine import LLM, AsyncEngine, Engine, InvalidValueError, SamplingParams
 from d3engine.loading.model_directory import model_directory
 
 TEMPLATE = (
@@ -142,3 +143,63 @@ def test_an_argument_without_a_counterpart_is_refused_by_its_name(argument: str,
     with pytest.raises(InvalidValueError) as caught:
         LLM("demo", **{argument: value})
     assert caught.value.field == argument
+
+
+OTHERS: list[tuple[str, Any]] = [
+    ("lora_request", object()),
+    ("prompt_adapter_request", object()),
+    ("tokenization_kwargs", {"truncation": True}),
+    ("mm_processor_kwargs", {"crops": 4}),
+    ("trace_headers", {"traceparent": "00"}),
+    ("data_parallel_rank", 0),
+]
+"""What vLLM's calls take and these do not."""
+ASKING_FOR_NOTHING: dict[str, Any] = {
+    "lora_request": None,
+    "tokenization_kwargs": None,
+    "mm_processor_kwargs": {},
+    "chat_template_content_format": "auto",
+}
+
+
+@pytest.mark.parametrize(("argument", "value"), [*OTHERS, ("priority", [1])])
+def test_an_argument_of_a_call_without_a_counterpart_is_refused_by_its_name(
+    llm: LLM, argument: str, value: Any
+) -> None:
+    calls = [lambda given: llm.generate("Tom", use_tqdm=False, **given), lambda given: llm.chat(ASKED, **given)]
+    if argument != "priority":
+        calls.append(lambda given: llm.add_request("a", "Tom", **given))
+    for call in calls:
+        with pytest.raises(InvalidValueError, match=f"^{argument} must be") as caught:
+            call({argument: value})
+        assert caught.value.field == argument
+        with pytest.raises(TypeError, match="unexpected keyword argument 'some_argument'"):
+            call({"some_argument": None})
+    assert not llm.has_unfinished_requests()
+
+
+def test_an_argument_of_a_call_that_asks_for_nothing_is_taken(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2)
+    plain = llm.generate("Tom", params, use_tqdm=False)
+    assert llm.generate("Tom", params, use_tqdm=False, **ASKING_FOR_NOTHING)[0].outputs == plain[0].outputs
+    assert llm.chat(ASKED, params, use_tqdm=False, **ASKING_FOR_NOTHING)[0].finished
+
+
+@pytest.mark.parametrize("transport", ["thread", "process"])
+def test_the_engine_for_many_callers_refuses_them_alike(transport: str) -> None:
+    async def ask() -> None:
+        async with AsyncEngine("demo", transport=transport, **SMALL) as engine:
+            for face in (engine, engine.sync()):
+                for argument, value in OTHERS:
+                    with pytest.raises(InvalidValueError, match=f"^{argument} must be"):
+                        face.generate("Tom", **{argument: value})
+                    with pytest.raises(InvalidValueError, match=f"^{argument} must be"):
+                        await all_of(face.chat(ASKED, **{argument: value}))
+            params = SamplingParams(temperature=0, max_tokens=2)
+            assert (await all_of(engine.generate("Tom", params, lora_request=None)))[-1].finished
+
+    asyncio.run(ask())
+
+
+async def all_of(answer: Any) -> list[Any]:
+    return [output async for output in answer] if hasattr(answer, "__aiter__") else list(answer)

@@ -33,6 +33,11 @@ PUBLISHED: dict[str, tuple[tuple[str, ...], bool]] = {
     "gpt-2": ((GPT2,), False),
     "llama-bpe": ((CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + REST,), True),
     "qwen2": ((CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + REST,), False),
+    "dbrx": ((CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + REST,), False),
+    "seed-coder": (
+        (CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",),
+        False,
+    ),
     "default": ((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"), False),
 }
 """What is split off, one pattern after the other, and whether a word that is a token is never merged."""

