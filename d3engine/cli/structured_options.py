@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from d3engine.errors import InvalidValueError, require
-from d3engine.files import UnreadableFileError, read_text
+from d3engine.files import UnreadableFileError, as_json, read_text
 
 STRUCTURED: dict[str, tuple[str, Any, str]] = {
     "json_schema": ("--json-schema", Path, "A file with a JSON schema that every answer satisfies."),
@@ -65,9 +64,9 @@ def _form(name: str, given: Any) -> Any:
         return text
     allowed = "a file with a JSON schema, which is a JSON object"
     try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidValueError(flag, str(given), f"{allowed} ({type(error).__name__}: {error})") from None
+        schema = as_json(text, given)
+    except UnreadableFileError as error:
+        raise InvalidValueError(flag, str(given), f"{allowed} ({error})") from None
     require(isinstance(schema, dict), flag, str(given), f"{allowed} (this one holds {_kind_in_words(schema)})")
     return schema
 
