@@ -57,6 +57,10 @@ def gguf_tokenizer_json(file: GGUFFile) -> bytes:
         _refuse(file, "pre", f"one of {', '.join(sorted(WORDS))}")
     words = WORDS[str(pre)]
     merges = [merge.split(" ") for merge in _list(file, "merges", str)]
+    if not merges:
+        raise ModelFormatError(f"{file.path}: tokenizer.ggml.merges is missing or empty")
+    if _flag(file, "add_space_prefix", False):
+        _refuse(file, "add_space_prefix", "false with tokenizer.ggml.model 'gpt2'")
     if not all(len(merge) == 2 for merge in merges):
         raise ModelFormatError(f"{file.path}: tokenizer.ggml.merges must be pairs with a space between")
     added = [
@@ -165,8 +169,10 @@ def gguf_sentencepiece(file: GGUFFile) -> bytes:
     tokens, kinds = _tokens(file)
     _named_tokens(file)  # their ids are those of tokens
     scores = _list(file, "scores", float)
-    if len(scores) != len(tokens) or not all(abs(score) < 1e38 for score in scores):
-        allowed = f"one finite float32 for each of the {len(tokens):,} tokens"
+    long = [number for number, kind in enumerate(kinds) if kind == 1 and len(tokens[number]) > 1]
+    is_ranked = len(long) < 2 or len({scores[number] for number in long if number < len(scores)}) > 1
+    if len(scores) != len(tokens) or not is_ranked or not all(abs(score) < 1e38 for score in scores):
+        allowed = f"one finite float32 for each of the {len(tokens):,} tokens, and not all the same"
         raise ModelFormatError(f"{file.path}: tokenizer.ggml.scores must be {allowed}")
     pieces = b"".join(
         _message(1, _message(1, token.encode()) + b"\x15" + struct.pack("<f", score) + b"\x18" + _varint(kind))
