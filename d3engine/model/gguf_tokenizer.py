@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from typing import Any
+from typing import Any, NoReturn
 
 from d3engine.errors import ModelFormatError, must_be
 from d3engine.model.gguf_file import GGUFFile
@@ -53,9 +53,9 @@ def gguf_tokenizer_json(file: GGUFFile) -> bytes:
     """The tokenizer.json of byte-level BPE. Raises `ModelFormatError`, naming the key."""
     tokens, kinds = _tokens(file)
     pre = file.metadata.get("tokenizer.ggml.pre")
-    if pre not in WORDS:
+    if not isinstance(pre, str) or pre not in WORDS:
         _refuse(file, "pre", f"one of {', '.join(sorted(WORDS))}")
-    words = WORDS[str(pre)]
+    words = WORDS[pre]
     merges = [merge.split(" ") for merge in _list(file, "merges", str)]
     if not merges:
         raise ModelFormatError(f"{file.path}: tokenizer.ggml.merges is missing or empty")
@@ -101,7 +101,7 @@ def _named_tokens(file: GGUFFile) -> dict[str, str]:
     return named
 
 
-def _refuse(file: GGUFFile, name: str, allowed: str) -> None:
+def _refuse(file: GGUFFile, name: str, allowed: str) -> NoReturn:
     key = f"tokenizer.ggml.{name}"
     raise ModelFormatError(must_be(f"{file.path}: {key}", file.metadata.get(key), allowed))
 

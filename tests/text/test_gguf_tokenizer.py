@@ -185,6 +185,7 @@ BPE_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "no tokens": ({"tokens": None, "token_type": None}, "tokenizer.ggml.tokens must be from 1 to"),
     "a space before a text": ({"add_space_prefix": True}, "add_space_prefix must be false with .*'gpt2'; got True"),
     "spaces removed": ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces must be absent or false"),
+    "a name that is none": ({"pre": [0.5]}, "tokenizer.ggml.pre must be one of"),
     "a map of characters": ({"precompiled_charsmap": [1]}, "precompiled_charsmap must be"),
 }
 
