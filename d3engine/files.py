@@ -139,7 +139,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"{name!r} stands twice in one object")
+            raise ValueError(f"{name[:60]!r} stands twice in one object")
         found[name] = value
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,7 +67,9 @@ def _form(name: str, given: Any) -> Any:
     try:
         schema = as_json(text, given)
     except UnreadableFileError as error:
-        raise InvalidValueError(flag, str(given), f"{allowed} ({error})") from None
+        reason = error.__context__  # a key that stands twice is of the file, which may be private
+        said = f"valid JSON: {reason}" if isinstance(reason, json.JSONDecodeError) else "valid JSON"
+        raise InvalidValueError(flag, str(given), f"{allowed} (this one is not {said})") from None
     require(isinstance(schema, dict), flag, str(given), f"{allowed} (this one holds {_kind_in_words(schema)})")
     return schema
 
