@@ -7,14 +7,17 @@ beside its place first, so that there it is whole or not at all.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
 import secrets
 import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from d3engine.errors import D3EngineError
 
@@ -42,28 +45,65 @@ def beside(model: str | Path, name: str) -> Path:
     return (model.parent if model.is_file() else model) / name
 
 
-def read_bytes(path: str | Path, most: int = CONFIG_BYTES) -> bytes:
-    """The content of a regular file of at most `most` bytes; raises `UnreadableFileError` for anything else."""
+@contextmanager
+def open_regular(path: str | Path) -> Iterator[BinaryIO]:
+    """Open a regular file for reading; raises `UnreadableFileError` for anything else, also from within the block.
+
+    What was opened is what is checked: nothing that takes the file's place afterwards is read.
+    """
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise UnreadableFileError(f"{path} is not a regular file")
-            content = bytearray()
-            # A size of 0 may be a lie (/proc), and a file may grow: what counts is what comes.
-            while len(content) <= most and (chunk := file.read(_CHUNK)):
-                content += chunk
+            yield file
     except FileNotFoundError:
         raise UnreadableFileError(f"{path} is missing") from None
+    except IsADirectoryError:
+        raise UnreadableFileError(f"{path} is not a regular file") from None
     except OSError as error:
         raise UnreadableFileError(f"{path} cannot be read: {error.strerror or error}") from None
-    if len(content) > most:
-        raise UnreadableFileError(f"{path} has more than {most:,} bytes, which is the most that is read of it")
+
+
+def path_of(file: BinaryIO) -> str:
+    """A path by which a library opens the very file that is open here, where the system has one."""
+    same = f"/proc/self/fd/{file.fileno()}"
+    return same if os.path.exists(same) else str(file.name)
+
+
+def read_bytes(path: str | Path, most: int = CONFIG_BYTES) -> bytes:
+    """The content of a regular file of at most `most` bytes; raises `UnreadableFileError` for anything else."""
+    content = bytearray()
+    for chunk in _chunks(path, most):
+        content += chunk
     return bytes(content)
 
 
+def sha256_of(path: str | Path, most: int) -> str:
+    """The hex SHA-256 of a regular file of at most `most` bytes; raises as `read_bytes`."""
+    digest = hashlib.sha256()
+    for chunk in _chunks(path, most):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _chunks(path: str | Path, most: int) -> Iterator[bytes]:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        come = 0
+        # A size of 0 may be a lie (/proc), and a file may grow: what counts is what comes.
+        while max(size, come) <= most and (chunk := file.read(_CHUNK)):
+            come += len(chunk)
+            yield chunk
+        if max(size, come) > most:
+            raise UnreadableFileError(f"{path} has more than {most:,} bytes, which is the most that is read of it")
+
+
 def _open_at_once(path: str, flags: int) -> int:
-    """Opens without waiting for the writer of a pipe."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    """Open without waiting for the writer of a pipe, and without making a terminal this process's own."""
+    try:
+        return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
+    except ValueError as error:  # a null character
+        raise OSError(str(error)) from None
 
 
 def read_text(path: str | Path, most: int = DATA_BYTES) -> str:
@@ -84,12 +124,24 @@ def read_json(path: str | Path, most: int = CONFIG_BYTES) -> Any:
     return as_json(read_bytes(path, most), path)
 
 
-def as_json(content: bytes, path: str | Path) -> Any:
-    """What `read_json` makes of the bytes of a file; `path` is what errors call it."""
+def as_json(content: str | bytes, path: str | Path) -> Any:
+    """What `read_json` makes of the content of a file; `path` is what errors call it.
+
+    A key that stands twice is refused: parsers differ in which of its values they take.
+    """
     try:
-        return json.loads(content)
+        return json.loads(content, object_pairs_hook=_without_doubles)
     except (ValueError, RecursionError) as error:
         raise UnreadableFileError(f"{path} is not valid JSON: {error}") from None
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name[:60]!r} stands twice in one object")
+        found[name] = value
+    return found
 
 
 def is_writable(path: Path) -> bool:

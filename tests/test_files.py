@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
+import socket
 import stat
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,18 +18,26 @@ from typer.testing import CliRunner
 
 from d3engine import files
 from d3engine.analysis.answers import read_prompts
+from d3engine.batch.lines import read_lines
+from d3engine.batch.results import open_results
 from d3engine.cli import app
+from d3engine.cli.structured_options import _form
 from d3engine.depth.policy import calibrated_for, policy_from_directory
 from d3engine.errors import D3EngineError, ModelFormatError
 from d3engine.evaluation.bbh import load_bbh
 from d3engine.evaluation.gsm8k import load_gsm8k
+from d3engine.evaluation.kept import KeptAnswers
 from d3engine.files import CONFIG_BYTES, UnreadableFileError, read_bytes, read_json, read_text, write_whole
 from d3engine.loading.defaults import default_sampling_params
+from d3engine.loading.depth import resolve_depth
+from d3engine.model.bridges import read_bridges
 from d3engine.model.config import ModelConfig
+from d3engine.model.gguf_file import open_gguf
 from d3engine.model.source import open_checkpoint
 from d3engine.text.chat_template import load_chat_template
 from d3engine.text.prompt_form import PROMPT_FORM_FILE, load_prompt_form
 from d3engine.text.tokenizer import load_tokenizer
+from d3engine.weights_tools.convert import convert_llama2c, load_pickled
 
 DEMO = Path(files.__file__).parent / "demo_model"
 needs_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
@@ -55,7 +66,38 @@ def generate(folder: Path) -> Any:
     raise D3EngineError(result.output)
 
 
+def read_auto_bridges(folder: Path) -> None:
+    setting = {"depth": {"policy": "d3", "alpha": 0.8, "start": 0.6, "bridges": "auto"}, "bridges": {"sha256": "a"}}
+    (folder / "d3.json").write_text(json.dumps(setting))
+    resolve_depth("auto", folder)
+
+
+def open_shard(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "part.safetensors"}}))
+    open_weights(folder)
+
+
+def read_batch(folder: Path) -> None:
+    list(read_lines(folder / "batch.jsonl"))
+
+
+def read_results(folder: Path) -> None:
+    with open_results(folder / "results.jsonl"):
+        raise D3EngineError("results.jsonl is missing")  # then it is made
+
+
 READERS: list[tuple[str, Callable[[Path], Any]]] = [
+    ("added_tokens.json", load_tokenizer),
+    ("bridges.safetensors", read_auto_bridges),
+    ("part.safetensors", open_shard),
+    ("bridges.safetensors", lambda folder: read_bridges(folder / "bridges.safetensors")),
+    ("draft.gguf", lambda folder: open_gguf(folder / "draft.gguf")),
+    ("consolidated.00.pth", lambda folder: load_pickled(folder / "consolidated.00.pth")),
+    ("stories.bin", lambda folder: convert_llama2c(folder / "stories.bin", folder / "out")),
+    ("batch.jsonl", read_batch),
+    ("results.jsonl", read_results),
+    ("kept.jsonl", lambda folder: KeptAnswers(folder / "kept.jsonl", {})),
+    ("schema.json", lambda folder: _form("json_schema", folder / "schema.json")),
     ("config.json", ModelConfig.from_directory),
     ("generation_config.json", ModelConfig.from_directory),
     ("generation_config.json", default_sampling_params),
@@ -90,7 +132,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("kind", [pytest.param("pipe", marks=needs_pipes), "endless device", "broken link", "folder"])
+KINDS = [pytest.param("pipe", marks=needs_pipes), "endless device", "broken link", "loop of links", "folder", "socket"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "read"), READERS)
 def test_what_is_no_regular_file_is_refused_by_its_name_and_never_waited_for(
     folder: Path, name: str, read: Callable[[Path], Any], kind: str
@@ -101,11 +146,75 @@ def test_what_is_no_regular_file_is_refused_by_its_name_and_never_waited_for(
         os.mkfifo(path)
     elif kind == "folder":
         path.mkdir()
+    elif kind == "socket":
+        # An address has at most 108 characters: so it is made under a short one, and moved.
+        with tempfile.TemporaryDirectory(dir="/tmp") as short, socket.socket(socket.AF_UNIX) as made:
+            made.bind(f"{short}/s")
+            os.rename(f"{short}/s", path)
     else:
-        path.symlink_to("/dev/zero" if kind == "endless device" else "/nowhere/at/all")
-    with pytest.raises(D3EngineError, match=r"not a regular file|is missing|Is a directory") as caught:
+        target = {"endless device": "/dev/zero", "broken link": "/nowhere/at/all", "loop of links": path.name}[kind]
+        path.symlink_to(target)
+    with pytest.raises(D3EngineError, match=r"regular\s+file|is\s+missing|cannot be|can be") as caught:
         read(folder)
     assert path.name in "".join(str(caught.value).split())  # a console may break a long line
+
+
+@pytest.mark.parametrize(("name", "read"), READERS)
+def test_no_byte_of_a_file_is_read_that_is_far_too_large(folder: Path, name: str, read: Callable[[Path], Any]) -> None:
+    if name in ("batch.jsonl", "results.jsonl"):
+        pytest.skip("of any size, and read by lines")
+    (folder / name).unlink(missing_ok=True)
+    with (folder / name).open("wb") as file:
+        file.truncate(2**40)  # sparse: it takes no room, and a reader would take all of it
+    with pytest.raises(D3EngineError) as caught:
+        read(folder)
+    assert name.rpartition("/")[2] in "".join(str(caught.value).split())
+
+
+OPENED_ELSEWHERE = {
+    # By the path of a file that `open_regular` has opened, or after it.
+    *("d3engine/model/bridges.py: safe_open", "d3engine/model/checkpoint.py: safe_open"),
+    *("d3engine/bridges/saved_state.py: safe_open", "weights_tools/convert.py: torch.load"),
+    "weights_tools/convert.py: np.memmap",
+    # To write.
+    *("d3engine/evaluation/kept.py: open", "d3engine/batch/results.py: os.open", "weights_tools/fetch.py: target.open"),
+    # Files of the system, of the package, and of this process.
+    *("d3engine/cli/streams.py: open", "d3engine/cli/streams.py: os.open", "d3engine/text/limited_worker.py: open"),
+    *("d3engine/text/limited_worker.py: os.open", "d3engine/async_engine/shared_pulse.py: path.open"),
+    *(
+        "d3engine/loading/host_cpus.py: CGROUP.read_text",
+        "d3engine/loading/host_cpus.py: (group / 'cpu.max').read_text",
+    ),
+    "d3engine/loading/host_cpus.py: (group / f'cpu.cfs_{name}_us').read_text",
+    *("d3engine/server/routes/page.py: file.read_bytes", "weights_tools/fetch.py: file.open"),
+    # What the training of the bundled model has written itself.
+    *("weights_tools/demo_trainer.py: safetensors.torch.load_file", "weights_tools/train_demo.py: torch.load"),
+    "weights_tools/demo_trainer.py: (directory / 'tokenizer.model').read_bytes",
+    "weights_tools/demo_text.py: (directory / 'config.json').read_text",
+    "weights_tools/demo_text.py: (directory / 'tokenizer.model').read_bytes",
+    "weights_tools/train_demo.py: (self.out / 'FINISH').read_text",
+    "weights_tools/demo_options.py: (directory / 'config.json').read_text",
+}
+OPENERS = ("open", "os.open", "safe_open", "torch.load", "np.load", "np.memmap", "np.fromfile")
+NO_PATHS = ("self.", "files.", "archive.")
+
+
+def test_only_one_module_opens_the_files_of_users() -> None:
+    root = Path(__file__).parents[1]
+    calls = {
+        f"{path.relative_to(root)}: {name}"
+        for folder in ("d3engine", "weights_tools")
+        for path in (root / folder).rglob("*.py")
+        if path.name != "files.py"
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call) and opens(name := ast.unparse(node.func))
+    }
+    assert calls == OPENED_ELSEWHERE
+
+
+def opens(name: str) -> bool:
+    is_method = name.endswith((".open", ".read_bytes", ".read_text", ".load_file")) and not name.startswith(NO_PATHS)
+    return name in OPENERS or is_method
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json", "d3.json"])
@@ -139,7 +248,7 @@ def test_text_has_one_kind_of_line_end_and_is_utf8(tmp_path: Path) -> None:
         read_text(tmp_path / "text")
 
 
-@pytest.mark.parametrize("content", ["{", "[" * 200_000, '{"a": ' + "9" * 5000 + "}", ""])
+@pytest.mark.parametrize("content", ["{", "[" * 200_000, '{"a": 1, "a": 2}', '{"a": ' + "9" * 5000 + "}", ""])
 def test_what_is_no_json_is_an_error_with_the_file_name(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(UnreadableFileError, match=r"a\.json is not valid JSON"):

@@ -12,17 +12,17 @@ import zipfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from d3engine.errors import ModelFormatError
-from d3engine.files import is_there
+from d3engine.files import is_there, open_regular, path_of
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import EMBEDDING, FINAL_NORM, LM_HEAD
-from d3engine.model.fields import read_json_object
+from d3engine.model.fields import of_a_model, read_json_object
 from d3engine.model.head_order import to_half_split
 from d3engine.weights_tools.writing import (
     DEFAULT_SHARD_BYTES,
@@ -156,9 +156,7 @@ class _Llama2cHeader:
 
 
 def _read_llama2c_header(source: Path) -> _Llama2cHeader:
-    if not source.is_file():
-        raise ModelFormatError(f"{source} is missing or not a regular file")
-    with source.open("rb") as file:
+    with of_a_model(), open_regular(source) as file:
         raw = file.read(_LLAMA2C_HEADER.size)
     if len(raw) < _LLAMA2C_HEADER.size:
         raise ModelFormatError(f"{source} has {len(raw)} bytes: too short for a llama2.c header")
@@ -241,17 +239,16 @@ def load_pickled(file: Path) -> dict[str, Tensor]:
     a thousand names, packed data. Raises `ModelFormatError` for that, for anything but dense tensors, and for a file
     that cannot be read.
     """
-    if not file.is_file():
-        raise ModelFormatError(f"{file} is missing or not a regular file")
     options: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
     try:
-        _refuse_packed(file)
-        try:
-            state = torch.load(file, mmap=True, **options)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            state = torch.load(file, **options)  # written before torch 1.6: cannot be mapped
+        with of_a_model(), open_regular(file) as opened:
+            _refuse_packed(file, opened)
+            try:
+                state = torch.load(path_of(opened), mmap=True, **options)
+            except RuntimeError as error:
+                if "mmap" not in str(error):
+                    raise
+                state = torch.load(path_of(opened), **options)  # written before torch 1.6: cannot be mapped
     except ModelFormatError:
         raise
     except Exception as error:  # in a damaged file the unpickler runs into whatever Python can raise
@@ -267,12 +264,11 @@ def load_pickled(file: Path) -> dict[str, Tensor]:
     return state
 
 
-def _refuse_packed(file: Path) -> None:
+def _refuse_packed(file: Path, opened: BinaryIO) -> None:
     """Raise for a zip file with packed entries: torch never packs, and unpacked they may be any size."""
-    with file.open("rb") as opened:
-        if opened.read(4) != b"PK\x03\x04":
-            return
-    with zipfile.ZipFile(file) as archive:
+    if opened.read(4) != b"PK\x03\x04":
+        return
+    with zipfile.ZipFile(opened) as archive:
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise ModelFormatError(f"{file}: {entry.filename!r} is packed, which torch.save never does")

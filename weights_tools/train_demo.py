@@ -8,7 +8,6 @@ decay of the learning rate early; its text may say over how many steps.
 
 import argparse
 import itertools
-import json
 import random
 import sys
 import time
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from d3engine.evaluation.procedural import MAX_TOKENS, SolvedQuestion
+from d3engine.files import read_json
 from d3engine.weights_tools.demo_data import (
     TOKENS_PER_BATCH,
     Batch,
@@ -328,7 +328,7 @@ def earlier_training(directory: Path | None) -> dict[str, object]:
     """
     if directory is None or not (directory / "training.json").is_file():
         return {}
-    return {"earlier": json.loads((directory / "training.json").read_text())}
+    return {"earlier": read_json(directory / "training.json")}
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ apart.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from d3engine.analysis.observer import Observer
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.engine import Engine
 from d3engine.errors import InvalidValueError, require
-from d3engine.files import read_text
+from d3engine.files import UnreadableFileError, as_json, read_text
 from d3engine.loading.device import resolve_device, resolve_dtype
 from d3engine.loading.model_directory import model_directory
 from d3engine.loading.weight_dtype import held_config, resolve_weight_dtype
@@ -72,8 +71,9 @@ def read_prompts(path: Path, limit: int) -> list[str]:
     allowed = "a file of UTF-8 text with a prompt on each line, or a .json file with a list of texts"
     try:
         text = read_text(path)
-        prompts = json.loads(text) if path.suffix == ".json" else [line for line in text.splitlines() if line.strip()]
-    except (ValueError, RecursionError) as error:  # an UnreadableFileError is a ValueError
+        lines = [line for line in text.splitlines() if line.strip()]
+        prompts = as_json(text, path) if path.suffix == ".json" else lines
+    except UnreadableFileError as error:
         raise InvalidValueError("--prompts", str(path), f"{allowed} ({error})") from error
     is_list = isinstance(prompts, list) and all(isinstance(prompt, str) and prompt for prompt in prompts)
     require(is_list and len(prompts) > 0, "--prompts", str(path), allowed)

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from d3engine.errors import InvalidValueError, must_be
+from d3engine.files import UnreadableFileError, open_regular
 
 URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 """Where the bodies of a batch may go."""
@@ -69,7 +70,7 @@ class _Streamed(msgspec.Struct):
 def read_lines(path: Path) -> Iterator[Line]:
     """The lines of a file that are not empty. Raises `InvalidValueError` for a file that cannot be read."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             number = 0
             while content := file.readline(LONGEST_LINE + 1):
                 number += 1
@@ -79,8 +80,8 @@ def read_lines(path: Path) -> Iterator[Line]:
                         content = file.readline(LONGEST_LINE)
                 elif content.strip():
                     yield line_of(number, content.strip())
-    except OSError as error:
-        raise InvalidValueError("IN", str(path), f"a file that can be read ({error.strerror})") from None
+    except UnreadableFileError as error:
+        raise InvalidValueError("IN", str(path), f"a file that can be read ({error})") from None
 
 
 def line_of(number: int, content: bytes) -> Line:

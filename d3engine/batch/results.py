@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import msgspec
 import orjson
 
 from d3engine.batch.lines import Line
-from d3engine.errors import InvalidValueError
+from d3engine.errors import InvalidValueError, require
 
 BEGINS = b'{"id":"batch_req_'
 """Every line of a batch's results begins so."""
@@ -122,10 +123,13 @@ def open_results(path: Path) -> Iterator[Results]:
     writes to it.
     """
     try:
-        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o666)
+        file = os.fdopen(descriptor, "r+b")
     except OSError as error:
         raise InvalidValueError("OUT", str(path), f"a file that can be written ({error.strerror})") from None
     with file:
+        is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        require(is_regular, "OUT", str(path), "a regular file, since it is read before it is written")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from d3engine.files import write_whole
+from d3engine.files import open_regular, path_of, write_whole
 
 State = TypeVar("State")
 
@@ -27,10 +27,8 @@ def read_state(
 
     A file of another run, or one that cannot be read or lacks something, counts as none.
     """
-    if not path.is_file():
-        return None
     try:
-        with safe_open(str(path), framework="pt") as file:
+        with open_regular(path) as opened, safe_open(path_of(opened), framework="pt") as file:
             words = file.metadata() or {}
             return read(file.get_tensor, words) if words.get("key") == key else None
     except (SafetensorError, OSError, ValueError, KeyError, TypeError):

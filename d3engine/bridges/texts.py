@@ -7,7 +7,6 @@ than are wanted, so its lines are read first and become tokens when they have be
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from d3engine.errors import InvalidValueError, require
-from d3engine.files import UnreadableFileError, read_text
+from d3engine.files import UnreadableFileError, as_json, read_text
 from d3engine.text.chat_prompts import ChatPrompts
 from d3engine.text.chat_template import load_chat_template
 from d3engine.text.tokenizer import Tokenizer
@@ -60,7 +59,7 @@ class TextReader:
         try:
             content = read_text(path)
             if path.suffix == ".jsonl":
-                found = [_checked(json.loads(line)) for line in content.split("\n") if line.strip()]
+                found = [_checked(as_json(line, path)) for line in content.split("\n") if line.strip()]
             else:
                 found = self._pieces(self.tokenizer.encode(content))
         except (UnreadableFileError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -20,6 +20,7 @@ from d3engine.bridges.judging import FullText
 from d3engine.bridges.saved_state import read_state, write_state
 from d3engine.depth import Schedule
 from d3engine.errors import require
+from d3engine.files import as_json
 from d3engine.model.bridges import Bridge, Window
 
 SAVE_EVERY = 25
@@ -121,7 +122,7 @@ class Tuning:
             tensor: Callable[[str], Tensor], words: Mapping[str, str]
         ) -> tuple[list[float], dict[str, list[Tensor]]]:
             kinds = ("now", "mean", "square")
-            losses = [float(loss) for loss in json.loads(words["losses"])]
+            losses = [float(loss) for loss in as_json(words["losses"], path)]
             return losses, {name: [tensor(f"{name}.{kind}") for kind in kinds] for name, _ in self._named()}
 
         saved = read_state(path, key, read)

@@ -15,7 +15,7 @@ from typing import Any
 from d3engine.depth import D3, DepthPolicy
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import InvalidValueError, ModelFormatError, require, require_integer
-from d3engine.files import beside, write_whole
+from d3engine.files import UnreadableFileError, beside, read_bytes, write_whole
 from d3engine.model.bridges import BRIDGES_FILE, Bridges, Window, read_bridges, write_bridges
 
 
@@ -60,10 +60,10 @@ def write_chosen(choice: BridgeChoice, target: Path) -> dict[str, Any]:
     Raises `InvalidValueError` where that cannot be done.
     """
     try:
-        content = choice.path.read_bytes()
+        content = read_bytes(choice.path, choice.path.stat().st_size)
         if not (target.exists() and target.samefile(choice.path)):
             write_whole(target, content)
-    except OSError as error:
+    except (OSError, UnreadableFileError) as error:
         raise InvalidValueError("--out", str(target), f"beside a file that can be written ({error})") from error
     return {"file": target.name, "sha256": sha256(content).hexdigest(), "from": choice.name}
 

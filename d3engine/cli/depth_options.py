@@ -203,7 +203,7 @@ def _flag(field: str) -> str:
 def _json_or_text(value: str) -> Any:
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 

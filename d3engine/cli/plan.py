@@ -157,16 +157,15 @@ def _sizes_of(gpus: str) -> list[int]:
 
 def _config_of(model: str) -> tuple[ModelConfig, Path | None]:
     """The sizes of a model, and where it lies, if it does."""
-    from d3engine.files import CONFIG_BYTES, read_bytes
     from d3engine.model.config import ModelConfig
-    from d3engine.model.fields import json_object
+    from d3engine.model.fields import read_json_object
     from d3engine.model.model_files import CONFIG_FILE
 
     if model in KNOWN:
         return ModelConfig.from_dict(KNOWN[model]), None
     path = Path(model)
     if path.suffix == ".json" and path.is_file():
-        config = ModelConfig.from_dict(json_object(read_bytes(path, CONFIG_BYTES), path))
+        config = ModelConfig.from_dict(read_json_object(path))
         return config, path.parent if path.name == CONFIG_FILE else None
     directory = model_directory(model, f", a config.json, or one of {', '.join(KNOWN)}")
     return ModelConfig.from_directory(directory), directory

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from d3engine.errors import InvalidValueError, require
-from d3engine.files import UnreadableFileError, read_text
+from d3engine.files import UnreadableFileError, as_json, read_text
 
 STRUCTURED: dict[str, tuple[str, Any, str]] = {
     "json_schema": ("--json-schema", Path, "A file with a JSON schema that every answer satisfies."),
@@ -65,9 +65,11 @@ def _form(name: str, given: Any) -> Any:
         return text
     allowed = "a file with a JSON schema, which is a JSON object"
     try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidValueError(flag, str(given), f"{allowed} ({type(error).__name__}: {error})") from None
+        schema = as_json(text, given)
+    except UnreadableFileError as error:
+        reason = error.__context__  # a key that stands twice is of the file, which may be private
+        said = f"valid JSON: {reason}" if isinstance(reason, json.JSONDecodeError) else "valid JSON"
+        raise InvalidValueError(flag, str(given), f"{allowed} (this one is not {said})") from None
     require(isinstance(schema, dict), flag, str(given), f"{allowed} (this one holds {_kind_in_words(schema)})")
     return schema
 

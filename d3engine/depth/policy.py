@@ -219,7 +219,7 @@ def _reading(path: Path, complaint: str) -> Iterator[None]:
         yield
     except UnreadableFileError as error:
         raise ModelFormatError(str(error)) from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelFormatError(f"{path} {complaint}: {error}") from error
 
 

@@ -6,7 +6,6 @@ one who runs it. So an engine that answers nobody else may open what they name.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from d3engine.depth import D3, DepthPolicy
 from d3engine.depth.policy import named_bridges
 from d3engine.depth.statistics import mean_depth
 from d3engine.evaluation.baselines import nested_for_mean
+from d3engine.files import sha256_of
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
@@ -53,4 +53,7 @@ def bridged_rivals(engine: Engine, policy: D3, max_tokens: int) -> list[DepthPol
 def bridge_hashes(engine: Engine, policies: Iterable[DepthPolicy]) -> dict[str, str]:
     """The SHA-256 of each file of bridges that policies name, by its name there; all of them have been opened."""
     names = frozenset[str]().union(*map(named_bridges, policies))
-    return {name: hashlib.sha256(engine.bridges.path(name).read_bytes()).hexdigest() for name in sorted(names)}
+    from d3engine.model.bridges import most_bytes
+
+    most = most_bytes(engine.config.num_layers, engine.config.hidden_size)
+    return {name: sha256_of(engine.bridges.path(name), most) for name in sorted(names)}

@@ -7,7 +7,6 @@ drawn from the rest, anew for each question.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from pathlib import Path
 from d3engine.errors import D3EngineError, require, require_integer
 from d3engine.evaluation.benchmark import Asked, Benchmark
 from d3engine.evaluation.word_problems import Split
-from d3engine.files import UnreadableFileError, read_text
+from d3engine.files import UnreadableFileError, as_json, read_text
 
 MAX_TOKENS = 1024
 STOP = ("Question:", "</s>", "<|im_end|>")
@@ -74,10 +73,10 @@ def _with_examples(question: GSM8KQuestion, examples: list[GSM8KQuestion], shots
 
 def _read(path: Path) -> list[GSM8KQuestion]:
     try:
-        lines = [json.loads(line) for line in read_text(path).split("\n") if line.strip()]
+        lines = [as_json(line, path) for line in read_text(path).split("\n") if line.strip()]
         return [GSM8KQuestion(str(line["question"]), str(line["answer"])) for line in lines]
     except UnreadableFileError:
         raise
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (KeyError, TypeError) as error:
         expected = "a JSON object with question and answer on each line"
         raise D3EngineError(f"{path} is no file of GSM8K ({expected}): {type(error).__name__}: {error}") from error

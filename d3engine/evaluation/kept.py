@@ -18,7 +18,7 @@ from d3engine.depth.policy import named_bridges
 from d3engine.depth.words import policy_in_words
 from d3engine.errors import D3EngineError
 from d3engine.evaluation.work import Work
-from d3engine.files import DATA_BYTES, as_text, is_there, read_bytes
+from d3engine.files import DATA_BYTES, as_json, as_text, is_there, read_bytes
 from d3engine.request.params import SamplingParams
 
 
@@ -55,7 +55,7 @@ class KeptAnswers:
         self._whole = content.rfind(b"\n") + 1
         for number, line in enumerate(as_text(content[: self._whole], path).splitlines(), start=1):
             try:
-                fields = json.loads(line)
+                fields = as_json(line, path)
                 key = str(fields.pop("key"))
                 del fields["policy"]
                 self._answers[key] = Answer(**fields | {"work": Work(**fields["work"])})

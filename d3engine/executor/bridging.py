@@ -97,9 +97,8 @@ class BridgeStore:
 
     def _load(self, name: str) -> dict[Window, BridgeWeights]:
         try:
-            found = read_bridges(self.path(name))
-            fits = found.num_layers == self._config.num_layers and found.hidden_size == self._config.hidden_size
-            is_ours = fits and found.fingerprint == fingerprint(self._directory)
+            found = read_bridges(self.path(name), (self._config.num_layers, self._config.hidden_size))
+            is_ours = found.fingerprint == fingerprint(self._directory)
         except ModelFormatError as error:
             raise InvalidValueError("bridges", name, f"what d3engine bridge fit has written ({error})") from None
         require(is_ours, "bridges", name, "fitted to these weights, not to others (d3engine bridge fit)")

@@ -19,6 +19,7 @@ import triton_python_backend_utils as pb_utils  # which Triton puts on the path 
 from d3engine.async_engine.async_engine import AsyncEngine
 from d3engine.depth.policy import policy_from_dict
 from d3engine.errors import D3EngineError, InvalidValueError, require
+from d3engine.files import read_json
 from d3engine.integrations.fields import FieldReader
 from d3engine.integrations.triton_repository import ARGUMENTS_FILE
 from d3engine.request.outputs import RequestOutput
@@ -36,7 +37,7 @@ class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the engine that `model.json` describes."""
         file = Path(args["model_repository"]) / args["model_version"] / ARGUMENTS_FILE
-        arguments = json.loads(file.read_text())
+        arguments = read_json(file)
         if isinstance(arguments.get("depth"), dict):
             arguments["depth"] = policy_from_dict(arguments["depth"])
         self._engine = AsyncEngine(**arguments)

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 from d3engine.errors import InvalidValueError, ModelFormatError, require_integer
-from d3engine.model.config import GENERATION_CONFIG_FILE, ModelConfig, load_generation_config
+from d3engine.model.config import GENERATION_CONFIG_FILE, ModelConfig, load_generation_config, not_applied
 from d3engine.model.model_files import CONFIG_FILE
 from d3engine.request.params import SamplingParams
+
+_log = logging.getLogger(__name__)
 
 
 def default_sampling_params(directory: Path) -> SamplingParams:
     """What generation_config.json asks for, as vLLM reads it: greedy when it says `do_sample: false`.
 
+    A warning names the keys that change an answer in transformers and are not applied here.
     Raises `ModelFormatError`, naming the file, for a value that `SamplingParams` refuses.
     """
     defaults: dict[str, Any] = load_generation_config(directory)
     defaults.pop("eos_token_ids", None)
+    if ignored := not_applied(directory):
+        named = ", ".join(f"{name}={value!r:.60}" for name, value in ignored.items())
+        _log.warning("%s: these are not applied: %s", directory / GENERATION_CONFIG_FILE, named)
     if "max_new_tokens" in defaults:
         defaults["max_tokens"] = defaults.pop("max_new_tokens")
     if defaults.pop("do_sample", True) is False:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from pathlib import Path
 
@@ -18,8 +17,10 @@ from d3engine.depth.policy import (
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.depth.words import policy_in_words
 from d3engine.errors import ModelFormatError, require
-from d3engine.files import beside, is_there
-from d3engine.model.bridges import BRIDGES_FILE
+from d3engine.files import beside, is_there, sha256_of
+from d3engine.model.bridges import BRIDGES_FILE, most_bytes
+from d3engine.model.config import ModelConfig
+from d3engine.model.fields import of_a_model
 from d3engine.model.fingerprint import fingerprint
 
 _log = logging.getLogger(__name__)
@@ -58,7 +59,10 @@ def _check_bridges(directory: Path) -> None:
     path, expected = beside(directory, BRIDGES_FILE), calibrated_bridges(directory)
     if expected is None or not is_there(path):  # whoever loads them says that they are missing
         return
-    if hashlib.sha256(path.read_bytes()).hexdigest() != expected:
+    config = ModelConfig.from_directory(directory)
+    with of_a_model():
+        found = sha256_of(path, most_bytes(config.num_layers, config.hidden_size))
+    if found != expected:
         raise ModelFormatError(
             f"{beside(directory, POLICY_FILE)} was calibrated with other bridges than those in {path}; run d3engine "
             "calibrate with these, put those back, or name a depth"

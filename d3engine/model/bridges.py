@@ -23,7 +23,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from d3engine.errors import ModelFormatError
-from d3engine.files import write_whole
+from d3engine.files import as_json, open_regular, path_of, write_whole
+from d3engine.model.fields import of_a_model
 
 BRIDGES_FILE = "bridges.safetensors"
 """In a model's directory, or beside its GGUF file: the bridges that a policy calls "auto"."""
@@ -134,25 +135,33 @@ def write_bridges(bridges: Bridges, path: str | Path) -> None:
     write_whole(path, save(tensors, metadata))
 
 
-def read_bridges(path: str | Path) -> Bridges:
+def most_bytes(num_layers: int, hidden_size: int) -> int:
+    """Bytes of a file with every window of a model of these sizes, float32, at most."""
+    per_window = 4 * (2 * hidden_size**2 + hidden_size)
+    return 128 * 2**20 + num_layers * (num_layers + 1) // 2 * per_window
+
+
+def read_bridges(path: str | Path, sizes: tuple[int, int] | None = None) -> Bridges:
     """The bridges of a file, as it holds them; whose weights they belong to is the caller's to compare.
 
-    Raises `ModelFormatError`, naming the file, for anything that `write_bridges` has not written.
+    `sizes` are the layers and the hidden size of the model that they are for, compared before a tensor is read. Raises
+    `ModelFormatError`, naming the file, for anything that `write_bridges` has not written, and for other sizes.
     """
-    if not Path(path).is_file():
-        raise ModelFormatError(f"{path} is missing, or is not a regular file")
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            return _read(file)
-    except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelFormatError(f"{path} is no file of bridges: {error}") from None
+    with of_a_model(), open_regular(path) as opened:
+        try:
+            with safe_open(path_of(opened), framework="pt") as file:
+                return _read(file, sizes)
+        except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ModelFormatError(f"{path} is no file of bridges: {error}") from None
 
 
-def _read(file: Any) -> Bridges:
+def _read(file: Any, sizes: tuple[int, int] | None) -> Bridges:
     metadata = file.metadata() or {}
     if metadata.get("format") != FORMAT:
         raise ValueError(f"its format is {metadata.get('format')!r}, not {FORMAT!r}")
     num_layers, hidden_size = int(metadata["num_layers"]), int(metadata["hidden_size"])
+    if sizes is not None and sizes != (num_layers, hidden_size):
+        raise ValueError(f"it is for {num_layers} layers of {hidden_size} numbers, not for {sizes[0]} of {sizes[1]}")
     windows: dict[Window, set[str]] = {}
     for name in file.keys():  # noqa: SIM118 (no mapping: it cannot be iterated over)
         place, _, part = name.rpartition(".")
@@ -161,7 +170,10 @@ def _read(file: Any) -> Bridges:
             raise ValueError(f"{name} is of no window of {num_layers} layers")
         windows.setdefault((first, stop), set()).add(part)
     found = {window: _bridge(file, window, parts, hidden_size) for window, parts in sorted(windows.items())}
-    return Bridges(metadata["fingerprint"], num_layers, hidden_size, found, json.loads(metadata["about"]))
+    about = as_json(metadata["about"], "about")
+    if not isinstance(about, dict):
+        raise ValueError("its about is no JSON object")
+    return Bridges(metadata["fingerprint"], num_layers, hidden_size, found, about)
 
 
 def _bridge(file: Any, window: Window, parts: set[str], hidden_size: int) -> Bridge:
@@ -180,6 +192,7 @@ def _bridge(file: Any, window: Window, parts: set[str], hidden_size: int) -> Bri
     for part, tensor in tensors.items():
         if tensor.dtype not in DTYPES.values():
             raise ValueError(f"{name}.{part} is {tensor.dtype}, not one of {', '.join(DTYPES)}")
-        if not bool(torch.isfinite(tensor).all()):
+        low, high = torch.aminmax(tensor)  # of any size: these need no second tensor, as isfinite does
+        if not bool(torch.isfinite(low) & torch.isfinite(high)):
             raise ValueError(f"{name}.{part} has numbers that are not finite")
     return Bridge(*window, **tensors)

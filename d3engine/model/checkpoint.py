@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from d3engine.errors import ModelFormatError
-from d3engine.files import is_there
-from d3engine.model.fields import read_json_object
+from d3engine.files import is_there, open_regular, path_of
+from d3engine.model.fields import of_a_model, read_json_object
 from d3engine.model.mapped_file import MappedFile
 
 SINGLE_FILE = "model.safetensors"
@@ -130,11 +130,11 @@ def open_safetensors(directory: str | Path) -> Iterator[Checkpoint]:
     entries: dict[str, TensorEntry] = {}
     sources: dict[Path, TensorFile] = {}
     for file in _files(Path(directory), index):
-        for entry in _checked_header(file):
+        header, sources[file] = _opened(file)
+        for entry in header:
             if entry.name in entries:
                 raise ModelFormatError(f"tensor {entry.name!r} is in both {entries[entry.name].file} and {file}")
             entries[entry.name] = entry
-        sources[file] = _map(file)
     if index is not None:
         _check_index(Path(directory) / INDEX_FILE, index, entries)
     try:
@@ -187,22 +187,18 @@ def _no_weights(directory: Path) -> ModelFormatError:
     return ModelFormatError(found)
 
 
-def _checked_header(file: Path) -> list[TensorEntry]:
+def _opened(file: Path) -> tuple[list[TensorEntry], MappedFile]:
     """The tensors of one file; safetensors itself checks the header's size and that offsets cover the file exactly."""
-    if not file.is_file():
-        raise ModelFormatError(f"{file} is missing or not a regular file")
-    try:
-        with safe_open(file, framework="pt", device="cpu") as handle:
-            return list(_header(file, handle))
-    except (SafetensorError, OSError) as error:
-        raise ModelFormatError(f"{file} is not a valid safetensors file: {error}") from None
-
-
-def _map(file: Path) -> MappedFile:
-    try:
-        return MappedFile(file)
-    except (OSError, ValueError, KeyError) as error:  # its header has just been valid: somebody writes to it
-        raise ModelFormatError(f"{file} cannot be read: {error}") from None
+    with of_a_model(), open_regular(file) as opened:
+        try:
+            with safe_open(path_of(opened), framework="pt", device="cpu") as handle:
+                entries = list(_header(file, handle))
+        except (SafetensorError, OSError) as error:
+            raise ModelFormatError(f"{file} is not a valid safetensors file: {error}") from None
+        try:
+            return entries, MappedFile(file, opened)
+        except (OSError, ValueError, KeyError) as error:  # its header has just been valid: another process writes
+            raise ModelFormatError(f"{file} cannot be read: {error}") from None
 
 
 def _header(file: Path, handle: Any) -> Iterator[TensorEntry]:

@@ -7,17 +7,18 @@ are in `families.py`.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from d3engine.errors import ModelFormatError
-from d3engine.model.families import Biases, Family, Multipliers, TensorNames, family_of
+from d3engine.model.families import Biases, Family, Multipliers, TensorNames, family_of, need_layer_types
 from d3engine.model.fields import Fields
 from d3engine.model.fp8_config import FP8_METHODS, is_fp8
 from d3engine.model.model_files import CONFIG_FILE
-from d3engine.model.rope_config import RopeConfig, read_rope_config, refuse_other_rotations
+from d3engine.model.rope_config import RopeConfig, read_rope_config
 from d3engine.model.source import ModelSource, files_of
 
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -33,6 +34,43 @@ LM_HEAD_FORMS = ("int8", "int4", "float")
 """What an LM head may be beside quantized matrices; one that is the embedding too is not int4."""
 DEFAULT_HEAD_FORM = "int8"
 """Under both schemes: four bits of a head cost far more of the answers than those of all layers."""
+
+_NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "hidden_act": (("silu",), ""),
+    "rope_interleaved": ((False,), ", since weights must be in the half-split order of transformers"),
+    "partial_rotary_factor": ((1.0,), ", since Llama rotates whole heads"),
+    "is_causal": ((True,), ", since a token attends to those before it alone"),
+    "is_encoder_decoder": ((False,), ", since there is no encoder"),
+    **dict.fromkeys(("per_layer_config", "attribute_map", "fusion_config"), (({},), ", since all layers are alike")),
+    **dict.fromkeys(
+        ("text_config", "decoder", "generator", "text_encoder"), ((), ", since the model itself is the decoder")
+    ),
+    "transformers_weights": ((), ", since weights are in model.safetensors or its shards"),
+    **dict.fromkeys(("attention_chunk_size", "kv_sharing_modes", "interleaved_sliding_window"), ((), "")),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "compression_config"), ((), "")),
+    "logit_scale": ((1.0,), ", since logits are not scaled"),
+    **dict.fromkeys(("alibi", "qk_layernorm", "use_qk_norm", "attn_temperature_tuning"), ((False,), "")),
+}
+"""Keys that change what transformers or vLLM computes and that are not read here: the values without effect, and why.
+
+null has no effect either. tests/model/test_config_keys.py compares this table with transformers' own sources.
+"""
+
+_NOT_APPLIED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (1,)),
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale"), (1,)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "diversity_penalty"), (0,)),
+    **dict.fromkeys(("token_healing", "renormalize_logits"), (False,)),
+    **dict.fromkeys(
+        ("stop_strings", "bad_words_ids", "force_words_ids", "constraints", "suppress_tokens", "sequence_bias"), ([],)
+    ),
+    **dict.fromkeys(("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"), ([],)),
+    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config", "top_h", "dola_layers"), ()),
+    "penalty_alpha": (0,),
+    "max_time": (),
+}
+"""Keys of generation_config.json that change an answer and are not applied, with the values without effect."""
 
 _MAX_LAYERS = 10_000
 """Far above any real model, low enough that the names built from it stay harmless."""
@@ -194,15 +232,36 @@ def load_generation_config(model: ModelSource) -> dict[str, Any]:
     return defaults
 
 
+def not_applied(model: ModelSource) -> dict[str, Any]:
+    """The keys of generation_config.json that change an answer in transformers and not here, with their values."""
+    files = files_of(model)
+    given = files.read_json_object(GENERATION_CONFIG_FILE) if files.has(GENERATION_CONFIG_FILE) else {}
+    return {
+        name: given[name]
+        for name, neutral in _NOT_APPLIED.items()
+        if given.get(name) is not None and given[name] not in neutral
+    }
+
+
 def _refuse_other_models(fields: Fields, family: Family) -> None:
     """Raise for what would make another model of this member of `family` than a Llama."""
     family.check(fields)
-    if fields.get("hidden_act") not in (None, "silu"):
-        fields.refuse("hidden_act", "'silu'")
-    refuse_other_rotations(fields)
+    for name, (neutral, why) in _NEUTRAL.items():
+        value = fields.get(name)
+        if value is not None and value not in neutral:
+            allowed = " or ".join(json.dumps(one).replace('"', "'") for one in neutral) or "absent"
+            fields.refuse(name, allowed + why)
+    _refuse_other_layers(fields, family)
     # pretraining_tp > 1 made transformers 4 split matrix products into slices and sum them: the same numbers
     # but for rounding, and transformers 5 no longer does it. So it is checked and then has no effect.
     fields.integer("pretraining_tp", default=1)
+
+
+def _refuse_other_layers(fields: Fields, family: Family) -> None:
+    """Every layer attends to the whole text, or to a window of it where the config names one."""
+    # Which layers have the window does not matter: no text becomes longer.
+    slides = family.has_window(fields) and fields.get("sliding_window") is not None
+    need_layer_types(fields, ("full_attention", *(["sliding_attention"] if slides else [])))
 
 
 def _rope(fields: Fields, family: Family, head_dim: int, max_positions: int) -> RopeConfig:

@@ -142,15 +142,11 @@ def _uses_window(fields: Fields) -> bool:
 
 
 def _is_full_attention(fields: Fields) -> None:
-    _need_layer_types(fields, ("full_attention",))
+    need_layer_types(fields, ("full_attention",))
 
 
-def _slides_only_with_a_window(fields: Fields) -> None:
-    # Which layers do does not matter: no text becomes longer than the window.
-    _need_layer_types(fields, ("full_attention", *(["sliding_attention"] if _uses_window(fields) else [])))
-
-
-def _need_layer_types(fields: Fields, allowed: tuple[str, ...]) -> None:
+def need_layer_types(fields: Fields, allowed: tuple[str, ...]) -> None:
+    """Raise `ModelFormatError` unless `layer_types` is absent or names these kinds of attention alone."""
     kinds = fields.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or any(kind not in allowed for kind in kinds)):
         fields.refuse("layer_types", f"{' or '.join(map(repr, allowed))} for every layer, or absent")
@@ -184,7 +180,7 @@ class Family:
     default_theta: float = 10_000.0
     rope_types: tuple[str, ...] | None = None  # None: every type that the engine knows
     layers_without_rope: Callable[[Fields, int], tuple[int, ...]] = lambda fields, num_layers: ()
-    has_window: Callable[[Fields], bool] = lambda fields: False  # reads sliding_window
+    has_window: Callable[[Fields], bool] = lambda fields: True  # reads sliding_window, where it is there
     biases: Callable[[Fields], Biases] = lambda fields: Biases()
     has_head_norms: bool = False
     multipliers: Callable[[Fields], Multipliers] = lambda fields: Multipliers()
@@ -204,7 +200,6 @@ FAMILIES = (
         ("MistralForCausalLM",),
         "mistral",
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
-        has_window=lambda fields: True,
         check=_is_full_attention,
     ),
     Family(
@@ -215,7 +210,6 @@ FAMILIES = (
         eos_token_ids=(),
         has_window=_uses_window,
         biases=lambda fields: Biases(qkv=True),
-        check=_slides_only_with_a_window,
         gguf=GGUFForm(),
     ),
     Family(
@@ -253,7 +247,6 @@ FAMILIES = (
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         eos_token_ids=(32_000,),
         rope_types=("default",),  # transformers reads "yarn" and "su" as longrope here
-        has_window=lambda fields: True,
         gguf=GGUFForm(
             modules={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
             keys={"attention.sliding_window": "sliding_window"},
@@ -284,7 +277,6 @@ FAMILIES = (
         has_window=_uses_window,
         biases=_qwen3_biases,
         has_head_norms=True,
-        check=_slides_only_with_a_window,
         gguf=GGUFForm(),
     ),
     Family(
@@ -297,7 +289,6 @@ FAMILIES = (
         layers_without_rope=_smollm3_layers_without_rope,
         has_window=_uses_window,
         biases=_llama_biases,
-        check=_slides_only_with_a_window,
         gguf=GGUFForm(adjacent_pairs=True),  # which layers have rope no file says: the family's default, as llama.cpp
     ),
 )

@@ -6,7 +6,8 @@ message and no reader can forget that JSON's `true` is an int to Python or that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,21 +19,26 @@ _MAX_SIZE = 2**31 - 1
 """Of every integer: far above any real model, low enough that shapes built from it stay harmless."""
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raise `ModelFormatError` naming the file if it cannot be had."""
+@contextmanager
+def of_a_model() -> Iterator[None]:
+    """Raise `ModelFormatError` in place of an `UnreadableFileError`: the file is one of a model."""
     try:
-        content = read_bytes(path)
+        yield
     except UnreadableFileError as error:
         raise ModelFormatError(str(error)) from None
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; raise `ModelFormatError` naming the file if it cannot be had."""
+    with of_a_model():
+        content = read_bytes(path)
     return json_object(content, path)
 
 
 def json_object(content: bytes, path: Path) -> dict[str, Any]:
     """As `read_json_object`, of the bytes of a file that errors call `path`."""
-    try:
+    with of_a_model():
         parsed = as_json(content, path)
-    except UnreadableFileError as error:
-        raise ModelFormatError(str(error)) from None
     if not isinstance(parsed, dict):
         raise ModelFormatError(f"{path} must hold a JSON object, not a {type(parsed).__name__}")
     return parsed

@@ -48,11 +48,11 @@ def block_of(fields: Fields) -> Block | None:
     named = fields.get("weight_block_size") or _block_of_groups(fields.get("config_groups"))
     if named is None:
         return None
-    sizes = re.findall(r"\d{1,9}", named) if isinstance(named, str) else named
-    if not isinstance(sizes, list) or len(sizes) != 2 or not all(str(size).isdecimal() for size in sizes):
+    sizes = [int(size) for size in re.findall(r"\d{1,9}", named)] if isinstance(named, str) else named
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int for size in sizes):
         fields.refuse("weight_block_size", "two whole numbers, the rows and the columns that share a scale, or absent")
-    rows, columns = (int(size) for size in sizes)
-    if not rows or not columns:
+    rows, columns = sizes
+    if rows < 1 or columns < 1:
         fields.refuse("weight_block_size", "two whole numbers above 0")
     return rows, columns
 

@@ -6,7 +6,8 @@ is asked for, and nothing keeps it. The shape of the scales says what each belon
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,10 +22,11 @@ from d3engine.model.fp8_config import Block
 
 _PUBLISHED_SCALES = ("weight_scale", "weight_scale_inv")
 """Both are what values are multiplied by, whatever the second is called."""
-_OF_ACTIVATIONS = frozenset(
-    {"input_scale", "input_scale_ub", "activation_scale", "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale"}
-)
+_OF_INPUTS = frozenset({"input_scale", "input_scale_ub", "activation_scale", "output_scale"})
+_OF_HEADS = frozenset({"q_scale", "k_scale", "v_scale", "kv_scale"})
 """Scales of what is computed: inputs stay floats here, and cache entries of 8 bits have scales of their own."""
+_ONE = ((), (1,), (1, 1))
+"""The shapes of a single scale."""
 
 
 def scheme_of_fp8(checkpoint: Checkpoint, block: Block | None) -> str | None:
@@ -96,11 +98,15 @@ def _multiplied_out(values: TensorEntry, name: str, scales: TensorEntry) -> _Mad
 
 
 def _with_made(checkpoint: Checkpoint, made: Mapping[str, _Made], gone: set[str], block: Block | None) -> Checkpoint:
+    own = {name.rpartition(".")[0] for name in checkpoint.entries if name.endswith(".weight")}
+    modules = own | {module.rpartition(".")[0] for module in own}
     entries = {
         name: entry
         for name, entry in checkpoint.entries.items()
-        if name not in gone and name.rpartition(".")[2] not in _OF_ACTIVATIONS
+        if name not in gone and not _is_of_activations(entry, modules)
     }
+    for name in made.keys() & entries.keys():
+        raise ModelFormatError(f"{entries[name].file}: tensor {name!r} is unexpected beside published 8-bit weights")
     entries |= {name: one.entry for name, one in made.items()}
     tensors = _Tensors(checkpoint, made, block)
     files: dict[Path, TensorFile] = {entry.file: tensors for entry in entries.values()}
@@ -146,23 +152,50 @@ class _Tensors:
         if len(shape) == 1:
             return self._spread(made, (*shape, 1)).expand(*shape, 1).flatten().clone()
         assert made.scales is not None, "these are scales"
-        scales = self._checkpoint.read(made.scales.name).float()
+        scales = self._scales(made)
         high = shape[0] // scales.shape[0] if self._block is None else self._block[0]
         return scales.repeat_interleave(high, 0)[: shape[0]]
 
     def _spread(self, made: _Made, shape: tuple[int, ...]) -> Tensor:
         """The scales of a matrix in float32, of a shape that its values can be multiplied by."""
         assert made.scales is not None, "what has none is not multiplied"
-        scales = self._checkpoint.read(made.scales.name).float()
+        scales = self._scales(made)
         rows, columns = shape
         if scales.numel() == 1:
             return scales.reshape(1, 1)
-        if scales.numel() == rows and scales.shape[0] == rows:
+        if scales.shape in ((rows,), (rows, 1)):
             return scales.reshape(rows, 1)
         block = _block_in(shape, scales.shape, self._block)
         assert block is not None, "the shape was checked"
         high, wide = block
         return scales.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
+
+    def _scales(self, made: _Made) -> Tensor:
+        """The published scales in float32; raises `ModelFormatError` unless all are finite and above 0."""
+        assert made.scales is not None, "what has none is not multiplied"
+        scales = self._checkpoint.read(made.scales.name).float()
+        low, high = scales.aminmax()
+        if not (low > 0 and high < math.inf):
+            raise ModelFormatError(
+                f"{made.scales.file}: tensor {made.scales.name!r} must have finite values above 0 as float32"
+            )
+        return scales
+
+
+def _is_of_activations(entry: TensorEntry, modules: Collection[str]) -> bool:
+    """Whether a tensor is a scale of what one of `modules` computes, which is not read.
+
+    Raises `ModelFormatError` for one of another shape or dtype than such scales have.
+    """
+    module, _, kind = entry.name.rpartition(".")
+    if kind not in _OF_INPUTS | _OF_HEADS or module not in modules:
+        return False
+    is_scale = entry.shape in _ONE or (kind in _OF_HEADS and len(entry.shape) == 1 and entry.num_values > 0)
+    if entry.dtype not in FLOAT_DTYPES or not is_scale:
+        allowed = "one float, or one for each head" if kind in _OF_HEADS else "one float"
+        held = f"dtype {entry.dtype} and shape {list(entry.shape)}"
+        raise ModelFormatError(f"{entry.file}: tensor {entry.name!r} has {held}: allowed is {allowed}")
+    return True
 
 
 def _scales_of(checkpoint: Checkpoint, entry: TensorEntry) -> TensorEntry:
@@ -178,7 +211,7 @@ def _scales_of(checkpoint: Checkpoint, entry: TensorEntry) -> TensorEntry:
 
 def _is_of_rows(entry: TensorEntry, scales: TensorEntry) -> bool:
     rows = entry.shape[0]
-    return scales.num_values == 1 or scales.shape in ((rows,), (rows, 1))
+    return scales.shape in (*_ONE, (rows,), (rows, 1))
 
 
 def _check_shape(entry: TensorEntry, scales: TensorEntry, block: Block | None) -> None:
@@ -186,7 +219,7 @@ def _check_shape(entry: TensorEntry, scales: TensorEntry, block: Block | None) -
         raise ModelFormatError(f"{entry.file}: tensor {entry.name!r} has dtype {FP8}: allowed for matrices alone")
     if _is_of_rows(entry, scales):
         return
-    if len(scales.shape) != 2 or _block_in(entry.shape, scales.shape, block) is None:
+    if _block_in(entry.shape, scales.shape, block) is None:
         blocks = f", or one for each block of {block[0]} x {block[1]}" if block else ", or one for each of equal blocks"
         raise ModelFormatError(
             f"{scales.file}: tensor {scales.name!r} has shape {list(scales.shape)}: allowed for a matrix of "
@@ -197,6 +230,8 @@ def _check_shape(entry: TensorEntry, scales: TensorEntry, block: Block | None) -
 def _block_in(shape: tuple[int, ...], scales: tuple[int, ...], named: Block | None) -> Block | None:
     """The rows and columns that share a scale; None where they do not fit. Blocks at the end may be smaller if the
     config names their size; of others all are equal."""
+    if len(scales) != 2:
+        return None
     (rows, columns), (down, across) = shape, scales
     if named is None:
         fits = down > 0 and across > 0 and rows % down == 0 and columns % across == 0

@@ -5,6 +5,7 @@ The one idea: a key that could change what a model computes is either read or re
 
 from __future__ import annotations
 
+import json
 import math
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,7 +31,30 @@ _READ = frozenset(
     }
 )
 """The keys behind "llama." or another architecture that are read, or say nothing that changes a result."""
-_OFF = (None, 0, 0.0, False)
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "use_parallel_residual": (False,),
+    **dict.fromkeys(("expert_count", "expert_used_count", "expert_shared_count", "expert_feed_forward_length"), (0,)),
+    **dict.fromkeys(("leading_dense_block_count", "nextn_predict_layers", "attention.shared_kv_layers"), (0,)),
+    **dict.fromkeys(("attention.sliding_window", "attention.clamp_kqv", "attention.max_alibi_bias"), (0,)),
+    **dict.fromkeys(("attention.scale", "attn_logit_softcapping", "final_logit_softcapping", "pooling_type"), (0,)),
+    **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "expert_weights_scale"), (0, 1)),
+    "rope.scaling.attn_factor": (1,),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_beta_fast": (32,),
+    "rope.scaling.yarn_beta_slow": (1,),
+    "rope.scaling.yarn_log_multiplier": (0,),
+}
+"""Keys that are not read, with the values by which llama.cpp computes what is computed here."""
+_EXT_FACTOR = "rope.scaling.yarn_ext_factor"
+_TOKENIZER_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tokenizer.ggml.remove_extra_whitespaces": (False,),
+    "tokenizer.ggml.escape_whitespaces": (True,),
+    "tokenizer.ggml.add_sep_token": (False,),
+    "tokenizer.ggml.normalizer.lowercase": (False,),
+    "tokenizer.ggml.precompiled_charsmap": ([],),
+}
+"""The same of keys that change how a text becomes tokens."""
 
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -97,11 +121,17 @@ def _refuse(file: GGUFFile, key: str, allowed: str) -> NoReturn:
 
 
 def _refuse_unread(file: GGUFFile, prefix: str, form: GGUFForm) -> None:
-    """A key of the architecture's that is not read could change the result, unless it says that something is off."""
+    """A key that is not read could change the result, unless its value is known to have no effect."""
+    is_yarn = file.metadata.get(prefix + "rope.scaling.type") == "yarn"
+    # A negative factor leaves it to the type: all channels that have to be are extrapolated, or none is.
+    neutral = {_EXT_FACTOR: (-1, 1 if is_yarn else 0), **_NEUTRAL}
     read = _READ | form.keys.keys()
+    of_keys = {prefix + name: values for name, values in neutral.items() if name not in read} | _TOKENIZER_NEUTRAL
     for key, value in file.metadata.items():
-        if key.startswith(prefix) and key.removeprefix(prefix) not in read and value not in _OFF:
-            _refuse(file, key, "absent, since it is not supported")
+        is_unread = key in of_keys or (key.startswith(prefix) and key.removeprefix(prefix) not in read)
+        if is_unread and value not in of_keys.get(key, ()):
+            words = " or ".join(["absent", *map(json.dumps, of_keys.get(key, ()))])
+            _refuse(file, key, f"{words}, since it is not supported")
 
 
 def _embedding(file: GGUFFile) -> GGUFTensor:
@@ -135,9 +165,10 @@ def _rope_scaling(file: GGUFFile, fields: Fields, head_dim: int, theta: float) -
         if kind in ("linear", "yarn"):
             fields.refuse("rope.scaling.type", f"none beside {FREQ_FACTORS}")
         return _llama3_scaling(file, head_dim, theta)
-    old = fields.get("rope.scale_linear")  # how files of 2023 say it
-    if kind is None and old is not None and old != 1:
-        return {"rope_type": "linear", "factor": fields.number("rope.scale_linear")}
+    if kind is None:  # as llama.cpp has it: linear, by either name, where 0 is no factor
+        given = [name for name in ("rope.scaling.factor", "rope.scale_linear") if fields.get(name) is not None]
+        if given and fields.number(given[0], zero_allowed=True) not in (0, 1):
+            return {"rope_type": "linear", "factor": fields.number(given[0])}
     if kind in (None, "none"):
         return None
     scaling = {"rope_type": kind, "factor": fields.number("rope.scaling.factor")}

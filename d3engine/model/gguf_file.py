@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from d3engine.errors import MissingExtraError, ModelFormatError
+from d3engine.files import UnreadableFileError, open_regular
+from d3engine.model.fields import of_a_model
 
 if TYPE_CHECKING:  # a config is read without torch and numpy
     import numpy as np
@@ -82,7 +84,8 @@ class GGUFFile:
         values = np.empty((count, tensor.shape[-1]), dtype=np.float32)
         row_bytes = tensor.nbytes // math.prod(tensor.shape[:-1])
         step = max(1, _VALUES_AT_ONCE // tensor.shape[-1])
-        with _opened(self.path) as file, np.errstate(all="ignore"):  # what is not finite, the loader refuses
+        # What is not finite, the loader refuses.
+        with of_a_model(), open_regular(self.path) as file, np.errstate(all="ignore"):
             if _version_of(file) != self._version:
                 raise ModelFormatError(f"{self.path} has changed since its header was read")
             file.seek(tensor.offset + first * row_bytes)
@@ -101,7 +104,7 @@ def is_gguf(path: Path) -> bool:
         return False
     if path.suffix.lower() == ".gguf":
         return True
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(UnreadableFileError), open_regular(path) as file:
         return file.read(len(_MAGIC)) == _MAGIC
     return False
 
@@ -117,19 +120,8 @@ def open_gguf(path: str | Path) -> GGUFFile:
         import gguf  # noqa: F401
     except ImportError as error:
         raise MissingExtraError("gguf", "gguf", "reading GGUF files") from error
-    if not path.is_file():
-        raise ModelFormatError(f"{path} is missing or not a regular file")
-    with _opened(path) as file:
+    with of_a_model(), open_regular(path) as file:
         return _read_file(path, _Header(path, file))
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    try:
-        with path.open("rb") as file:
-            yield file
-    except OSError as error:
-        raise ModelFormatError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def _version_of(file: BinaryIO) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from typing import Any
+from typing import Any, NoReturn
 
 from d3engine.errors import ModelFormatError, must_be
 from d3engine.model.gguf_file import GGUFFile
@@ -53,10 +53,14 @@ def gguf_tokenizer_json(file: GGUFFile) -> bytes:
     """The tokenizer.json of byte-level BPE. Raises `ModelFormatError`, naming the key."""
     tokens, kinds = _tokens(file)
     pre = file.metadata.get("tokenizer.ggml.pre")
-    if pre not in WORDS:
+    if not isinstance(pre, str) or pre not in WORDS:
         _refuse(file, "pre", f"one of {', '.join(sorted(WORDS))} (or give the model's tokenizer.json as tokenizer)")
-    words = WORDS[str(pre)]
+    words = WORDS[pre]
     merges = [merge.split(" ") for merge in _list(file, "merges", str)]
+    if not merges:
+        raise ModelFormatError(f"{file.path}: tokenizer.ggml.merges is missing or empty")
+    if _flag(file, "add_space_prefix", False):
+        _refuse(file, "add_space_prefix", "false with tokenizer.ggml.model 'gpt2'")
     if not all(len(merge) == 2 for merge in merges):
         raise ModelFormatError(f"{file.path}: tokenizer.ggml.merges must be pairs with a space between")
     added = [
@@ -97,7 +101,7 @@ def _named_tokens(file: GGUFFile) -> dict[str, str]:
     return named
 
 
-def _refuse(file: GGUFFile, name: str, allowed: str) -> None:
+def _refuse(file: GGUFFile, name: str, allowed: str) -> NoReturn:
     key = f"tokenizer.ggml.{name}"
     raise ModelFormatError(must_be(f"{file.path}: {key}", file.metadata.get(key), allowed))
 
@@ -165,8 +169,10 @@ def gguf_sentencepiece(file: GGUFFile) -> bytes:
     tokens, kinds = _tokens(file)
     _named_tokens(file)  # their ids are those of tokens
     scores = _list(file, "scores", float)
-    if len(scores) != len(tokens) or not all(abs(score) < 1e38 for score in scores):
-        allowed = f"one finite float32 for each of the {len(tokens):,} tokens"
+    long = [number for number, kind in enumerate(kinds) if kind == 1 and len(tokens[number]) > 1]
+    is_ranked = len(long) < 2 or len({scores[number] for number in long if number < len(scores)}) > 1
+    if len(scores) != len(tokens) or not is_ranked or not all(abs(score) < 1e38 for score in scores):
+        allowed = f"one finite float32 for each of the {len(tokens):,} tokens, and not all the same"
         raise ModelFormatError(f"{file.path}: tokenizer.ggml.scores must be {allowed}")
     pieces = b"".join(
         _message(1, _message(1, token.encode()) + b"\x15" + struct.pack("<f", score) + b"\x18" + _varint(kind))

@@ -7,15 +7,16 @@ twice.
 
 from __future__ import annotations
 
-import json
 import mmap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 from d3engine.errors import ModelFormatError
+from d3engine.files import as_json
 
 _DTYPES = {
     "F64": torch.float64,
@@ -36,13 +37,13 @@ def dtype_of(name: str) -> torch.dtype:
 class MappedFile:
     """One file whose header is known to be valid; the mapping lasts as long as a tensor lies in it."""
 
-    def __init__(self, file: Path) -> None:
-        """Map `file`. What is written to a tensor of it stays in this process, and never reaches the file."""
+    def __init__(self, file: Path, opened: BinaryIO) -> None:
+        """Map `opened`, the open `file`. What is written to a tensor of it stays in this process, and never reaches the
+        file."""
         self._file = file
-        with file.open("rb") as opened:
-            self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         header_end = 8 + int.from_bytes(self._map[:8], "little")
-        header = json.loads(self._map[8:header_end])
+        header = as_json(self._map[8:header_end], file)
         self._ranges = {
             name: (header_end + entry["data_offsets"][0], header_end + entry["data_offsets"][1])
             for name, entry in header.items()

@@ -11,9 +11,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from d3engine.errors import ModelFormatError
-from d3engine.files import CONFIG_BYTES, DATA_BYTES, UnreadableFileError, as_text
-from d3engine.model.fields import json_object
+from d3engine.files import CONFIG_BYTES, DATA_BYTES, as_text
+from d3engine.model.fields import json_object, of_a_model
 
 if TYPE_CHECKING:  # torch waits until weights are asked for
     from d3engine.model.checkpoint import Checkpoint
@@ -54,18 +53,14 @@ class ModelFiles(ABC):
 
     def read_bytes(self, name: str, most: int = DATA_BYTES) -> bytes:
         """The file of that name; raises `ModelFormatError` where it is missing, no regular file or too long."""
-        try:
+        with of_a_model():
             return self.content(name, most)
-        except UnreadableFileError as error:
-            raise ModelFormatError(str(error)) from None
 
     def read_text(self, name: str, most: int = DATA_BYTES) -> str:
         """As `read_bytes`, for UTF-8 text."""
         content = self.read_bytes(name, most)
-        try:
+        with of_a_model():
             return as_text(content, self.place(name))
-        except UnreadableFileError as error:
-            raise ModelFormatError(str(error)) from None
 
     def read_json_object(self, name: str) -> dict[str, Any]:
         """As `read_bytes`, for an object in JSON."""

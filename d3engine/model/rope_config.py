@@ -62,14 +62,6 @@ class RopeConfig:
     truncate: bool = True
 
 
-def refuse_other_rotations(fields: Fields) -> None:
-    """Raise `ModelFormatError` unless whole heads rotate, in the half-split order."""
-    if fields.get("rope_interleaved") not in (None, False):
-        fields.refuse("rope_interleaved", "false, since weights must be in the half-split order of transformers")
-    if fields.get("partial_rotary_factor") not in (None, 1, 1.0):
-        fields.refuse("partial_rotary_factor", "1.0, since Llama rotates whole heads")
-
-
 def read_rope_config(fields: Fields, head_dim: int, max_positions: int, default_theta: float) -> RopeConfig:
     """Return the rope of either spelling; where a config carries both, they must agree. Raises `ModelFormatError`."""
     found = []

@@ -7,26 +7,30 @@ files. They are read into one list here, in transformers' order, because a token
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
-from d3engine.errors import ModelFormatError
+from d3engine.errors import ModelFormatError, must_be
 from d3engine.model.model_files import ModelFiles
 from d3engine.model.source import ModelSource, files_of
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _ALL_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SWITCHES = ("add_bos_token", "add_eos_token", "add_prefix_space", "legacy")
 _FLAGS = ("lstrip", "rstrip", "single_word")
 
 
 def read_tokenizer_config(model: ModelSource) -> dict[str, Any]:
     """Return tokenizer_config.json over special_tokens_map.json; missing files count as empty.
 
-    Raises `ModelFormatError` when one is no JSON object.
+    Raises `ModelFormatError` when one is no JSON object, and for a switch that is neither true nor false.
     """
     files, config = files_of(model), dict[str, Any]()
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if files.has(name):
             config.update(files.read_json_object(name))
+    for name in _SWITCHES:
+        if not (config.get(name) is None or isinstance(config[name], bool)):
+            raise ModelFormatError(must_be(f"tokenizer_config.json: {name}", config[name], "true, false or null"))
     return config
 
 
@@ -69,7 +73,7 @@ def added_tokens(model: ModelSource, config: Mapping[str, Any]) -> dict[int, dic
     added = {}
     for key, token in entries.items():
         content = token.get("content") if isinstance(token, dict) else None
-        if not (isinstance(content, str) and content and str(key).isdecimal()):
+        if not (_is_text(content) and content and str(key).isdecimal() and len(key) < 10):
             raise ModelFormatError(f"{path}: added_tokens_decoder must map ids to objects with a non-empty content")
         added[int(key)] = token
     return added
@@ -78,13 +82,18 @@ def added_tokens(model: ModelSource, config: Mapping[str, Any]) -> dict[int, dic
 def _legacy_tokens(files: ModelFiles, special: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
     path = files.place("added_tokens.json")
     for content, token_id in files.read_json_object("added_tokens.json").items():
-        if not (content and type(token_id) is int and token_id >= 0):
+        if not (content and _is_text(content) and type(token_id) is int and token_id >= 0):
             raise ModelFormatError(f"{path}: must map non-empty tokens to ids, not {content!r} to {token_id!r}")
         yield token_id, {"content": content, "special": content in special, **special.get(content, {})}
 
 
 def _content(field: str, value: object) -> str | None:
     content = value.get("content") if isinstance(value, dict) else value
-    if content is not None and not isinstance(content, str):
+    if content is not None and not _is_text(content):
         raise ModelFormatError(f"tokenizer_config.json: {field} must be a string, not {content!r}")
     return content
+
+
+def _is_text(value: object) -> TypeGuard[str]:
+    """Whether a value is a string without lone surrogates, which JSON can spell and no text has."""
+    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)

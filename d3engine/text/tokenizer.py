@@ -23,6 +23,7 @@ import tokenizers
 from d3engine.errors import ModelFormatError, require
 from d3engine.model.model_files import ModelFiles
 from d3engine.model.source import ModelSource, files_of
+from d3engine.text.pipeline_checks import missing_in
 from d3engine.text.special_tokens import added_tokens, named_special_tokens, read_tokenizer_config, special_tokens
 from d3engine.text.tiktoken_file import is_tiktoken, read_tiktoken
 from d3engine.text.tokenizer_faults import guarded
@@ -271,8 +272,11 @@ def _read_tokenizer_json(files: ModelFiles) -> tuple[tokenizers.Tokenizer, objec
             # then none is found behind another one ("</s><s>").
             token["normalized"] = False
         backend = guarded(tokenizers.Tokenizer.from_str, json.dumps(pipeline) if torn else source)
+        missing = missing_in(pipeline)
     except Exception as error:
         raise ModelFormatError(f"{path}: is no valid tokenizer.json: {error}") from error
+    if missing is not None:
+        raise ModelFormatError(f"{path}: {missing}")
     return backend, pipeline.get("decoder")
 
 

@@ -45,7 +45,10 @@ def test_every_flag_of_a_form_holds_the_answers_to_it(tmp_path: Path) -> None:
     [
         (["--regex", "a", "--choice", "b"], "--regex, --choice must be one alone"),
         (["--json-schema", "/nowhere.json"], "--json-schema must be a regular file"),
-        (["--json-schema", __file__], "--json-schema must be a file with a JSON schema, which is a JSON object (JSOND"),
+        (
+            ["--json-schema", __file__],
+            "--json-schema must be a file with a JSON schema, which is a JSON object (this one is",
+        ),
         (["--regex", ""], "--regex must be text of 1 to"),
         (["--choice", "a", "--choice", "a"], "--choice must be a list of"),
         (["--regex", "a", "--min-tokens", "3"], "min_tokens must be 0"),
@@ -64,7 +67,16 @@ def test_what_is_no_form_is_refused_by_the_flags_name(flags: list[str], message:
         ("--json-schema", '"SECRET"', "a file with a JSON schema, which is a JSON object (this one holds a text)"),
         ("--json-schema", "17", "a file with a JSON schema, which is a JSON object (this one holds a number)"),
         ("--json-schema", "null", "a file with a JSON schema, which is a JSON object (this one holds null)"),
-        ("--json-schema", '{"SECRET": ', "a file with a JSON schema, which is a JSON object (JSONDecodeError: "),
+        (
+            "--json-schema",
+            '{"SECRET": ',
+            "a file with a JSON schema, which is a JSON object (this one is not valid JSON: ",
+        ),
+        (
+            "--json-schema",
+            '{"SECRET": 1, "SECRET": 2}',
+            "a file with a JSON schema, which is a JSON object (this one is not valid JSON)",
+        ),
         ("--json-schema", '{"type": 5, "title": "SECRET"}', "a file with a JSON schema to answer by ("),
         ("--json-schema", '{"title": "' + "SECRET" * 20_000 + '"}', "a file with a JSON schema: an object"),
         ("--grammar", "SECRET: (((", "a file with a grammar to answer by ("),

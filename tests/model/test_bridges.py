@@ -48,8 +48,12 @@ def _good() -> dict[str, Tensor]:
         ({"1:3.offset": torch.full((SIZE,), torch.nan)}, {}, "1:3.offset has numbers that are not finite"),
         ({"1:3.offset": torch.zeros(SIZE, dtype=torch.int64)}, {}, "1:3.offset is torch.int64"),
         ({"weight": torch.zeros(SIZE)}, {}, "invalid literal"),
+        ({}, {"about": "[" * 50_000 + "]" * 50_000}, "about is not valid JSON: .*recursion"),
+        ({}, {"about": '{"a": 1, "a": 2}'}, "about is not valid JSON: 'a' stands twice"),
+        ({}, {"about": "[]"}, "its about is no JSON object"),
+        ({}, {"num_layers": "9" * 5000}, "Exceeds the limit"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_a_damaged_file_is_refused_with_its_name(
     tmp_path: Path, change: dict[str, Tensor], metadata: dict[str, str], complaint: str
@@ -58,6 +62,15 @@ def test_a_damaged_file_is_refused_with_its_name(
     save_file(_good() | change, path, METADATA | metadata)
     with pytest.raises(ModelFormatError, match=f"{path} is no file of bridges.*{complaint}"):
         read_bridges(path)
+
+
+def test_bridges_of_another_size_are_refused_before_a_tensor_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "b.safetensors"
+    save_file(_good() | {"1:3.offset": torch.full((SIZE,), torch.nan)}, path, METADATA)
+    with pytest.raises(ModelFormatError, match="it is for 4 layers of 6 numbers, not for 4 of 8"):
+        read_bridges(path, (4, 8))
+    with pytest.raises(ModelFormatError, match="not finite"):
+        read_bridges(path, (4, SIZE))
 
 
 def test_what_is_no_file_at_all_is_refused_with_its_name(tmp_path: Path) -> None:

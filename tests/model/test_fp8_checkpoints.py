@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from d3engine.kernels.matrices import Weight
 from d3engine.kernels.quantized import Fp8Weight
 from d3engine.loading.weight_dtype import held_config
 from d3engine.model.config import ModelConfig
+from d3engine.model.fingerprint import fingerprint
 from d3engine.model.fp8_tensors import floats_of_rows
 from d3engine.model.part import part_of
 from d3engine.model.source import open_checkpoint
@@ -183,7 +185,54 @@ def without(name: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tens
             r"shape \[3, 1\]: allowed .* for each row",
         ),
         (lambda all_: all_ | {QUERY + "weight_scale": torch.ones(7, 5)}, r"shape \[7, 5\]: allowed .* equal blocks"),
-        (lambda all_: all_ | {QUERY + "weight_scale": torch.full((64, 1), torch.nan)}, "holds NaN or infinity"),
+        (
+            lambda all_: all_ | {QUERY + "weight_scale": torch.full((64, 1), torch.nan)},
+            "q_proj.weight_scale' must have finite",
+        ),
+        (
+            lambda all_: all_ | {QUERY + "weight_scale": torch.zeros(64, 1)},
+            "weight_scale' must have finite values above 0",
+        ),
+        (
+            lambda all_: all_ | {QUERY + "weight_scale": -torch.ones(64)},
+            "weight_scale' must have finite values above 0",
+        ),
+        (lambda all_: all_ | {QUERY + "weight_scale": torch.full((1,), torch.inf)}, "weight_scale' must have finite"),
+        (
+            lambda all_: all_ | {QUERY + "weight_scale": torch.ones(64, 1, 1)},
+            r"shape \[64, 1, 1\]: allowed for a matrix",
+        ),
+        (lambda all_: all_ | {QUERY + "weight_scale": torch.ones(1, 1, 1)}, r"shape \[1, 1, 1\]: allowed for a matrix"),
+        (lambda all_: all_ | {QUERY + "weight_scale": torch.ones(63)}, r"shape \[63\]: allowed for a matrix"),
+        (lambda all_: all_ | {QUERY + "weight_scale": torch.ones(0)}, r"shape \[0\]: allowed for a matrix"),
+        (lambda all_: all_ | {QUERY + "weight_scale": torch.ones(64, 1).char()}, "but there are no floats"),
+        (lambda all_: all_ | {QUERY + "weight_scale_inv": torch.ones(64, 1)}, "weight_scale_inv' is unexpected"),
+        (
+            lambda all_: all_ | {QUERY + "weight": all_[QUERY + "weight"][None]},
+            "q_proj.weight' has .* for matrices alone",
+        ),
+        (
+            lambda all_: all_ | {QUERY + "weight": all_[QUERY + "weight"][0, 0]},
+            "q_proj.weight' has .* for matrices alone",
+        ),
+        (lambda all_: all_ | {QUERY + "weight": all_[QUERY + "weight"][:, :5].clone()}, "q_proj.*config.json asks for"),
+        (
+            lambda all_: all_ | {QUERY + "qweight": all_[QUERY + "weight"].float()},
+            "qweight' is unexpected beside published",
+        ),
+        (
+            lambda all_: all_ | {QUERY + "input_scale": torch.ones(1, 1, 1)},
+            r"input_scale' has .*\[1, 1, 1\]: allowed is one",
+        ),
+        (
+            lambda all_: all_ | {QUERY + "input_scale": torch.ones(1).char()},
+            "input_scale' has dtype I8 .* allowed is one float",
+        ),
+        (
+            lambda all_: all_ | {QUERY + "k_scale": torch.ones(2, 2)},
+            "k_scale' has .* allowed is one float, or one for each",
+        ),
+        (lambda all_: all_ | {"other.input_scale": torch.ones(1)}, "other.input_scale' is unexpected"),
         (lambda all_: all_ | {"lm_head.weight_scale": torch.ones(300, 1)}, r"lm_head\.weight_scale' is unexpected"),
         (lambda all_: all_ | {QUERY + "weight_zero": torch.ones(64, 1)}, "weight_zero' is unexpected"),
         (
@@ -208,6 +257,55 @@ def test_files_that_are_not_what_their_config_says_are_refused(
 
 
 @pytest.mark.parametrize(
+    "published", ["a scale a row", "AutoFP8", "Qwen", "blocks of 128 columns", "equal blocks of 128 columns"]
+)
+def test_a_tensor_of_another_shape_or_dtype_is_an_error_of_ours_whatever_it_is(
+    checkpoint_of: MakeCheckpoint, published: str
+) -> None:
+    directory, _ = checkpoint_of(published)
+    file, draw = directory / "model.safetensors", random.Random(published)
+    usual = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    refused = 0
+    for _ in range(60):
+        file.unlink()
+        save_file(usual | mutated(usual, draw), file)
+        try:
+            config = ModelConfig.from_directory(directory)
+            load_weights(directory, config, dtype=torch.float32, device="cpu", show_progress=False)
+            fingerprint(directory)
+        except ModelFormatError as error:
+            refused += str(file) in str(error)
+    assert refused > 50
+
+
+def mutated(tensors: dict[str, torch.Tensor], draw: random.Random) -> dict[str, torch.Tensor]:
+    """One tensor in another shape, of another dtype or under another name."""
+    name = draw.choice(sorted(tensors))
+    kind = draw.choice(("shape", "shape", "dtype", "name"))
+    if kind == "name":
+        ends = (
+            "weight",
+            "weight_scale",
+            "weight_scale_inv",
+            "input_scale",
+            "k_scale",
+            "qweight",
+            "scales",
+            "bias",
+            "x",
+        )
+        return {f"{name.rpartition('.')[0]}.{draw.choice(ends)}": draw_tensor(draw, tensors[name].dtype)}
+    if kind == "shape":
+        return {name: draw_tensor(draw, tensors[name].dtype)}
+    return {name: tensors[name].float().to(draw.choice((torch.int8, torch.uint8, torch.float8_e4m3fn)))}
+
+
+def draw_tensor(draw: random.Random, dtype: torch.dtype) -> torch.Tensor:
+    shape = [draw.choice((0, 1, 2, 3, 64, 80)) for _ in range(draw.randrange(5))]
+    return torch.ones(shape).to(dtype)
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"format": "pack-quantized"}, "format must be 'float-quantized' beside quant_method .*; got 'pack-quantized'"),
@@ -215,6 +313,8 @@ def test_files_that_are_not_what_their_config_says_are_refused(
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config must be absent or empty"),
         ({"transform_config": {"config_groups": {"R1": {}}}}, "transform_config must be absent or empty"),
         ({"weight_block_size": [16]}, "weight_block_size must be two whole numbers"),
+        ({"weight_block_size": ["9" * 5000, 16]}, "weight_block_size must be two whole numbers"),
+        ({"weight_block_size": [16.0, True]}, "weight_block_size must be two whole numbers"),
         ({"weight_block_size": [0, 16]}, "weight_block_size must be two whole numbers above 0"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo must be 'FP8' beside .*; got 'NVFP4'"),
         ({"quant_method": "gptq"}, "quant_method must be .* fbgemm_fp8, fp8, modelopt; got 'gptq'"),

@@ -125,5 +125,5 @@ def test_without_the_package_the_error_names_the_extra(
 
 def test_a_pipe_or_a_missing_file_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none.gguf", tmp_path):
-        with pytest.raises(ModelFormatError, match="is missing or not a regular file"):
+        with pytest.raises(ModelFormatError, match=r"is missing|is not a regular file"):
             open_gguf(path)

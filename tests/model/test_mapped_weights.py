@@ -144,7 +144,8 @@ def test_a_file_that_becomes_shorter_before_it_is_mapped_is_named(tmp_path: Path
     file = tmp_path / "model.safetensors"
     with file.open("r+b") as opened:
         opened.truncate(file.stat().st_size - 2)
-    mapped = MappedFile(file)
+    with file.open("rb") as opened:
+        mapped = MappedFile(file, opened)
     last = max(tensors, key=lambda name: mapped._ranges[name])
     with pytest.raises(ModelFormatError, match=r"model\.safetensors: .* the file has become shorter"):
         mapped.tensor(last, "BF16", tensors[last].shape)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import sentencepiece
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 LLAMA2 = Path(__file__).resolve().parents[3] / "shared" / "data" / "llama2"
 CORPUS = [
@@ -48,6 +48,7 @@ def save_byte_fallback_json(directory: Path, strip: bool) -> None:
     ]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
     tokenizer.add_special_tokens(["<unk>", "<s>"])

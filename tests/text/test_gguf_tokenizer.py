@@ -22,6 +22,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from d3engine.errors import ModelFormatError
+from d3engine.model.config import ModelConfig
 from d3engine.model.gguf_file import open_gguf
 from d3engine.text.tokenizer import load_tokenizer
 
@@ -178,3 +179,53 @@ def test_a_sentencepiece_tokenizer_is_the_model_it_came_from(tmp_path: Path) -> 
     plain = [line for line in corpus() if line and "  " not in line and line.isascii()][:200]
     assert [ours.encode(text) for text in plain] == [theirs.encode(text) for text in plain]
     assert ours.encode("<|im_end|>")[1:] == [original.piece_to_id("<|im_end|>")]
+
+
+BPE_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no merges": ({"merges": None}, "tokenizer.ggml.merges is missing or empty"),
+    "empty merges": ({"merges": []}, "tokenizer.ggml.merges is missing or empty"),
+    "few merges": ({"merges": ["h e"]}, "has no merge for .* tokens of several characters"),
+    "merges of one token": ({"merges": ["he"]}, "tokenizer.ggml.merges must be pairs"),
+    "merges of unknown tokens": ({"merges": ["zzz qqq"]}, "out of vocabulary"),
+    "no tokens": ({"tokens": None, "token_type": None}, "tokenizer.ggml.tokens must be from 1 to"),
+    "a space before a text": ({"add_space_prefix": True}, "add_space_prefix must be false with .*'gpt2'; got True"),
+    "spaces removed": ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces must be absent or false"),
+    "a name that is none": ({"pre": [0.5]}, "tokenizer.ggml.pre must be one of"),
+    "a map of characters": ({"precompiled_charsmap": [1]}, "precompiled_charsmap must be"),
+}
+
+
+@pytest.mark.parametrize("case", BPE_FAULTS)
+def test_a_byte_level_tokenizer_that_lacks_something_is_refused(
+    tmp_path: Path, keys: dict[str, Any], case: str
+) -> None:
+    changes, message = BPE_FAULTS[case]
+    changes = {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
+    tokenizer = {key: value for key, value in (keys | changes).items() if value is not None and value != []}
+    file = write_gguf(tmp_path / "model.gguf", tokenizer=tokenizer, **SMALL)
+    with pytest.raises(ModelFormatError, match=message):
+        print(ModelConfig.from_directory(file), load_tokenizer(file))
+
+
+def test_a_byte_level_tokenizer_without_a_token_for_each_byte_is_refused(tmp_path: Path, keys: dict[str, Any]) -> None:
+    tokens = ["lost" if token == "q" else token for token in keys["tokenizer.ggml.tokens"]]
+    merges = [merge for merge in keys["tokenizer.ggml.merges"] if "q" not in merge]
+    changed = keys | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": merges}
+    file = write_gguf(tmp_path / "model.gguf", tokenizer=changed, **SMALL)
+    with pytest.raises(ModelFormatError, match="has no token for 1 of the bytes of texts, such as 113"):
+        load_tokenizer(file)
+
+
+@pytest.mark.parametrize("change", ["no scores", "equal scores", "a byte less"])
+def test_a_sentencepiece_tokenizer_that_lacks_something_is_refused(tmp_path: Path, change: str) -> None:
+    keys = sentencepiece_keys(sentencepiece_model())
+    if change == "no scores":
+        del keys["tokenizer.ggml.scores"]
+    elif change == "equal scores":
+        keys["tokenizer.ggml.scores"] = [0.0] * len(keys["tokenizer.ggml.scores"])
+    else:
+        kinds = keys["tokenizer.ggml.token_type"]
+        kinds[kinds.index(6)] = 1
+    file = write_gguf(tmp_path / "model.gguf", tokenizer=keys, vocab_size=len(keys["tokenizer.ggml.tokens"]), layers=1)
+    with pytest.raises(ModelFormatError):
+        load_tokenizer(file)

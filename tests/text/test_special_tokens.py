@@ -129,6 +129,30 @@ class TestTokenizerJson:
         with pytest.raises(ModelFormatError, match=r"tokenizer_config\.json: extra_special_tokens must be"):
             load_tokenizer(byte_level)
 
+    @pytest.mark.parametrize("field", ["add_bos_token", "add_eos_token", "add_prefix_space", "legacy"])
+    @pytest.mark.parametrize("value", ["false", 1, {}, [False]])
+    def test_a_switch_that_is_neither_true_nor_false_is_refused(
+        self, byte_level: Path, field: str, value: object
+    ) -> None:
+        write(byte_level, "tokenizer_config.json", **{field: value})
+        with pytest.raises(ModelFormatError, match=rf"{field} must be true, false or null; got"):
+            load_tokenizer(byte_level)
+
+    @pytest.mark.parametrize(
+        ("name", "fields"),
+        [
+            ("tokenizer_config.json", {"unk_token": "a\ud800"}),
+            ("tokenizer_config.json", {"extra_special_tokens": [{"content": "\udfff"}]}),
+            ("tokenizer_config.json", {"added_tokens_decoder": {"900": {"content": "\ud800"}}}),
+            ("tokenizer_config.json", {"added_tokens_decoder": {"9" * 5000: {"content": "a"}}}),
+            ("added_tokens.json", {"\ud800": 900}),
+        ],
+    )
+    def test_a_token_that_is_no_text_is_refused(self, with_model: Path, name: str, fields: dict[str, object]) -> None:
+        write(with_model, name, **fields)
+        with pytest.raises(ModelFormatError, match=r"tokenizer_config\.json|added_tokens\.json"):
+            load_tokenizer(with_model)
+
 
 class TestTokenizerModel:
     TEXT = "the<turn> fox<|end|></s> over<pad><tool>dog"

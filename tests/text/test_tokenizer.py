@@ -11,7 +11,7 @@ import pytest
 import sentencepiece
 import tokenizers
 from small_tokenizers import save_sentencepiece, train_byte_level
-from tokenizers import decoders, models, processors
+from tokenizers import decoders, models, normalizers, processors
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 from d3engine.errors import InvalidValueError, ModelFormatError
@@ -132,6 +132,7 @@ class TestTokenizerJson:
     def test_a_byte_fallback_pipeline_is_recognised_and_its_byte_pieces_too(self, tmp_path: Path) -> None:
         vocabulary = {"<unk>": 0, "<0x0A>": 1, "\u2581a": 2}
         tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+        tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
         steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
         tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
         tokenizer.save(str(tmp_path / "tokenizer.json"))

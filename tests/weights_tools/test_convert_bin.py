@@ -120,7 +120,7 @@ def test_a_broken_set_of_pickled_shards_is_refused(tmp_path: Path) -> None:
     index.write_text(original)
     content = second.read_bytes()
     second.unlink()
-    with pytest.raises(ModelFormatError, match=f"{second.name} is missing or not a regular file"):
+    with pytest.raises(ModelFormatError, match=f"{second.name} is missing"):
         convert_bin(source, tmp_path / "out", show_progress=False)
     second.write_bytes(content[: len(content) // 2])
     with pytest.raises(ModelFormatError, match=f"{second.name} cannot be read as a torch checkpoint"):
