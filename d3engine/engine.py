@@ -29,6 +29,7 @@ from d3engine.errors import EngineDeadError, require, require_integer
 from d3engine.loading.assembly import assemble
 from d3engine.loading.batch_invariance import check_policy
 from d3engine.loading.bridges import bridge_store
+from d3engine.loading.certification import Certification
 from d3engine.loading.defaults import default_sampling_params
 from d3engine.loading.facts import Facts
 from d3engine.loading.resolve import check_switches, check_tokenizer, resolve_settings
@@ -169,6 +170,7 @@ class Engine(Chats, Facts):
             seed=seed,
             bridges=self.bridges,
             check=partial(check_policy, settings),
+            log=Certification(settings.directory, settings.config.num_layers).log,
         )
         self.scheduler, self.executor = assemble(settings, self.tokenizer, weights, self.bridges)
         self.sampler = VerifyingSampler()

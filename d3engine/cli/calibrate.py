@@ -32,7 +32,7 @@ from d3engine.cli.calibration_tables import setting, show_calibration
 from d3engine.cli.draft_search import ScoreName, find_draft
 from d3engine.cli.ending import ExitCode
 from d3engine.cli.engine_options import Model, Options, model_directory, open_engine, sampling_params, takes_engine
-from d3engine.cli.verbosity import note
+from d3engine.cli.verbosity import measures_depths, note
 from d3engine.depth import D3, FullDepth
 from d3engine.depth.policy import POLICY_FILE
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
@@ -159,6 +159,7 @@ def calibrate_command(
     target = _target(model, directory, out)
     _check_plot(plot)
     seed = engine_options.get("seed", 0)
+    measures_depths()
 
     from d3engine.calibration.bridge_choices import check_target
     from d3engine.calibration.scoring import EngineScorer
