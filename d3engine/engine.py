@@ -57,7 +57,7 @@ class Engine(Chats, Facts):
     Args:
         model: a model directory, a GGUF file, "demo" for the model that comes with the package, "smollm2" once it is
             fetched, or "owner/name" of the Hugging Face hub, at a branch, a tag or a commit as "owner/name@revision".
-        depth: which layers each generated token runs: a policy such as `D3(alpha=0.9, start=0.6)`, or "auto": what
+        depth: which layers each generated token runs: a policy such as `D3(alpha, start)`, or "auto": what
             `d3.json` beside the weights says, full depth without one. That file's setting was found for one task, which
             it names, and runs every request all the same. A request may bring its own.
         device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".

@@ -128,7 +128,7 @@ def calibrate_command(
     ] = GridName.ours,
     check: Annotated[
         str | None,
-        typer.Option("--check", help='Certify this setting alone, such as "d3 alpha=0.9 start=0.6", and search none.'),
+        typer.Option("--check", help='Certify this setting alone, such as "d3 alpha=A start=S", and search none.'),
     ] = None,
     draft: Annotated[
         int | None,
@@ -285,7 +285,7 @@ def _given_setting(words: str | None, num_layers: int, max_tokens: int, others: 
         require(value is None or value == [], flag, value, "absent beside --check, which tries one setting")
     policy = policy_from_words(words.split(), "--check")
     if not isinstance(policy, D3):
-        raise InvalidValueError("--check", words, 'a setting of d3, such as "d3 alpha=0.9 start=0.6"')
+        raise InvalidValueError("--check", words, 'a setting of d3, such as "d3 alpha=A start=S"')
     skips = policy.schedule(num_layers).first_skipping_step < max_tokens
     require(skips, "--check", words, f"a setting that skips something within {max_tokens} tokens")
     return Candidate(policy, (policy,))

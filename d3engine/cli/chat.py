@@ -42,7 +42,7 @@ DEFAULT_MAX_TOKENS = 512
 HELP = """\
 /reset            forget the conversation (a system message stays)
 /depth            show the depth policy
-/depth NAME ...   change it: /depth full, /depth d3 alpha=0.99 start=0.8, /depth auto
+/depth NAME ...   change it: /depth full, /depth d3 alpha=A start=S, /depth auto
 /help             this text
 /exit             end (as does the end of input)"""
 

@@ -72,7 +72,7 @@ def evaluate(
     ] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", help='A further policy, such as "d3 alpha=0.9 start=0.6"; may be repeated.'),
+        typer.Option("--policy", help='A further policy, such as "d3 alpha=A start=S"; may be repeated.'),
     ] = None,
     compare_full: Annotated[bool, typer.Option("--compare-full", help="Full depth first, to compare with.")] = False,
     baselines: Annotated[

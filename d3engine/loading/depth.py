@@ -34,7 +34,7 @@ def resolve_depth(depth: str | DepthPolicy, directory: Path) -> DepthPolicy:
     """
     if isinstance(depth, DepthPolicy):
         return depth
-    require(depth == "auto", "depth", depth, 'a DepthPolicy such as D3(alpha=0.99, start=0.8), or "auto"')
+    require(depth == "auto", "depth", depth, 'a DepthPolicy such as FullDepth(), or "auto"')
     policy = policy_from_directory(directory)
     own = {getattr(one, BRIDGES, None) for one in (policy, getattr(policy, "draft", None))}
     if own - {None, AUTO_BRIDGES}:  # the file may come from anywhere, and must not say which others are opened
