@@ -93,10 +93,10 @@ def wheels(tmp_path: Path) -> Iterator[str]:
         server.shutdown()
 
 
-AN_OLD_PYTHON = f'''#!/bin/sh
+AN_OLD_PYTHON = f"""#!/bin/sh
 test "$1" = -c && exec {sys.executable} -c "import sys; sys.version_info = (3, 10, 14); $2"
 echo "$@" >> "$(dirname "$0")/called"
-'''
+"""
 
 
 @pytest.mark.parametrize("has_venv", [False, True])
@@ -137,7 +137,8 @@ def test_a_missing_extra_is_installed_from_a_checkout(monkeypatch: pytest.Monkey
     if not is_checkout:
         monkeypatch.setattr(Path, "is_file", lambda self: False)
     said = errors.install_command("serve")
-    assert said.endswith(f"pip install -e '{ROOT}[serve]'" if is_checkout else "pip install '.[serve]' in a checkout of d3engine")
+    expected = f"-e '{ROOT}[serve]'" if is_checkout else "'.[serve]' in a checkout of d3engine"
+    assert said.endswith(f"pip install {expected}")
 
 
 NO_DRIVER = "NVIDIA_DRIVER=/does/not/exist"

@@ -125,7 +125,9 @@ def _run(engine: AsyncEngine, settings: ServerSettings, bound: socket.socket, mo
     return _tell_end(server)
 
 
-def _introduce(engine: AsyncEngine, settings: ServerSettings, bound: socket.socket, model: str, stats: EngineStats) -> None:
+def _introduce(
+    engine: AsyncEngine, settings: ServerSettings, bound: socket.socket, model: str, stats: EngineStats
+) -> None:
     """What is served, by what, where and to whom."""
     from d3engine.depth.words import policy_in_words
     from d3engine.server.running import address_of
@@ -140,7 +142,7 @@ def _introduce(engine: AsyncEngine, settings: ServerSettings, bound: socket.sock
         "model": f"{model}, {engine.config.num_layers} layers, as {ids}",
         "depth": policy_in_words(engine.depth),
         "runs": f"{stats.executor}, {dtype}{', in a process of its own' if engine.has_process else ''}",
-        "room": f"{held:,} tokens at full depth in the KV cache; {engine.settings.max_num_seqs} sequences at most, each "
+        "room": f"a KV cache of {held:,} tokens at full depth; at most {engine.settings.max_num_seqs} sequences, each "
         f"of at most {engine.max_model_len:,} tokens",
         "open to": f"{who}, {'with a key' if guards.api_keys else 'without a key'}",
         "address": f"{address}/v1",

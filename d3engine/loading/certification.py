@@ -48,7 +48,7 @@ class Certification:
         self._logged.add(policy)
         _log.warning(
             "%s was never certified for this model: answers may be far worse than at full depth "
-            "(d3engine calibrate looks for a safe depth; --depth full is always safe)",
+            "(d3engine calibrate looks for a safe depth; full depth always is)",
             policy_in_words(policy),
         )
 

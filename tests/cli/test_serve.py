@@ -194,7 +194,7 @@ def test_a_server_says_what_it_serves_and_ends_when_its_answers_are_complete(rec
     said = "\n".join(running.seen)
     assert "model    demo, 16 layers, as demo, demo-full" in said
     assert "open to  this machine, with a key" in said
-    assert "room     512 tokens at full depth in the KV cache; 64 sequences at most" in said
+    assert "room     a KV cache of 512 tokens at full depth; at most 64 sequences, each of at most 1,024 tokens" in said
     assert running.line("page").split() == ["page", url.removesuffix("v1")]
     key = {"Authorization": "Bearer a-key-of-1234"}
     with httpx.Client(base_url=url, headers=key, timeout=300) as client, socket.socket() as slow:

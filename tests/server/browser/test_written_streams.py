@@ -20,7 +20,8 @@ from starlette.routing import Route
 NUM_LAYERS = 8
 KEY = "a-key-of-mine"
 HOSTILE = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>\u202e&amp;\x00"
-D3_CARD = {"num_layers": NUM_LAYERS, "depth": {"policy": "d3", "alpha": 0.9, "start": 0.5, "tail": 0}, "certified": True}
+D3_POLICY = {"policy": "d3", "alpha": 0.9, "start": 0.5, "tail": 0}
+D3_CARD = {"num_layers": NUM_LAYERS, "depth": D3_POLICY, "certified": True}
 
 
 class Script:
