@@ -199,7 +199,7 @@ def test_what_is_a_number_is_called_one() -> None:
         assert not {"int", "float", "str", "path", "list"} & set(kinds), "a kind of value has one name everywhere"
     assert run("schedule", "--layers", "9", "--depth", "d3", "--alpha", "0.9", "--start", "1/3").exit_code == 0
     refused = run("schedule", "--layers", "9", "--depth", "d3", "--alpha", "0.9", "--start", "low").stderr
-    assert refused == "error: start must be a finite number, or a fraction as text such as '1/3'; got 'low'\n"
+    assert refused == "error: --start must be a finite number, or a fraction as text such as '1/3'; got 'low'\n"
 
 
 # -- what is told ----------------------------------------------------------------------------------------------------
