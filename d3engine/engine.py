@@ -59,8 +59,8 @@ class Engine(Chats, Facts):
             fetched, or "owner/name" of the Hugging Face hub, at a branch, a tag or a commit as "owner/name@revision".
         depth: which layers each generated token runs: a policy such as `D3(alpha, start)`, or "auto": what
             `d3.json` beside the weights says, full depth without one. That file's setting was found for one task, which
-            it names, and runs every request all the same. A request may bring its own. The log warns once of each policy
-            that was never certified for the model.
+            it names, and runs every request all the same. A request may bring its own. The log warns once of each
+            policy that was never certified for the model.
         device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
         dtype: of activations, float weights, and the cache: "auto" (float32 on a CPU, the file's on a GPU), "float32",
             "bfloat16"; "float16" on a GPU. Quantized matrices stay as their directory has them; a GGUF file's do not.
