@@ -169,7 +169,7 @@ def test_a_command_of_the_pages_skips_layers_of_no_model_but_the_bundled_one(lin
 def test_the_python_of_pages_and_examples_skips_layers_of_no_model_but_the_bundled_one() -> None:
     files = [*PAGES, *REFERENCE, *(ROOT / "examples").glob("*.py")]
     exact = "FullDepth|Lossless|Speculative|SelfSpeculative|depth"
-    engine = re.compile(rf"(?:Engine|LLM|from_pretrained)\((?!\"demo\")[^()]*depth=(?!{exact})")
+    engine = re.compile(rf"(?:Engine|LLM|from_pretrained)\((?!\s*\"demo\")[^()]*depth=(?!{exact})")
     assert [file.name for file in files if engine.search(file.read_text())] == []
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from d3engine.engine import Engine
 from d3engine.errors import InvalidValueError
 from d3engine.loading.hub import at_revision
+from d3engine.request.outputs import RequestOutput
+from d3engine.request.params import SamplingParams
+from d3engine.text.prompts import Prompt
 
 ONE_DEVICE = "1, since tensor_parallel_size alone spreads a model over devices"
 ONE_REVISION = "None, since the tokenizer is of the model's own revision"
@@ -46,6 +49,16 @@ SAME: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 """Arguments of vLLM's that we have no use for: the values that ask for what happens anyway, and what is allowed."""
 
+NO_IMAGES = "None, since there are no images"
+OF_CALLS: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "lora_request": ((None,), "None, since there are no adapters"),
+    "priority": ((None,), "None: add_request takes a priority"),
+    "tokenization_kwargs": ((None, {}), "None, since the tokenizer's own files decide"),
+    "mm_processor_kwargs": ((None, {}), NO_IMAGES),
+    "chat_template_content_format": (("auto", "string"), "'auto' or 'string'"),
+}
+"""The same of `generate` and `chat`."""
+
 DTYPES = {"half": "float16", "float": "float32"}
 """vLLM's other names of dtypes."""
 
@@ -66,15 +79,43 @@ class LLM(Engine):
         name = model if revision is None else at_revision(model, revision)
         super().__init__(name, **_engine_arguments(arguments))
 
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **others: Any,
+    ) -> list[RequestOutput]:
+        """As `Engine.generate`; of vLLM's other arguments those in `OF_CALLS`, with the values listed there."""
+        _check_others(others)
+        return super().generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def chat(self, messages: Any, sampling_params: Any = None, **arguments: Any) -> list[RequestOutput]:
+        """As `Engine.chat`; of vLLM's other arguments those in `OF_CALLS`, with the values listed there."""
+        own = inspect.signature(super().chat).parameters
+        _check_others({name: value for name, value in arguments.items() if name not in own})
+        taken = {name: value for name, value in arguments.items() if name in own}
+        return super().chat(messages, sampling_params, **taken)
+
+
+def _check_others(arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
+        _require_same(name, value, *OF_CALLS.get(name, ((), "left out, since LLM has no such argument")))
+
+
+def _require_same(name: str, value: Any, values: Iterable[Any], allowed: str) -> None:
+    """Refuse a value that asks for anything but what happens anyway."""
+    if not any(type(value) is type(same) and value == same for same in values):
+        raise InvalidValueError(name, value, allowed)
+
 
 def _engine_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     own = inspect.signature(Engine).parameters
     taken = {}
     for name, value in arguments.items():
         if name in SAME:
-            values, allowed = SAME[name]
-            if not any(type(value) is type(same) and value == same for same in values):
-                raise InvalidValueError(name, value, allowed)
+            _require_same(name, value, *SAME[name])
         elif name not in own:
             raise InvalidValueError(name, value, "left out, since LLM has no such argument")
         else:

@@ -142,3 +142,32 @@ def test_an_argument_without_a_counterpart_is_refused_by_its_name(argument: str,
     with pytest.raises(InvalidValueError) as caught:
         LLM("demo", **{argument: value})
     assert caught.value.field == argument
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("lora_request", "an adapter"),
+        ("priority", [1]),
+        ("tokenization_kwargs", {"truncation": True}),
+        ("chat_template_content_format", "openai"),
+        ("mm_processor_kwargs", {"size": 3}),
+        ("no_such_argument", 3),
+    ],
+)
+def test_an_argument_of_a_call_without_a_counterpart_is_refused_by_its_name(
+    llm: LLM, argument: str, value: Any
+) -> None:
+    with pytest.raises(InvalidValueError) as caught:
+        llm.chat(ASKED, use_tqdm=False, **{argument: value})
+    assert caught.value.field == argument
+    with pytest.raises(InvalidValueError) as caught:
+        llm.generate("Tom", use_tqdm=False, **{argument: value})
+    assert caught.value.field == argument
+
+
+def test_an_argument_of_a_call_that_asks_for_nothing_is_taken(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2)
+    plain, taken = (llm.generate("Tom", params, use_tqdm=False, **more) for more in ({}, {"lora_request": None}))
+    assert plain[0].outputs == taken[0].outputs
+    assert llm.chat(ASKED, sampling_params=params, use_tqdm=False, lora_request=None)[0].finished
