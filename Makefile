@@ -12,6 +12,10 @@ NVIDIA_DRIVER ?= /proc/driver/nvidia/version
 PIP = $(BIN)/python -m pip install --no-input --disable-pip-version-check
 CAN_REACH = $(BIN)/python -c "import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)" "$(CPU_WHEELS)/torch/"
 
+# Before anything is fetched; any Python since 2.7 can read it.
+CHECK_VERSION = import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit('d3engine needs Python 3.11 or newer; \
+	%s is %d.%d: name a newer one, as in make PYTHON=python3.12 VENV=.venv312' % ((sys.executable,) + v))
+
 NATIVE := $(wildcard kernels/native/*.cpp kernels/native/*.h kernels/native/*.inc kernels/native/build.py)
 
 .PHONY: help setup demo chat test test-server test-parallel test-integrations lint types layers shipped docs inspect ports bench clean
@@ -124,9 +128,11 @@ bench: $(VENV)/.installed-test $(VENV)/.native
 	$(BIN)/python -m pytest benchmarks --benchmark-only
 
 $(VENV)/bin/python:
+	@$(PYTHON) -c "$(CHECK_VERSION)"
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.torch: $(VENV)/bin/python
+	@$(BIN)/python -c "$(CHECK_VERSION)"
 	@if [ -n "$(CPU_WHEELS)" ] && [ "$$(uname)" = Linux ] && [ ! -e "$(NVIDIA_DRIVER)" ] && ! command -v nvidia-smi \
 		>/dev/null && timeout 15 $(CAN_REACH) 2>/dev/null; then \
 		echo "No NVIDIA driver here: torch for CPUs, from $(CPU_WHEELS)"; \

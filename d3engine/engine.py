@@ -30,6 +30,7 @@ from d3engine.errors import EngineDeadError, require, require_integer
 from d3engine.loading.assembly import assemble
 from d3engine.loading.batch_invariance import check_policy
 from d3engine.loading.bridges import bridge_store
+from d3engine.loading.certification import Certification
 from d3engine.loading.defaults import default_sampling_params
 from d3engine.loading.facts import Facts
 from d3engine.loading.pytorch_threads import pytorch_threads, pytorch_threads_for
@@ -58,9 +59,10 @@ class Engine(Chats, Facts):
     Args:
         model: a model directory, a GGUF file, "demo" for the model that comes with the package, "smollm2" once it is
             fetched, or "owner/name" of the Hugging Face hub, at a branch, a tag or a commit as "owner/name@revision".
-        depth: which layers each generated token runs: a policy such as `D3(alpha=0.9, start=0.6)`, or "auto": what
+        depth: which layers each generated token runs: a policy such as `D3(alpha, start)`, or "auto": what
             `d3.json` beside the weights says, full depth without one. That file's setting was found for one task, which
-            it names, and runs every request all the same. A request may bring its own.
+            it names, and runs every request all the same. A request may bring its own. The log warns once of each
+            policy that was never certified for the model.
         device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
         dtype: of activations, float weights, and the cache: "auto" (float32 on a CPU, the file's on a GPU), "float32",
             "bfloat16"; "float16" on a GPU. Quantized matrices stay as their directory has them; a GGUF file's do not.
@@ -173,6 +175,7 @@ class Engine(Chats, Facts):
                 seed=seed,
                 bridges=self.bridges,
                 check=partial(check_policy, settings),
+                log=Certification(settings.directory, settings.config.num_layers).log,
             )
             self.scheduler, self.executor = assemble(settings, self.tokenizer, weights, self.bridges)
         self._pytorch_threads = pytorch_threads_for(settings.config, settings.num_threads)

@@ -69,9 +69,10 @@ class MissingExtraError(D3EngineError, ImportError):
 
 
 def install_command(extra: str) -> str:
-    """What to type for an extra: from the checkout that this package runs from, or by its name."""
+    """What to type for an extra: there is no release under this name yet, so it comes from a checkout."""
     checkout = Path(__file__).resolve().parents[1]
-    name = f"-e '{checkout}[{extra}]'" if (checkout / "pyproject.toml").is_file() else f"'d3engine[{extra}]'"
+    is_there = (checkout / "pyproject.toml").is_file()
+    name = f"-e '{checkout}[{extra}]'" if is_there else f"'.[{extra}]' in a checkout of d3engine"
     return f"{shlex.quote(sys.executable)} -m pip install {name}"
 
 

@@ -10,7 +10,7 @@ from d3engine import D3, Engine, FullDepth, Lossless, SamplingParams, TailSkip
 QUESTION = "Question: Ben has 41 shells. Ben finds 12. Ben gives 7 to Mia. How many shells does Ben have now?\nAnswer:"
 POLICIES = {
     "full depth": FullDepth(),
-    "D3": D3(alpha=0.8, start=0.7),
+    "D3": D3(alpha=0.8, start=0.6),
     "tail skipping": TailSkip(mean_layers=11.2, max_tokens=64),
     "lossless D3": Lossless(D3(alpha=0.8, start=0.5)),
 }

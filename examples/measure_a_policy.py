@@ -16,7 +16,7 @@ def main(model: str = "demo", questions: str = "50") -> None:
     with Engine(model) as engine:
         params = SamplingParams(temperature=0, max_tokens=task.max_tokens)
         full = measure(engine, task.questions, FullDepth(), params)
-        d3 = measure(engine, task.questions, D3(alpha=0.8, start=0.7), params)
+        d3 = measure(engine, task.questions, D3(alpha=0.8, start=0.6), params)
     for name, score in (("full depth", full), ("D3", d3)):
         interval = f"{score.interval.low:.1%} to {score.interval.high:.1%}"
         print(f"{name}: {score.accuracy:.1%} ({interval}) at {score.realised_mean_layers:.2f} layers per token")

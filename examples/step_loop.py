@@ -5,7 +5,7 @@ python examples/step_loop.py [MODEL]
 
 import sys
 
-from d3engine import D3, Engine, FullDepth, SamplingParams
+from d3engine import Engine, FullDepth, SamplingParams
 
 PROMPT = "Question: Tom has {} pens. Tom finds 3. Tom gives 2 to Ana. How many pens does Tom have now?\nAnswer:"
 
@@ -15,7 +15,7 @@ def main(model: str = "demo") -> None:
     params = SamplingParams(temperature=0, max_tokens=48)
     deep = SamplingParams(temperature=0, max_tokens=48, depth=FullDepth())
     waiting = [(f"request {number}", PROMPT.format(5 + number), deep if number % 2 else params) for number in range(4)]
-    with Engine(model, depth=D3(alpha=0.8, start=0.7)) as engine:
+    with Engine(model) as engine:
         steps = 0
         while waiting or engine.has_unfinished_requests():
             if waiting and steps % 3 == 0:

@@ -153,6 +153,39 @@ def test_the_table_of_policies_names_its_tests_and_every_policy() -> None:
     assert [name for name in POLICY_CLASSES if name != "table" and f"`{name}` |" not in listed] == []
 
 
+RUNS_A_MODEL = ("generate", "chat", "serve", "batch", "integrations")
+KEEPS_ANSWERS = ("auto", "full", "lossless", "self-speculative", "draft-and-verify", "speculative")
+
+
+@pytest.mark.parametrize("line", [one for one in sorted(set(commands("d3engine"))) if one.split()[1] in RUNS_A_MODEL])
+def test_a_command_of_the_pages_skips_layers_of_no_model_but_the_bundled_one(line: str) -> None:
+    """Whoever tries it on a model of their own gets that model's answers; bridges are fitted to their model."""
+    words = shlex.split(line, comments=True)
+    depth = words[words.index("--depth") + 1] if "--depth" in words else "auto"
+    is_bundled = not any(word == "smollm2" or "path/to" in word or "owner/" in word for word in words)
+    assert is_bundled or depth in KEEPS_ANSWERS or "--bridges" in words
+
+
+def test_the_python_of_pages_and_examples_skips_layers_of_no_model_but_the_bundled_one() -> None:
+    files = [*PAGES, *REFERENCE, *(ROOT / "examples").glob("*.py")]
+    exact = "FullDepth|Lossless|Speculative|SelfSpeculative|depth"
+    engine = re.compile(rf"(?:Engine|LLM|from_pretrained)\((?!\s*\"demo\")[^()]*depth=(?!{exact})")
+    assert [file.name for file in files if engine.search(file.read_text())] == []
+
+
+def test_no_help_names_a_setting_of_d3(program: Any) -> None:
+    """It would be typed for a model that breaks under it."""
+    texts, waiting = [], [program]
+    while waiting:
+        command = waiting.pop()
+        texts += [command.help or "", *(getattr(parameter, "help", None) or "" for parameter in command.params)]
+        if hasattr(command, "list_commands"):  # which are loaded one by one
+            context = command.make_context(None, [], resilient_parsing=True)
+            waiting += [command.get_command(context, name) for name in command.list_commands(context)]
+    assert len(texts) > 500
+    assert [text for text in texts if re.search(r"alpha[ =]0?\.\d", text)] == []
+
+
 def test_a_command_that_does_not_exist_does_not_parse(program: Any) -> None:
     context = program.make_context("d3engine", ["generate", "--no-such-flag"])
     generate = program.get_command(context, "generate")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import threading
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from functools import partial
@@ -89,6 +91,54 @@ def wheels(tmp_path: Path) -> Iterator[str]:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+AN_OLD_PYTHON = f"""#!/bin/sh
+test "$1" = -c && exec {sys.executable} -c "import sys; sys.version_info = (3, 10, 14); $2"
+echo "$@" >> "$(dirname "$0")/called"
+"""
+
+
+@pytest.mark.parametrize("has_venv", [False, True])
+def test_too_old_a_python_is_said_so_before_anything_is_installed(tmp_path: Path, has_venv: bool) -> None:
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    python = tmp_path / ("venv/bin" if has_venv else ".") / "python"
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.write_text(AN_OLD_PYTHON)
+    python.chmod(0o755)
+    command = ["make", f"VENV={tmp_path}/venv", f"PYTHON={python}", "setup"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "d3engine needs Python 3.11 or newer; " in done.stderr
+    assert " is 3.10: name a newer one" in done.stderr
+    assert not (python.parent / "called").exists()
+
+
+def test_make_asks_for_the_python_that_the_package_does() -> None:
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    (asked,) = re.findall(r"v >= \((\d+), (\d+)\)", (ROOT / "Makefile").read_text())
+    assert wanted == ">=" + ".".join(asked)
+
+
+def test_nothing_says_to_install_a_release_that_there_is_none_of() -> None:
+    """No page, help or message; a checkout's extras are `pip install ".[EXTRA]"`."""
+    folders = ("d3engine", "kernels", "weights_tools", "docs", "examples", "benchmarks", "tests")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".md")]
+    files += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml")]
+    found = re.compile(r"pip[ ]install\s+(?:-\S+\s+)*['\"]?d3engine\b")
+    assert [str(file) for file in files if found.search(file.read_text())] == []
+
+
+@pytest.mark.parametrize("is_checkout", [True, False])
+def test_a_missing_extra_is_installed_from_a_checkout(monkeypatch: pytest.MonkeyPatch, is_checkout: bool) -> None:
+    from d3engine import errors
+
+    if not is_checkout:
+        monkeypatch.setattr(Path, "is_file", lambda self: False)
+    said = errors.install_command("serve")
+    expected = f"-e '{ROOT}[serve]'" if is_checkout else "'.[serve]' in a checkout of d3engine"
+    assert said.endswith(f"pip install {expected}")
 
 
 NO_DRIVER = "NVIDIA_DRIVER=/does/not/exist"

@@ -14,6 +14,7 @@ from d3engine.async_engine import wire
 from d3engine.calls.chats import WritesChatPrompts
 from d3engine.calls.new_requests import NewRequests
 from d3engine.loading.bridges import NOWHERE, bridge_store
+from d3engine.loading.certification import Certification
 from d3engine.loading.defaults import default_sampling_params
 from d3engine.loading.facts import Facts
 from d3engine.loading.parts import new_cache
@@ -37,7 +38,13 @@ class ProcessFront(Facts, WritesChatPrompts):
         self.tokenizer = None if arguments.get("skip_tokenizer_init") else load_tokenizer(tokenizer)
         self.bridges = bridge_store(self.settings, device=NOWHERE)
         self._requests = NewRequests(
-            self.config, self.tokenizer, self.depth, self.max_model_len, seed=0, bridges=self.bridges
+            self.config,
+            self.tokenizer,
+            self.depth,
+            self.max_model_len,
+            seed=0,
+            bridges=self.bridges,
+            log=Certification(self.directory, self.config.num_layers).log,
         )
         cache = new_cache(self.settings, self.config, ready.num_blocks)
         self._scheduler = Scheduler(self.settings.scheduler_config, cache)

@@ -5,6 +5,7 @@ Its standard input is how it knows its parent: the first message comes there, an
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import sys
@@ -24,6 +25,7 @@ from d3engine.depth import policy_from_dict
 from d3engine.engine import Engine
 from d3engine.errors import EngineClosedError, EngineDeadError
 from d3engine.garbage import collect_seldom, freeze_loaded
+from d3engine.loading import certification
 from d3engine.loading.settings import plain_settings
 from d3engine.request.outputs import RequestOutput
 from d3engine.scheduling.admission import Waves
@@ -35,6 +37,7 @@ _PATIENCE_SECONDS = 60.0
 def main() -> None:
     """Read what to do from the standard input, and do it until told to stop."""
     collect_seldom()
+    logging.getLogger(certification.__name__).setLevel(logging.ERROR)  # the parent logs every policy already
     parent = os.getppid()
     start: wire.Start = wire.decode_message(bytes.fromhex(sys.stdin.readline()))
     threading.Thread(target=_end_with, args=(parent,), name="d3engine-parent", daemon=True).start()

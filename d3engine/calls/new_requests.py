@@ -29,7 +29,7 @@ class NewRequests:
 
     `depth` is the policy of requests that bring none; one that does not fit the model is refused at once. Requests
     without a seed get `seed` and their place in the order of arrival. `bridges` has those that policies may name.
-    `check` raises for a policy that the engine has not.
+    `check` raises for a policy that the engine has not; `log` gets each policy that was accepted.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class NewRequests:
         seed: int,
         bridges: BridgeStore | None = None,
         check: Callable[[DepthPolicy], None] | None = None,
+        log: Callable[[DepthPolicy], None] | None = None,
     ) -> None:
         self._num_layers = config.num_layers
         self._prompts = PromptReader(config, tokenizer, max_model_len)
@@ -50,7 +51,7 @@ class NewRequests:
         self._max_model_len = max_model_len
         self._seed = seed
         self._num_sequences = 0
-        fit = partial(_fit, num_layers=config.num_layers, own=depth, bridges=bridges, check=check)
+        fit = partial(_fit, num_layers=config.num_layers, own=depth, bridges=bridges, check=check, log=log)
         self._fit = lru_cache(NUM_KEPT)(fit)
         self._fit(depth)
 
@@ -129,6 +130,7 @@ def _fit(
     own: DepthPolicy,
     bridges: BridgeStore | None,
     check: Callable[[DepthPolicy], None] | None,
+    log: Callable[[DepthPolicy], None] | None,
 ) -> tuple[Schedule, DraftRule | None]:
     """The schedule of a policy for a model of `num_layers`, and how it drafts, where `own` is the engine's policy.
 
@@ -151,6 +153,8 @@ def _fit(
             require(bridges is not None, "bridges", skipping.bridges, "absent, since nobody here has any")
             assert bridges is not None
             bridges.check(skipping)
+    if log is not None:
+        log(policy)
     return schedule, rule
 
 

@@ -310,7 +310,7 @@ def sample(
 ) -> None:
     """Answers at full depth and under a policy, each token coloured by the layers it ran (Figure 7).
 
-    Without --depth the policy is the model's own (d3.json), or D3 with alpha 0.9 and start 0.6.
+    Without --depth the policy is the model's own (d3.json).
     """
     from d3engine.analysis.answers import answer
     from d3engine.analysis.report import counted
@@ -318,11 +318,11 @@ def sample(
 
     require_integer("--guess-layers", guesses, 1)
     check_output("--html", html)
+    policy = policy_or_own(model, depth)
     seen = observe(model, engine_options, asking, limit, png, judges=True)
     engine = seen.engine
     require(engine.tokenizer is not None, "model", model, "a model with a tokenizer")
     assert engine.tokenizer is not None
-    policy = policy_or_own(model, depth)
     layers = guess_layers(engine.config.num_layers, guesses)
     answers = []
     for prompt, full in zip(seen.asked.prompts, with_bar(seen.answered, "sample"), strict=True):

@@ -37,7 +37,7 @@ def kinds(
 
     Steps are gathered by the token that they yield, and by the one that they are fed with, whose kind is known
     beforehand. The text is given: the model's own answers, or with --reference-answers those of the task. Without
-    --depth the policy is the model's own (d3.json), or D3 with alpha 0.9 and start 0.6.
+    --depth the policy is the model's own (d3.json).
     """
     from d3engine.analysis.answers import answer
     from d3engine.analysis.by_kind import measure_by_kind

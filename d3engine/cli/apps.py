@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from d3engine.cli.ending import ending
+from d3engine.cli.signatures import naming_flags
 from d3engine.cli.usage import UsageError, in_words, shows_help
 from d3engine.cli.verbosity import takes_verbosity
 from d3engine.errors import D3EngineError, require
@@ -33,7 +34,15 @@ class Worded:
 
 
 class Command(Worded, TyperCommand):
-    """A command."""
+    """A command, whose errors name the flags that were typed."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        params: Any = self.params
+        typed = [param for param in params if ctx.get_parameter_source(param.name).name == "COMMANDLINE"]
+        flags = [max(param.opts, key=len) for param in typed if param.param_type_name == "option"]
+        with naming_flags({flag.removeprefix("--").replace("-", "_"): flag for flag in flags}):
+            return super().invoke(ctx)
 
 
 class Group(Worded, TyperGroup):

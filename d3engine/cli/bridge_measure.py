@@ -44,7 +44,7 @@ def measure_command(
     bridges: BridgesFile = None,
     policies: Annotated[
         list[str] | None,
-        typer.Option("--policy", help='A policy with its options, "d3 alpha=0.9 start=0.8"; may be repeated.'),
+        typer.Option("--policy", help='A policy with its options, "d3 alpha=A start=S"; may be repeated.'),
     ] = None,
     text: Text = None,
     task: Task = None,

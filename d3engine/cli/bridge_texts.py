@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from d3engine.cli.engine_options import Options, engine_arguments
+from d3engine.cli.verbosity import measures_depths
 from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, require, require_integer
 from d3engine.progress import bar_columns, hides_bars
 
@@ -165,6 +166,7 @@ def open_passage(model: str, options: Options) -> tuple[Engine, Passage]:
     from d3engine.analysis.answers import open_model
     from d3engine.bridges.passage import Passage
 
+    measures_depths()
     engine, observer = open_model(model, engine_arguments(model, options))
     return engine, Passage(observer)
 

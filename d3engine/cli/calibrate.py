@@ -32,7 +32,7 @@ from d3engine.cli.calibration_tables import setting, show_calibration
 from d3engine.cli.draft_search import ScoreName, find_draft
 from d3engine.cli.ending import ExitCode
 from d3engine.cli.engine_options import Model, Options, model_directory, open_engine, sampling_params, takes_engine
-from d3engine.cli.verbosity import note
+from d3engine.cli.verbosity import measures_depths, note
 from d3engine.depth import D3, FullDepth
 from d3engine.depth.policy import POLICY_FILE
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
@@ -128,7 +128,7 @@ def calibrate_command(
     ] = GridName.ours,
     check: Annotated[
         str | None,
-        typer.Option("--check", help='Certify this setting alone, such as "d3 alpha=0.9 start=0.6", and search none.'),
+        typer.Option("--check", help='Certify this setting alone, such as "d3 alpha=A start=S", and search none.'),
     ] = None,
     draft: Annotated[
         int | None,
@@ -159,6 +159,7 @@ def calibrate_command(
     target = _target(model, directory, out)
     _check_plot(plot)
     seed = engine_options.get("seed", 0)
+    measures_depths()
 
     from d3engine.calibration.bridge_choices import check_target
     from d3engine.calibration.scoring import EngineScorer
@@ -284,7 +285,7 @@ def _given_setting(words: str | None, num_layers: int, max_tokens: int, others: 
         require(value is None or value == [], flag, value, "absent beside --check, which tries one setting")
     policy = policy_from_words(words.split(), "--check")
     if not isinstance(policy, D3):
-        raise InvalidValueError("--check", words, 'a setting of d3, such as "d3 alpha=0.9 start=0.6"')
+        raise InvalidValueError("--check", words, 'a setting of d3, such as "d3 alpha=A start=S"')
     skips = policy.schedule(num_layers).first_skipping_step < max_tokens
     require(skips, "--check", words, f"a setting that skips something within {max_tokens} tokens")
     return Candidate(policy, (policy,))

@@ -42,7 +42,7 @@ app = new_app()
 HELP = """\
 /reset            forget the conversation (a system message stays)
 /depth            show the depth policy
-/depth NAME ...   change it: /depth full, /depth d3 alpha=0.9 start=0.6, /depth auto
+/depth NAME ...   change it: /depth full, /depth d3 alpha=A start=S, /depth auto
 /help             this text
 /exit             end (as does the end of input)"""
 
@@ -165,9 +165,9 @@ class Conversation:
         if words:
             depth = policy_from_words(words, "/depth")
             policy = None if depth == AUTO else depth
-            if policy is not None:
-                policy.schedule(self._engine.config.num_layers)  # refused now, not at the next turn
-            self._params = replace(self._params, depth=policy)
+            params = replace(self._params, depth=policy)
+            self._engine.prepare([0], params)  # what the engine refuses or warns of is told now, not at the next turn
+            self._params = params
         self._say(f"Depth: {policy_in_words(self._policy)}")
 
     @property

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from d3engine.engine import Engine
     from d3engine.request.params import SamplingParams
 
-DEMO_DEPTH = D3(alpha=0.9, start=0.6)
-"""What the demo compares with full depth where neither --depth nor d3.json names a policy."""
-
 WARM_UP_TOKENS = 4
 """Tokens before the first answer of the demo; nobody sees them, and somebody waits for them."""
 
@@ -62,11 +59,8 @@ def show_problem(
 
 
 def _policies(engine: Engine, depth: Depth) -> list[DepthPolicy]:
-    """Full depth first, then the policy asked for, the model's own, or the paper's."""
-    chosen = engine.depth if depth == AUTO else depth
-    if depth == AUTO and isinstance(chosen, FullDepth):
-        chosen = DEMO_DEPTH
-    return list(dict.fromkeys([FullDepth(), chosen]))
+    """Full depth first, then the policy asked for or the model's own."""
+    return list(dict.fromkeys([FullDepth(), engine.depth if depth == AUTO else depth]))
 
 
 class _Demo:

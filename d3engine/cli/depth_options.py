@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
-from d3engine.cli.signatures import give_parameters, keyword
+from d3engine.cli.signatures import give_parameters, keyword, naming_flags
 from d3engine.depth import DepthPolicy, policy_from_name
 from d3engine.depth.policy import POLICY_CLASSES, policy_names, policy_options, required_options
 from d3engine.errors import NOTHING, InvalidValueError, require
@@ -253,8 +253,10 @@ def takes_depth(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_policy(**arguments: Any) -> Any:
         options = {field: arguments.pop(field) for field in OPTIONS}
         others = arguments.pop(OTHER_OPTIONS) or ()
-        arguments["depth"] = depth_from_options(arguments["depth"], options, others)
-        return command(**arguments)
+        given = {field: OPTIONS[field][0] for field, value in options.items() if value is not None}
+        with naming_flags({**given, "depth": "--depth"}):
+            arguments["depth"] = depth_from_options(arguments["depth"], options, others)
+            return command(**arguments)
 
     signature = inspect.signature(command, eval_str=True)
     parameters = [parameter for parameter in signature.parameters.values() if parameter.name != "depth"]

@@ -18,7 +18,7 @@ import typer
 
 from d3engine.cli.depth_options import AUTO as AUTO_DEPTH
 from d3engine.cli.depth_options import Depth
-from d3engine.cli.signatures import give_parameters, keyword
+from d3engine.cli.signatures import give_parameters, keyword, naming_flags
 from d3engine.cli.structured_options import STRUCTURED, with_form
 from d3engine.cli.verbosity import LOGGER, note
 from d3engine.errors import require_integer
@@ -153,7 +153,8 @@ def takes_options(command: Callable[..., Any], name: str, table: OptionTable, pa
         given = {field: arguments.pop(f"{name}_{field}") for field in table}
         # An option that may be repeated is an empty list when it was not given, in some versions of typer.
         arguments[name] = {field: value for field, value in given.items() if value is not None and value != []}
-        return command(**arguments)
+        with naming_flags({field: flag for field, (flag, _, _) in table.items()}):
+            return command(**arguments)
 
     signature = inspect.signature(command, eval_str=True)
     parameters = [parameter for parameter in signature.parameters.values() if parameter.name != name]

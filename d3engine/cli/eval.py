@@ -25,6 +25,7 @@ from d3engine.cli.engine_options import (
 )
 from d3engine.cli.eval_run import HARNESS_MAX_TOKENS, Run, resolve_policies
 from d3engine.cli.output_files import check_output
+from d3engine.cli.verbosity import measures_depths
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer
 from d3engine.evaluation import catalogue
 from d3engine.integrations.lm_eval_harness import find_tasks
@@ -71,7 +72,7 @@ def evaluate(
     ] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", help='A further policy, such as "d3 alpha=0.9 start=0.6"; may be repeated.'),
+        typer.Option("--policy", help='A further policy, such as "d3 alpha=A start=S"; may be repeated.'),
     ] = None,
     compare_full: Annotated[bool, typer.Option("--compare-full", help="Full depth first, to compare with.")] = False,
     baselines: Annotated[
@@ -128,6 +129,8 @@ def evaluate(
     seed = engine_options.get("seed", 0)
     sets_exits = exit_questions is None or (baselines and not is_harness)
     require(sets_exits, "--exit-questions", exit_questions, "given with --baselines, and no task of the harness")
+    if baselines:
+        measures_depths()
     run = Run(model, names, seed, limit, num_fewshot, html, as_json, share_prompts, answers)
     wanted = [depth] if depth != AUTO or not policy else []
     wanted += [policy_from_words(words.split()) for words in policy or ()]

@@ -16,7 +16,8 @@ import typer
 
 from d3engine.cli.depth_options import AUTO, Depth
 from d3engine.cli.engine_options import Options, OptionTable, engine_arguments, model_directory, takes_options
-from d3engine.depth import D3, DepthPolicy, FullDepth
+from d3engine.cli.verbosity import measures_depths
+from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.errors import NOTHING, require, require_integer
 from d3engine.progress import bar_columns, hides_bars
 
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from d3engine.evaluation.benchmark import Question
 
 DEFAULT_MAX_TOKENS = 128
-USUAL_DEPTH = D3(alpha=0.9, start=0.6)
-"""What a command shows that needs a policy, where neither --depth nor d3.json names one."""
 
 ASKING: OptionTable = {
     "prompts": ("--prompts", Path, "One prompt per line, or a .json list of texts, instead of a task."),
@@ -82,6 +81,7 @@ class Observed:
         """How a policy's answers to the same prompts come out, and the name of that measure."""
         from d3engine.analysis.copying import AGREEMENT
 
+        measures_depths()
         if self.asked.questions is None:
             return partial(_agreement, self), AGREEMENT
         return partial(_exact_match, self), "exact match"
@@ -198,13 +198,14 @@ def grid_of(
 
 
 def policy_or_own(model: str, depth: Depth) -> DepthPolicy:
-    """The policy of --depth; without it the model's own, or `USUAL_DEPTH` where that is full depth."""
+    """The policy of --depth; without it the model's own, where that is not full depth."""
     from d3engine.loading.depth import resolve_depth
 
     if depth != AUTO:
         return depth
     own = resolve_depth(AUTO, model_directory(model))
-    return USUAL_DEPTH if isinstance(own, FullDepth) else own
+    require(not isinstance(own, FullDepth), "--depth", NOTHING, f"given, since {model} has no d3.json with a policy")
+    return own
 
 
 @contextmanager

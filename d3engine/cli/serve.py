@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from d3engine.async_engine.async_engine import AsyncEngine
     from d3engine.server.running import GuardedServer
     from d3engine.server.settings import ServerSettings
+    from d3engine.stats import EngineStats
 
 app = new_app()
 
@@ -108,9 +109,9 @@ def _run(engine: AsyncEngine, settings: ServerSettings, bound: socket.socket, mo
 
     async def run() -> None:
         try:
-            executor = (await engine.stats()).executor
+            stats = await engine.stats()
             freeze_loaded()
-            server.when_started(lambda: _introduce(engine, settings, bound, model, executor))
+            server.when_started(lambda: _introduce(engine, settings, bound, model, stats))
             await server.serve([bound])
         finally:
             await engine.close()
@@ -124,7 +125,9 @@ def _run(engine: AsyncEngine, settings: ServerSettings, bound: socket.socket, mo
     return _tell_end(server)
 
 
-def _introduce(engine: AsyncEngine, settings: ServerSettings, bound: socket.socket, model: str, executor: str) -> None:
+def _introduce(
+    engine: AsyncEngine, settings: ServerSettings, bound: socket.socket, model: str, stats: EngineStats
+) -> None:
     """What is served, by what, where and to whom."""
     from d3engine.depth.words import policy_in_words
     from d3engine.server.running import address_of
@@ -133,14 +136,17 @@ def _introduce(engine: AsyncEngine, settings: ServerSettings, bound: socket.sock
     address = address_of(guards.host, bound.getsockname()[1])
     ids = ", ".join([*settings.model_names, *settings.depth_aliases])
     dtype = str(engine.dtype).removeprefix("torch.")
+    held = stats.kv_blocks_total // engine.config.num_layers * engine.settings.block_size
     who = "this machine" if guards.is_local else "everybody who reaches the port"
     lines: dict[str, Any] = {
         "model": f"{model}, {engine.config.num_layers} layers, as {ids}",
         "depth": policy_in_words(engine.depth),
-        "runs": f"{executor}, {dtype}{', in a process of its own' if engine.has_process else ''}",
-        "room": f"{engine.settings.max_num_seqs} sequences of at most {engine.max_model_len} tokens",
+        "runs": f"{stats.executor}, {dtype}{', in a process of its own' if engine.has_process else ''}",
+        "room": f"a KV cache of {held:,} tokens at full depth; at most {engine.settings.max_num_seqs} sequences, each "
+        f"of at most {engine.max_model_len:,} tokens",
         "open to": f"{who}, {'with a key' if guards.api_keys else 'without a key'}",
         "address": f"{address}/v1",
+        "page": f"{address}/",
     }
     note(f"d3engine {__version__} serves:")
     for name, said in lines.items():

@@ -31,7 +31,7 @@ WHO: OptionTable = {
 }
 WHAT: OptionTable = {
     "model_names": ("--served-model-name", list[str], "An id for the model; repeatable (its own name)."),
-    "depth_aliases": ("--depth-alias", list[str], 'A further id at a depth: ID=full, "ID=d3 alpha=0.9 start=0.6".'),
+    "depth_aliases": ("--depth-alias", list[str], 'A further id at a depth: ID=full, "ID=d3 alpha=A start=S".'),
     "allow_depth": ("--allow-depth", list[str], "A policy that requests may ask for; repeatable (d3, full)."),
     "lock_depth": ("--lock-depth", bool, "Refuse every depth that a request brings."),
     "max_depth_policies": ("--max-depth-policies", int, "Policies of requests in progress at most (16)."),

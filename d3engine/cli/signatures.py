@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import re
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from typer.models import OptionInfo
+
+from d3engine.errors import InvalidValueError
 
 VALUES: dict[Any, str] = {str: "TEXT", int: "INTEGER", float: "NUMBER", Path: "PATH"}
 """What help calls the value of an option of each kind, whatever the version of typer."""
@@ -27,6 +31,21 @@ def give_parameters(command: Callable[..., Any], parameters: Iterable[inspect.Pa
     # Typer reads one or the other, by version.
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+
+
+@contextmanager
+def naming_flags(flags: Mapping[str, str]) -> Iterator[None]:
+    """Call the fields of an `InvalidValueError` by the flags that a user types: `api_keys` is `--api-key`."""
+    flags = {field: flag.split("/")[0] for field, flag in flags.items()}
+    try:
+        yield
+    except InvalidValueError as error:
+        if type(error) is not InvalidValueError:
+            raise
+        # Only names with an underscore cannot be words of the sentence.
+        words = "|".join(field for field in flags if "_" in field)
+        allowed = re.sub(rf"\b({words})\b", lambda word: flags[word[0]], error.allowed) if words else error.allowed
+        raise InvalidValueError(flags.get(error.field, error.field), error.value, allowed) from error
 
 
 def _name_value(annotation: Any) -> None:

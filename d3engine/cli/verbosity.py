@@ -19,6 +19,7 @@ from d3engine.cli.signatures import give_parameters, keyword
 from d3engine.errors import NOTHING, require
 
 LOGGER = logging.getLogger("d3engine")
+CERTIFICATION = logging.getLogger("d3engine.loading.certification")
 
 Verbose = Annotated[
     int,
@@ -57,6 +58,12 @@ def set_verbosity(verbose: int, quiet: bool) -> None:
         LOGGER.removeHandler(handler)
     LOGGER.addHandler(_ToStderr())
     LOGGER.setLevel(level)
+    CERTIFICATION.setLevel(logging.NOTSET)
+
+
+def measures_depths() -> None:
+    """Leave out the warnings of depths that are not certified: the command measures what they cost."""
+    CERTIFICATION.setLevel(logging.ERROR)
 
 
 def note(text: str) -> None:

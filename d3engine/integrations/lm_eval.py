@@ -76,7 +76,7 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
     Args:
         pretrained: a model as `Engine` takes it, or an `Engine` that is open (then no engine option is allowed).
         depth: a `DepthPolicy`, "auto" (the model's d3.json), or a policy's name, whose options follow as arguments of
-            their own: `depth=d3,alpha=0.9,start=0.6`.
+            their own: `depth=d3,alpha=A,start=S`.
         max_length: tokens of context and answer at most; longer contexts lose their beginning, as in the harness's HF
             backend. None: one fewer than the engine's max_model_len.
         max_gen_toks: tokens of an answer whose task does not say, or a function that tells them by the task's name.

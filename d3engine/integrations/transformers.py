@@ -41,7 +41,7 @@ class D3ForCausalLM:
     Args:
         model: as `Engine` takes it, or an `Engine` that is open (then nothing else is allowed); no GGUF file, whose
             config transformers cannot read.
-        engine_arguments: `Engine`'s, such as `depth=D3(0.9, 0.6)`.
+        engine_arguments: `Engine`'s, such as `depth=D3(alpha, start)`.
 
     Attributes:
         engine: the engine, which `close()` ends.

@@ -35,7 +35,7 @@ def resolve_depth(depth: str | DepthPolicy, directory: Path) -> DepthPolicy:
     """
     if isinstance(depth, DepthPolicy):
         return depth
-    require(depth == "auto", "depth", depth, 'a DepthPolicy such as D3(alpha=0.9, start=0.6), or "auto"')
+    require(depth == "auto", "depth", depth, 'a DepthPolicy such as FullDepth(), or "auto"')
     policy = policy_from_directory(directory)
     own = {getattr(one, BRIDGES, None) for one in (policy, getattr(policy, "draft", None))}
     if own - {None, AUTO_BRIDGES}:  # the file may come from anywhere, and must not say which others are opened
@@ -48,13 +48,13 @@ def resolve_depth(depth: str | DepthPolicy, directory: Path) -> DepthPolicy:
             "calibrate on these, delete the file, or name a depth"
         )
     if AUTO_BRIDGES in own:
-        _check_bridges(directory)
+        check_bridges(directory)
     if (found := own_setting(policy, directory)) is not None:
         _log.info(found)
     return policy
 
 
-def _check_bridges(directory: Path) -> None:
+def check_bridges(directory: Path) -> None:
     """That the bridges beside the weights are those that the setting was found with, where `d3.json` names them."""
     path, expected = beside(directory, BRIDGES_FILE), calibrated_bridges(directory)
     if expected is None or not is_there(path):  # whoever loads them says that they are missing

@@ -127,6 +127,6 @@ def as_request_error(error: Exception) -> RequestError:
     if isinstance(error, EngineDeadError):
         return RequestError(503, "The engine has ended after a fault of its own.", code="engine_dead")
     if isinstance(error, EngineClosedError):
-        return RequestError(503, "The server is about to end.", code="shutting_down")
+        return RequestError(503, "The server is about to end.", code="draining")
     _log.error("a request failed", exc_info=error)
     return RequestError(500, "The server failed on this request.", code="internal_error")

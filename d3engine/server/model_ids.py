@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NotRequired, TypedDict
 
 from d3engine.depth import DepthPolicy
+from d3engine.loading.certification import Certification
 from d3engine.server.errors import RequestError
 from d3engine.server.settings import ServerSettings
 
@@ -15,6 +16,7 @@ class ModelExtra(TypedDict):
     num_layers: int
     depth: dict[str, object]
     calibrated: bool
+    certified: bool
 
 
 class ModelCard(TypedDict):
@@ -40,7 +42,7 @@ class ModelIds:
         own: DepthPolicy,
         num_layers: int,
         max_model_len: int,
-        calibrated: bool,
+        certification: Certification,
         created: int,
     ) -> None:
         self.default = settings.model_names[0]
@@ -49,7 +51,7 @@ class ModelIds:
         self._own = own
         self._num_layers = num_layers
         self._max_model_len = max_model_len
-        self._calibrated = calibrated
+        self._certification = certification
         self._created = created
 
     def check(self, name: str | None) -> str:
@@ -66,7 +68,6 @@ class ModelIds:
     def card(self, name: str) -> ModelCard:
         """The entry of one id; raises `RequestError` for one that is not served."""
         self.check(name)
-        is_alias = name in self.aliases
         policy = self.aliases.get(name, self._own)
         return {
             "id": name,
@@ -74,12 +75,13 @@ class ModelIds:
             "created": self._created,
             "owned_by": "d3engine",
             "root": self.default,
-            "parent": self.default if is_alias else None,
+            "parent": self.default if name in self.aliases else None,
             "max_model_len": self._max_model_len,
             "d3ext": {
                 "num_layers": self._num_layers,
                 "depth": policy.describe(),
-                "calibrated": self._calibrated and not is_alias,
+                "calibrated": self._certification.is_calibrated(policy),
+                "certified": self._certification.covers(policy),
             },
         }
 

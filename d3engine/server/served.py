@@ -9,7 +9,7 @@ from typing import cast
 from starlette.requests import Request
 
 from d3engine.async_engine.client import EngineClient
-from d3engine.depth.policy import calibrated_for, policy_from_directory
+from d3engine.loading.certification import Certification
 from d3engine.request.params import SamplingParams
 from d3engine.server.asking.depth import DepthPolicies
 from d3engine.server.asking.ignored import IgnoredFields
@@ -33,6 +33,7 @@ class Served:
         client: the engine, which the app uses and does not own.
         settings: what the server's owner has decided.
         models: the ids of the model.
+        certification: which depths are certified for the model.
         depths: reads the depths of requests, and knows which are at work.
         ignored: names the fields that nobody knows.
         traffic: the requests that have a place, and whether new ones are taken.
@@ -44,12 +45,13 @@ class Served:
     def __init__(self, client: EngineClient, settings: ServerSettings) -> None:
         self.client = client
         self.settings = settings
+        self.certification = Certification(client.settings.directory, client.config.num_layers)
         self.models = ModelIds(
             settings,
             own=client.depth,
             num_layers=client.config.num_layers,
             max_model_len=client.max_model_len,
-            calibrated=_is_calibrated(client),
+            certification=self.certification,
             created=int(time.time()),
         )
         self.depths = DepthPolicies(settings, client.depth)
@@ -86,9 +88,3 @@ def _places(client: EngineClient, settings: ServerSettings) -> int:
     running = client.settings.max_num_seqs
     waiting = settings.guards.max_queue
     return running + (QUEUE_PER_SEQUENCE * running if waiting is None else waiting)
-
-
-def _is_calibrated(client: EngineClient) -> bool:
-    """Whether the engine runs the very setting that calibration has left beside its weights."""
-    directory = client.settings.directory
-    return calibrated_for(directory) is not None and policy_from_directory(directory) == client.depth

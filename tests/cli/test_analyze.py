@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from d3engine.analysis.by_kind import SIDES
 from d3engine.cli.observing import questions_of
 from d3engine.errors import install_command
 from d3engine.evaluation.procedural import different_problems
+from d3engine.loading.model_directory import model_directory
 
 SMALL = ("--limit", "2", "--max-tokens", "8", "--device", "cpu", "--kv-cache-memory-bytes", str(2**24))
 
@@ -291,3 +293,13 @@ def test_a_picture_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatc
     result = run("flow", "demo", *SMALL, "--png", str(tmp_path / "a.png"))
     assert result.exit_code == 2
     assert install_command("plots") in result.stderr
+
+
+@pytest.mark.parametrize("command", ["kinds", "sample"])
+def test_a_model_without_a_policy_of_its_own_needs_depth(command: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(model_directory("demo"), model)
+    (model / "d3.json").unlink()
+    result = run(command, str(model), *SMALL)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: --depth must be given, since {model} has no d3.json with a policy")

@@ -78,7 +78,7 @@ def test_what_cannot_be_is_refused_before_a_model_is_loaded(source: Path, tmp_pa
             "custom_id must be another in each line, since results are known by it; got \"'a' in lines 1",
         ),
         ((source, target, "--model", "/does/not/exist"), "/does/not/exist"),
-        ((source, target, "--allow-depth", "speculative"), "allow_depth must be"),
+        ((source, target, "--allow-depth", "speculative"), "--allow-depth must be"),
     ]:
         result = run(*words)
         assert result.exit_code == 2, result.output

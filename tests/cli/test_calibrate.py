@@ -53,6 +53,7 @@ def test_one_given_setting_is_certified_alone_and_written(tmp_path: Path) -> Non
     written = json.loads(out.read_text())
     assert written["depth"] == D3(alpha=0.9, start=0.7).describe()
     assert written["evidence"]["settings_tried"] == 1
+    assert "never certified" not in result.stderr  # which is what it finds out
     assert "Certificates on 23 problems" in result.stdout
     assert "Screening" not in result.stdout
     refused = run("demo", *small, "--check", "d3 alpha=0.9 start=0.2", "--out", str(out), "--json")

@@ -118,6 +118,10 @@ def test_depth_is_shown_and_changed(model: Path) -> None:
     result = chat(model, *lines, options=("--depth", "full"))
     told = [line for line in result.stderr.splitlines() if line.startswith("Depth:")]
     assert told == ["Depth: Full depth", "Depth: D3, alpha 0.9, start 0.6", "Depth: Full depth"]
+    lines = result.stderr.splitlines()
+    (warned,) = [number for number, line in enumerate(lines) if "was never certified for this model" in line]
+    assert lines[warned].startswith("warning: D3, alpha 0.9, start 0.6")
+    assert warned < lines.index(told[1])  # at the command, not with the next answer
 
 
 def test_what_is_not_allowed_is_told_and_the_conversation_goes_on(model: Path) -> None:

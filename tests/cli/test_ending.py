@@ -201,7 +201,20 @@ def test_what_is_a_number_is_called_one() -> None:
         assert not {"int", "float", "str", "path", "list"} & set(kinds), "a kind of value has one name everywhere"
     assert run("schedule", "--layers", "9", "--depth", "d3", "--alpha", "0.9", "--start", "1/3").exit_code == 0
     refused = run("schedule", "--layers", "9", "--depth", "d3", "--alpha", "0.9", "--start", "low").stderr
-    assert refused == "error: start must be a finite number, or a fraction as text such as '1/3'; got 'low'\n"
+    assert refused == "error: --start must be a finite number, or a fraction as text such as '1/3'; got 'low'\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["analyze", "schedule", "demo", "--alpha", "7"], "--alpha"),
+        (["calibrate", "demo", "--out", "d3.json", "--start", "7"], "--start"),
+        (["calibrate", "demo", "--out", "d3.json", "--tail", "-7"], "--tail"),
+        (["schedule", "--layers", "9", "--depth", "d3", "--alpha", "7", "--start", "0.5"], "--alpha"),
+    ],
+)
+def test_an_error_names_the_flag_that_was_typed(words: list[str], flag: str) -> None:
+    assert run(*words).stderr.startswith(f"error: {flag} must be ")
 
 
 # -- what is told ----------------------------------------------------------------------------------------------------

@@ -153,6 +153,13 @@ def test_json_holds_every_token_with_its_depth(engine: Engine) -> None:
     assert (report["prompt"], report["num_layers"]) == (PROMPT, 16)
 
 
+def test_a_depth_that_was_never_certified_is_said_so_unless_quiet() -> None:
+    said = "D3, alpha 0.9, start 0.6 was never certified for this model"
+    assert generate("demo", PROMPT, "--max-tokens", "2", *D3_FLAGS).stderr.count(said) == 1
+    for flags in ([*D3_FLAGS, "-q"], [], ["--depth", "d3", "--alpha", "0.8", "--start", "0.6"], ["--depth", "full"]):
+        assert "certified" not in generate("demo", PROMPT, "--max-tokens", "2", *flags).stderr
+
+
 def test_a_depth_suffix_stands_behind_every_token() -> None:
     text = generate("demo", PROMPT, "--max-tokens", "6", "--depth-suffix", *D3_FLAGS).stdout
     plain = generate("demo", PROMPT, "--max-tokens", "6", *D3_FLAGS).stdout
@@ -302,10 +309,10 @@ def test_the_demo_at_full_depth_alone_answers_once() -> None:
         (["demo", "x", "--problem-seed", "1"], "--problem-seed"),
         (["", "x"], "model must be 'demo'"),
         (["demo", "--n", "2"], "--n"),
-        (["demo", "x", "--temperature", "-1"], "temperature"),
-        (["demo", "x", "--max-tokens", "0"], "max_tokens"),
-        (["demo", "x", "--dtype", "int3"], "dtype"),
-        (["demo", "x", "--max-model-len", "99999"], "max_model_len"),
+        (["demo", "x", "--temperature", "-1"], "--temperature"),
+        (["demo", "x", "--max-tokens", "0"], "--max-tokens"),
+        (["demo", "x", "--dtype", "int3"], "--dtype"),
+        (["demo", "x", "--max-model-len", "99999"], "--max-model-len"),
         (["demo", "x", "--admission-waves", "0"], "--admission-waves"),
         (["demo", "x", "--alpha", "0.9"], "--alpha"),
         (["demo", "x", "--depth-suffix", "--color-depth"], "--depth-suffix"),

@@ -342,4 +342,4 @@ def test_the_script_prints_one_line_and_no_traceback_for_an_error() -> None:
     )
     assert result.returncode == 2
     assert result.stdout == ""
-    assert result.stderr == "error: alpha must be a finite number in (0, 1]; got 2.0\n"
+    assert result.stderr == "error: --alpha must be a finite number in (0, 1]; got 2.0\n"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -22,8 +23,11 @@ from served_apps import read_answer, request
 from typer.testing import CliRunner
 
 from d3engine.cli import app
-from d3engine.cli.server_options import server_settings
+from d3engine.cli.engine_options import ENGINE
+from d3engine.cli.server_options import LIMITS, WHAT, WHO, server_settings
 from d3engine.depth import D3, FullDepth
+from d3engine.server.guards.settings import GuardSettings
+from d3engine.server.settings import ServerSettings
 
 
 def refused(*words: str) -> str:
@@ -36,15 +40,15 @@ def refused(*words: str) -> str:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--port", "99999"], "error: port must be an integer from 0 to 65535; got 99999"),
-        (["--host", "0.0.0.0"], "host must be an address of this machine alone"),
-        (["--api-key", "short"], "api_keys must be keys of at least 8"),
+        (["--port", "99999"], "error: --port must be an integer from 0 to 65535; got 99999"),
+        (["--host", "0.0.0.0"], "--host must be an address of this machine alone"),
+        (["--api-key", "short"], "--api-key must be keys of at least 8"),
         (["--api-key-file", "/does/not/exist"], "--api-key-file must be a regular file"),
         (["--depth-alias", "demo"], "--depth-alias must be ID=POLICY"),
         (["--depth-alias", "deep=auto"], "--depth-alias must be ID=POLICY"),
         (["--depth-alias", "a=d3 alpha=2 start=0.6"], "alpha"),
-        (["--allow-depth", "speculative"], "allow_depth must be"),
-        (["--max-queue", "-1"], "max_queue must be"),
+        (["--allow-depth", "speculative"], "--allow-depth must be"),
+        (["--max-queue", "-1"], "--max-queue must be"),
         (["--stream-interval", "0"], "--stream-interval must be an integer of at least 1; got 0"),
     ],
 )
@@ -52,6 +56,54 @@ def test_what_cannot_be_is_refused_in_a_sentence_before_a_model_is_loaded(words:
     stderr = refused(*words)
     assert said in stderr
     assert len(stderr.splitlines()) == 1
+
+
+NUMBERS = [
+    flag
+    for table in (WHO, WHAT, LIMITS, ENGINE)
+    for flag, kind, _ in table.values()
+    if kind in (int, float) or flag == "--threads"
+]
+
+
+@pytest.mark.parametrize("flag", NUMBERS)
+def test_an_error_names_the_flag_that_was_typed(flag: str) -> None:
+    assert refused(flag, "-7").startswith(f"error: {flag} must be ")
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["--metrics-key", "short"], "--metrics-key"),
+        (["--allowed-origins", "example.org"], "--allowed-origins"),
+        (["--allowed-hosts", "a/b"], "--allowed-hosts"),
+        (["--served-model-name", ""], "--served-model-name"),
+        (["--depth-alias", "demo=full"], "--depth-alias"),
+        (["--otlp-traces-endpoint", "nowhere"], "--otlp-traces-endpoint"),
+        (["--metrics-prefix", "7"], "--metrics-prefix"),
+        (["--device", "tpu"], "--device"),
+        (["--dtype", "int3"], "--dtype"),
+        (["--weight-dtype", "int3"], "--weight-dtype"),
+        (["--kv-cache-dtype", "int3"], "--kv-cache-dtype"),
+        (["--depth", "d3", "--alpha", "7", "--start", "0.5"], "--alpha"),
+        (["--depth", "skipdecode", "--decay-steps", "-7", "--min-layers", "3"], "--decay-steps"),
+        (["--depth", "skipdecode", "--decay-steps", "7", "--min-layers", "99"], "--min-layers"),
+        (["--depth", "early-exit", "--threshold", "0.9", "--exit-min-layer", "99"], "--exit-min-layer"),
+    ],
+)
+def test_an_error_of_a_text_names_its_flag_too(words: list[str], flag: str) -> None:
+    assert refused(*words).splitlines()[-1].startswith(f"error: {flag} must be ")
+
+
+def test_every_setting_of_the_server_has_a_flag() -> None:
+    settings = {field.name for kind in (GuardSettings, ServerSettings) for field in fields(kind)}
+    assert settings - {"guards"} <= {*WHO, *WHAT, *LIMITS}
+
+
+def test_what_a_setting_must_be_names_flags_too() -> None:
+    said = refused("--host", "0.0.0.0")
+    assert "--allow-no-key" in said
+    assert "allow_no_key" not in said
 
 
 def test_a_taken_port_is_said_so_before_a_model_is_loaded() -> None:
@@ -99,6 +151,9 @@ main()
 """
 
 
+DECAY = ("--depth", "d3", "--alpha", "0.9", "--start", "0.6")
+
+
 class Running:
     """The command in a process of its own; the lines of its stderr as they come, with one of its heap behind them."""
 
@@ -139,6 +194,8 @@ def test_a_server_says_what_it_serves_and_ends_when_its_answers_are_complete(rec
     said = "\n".join(running.seen)
     assert "model    demo, 16 layers, as demo, demo-full" in said
     assert "open to  this machine, with a key" in said
+    assert "room     a KV cache of 512 tokens at full depth; at most 64 sequences, each of at most 1,024 tokens" in said
+    assert running.line("page").split() == ["page", url.removesuffix("v1")]
     key = {"Authorization": "Bearer a-key-of-1234"}
     with httpx.Client(base_url=url, headers=key, timeout=300) as client, socket.socket() as slow:
         assert client.get("/models", headers={"Authorization": "Bearer wrong"}).status_code == 401
@@ -161,9 +218,11 @@ def test_a_server_says_what_it_serves_and_ends_when_its_answers_are_complete(rec
 
 
 def test_an_engine_in_a_process_of_its_own_is_served_and_its_end_is_told() -> None:
-    running = Running("--engine-process", "--stream-interval", "4", "--kv-cache-memory-bytes", str(2**22))
+    running = Running("--engine-process", *DECAY, "--stream-interval", "4", "--kv-cache-memory-bytes", str(2**22))
     url = running.line("address").split()[-1]
-    assert ", in a process of its own" in "\n".join(running.seen)
+    said = "\n".join(running.seen)
+    assert ", in a process of its own" in said
+    assert said.count("D3, alpha 0.9, start 0.6 was never certified") == 1
     (engine,) = psutil.Process(running.process.pid).children()
     with httpx.Client(base_url=url, headers={"Authorization": "Bearer a-key-of-1234"}, timeout=300) as client:
         body = {"prompt": "Once", "max_tokens": 30, "ignore_eos": True, "stream": True, "return_token_ids": True}

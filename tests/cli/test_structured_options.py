@@ -51,7 +51,7 @@ def test_every_flag_of_a_form_holds_the_answers_to_it(tmp_path: Path) -> None:
         ),
         (["--regex", ""], "--regex must be text of 1 to"),
         (["--choice", "a", "--choice", "a"], "--choice must be a list of"),
-        (["--regex", "a", "--min-tokens", "3"], "min_tokens must be 0"),
+        (["--regex", "a", "--min-tokens", "3"], "--min-tokens must be 0"),
     ],
 )
 def test_what_is_no_form_is_refused_by_the_flags_name(flags: list[str], message: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from demo_server import demo_server
 
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'd3engine[eval]'")
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install '.[eval]'")
 pytest.importorskip("tenacity", reason="lm-eval[api] is not installed: make test-with-clients does it")
 pytest.importorskip("tiktoken", reason="lm-eval[api] is not installed: make test-with-clients does it")
 

@@ -14,9 +14,9 @@ from d3engine.errors import D3EngineError, InvalidValueError
 from d3engine.request.params import SamplingParams
 from d3engine.sampling.sampler import Sampler
 
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'd3engine[eval]'")
-pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'd3engine[test]'")
-pytest.importorskip("datasets", reason="datasets is not installed: pip install 'd3engine[eval]'")
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install '.[eval]'")
+pytest.importorskip("accelerate", reason="accelerate is not installed: pip install '.[test]'")
+pytest.importorskip("datasets", reason="datasets is not installed: pip install '.[eval]'")
 
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM

@@ -25,9 +25,9 @@ from d3engine.cli import app
 from d3engine.evaluation.accuracy import paired, wilson_interval
 from d3engine.evaluation.procedural import all_problems
 
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'd3engine[eval]'")
-pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'd3engine[test]'")
-pytest.importorskip("datasets", reason="datasets is not installed: pip install 'd3engine[eval]'")
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install '.[eval]'")
+pytest.importorskip("accelerate", reason="accelerate is not installed: pip install '.[test]'")
+pytest.importorskip("datasets", reason="datasets is not installed: pip install '.[eval]'")
 
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM

@@ -58,6 +58,7 @@ def test_a_request_chooses_its_depth_by_field_header_or_model(
     assert depths(answer) == expected.outputs[0].depths
     assert answer.model == model
     assert answer.model_extra is not None
+    assert answer.model_extra["d3ext"]["certified"] == (policy in (None, FullDepth()))
     assert answer.model_extra["d3ext"]["policy"] == (policy or demo.depth).describe()
 
 

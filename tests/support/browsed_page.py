@@ -16,6 +16,11 @@ def run_whole(page: Any, prompt: str) -> None:
     page.wait_for_selector("#retry:enabled")
 
 
+def compare(page: Any) -> None:
+    """Show a second depth beside the first."""
+    page.click("text=Compare two depths")
+
+
 def pane(page: Any, number: int) -> Any:
     return page.locator(".pane").nth(number)
 

@@ -38,6 +38,7 @@ class DepthCount:
         saved = [self._blocks_saved(self._job.prepared[number], length) for (number, _), length in self._tokens.items()]
         return {
             "policy": self._job.policy.describe(),
+            "certified": self._job.served.certification.covers(self._job.policy),
             "num_layers": num_layers,
             "mean_layers": self._layers / tokens if tokens else None,
             "layers_run": self._layers,

@@ -18,7 +18,7 @@ let running = null;
 const isComparing = () => $("compare").checked;
 const isChat = () => document.querySelector("input[name=mode]:checked").value === "chat";
 const maxTokens = () => Math.min(Math.max(Math.floor(Number($("max-tokens").value)) || 1, 1), 100_000);
-const shownPanes = () => (isComparing() ? panes : [panes[1]]);
+const shownPanes = () => (isComparing() ? panes : [panes[0]]);
 
 // -- what is there to ask ---------------------------------------------------------------------------------------------
 
@@ -49,12 +49,12 @@ function askForKey() {
   $("key").focus();
 }
 
-/** Full depth beside the server's own; where that is full depth, D3 beside it. */
+/** The server's own depth; to compare with it full depth, or where that is its own, D3 that skips nothing yet. */
 function offer() {
   const model = models.find(({ id }) => id === $("model").value);
   const aliases = models.filter(({ parent }) => parent !== null);
-  panes[0].offer(model, aliases, "full");
-  panes[1].offer(model, aliases, model.d3ext.depth.policy === "full" ? "d3" : "auto");
+  panes[0].offer(model, aliases, "auto");
+  panes[1].offer(model, aliases, model.d3ext.depth.policy === "full" ? "d3" : "full");
   draw();
 }
 
@@ -67,7 +67,7 @@ function changeMode() {
 
 function draw() {
   if (!models.length) return;
-  panes[0].element.hidden = !isComparing();
+  panes[1].element.hidden = !isComparing();
   const layers = panes[0].layers;
   const least = Math.min(...shownPanes().map((pane) => pane.leastLayers(maxTokens())));
   scale.set(layers, least);

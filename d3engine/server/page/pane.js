@@ -1,7 +1,7 @@
 // A pane: one depth policy, its schedule before anything runs, and the answers under it.
 
 import { stream } from "./api.js";
-import { depthsOf, windowStart, words } from "./schedule.js";
+import { depthsOf, leastDepth, windowStart, words } from "./schedule.js";
 import { drawStrip } from "./strip.js";
 import { Turn } from "./turn.js";
 
@@ -34,7 +34,7 @@ export class Pane {
     this.aliases = aliases;
     this.select.replaceChildren(...choices.map(([value, text]) => new Option(text, value)));
     this.select.value = chosen;
-    const start = own.policy === "d3" ? own : { alpha: 0.9, start: 0.6 };
+    const start = own.policy === "d3" ? own : { alpha: 1, start: 0.8 };
     this.#part(".alpha").value = start.alpha;
     this.#part(".start").value = start.start;
   }
@@ -52,6 +52,18 @@ export class Pane {
       return { policy: "d3", alpha: Number(this.#part(".alpha").value), start: Number(this.#part(".start").value) };
     }
     return this.aliases.find(({ id }) => `model:${id}` === chosen).d3ext.depth;
+  }
+
+  /** Whether the server certifies the policy for this model, as far as it is known before a run. */
+  get isCertified() {
+    const { policy, layers } = this;
+    if (policy.policy === "full" || leastDepth(policy, layers) === layers) return true;
+    const cards = [this.#model, ...this.aliases].map(({ d3ext }) => d3ext);
+    const options = ({ policy: name, alpha, start, tail = 0, on_skip = "none" }) => [name, alpha, start, tail, on_skip].join();
+    if (this.select.value === "d3") {
+      return cards.some(({ certified, depth }) => certified && options(depth) === options(policy));
+    }
+    return cards.find(({ depth }) => depth === policy).certified;
   }
 
   get name() {
@@ -78,6 +90,7 @@ export class Pane {
     canvas.hidden = depths === null;
     const said = depths ? sentence(depths, layers, windowStart(policy, layers)) : UNKNOWN;
     this.#part(".schedule-words").textContent = said;
+    this.#part(".uncertified").hidden = this.isCertified;
     canvas.setAttribute("aria-label", `Schedule: ${said}`);
     if (depths) drawStrip(canvas, depths.slice(0, DRAWN_STEPS), { layers, first: windowStart(policy, layers), scale });
     for (const turn of this.turns) turn.draw();

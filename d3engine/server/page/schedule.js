@@ -7,6 +7,12 @@ export function firstLayer(start, layers) {
   return Number((BigInt(whole + fraction) * BigInt(layers)) / 10n ** BigInt(fraction.length));
 }
 
+/** The fewest layers that D3 ever runs; undefined for other policies. */
+export function leastDepth({ policy, alpha, start, tail = 0 }, layers) {
+  if (policy !== "d3") return undefined;
+  return alpha === 1 ? layers : Math.min(layers, firstLayer(start, layers) + tail);
+}
+
 /** D3's layers at the steps 0 .. steps - 1: `max(floor(layers * alpha ** i), first + tail)`. */
 export function d3Depths({ alpha, start, tail = 0 }, layers, steps) {
   const least = Math.min(layers, firstLayer(start, layers) + tail);

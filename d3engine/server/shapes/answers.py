@@ -31,6 +31,7 @@ class DepthSummary(TypedDict):
     """What a request's depth policy came to, over all its choices."""
 
     policy: dict[str, Any]
+    certified: bool
     num_layers: int
     mean_layers: float | None
     layers_run: int

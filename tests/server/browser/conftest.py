@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from browsed_page import compare
 
 
 @pytest.fixture(scope="module")
@@ -21,12 +22,27 @@ def browser() -> Iterator[Any]:
         launched.close()
 
 
+@pytest.fixture(scope="module")
+def full_depth_url() -> Iterator[str]:
+    """Where a server answers whose own depth is full."""
+    from serving import serving
+
+    from d3engine import AsyncEngine, FullDepth
+    from d3engine.server.app import create_app
+    from d3engine.server.settings import ServerSettings
+
+    engine = AsyncEngine("demo", depth=FullDepth(), device="cpu", kv_cache_memory_bytes=2**25)
+    with serving(create_app(engine, ServerSettings(model_names=("demo",)))) as address:
+        yield address  # the engine ends with its last reader: playwright's loop leaves none to close it in
+
+
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
-    """`open_page(address, **context)`: the page, which has loaded; nothing may be said on its console at the end."""
+    """`open_page(address, **context)`: the page, which has loaded, with two panes where it `compares`; nothing may be
+    said on its console at the end."""
     contexts, complaints = [], []
 
-    def opened(address: str, is_ready: bool = True, **options: Any) -> Any:
+    def opened(address: str, is_ready: bool = True, compares: bool = False, **options: Any) -> Any:
         context = browser.new_context(**options)
         contexts.append(context)
         context.set_default_timeout(30_000)
@@ -36,6 +52,8 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
         page.goto(address)
         if is_ready:
             page.wait_for_selector("#run:enabled")
+        if compares:
+            compare(page)
         return page
 
     yield opened

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from browsed_page import depths, letters, pane, run_whole, style
+from browsed_page import compare, depths, letters, pane, run_whole, style
 
 
-def test_a_prompt_runs_at_full_depth_and_at_the_servers_own_at_once_each_token_coloured_by_its_layers(
+def test_a_prompt_runs_at_the_servers_own_depth_and_at_full_depth_at_once_each_token_coloured_by_its_layers(
     open_page: Callable[..., Any], url: str, demo: Any, question: str
 ) -> None:
     from d3engine import FullDepth, SamplingParams
 
     page = open_page(url)
     page.click("text=Completion")
+    compare(page)
     run_whole(page, question)
-    for number, depth in enumerate((FullDepth(), None)):
+    for number, depth in enumerate((None, FullDepth())):
         answer = demo.generate([question], SamplingParams(temperature=0, max_tokens=128, depth=depth), use_tqdm=False)[
             0
         ].outputs[0]
@@ -25,8 +26,8 @@ def test_a_prompt_runs_at_full_depth_and_at_the_servers_own_at_once_each_token_c
         assert pane(page, number).locator(".count").text_content() == str(len(answer.depths))
         mean = sum(answer.depths) / len(answer.depths)
         assert pane(page, number).locator(".layers").text_content() == f"{mean:.2f} of 16"
-    assert pane(page, 0).locator(".cache").text_content() == "all"
-    assert pane(page, 1).locator(".cache").text_content().endswith("KiB less")
+    assert pane(page, 1).locator(".cache").text_content() == "all"
+    assert pane(page, 0).locator(".cache").text_content().endswith("KiB less")
     assert "Both answers are the same." in page.text_content("#status")
     assert page.text_content("#difference") == "Both answers are the same."
     assert style(page, "#difference", "borderLeftColor") == style(page, "header", "borderBottomColor")
@@ -38,6 +39,7 @@ def test_sliders_draw_the_engines_schedule_before_anything_runs_and_the_run_keep
     from d3engine import D3
 
     page = open_page(url)
+    compare(page)
     right = pane(page, 1)
     right.locator(".depth").select_option("d3")
     right.locator(".alpha").fill("0.9")
@@ -80,18 +82,61 @@ def test_the_pages_schedule_is_the_engines_for_any_alpha_and_start(open_page: Ca
         assert of_page == policy.schedule(layers).depths(64).tolist()
 
 
+def test_the_page_opens_with_one_pane_at_the_servers_own_depth_and_comparing_leaves_that_one_be(
+    open_page: Callable[..., Any], url: str
+) -> None:
+    page = open_page(url)
+    assert page.locator(".pane:visible").count() == 1
+    assert pane(page, 0).locator(".depth").input_value() == "auto"
+    run_whole(page, "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?")
+    compare(page)
+    assert page.locator(".pane:visible").count() == 2
+    assert pane(page, 1).locator(".depth").input_value() == "full"
+    pane(page, 0).locator(".depth").select_option("d3")
+    compare(page)
+    assert page.locator(".pane:visible").count() == 1
+    assert pane(page, 0).locator(".depth").input_value() == "d3"
+    assert pane(page, 0).locator(".turn").count() == 1
+
+
+def test_a_pane_says_that_its_depth_was_never_certified(open_page: Callable[..., Any], url: str) -> None:
+    page = open_page(url)
+    compare(page)
+    own, other = (pane(page, number).locator(".uncertified") for number in (0, 1))
+    assert not own.is_visible()
+    assert not other.is_visible()
+    pane(page, 1).locator(".depth").select_option("d3")
+    assert not other.is_visible()  # the sliders begin at the model's own setting
+    for alpha, is_told in (("0.9", True), ("1", False), ("0.95", True), ("0.8", False)):
+        pane(page, 1).locator(".alpha").fill(alpha)
+        assert other.is_visible() == is_told, alpha
+
+
+def test_beside_a_server_of_full_depth_the_sliders_begin_where_nothing_is_skipped(
+    open_page: Callable[..., Any], full_depth_url: str
+) -> None:
+    page = open_page(full_depth_url)
+    compare(page)
+    right = pane(page, 1)
+    assert right.locator(".depth").input_value() == "d3"
+    assert right.locator(".schedule-words").text_content() == "All 16 layers for each token."
+    assert not right.locator(".uncertified").is_visible()
+    right.locator(".alpha").fill("0.9")
+    assert right.locator(".uncertified").is_visible()
+
+
 def test_focus_on_a_token_shows_its_layers_probability_and_alternatives_and_arrows_move_on(
     open_page: Callable[..., Any], url: str
 ) -> None:
     page = open_page(url)
     run_whole(page, "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?")
-    tokens = pane(page, 1).locator(".token")
+    tokens = pane(page, 0).locator(".token")
     tokens.nth(0).focus()
     assert "Token 1: Adding" in page.text_content("#details")
     page.keyboard.press("ArrowRight")
     details = page.locator("#details")
     assert "Token 2" in details.text_content()
-    assert f"Layers: {depths(page, 1)[1]} of 16" in details.text_content()
+    assert f"Layers: {depths(page, 0)[1]} of 16" in details.text_content()
     assert "Probability" in details.text_content()
     assert details.locator(".alternative").count() >= 5
     page.keyboard.press("Escape")

@@ -13,9 +13,9 @@ from contrast import contrast, luminance
 def test_every_depth_stands_out_from_a_dark_pane_also_where_the_scheme_changes_under_the_answers(
     open_page: Callable[..., Any], url: str
 ) -> None:
-    page = open_page(url, color_scheme="light")
+    page = open_page(url, compares=True, color_scheme="light")
     run_whole(page, "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?")
-    deepest, shallowest = (f".depth-{depth}" for depth in (max(depths(page, 1)), min(depths(page, 1))))
+    deepest, shallowest = (f".depth-{depth}" for depth in (max(depths(page, 0)), min(depths(page, 0))))
     light = style(page, deepest, "backgroundColor")
     page.emulate_media(color_scheme="dark")
     page.wait_for_function(
@@ -37,7 +37,7 @@ def test_every_depth_stands_out_from_a_dark_pane_also_where_the_scheme_changes_u
 
 @pytest.mark.parametrize("width", [390, 820, 1100])
 def test_no_map_of_layers_leaves_its_pane(open_page: Callable[..., Any], url: str, width: int) -> None:
-    page = open_page(url, viewport={"width": width, "height": 800})
+    page = open_page(url, compares=True, viewport={"width": width, "height": 800})
     box = pane(page, 1).bounding_box()
     drawn = pane(page, 1).locator(".schedule").bounding_box()
     assert drawn["x"] + drawn["width"] < box["x"] + box["width"]
@@ -45,7 +45,7 @@ def test_no_map_of_layers_leaves_its_pane(open_page: Callable[..., Any], url: st
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_on_a_phone_nothing_is_wider_than_the_screen(open_page: Callable[..., Any], url: str, scheme: str) -> None:
-    page = open_page(url, viewport={"width": 390, "height": 844}, color_scheme=scheme)
+    page = open_page(url, compares=True, viewport={"width": 390, "height": 844}, color_scheme=scheme)
     run_whole(page, "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     left, right = (pane(page, number).bounding_box() for number in (0, 1))
@@ -54,6 +54,6 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(open_page: Callable[..., An
 
 
 def test_on_a_phone_panes_without_answers_follow_each_other_closely(open_page: Callable[..., Any], url: str) -> None:
-    page = open_page(url, viewport={"width": 390, "height": 1200})
+    page = open_page(url, compares=True, viewport={"width": 390, "height": 1200})
     upper, lower = (pane(page, number).bounding_box() for number in (0, 1))
     assert 0 < lower["y"] - (upper["y"] + upper["height"]) < 32

@@ -20,7 +20,8 @@ from starlette.routing import Route
 NUM_LAYERS = 8
 KEY = "a-key-of-mine"
 HOSTILE = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>\u202e&amp;\x00"
-D3_CARD = {"num_layers": NUM_LAYERS, "depth": {"policy": "d3", "alpha": 0.9, "start": 0.5, "tail": 0}}
+D3_POLICY = {"policy": "d3", "alpha": 0.9, "start": 0.5, "tail": 0}
+D3_CARD = {"num_layers": NUM_LAYERS, "depth": D3_POLICY, "certified": True}
 
 
 class Script:
@@ -104,7 +105,7 @@ def half_an_answer(open_page: Callable[..., Any], scripted: tuple[str, Script]) 
     address, script = scripted
     script.pieces = [chunk("Half", [8], [0], [1])]
     script.waits_at_the_end = True
-    page = open_page(address)
+    page = open_page(address, compares=True)
     run(page, "Anything")
     return page
 
@@ -117,7 +118,7 @@ def test_a_stream_cut_anywhere_reads_as_it_was_written(
     whole = b": still here\r\n\r\n" + chunk("na\u00efve \U0001f600", [8, 7], [0, 6], [1, 2]).replace(b"\n", b"\r\n")
     whole += chunk("", [6], [7], [3]) + chunk("\u4e2d.", [5], [8], [4], "stop") + DONE
     script.pieces = [whole[i : i + size] for i in range(0, len(whole), size)]
-    page = open_page(address)
+    page = open_page(address, compares=True)
     run_whole(page, "Anything")
     assert pane(page, 0).locator(".token").all_text_contents() == ["na\u00efve ", "\U0001f600", "\u4e2d", "."]
     assert depths(page, 0) == [8, 7, 6, 5]
@@ -138,7 +139,7 @@ def test_an_answer_in_one_piece_has_the_speed_of_its_whole_time(
     address, script = scripted
     script.thinks_seconds = 0.25
     script.pieces = [chunk("ab", [8, 8], [0, 1], [1, 2]) + chunk("cd", [8, 8], [2, 3], [3, 4], "stop") + DONE]
-    page = open_page(address)
+    page = open_page(address, compares=True)
     began = time.monotonic()
     run_whole(page, "Anything")
     most = 4 / script.thinks_seconds
@@ -157,7 +158,7 @@ def test_the_speed_of_an_answer_is_the_engines_once_it_is_told(
         f"data: {told}\n\n".encode(),
         DONE,
     ]
-    page = open_page(address)
+    page = open_page(address, compares=True)
     run_whole(page, "Anything")
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
     assert page.locator(".rate").all_text_contents() == ["100", "100"]
@@ -166,7 +167,7 @@ def test_the_speed_of_an_answer_is_the_engines_once_it_is_told(
 def test_what_a_model_writes_is_never_markup(open_page: Callable[..., Any], scripted: tuple[str, Script]) -> None:
     address, script = scripted
     script.pieces = [chunk(HOSTILE, [8], [0], [1], "stop"), DONE]
-    page = open_page(address)
+    page = open_page(address, compares=True)
     run_whole(page, HOSTILE)
     assert letters(page, 0) == HOSTILE
     pane(page, 0).locator(".token").focus()
@@ -180,7 +181,7 @@ def test_the_end_of_a_growing_answer_stays_in_sight_unless_its_reader_scrolls_up
 ) -> None:
     url, script = scripted
     script.pieces = [*(chunk("many words " * 8, [16], [88 * nth], [nth]) for nth in range(60)), DONE]
-    page = open_page(url, viewport={"width": 390, "height": 844})
+    page = open_page(url, compares=True, viewport={"width": 390, "height": 844})
     run_whole(page, "Begin")
     script.thinks_seconds = 0.5
     run(page, "Go on")
@@ -212,12 +213,12 @@ def test_retry_asks_the_same_again_and_a_chat_goes_on_with_its_own_answers(
 ) -> None:
     address, script = scripted
     script.pieces = [chunk("Yes", [8], [0], [1], "stop"), DONE]
-    page = open_page(address)
+    page = open_page(address, compares=True)
     run_whole(page, "One?")
     page.click("#retry")
     page.wait_for_selector("#retry:enabled")
     assert script.bodies[2:] == script.bodies[:2]
-    assert [body.get("depth") for body in script.bodies[:2]] == ["full", None]
+    assert [body.get("depth") for body in script.bodies[:2]] == [None, "full"]
     run_whole(page, "Two?")
     said = [(message["role"], message["content"]) for message in script.bodies[4]["messages"]]
     assert said == [("user", "One?"), ("assistant", "Yes"), ("user", "Two?")]
@@ -233,7 +234,7 @@ def test_an_error_is_shown_as_the_servers_sentence(
     if when == "before":
         script.error = (400, sentence)
     script.pieces = [chunk("Half", [8], [0], [1]), *([event, DONE] if when == "within" else [])]
-    page = open_page(address)
+    page = open_page(address, compares=True)
     run_whole(page, "Anything")
     if when == "cut":
         sentence = "The connection to the server was lost before the answer was complete."
@@ -246,7 +247,7 @@ def test_the_page_asks_for_a_key_where_there_must_be_one(
 ) -> None:
     address, script = scripted
     script.key = KEY
-    page = open_page(address, is_ready=False)
+    page = open_page(address, compares=True, is_ready=False)
     page.wait_for_selector("#key-form:not([hidden])")
     page.fill("#key", KEY)
     page.keyboard.press("Enter")
