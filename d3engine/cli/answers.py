@@ -252,6 +252,7 @@ def _step_until_done(engine: Engine, run: Run, show: Callable[[Answer], None], i
             turn += 1
             _raise_fault(answer)
     run.interrupted = interrupt.seen and engine.has_unfinished_requests()
+    interrupt.forget_ctrl_c()
 
 
 def _raise_fault(answer: Answer) -> None:

@@ -374,6 +374,7 @@ def test_a_second_ctrl_c_does_not_wait() -> None:
         assert interrupt.seen
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+        interrupt.forget_ctrl_c()
 
 
 def test_a_fault_of_an_answer_is_told(engine: Engine) -> None:
