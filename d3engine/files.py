@@ -13,6 +13,8 @@ import os
 import secrets
 import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,17 @@ _NOT_REPLACED = ("/dev", "/dev/fd", "/proc/self/fd")
 
 class UnreadableFileError(D3EngineError, ValueError):
     """A file that cannot be read as what it should be; the message begins with its path."""
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """An `OSError` in here names the file at `path`, as that of a full disk does not by itself."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
 
 
 def is_there(path: Path) -> bool:
