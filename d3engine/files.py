@@ -121,12 +121,13 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     raw = content.encode("utf-8") if isinstance(content, str) else content
     path = Path(path)
     if _is_written_in_place(path):
-        path.write_bytes(raw)
+        with naming(path):
+            path.write_bytes(raw)
         return
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
-        with open(temporary, "xb") as file:
+        with naming(path), open(temporary, "xb") as file:
             file.write(raw)
         if target.exists():
             shutil.copymode(target, temporary)

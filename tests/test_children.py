@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import os
 import signal
@@ -215,3 +216,44 @@ def test_the_process_of_chat_templates_gets_no_secret_at_all(monkeypatch: pytest
     passed_on = limited_process._environment()
     assert "PATH" in passed_on
     assert "secret" not in passed_on.values()
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="this system has no /proc")
+def test_processes_that_cannot_be_started_leave_no_files_open_and_no_ranks_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from d3engine.async_engine import engine_process
+    from d3engine.errors import EngineDeadError
+    from d3engine.loading import rank_processes
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    started: list[subprocess.Popen[bytes]] = []
+    start = subprocess.Popen
+
+    def start_one(*arguments: object, **settings: object) -> subprocess.Popen[bytes]:
+        if started:
+            raise OSError("no more processes")
+        started.append(start([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+        return started[0]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", start_one)
+        with pytest.raises(EngineDeadError, match="rank 2 of 4 cannot be started"):  # makes what is made once
+            rank_processes.start_ranks(4)
+        assert started[0].returncode is not None
+        assert started[0].stdin is not None
+        started[0].stdin.close()
+        with pytest.raises(EngineDeadError, match="process cannot be started"):
+            engine_process.EngineProcess("demo", {})
+        gc.collect()
+        before = open_files()
+        for attempt in (lambda: rank_processes.start_ranks(2), lambda: engine_process.EngineProcess("demo", {})):
+            with pytest.raises(EngineDeadError):
+                attempt()
+        gc.collect()
+    assert open_files() == before
+    assert not list(tmp_path.iterdir())

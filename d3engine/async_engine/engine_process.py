@@ -57,8 +57,14 @@ class EngineProcess:
         self._requests.bind(addresses["requests"])
         self._replies.bind(addresses["replies"])
         self._life, life = os.pipe()
-        self.process = self._spawn(life)
-        os.close(life)
+        try:
+            self.process = self._spawn(life)
+        except OSError as error:
+            self._requests.close(linger=0)
+            self._close_sockets()
+            raise EngineDeadError(f"the engine's process cannot be started: {error}") from error
+        finally:
+            os.close(life)
         places = addresses | {"pulse": str(self._folder / "pulse")}
         start = wire.Start(model, dict(arguments), threads=torch.get_num_threads(), **places)
         assert self.process.stdin is not None

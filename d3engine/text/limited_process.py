@@ -124,8 +124,9 @@ class _Child:
             self.close()
             raise
 
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
+    def is_usable(self) -> bool:
+        """Whether it lives, and is not about to end since the watch has killed it just as it answered."""
+        return self._process.poll() is None and not self._killed_for
 
     def close(self) -> None:
         """End the process. Idempotent."""
@@ -222,14 +223,16 @@ class _Children:
             try:
                 yield child
             finally:
-                if child.is_alive():
+                if child.is_usable():
                     self._idle.append(child)
+                else:
+                    child.close()
 
     def _take(self) -> _Child | None:
         while self._idle:
             with suppress(IndexError):  # another thread was quicker
                 child = self._idle.pop()
-                if child.is_alive():
+                if child.is_usable():
                     return child
                 child.close()
         return None
