@@ -23,6 +23,7 @@ MAX_CHUNK_FRAMING = 16 * 1024
 FRAMING_PER_BYTE = 8
 MOST_GATHERED = 64 * 1024
 """Bytes of one write: after so many it must show whether the client reads."""
+BODY_HEADERS = (b"content-length", b"transfer-encoding")
 LINGER_SECONDS = 5.0
 """For a client to end a body that was refused, so that it reads why; what comes is thrown away."""
 
@@ -167,6 +168,11 @@ class GuardedConnection(HttpToolsProtocol):
         self._stop_timer()
         try:
             check_framing(self.headers)
+            if self.parser.should_upgrade() and any(
+                name in BODY_HEADERS and value != b"0" for name, value in self.headers
+            ):
+                message = "Send no Upgrade with a body: the parser would take that for another protocol's."
+                raise RequestError(501, message, code="invalid_framing")
         except RequestError as error:
             self._framing_fault = error
             raise

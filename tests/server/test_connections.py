@@ -131,6 +131,18 @@ def test_a_body_that_servers_would_frame_differently_is_refused(
         assert read_to_the_end(client) == b""
 
 
+@pytest.mark.parametrize("protocol", ["websocket", "h2c"])
+def test_an_upgrade_with_a_body_is_refused_and_the_body_is_no_request(hasty: ServedApp, protocol: str) -> None:
+    smuggled = request("/hello", method="GET")
+    with hasty.connect() as client:
+        client.sendall(request("/echo", smuggled, Connection="Upgrade", Upgrade=protocol))
+        status, body = read_answer(client)
+        assert (status, body["error"]["code"]) == (501, "invalid_framing")
+        assert read_to_the_end(client) == b""
+    upgraded = request("/hello", method="GET", Connection="Upgrade", Upgrade=protocol)
+    assert ask(hasty, upgraded) == (200, b"hello")
+
+
 CHUNKED = (
     b"POST /echo HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
 )
