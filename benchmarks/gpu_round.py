@@ -81,6 +81,7 @@ def run_apart(name: str, current: Round) -> dict[str, Any]:
     """Run one part in a process of its own: a kernel that faults or hangs takes no other part with it."""
     with tempfile.TemporaryDirectory() as folder:
         own = replace(current, file=Path(folder) / "found.json")
+        os.environ["PYTHONSAFEPATH"] = "1"  # a spawned process searches the working directory first without it
         process = get_context("spawn").Process(target=_run_and_leave, args=(name, own))
         process.start()
         limit = max(LEAST_S, current.left()) + GRACE_S

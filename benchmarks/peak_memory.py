@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.children import checkout_environment
 from benchmarks.systems import (
     FULL,
     PEER,
@@ -26,6 +27,7 @@ from benchmarks.systems import (
     transformers_model,
     weights_of,
 )
+from d3engine.children import python_command
 from d3engine.depth import FullDepth
 from d3engine.model.config import ModelConfig
 
@@ -33,9 +35,8 @@ from d3engine.model.config import ModelConfig
 def memory_in_subprocess(system: str, settings: Settings) -> dict[str, Any]:
     """What `memory` returns, for one system alone in a fresh process."""
     options = [f"--{name}={getattr(settings, name)}" for name in ("model", "tokens", "batch", "threads")]
-    command = [sys.executable, "-m", "benchmarks.decode", *options, f"--memory-of={system}"]
-    root = Path(__file__).parent.parent
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    command = python_command("-m", "benchmarks.decode", *options, f"--memory-of={system}")
+    done = subprocess.run(command, env=checkout_environment(), capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"the process that measures the memory of {system} has failed:\n{done.stderr}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

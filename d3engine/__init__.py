@@ -5,6 +5,18 @@ The public names are imported on first use, so that `d3engine schedule` needs no
 
 from __future__ import annotations
 
+import os
+import sys
+
+# `python -m d3engine` searches the working directory first, which may be the folder of a downloaded model.
+if (
+    sys.argv[:1] == ["-m"]
+    and sys.orig_argv[-len(sys.argv)].partition(".")[0].endswith("d3engine")
+    and not sys.flags.safe_path
+    and sys.path[0] != os.path.dirname(os.path.dirname(__file__))
+):
+    del sys.path[0]
+
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

@@ -52,9 +52,9 @@ class Engine(Chats, Facts):
 
     It takes one call at a time: threads may share it if they take turns, and a call made while another is running
     raises `EngineBusyError`. Many prompts run together in one `generate`, or by `add_request` and `step`. Only
-    `prepare`, `has_unfinished_requests` and `get_num_unfinished_requests` may be called at any time. Ctrl-C while it
-    works is heard between two steps: the call ends with `KeyboardInterrupt`, its own requests end, and the engine goes
-    on.
+    `prepare`, `has_unfinished_requests` and `get_num_unfinished_requests` may be called at any time. What a signal
+    handler raises while it works in the main thread (Ctrl-C, a time limit by SIGALRM) ends the call between two steps:
+    its own requests end, and the engine goes on.
 
     Args:
         model: a model directory, a GGUF file, "demo" for the model that comes with the package, "smollm2" once it is
@@ -248,8 +248,9 @@ class Engine(Chats, Facts):
                 self._queue(request, request_id, request.params.output_kind)
             while True:
                 if not outputs:
-                    with self._call():
+                    with self._call() as interrupt:
                         while not outputs:
+                            interrupt.deliver()
                             self._advance(at_once=request.params.n == 1)
                 yield (output := outputs.pop(0))
                 if output.finished:

@@ -34,6 +34,17 @@ class UnreadableFileError(D3EngineError, ValueError):
     """A file that cannot be read as what it should be; the message begins with its path."""
 
 
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """An `OSError` in here names the file at `path`, as that of a full disk does not by itself."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
 def is_there(path: Path) -> bool:
     """Whether a directory has this entry, be it a broken link: what is there and cannot be read is an error."""
     return os.path.lexists(path)
@@ -160,12 +171,13 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     raw = content.encode("utf-8") if isinstance(content, str) else content
     path = Path(path)
     if _is_written_in_place(path):
-        path.write_bytes(raw)
+        with naming(path):
+            path.write_bytes(raw)
         return
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
-        with open(temporary, "xb") as file:
+        with naming(path), open(temporary, "xb") as file:
             file.write(raw)
         if target.exists():
             shutil.copymode(target, temporary)

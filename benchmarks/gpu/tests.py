@@ -7,13 +7,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.common import Round
+from d3engine.children import python_command
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 400.0
@@ -26,7 +26,7 @@ def run(report: dict[str, Any], current: Round) -> None:
     """Run the tests and record counts and the end of the output; a failed test fails this part."""
     # A rehearsal runs one quick file: CI runs the others for themselves, and kernels take minutes in the interpreter.
     targets = ["tests/gpu", "tests/kernels"] if current.on_gpu else ["tests/kernels/test_reference_rows.py"]
-    command = [sys.executable, "-m", "pytest", *targets, "-p", "no:cacheprovider", "-vv", "-ra", "--tb=short"]
+    command = python_command("-m", "pytest", *targets, "-p", "no:cacheprovider", "-vv", "-ra", "--tb=short")
     command.append("--no-header")  # it names folders of the machine
     environment = dict(os.environ)
     if current.on_gpu:

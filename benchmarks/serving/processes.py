@@ -7,13 +7,15 @@ import json
 import re
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from benchmarks.children import checkout_environment
+from d3engine.children import python_command
 
 START_SECONDS = 300
 
@@ -103,7 +105,9 @@ def llama_server(file: str, place: Place, rows: int) -> Iterator[Server]:
 @contextlib.contextmanager
 def _running(command: Sequence[str], port: int) -> Iterator[tuple[Server, subprocess.Popen[str]]]:
     pipe = subprocess.PIPE
-    process = subprocess.Popen([sys.executable, *command], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    process = subprocess.Popen(
+        python_command(*command), env=checkout_environment(), stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
     with process:
         try:
             _await_health(process, port)
@@ -141,8 +145,9 @@ class Bare:
 
     def __init__(self, place: Place, rows: int, tokens: int, way: str) -> None:
         given = json.dumps(asdict(place) | {"rows": rows, "tokens": tokens, "way": way})
-        command = [sys.executable, "-m", "benchmarks.serving.bare", given]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = python_command("-m", "benchmarks.serving.bare", given)
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, env=checkout_environment(), stdin=pipe, stdout=pipe, text=True)
 
     def round(self, streams: int, seconds: float, depth: str, arrivals: Sequence[int]) -> dict[str, float]:
         """Keep `streams` going for so many seconds, or give it `arrivals`: tokens, num_steps, seconds, cpu_seconds."""

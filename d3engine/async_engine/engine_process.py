@@ -10,7 +10,6 @@ import contextlib
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -25,16 +24,12 @@ from d3engine.async_engine import messages, wire
 from d3engine.async_engine.outbox import Reply
 from d3engine.async_engine.shared_pulse import SharedPulse
 from d3engine.async_engine.switchboard import Switchboard
+from d3engine.children import child_environment, main_command
 from d3engine.errors import EngineDeadError, require
 from d3engine.request.prepared import Prepared
 from d3engine.scheduling.admission import Immediate, Waves
 
-_BOOT = """if True:
-    import sys
-    sys.path += [path for path in sys.argv[1:] if path not in sys.path]
-    from d3engine.async_engine.process_main import main
-    main()
-"""
+_MAIN = "d3engine.async_engine.process_main"
 _LOOK_MILLISECONDS = 200
 _NOTHING_SENT: tuple[None, list[int]] = (None, [])
 
@@ -62,8 +57,14 @@ class EngineProcess:
         self._requests.bind(addresses["requests"])
         self._replies.bind(addresses["replies"])
         self._life, life = os.pipe()
-        self.process = self._spawn(life)
-        os.close(life)
+        try:
+            self.process = self._spawn(life)
+        except OSError as error:
+            self._requests.close(linger=0)
+            self._close_sockets()
+            raise EngineDeadError(f"the engine's process cannot be started: {error}") from error
+        finally:
+            os.close(life)
         places = addresses | {"pulse": str(self._folder / "pulse")}
         start = wire.Start(model, dict(arguments), threads=torch.get_num_threads(), **places)
         assert self.process.stdin is not None
@@ -106,9 +107,14 @@ class EngineProcess:
     # -- the process -----------------------------------------------------------------------------------------------
 
     def _spawn(self, life: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-c", _BOOT, *(path for path in sys.path if path)]
         # In a session of its own: Ctrl-C in a terminal is for the parent alone, which ends the engine as it sees fit.
-        return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[life], start_new_session=True)
+        return subprocess.Popen(
+            main_command(_MAIN),
+            stdin=subprocess.PIPE,
+            pass_fds=[life],
+            start_new_session=True,
+            env=child_environment(),
+        )
 
     def _wait_until_ready(self) -> wire.Ready:
         for reply in self._next_replies():

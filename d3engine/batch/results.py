@@ -6,20 +6,36 @@ batch begins is not asked again, and a last line that was torn is asked anew.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import orjson
 
 from d3engine.batch.lines import Line
 from d3engine.errors import InvalidValueError, require
+from d3engine.files import naming
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _lock(file: IO[bytes]) -> None:
+        file.seek(2**40)  # nobody can read what is locked, so it is behind the end
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        file.seek(0)
+
+else:
+    import fcntl
+
+    def _lock(file: IO[bytes]) -> None:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
 
 BEGINS = b'{"id":"batch_req_'
 """Every line of a batch's results begins so."""
@@ -82,8 +98,9 @@ class Results:
 
     def add(self, result: Result) -> None:
         """Write a result. Raises `OSError`."""
-        self._file.write(result.written())
-        self._file.flush()
+        with naming(self._path):
+            self._file.write(result.written())
+            self._file.flush()
 
     def read(self) -> None:
         """Take in what is there, without a last line that was torn."""
@@ -123,17 +140,21 @@ def open_results(path: Path) -> Iterator[Results]:
     writes to it.
     """
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o666)
-        file = os.fdopen(descriptor, "r+b")
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+        file = os.fdopen(os.open(path, flags, 0o666), "r+b")
     except OSError as error:
         raise InvalidValueError("OUT", str(path), f"a file that can be written ({error.strerror})") from None
-    with file:
-        is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+    try:
+        is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
         require(is_regular, "OUT", str(path), "a regular file, since it is read before it is written")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            _lock(file)
+        except (BlockingIOError, PermissionError):
             raise InvalidValueError("OUT", str(path), "a file that no other batch is writing to") from None
         results = Results(path, file)
-        results.read()
+        with naming(path):
+            results.read()
         yield results
+    finally:
+        with naming(path):  # writes what a full disk has not taken
+            file.close()

@@ -27,7 +27,7 @@ class OneCaller:
 
     @contextmanager
     def call(self, drop: Drop) -> Iterator[Interrupt]:
-        """A call that is alone in the engine, and done before Ctrl-C is heard.
+        """A call that is alone in the engine, and done before a signal handler's exception is raised.
 
         Raises `EngineBusyError` while another call is running, be it another thread's or one that this one is
         inside of (a signal handler's, say).
@@ -45,7 +45,6 @@ class OneCaller:
                     self._drop_left(drop)
             finally:
                 self._lock.release()
-                interrupt.deliver()
 
     def leave(self, request_id: str, drop: Drop) -> None:
         """Drop a request: now, or when the call that is running has ended."""

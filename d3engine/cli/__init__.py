@@ -5,6 +5,7 @@ The one idea: nothing slow is imported before somebody is there to take a Ctrl-C
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Entry point of the `d3engine` script."""
+    os.environ["PYTHONSAFEPATH"] = "1"  # no Python that a library starts searches the working directory for modules
     try:
         collect_seldom()
         from d3engine.cli.streams import prepare_streams

@@ -223,9 +223,9 @@ def run_answers(
             _step_until_done(engine, run, show, interrupt)
         finally:
             engine.abort_request(ids)
+            if engine.has_unfinished_requests():
+                engine.step()  # takes the last outputs of the aborted requests, so that none is left for a later run
     run.seconds = time.perf_counter() - began
-    if run.interrupted:
-        engine.step()  # takes the last outputs of the aborted requests, so that none is left for a later run
     after = engine.stats()
     run.kv_bytes_saved = after.kv_bytes_saved_at_end - before.kv_bytes_saved_at_end
     for name in ("drafted_tokens", "accepted_tokens", "verifications"):
@@ -252,6 +252,7 @@ def _step_until_done(engine: Engine, run: Run, show: Callable[[Answer], None], i
             turn += 1
             _raise_fault(answer)
     run.interrupted = interrupt.seen and engine.has_unfinished_requests()
+    interrupt.forget_ctrl_c()
 
 
 def _raise_fault(answer: Answer) -> None:

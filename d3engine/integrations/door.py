@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from d3engine.errors import FailedError
 from d3engine.server.answering.broken_stream import end_of_broken_stream, num_events
 from d3engine.server.errors import RequestError, as_request_error, error_response
-from d3engine.server.guards.keys import METRICS_PATH
+from d3engine.server.guards.keys import METRICS_PATH, KeyGuard
 from d3engine.server.guards.traffic import RETRY_AFTER
 from d3engine.server.metrics.merged import merged
 from d3engine.server.routes.operation import METRICS_TYPE
@@ -48,9 +48,18 @@ class Door:
         ask: one of them.
         ask_all: all of them.
         max_body_bytes: of a body so much is read, and one byte more, by which a replica sees that it is too long.
+        api_keys, metrics_keys: those of the replicas, without which nothing of a body is read.
     """
 
-    def __init__(self, ask: Ask, ask_all: AskAll, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        ask: Ask,
+        ask_all: AskAll,
+        max_body_bytes: int,
+        api_keys: Iterable[str] = (),
+        metrics_keys: Iterable[str] = (),
+    ) -> None:
+        self._keys = KeyGuard(self, api_keys, metrics_keys)
         self._ask = ask
         self._ask_all = ask_all
         self._max_body_bytes = max_body_bytes
@@ -59,6 +68,7 @@ class Door:
         asked = _plain(scope)
         written = _Written(send, asked["path"])
         try:
+            self._keys.check(asked)
             body = await _read(receive, self._max_body_bytes + 1)
             if asked["path"] == METRICS_PATH:
                 await written.write(_of_all(await self._ask_all(asked, body)))
@@ -139,12 +149,14 @@ def _messages(response: Response) -> list[Message]:
 
 async def _read(receive: Receive, most: int) -> bytes:
     """The body, or its first `most` bytes."""
-    body, more = b"", True
-    while more and len(body) < most:
+    pieces: list[bytes] = []
+    length, more = 0, True
+    while more and length < most:
         message = await receive()
-        body += message.get("body", b"")
+        pieces.append(message.get("body", b""))
+        length += len(pieces[-1])
         more = message.get("more_body", False)
-    return body[:most]
+    return b"".join(pieces)[:most]
 
 
 def _plain(scope: Scope) -> Scope:

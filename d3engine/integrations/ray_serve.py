@@ -104,7 +104,13 @@ def app(
         graceful_shutdown_timeout_s=drain_timeout,
         ray_actor_options={"num_cpus": 0},
     )
-    return doors.bind(replicas.bind(os.fspath(model), settings, engine_arguments), settings.guards.max_body_bytes)
+    guards = settings.guards
+    return doors.bind(
+        replicas.bind(os.fspath(model), settings, engine_arguments),
+        guards.max_body_bytes,
+        guards.api_keys,
+        guards.metrics_keys,
+    )
 
 
 def _how_many(
@@ -142,9 +148,15 @@ class _RayReplica(Replica):
 class _RayDoor:
     """The ingress of the application."""
 
-    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        replicas: DeploymentHandle,
+        max_body_bytes: int,
+        api_keys: tuple[str, ...],
+        metrics_keys: tuple[str, ...],
+    ) -> None:
         self._replicas = replicas
-        self._door = Door(self._ask, self._ask_all, max_body_bytes)
+        self._door = Door(self._ask, self._ask_all, max_body_bytes, api_keys, metrics_keys)
 
     async def __call__(self, request: Request) -> Response:
         """Called by Ray, which lets the response write itself."""

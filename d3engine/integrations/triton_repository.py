@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from d3engine.errors import FailedError, require
+from d3engine.files import naming
 
 ARGUMENTS_FILE = "model.json"
 VERSION = "1"
@@ -66,10 +67,15 @@ def write_triton_repository(
     try:
         version = target / VERSION
         version.mkdir(parents=True)
-        (version / "model.py").write_text(MODEL_PY)
         arguments = {"model": model, **engine_arguments}
-        (version / ARGUMENTS_FILE).write_text(json.dumps(arguments, indent=2) + "\n")
-        (target / "config.pbtxt").write_text(_config(name, "KIND_GPU" if on_gpu else "KIND_CPU"))
+        files = {
+            version / "model.py": MODEL_PY,
+            version / ARGUMENTS_FILE: json.dumps(arguments, indent=2) + "\n",
+            target / "config.pbtxt": _config(name, "KIND_GPU" if on_gpu else "KIND_CPU"),
+        }
+        for file, content in files.items():
+            with naming(file):
+                file.write_text(content)
     except OSError as error:
         raise FailedError(f"cannot write {error.filename}: {error.strerror}") from None
     return target

@@ -16,20 +16,14 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from d3engine.errors import InvalidValueError
+from d3engine.children import child_environment, main_command
+from d3engine.errors import EngineDeadError, InvalidValueError
 from d3engine.executor.tensor_parallel.follower import Leader
 from d3engine.executor.tensor_parallel.group import Store, dist
 from d3engine.executor.tensor_parallel.hearing import first_value
 from d3engine.executor.tensor_parallel.team import Team
 from d3engine.loading.ranks import Place, follow
 from d3engine.model.part import ARGUMENT
-
-_BOOT = """if True:
-    import sys
-    sys.path += [path for path in sys.argv[6:] if path not in sys.path]
-    from d3engine.loading.rank_processes import main
-    main()
-"""
 
 _ENGINES = itertools.count()
 """Under torchrun every rank makes the same engines in the same order: by its number they find each other."""
@@ -39,16 +33,26 @@ def start_ranks(size: int) -> tuple[Team, Place]:
     """Rank 0 of `size`, with processes for the others; in sessions of their own, so that Ctrl-C is for this one."""
     folder = TemporaryDirectory(prefix="d3engine-")
     store = str(Path(folder.name) / "store")
-    links, processes = [], []
-    for rank in range(1, size):
-        ours, theirs = socket.socketpair()
-        with theirs:
-            numbers = map(str, (theirs.fileno(), rank, size, os.getpid()))
-            command = [sys.executable, "-c", _BOOT, *numbers, store, *(path for path in sys.path if path)]
-            processes.append(
-                subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True)
-            )
-        links.append(Connection(ours.detach()))
+    links: list[Connection] = []
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(1, size):
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                numbers = map(str, (theirs.fileno(), rank, size, os.getpid()))
+                processes.append(
+                    subprocess.Popen(
+                        main_command(__name__, *numbers, store),
+                        stdin=subprocess.DEVNULL,
+                        pass_fds=[theirs.fileno()],
+                        start_new_session=True,
+                        env=child_environment(),
+                    )
+                )
+                links.append(Connection(ours.detach()))
+    except OSError as error:
+        Team(links, processes, cleanup=folder.cleanup).close()
+        raise EngineDeadError(f"rank {len(processes) + 1} of {size} cannot be started: {error}") from error
     return Team(links, processes, cleanup=folder.cleanup), Place(0, size, 0, dist.FileStore(store, size), is_local=True)
 
 

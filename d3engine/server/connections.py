@@ -14,11 +14,16 @@ from typing import Any, cast
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from d3engine.server.errors import RequestError, error_body
+from d3engine.server.guards.bodies import check_framing
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 256
+MAX_CHUNK_FRAMING = 16 * 1024
+"""Bytes of chunk sizes, chunk extensions and trailers, beyond `FRAMING_PER_BYTE` for each byte of the body."""
+FRAMING_PER_BYTE = 8
 MOST_GATHERED = 64 * 1024
 """Bytes of one write: after so many it must show whether the client reads."""
+BODY_HEADERS = (b"content-length", b"transfer-encoding")
 LINGER_SECONDS = 5.0
 """For a client to end a body that was refused, so that it reads why; what comes is thrown away."""
 
@@ -101,6 +106,10 @@ class GuardedConnection(HttpToolsProtocol):
         self._in_head = True
         self._in_message = False
         self._head_bytes = 0
+        self._framing_fault: RequestError | None = None
+        self._is_chunked = False
+        self._num_begun = self._num_of_bodies = 0  # messages, and bytes of their bodies, in what is being read
+        self._framing_left = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._gathered = Gathered(transport, self.loop)
@@ -115,11 +124,26 @@ class GuardedConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         has_begun = self._in_head and self._in_message
+        body_begins = 0 if self._in_message and not self._in_head else data.find(b"\r\n\r\n") + 4
+        self._num_begun = self._num_of_bodies = 0
         super().data_received(data)
+        self._count_framing(len(data) - body_begins, has_begun or body_begins == 0)
         if has_begun and self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(431, f"The head of the request is longer than {MAX_HEAD_BYTES} bytes.", "head_too_long")
+
+    def _count_framing(self, size: int, has_begun: bool) -> None:
+        """Refuse a chunked body whose chunk extensions or trailers are too long; `size` has come of it just now."""
+        if not self._is_chunked or self._in_head or self._num_begun + has_begun != 1:
+            return
+        self._framing_left += (1 + FRAMING_PER_BYTE) * self._num_of_bodies - size
+        if self._framing_left < 0:
+            if self.cycle.response_complete:
+                self.transport.close()
+            else:
+                message = "The chunk extensions or trailers of the body are too long."
+                self._refuse(400, message, "chunk_extensions_too_long")
 
     # -- what the parser calls -----------------------------------------------------------------------------------
 
@@ -128,9 +152,13 @@ class GuardedConnection(HttpToolsProtocol):
             self._set_timer(self._header_timeout, self._head_is_late)
         self._in_head = self._in_message = True
         self._head_bytes = 0
+        self._num_begun += 1
+        self._framing_left = MAX_CHUNK_FRAMING
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:
+            return  # a trailer, which no guard has seen
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
             raise ValueError("too many headers")
@@ -138,10 +166,25 @@ class GuardedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._stop_timer()
+        try:
+            check_framing(self.headers)
+            if self.parser.should_upgrade() and any(
+                name in BODY_HEADERS and value != b"0" for name, value in self.headers
+            ):
+                message = "Send no Upgrade with a body: the parser would take that for another protocol's."
+                raise RequestError(501, message, code="invalid_framing")
+        except RequestError as error:
+            self._framing_fault = error
+            raise
+        self._is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
         super().on_headers_complete()
         self.scope["state"]["abort_connection"] = self.transport.abort
         self.scope["state"]["client_left"] = self._client_left
         self.scope["state"]["outlet"] = Outlet(self.cycle, self._gathered)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_of_bodies += len(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._in_message = False
@@ -157,7 +200,11 @@ class GuardedConnection(HttpToolsProtocol):
     # -- how it ends -----------------------------------------------------------------------------------------------
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "This is not HTTP that the server reads.", "invalid_http")
+        fault = self._framing_fault
+        if fault is not None:
+            self._refuse(fault.status, fault.message, str(fault.code))
+        else:
+            self._refuse(400, "This is not HTTP that the server reads.", "invalid_http")
 
     def _head_is_late(self) -> None:
         if self._in_message:

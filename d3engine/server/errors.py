@@ -31,6 +31,7 @@ TYPES: Mapping[int, str] = {
     429: "rate_limit_error",
     499: "invalid_request_error",
     500: "server_error",
+    501: "invalid_request_error",
     503: "server_error",
     504: "timeout_error",
 }
@@ -45,6 +46,7 @@ ANTHROPICS_TYPES: Mapping[int, str] = {
     413: "request_too_large",
     429: "rate_limit_error",
     500: "api_error",
+    501: "invalid_request_error",
     503: "overloaded_error",
     504: "timeout_error",
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from d3engine.children import python_command
 from d3engine.errors import D3EngineError, require_integer, require_number
 from d3engine.text import limited_worker
 from d3engine.text.limited_worker import EXIT_OUT_OF_MEMORY, TIME_SIGNAL, read_frame, write_frame
@@ -28,6 +30,8 @@ _START_SECONDS = 120.0
 _LOOK_SECONDS = 0.1
 _KERNEL_LIMITS_MEMORY = sys.platform == "linux"
 """Where the kernel does not hold a process to its address space (macOS), the parent looks at what it holds."""
+_PASSED_ON = re.compile("PATH|HOME|TMPDIR|TZ|LANG|SYSTEMROOT|(PYTHON|LC_|LD_|DYLD_).*")
+"""Names of the environment variables that a child has: what Python and the loader need, and no keys of any service."""
 _CANNOT_START = "the process for chat templates and grammars cannot be started"
 
 
@@ -80,12 +84,12 @@ class _Child:
     def __init__(self) -> None:
         boot = f"import sys; sys.path += sys.argv[1:]; from {limited_worker.__name__} import main; main()"
         # Without the site module: a quick start, and none of the environment's own start-up code (.pth files).
-        command = [sys.executable or "python3", "-P", "-S", "-c", boot, *_import_paths()]
+        command = python_command("-S", "-c", boot, *_import_paths())
         pipe = subprocess.PIPE
         try:
             # In a session of its own: Ctrl-C in a terminal is for the parent alone.
             self._process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True
+                command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True, env=_environment()
             )
         except OSError as error:
             raise LimitedProcessError(f"{_CANNOT_START}: {error}") from error
@@ -113,15 +117,16 @@ class _Child:
                 write_frame(self._requests, frame)
                 # JSON in ASCII writes a character as up to six bytes, and twelve beyond Unicode's first plane.
                 return read_frame(self._replies, max_bytes=1_000_000 + 12 * limits.characters)
-        except (EOFError, OSError):
+        except (EOFError, OSError, ValueError):  # it has ended, or says what is no JSON
             self.close()
             raise self._why_it_ended(limits) from None
         except BaseException:  # Ctrl-C too: what it would still answer would be taken for the next answer
             self.close()
             raise
 
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
+    def is_usable(self) -> bool:
+        """Whether it lives, and is not about to end since the watch has killed it just as it answered."""
+        return self._process.poll() is None and not self._killed_for
 
     def close(self) -> None:
         """End the process. Idempotent."""
@@ -193,6 +198,10 @@ def _import_paths() -> list[str]:
     return list(dict.fromkeys(str(Path(origin).absolute().parent.parent) for origin in origins))
 
 
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if _PASSED_ON.fullmatch(name)}
+
+
 def _resident_bytes(pid: int) -> int:
     """The memory that a process holds, 0 where that cannot be told (it has just ended)."""
     listed = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=False)
@@ -214,14 +223,16 @@ class _Children:
             try:
                 yield child
             finally:
-                if child.is_alive():
+                if child.is_usable():
                     self._idle.append(child)
+                else:
+                    child.close()
 
     def _take(self) -> _Child | None:
         while self._idle:
             with suppress(IndexError):  # another thread was quicker
                 child = self._idle.pop()
-                if child.is_alive():
+                if child.is_usable():
                     return child
                 child.close()
         return None

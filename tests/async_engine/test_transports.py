@@ -32,6 +32,7 @@ from d3engine import (
     Waves,
 )
 from d3engine.async_engine import engine_process, wire
+from d3engine.children import python_command
 from d3engine.errors import FailedError, MissingExtraError
 
 ARGUMENTS: dict[str, Any] = {"device": "cpu", "num_threads": 1, "kv_cache_memory_bytes": 2**24, "admission": Waves(2)}
@@ -231,11 +232,12 @@ SAYS = """if True:
 
 
 def test_what_making_the_engine_raises_there_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_process, "_BOOT", "import sys; sys.exit(3)")
+    code = "import sys; sys.exit(3)"
+    monkeypatch.setattr(engine_process, "main_command", lambda module: python_command("-c", code))
     with pytest.raises(EngineDeadError, match="has ended with status 3 before it was ready"):
         engine_process.EngineProcess("demo", {})
     error = InvalidValueError("block_size", 0, "at least 1")
-    monkeypatch.setattr(engine_process, "_BOOT", SAYS.format(wire.encode([wire.End(wire.failure_of(error))]).hex()))
+    code = SAYS.format(wire.encode([wire.End(wire.failure_of(error))]).hex())
     with pytest.raises(InvalidValueError, match="block_size must be at least 1; got 0"):
         engine_process.EngineProcess("demo", {})
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from d3engine import InvalidValueError
 from d3engine.batch.lines import Line, line_of
-from d3engine.batch.results import Result, open_results
+from d3engine.batch.results import Result, Results, open_results
 
 
 def line(name: str, prompt: str = "x") -> Line:
@@ -93,4 +95,41 @@ def test_nobody_else_writes_to_it_at_the_same_time(path: Path) -> None:
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidValueError, match="OUT must be a file that can be written"), open_results(tmp_path):
+        pass
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_is_named_by_the_file_of_results() -> None:
+    results = Results(Path("out.jsonl"), open("/dev/full", "r+b"))  # noqa: SIM115  # its end fails too
+    with pytest.raises(OSError, match="No space") as caught:
+        results.add(ANSWERED)
+    assert caught.value.filename == "out.jsonl"
+    with pytest.raises(OSError, match="No space"):
+        results._file.close()
+
+
+FULL = """
+import resource
+from pathlib import *
+from d3engine.batch.lines import line_of
+from d3engine.batch.results import Result, open_results
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    with open_results(PATH) as results:
+        asked = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}'
+        results.add(Result(line_of(1, asked), 200, "id", b"1" * 2000))
+except OSError as error:
+    print(error.filename)
+"""
+
+
+def test_what_is_left_to_write_at_the_end_is_named_by_it_too(path: Path) -> None:
+    code = FULL.replace("PATH", repr(path))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{path}\n"
+
+
+@pytest.mark.parametrize("device", ["/dev/null", "/dev/full", "/dev/zero"])
+def test_a_device_is_no_file_of_results(device: str) -> None:
+    with pytest.raises(InvalidValueError, match="OUT must be a regular file"), open_results(Path(device)):
         pass

@@ -22,8 +22,10 @@ from d3engine import (
     InvalidValueError,
     Speculative,
 )
+from d3engine.calls import interrupts
 from d3engine.errors import D3EngineError
 from d3engine.executor.paired import PairedExecutor
+from d3engine.request.params import RequestOutputKind
 
 PROMPT, OTHER = [11, 12, 13], [21, 22]
 
@@ -326,6 +328,102 @@ def test_a_handler_installed_in_the_middle_of_a_call_stays(make_engine: Callable
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class LateError(Exception):
+    """What the handler of a time limit raises."""
+
+
+def late(number: int, frame: Any) -> None:
+    raise LateError(number)
+
+
+@pytest.fixture
+def handle() -> Iterator[Callable[[int], None]]:
+    """Installs `late` as the handler of a signal, which must still be in its place after the test."""
+    before: dict[int, Any] = {}
+
+    def install(number: int) -> None:
+        before[number] = signal.signal(number, late)
+
+    yield install
+    after = {number: signal.signal(number, old) for number, old in before.items()}
+    assert set(after.values()) == {late}
+
+
+@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGRTMIN])
+@pytest.mark.parametrize("times", [1, 3])
+def test_an_exception_of_any_signal_handler_ends_the_call_and_not_the_engine(
+    make_engine: Callable[..., Engine], handle: Callable[[int], None], number: signal.Signals, times: int
+) -> None:
+    engine = make_engine()
+    want = engine.generate(PROMPT, greedy(), use_tqdm=False)[0].outputs
+    handle(number)
+    in_step(engine, 2, lambda: [signal.raise_signal(number) for _ in range(1 if number == signal.SIGINT else times)])
+    with pytest.raises(LateError):
+        engine.generate([PROMPT, OTHER], greedy(100), use_tqdm=False)
+    assert not engine.has_unfinished_requests()
+    assert engine.generate(PROMPT, greedy(), use_tqdm=False)[0].outputs == want
+
+
+def test_signals_of_one_step_are_all_raised(make_engine: Callable[..., Engine], handle: Callable[[int], None]) -> None:
+    engine = make_engine()
+    handle(signal.SIGALRM)
+    in_step(engine, 1, lambda: (signal.raise_signal(signal.SIGALRM), press()))
+    with pytest.raises((KeyboardInterrupt, LateError)) as caught:
+        engine.generate(PROMPT, greedy(100), use_tqdm=False)
+    assert {type(caught.value), type(caught.value.__context__)} == {KeyboardInterrupt, LateError}
+    assert engine.generate(PROMPT, greedy(), use_tqdm=False)[0].finished
+
+
+def test_a_time_limit_ends_a_stream_of_one_output_at_its_step(
+    make_engine: Callable[..., Engine], handle: Callable[[int], None]
+) -> None:
+    engine, steps = make_engine(num_scheduler_steps=1), []
+    handle(signal.SIGALRM)
+    run = engine.executor.run
+    engine.executor.run = lambda plan: (steps.append(plan), run(plan))[1]  # type: ignore[method-assign]
+    in_step(engine, 2, lambda: signal.raise_signal(signal.SIGALRM))
+    with pytest.raises(LateError):
+        list(engine.stream(PROMPT, greedy(100, output_kind=RequestOutputKind.FINAL_ONLY)))
+    assert len(steps) == 2
+
+
+def test_what_a_step_has_computed_outlives_a_time_limit(
+    make_engine: Callable[..., Engine], handle: Callable[[int], None]
+) -> None:
+    engine = make_engine()
+    want = engine.generate(PROMPT, greedy(), use_tqdm=False)[0].outputs
+    handle(signal.SIGALRM)
+    engine.add_request("a", PROMPT, greedy())
+    in_step(engine, 1, lambda: signal.raise_signal(signal.SIGALRM))
+    with pytest.raises(LateError):
+        engine.step()
+    assert finish(engine)["a"].outputs == want
+
+
+def test_a_handler_that_raises_while_handlers_are_put_back_leaves_none_out_of_place(
+    handle: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle(signal.SIGALRM)
+    put_back, calls = interrupts._put_back, []
+
+    def interrupted(held: Any) -> None:
+        calls.append(held)
+        late(0, None)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(interrupts, "_put_back", interrupted)
+        with pytest.raises(LateError), interrupts.held_back():
+            pass
+    assert len(calls) == 2
+    with pytest.raises(LateError):  # nothing is held back any more
+        signal.raise_signal(signal.SIGALRM)
+    assert signal.getsignal(signal.SIGALRM) is not late
+    with pytest.raises(LateError), interrupts.held_back():  # at its end
+        signal.raise_signal(signal.SIGALRM)
+    assert signal.getsignal(signal.SIGALRM) is late
+    assert interrupts._put_back is put_back
 
 
 def test_another_thread_touches_no_signals(make_engine: Callable[..., Engine]) -> None:

@@ -392,12 +392,28 @@ def test_ctrl_c_ends_the_command_with_130(monkeypatch: pytest.MonkeyPatch) -> No
     assert result.stdout.endswith("\n")
 
 
+def test_a_time_limit_ends_an_answer_after_its_step_and_the_engine_lives_on(engine: Engine) -> None:
+    def late(number: int, frame: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, late)
+    try:
+        params = SamplingParams(temperature=0, max_tokens=20)
+        with pytest.raises(TimeoutError):
+            run_answers(engine, [PROMPT], params, lambda answer: signal.raise_signal(signal.SIGALRM))
+    finally:
+        assert signal.signal(signal.SIGALRM, before) is late
+    assert not engine.has_unfinished_requests()
+    assert len(answer_of(engine, PROMPT, temperature=0, max_tokens=3).token_ids) == 3
+
+
 def test_a_second_ctrl_c_does_not_wait() -> None:
     with held_back() as interrupt:
         signal.raise_signal(signal.SIGINT)
         assert interrupt.seen
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+        interrupt.forget_ctrl_c()
 
 
 def test_a_fault_of_an_answer_is_told(engine: Engine) -> None:

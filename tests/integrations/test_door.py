@@ -196,3 +196,53 @@ def test_who_leaves_ends_the_request_of_the_replica(replica: Replica) -> None:
         return (await replica._engine.stats()).num_running
 
     assert asyncio.run(leave()) == 0
+
+
+def test_the_door_joins_a_body_once_however_small_its_pieces_are() -> None:
+    from d3engine.integrations.door import _read
+
+    class Piece(bytes):
+        """Counts how often bytes that were read are copied together with it."""
+
+        copied = 0
+
+        def __radd__(self, before: bytes) -> bytes:
+            Piece.copied += len(before)
+            return bytes(before) + bytes(self)
+
+    pieces = [Piece(b"ab") for _ in range(1000)]
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": pieces.pop(), "more_body": bool(pieces)}
+
+    assert asyncio.run(_read(receive, 2001)) == b"ab" * 1000
+    assert Piece.copied == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/metrics"])
+def test_nothing_of_a_body_is_read_before_the_key_is_known(path: str) -> None:
+    from d3engine.integrations.door import Door
+
+    asked: list[bytes] = []
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        asked.append(b"body")
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def ask(scope: Scope, body: bytes) -> AsyncGenerator[list[Message], None]:
+        yield [{"type": "http.response.start", "status": 200, "headers": []}]
+        yield [{"type": "http.response.body", "body": b"up 1\n"}]
+
+    async def ask_all(scope: Scope, body: bytes) -> list[tuple[str, list[Message]]]:
+        return [("one", [message async for messages in ask(scope, body) for message in messages])]
+
+    door = Door(ask, ask_all, 1500, api_keys=["a-good-key"])
+    for headers in ([], [(b"authorization", b"Bearer another")], [(b"authorization", b"Bearer a-good-key")]):
+        scope = {"type": "http", "method": "POST", "path": f"/d3{path}", "root_path": "/d3", "headers": headers}
+        asyncio.run(door(scope, receive, send))
+    assert [message["status"] for message in sent if "status" in message] == [401, 401, 200]
+    assert asked == [b"body"]

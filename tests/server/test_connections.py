@@ -102,6 +102,99 @@ def test_what_is_not_http_is_said_to_be_so_in_the_form_of_all_errors(hasty: Serv
     assert (status, body["error"]["type"]) == (400, "invalid_request_error")
 
 
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"Transfer-Encoding: gzip, chunked", 501),
+        (b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked", 501),
+        (b"Transfer-Encoding: chunked, identity", 400),
+        (b"Transfer-Encoding: identity, chunked", 501),
+        (b"Transfer-Encoding: chunked, chunked", 400),
+        (b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked", 400),
+        (b"Transfer-Encoding: xchunked", 400),
+        (b"Transfer-Encoding: chunked\r\nContent-Length: 5", 400),
+        (b"Content-Length: 5\r\nTransfer-Encoding: CHUNKED", 400),
+        (b"Content-Length: 5, 5", 400),
+        (b"Content-Length : 5", 400),
+    ],
+)
+@pytest.mark.parametrize("method", [b"POST /echo", b"GET /hello"])
+def test_a_body_that_servers_would_frame_differently_is_refused(
+    hasty: ServedApp, method: bytes, head: bytes, status: int
+) -> None:
+    lines = [method + b" HTTP/1.1", b"Host: 127.0.0.1", b"Content-Type: application/json", head]
+    smuggled = request("/hello", method="GET")
+    with hasty.connect() as client:
+        client.sendall(b"\r\n".join(lines) + b"\r\n\r\n" + b'3\r\n"a"\r\n0\r\n\r\n' + smuggled)
+        found, body = read_answer(client)
+        assert (found, body["error"]["type"]) == (status, "invalid_request_error")
+        assert read_to_the_end(client) == b""
+
+
+@pytest.mark.parametrize("protocol", ["websocket", "h2c"])
+def test_an_upgrade_with_a_body_is_refused_and_the_body_is_no_request(hasty: ServedApp, protocol: str) -> None:
+    smuggled = request("/hello", method="GET")
+    with hasty.connect() as client:
+        client.sendall(request("/echo", smuggled, Connection="Upgrade", Upgrade=protocol))
+        status, body = read_answer(client)
+        assert (status, body["error"]["code"]) == (501, "invalid_framing")
+        assert read_to_the_end(client) == b""
+    upgraded = request("/hello", method="GET", Connection="Upgrade", Upgrade=protocol)
+    assert ask(hasty, upgraded) == (200, b"hello")
+
+
+CHUNKED = (
+    b"POST /echo HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(
+    "long",
+    [
+        b"3;a=" + b"x" * 20_000 + b'\r\n"a"\r\n0\r\n\r\n',
+        b'3\r\n"a"\r\n0;' + b"x" * 20_000 + b"\r\n\r\n",
+        b'3\r\n"a"\r\n0\r\n' + b"A: b\r\n" * 4_000 + b"\r\n",
+        b'1;a=1234567890\r\n"\r\n' + b"1;a=1234567890\r\na\r\n" * 4_000,
+    ],
+)
+def test_chunk_extensions_and_trailers_are_counted(long: bytes, at_once: bool) -> None:
+    app = GuardedApp(GuardSettings(port=0))
+    with served(app.app, app.traffic, GuardSettings(port=0)) as running, running.connect() as client:
+        if at_once:
+            client.sendall(CHUNKED + long)
+        else:
+            client.sendall(CHUNKED)
+            client.sendall(long)
+        status, body = read_answer(client)
+        assert (status, body["error"]["code"]) == (400, "chunk_extensions_too_long")
+        assert read_to_the_end(client) == b""
+
+
+def test_small_chunks_short_extensions_and_pipelined_bodies_are_read(hasty: ServedApp) -> None:
+    text = b'"' + b"a" * 9_000 + b'"'
+    chunks = b"".join(b"1;b=c\r\n%c\r\n" % letter for letter in text) + b"0\r\nTrailer: x\r\n\r\n"
+    with hasty.connect() as client:
+        client.sendall(CHUNKED + chunks + CHUNKED + b'3\r\n"b"\r\n0\r\n\r\n')
+        assert read_answer(client)[0] == 200
+        assert read_answer(client) == (200, "b")
+
+
+def test_a_trailer_is_no_header() -> None:
+    seen: list[list[tuple[bytes, bytes]]] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive())["more_body"]:
+            pass
+        seen.append(scope["headers"])
+        await Response(b'"done"')(scope, receive, send)
+
+    with served(app, GuardedApp(HASTY).traffic, HASTY) as running, running.connect() as client:
+        client.sendall(CHUNKED + b"0\r\nAuthorization: Bearer stolen\r\n\r\n")
+        assert read_answer(client)[0] == 200
+    assert b"authorization" not in dict(seen[0])
+
+
 def test_who_sends_too_much_reads_why_and_may_ask_again(hasty: ServedApp) -> None:
     """Row 15 of the security list, over the wire: what comes after the refusal is thrown away."""
     with hasty.connect() as client:

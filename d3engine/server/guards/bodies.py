@@ -8,6 +8,7 @@ looked through as it comes, with turns for everybody else between.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -16,6 +17,24 @@ from d3engine.server.guards.json_bounds import JsonBounds, is_within_bounds
 
 WITH_BODY = frozenset({"POST"})
 """Methods of requests whose body is read; no route takes a body by another, and the router refuses those unread."""
+
+
+def check_framing(headers: Collection[tuple[bytes, bytes]]) -> None:
+    """Raise `RequestError` where servers may differ on where the body ends, or it has a coding that none here reads."""
+    codings = [
+        coding.strip().lower()
+        for name, value in headers
+        if name == b"transfer-encoding"
+        for coding in value.split(b",")
+    ]
+    if not codings:
+        return
+    if any(name == b"content-length" for name, _ in headers):
+        raise RequestError(400, "Send Content-Length or Transfer-Encoding, not both.", code="invalid_framing")
+    if codings != [b"chunked"]:
+        status = 501 if codings.count(b"chunked") == 1 and codings[-1] == b"chunked" else 400
+        given = b", ".join(codings).decode("latin-1")
+        raise RequestError(status, f"Transfer-Encoding must be chunked; got {given!r}.", code="invalid_framing")
 
 
 class BodyGuard:
@@ -44,6 +63,7 @@ class BodyGuard:
         await self.app(scope, receive, send)
 
     def _check_head(self, scope: Scope) -> None:
+        check_framing(scope["headers"])
         headers = dict(scope["headers"])
         length = headers.get(b"content-length", b"0")
         if not length.isdigit():

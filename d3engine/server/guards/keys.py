@@ -53,11 +53,14 @@ class KeyGuard:
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._open_paths:
-            self._check(scope)
+        if scope["type"] == "http":
+            self.check(scope)
         await self.app(scope, receive, send)
 
-    def _check(self, scope: Scope) -> None:
+    def check(self, scope: Scope) -> None:
+        """Raise `RequestError` (401) where a request's path asks for a key and it brings none."""
+        if scope["path"] in self._open_paths:
+            return
         is_for_metrics = scope["path"] == METRICS_PATH and bool(self._metrics)
         if not self._api and not is_for_metrics:
             return

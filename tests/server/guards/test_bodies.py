@@ -57,6 +57,26 @@ def test_a_length_that_is_too_much_is_refused_unread(app: GuardedApp, length: st
     assert (answer.status, answer.code) == (413, "body_too_long")
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Transfer-Encoding": "gzip, chunked"}, 501),
+        ({"Transfer-Encoding": "chunked, identity"}, 400),
+        ({"Transfer-Encoding": "chunked", "Content-Length": "2"}, 400),
+    ],
+)
+def test_a_body_of_another_coding_is_refused_unread_behind_any_server(
+    app: GuardedApp, headers: dict[str, str], status: int
+) -> None:
+    answer = app.call("POST", "/echo", JSON | headers, _never())
+    assert (answer.status, answer.code) == (status, "invalid_framing")
+
+
+@pytest.mark.parametrize("coding", ["chunked", "Chunked "])
+def test_a_chunked_body_is_read(app: GuardedApp, coding: str) -> None:
+    assert app.call("POST", "/echo", JSON | {"Transfer-Encoding": coding}, [b"1"]).status == 200
+
+
 @pytest.mark.parametrize("length", ["-1", "1e3", "", "0x10", "12 12"])
 def test_a_length_that_is_no_number_is_refused(app: GuardedApp, length: str) -> None:
     assert app.call("POST", "/echo", JSON | {"Content-Length": length}, _never()).status == 400
