@@ -116,7 +116,7 @@ def _prepared(engine: Engine, add: wire.Add) -> messages.Message:
         prepared = engine.prepare(add.token_ids, params, add.request_id, add.priority)
     except Exception as error:
         return messages.Refuse(add.key, error)
-    return messages.Add(add.key, replace(prepared, prompt=add.prompt))
+    return messages.Add(add.key, replace(prepared, prompt=add.prompt, flow=add.flow))
 
 
 def arguments_of(plain: dict[str, Any]) -> dict[str, Any]:

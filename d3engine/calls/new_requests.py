@@ -85,8 +85,8 @@ class NewRequests:
         """A sequence like the request's own, to check whether they would fit; it must not be queued."""
         return self._sequence(prepared, prepared.request_id or "", index=0, number=0)
 
-    def sequences(self, prepared: Prepared, request_id: str) -> list[Sequence]:
-        """The sequences of a request that arrives now.
+    def sequences(self, prepared: Prepared, request_id: str, call: str | None = None) -> list[Sequence]:
+        """The sequences of a request that arrives now, with others of the same `call` if it names one.
 
         Raises `InvalidValueError` for one that was prepared for another engine, whose limits are not these.
         """
@@ -94,6 +94,8 @@ class NewRequests:
         first = self._num_sequences
         self._num_sequences += prepared.params.n
         sequences = [self._sequence(prepared, request_id, i, first + i) for i in range(prepared.params.n)]
+        for sequence in sequences:
+            sequence.flow = prepared.flow or ("", call or request_id)
         if prepared.form is not None:
             for sequence in sequences:
                 ends = sequence.eos_token_ids.union(prepared.params.stop_token_ids or ())

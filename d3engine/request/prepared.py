@@ -8,6 +8,7 @@ from d3engine.depth import Schedule
 from d3engine.depth.draft_rule import DraftRule
 from d3engine.request.constraint import Form
 from d3engine.request.params import SamplingParams
+from d3engine.request.sequence import Flow
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Prepared:
         bad_word_ids: token sequences that must never be completed.
         form: what its answers must be, compiled; None: anything.
         owner: whose engine's limits it was checked against.
+        flow: what it takes turns as with other flows; None: as a request of its own.
     """
 
     request_id: str | None
@@ -40,3 +42,4 @@ class Prepared:
     bad_word_ids: tuple[tuple[int, ...], ...]
     form: Form | None = field(repr=False)
     owner: object = field(repr=False, compare=False)
+    flow: Flow | None = None

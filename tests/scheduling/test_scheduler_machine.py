@@ -110,6 +110,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_length=min(len(prompt) + max_tokens, MAX_LENGTH),
             shares_prompt=data.draw(st.sampled_from([True, True, True, False]), label="shares_prompt"),
             streams=data.draw(st.sampled_from([False, False, True]), label="streams"),
+            flow=data.draw(st.sampled_from([("", ""), ("", "a"), ("key", "a"), ("key", "b")]), label="flow"),
         )
         if data.draw(st.sampled_from([True, False]), label="drafts"):
             rule = data.draw(draft_rules(self.cache.num_layers), label="rule")
