@@ -76,7 +76,7 @@ class NewRequests:
             priority=priority,
             schedule=schedule,
             draft_rule=draft_rule,
-            bad_word_ids=self._prompts.bad_word_ids(params),
+            rules=self._prompts.rules(params),
             form=None if params.structured_outputs is None else self._forms.compile(params.structured_outputs),
             owner=self,
         )
@@ -105,7 +105,7 @@ class NewRequests:
     def _sequence(self, prepared: Prepared, request_id: str, index: int, number: int) -> Sequence:
         """One sequence of a request, the `number`-th of all."""
         params, token_ids, rule = prepared.params, prepared.prompt_token_ids, prepared.draft_rule
-        own = params if index == 0 else replace(params, prompt_logprobs=None)
+        own = params if index == 0 or params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
         seed = params.seed if params.seed is not None else self._seed + number - index
         return Sequence(
             request_id=request_id,
@@ -114,7 +114,7 @@ class NewRequests:
             params=own,
             schedule=prepared.schedule,
             eos_token_ids=frozenset() if params.ignore_eos else self._prompts.eos_token_ids,
-            bad_word_ids=prepared.bad_word_ids,
+            rules=prepared.rules,
             seed=seed & (2**63 - 1),
             priority=prepared.priority,
             arrival=number,

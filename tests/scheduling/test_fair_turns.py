@@ -31,7 +31,6 @@ def sequence(
         params=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
         schedule=FullDepth().schedule(2),
         eos_token_ids=frozenset(),
-        bad_word_ids=(),
         seed=0,
         priority=priority,
         arrival=arrival,
