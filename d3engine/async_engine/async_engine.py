@@ -63,6 +63,8 @@ class Front(Protocol):
     @property
     def chat_prompt(self) -> Callable[..., dict[str, list[int]]]: ...
 
+    def chat_template(self) -> str | None: ...
+
 
 class Transport(Protocol):
     """Where an engine's loop runs, and how to reach it."""
@@ -194,6 +196,11 @@ class AsyncEngine(Facts):
             kind, self._front.chat_prompt, messages, **template_arguments
         )
         return prompt
+
+    async def chat_template(self) -> str | None:
+        """The text of the model's own chat template, None without one; its files are read once."""
+        source: str | None = await self._in_pool("short", self._front.chat_template)
+        return source
 
     async def abort(self, request_id: str) -> None:
         """End a request: its reader gets a last output with finish_reason "abort". Unknown ids are passed over."""

@@ -56,6 +56,11 @@ class ProcessFront(Facts):
         """As `Engine.chat_prompt`."""
         return {"prompt_token_ids": self._chat_prompts.token_ids(messages, **template_arguments)}
 
+    def chat_template(self) -> str | None:
+        """As `Engine.chat_template`."""
+        own = self._chat_prompts.load()
+        return None if own is None else own.source
+
     def owns(self, prepared: Prepared) -> bool:
         """Whether a request was checked against this engine's limits."""
         return prepared.owner is self._requests

@@ -65,6 +65,11 @@ class Chats:
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def chat_template(self) -> str | None:
+        """The text of the model's own chat template, None without one; its files are read once."""
+        own = self._chat_prompts.load()
+        return None if own is None else own.source
+
     def chat_prompt(
         self,
         messages: Messages,

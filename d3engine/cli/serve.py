@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
@@ -25,7 +26,7 @@ from d3engine.cli.engine_options import (
 )
 from d3engine.cli.server_options import require_server_packages, server_settings, takes_server
 from d3engine.cli.verbosity import note
-from d3engine.errors import require_integer
+from d3engine.errors import D3EngineError, require_integer
 from d3engine.garbage import freeze_loaded
 from d3engine.version import __version__
 
@@ -109,6 +110,8 @@ def _run(engine: AsyncEngine, settings: ServerSettings, bound: socket.socket, mo
     async def run() -> None:
         try:
             executor = (await engine.stats()).executor
+            with suppress(D3EngineError):  # which each chat is told: its files, and a process for it, are opened now
+                await engine.chat_template()
             freeze_loaded()
             server.when_started(lambda: _introduce(engine, settings, bound, model, executor))
             await server.serve([bound])

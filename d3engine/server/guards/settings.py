@@ -31,7 +31,7 @@ class GuardSettings:
         max_body_bytes: of a request.
         max_request_work: characters and list entries of a request in all, those that concern each answer counted for
             each; None: as many as `max_body_bytes`.
-        max_connections: that are open at once; of more than half of the process's open files nothing is left to them.
+        max_connections: that are open at once, though no more than half of the files that the process may open.
         max_queue: sequences that wait for a place in the batch; None: four times max_num_seqs.
         header_timeout: until the head of a request is there.
         body_timeout: until its body is there.

@@ -13,7 +13,6 @@ from d3engine.server.errors import invalid
 from d3engine.server.served import Served, served_by
 from d3engine.server.shapes.answers import Text, TokenizerInfo, Tokens
 from d3engine.server.shapes.requests import DetokenizeRequest, TokenizeRequest
-from d3engine.text.chat_template import load_chat_template
 from d3engine.text.tokenizer import Tokenizer
 
 
@@ -47,13 +46,12 @@ async def tokenizer_info(request: Request) -> Response:
     """The special tokens by name, and the chat template."""
     served = served_by(request)
     named = served.tokenizer.special_tokens
-    template = await served.in_thread(load_chat_template, served.client.settings.directory)
     found: TokenizerInfo = {
         "bos_token": named.get("bos_token"),
         "eos_token": named.get("eos_token"),
         "pad_token": named.get("pad_token"),
         "unk_token": named.get("unk_token"),
-        "chat_template": None if template is None else template.source,
+        "chat_template": await served.client.chat_template(),
     }
     return json_response(found)
 
