@@ -370,7 +370,5 @@ class Engine(Chats, Facts):
                 outputs = self.scheduler.update(plan, tokens, computed.depths)
                 self._in_flight.deliver(plan, tokens, outputs, begun)
 
-    def _queue(
-        self, prepared: Prepared, request_id: str, kind: RequestOutputKind, *, call: str | None = None
-    ) -> None:
+    def _queue(self, prepared: Prepared, request_id: str, kind: RequestOutputKind, *, call: str | None = None) -> None:
         self._in_flight.add(self._requests.sequences(prepared, request_id, call), prepared.prompt, kind)

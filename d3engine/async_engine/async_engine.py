@@ -118,7 +118,9 @@ class AsyncEngine(Facts):
         self.tokenizer = front.tokenizer
         self.default_sampling_params = front.default_sampling_params
         self._front = front
-        self._pools = {kind: ThreadPoolExecutor(_READERS, f"d3engine-reader-{kind}") for kind in ("short", "long", "form")}
+        self._pools = {
+            kind: ThreadPoolExecutor(_READERS, f"d3engine-reader-{kind}") for kind in ("short", "long", "form")
+        }
         self._transport = transport
         self._switchboard = transport.switchboard
         self._wakers: weakref.WeakValueDictionary[int, LoopWaker] = weakref.WeakValueDictionary()

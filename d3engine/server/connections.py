@@ -102,7 +102,7 @@ class GuardedConnection(HttpToolsProtocol):
             refused where all are at work.
     """
 
-    def __init__(self, header_timeout: float, max_connections: int, **uvicorns: Any) -> None:
+    def __init__(self, header_timeout: float, max_connections: int = 1024, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
         self._max_connections = max_connections
         self._idle_since: float | None = None

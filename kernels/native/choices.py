@@ -77,9 +77,9 @@ class Rules:
 
     `biases` float32 are added to the logits of the tokens `biased`, int64 [n] each once; `allowed` uint8 [bytes] has a
     bit for each token, the lowest of the first byte for token 0, and is None where all may come; `banned` int64 may not
-    before the generation step `banned_until`; `words` may never be completed, as the tree of `abi.h` (edges, first_edges,
-    bans, first_bans), `recent` being the last tokens of the answer, as many as the longest word has or all. Where
-    `has_form`, the run's `form` is asked at each step.
+    before the generation step `banned_until`; `words` may never be completed, as the tree of `abi.h` (edges,
+    first_edges, bans, first_bans), `recent` being the last tokens of the answer, as many as the longest word has or
+    all. Where `has_form`, the run's `form` is asked at each step.
     """
 
     biased: npt.NDArray[np.int64]

@@ -25,9 +25,7 @@ class CountingList(list[int]):
 
 
 def banned_by_hand(words: list[tuple[int, ...]], generated: list[int]) -> set[int]:
-    return {
-        word[-1] for word in words if len(word) == 1 or tuple(generated[-(len(word) - 1) :]) == word[:-1]
-    }
+    return {word[-1] for word in words if len(word) == 1 or tuple(generated[-(len(word) - 1) :]) == word[:-1]}
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -41,9 +41,7 @@ def sequence(
 
 
 def scheduler(max_num_seqs: int = 4, rows: int = 32, blocks: int = 512) -> Scheduler:
-    cache = KVCache(
-        num_layers=2, num_blocks=blocks, block_size=4, max_sequences=max_num_seqs, max_length=MAX_LENGTH
-    )
+    cache = KVCache(num_layers=2, num_blocks=blocks, block_size=4, max_sequences=max_num_seqs, max_length=MAX_LENGTH)
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=rows, max_model_len=MAX_LENGTH, enable_prefix_caching=False
     )

@@ -17,7 +17,6 @@ from d3engine.server.answering.running import outputs_of, while_connected
 from d3engine.server.answering.straight import Straight
 from d3engine.server.answering.tally import Tally
 from d3engine.server.answers import json_response
-from d3engine.server.errors import RequestError
 from d3engine.server.shapes.requests import StreamOptions
 
 

@@ -140,7 +140,6 @@ def test_logits_are_those_of_the_rows_that_have_a_place() -> None:
     decoder.finish()
 
 
-
 def tree_of(*words: tuple[int, ...]) -> Any:
     found = BadWords(words)
     return found.edges, found.first_edges, found.bans, found.first_bans
