@@ -123,14 +123,13 @@ class GuardedConnection(HttpToolsProtocol):
 
     def _make_room(self) -> None:
         """End the connection that has been idle longest, or this one."""
-        idle = [
-            (one._idle_since, id(one), one)
-            for one in self.connections
-            if isinstance(one, GuardedConnection) and one._idle_since is not None
-        ]
+        there = [one for one in self.connections if isinstance(one, GuardedConnection)]
+        there = [one for one in there if not one.transport.is_closing()]
+        idle = [(one._idle_since, id(one), one) for one in there if one._idle_since is not None]
+        if len(there) <= self._max_connections:
+            return
         if idle:
             _, _, longest = min(idle)
-            longest._idle_since = None
             longest._stop_timer()
             longest.transport.close()
         else:
