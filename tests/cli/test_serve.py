@@ -164,7 +164,8 @@ def test_an_engine_in_a_process_of_its_own_is_served_and_its_end_is_told() -> No
     running = Running("--engine-process", "--stream-interval", "4", "--kv-cache-memory-bytes", str(2**22))
     url = running.line("address").split()[-1]
     assert ", in a process of its own" in "\n".join(running.seen)
-    (engine,) = psutil.Process(running.process.pid).children()
+    children = psutil.Process(running.process.pid).children()
+    (engine,) = [child for child in children if "process_main" in " ".join(child.cmdline())]
     with httpx.Client(base_url=url, headers={"Authorization": "Bearer a-key-of-1234"}, timeout=300) as client:
         body = {"prompt": "Once", "max_tokens": 30, "ignore_eos": True, "stream": True, "return_token_ids": True}
         events = [json.loads(line[6:]) for line in client.post("/completions", json=body).iter_lines() if "{" in line]
