@@ -106,7 +106,7 @@ class Scheduler:
         """Whether a sequence waits for which there is a place, or one that a running sequence gives up."""
         if not self._waiting:
             return False
-        return self.cache.num_free_slots > 0 or bool(giving_way(self._running, self._waiting.first))
+        return self.cache.num_free_slots > 0 or bool(self._giving_way(self._waiting.first))
 
     def has_unfinished(self) -> bool:
         return bool(self._waiting or self._running)
@@ -228,8 +228,9 @@ class Scheduler:
             return
         promised = sum(self._allocator.ahead(s.slot) for s in self._running)
         while self._waiting:
-            sequence = self._waiting.pop()
+            sequence, needed = self._waiting.first, 0
             if self.cache.num_free_slots:
+                self._waiting.pop()
                 self._enter(sequence)  # first, so that the prefix it shares cannot be dropped to make room for it
                 needed = self._allocator.ahead(sequence.slot)
                 if len(self._running) == 1 or self.prefix_cache.reserve(promised + needed):
@@ -239,14 +240,16 @@ class Scheduler:
                     self._waiting.entered(sequence)
                     continue
                 self._leave(sequence)
-            else:
-                needed = 0
-            self._waiting.push(sequence)
-            victims = giving_way(self._running, sequence)
+                self._waiting.push(sequence)
+            victims = self._giving_way(sequence)
             if not victims or needed > sum(int(self.cache.num_blocks[victim.slot].sum()) for victim in victims):
                 return
             self._preempt(victims[0])
             promised = sum(self._allocator.ahead(s.slot) for s in self._running)
+
+    def _giving_way(self, sequence: Sequence) -> list[Sequence]:
+        """The running sequences that may be preempted for one that waits."""
+        return [] if self._waiting.is_running(sequence.flow) else giving_way(self._running, sequence)
 
     def _enter(self, sequence: Sequence) -> None:
         sequence.slot = self.cache.open()

@@ -72,6 +72,11 @@ class WaitingQueue:
         self._queue(sequence).count(sequence.flow, -1)
         self._forget_idle(sequence)
 
+    def is_running(self, flow: Flow) -> bool:
+        """Whether a sequence of a flow runs."""
+        queue = self._keys.get(flow[0])
+        return queue is not None and queue.is_running(flow)
+
     def _queue(self, sequence: Sequence) -> _KeyQueue:
         key = sequence.flow[0]
         if key not in self._keys:
@@ -130,6 +135,10 @@ class _KeyQueue:
         self._flows, self._ranked, self._num_waiting = {}, [], 0
         for sequence in kept:
             self.push(sequence)
+
+    def is_running(self, flow: Flow) -> bool:
+        """Whether a sequence of a flow runs."""
+        return flow in self._running
 
     def count(self, flow: Flow, change: int) -> None:
         """So many more sequences of a flow run."""
