@@ -217,7 +217,7 @@ class Engine(Chats, Facts):
             try:
                 answers = self._in_flight.claim(ids)
                 for request, request_id in zip(requests, ids, strict=True):
-                    self._queue(request, request_id, RequestOutputKind.FINAL_ONLY)
+                    self._queue(request, request_id, RequestOutputKind.FINAL_ONLY, call=ids[0])
                 with tqdm(total=len(ids), desc="generate", unit="request") if use_tqdm else nullcontext() as bar:
                     while len(done) < len(ids):
                         interrupt.deliver()
@@ -269,6 +269,8 @@ class Engine(Chats, Facts):
         **of_vllm: Any,
     ) -> None:
         """Queue a request; `step()` will return its outputs, as its `output_kind` says. Lower `priority` runs first.
+
+        Among equals requests take turns: the second sequence of one runs after the first of another.
 
         Raises `InvalidValueError` for a prompt or parameters that can never run; the engine is as before.
         """
@@ -389,5 +391,5 @@ class Engine(Chats, Facts):
                 outputs = self.scheduler.update(plan, tokens, computed.depths)
                 self._in_flight.deliver(plan, tokens, outputs, begun)
 
-    def _queue(self, prepared: Prepared, request_id: str, kind: RequestOutputKind) -> None:
-        self._in_flight.add(self._requests.sequences(prepared, request_id), prepared.prompt, kind)
+    def _queue(self, prepared: Prepared, request_id: str, kind: RequestOutputKind, *, call: str | None = None) -> None:
+        self._in_flight.add(self._requests.sequences(prepared, request_id, call), prepared.prompt, kind)

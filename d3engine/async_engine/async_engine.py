@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -43,7 +43,11 @@ SHORT_PROMPT = 1024
 """Characters or token ids: a tokenizer takes a quarter of a millisecond for so many, and to ask a thread a tenth of
 one."""
 
-_READERS = 2  # threads that read prompts: enough to keep a step fed, and few enough to leave it the interpreter
+LONG_WORK = 32 * 1024
+"""Characters and list entries of a request from which on threads of their own read it, so that short ones need not wait
+for it."""
+
+_READERS = 2  # threads of a kind that read prompts: enough to keep a step fed, few enough to leave it the interpreter
 
 
 class Front(Protocol):
@@ -59,6 +63,8 @@ class Front(Protocol):
 
     @property
     def chat_prompt(self) -> Callable[..., dict[str, list[int]]]: ...
+
+    def chat_template(self) -> str | None: ...
 
 
 class Transport(Protocol):
@@ -113,11 +119,13 @@ class AsyncEngine(Facts):
         self.tokenizer = front.tokenizer
         self.default_sampling_params = front.default_sampling_params
         self._front = front
-        self._pool = ThreadPoolExecutor(_READERS, "d3engine-reader")
+        self._pools = {
+            kind: ThreadPoolExecutor(_READERS, f"d3engine-reader-{kind}") for kind in ("short", "long", "form")
+        }
         self._transport = transport
         self._switchboard = transport.switchboard
         self._wakers: weakref.WeakValueDictionary[int, LoopWaker] = weakref.WeakValueDictionary()
-        self._end = weakref.finalize(self, _end, transport, self._pool, STOP_SECONDS)
+        self._end = weakref.finalize(self, _end, transport, list(self._pools.values()), STOP_SECONDS)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -137,7 +145,7 @@ class AsyncEngine(Facts):
         if _is_short(prompt) and (params is None or _is_plain(params)):
             short: Prepared = self._read(read, *given)
             return short
-        prepared: Prepared = await self._in_pool(read, *given)
+        prepared: Prepared = await self._in_pool(_kind_of(prompt, params), read, *given)
         return prepared
 
     def generate(
@@ -188,8 +196,16 @@ class AsyncEngine(Facts):
 
     async def chat_prompt(self, messages: Messages, **template_arguments: Any) -> dict[str, list[int]]:
         """The prompt of a conversation as token ids, for `generate`; the arguments are those of `Engine.chat`."""
-        prompt: dict[str, list[int]] = await self._in_pool(self._front.chat_prompt, messages, **template_arguments)
+        kind = "long" if work_of((messages, template_arguments)) >= LONG_WORK else "short"
+        prompt: dict[str, list[int]] = await self._in_pool(
+            kind, self._front.chat_prompt, messages, **template_arguments
+        )
         return prompt
+
+    async def chat_template(self) -> str | None:
+        """The text of the model's own chat template, None without one; its files are read once."""
+        source: str | None = await self._in_pool("short", self._front.chat_template)
+        return source
 
     async def abort(self, request_id: str) -> None:
         """End a request: its reader gets a last output with finish_reason "abort". Unknown ids are passed over."""
@@ -262,10 +278,10 @@ class AsyncEngine(Facts):
         finally:
             self._switchboard.leave(slot.key)
 
-    async def _in_pool(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    async def _in_pool(self, kind: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         self._switchboard.check()
         read = partial(self._read, function, *arguments, **named)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, read)
+        return await asyncio.get_running_loop().run_in_executor(self._pools[kind], read)
 
     def _read(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """What the engine reads of a request; why it has ended, if it has."""
@@ -287,6 +303,31 @@ def _is_plain(params: SamplingParams) -> bool:
     """Whether there is nothing in them that may be long: no form to compile, no words to spell, no lists of ids."""
     given = (params.structured_outputs, params.bad_words, params.allowed_token_ids, params.logit_bias)
     return all(value is None for value in given)
+
+
+def _kind_of(prompt: Prompt, params: SamplingParams | None) -> str:
+    """Which threads read a request: a form may take as long to compile as its limits let it."""
+    if params is not None and params.structured_outputs is not None:
+        return "form"
+    listed = () if params is None else (params.bad_words, params.allowed_token_ids, params.logit_bias)
+    return "long" if work_of((prompt, listed)) >= LONG_WORK else "short"
+
+
+def work_of(value: object) -> int:
+    """Characters and entries in a value of strings, lists and mappings, counted as far as `LONG_WORK`."""
+    waiting, found = [value], 0
+    while waiting and found < LONG_WORK:
+        one = waiting.pop()
+        if isinstance(one, str):
+            found += len(one)
+        elif isinstance(one, Mapping):
+            waiting += list(one.values())
+            found += len(one)
+        elif isinstance(one, (list, tuple)):
+            found += len(one)
+            if found < LONG_WORK and not (one and isinstance(one[0], int)):
+                waiting += one
+    return found
 
 
 def _suits_process(engine_arguments: Mapping[str, Any]) -> bool:
@@ -314,7 +355,8 @@ def start_process(model: str | os.PathLike[str], arguments: Mapping[str, Any]) -
     return front, process
 
 
-def _end(transport: Transport, pool: ThreadPoolExecutor, timeout: float) -> None:
+def _end(transport: Transport, pools: Iterable[ThreadPoolExecutor], timeout: float) -> None:
     """Holds nothing of the AsyncEngine's, so that it can be forgotten."""
     transport.stop(timeout)
-    pool.shutdown(wait=False)
+    for pool in pools:
+        pool.shutdown(wait=False)

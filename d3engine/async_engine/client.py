@@ -74,6 +74,9 @@ class EngineClient(Protocol):
     async def chat_prompt(self, messages: Messages, **template_arguments: Any) -> Mapping[str, list[int]]:
         """The prompt of a conversation, written in a pool of threads; the arguments are those of `Engine.chat`."""
 
+    async def chat_template(self) -> str | None:
+        """The text of the model's own chat template, None without one; its files are read once."""
+
     def generate(
         self,
         prompt: Prompt | Prepared,

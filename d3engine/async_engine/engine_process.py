@@ -168,7 +168,13 @@ class EngineProcess:
                 self._prompts[key] = request.prompt, list(request.prompt_token_ids)
                 params = wire.plain_params(request.params)
                 return wire.Add(
-                    key, request.request_id, request.prompt, request.prompt_token_ids, params, request.priority
+                    key,
+                    request.request_id,
+                    request.prompt,
+                    request.prompt_token_ids,
+                    params,
+                    request.priority,
+                    request.flow,
                 )
             case messages.Leave(key):
                 self._prompts.pop(key, None)

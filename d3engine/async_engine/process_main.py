@@ -10,6 +10,7 @@ import os
 import select
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import zmq
 
 from d3engine.async_engine import messages, wire
+from d3engine.async_engine.async_engine import LONG_WORK, work_of
 from d3engine.async_engine.engine_loop import EngineLoop
 from d3engine.async_engine.outbox import Reply
 from d3engine.async_engine.shared_pulse import SharedPulse
@@ -99,18 +101,57 @@ def _receive(context: Any, address: str, engine: Engine, loop: EngineLoop) -> No
     """Put what comes into the loop's inbox, requests checked again: this process believes nobody."""
     socket = context.socket(zmq.PULL)
     socket.connect(address)
+    inbox = _Inbox(engine, loop)
     while True:
         match wire.decode_message(socket.recv()):
             case wire.Add() as add:
-                loop.inbox.put(_prepared(engine, add))
+                inbox.add(add)
             case wire.Leave(key):
-                loop.inbox.put(messages.Leave(key))
+                inbox.leave(key)
             case wire.Abort(request_id):
-                loop.inbox.put(messages.Abort(request_id))
+                inbox.abort(request_id)
             case wire.Ask(key, method):
                 loop.inbox.put(messages.Ask(key, method))
             case wire.Stop():
                 loop.inbox.put(messages.Stop())
+
+
+class _Inbox:
+    """Puts requests into a loop's inbox; what takes long to read is read by other threads, and the rest goes on.
+
+    What is said of a request that is still being read comes behind it.
+    """
+
+    def __init__(self, engine: Engine, loop: EngineLoop) -> None:
+        self._engine = engine
+        self._put = loop.inbox.put
+        self._readers = {kind: ThreadPoolExecutor(1, f"d3engine-reader-{kind}") for kind in ("long", "form")}
+        self._unread: dict[int, ThreadPoolExecutor] = {}
+
+    def add(self, add: wire.Add) -> None:
+        has_form = add.params.get("structured_outputs") is not None
+        if not has_form and work_of(add.params) < LONG_WORK:
+            self._put(_prepared(self._engine, add))
+            return
+        reader = self._unread[add.key] = self._readers["form" if has_form else "long"]
+        reader.submit(self._read, add)
+
+    def leave(self, key: int) -> None:
+        reader = self._unread.get(key)
+        if reader is None:
+            self._put(messages.Leave(key))
+        else:
+            reader.submit(self._put, messages.Leave(key))
+
+    def abort(self, request_id: str) -> None:
+        self._put(messages.Abort(request_id))
+        if self._unread:
+            for reader in self._readers.values():
+                reader.submit(self._put, messages.Abort(request_id))
+
+    def _read(self, add: wire.Add) -> None:
+        self._put(_prepared(self._engine, add))
+        del self._unread[add.key]
 
 
 def _prepared(engine: Engine, add: wire.Add) -> messages.Message:
@@ -119,7 +160,7 @@ def _prepared(engine: Engine, add: wire.Add) -> messages.Message:
         prepared = engine.prepare(add.token_ids, params, add.request_id, add.priority)
     except Exception as error:
         return messages.Refuse(add.key, error)
-    return messages.Add(add.key, replace(prepared, prompt=add.prompt))
+    return messages.Add(add.key, replace(prepared, prompt=add.prompt, flow=add.flow))
 
 
 def arguments_of(plain: dict[str, Any]) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class Add(Struct, frozen=True):
     token_ids: list[int]
     params: dict[str, Any]
     priority: int
+    flow: tuple[str, str] | None = None
 
 
 class Leave(Struct, frozen=True):

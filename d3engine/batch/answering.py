@@ -41,7 +41,9 @@ class Answers:
         self._at_once = LINES_PER_SEQUENCE * client.settings.max_num_seqs
         guards = GuardSettings(max_body_bytes=LONGEST_LINE, max_queue=NO_LIMIT)
         most = max(settings.max_depth_policies, self._at_once)
-        self._app: ASGIApp = create_app(client, replace(settings, guards=guards, max_depth_policies=most))
+        self._app: ASGIApp = create_app(
+            client, replace(settings, guards=guards, max_depth_policies=most, allow_priority=True)
+        )
 
     def results(self, lines: Iterable[Line]) -> Iterator[Result]:
         """What comes of each line, as soon as it has come: not in their order.

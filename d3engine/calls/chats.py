@@ -19,6 +19,11 @@ class WritesChatPrompts:
 
     _chat_prompts: ChatPrompts
 
+    def chat_template(self) -> str | None:
+        """Return the text of the model's own chat template, None without one; its files are read once."""
+        own = self._chat_prompts.load()
+        return None if own is None else own.source
+
     def chat_prompt(
         self,
         messages: Messages,

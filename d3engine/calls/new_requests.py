@@ -77,7 +77,7 @@ class NewRequests:
             priority=priority,
             schedule=schedule,
             draft_rule=draft_rule,
-            bad_word_ids=self._prompts.bad_word_ids(params),
+            rules=self._prompts.rules(params),
             form=None if params.structured_outputs is None else self._forms.compile(params.structured_outputs),
             owner=self,
         )
@@ -86,8 +86,8 @@ class NewRequests:
         """A sequence like the request's own, to check whether they would fit; it must not be queued."""
         return self._sequence(prepared, prepared.request_id or "", index=0, number=0)
 
-    def sequences(self, prepared: Prepared, request_id: str) -> list[Sequence]:
-        """The sequences of a request that arrives now.
+    def sequences(self, prepared: Prepared, request_id: str, call: str | None = None) -> list[Sequence]:
+        """The sequences of a request that arrives now, with others of the same `call` if it names one.
 
         Raises `InvalidValueError` for one that was prepared for another engine, whose limits are not these.
         """
@@ -95,6 +95,8 @@ class NewRequests:
         first = self._num_sequences
         self._num_sequences += prepared.params.n
         sequences = [self._sequence(prepared, request_id, i, first + i) for i in range(prepared.params.n)]
+        for sequence in sequences:
+            sequence.flow = prepared.flow or ("", call or request_id)
         if prepared.form is not None:
             for sequence in sequences:
                 ends = sequence.eos_token_ids.union(prepared.params.stop_token_ids or ())
@@ -104,7 +106,7 @@ class NewRequests:
     def _sequence(self, prepared: Prepared, request_id: str, index: int, number: int) -> Sequence:
         """One sequence of a request, the `number`-th of all."""
         params, token_ids, rule = prepared.params, prepared.prompt_token_ids, prepared.draft_rule
-        own = params if index == 0 else replace(params, prompt_logprobs=None)
+        own = params if index == 0 or params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
         seed = params.seed if params.seed is not None else self._seed + number - index
         return Sequence(
             request_id=request_id,
@@ -113,7 +115,7 @@ class NewRequests:
             params=own,
             schedule=prepared.schedule,
             eos_token_ids=frozenset() if params.ignore_eos else self._prompts.eos_token_ids,
-            bad_word_ids=prepared.bad_word_ids,
+            rules=prepared.rules,
             seed=seed & (2**63 - 1),
             priority=prepared.priority,
             arrival=number,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
@@ -25,7 +26,7 @@ from d3engine.cli.engine_options import (
 )
 from d3engine.cli.server_options import require_server_packages, server_settings, takes_server
 from d3engine.cli.verbosity import note
-from d3engine.errors import require_integer
+from d3engine.errors import D3EngineError, require_integer
 from d3engine.garbage import freeze_loaded
 from d3engine.version import __version__
 
@@ -110,6 +111,9 @@ def _run(engine: AsyncEngine, settings: ServerSettings, bound: socket.socket, mo
     async def run() -> None:
         try:
             stats = await engine.stats()
+            # Each chat reports an unusable template itself: this opens its files and its process before they can run out.
+            with suppress(D3EngineError):
+                await engine.chat_template()
             freeze_loaded()
             server.when_started(lambda: _introduce(engine, settings, bound, model, stats))
             await server.serve([bound])

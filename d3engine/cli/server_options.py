@@ -37,6 +37,7 @@ WHAT: OptionTable = {
     "max_depth_policies": ("--max-depth-policies", int, "Policies of requests in progress at most (16)."),
     "max_prompts": ("--max-prompts", int, "Prompts of a request at most (256)."),
     "max_logprobs": ("--max-logprobs", int, "Log-probabilities per token at most (20)."),
+    "allow_priority": ("--allow-priority", bool, "Let requests choose their priority."),
     "trust_request_chat_template": ("--trust-request-chat-template", bool, "Take chat templates from requests."),
     "otlp_traces_endpoint": ("--otlp-traces-endpoint", str, "Where a span per request goes: .../v1/traces (nowhere)."),
     "sse_keep_alive_seconds": ("--sse-keep-alive-interval", float, "Seconds of silence in a stream (15; 0: any)."),
@@ -48,12 +49,19 @@ BODIES = (
     "lock_depth",
     "max_prompts",
     "max_logprobs",
+    "allow_priority",
     "trust_request_chat_template",
 )
 """Of these, what is about the bodies of requests, be there a server or not."""
 LIMITS: OptionTable = {
     "max_queue": ("--max-queue", int, "Sequences that wait beside those that run (4 times --max-num-seqs)."),
     "max_body_bytes": ("--max-body-bytes", int, "Bytes of a request at most (8 MiB)."),
+    "max_request_work": (
+        "--max-request-work",
+        int,
+        "Characters and list entries of a request, times the answers they concern (as --max-body-bytes).",
+    ),
+    "max_connections": ("--max-connections", int, "Open connections at most (1024)."),
     "request_timeout": ("--request-timeout", float, "Seconds until an answer must be complete (no limit)."),
     "header_timeout": ("--header-timeout", float, "Seconds for the head of a request to come (10)."),
     "body_timeout": ("--body-timeout", float, "Seconds for its body to come (60)."),

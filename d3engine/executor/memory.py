@@ -94,7 +94,6 @@ def largest_plan(config: SchedulerConfig, num_layers: int, block_size: int) -> t
                 params=SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0),
                 schedule=FullDepth().schedule(num_layers),
                 eos_token_ids=frozenset(),
-                bad_word_ids=(),
                 seed=0,
                 priority=0,
                 arrival=index,

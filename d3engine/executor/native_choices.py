@@ -24,6 +24,7 @@ from d3engine.plan import Chosen, Plan
 from d3engine.request.choice import Choice, is_restricted
 from d3engine.request.constraint import Constraint
 from d3engine.request.sequence import Sequence
+from d3engine.request.token_rules import TokenRules
 
 
 class FormsOfRun:
@@ -185,25 +186,18 @@ def _asked(sequence: Sequence, vocab_size: int) -> Asked:
 
 
 def _rules(sequence: Sequence, vocab_size: int) -> Rules:
-    params, words = sequence.params, sequence.bad_word_ids
-    bias = params.logit_bias or {}
-    longest = max(map(len, words), default=0)
+    params, rules = sequence.params, sequence.rules or TokenRules(sequence.params)
+    words = rules.bad_words
     return Rules(
-        np.array(list(bias), np.int64),
-        np.array(list(bias.values()), np.float32),
-        _mask(params.allowed_token_ids, vocab_size) if params.allowed_token_ids else None,
+        rules.biased,
+        rules.biases,
+        rules.mask(vocab_size),
         np.array(_ends(sequence) if params.min_tokens else [], np.int64),
         params.min_tokens,
-        words,
-        sequence.token_ids[-longest:] if longest else [],
+        (words.edges, words.first_edges, words.bans, words.first_bans) if words else None,
+        sequence.token_ids[-words.longest :] if words.longest else [],
         sequence.constraint is not None,
     )
-
-
-def _mask(token_ids: AnySequence[int], vocab_size: int) -> Mask:
-    allowed = np.zeros(vocab_size, np.bool_)
-    allowed[list(token_ids)] = True
-    return np.packbits(allowed, bitorder="little")
 
 
 def drafts_of(sequences: AnySequence[Sequence]) -> Drafts:

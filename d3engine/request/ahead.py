@@ -22,7 +22,7 @@ class Ahead:
         self.prompt_token_ids = sequence.prompt_token_ids
         self.token_ids = sequence.token_ids + drafted
         self.eos_token_ids = sequence.eos_token_ids
-        self.bad_word_ids = sequence.bad_word_ids
+        self.rules = sequence.rules
         self.seed = sequence.seed
         self.index = sequence.index + MAX_N * stream
         self.step = len(self.token_ids)

@@ -36,5 +36,4 @@ def choice_of(sequence: Sequence) -> Choice:
 def is_restricted(sequence: Sequence) -> bool:
     """Whether there are rules of which tokens may come, or how their logits are shifted."""
     params = sequence.params
-    names_tokens = params.logit_bias or params.allowed_token_ids or sequence.bad_word_ids
-    return bool(names_tokens or params.min_tokens or sequence.constraint is not None)
+    return bool(sequence.rules is not None or params.min_tokens or sequence.constraint is not None)

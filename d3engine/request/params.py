@@ -202,8 +202,10 @@ class SamplingParams:
             require(len(bias) <= MAX_BIASED_TOKENS, "logit_bias", len(bias), f"of {MAX_BIASED_TOKENS} entries at most")
             object.__setattr__(self, "logit_bias", FrozenDict(_bias_by_id(bias)))
         for name in ("stop_token_ids", "allowed_token_ids"):
-            for token in getattr(self, name) or ():
-                TOKEN_IDS.check(name, token)
+            tokens = getattr(self, name) or ()
+            if set(map(type, tokens)) != {int} or min(tokens) < TOKEN_IDS.low:  # of a long list quickly seen
+                for token in tokens:
+                    TOKEN_IDS.check(name, token)
 
     def _keep_tuple(self, name: str, most: int) -> None:
         """Refuse what is no list of at most `most` items; keep a copy of one that is."""

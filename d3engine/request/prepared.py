@@ -8,6 +8,8 @@ from d3engine.depth import Schedule
 from d3engine.depth.draft_rule import DraftRule
 from d3engine.request.constraint import Form
 from d3engine.request.params import SamplingParams
+from d3engine.request.sequence import Flow
+from d3engine.request.token_rules import TokenRules
 
 
 @dataclass(frozen=True)
@@ -25,9 +27,10 @@ class Prepared:
         priority: lower runs first.
         schedule: layers by generation step.
         draft_rule: how its sequences draft, if they do.
-        bad_word_ids: token sequences that must never be completed.
+        rules: which tokens may come, where it says so.
         form: what its answers must be, compiled; None: anything.
         owner: whose engine's limits it was checked against.
+        flow: what it takes turns as with other flows; None: as a request of its own.
     """
 
     request_id: str | None
@@ -37,6 +40,7 @@ class Prepared:
     priority: int
     schedule: Schedule
     draft_rule: DraftRule | None
-    bad_word_ids: tuple[tuple[int, ...], ...]
+    rules: TokenRules | None
     form: Form | None = field(repr=False)
     owner: object = field(repr=False, compare=False)
+    flow: Flow | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import takewhile
+from typing import TypeAlias
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from d3engine.request.constraint import Allowed, Constraint
 from d3engine.request.draft import Draft
 from d3engine.request.outputs import FinishReason
 from d3engine.request.params import SamplingParams
+from d3engine.request.token_rules import TokenRules, names_tokens
 
 
 class Status(Enum):
@@ -30,6 +32,8 @@ class Status(Enum):
 
 
 NO_SLOT = -1
+Flow: TypeAlias = tuple[str, str]
+"""Whose work it is, as fair queueing calls it: an API key, and a request of it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -44,9 +48,8 @@ class Sequence:
         schedule: its layers by generation step.
         exit_rule: when its tokens may leave before the last of these layers; None: never.
         eos_token_ids: the ids that end it; empty when they are to be ignored.
-        bad_word_ids: token sequences that must never be completed.
         seed: its random numbers depend on (seed, index, step) alone.
-        priority: lower runs first; among equals the one that arrived first.
+        priority: lower runs first; among equals flows take turns, and within a flow the one that arrived first.
         arrival: a number that grows with each sequence.
         max_length: tokens of prompt and output at most.
         shares_prompt: whether its prompt may come from the prefix cache and go there.
@@ -54,6 +57,8 @@ class Sequence:
         streams: whether each token is wanted as soon as it is there, rather than the whole answer at the end.
         draft: what it has drafted, if it drafts; its answer, `token_ids`, holds verified tokens alone.
         constraint: what form its answer must have, and how far it has come in it; None: any.
+        rules: which tokens its request allows, where it says so; shared by the request's sequences.
+        flow: what it takes turns as with other flows.
 
     Attributes:
         depths: how many layers each generated token took.
@@ -66,7 +71,6 @@ class Sequence:
     params: SamplingParams
     schedule: Schedule
     eos_token_ids: frozenset[int]
-    bad_word_ids: tuple[tuple[int, ...], ...]
     seed: int
     priority: int
     arrival: int
@@ -77,6 +81,8 @@ class Sequence:
     exit_rule: ExitRule | None = None
     draft: Draft | None = None
     constraint: Constraint | None = None
+    rules: TokenRules | None = None
+    flow: Flow = ("", "")
 
     token_ids: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
@@ -88,9 +94,13 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
+    def __post_init__(self) -> None:
+        if self.rules is None and names_tokens(self.params):
+            self.rules = TokenRules(self.params)
+
     @property
     def order(self) -> tuple[int, int]:
-        """Who goes first, and, from the other end, who is preempted first."""
+        """Its place among the sequences of its flow."""
         return (self.priority, self.arrival)
 
     @property

@@ -129,24 +129,18 @@ def _keep_to_form_(logits: Tensor, sequences: Rows) -> None:
 def _restrict_(row: Tensor, sequence: Sequence | Ahead) -> None:
     """Bias, and exclude the tokens that may not come now, in place."""
     params = sequence.params
-    if params.logit_bias:
-        tokens = torch.tensor(list(params.logit_bias), device=row.device)
-        row[tokens] += torch.tensor(list(params.logit_bias.values()), device=row.device, dtype=row.dtype)
-    if params.allowed_token_ids:
-        allowed = torch.tensor(list(params.allowed_token_ids), device=row.device)
-        kept = row[allowed]
-        row.fill_(-torch.inf)
-        row[allowed] = kept
-    banned = [word[-1] for word in sequence.bad_word_ids if _is_pending(word, sequence.token_ids)]
+    rules, banned = sequence.rules, list[int]()
+    if rules is not None:
+        if params.logit_bias:
+            tokens, biases = rules.bias_on(row.device)
+            row[tokens] += biases
+        if (excluded := rules.excluded(row.device, len(row))) is not None:
+            row.masked_fill_(excluded, -torch.inf)
+        banned += rules.bad_words.banned(sequence.token_ids)
     if sequence.step < params.min_tokens:
         banned += [*sequence.eos_token_ids, *(params.stop_token_ids or ())]
     if banned:
         row[torch.tensor(banned, device=row.device)] = -torch.inf
-
-
-def _is_pending(word: tuple[int, ...], generated: list[int]) -> bool:
-    """Whether the next token could complete `word`."""
-    return len(word) == 1 or tuple(generated[-(len(word) - 1) :]) == word[:-1]
 
 
 def _penalise_(row: Tensor, sequence: Sequence | Ahead) -> None:

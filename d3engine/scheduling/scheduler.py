@@ -31,6 +31,7 @@ from d3engine.scheduling.running import RunningTable
 from d3engine.scheduling.second_model_rows import SecondModelRows
 from d3engine.scheduling.shared_prompts import SharedPrompts
 from d3engine.scheduling.tally import Counters, NewTokens
+from d3engine.scheduling.turns import giving_way, in_turn
 from d3engine.scheduling.under_way import UnderWay
 from d3engine.scheduling.waiting import WaitingQueue
 
@@ -102,8 +103,10 @@ class Scheduler:
 
     @property
     def _may_join(self) -> bool:
-        """Whether somebody waits for whom there is a place."""
-        return bool(self._waiting) and self.cache.num_free_slots > 0
+        """Whether a sequence waits for which there is a place, or one that a running sequence gives up."""
+        if not self._waiting:
+            return False
+        return self.cache.num_free_slots > 0 or bool(self._giving_way(self._waiting.first))
 
     def has_unfinished(self) -> bool:
         return bool(self._waiting or self._running)
@@ -215,22 +218,38 @@ class Scheduler:
     # -- who runs ----------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Move waiting sequences into the batch while there are slots, and blocks for all that they know."""
+        """Move waiting sequences into the batch while there are slots, and blocks for all that they know.
+
+        A sequence whose flow does not run may take the place of one of a flow that has several.
+        """
         if not self._waiting:
             return
         if self._running and not self.config.admission.admits(self.counters.steps):
             return
         promised = sum(self._allocator.ahead(s.slot) for s in self._running)
-        while self._waiting and self.cache.num_free_slots:
-            sequence = self._waiting.first
-            self._enter(sequence)  # first, so that the prefix it shares cannot be dropped to make room for it
-            promised += self._allocator.ahead(sequence.slot)
-            if len(self._running) > 1 and not self.prefix_cache.reserve(promised):
+        while self._waiting:
+            sequence, needed = self._waiting.first, 0
+            if self.cache.num_free_slots:
+                self._waiting.pop()
+                self._enter(sequence)  # first, so that the prefix it shares cannot be dropped to make room for it
+                needed = self._allocator.ahead(sequence.slot)
+                if len(self._running) == 1 or self.prefix_cache.reserve(promised + needed):
+                    promised += needed
+                    self._count_admitted(sequence)
+                    sequence.status = Status.RUNNING
+                    self._waiting.entered(sequence)
+                    continue
                 self._leave(sequence)
+                self._waiting.push(sequence)
+            victims = self._giving_way(sequence)
+            if not victims or needed > sum(int(self.cache.num_blocks[victim.slot].sum()) for victim in victims):
                 return
-            self._waiting.pop()
-            self._count_admitted(sequence)
-            sequence.status = Status.RUNNING
+            self._preempt(victims[0])
+            promised = sum(self._allocator.ahead(s.slot) for s in self._running)
+
+    def _giving_way(self, sequence: Sequence) -> list[Sequence]:
+        """The running sequences that may be preempted for one that waits."""
+        return [] if self._waiting.is_running(sequence.flow) else giving_way(self._running, sequence)
 
     def _enter(self, sequence: Sequence) -> None:
         sequence.slot = self.cache.open()
@@ -253,6 +272,8 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         slot = sequence.slot
         self._under_way.end()
+        if sequence.status is Status.RUNNING:
+            self._waiting.left(sequence)
         self.cache.close(slot)
         if self._second is not None:
             self._second.close(slot)
@@ -272,7 +293,7 @@ class Scheduler:
         self._waiting.push(sequence)
 
     def _make_room(self, chunks: Chunks) -> tuple[Chunks, IntArray, RunAhead | None]:
-        """Preempt the youngest sequences until the chunks of the others have room.
+        """Preempt the last sequences in turn until the chunks of the others have room.
 
         Returns these chunks, the blocks [C, L] that their layers lack, and the steps that the device may take by
         itself.
@@ -283,7 +304,7 @@ class Scheduler:
                 missing, needed = self._missing(chunks, ahead)
                 if self.prefix_cache.reserve(needed) and has_room:
                     return chunks, missing, ahead
-            victim = max(self._running, key=lambda sequence: sequence.order)
+            victim = in_turn(self._running)[-1]
             assert len(self._running) > 1, "a single sequence outgrew the cache that add() had found large enough"
             chunks = chunks.take(chunks.slots != victim.slot)
             self._preempt(victim)

@@ -19,6 +19,7 @@ from d3engine.request.sequence import Sequence
 from d3engine.scheduling.chunks import Chunks
 from d3engine.scheduling.planner import build_plan
 from d3engine.scheduling.running import RunningTable, Trait
+from d3engine.scheduling.turns import in_turn
 
 
 class SecondModelRows:
@@ -46,10 +47,10 @@ class SecondModelRows:
         self.cache.close(slot)
 
     def choose(self, slots: IntArray, budget: int) -> Chunks:
-        """Rows of those among `slots` that it drafts for, first come first served, `budget` at most."""
+        """Rows of those among `slots` that it drafts for, in turn, `budget` at most."""
         first, table = self._first, self._table
         slots = slots[first.having(Trait.SECOND_MODEL, slots)]
-        slots = np.array(sorted(slots.tolist(), key=lambda slot: first.sequence(slot).order), dtype=np.int64)
+        slots = np.array([sequence.slot for sequence in in_turn(map(first.sequence, slots.tolist()))], dtype=np.int64)
         starts = table.num_computed[slots]
         # A sequence that does not draft yet is followed up to its last token, which is the first to draft from.
         stops = first.num_tokens[slots] - np.where(first.drafting[slots], 0, 1)

@@ -16,11 +16,15 @@ class SharedPrompts:
     def __init__(self, prefix_cache: PrefixCache, block_size: int) -> None:
         self._cache = prefix_cache
         self._size = block_size
+        self._named: tuple[list[int], str | None, list[bytes]] = [], None, []
 
     def name(self, sequence: Sequence) -> None:
         """Give a sequence that may share its prompt the keys of its blocks."""
         if sequence.shares_prompt:
-            sequence.prefix_keys = self._cache.keys(_prompt(sequence), sequence.params.cache_salt)
+            prompt, salt = sequence.prompt_token_ids, sequence.params.cache_salt
+            if self._named[0] is not prompt or self._named[1] != salt:  # the sequences of a request come together
+                self._named = prompt, salt, self._cache.keys(_prompt(sequence), salt)
+            sequence.prefix_keys = self._named[2]
 
     def match(self, sequence: Sequence) -> IntArray:
         """Blocks [n, L] that its prompt begins with; n is 0 for one without keys."""

@@ -24,6 +24,8 @@ FRAMING_PER_BYTE = 8
 MOST_GATHERED = 64 * 1024
 """Bytes of one write: after so many it must show whether the client reads."""
 BODY_HEADERS = (b"content-length", b"transfer-encoding")
+RETRY_SECONDS = 1
+"""After which a connection that was one too many may be tried again."""
 LINGER_SECONDS = 5.0
 """For a client to end a body that was refused, so that it reads why; what comes is thrown away."""
 
@@ -97,10 +99,18 @@ class Outlet:
 
 
 class GuardedConnection(HttpToolsProtocol):
-    """One connection. `header_timeout`: seconds until the head of a request is there."""
+    """One connection.
 
-    def __init__(self, header_timeout: float, **uvicorns: Any) -> None:
+    Args:
+        header_timeout: seconds until the head of a request is there.
+        max_connections: that are open at once. One more takes the place of the one that has been idle longest, and is
+            refused where all are at work.
+    """
+
+    def __init__(self, header_timeout: float, max_connections: int = 1024, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
+        self._max_connections = max_connections
+        self._idle_since: float | None = None
         self._header_timeout = header_timeout
         self._timer: asyncio.TimerHandle | None = None
         self._in_head = True
@@ -116,6 +126,24 @@ class GuardedConnection(HttpToolsProtocol):
         super().connection_made(cast(asyncio.Transport, self._gathered))
         self._client_left: asyncio.Future[None] = self.loop.create_future()
         self._set_timer(self._header_timeout, self._head_is_late)
+        if len(self.connections) > self._max_connections:
+            self._make_room()
+        self._idle_since = self.loop.time()
+
+    def _make_room(self) -> None:
+        """End the connection that has been idle longest, or this one."""
+        there = [one for one in self.connections if isinstance(one, GuardedConnection)]
+        there = [one for one in there if not one.transport.is_closing()]
+        idle = [(one._idle_since, id(one), one) for one in there if one._idle_since is not None]
+        if len(there) <= self._max_connections:
+            return
+        if idle:
+            _, _, longest = min(idle)
+            longest._stop_timer()
+            longest.transport.close()
+        else:
+            message = "The server has as many connections as it takes; try again later."
+            self._refuse(503, message, "too_many_connections", b"retry-after: %d\r\n" % RETRY_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -165,6 +193,7 @@ class GuardedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._idle_since = None
         self._stop_timer()
         try:
             check_framing(self.headers)
@@ -194,6 +223,8 @@ class GuardedConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if not self.pipeline:
+            self._idle_since = self.loop.time()
         if self._in_message and not self._in_head and self.cycle.response_complete:
             self._set_timer(LINGER_SECONDS, self.transport.abort)
 
@@ -213,7 +244,7 @@ class GuardedConnection(HttpToolsProtocol):
         elif self.transport is not None:
             self.transport.close()
 
-    def _refuse(self, status: int, message: str, code: str) -> None:
+    def _refuse(self, status: int, message: str, code: str, header: bytes = b"") -> None:
         """Answer what is no request, unless another is being answered, and end the connection."""
         if self.transport is None or self.transport.is_closing():
             return
@@ -221,7 +252,7 @@ class GuardedConnection(HttpToolsProtocol):
         if not self.pipeline and (cycle is None or cycle.response_complete or not cycle.response_started):
             body = error_body(RequestError(status, message, code=code))
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-            self.transport.write(STATUS_LINE[status] + head + body)
+            self.transport.write(STATUS_LINE[status] + header + head + body)
         self.transport.close()
 
     def _set_timer(self, seconds: float, act: Any) -> None:

@@ -48,6 +48,18 @@ def address_of(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+def most_connections(settings: GuardSettings) -> int:
+    """How many connections may be open: at most half of the files that the process may have open."""
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return settings.max_connections
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if most_files == resource.RLIM_INFINITY:
+        return settings.max_connections
+    return max(1, min(settings.max_connections, most_files // 2))
+
+
 class GuardedServer(uvicorn.Server):
     """Serves an app until a signal comes, then until its requests are answered.
 
@@ -59,7 +71,7 @@ class GuardedServer(uvicorn.Server):
     """
 
     def __init__(self, app: ASGIApp, settings: GuardSettings, traffic: Traffic, say: Callable[[str], None]) -> None:
-        connection: Any = partial(GuardedConnection, settings.header_timeout)
+        connection: Any = partial(GuardedConnection, settings.header_timeout, most_connections(settings))
         super().__init__(
             uvicorn.Config(
                 app,

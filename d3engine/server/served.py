@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from functools import cached_property
-from typing import cast
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
+from typing import ParamSpec, TypeVar, cast
 
 from starlette.requests import Request
 
@@ -22,6 +25,11 @@ from d3engine.server.tracing.tracer import Tracer
 from d3engine.text.token_texts import TokenTexts
 from d3engine.text.tokenizer import Tokenizer
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+TEXT_THREADS = 2
+"""For /tokenize and its like, beside those that read requests for answers."""
 QUEUE_PER_SEQUENCE = 4
 """Requests that may wait for each that may run, unless the settings say otherwise."""
 
@@ -61,6 +69,15 @@ class Served:
         self.exposition = Exposition(settings.guards.metrics_prefix)
         endpoint = settings.otlp_traces_endpoint
         self.tracer = None if endpoint is None else Tracer(endpoint)
+
+    async def in_thread(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """What a function of the tokenizer's makes of what may be long."""
+        call = partial(function, *arguments, **named)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(TEXT_THREADS, "d3engine-texts")
 
     @cached_property
     def texts(self) -> TokenTexts:

@@ -29,6 +29,7 @@ class ServerSettings:
         max_depth_policies: different policies of requests that may be unfinished at once.
         max_prompts: of one request.
         max_logprobs: of one token, at most, that a request may ask for.
+        allow_priority: let requests choose theirs.
         trust_request_chat_template: let a request bring a chat template of its own.
         sse_keep_alive_seconds: a silent stream says this often that it is alive; 0: never.
         otlp_traces_endpoint: where spans of requests go, as OTLP over HTTP (extra `otel`); None: there are none.
@@ -42,6 +43,7 @@ class ServerSettings:
     max_depth_policies: int = 16
     max_prompts: int = 256
     max_logprobs: int = 20
+    allow_priority: bool = False
     trust_request_chat_template: bool = False
     sse_keep_alive_seconds: float = 15.0
     otlp_traces_endpoint: str | None = None

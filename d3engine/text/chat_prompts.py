@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -24,7 +25,19 @@ class ChatPrompts:
         self._directory = directory
         self._tokenizer = tokenizer
         self._own: ChatTemplate | None = None
+        self._is_loaded = False
         self._given: ChatTemplate | None = None
+
+    def load(self) -> ChatTemplate | None:
+        """The model's own template, None without one; its files are read at the first call and never again."""
+        if not self._is_loaded:
+            self._own = load_chat_template(self._directory)
+            self._is_loaded = True
+        return self._own
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, str]:
+        return named_special_tokens(read_tokenizer_config(self._directory))
 
     def token_ids(
         self,
@@ -58,12 +71,12 @@ class ChatPrompts:
 
     def _template(self, source: str | None) -> ChatTemplate:
         if source is None:
-            self._own = self._own or load_chat_template(self._directory)
-            if self._own is None:
+            own = self.load()
+            if own is None:
                 raise InvalidValueError(
                     "chat_template", None, f"given for chat(), since {self._directory} has no chat template"
                 )
-            return self._own
+            return own
         if self._given is None or self._given.source != source:
             self._given = self._read(source)
         return self._given
@@ -71,9 +84,8 @@ class ChatPrompts:
     def _read(self, source: object) -> ChatTemplate:
         if not isinstance(source, str):
             raise InvalidValueError("chat_template", source, "the text of a Jinja template, or None")
-        special_tokens = named_special_tokens(read_tokenizer_config(self._directory))
         try:
-            return ChatTemplate(source, special_tokens=special_tokens)
+            return ChatTemplate(source, special_tokens=self._special_tokens)
         except ModelFormatError as error:
             raise InvalidValueError("chat_template", source, f"a Jinja template that compiles ({error})") from None
 

@@ -25,7 +25,7 @@ from d3engine.errors import D3EngineError, require_integer, require_number
 from d3engine.text import limited_worker
 from d3engine.text.limited_worker import EXIT_OUT_OF_MEMORY, TIME_SIGNAL, read_frame, write_frame
 
-_MOST_CHILDREN = 4  # at one time; further threads wait for one
+_MOST_CHILDREN = 8  # at one time, more than a server's threads that read requests; further threads wait for one
 _START_SECONDS = 120.0
 _LOOK_SECONDS = 0.1
 _KERNEL_LIMITS_MEMORY = sys.platform == "linux"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 from d3engine.errors import InvalidValueError, TokenizerError, require
 from d3engine.model.config import ModelConfig
+from d3engine.request.bad_words import BadWords
 from d3engine.request.params import SamplingParams
+from d3engine.request.token_rules import TokenRules, names_tokens
 from d3engine.text.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
@@ -40,6 +43,8 @@ class PromptReader:
         self._config = config
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
+        self._shorter = f"shorter than max_model_len={max_model_len}, so that a token can follow"
+        self._rules: WeakValueDictionary[int, TokenRules] = WeakValueDictionary()
         own_eos = tokenizer.eos_token_id if tokenizer else None
         named = {*config.eos_token_ids, *(() if own_eos is None else (own_eos,))}
         # An id without a row in the embedding can never be chosen, so it ends nothing; files do name such ids.
@@ -53,7 +58,7 @@ class PromptReader:
             len(ids) < self._max_model_len,
             "prompt",
             f"{len(ids)} tokens",
-            f"shorter than max_model_len={self._max_model_len}, so that a token can follow",
+            self._shorter,
         )
         return text, self._checked_ids(ids)
 
@@ -77,7 +82,9 @@ class PromptReader:
                 raise InvalidValueError(
                     "prompt", prompt, "token ids, since the engine has no tokenizer (skip_tokenizer_init)"
                 )
-            return prompt, self._encode("prompt", prompt)
+            self._check_length(prompt)
+            (ids,) = self._encode("prompt", [prompt])
+            return prompt, ids
         if _is_array(prompt):
             allowed = "an array of one dimension: the token ids of one prompt"
             require(prompt.ndim == 1, "prompt", f"an array of shape {tuple(prompt.shape)}", allowed)
@@ -86,27 +93,42 @@ class PromptReader:
         require(is_list, "prompt", prompt, "a text, a list of token ids, or a mapping of one")
         return None, prompt
 
+    def _check_length(self, text: str) -> None:
+        """Refuse a text that must have too many tokens, before it is encoded."""
+        assert self._tokenizer is not None
+        fewest = self._tokenizer.fewest_tokens(text)
+        if fewest >= self._max_model_len:
+            raise InvalidValueError("prompt", f"at least {fewest} tokens", self._shorter)
+
     def check_params(self, params: SamplingParams) -> None:
         """Refuse parameters that this model or engine cannot honour, by name."""
         for field, ids in params.named_token_ids().items():
-            for token in ids:
-                self._checked_id(field, token)
+            if ids and not self._has_row(max(ids)):
+                self._checked_id(field, max(ids))
         if self._tokenizer is None:
             require(not params.stop_strings, "stop", params.stop, "None, since the engine has no tokenizer")
             require(not params.bad_words, "bad_words", params.bad_words, "None, since the engine has no tokenizer")
 
-    def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+    def rules(self, params: SamplingParams) -> TokenRules | None:
+        """Which tokens may come, None for any; requests with the same `params` share them."""
+        if not names_tokens(params):
+            return None
+        found = self._rules.get(id(params))  # which no others can have, as long as these rules keep `params`
+        if found is None:
+            self._rules[id(params)] = found = TokenRules(params, self._bad_words(params))
+        return found
+
+    def _bad_words(self, params: SamplingParams) -> BadWords | None:
         """The token sequences of the bad words, at the beginning of a text and after a space.
 
         A spelling with an id beyond the embedding's rows can never be completed, so it is none to watch for.
         """
         if not params.bad_words or self._tokenizer is None:
-            return ()
-        spellings: set[tuple[int, ...]] = set()
-        for word in params.bad_words:
-            for text in (word.lstrip(), " " + word.lstrip()):
-                spellings.add(tuple(self._encode("bad_words", text, add_special_tokens=False)))
-        return tuple(sorted(word for word in spellings if word and all(map(self._has_row, word))))
+            return None
+        texts = [text for word in params.bad_words for text in (word.lstrip(), " " + word.lstrip())]
+        spellings = set(map(tuple, self._encode("bad_words", texts, add_special_tokens=False)))
+        size = self._config.vocab_size
+        return BadWords(sorted(word for word in spellings if word and max(word) < size))
 
     def may_share(self, token_ids: list[int]) -> bool:
         """Whether a prompt's entries depend on its tokens alone, so that the prefix cache may hold them.
@@ -115,15 +137,18 @@ class PromptReader:
         """
         return self._config.rope.rope_type != "dynamic" or len(token_ids) <= self._config.max_position_embeddings
 
-    def _encode(self, field: str, text: str, **options: bool) -> list[int]:
-        """The ids of a text; raises `InvalidValueError` naming `field` where the tokenizer has none."""
+    def _encode(self, field: str, texts: list[str], **options: bool) -> list[list[int]]:
+        """The ids of texts; raises `InvalidValueError` naming `field` where the tokenizer has none."""
         assert self._tokenizer is not None
         try:
-            return self._tokenizer.encode(text, **options)
+            return self._tokenizer.encode_all(texts, **options)
         except InvalidValueError as error:
-            raise InvalidValueError(field, text, error.allowed) from None
+            raise InvalidValueError(field, error.value, error.allowed) from None
         except TokenizerError as error:
-            raise InvalidValueError(field, text, f"a text that the model's tokenizer can encode ({error})") from error
+            if len(texts) > 1:  # one of them is to be named
+                return [ids for text in texts for ids in self._encode(field, [text], **options)]
+            allowed = f"a text that the model's tokenizer can encode ({error})"
+            raise InvalidValueError(field, texts[0], allowed) from error
 
     def _has_row(self, token: int) -> bool:
         return 0 <= token < self._config.vocab_size

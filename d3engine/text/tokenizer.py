@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import groupby
 from pathlib import Path
@@ -20,12 +20,13 @@ from typing import Any
 import sentencepiece
 import tokenizers
 
-from d3engine.errors import ModelFormatError, require
+from d3engine.errors import InvalidValueError, ModelFormatError
 from d3engine.model.model_files import ModelFiles
 from d3engine.model.source import ModelSource, files_of
 from d3engine.text.pipeline_checks import missing_in
 from d3engine.text.special_tokens import added_tokens, named_special_tokens, read_tokenizer_config, special_tokens
 from d3engine.text.tiktoken_file import is_tiktoken, read_tiktoken
+from d3engine.text.token_lengths import TokenLengths
 from d3engine.text.tokenizer_faults import guarded
 
 SPACE_MARK = "\u2581"  # what sentencepiece writes for a space
@@ -34,6 +35,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # message field that occurs twice, so these four bytes behind a model are the same model without the space
 # before the text.
 _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
+
+
+LONG_TEXT = 4096
+"""Characters, or token ids, from which on `tokenizers` is called so that other threads of Python run meanwhile."""
 
 
 class DecoderKind(Enum):
@@ -69,6 +74,14 @@ class Tokenizer(ABC):
         Raises `InvalidValueError` for text that is no valid Unicode (a lone surrogate), and `TokenizerError` where
         the tokenizer's own library fails on it.
         """
+
+    def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Return the ids of each text, as `encode` does."""
+        return [self.encode(text, add_special_tokens) for text in texts]
+
+    def fewest_tokens(self, text: str) -> int:
+        """Return a number of tokens that `text` has at least, in much less time than it takes to encode it."""
+        return 0
 
     @abstractmethod
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -129,15 +142,33 @@ class FastTokenizer(Tokenizer):
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.kind, self.strips_first_space = _classify_decoder(decoder)
         self._has_byte_fallback = "ByteFallback" in json.dumps(decoder)
+        self._lengths = TokenLengths.of(backend)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        require(_is_unicode(text), "prompt", text, "text without lone surrogates")
+        if len(text) >= LONG_TEXT:
+            return self.encode_all([text], add_special_tokens)[0]
+        _require_unicode(text)
         ids: list[int] = guarded(self._tokenizer.encode, text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        if sum(map(len, texts)) < LONG_TEXT:
+            return [self.encode(text, add_special_tokens) for text in texts]
+        for text in texts:
+            _require_unicode(text)
+        # Unlike `encode`, it lets other threads of Python run.
+        found = guarded(self._tokenizer.encode_batch_fast, list(texts), add_special_tokens=add_special_tokens)
+        return [one.ids for one in found]
+
+    def fewest_tokens(self, text: str) -> int:
+        return 0 if self._lengths is None else self._lengths.fewest_tokens(text)
+
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         known = [int(token_id) for token_id in token_ids if 0 <= token_id < self.vocab_size]
-        text: str = guarded(self._tokenizer.decode, known, skip_special_tokens=skip_special_tokens)
+        if len(known) < LONG_TEXT:
+            text: str = guarded(self._tokenizer.decode, known, skip_special_tokens=skip_special_tokens)
+        else:  # which lets other threads of Python run
+            (text,) = guarded(self._tokenizer.decode_batch, [known], skip_special_tokens=skip_special_tokens)
         return text
 
     def convert_id_to_token(self, token_id: int) -> str | None:
@@ -190,7 +221,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._suffix = [self.eos_token_id] if config.get("add_eos_token") else []
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        require(_is_unicode(text), "prompt", text, "text without lone surrogates")
+        _require_unicode(text)
         ids: list[int] = []
         for index, stretch in enumerate(self._split.split(text)):
             if stretch in self._whole:
@@ -350,9 +381,8 @@ def _require_in_vocabulary(path: Path, field: str, token: str, token_id: int | N
     return token_id
 
 
-def _is_unicode(text: str) -> bool:
+def _require_unicode(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        return False
-    return True
+        raise InvalidValueError("prompt", text, "text without lone surrogates") from None

@@ -97,8 +97,11 @@ struct D3Rules {
     const uint8_t* allowed;  // a mask; null: all
     const int64_t* banned;   // tokens that may not come at the generation steps before `banned_until`
     int64_t num_banned, banned_until;
-    const int64_t* words;  // that may not be completed: of each its length and its tokens
-    int64_t words_size;
+    // Words that may not be completed, as a tree by their tokens from the last but one backwards. Edge e has the token
+    // edges[e] and leads to node e + 1; edges first_edges[n] to first_edges[n + 1] leave node n, sorted by token, and
+    // the tokens bans[first_bans[n]] to bans[first_bans[n + 1]] complete the words that end there. Node 0 is the root.
+    const int64_t *edges, *first_edges, *bans, *first_bans;
+    int64_t num_bans;
     const int64_t* recent;  // the last tokens of the answer, at least as many as the longest word has, or all
     int64_t num_recent;
     int32_t has_form;  // whether the run's `form` is to be asked

@@ -15,6 +15,11 @@ from d3engine.kernels.native.model import NativeError
 
 FORM = CFUNCTYPE(c_void_p, c_int32, c_int32, c_int64)
 Mask: TypeAlias = npt.NDArray[np.uint8]
+Tokens: TypeAlias = npt.NDArray[np.int64]
+NO_WORDS: tuple[Tokens, Tokens, Tokens, Tokens] = (
+    *(np.empty(0, np.int64), np.zeros(2, np.int64)),
+    *(np.empty(0, np.int64), np.zeros(2, np.int64)),
+)
 Form: TypeAlias = Callable[[int, int, int], Mask | None]
 """What a row's form allows at a step of a run, asked as form(row, steps before, its last token or -1 at the first).
 
@@ -33,8 +38,8 @@ class _Rules(Structure):
         ("num_biased", c_int64),
         *((name, c_void_p) for name in ("allowed", "banned")),
         *((name, c_int64) for name in ("num_banned", "banned_until")),
-        ("words", c_void_p),
-        ("words_size", c_int64),
+        *((name, c_void_p) for name in ("edges", "first_edges", "bans", "first_bans")),
+        ("num_bans", c_int64),
         ("recent", c_void_p),
         ("num_recent", c_int64),
         ("has_form", c_int32),
@@ -72,8 +77,9 @@ class Rules:
 
     `biases` float32 are added to the logits of the tokens `biased`, int64 [n] each once; `allowed` uint8 [bytes] has a
     bit for each token, the lowest of the first byte for token 0, and is None where all may come; `banned` int64 may not
-    before the generation step `banned_until`; `words` may never be completed, `recent` being the last tokens of the
-    answer, as many as the longest word has or all. Where `has_form`, the run's `form` is asked at each step.
+    before the generation step `banned_until`; `words` may never be completed, as the tree of `abi.h` (edges,
+    first_edges, bans, first_bans), `recent` being the last tokens of the answer, as many as the longest word has or
+    all. Where `has_form`, the run's `form` is asked at each step.
     """
 
     biased: npt.NDArray[np.int64]
@@ -81,21 +87,22 @@ class Rules:
     allowed: Mask | None
     banned: npt.NDArray[np.int64]
     banned_until: int
-    words: tuple[tuple[int, ...], ...]
+    words: tuple[Tokens, Tokens, Tokens, Tokens] | None
     recent: list[int]
     has_form: bool = False
 
     def structure(self) -> tuple[Any, list[Any]]:
         """A `D3Rules`, and what has to live as long as it."""
-        words = np.array([number for word in self.words for number in (len(word), *word)], np.int64)
+        edges, first_edges, bans, first_bans = self.words or NO_WORDS
         recent = np.array(self.recent, np.int64)
         made = _Rules(
             *(self.biased.ctypes.data, self.biases.ctypes.data, self.biased.size),
             None if self.allowed is None else self.allowed.ctypes.data,
             *(self.banned.ctypes.data, self.banned.size, self.banned_until),
-            *(words.ctypes.data, words.size, recent.ctypes.data, recent.size, self.has_form),
+            *(array.ctypes.data for array in (edges, first_edges, bans, first_bans)),
+            *(bans.size, recent.ctypes.data, recent.size, self.has_form),
         )
-        return made, [self, words, recent, made]
+        return made, [self, recent, made]
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,21 +10,18 @@ void keep(float* logits, int vocab, const uint8_t* mask) {
         if (!(mask[token >> 3] >> (token & 7) & 1)) logits[token] = -INFINITY;
 }
 
-// Calls use(its tokens, how many) for each word.
-template <class Use> void each_word(const D3Rules& rules, Use use) {
-    for (int64_t place = 0; place < rules.words_size; place += 1 + rules.words[place])
-        use(rules.words + place + 1, rules.words[place]);
-}
-
-// Whether the answer ends with these tokens: with the run's own, and before them with those that were there.
-bool ends_with(const int64_t* tokens, int64_t count, const D3Rules& rules, const D3Run& run, int row, int taken) {
-    if (count > rules.num_recent + taken) return false;
-    for (int64_t back = 1; back <= count; back++) {
-        const int64_t there =
+// Excludes the tokens that complete a word behind the answer: the run's own tokens, and before them those that were there.
+void exclude_words(float* logits, const D3Rules& rules, const D3Run& run, int row, int taken) {
+    for (int64_t node = 0, back = 1;; back++) {
+        for (int64_t i = rules.first_bans[node]; i < rules.first_bans[node + 1]; i++) logits[rules.bans[i]] = -INFINITY;
+        if (back > rules.num_recent + taken) return;
+        const int64_t token =
             back <= taken ? run.chosen[(taken - back) * run.rows + row] : rules.recent[rules.num_recent + taken - back];
-        if (there != tokens[count - back]) return false;
+        const int64_t* end = rules.edges + rules.first_edges[node + 1];
+        const int64_t* edge = std::lower_bound(rules.edges + rules.first_edges[node], end, token);
+        if (edge == end || *edge != token) return;
+        node = edge - rules.edges + 1;
     }
-    return true;
 }
 
 }  // namespace
@@ -34,12 +31,7 @@ bool are_rules(const D3Rules& rules, int vocab) {
         return std::all_of(tokens, tokens + count, [&](int64_t token) { return token >= 0 && token < vocab; });
     };
     if (!are_tokens(rules.biased, rules.num_biased) || !are_tokens(rules.banned, rules.num_banned)) return false;
-    for (int64_t place = 0; place < rules.words_size; place += 1 + rules.words[place]) {
-        const int64_t length = rules.words[place];
-        if (length < 1 || length >= rules.words_size - place) return false;
-        if (!are_tokens(rules.words + place + 1, length)) return false;
-    }
-    return true;
+    return are_tokens(rules.bans, rules.num_bans);
 }
 
 void restrict_logits(float* logits, int vocab, const D3Rules& rules, const uint8_t* form, const D3Run& run, int row,
@@ -48,8 +40,6 @@ void restrict_logits(float* logits, int vocab, const D3Rules& rules, const uint8
     if (rules.allowed) keep(logits, vocab, rules.allowed);
     if (run.generation[row] + taken < rules.banned_until)
         for (int64_t i = 0; i < rules.num_banned; i++) logits[rules.banned[i]] = -INFINITY;
-    each_word(rules, [&](const int64_t* word, int64_t length) {
-        if (ends_with(word, length - 1, rules, run, row, taken)) logits[word[length - 1]] = -INFINITY;
-    });
+    if (rules.num_bans) exclude_words(logits, rules, run, row, taken);
     if (form) keep(logits, vocab, form);
 }

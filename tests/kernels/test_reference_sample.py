@@ -42,7 +42,6 @@ def random_sequence(numbers: random.Random, vocab: int, *, cuts: bool, penalties
         params=SamplingParams(**settings),
         schedule=FullDepth().schedule(2),
         eos_token_ids=frozenset(),
-        bad_word_ids=(),
         seed=settings["seed"],
         priority=0,
         arrival=0,

@@ -103,13 +103,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             schedule=schedule,
             exit_rule=exit_rule,
             eos_token_ids=frozenset(data.draw(st.sampled_from([(), (), (), (), (3,)]), label="eos")),
-            bad_word_ids=(),
             seed=0,
             priority=data.draw(st.sampled_from([0, 0, 0, -1, 1]), label="priority"),
             arrival=len(self.sequences),
             max_length=min(len(prompt) + max_tokens, MAX_LENGTH),
             shares_prompt=data.draw(st.sampled_from([True, True, True, False]), label="shares_prompt"),
             streams=data.draw(st.sampled_from([False, False, True]), label="streams"),
+            flow=data.draw(st.sampled_from([("", ""), ("", "a"), ("key", "a"), ("key", "b")]), label="flow"),
         )
         if data.draw(st.sampled_from([True, False]), label="drafts"):
             rule = data.draw(draft_rules(self.cache.num_layers), label="rule")
@@ -358,7 +358,6 @@ def plain_sequence(
         params=SamplingParams(max_tokens=max_tokens, temperature=0.0),
         schedule=policy.schedule(4),
         eos_token_ids=frozenset(),
-        bad_word_ids=(),
         seed=0,
         priority=priority,
         arrival=arrival,

@@ -23,7 +23,7 @@ from d3engine.errors import FailedError
 from d3engine.server import connections
 from d3engine.server.answering.event_stream import EventStream, OpenAIForm
 from d3engine.server.guards.settings import GuardSettings
-from d3engine.server.running import bind
+from d3engine.server.running import bind, most_connections
 
 HASTY = GuardSettings(port=0, header_timeout=0.2, body_timeout=0.2, write_timeout=0.2, max_body_bytes=100_000)
 
@@ -453,3 +453,75 @@ def test_a_port_that_is_taken_is_said_so_before_anything_is_loaded() -> None:
         port = other.getsockname()[1]
         with pytest.raises(FailedError, match=rf"cannot listen at http://127\.0\.0\.1:{port}: Address already in use"):
             bind(GuardSettings(port=port))
+
+
+def crowded(most: int, **posted: Any) -> tuple[GuardedApp, GuardSettings]:
+    settings = GuardSettings(port=0, max_connections=most)
+    return GuardedApp(settings, **posted), settings
+
+
+def test_a_connection_too_many_takes_the_place_of_the_one_idle_longest() -> None:
+    app, settings = crowded(2)
+    with served(app.app, app.traffic, settings) as running:
+        clients = []
+        for _ in range(5):
+            clients.append(running.connect())
+            clients[-1].sendall(request("/echo", b"{}"))
+            assert read_answer(clients[-1])[0] == 200
+        assert [client.recv(1) for client in clients[:3]] == [b""] * 3, "these were ended"
+        for client in clients[3:]:
+            client.sendall(request("/echo", b"{}"))
+            assert read_answer(client)[0] == 200
+        for client in clients:
+            client.close()
+
+
+def test_a_connection_that_says_nothing_is_idle_too() -> None:
+    app, settings = crowded(2)
+    with served(app.app, app.traffic, settings) as running:
+        silent = [running.connect() for _ in range(6)]
+        with running.connect() as client:
+            client.sendall(request("/echo", b"{}"))
+            assert read_answer(client)[0] == 200
+        for one in silent:
+            one.close()
+
+
+def test_where_all_are_at_work_a_further_connection_is_refused() -> None:
+    go = threading.Event()
+    begun = threading.Semaphore(0)
+
+    async def wait(request: Request) -> Response:
+        begun.release()
+        await asyncio.to_thread(go.wait, GUARD)
+        return Response(b"{}", media_type="application/json")
+
+    app, settings = crowded(2, wait=wait)
+    with served(app.app, app.traffic, settings) as running:
+        busy = [running.connect() for _ in range(2)]
+        for client in busy:
+            client.sendall(request("/wait", b"{}"))
+            assert begun.acquire(timeout=GUARD)
+        with running.connect() as client:
+            answer = read_to_the_end(client)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1\r\n" in answer
+        assert b'"code":"too_many_connections"' in answer
+        go.set()
+        for client in busy:
+            assert read_answer(client)[0] == 200
+        with running.connect() as client:  # in the place of one that is idle now
+            client.sendall(request("/echo", b"{}"))
+            assert read_answer(client)[0] == 200
+        for client in busy:
+            client.close()
+
+
+def test_connections_leave_half_of_the_files_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 4096))
+    assert most_connections(GuardSettings(max_connections=1000)) == 50
+    assert most_connections(GuardSettings(max_connections=30)) == 30
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert most_connections(GuardSettings(max_connections=1000)) == 1000

@@ -11,7 +11,9 @@ import torch
 
 from d3engine import FullDepth, SamplingParams
 from d3engine.plan import Plan, Sampled
+from d3engine.request.bad_words import BadWords
 from d3engine.request.sequence import Sequence
+from d3engine.request.token_rules import TokenRules
 from d3engine.sampling.sampler import Sampler
 
 MASK = 0xFFFFFFFF
@@ -39,7 +41,7 @@ def slow_scores(logits: list[float], sequence: Sequence) -> list[float]:
     scores = [logit + (params.logit_bias or {}).get(token, 0.0) for token, logit in enumerate(logits)]
     for token in range(len(scores)):
         excluded = params.allowed_token_ids is not None and token not in params.allowed_token_ids
-        for word in sequence.bad_word_ids:
+        for word in sequence.rules.bad_words.words if sequence.rules else ():
             before = list(word[:-1])
             excluded |= word[-1] == token and generated[len(generated) - len(before) :] == before
         if len(generated) < params.min_tokens:
@@ -101,7 +103,7 @@ def sequence_of(
         params=params,
         schedule=FullDepth().schedule(2),
         eos_token_ids=frozenset() if params.ignore_eos else frozenset({EOS}),
-        bad_word_ids=bad_words,
+        rules=TokenRules(params, BadWords(bad_words)),
         seed=params.seed or 0,
         priority=0,
         arrival=0,

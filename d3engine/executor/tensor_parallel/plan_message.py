@@ -186,7 +186,6 @@ def _stand_in(
         params=SamplingParams(**params, logprobs=0 if is_hosts else None),
         schedule=Schedule.nested([NEVER] * num_layers, on_skip),
         eos_token_ids=frozenset(),
-        bad_word_ids=(),
         seed=seed,
         priority=0,
         arrival=0,

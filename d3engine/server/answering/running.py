@@ -159,6 +159,14 @@ async def unless_disconnected(scope: Scope, receive: Receive, work: Awaitable[T]
             watching.cancel()
 
 
+async def while_connected(scope: Scope, receive: Receive, work: Awaitable[T]) -> T:
+    """What `work` comes to; raises `RequestError` (499) if the client leaves before, and ends it."""
+    found = await unless_disconnected(scope, receive, work)
+    if found is None:
+        raise RequestError(499, "The client has left.", code="client_closed_request")
+    return found
+
+
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -13,11 +13,10 @@ from starlette.responses import Response
 from d3engine.request.outputs import RequestOutput
 from d3engine.server.answering.event_stream import EventStream, OpenAIForm, StreamForm
 from d3engine.server.answering.job import Job
-from d3engine.server.answering.running import outputs_of, unless_disconnected
+from d3engine.server.answering.running import outputs_of, while_connected
 from d3engine.server.answering.straight import Straight
 from d3engine.server.answering.tally import Tally
 from d3engine.server.answers import json_response
-from d3engine.server.errors import RequestError
 from d3engine.server.shapes.requests import StreamOptions
 
 
@@ -69,9 +68,7 @@ async def respond(request: Request, job: Job[Any], told: Answer, headers: Mappin
         straight = Straight()
         events = _events(job, told, straight)
         return EventStream(events, headers, ping_interval=interval, form=told.form, straight=straight)
-    found = await unless_disconnected(request.scope, request.receive, told.whole())
-    if found is None:
-        raise RequestError(499, "The client has left.", code="client_closed_request")
+    found = await while_connected(request.scope, request.receive, told.whole())
     return json_response(found, headers)
 
 

@@ -16,6 +16,7 @@ from d3engine.server.asking.prompts import prepare_all, take_places
 from d3engine.server.asking.sampling import check_num_logprobs, check_stream_options, sampling_params
 from d3engine.server.asking.structured import form_of, named
 from d3engine.server.asking.tools import Calling, calling_of, with_arguments_read
+from d3engine.server.asking.work import check_priority, check_work
 from d3engine.server.errors import RequestError, invalid
 from d3engine.server.served import Served, served_by
 from d3engine.server.shapes.requests import ChatRequest, TokenizeRequest
@@ -39,6 +40,7 @@ async def job_of(
     model = served.models.check(asked.model)
     depth = served.depths.read(model, asked.depth, depth_header(request.scope))
     check_stream_options(asked)
+    check_priority(served, asked.priority)
     check_num_logprobs("prompt_logprobs", asked.prompt_logprobs, served.settings)
     calling = calling_of(asked, served.tokenizer)
     max_tokens = _max_tokens(asked)
@@ -48,12 +50,13 @@ async def job_of(
         "structured_outputs": form_of(asked) if calling is None else calling.form,
     }
     with by_names(_chats_names(asked)), named(_source(asked, calling)):
+        check_work(request, asked)
         params = sampling_params(asked, served.client.default_sampling_params, depth, **decided)
         take_places(request, 1, params.n)
         tools = None if calling is None else calling.tools
         prompt = await chat_prompt(served, asked, asked.messages, tools)
         needed = None if ends_with_context else max_tokens
-        prepared = await prepare_all(served, [prompt], params, priority=asked.priority, max_tokens=needed)
+        prepared = await prepare_all(request, [prompt], params, priority=asked.priority, max_tokens=needed)
     trace = trace_of(request.scope)
     return Job(served, asked, model, prepared, depth, id_prefix=id_prefix, calling=calling, trace=trace)
 

@@ -14,6 +14,7 @@ from d3engine.server.asking.depth import depth_header
 from d3engine.server.asking.prompts import prepare_all, prompts_of, take_places, without_special_tokens
 from d3engine.server.asking.sampling import check_num_logprobs, check_stream_options, sampling_params
 from d3engine.server.asking.structured import form_of, named
+from d3engine.server.asking.work import check_priority, check_work
 from d3engine.server.errors import invalid
 from d3engine.server.served import served_by
 from d3engine.server.shapes.requests import CompletionRequest
@@ -30,19 +31,21 @@ async def completion_job(request: Request) -> tuple[Job[CompletionRequest], dict
     model = served.models.check(asked.model)
     depth = served.depths.read(model, asked.depth, depth_header(request.scope))
     check_stream_options(asked)
+    check_priority(served, asked.priority)
     check_num_logprobs("logprobs", asked.logprobs, served.settings)
     check_num_logprobs("prompt_logprobs", asked.prompt_logprobs, served.settings)
     max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
     if max_tokens == 0 and not asked.echo:
         raise invalid("max_tokens", must_be("max_tokens", 0, "at least 1, unless echo is true") + ".")
+    prompts = prompts_of(asked.prompt, served)
+    check_work(request, asked, prompts, asked.best_of)
     decided = {"max_tokens": max_tokens or 1, "structured_outputs": form_of(asked), **_several(asked)}
     params = sampling_params(asked, served.client.default_sampling_params, depth, **decided)
-    prompts = prompts_of(asked.prompt, served)
     take_places(request, len(prompts), params.n, "n" if asked.best_of is None else "best_of")
     if asked.add_special_tokens is False:
         prompts = await without_special_tokens(served, prompts)
     with named("response_format" if asked.structured_outputs is None else "structured_outputs"):
-        prepared = await prepare_all(served, prompts, params, priority=asked.priority, max_tokens=max_tokens)
+        prepared = await prepare_all(request, prompts, params, priority=asked.priority, max_tokens=max_tokens)
     trace = trace_of(request.scope)
     return Job(served, asked, model, prepared, depth, id_prefix="cmpl-", trace=trace), headers
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -58,7 +60,7 @@ def prompt_schema(served: Served) -> dict[str, Any]:
 
 
 async def prepare_all(
-    served: Served,
+    request: Request,
     prompts: Sequence[Any],
     params: SamplingParams,
     *,
@@ -67,13 +69,18 @@ async def prepare_all(
 ) -> list[Prepared]:
     """Each prompt with these parameters, checked for the model and its length; `max_tokens` is what was asked for.
 
-    Raises `RequestError` or `InvalidValueError` for the first that can never run.
+    One after the other: the readers serve other requests between two of them, and none is read after one that is
+    refused. Raises `RequestError` or `InvalidValueError` for the first that can never run.
     """
-    preparing = [_prepare(served, prompt, params, priority or 0, max_tokens) for prompt in prompts]
+    served, found = served_by(request), list[Prepared]()
+    flow = request.scope["state"].get("api_key", ""), os.urandom(8).hex()
     try:
-        if len(preparing) == 1:
-            return [await preparing[0]]  # without a task of its own
-        return list(await asyncio.gather(*preparing))
+        for prompt in prompts:
+            if found:
+                await asyncio.sleep(0)  # short ones are read here: others have a turn
+            prepared = await _prepare(served, prompt, params, priority or 0, max_tokens)
+            found.append(replace(prepared, flow=flow))
+        return found
     except InvalidValueError as error:
         raise _of_length(error, served.client.max_model_len) or error from None
 
@@ -126,9 +133,12 @@ async def without_special_tokens(served: Served, prompts: Sequence[str | list[in
     """The same prompts, texts among them as token ids to which nothing was added."""
 
     def encode(prompt: str | list[int]) -> str | list[int]:
-        return served.tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
+        """One that must be too long is left as it is, to be refused."""
+        if not isinstance(prompt, str) or served.tokenizer.fewest_tokens(prompt) >= served.client.max_model_len:
+            return prompt
+        return served.tokenizer.encode(prompt, add_special_tokens=False)
 
     try:
-        return [await asyncio.to_thread(encode, prompt) for prompt in prompts]
+        return [await served.in_thread(encode, prompt) for prompt in prompts]
     except TokenizerError as error:
         raise invalid("prompt", f"prompt must be a text that the model's tokenizer can encode ({error}).") from None

@@ -8,15 +8,22 @@ looked through as it comes, with turns for everybody else between.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+import hashlib
+from collections.abc import Callable, Collection
+from functools import partial
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from d3engine.server.errors import RequestError
+from d3engine.errors import InvalidValueError
+from d3engine.server.errors import RequestError, as_request_error, shown_message
 from d3engine.server.guards.json_bounds import JsonBounds, is_within_bounds
 
 WITH_BODY = frozenset({"POST"})
 """Methods of requests whose body is read; no route takes a body by another, and the router refuses those unread."""
+
+LONG_BODY = 2**16
+"""Bytes from which on it is remembered that a body was refused: to find out may have taken long."""
+MOST_REFUSED = 256
 
 
 def check_framing(headers: Collection[tuple[bytes, bytes]]) -> None:
@@ -48,6 +55,7 @@ class BodyGuard:
         self._paths = paths
         self._max_bytes = max_bytes
         self._timeout = timeout
+        self._refused: dict[bytes, Callable[[], RequestError]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         takes_one = self._paths is None or scope.get("path") in self._paths
@@ -60,7 +68,25 @@ class BodyGuard:
         if body is None:
             return  # the client has left, and there is nobody to answer
         scope["state"]["body"] = body
-        await self.app(scope, receive, send)
+        if len(body) < LONG_BODY:
+            await self.app(scope, receive, send)
+        else:
+            await self._answer_long(body, scope, receive, send)
+
+    async def _answer_long(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request with a long body, unless it was refused before: what is wrong with it is remembered."""
+        name = await asyncio.to_thread(_digest, scope, body)
+        if name in self._refused:
+            raise self._refused[name]()
+        try:
+            await self.app(scope, receive, send)
+        except (RequestError, InvalidValueError) as error:
+            if (refused := as_request_error(error)).status == 400:
+                code, param = refused.code, refused.param
+                self._refused[name] = partial(RequestError, 400, shown_message(refused), param=param, code=code)
+                if len(self._refused) > MOST_REFUSED:
+                    del self._refused[next(iter(self._refused))]
+            raise
 
     def _check_head(self, scope: Scope) -> None:
         check_framing(scope["headers"])
@@ -109,3 +135,9 @@ class BodyGuard:
     def _too_long(self) -> RequestError:
         message = f"The body is longer than the {self._max_bytes} bytes that this server reads."
         return RequestError(413, message, code="body_too_long")
+
+
+def _digest(scope: Scope, body: bytes) -> bytes:
+    """A name for a request, by all that its answer depends on."""
+    depth = [value for name, value in scope["headers"] if name == b"x-d3-depth"]
+    return hashlib.sha256(repr((scope["path"], depth)).encode() + body).digest()

@@ -28,10 +28,12 @@ class KeySet:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def has_any(self, given: Iterable[bytes]) -> bool:
-        """Whether one of `given` is a key, in a time that says nothing of how much of it was right, nor of which."""
-        matches = [compare_digest(_digest(one), known) for one in given for known in self._digests]
-        return any(matches)
+    def known(self, given: Iterable[bytes]) -> str | None:
+        """A name for the key among `given`, None without one, in a time that says nothing of how much of a key was
+        right, nor of which."""
+        digests = [_digest(one) for one in given]
+        matches = [known for known in self._digests for one in digests if compare_digest(one, known)]
+        return matches[0].hex() if matches else None
 
 
 def _digest(key: bytes) -> bytes:
@@ -65,10 +67,12 @@ class KeyGuard:
         if not self._api and not is_for_metrics:
             return
         given = list(_keys_of(scope))
-        is_known = self._api.has_any(given)
+        key = self._api.known(given)
+        is_known = key is not None
         if is_for_metrics:
-            is_known |= self._metrics.has_any(given)
+            is_known |= self._metrics.known(given) is not None
         if is_known:
+            scope["state"]["api_key"] = key or ""  # by which requests take turns
             return
         message = (
             "This API key is not one of the server's."

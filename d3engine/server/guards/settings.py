@@ -29,6 +29,9 @@ class GuardSettings:
         allowed_hosts: names by which clients may call it; none: this machine's on a loopback address, elsewhere any.
         allowed_origins: origins whose pages may call it; none: no page of another origin.
         max_body_bytes: of a request.
+        max_request_work: characters and list entries of a request in all, those that concern each answer counted for
+            each; None: as many as `max_body_bytes`.
+        max_connections: that are open at once, though no more than half of the files that the process may open.
         max_queue: sequences that wait for a place in the batch; None: four times max_num_seqs.
         header_timeout: until the head of a request is there.
         body_timeout: until its body is there.
@@ -49,6 +52,8 @@ class GuardSettings:
     allowed_origins: tuple[str, ...] = ()
 
     max_body_bytes: int = 8 * MIB
+    max_request_work: int | None = None
+    max_connections: int = 1024
     max_queue: int | None = None
     header_timeout: float = 10.0
     body_timeout: float = 60.0
@@ -63,6 +68,9 @@ class GuardSettings:
     def __post_init__(self) -> None:
         require_integer("port", self.port, 0, 65535)
         require_integer("max_body_bytes", self.max_body_bytes, 1024, 1024 * MIB)
+        require_integer("max_connections", self.max_connections, 1, 1_000_000)
+        if self.max_request_work is not None:
+            require_integer("max_request_work", self.max_request_work, 1024)
         if self.max_queue is not None:
             require_integer("max_queue", self.max_queue, 0, 1_000_000)
         for name in ("header_timeout", "body_timeout", "write_timeout", "keep_alive_timeout", "health_stall_seconds"):

@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from d3engine.server.answering.messages import MessageAnswer
+from d3engine.server.answering.running import while_connected
 from d3engine.server.answering.writer import respond
 from d3engine.server.answers import json_response
 from d3engine.server.asking.messages import count_tokens, message_job
@@ -13,11 +14,11 @@ from d3engine.server.shapes.messages import TokenCount
 
 
 async def create_message(request: Request) -> Response:
-    job, headers = await message_job(request)
+    job, headers = await while_connected(request.scope, request.receive, message_job(request))
     return await respond(request, job, MessageAnswer(job), headers)
 
 
 async def count_message_tokens(request: Request) -> Response:
-    number, headers = await count_tokens(request)
+    number, headers = await while_connected(request.scope, request.receive, count_tokens(request))
     found: TokenCount = {"input_tokens": number}
     return json_response(found, headers)

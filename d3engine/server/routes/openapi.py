@@ -20,6 +20,7 @@ from d3engine.server.asking.depth import DEPTH_HEADER, LONGEST_HEADER
 from d3engine.server.asking.ignored import IGNORED_FIELDS
 from d3engine.server.asking.prompts import prompt_schema
 from d3engine.server.asking.sampling import logprob_bounds
+from d3engine.server.asking.work import priority_bounds
 from d3engine.server.errors import TYPES
 from d3engine.server.guards.exchange import CLIENT_ID
 from d3engine.server.routes.described import DESCRIBED, REFERRED, Described
@@ -87,6 +88,10 @@ def _schemas(served: Served) -> dict[str, Any]:
             for kind in schemas[name]["properties"].get(field, {}).get("anyOf", ()):
                 if kind["type"] == "integer":
                     kind |= logprob_bounds(served.settings).schema
+    for schema in schemas.values():
+        for kind in schema.get("properties", {}).get("priority", {}).get("anyOf", ()):
+            if kind["type"] == "integer":
+                kind |= priority_bounds(served.settings).schema
     return schemas
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,7 +13,7 @@ from d3engine.server.errors import invalid
 from d3engine.server.served import Served, served_by
 from d3engine.server.shapes.answers import Text, TokenizerInfo, Tokens
 from d3engine.server.shapes.requests import DetokenizeRequest, TokenizeRequest
-from d3engine.text.chat_template import load_chat_template
+from d3engine.text.tokenizer import Tokenizer
 
 
 async def tokenize(request: Request) -> Response:
@@ -26,7 +24,7 @@ async def tokenize(request: Request) -> Response:
     ids = await _token_ids(served, asked)
     found: Tokens = {"count": len(ids), "max_model_len": served.client.max_model_len, "tokens": ids}
     if asked.return_token_strs:
-        found["token_strs"] = [served.tokenizer.convert_id_to_token(token) or "" for token in ids]
+        found["token_strs"] = await served.in_thread(_token_strs, served.tokenizer, ids)
     return json_response(found, headers)
 
 
@@ -36,10 +34,10 @@ async def detokenize(request: Request) -> Response:
     asked, headers = await read_body(request, DetokenizeRequest)
     served.models.check(asked.model)
     size = served.tokenizer.vocab_size
-    for token in asked.tokens:
+    for token in (min(asked.tokens, default=0), max(asked.tokens, default=0)):
         if not 0 <= token < size:
             raise invalid("tokens", must_be("tokens", token, f"ids from 0 to {size - 1}") + ".")
-    text = await asyncio.to_thread(served.tokenizer.decode, asked.tokens, skip_special_tokens=False)
+    text = await served.in_thread(served.tokenizer.decode, asked.tokens, skip_special_tokens=False)
     found: Text = {"prompt": text}
     return json_response(found, headers)
 
@@ -48,15 +46,19 @@ async def tokenizer_info(request: Request) -> Response:
     """The special tokens by name, and the chat template."""
     served = served_by(request)
     named = served.tokenizer.special_tokens
-    template = await asyncio.to_thread(load_chat_template, served.client.settings.directory)
     found: TokenizerInfo = {
         "bos_token": named.get("bos_token"),
         "eos_token": named.get("eos_token"),
         "pad_token": named.get("pad_token"),
         "unk_token": named.get("unk_token"),
-        "chat_template": None if template is None else template.source,
+        "chat_template": await served.client.chat_template(),
     }
     return json_response(found)
+
+
+def _token_strs(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    strings = {token: tokenizer.convert_id_to_token(token) or "" for token in set(ids)}
+    return [strings[token] for token in ids]
 
 
 async def _token_ids(served: Served, asked: TokenizeRequest) -> list[int]:
@@ -68,6 +70,6 @@ async def _token_ids(served: Served, asked: TokenizeRequest) -> list[int]:
         return (await chat_prompt(served, asked, asked.messages))["prompt_token_ids"]
     adds = asked.add_special_tokens is not False
     try:
-        return await asyncio.to_thread(served.tokenizer.encode, asked.prompt or "", add_special_tokens=adds)
+        return await served.in_thread(served.tokenizer.encode, asked.prompt or "", add_special_tokens=adds)
     except (InvalidValueError, TokenizerError) as error:
         raise invalid("prompt", f"prompt must be a text that the model's tokenizer can encode ({error}).") from None

@@ -16,6 +16,7 @@ from d3engine.executor.native_choices import FormsOfRun, draws_of
 from d3engine.kernels.native.choices import Mask, Rules
 from d3engine.kernels.native.model import NativeError
 from d3engine.kernels.native.runs import Draws
+from d3engine.request.bad_words import BadWords
 from d3engine.request.choice import Choice
 from d3engine.request.sequence import Sequence
 
@@ -139,20 +140,24 @@ def test_logits_are_those_of_the_rows_that_have_a_place() -> None:
     decoder.finish()
 
 
+def tree_of(*words: tuple[int, ...]) -> Any:
+    found = BadWords(words)
+    return found.edges, found.first_edges, found.bans, found.first_bans
+
+
 NOTHING: dict[str, Any] = {
     "biased": np.empty(0, np.int64),
     "biases": np.empty(0, np.float32),
     "allowed": None,
     "banned": np.empty(0, np.int64),
     "banned_until": 0,
-    "words": (),
+    "words": None,
     "recent": [],
 }
 WRONG: dict[str, dict[str, Any]] = {
     "a biased token": {"biased": np.array([VOCAB]), "biases": np.ones(1, np.float32)},
     "a banned token": {"banned": np.array([-1]), "banned_until": 9},
-    "a token of a word": {"words": ((3, VOCAB),)},
-    "an empty word": {"words": ((),)},
+    "a word's last token": {"words": tree_of((3, VOCAB))},
 }
 
 

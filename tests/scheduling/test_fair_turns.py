@@ -1,0 +1,209 @@
+"""Requests take turns: one with many sequences does not keep one with few waiting, and nothing starves."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from d3engine.cache.kv_cache import KVCache
+from d3engine.depth import FullDepth
+from d3engine.plan import Sampled
+from d3engine.request.params import SamplingParams
+from d3engine.request.sequence import Flow, Sequence, Status
+from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from d3engine.scheduling.turns import giving_way, in_turn
+from d3engine.scheduling.waiting import WaitingQueue
+
+MAX_LENGTH = 128
+_arrivals = itertools.count()
+
+
+def sequence(
+    flow: Flow = ("", ""), prompt: int = 4, max_tokens: int = 4, priority: int = 0, name: str | None = None
+) -> Sequence:
+    arrival = next(_arrivals)
+    return Sequence(
+        request_id=name or f"r{arrival}",
+        index=0,
+        prompt_token_ids=[1 + arrival % 5] * prompt,
+        params=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+        schedule=FullDepth().schedule(2),
+        eos_token_ids=frozenset(),
+        seed=0,
+        priority=priority,
+        arrival=arrival,
+        max_length=prompt + max_tokens,
+        shares_prompt=False,
+        flow=flow,
+    )
+
+
+def scheduler(max_num_seqs: int = 4, rows: int = 32, blocks: int = 512) -> Scheduler:
+    cache = KVCache(num_layers=2, num_blocks=blocks, block_size=4, max_sequences=max_num_seqs, max_length=MAX_LENGTH)
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=rows, max_model_len=MAX_LENGTH, enable_prefix_caching=False
+    )
+    return Scheduler(config, cache)
+
+
+def step(scheduler: Scheduler) -> int:
+    """Take a step, in which every sampled row yields token 7; returns its rows."""
+    plan = scheduler.schedule()
+    assert plan is not None
+    list(scheduler.update(plan, Sampled([[7]] * len(plan.sampled))))
+    scheduler.check_integrity()
+    return plan.num_rows
+
+
+def steps_until(scheduler: Scheduler, done: Sequence, most: int = 1000) -> int:
+    for count in range(1, most):
+        step(scheduler)
+        if done.status is Status.FINISHED:
+            return count
+    raise AssertionError("it has not finished")
+
+
+def test_one_flow_or_flows_of_one_are_first_come_first_served() -> None:
+    alike = [sequence(("", "call")) for _ in range(5)]
+    apart = [sequence(("", f"request-{n}")) for n in range(5)]
+    for sequences in (alike, apart):
+        assert in_turn(reversed(sequences)) == sequences
+        queue = WaitingQueue()
+        for one in reversed(sequences):
+            queue.push(one)
+        taken = []
+        while queue:
+            taken.append(queue.pop())
+            queue.entered(taken[-1])
+        assert taken == sequences
+
+
+def test_priority_goes_before_turns() -> None:
+    usual = [sequence(("", "many")) for _ in range(3)]
+    urgent = [sequence(("", "many"), priority=-1) for _ in range(2)]
+    small = sequence(("", "small"))
+    assert in_turn([*usual, small, *urgent]) == [*urgent, small, *usual]
+
+
+def test_keys_take_turns_whatever_number_of_requests_they_send() -> None:
+    greedy = [sequence(("greedy", f"request-{n}")) for n in range(6)]
+    modest = [sequence(("modest", "a")), sequence(("modest", "b"))]
+    assert in_turn([*greedy, *modest])[:4] == [greedy[0], modest[0], greedy[1], modest[1]]
+    within = [*(sequence(("key", "many")) for _ in range(3)), sequence(("key", "few"))]
+    assert in_turn(within) == [within[0], within[3], within[1], within[2]]
+
+
+def test_queue_and_order_agree_while_nothing_runs() -> None:
+    flows = [("", "a"), ("", "b"), ("k", "a"), ("k", "b"), ("k", "a")]
+    sequences = [sequence(flows[n % 5], priority=n % 3) for n in range(40)]
+    queue = WaitingQueue()
+    for one in sequences:
+        queue.push(one)
+    taken = []
+    while queue:
+        taken.append(queue.pop())
+        queue.entered(taken[-1])
+    assert [one.priority for one in taken] == sorted(one.priority for one in sequences)
+    for flow in set(flows):  # within a flow nothing is passed by
+        own = [one.order for one in taken if one.flow == flow]
+        assert own == sorted(own)
+    for one in taken:
+        queue.left(one)
+    assert not queue._keys
+
+
+def test_a_small_request_enters_before_the_rest_of_a_large_one() -> None:
+    work = scheduler(max_num_seqs=2)
+    for _ in range(20):
+        work.add(sequence(("", "large"), max_tokens=8))
+    step(work)
+    small = sequence(("", "small"), max_tokens=2)
+    work.add(small)
+    assert steps_until(work, small) == 2, "it takes a place at once, and a step for each token"
+
+
+@pytest.mark.parametrize("num_small", [1, 3])
+def test_a_full_batch_gives_a_place_to_each_flow_that_has_none(num_small: int) -> None:
+    work = scheduler(max_num_seqs=4)
+    large = [sequence(("", "large"), max_tokens=40) for _ in range(4)]
+    for one in large:
+        work.add(one)
+    for _ in range(5):
+        step(work)
+    small = [sequence(("", f"small-{n}"), max_tokens=2) for n in range(num_small)]
+    for one in small:
+        work.add(one)
+    step(work)
+    assert all(one.status is Status.RUNNING for one in small)
+    assert [one.num_preemptions for one in large] == [0] * (4 - num_small) + [1] * num_small, "the youngest give way"
+    while work.has_unfinished():
+        step(work)
+    assert all(one.token_ids == [7] * 40 for one in large)
+    assert work.counters.preemptions == num_small, "each has taken one place, once"
+
+
+def test_nothing_that_runs_alone_gives_way() -> None:
+    running = [sequence(("", f"r{n}"), priority=n) for n in range(3)]
+    assert giving_way(running, sequence(("", "new"))) == []
+    assert giving_way(running, sequence(("", "new"), priority=-5)) == []
+    pair = [sequence(("", "pair")), sequence(("", "pair"))]
+    assert giving_way(pair, sequence(("", "new"))) == [pair[1]]
+    assert giving_way(pair, sequence(("", "pair"))) == [], "its own flow runs already"
+    assert giving_way(pair, sequence(("", "new"), priority=1)) == [], "it is less urgent"
+
+
+def test_a_key_with_several_requests_gives_way_to_another_key() -> None:
+    running = [sequence(("key", f"r{n}")) for n in range(4)]
+    assert giving_way(running, sequence(("key", "new"))) == []
+    assert giving_way(running, sequence(("other", "new")))[0] is running[3]
+
+
+def test_no_place_is_given_up_where_memory_would_not_do() -> None:
+    work = scheduler(max_num_seqs=4, blocks=2 * 20)
+    large = [sequence(("", "large"), prompt=8, max_tokens=8) for _ in range(3)]
+    for one in large:
+        work.add(one)
+    step(work)
+    work.add(sequence(("", "huge"), prompt=70, max_tokens=8))
+    step(work)
+    assert [one.num_preemptions for one in large] == [0, 0, 0]
+    while work.has_unfinished():
+        step(work)
+
+
+def test_prompts_of_one_flow_leave_steps_short_for_another() -> None:
+    work = scheduler(max_num_seqs=32, rows=64)
+    for _ in range(30):
+        work.add(sequence(("", "large"), prompt=100, max_tokens=2))
+    step(work)
+    small = sequence(("", "small"), prompt=4, max_tokens=3)
+    work.add(small)
+    rows = []
+    while small.status is not Status.FINISHED:
+        rows.append(step(work))
+    assert len(rows) == 3, "its prompt is in the next step, and each of its tokens in one more"
+    assert max(rows) <= 64 // 4 + 32, "beside single tokens, a quarter of a step's rows"
+
+
+def test_one_flow_alone_has_all_rows() -> None:
+    work = scheduler(max_num_seqs=32, rows=64)
+    for _ in range(4):
+        work.add(sequence(("", "alone"), prompt=100, max_tokens=2))
+    assert step(work) == 64
+
+
+def test_small_requests_in_a_stream_do_not_starve_a_large_one() -> None:
+    work = scheduler(max_num_seqs=2, rows=16)
+    large = [sequence(("", "large"), max_tokens=6) for _ in range(4)]
+    for one in large:
+        work.add(one)
+    for count in range(400):
+        if all(one.status is Status.FINISHED for one in large):
+            break
+        work.add(sequence(("", f"small-{count}"), max_tokens=2))
+        step(work)
+    assert all(one.status is Status.FINISHED for one in large)
+    assert len({len(one.token_ids) for one in large}) == 1
+    assert np.all([one.token_ids == [7] * 6 for one in large])
