@@ -142,8 +142,6 @@ def test_earlier_calls_and_their_results_are_part_of_a_conversation(openai: Open
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
         ({"tools": [*TOOLS, TOOLS[0]]}, "tools"),
-        ({"tools": TOOLS}, "tool_choice"),  # whose default, "auto", is not known of this model
-        ({"tools": TOOLS, "tool_choice": "auto"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
@@ -178,12 +176,16 @@ def test_a_template_that_knows_of_no_tools_refuses_them(refusal: Any) -> None:
 # -- calls that a model makes by itself, in Llama 3's words ------------------------------------------------------------
 
 
-def read(text: str, size: int, kind: str = "auto") -> tuple[str, list[tuple[str, str]], int]:
+def read(
+    text: str, size: int, kind: str = "auto", style: str | None = "llama3"
+) -> tuple[str, list[tuple[str, str]], int]:
     """What comes of a text that arrives `size` characters at a time: the text, the calls, and how many pieces."""
     from d3engine.server.answering.calls import CallReader
+    from d3engine.server.asking.tool_styles import CallStyle
     from d3engine.server.asking.tools import Calling
 
-    reader = CallReader(Calling(kind, ("count", "stop-it"), None, []))  # type: ignore[arg-type]
+    spoken = None if style is None else CallStyle(style)
+    reader = CallReader(Calling(kind, ("count", "stop-it"), spoken, None))  # type: ignore[arg-type]
     parts = [text[i : i + size] for i in range(0, len(text), size)] + [""]
     pieces = [piece for nth, part in enumerate(parts) for piece in reader.read(part, is_last=nth == len(parts) - 1)]
     calls = []
@@ -218,7 +220,7 @@ def test_calls_are_read_from_llama_3s_words_however_they_are_cut(
 
 
 def test_arguments_are_passed_on_while_they_come() -> None:
-    assert read('[{"name": "count", "parameters": {"many": 12345}}]', 1, "required")[2] > 10
+    assert read('[{"name": "count", "parameters": {"many": 12345}}]', 1, "required", None)[2] > 10
 
 
 @pytest.fixture

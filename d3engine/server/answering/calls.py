@@ -10,10 +10,12 @@ import re
 import uuid
 from dataclasses import dataclass
 
+from d3engine.server.asking.tool_styles import CallStyle
 from d3engine.server.asking.tools import Calling
 
+_OPENING = "<tool_call>"
 _HEAD = re.compile(
-    r'[\s\[\],;}]*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([\w-]+)"\s*,'
+    r'(?:[\s\[\],;}]|</?tool_call>)*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([\w-]+)"\s*,'
     r'\s*"(?:parameters|arguments)"\s*:\s*(?=\{)'
 )
 """What stands between two calls, and before the first."""
@@ -40,25 +42,33 @@ class CallReader:
         self.num_calls = 0
         self._waiting = ""
         self._is_text = False
+        self._awaits_opening = calling.kind == "auto" and calling.style is CallStyle.HERMES
         self._arguments: _Arguments | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the arguments of the last call are incomplete, as a stop string may leave them."""
+        return self._arguments is not None
 
     def read(self, text: str, *, is_last: bool) -> list[Piece]:
         """Take what is new of the answer."""
-        if self._calling.kind == "named":
+        if self._calling.kind == "named" and self._calling.style is None:
             begun = [self._begin(self._calling.names[0])] if not self.num_calls else []
             return [*begun, *([Piece(text, 0)] if text else [])]
         self._waiting += text
         found: list[Piece] = []
         while self._waiting and (new := self._next()) is not None:
             found.append(new)
-        if is_last and self._waiting and not self.num_calls:
-            found += self._all_as_text()
+        if is_last and self._calling.kind == "auto" and self._waiting and not self.num_calls:
+            found += [] if _OPENING[:6] in self._waiting else self._all_as_text()
         return [piece for piece in found if piece.text or piece.name]
 
     def _next(self) -> Piece | None:
         """The next piece of what waits; None where more must come first."""
         if self._is_text:
             return self._all_as_text()[0]
+        if self._awaits_opening:
+            return self._before_opening()
         if self._arguments is not None:
             end = self._arguments.end(self._waiting)
             piece, self._waiting = self._waiting[:end], self._waiting[end:]
@@ -72,9 +82,18 @@ class CallReader:
             return self._begin(head[1])
         return self._all_as_text()[0] if self._must_be_text(head is not None) else None
 
+    def _before_opening(self) -> Piece | None:
+        """The text before a call in Hermes' syntax; what may belong to the opening waits."""
+        place = self._waiting.find(_OPENING)
+        self._awaits_opening = place < 0
+        end = len(self._waiting) - _overlap(self._waiting) if place < 0 else place
+        text = self._waiting[:end].rstrip()
+        self._waiting = self._waiting[len(text) if place < 0 else place :]
+        return Piece(text) if text or place >= 0 else None
+
     def _must_be_text(self, is_other_call: bool) -> bool:
         """Whether an answer that might call a function does not."""
-        if self._calling.kind != "auto" or self.num_calls:
+        if self._calling.style is not CallStyle.LLAMA3 or self._calling.kind != "auto" or self.num_calls:
             return False
         begins = self._waiting.lstrip()
         return is_other_call or len(begins) > _LONGEST_HEAD or (begins != "" and not begins.startswith("{"))
@@ -87,6 +106,11 @@ class CallReader:
     def _begin(self, name: str) -> Piece:
         self.num_calls += 1
         return Piece("", self.num_calls - 1, f"call_{uuid.uuid4().hex[:24]}", name)
+
+
+def _overlap(text: str) -> int:
+    """How many characters at the end of a text are a beginning of the opening."""
+    return next(size for size in reversed(range(len(_OPENING))) if text.endswith(_OPENING[:size]))
 
 
 class _Arguments:
