@@ -242,3 +242,32 @@ def test_a_model_that_may_call_says_text_or_calls(openai: OpenAI, knows_calls: N
     assert whole.message.tool_calls is None
     _, text, reasons = joined(list(openai.chat.completions.create(**asked, stream=True)))
     assert (text, reasons) == (whole.message.content, [whole.finish_reason])
+
+
+HERMES = '<tool_call>\n{"name": "count", "arguments": {"many": 5}}\n</tool_call>'
+STOP_IT = '<tool_call>\n{"name": "stop-it", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 10_000])
+@pytest.mark.parametrize(
+    ("text", "said", "calls"),
+    [
+        ("Tom has 5 pens.\n", "Tom has 5 pens.\n", []),
+        (HERMES, "", [("count", '{"many": 5}')]),
+        (f"I count.\n\n{HERMES}\n{STOP_IT}", "I count.", [("count", '{"many": 5}'), ("stop-it", "{}")]),
+        ('{"name": "count", "arguments": {"a": "}"}}', "", [("count", '{"a": "}"}')]),
+        ('```json\n{\n "name": "count",\n "arguments": {"a": 1}\n}\n```', "", [("count", '{"a": 1}')]),
+        ('{"name": "another", "arguments": {}}', '{"name": "another", "arguments": {}}', []),
+        ("```python\nx\n```", "```python\nx\n```", []),
+        ("a <tool b", "a <tool b", []),
+        ("1 <", "1 <", []),
+        # Cut by a limit: nothing of the form is text.
+        ("I count. <tool_ca", "I count.", []),
+        ('I count.\n<tool_call>\n{"name": "cou', "I count.", []),
+        ("", "", []),
+    ],
+)
+def test_calls_are_read_from_hermes_syntax_however_they_are_cut(
+    text: str, said: str, calls: list[tuple[str, str]], size: int
+) -> None:
+    assert read(text, size, style="hermes")[:2] == (said, calls)

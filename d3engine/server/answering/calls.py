@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from d3engine.server.asking.tool_styles import CallStyle
-from d3engine.server.asking.tools import Calling
+from d3engine.server.asking.tools import SPACE, Calling, bare_head
 
 _OPENING = "<tool_call>"
 _HEAD = re.compile(
-    r'(?:[\s\[\],;}]|</?tool_call>)*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([\w-]+)"\s*,'
+    r'(?:[\s\[\],;}]|</?tool_call>|```(?:json)?)*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([\w-]+)"\s*,'
     r'\s*"(?:parameters|arguments)"\s*:\s*(?=\{)'
 )
 """What stands between two calls, and before the first."""
@@ -42,7 +43,7 @@ class CallReader:
         self.num_calls = 0
         self._waiting = ""
         self._is_text = False
-        self._awaits_opening = calling.kind == "auto" and calling.style is CallStyle.HERMES
+        self._awaits_opening = self._may_be_bare = calling.kind == "auto" and calling.style is CallStyle.HERMES
         self._arguments: _Arguments | None = None
 
     @property
@@ -60,13 +61,19 @@ class CallReader:
         while self._waiting and (new := self._next()) is not None:
             found.append(new)
         if is_last and self._calling.kind == "auto" and self._waiting and not self.num_calls:
-            found += [] if _OPENING[:6] in self._waiting else self._all_as_text()
+            is_form = self._calling.style is CallStyle.HERMES and not self._awaits_opening
+            found += [] if is_form or _OPENING[:6] in self._waiting else self._all_as_text()
         return [piece for piece in found if piece.text or piece.name]
 
     def _next(self) -> Piece | None:
         """The next piece of what waits; None where more must come first."""
         if self._is_text:
             return self._all_as_text()[0]
+        if self._may_be_bare:
+            is_bare = any(re.match(f"{bare_head(name)}{SPACE}\\{{", self._waiting) for name in self._calling.names)
+            if not is_bare and _may_become_bare(self._waiting, self._calling.names):
+                return None
+            self._may_be_bare, self._awaits_opening = False, not is_bare
         if self._awaits_opening:
             return self._before_opening()
         if self._arguments is not None:
@@ -106,6 +113,23 @@ class CallReader:
     def _begin(self, name: str) -> Piece:
         self.num_calls += 1
         return Piece("", self.num_calls - 1, f"call_{uuid.uuid4().hex[:24]}", name)
+
+
+def _may_become_bare(text: str, names: Sequence[str]) -> bool:
+    """Whether a text can go on to be the head of a call without marks."""
+    head = [["{"], ['"name"'], [":"], [f'"{name}"' for name in names], [","], ['"arguments"'], [":"], ["{"]]
+    return len(text) < _LONGEST_HEAD and any(_may_become(text, [[fence], *head]) for fence in ("```json", "```", ""))
+
+
+def _may_become(text: str, parts: Sequence[Sequence[str]]) -> bool:
+    """Whether a text can go on to be these parts with space between them; each is one of several."""
+    for options in parts:
+        text = text.lstrip()
+        found = next((option for option in options if text.startswith(option)), None)
+        if found is None:
+            return any(option.startswith(text) for option in options)
+        text = text.removeprefix(found)
+    return False
 
 
 def _overlap(text: str) -> int:

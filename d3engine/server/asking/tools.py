@@ -21,6 +21,7 @@ from d3engine.server.shapes.requests import ChatRequest, NamedTool, Tool
 _NAME = re.compile(FUNCTIONS_NAME)
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_ARGUMENTS = {"type": "object"}
+SPACE = r"[ \n\t]{0,16}"
 _FAULT = re.compile(
     r"a grammar to answer by \((?:at (?P<line>\d+)\(\d+\): failed to compile JSON schema: )?(?P<why>.*)\)"
 )
@@ -116,13 +117,26 @@ def _calling(choice: object, tools: Sequence[Tool], style: CallStyle | None, sev
 def _hermes(
     schemas: Sequence[Mapping[str, Any]], names: Sequence[str], *, several: bool, is_auto: bool
 ) -> StructuredOutputsParams:
-    """One or more calls in Hermes' syntax; with `is_auto` after any text, or text alone."""
-    start = ["start: opening calls", 'opening: "<tool_call>"']
+    """One or more calls in Hermes' syntax; with `is_auto` after any text, or text alone.
+
+    Then an answer that begins as a call without the marks, as Qwen2.5-Coder writes it, is one too.
+    """
+    more = MAX_TOOLS - 1 if several else 0
+    rules = [rf'calls: call ("\n<tool_call>" call){{0,{more}}}', r'call: "\n" one "\n</tool_call>"']
     if is_auto:
-        start = ["start: TEXT | opening calls", "opening[lazy]: /(?s:.*)<tool_call>/", "TEXT: /(?s:.*)/"]
-    more = rf' ("\n<tool_call>" call){{0,{MAX_TOOLS - 1}}}' if several else ""
-    rules = [*start, f"calls: call{more}", r'call: "\n" one "\n</tool_call>"']
+        bare = [f"bare_{i}[lazy]: /{bare_head(name)}/" for i, name in enumerate(names)]
+        unmarked = " | ".join(f'bare_{i} SPACE arguments_{i} SPACE "}}" FENCE' for i in range(len(names)))
+        rules += ["start: TEXT | opening calls | unmarked", "opening[lazy]: /(?s:.*)<tool_call>/"]
+        rules += ["TEXT: /(?s:.*)/", f"SPACE: /{SPACE}/", f"FENCE: /({SPACE}```)?/", *bare, f"unmarked: {unmarked}"]
+    else:
+        rules += ['start: "<tool_call>" calls']
     return StructuredOutputsParams(grammar=_grammar(rules, schemas, names, "arguments"))
+
+
+def bare_head(name: str) -> str:
+    """A regular expression for the beginning of a call without marks, perhaps in a fence, up to its arguments."""
+    head = ("(```(json)?)?", r"\{", '"name"', ":", f'"{name}"', ",", '"arguments"', ":")
+    return SPACE + SPACE.join(head)
 
 
 def _list_of_calls(
