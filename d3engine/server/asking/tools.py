@@ -121,8 +121,8 @@ def _hermes(
 
     Then an answer that begins as a call without the marks, as Qwen2.5-Coder writes it, is one too.
     """
-    more = MAX_TOOLS - 1 if several else 0
-    rules = [rf'calls: call ("\n<tool_call>" call){{0,{more}}}', r'call: "\n" one "\n</tool_call>"']
+    more = rf' ("\n<tool_call>" call){{0,{MAX_TOOLS - 1}}}' if several else ""
+    rules = [f"calls: call{more}", r'call: "\n" one "\n</tool_call>"']
     if is_auto:
         bare = [f"bare_{i}[lazy]: /{bare_head(name)}/" for i, name in enumerate(names)]
         unmarked = " | ".join(f'bare_{i} SPACE arguments_{i} SPACE "}}" FENCE' for i in range(len(names)))
@@ -183,6 +183,11 @@ def fault_of_tools(names: Sequence[str]) -> Iterator[None]:
 
 def with_arguments_read(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages, with the arguments of earlier calls as the objects that templates write, not as their text."""
+    for place, message in enumerate(messages):
+        for name in ("function_call", "audio"):
+            if message.get(name) is not None:
+                why = "absent, since templates read tool_calls and text"
+                raise invalid("messages", must_be(f"messages[{place}].{name}", message[name], why) + ".")
     return [_read_calls(message) if message.get("tool_calls") else message for message in messages]
 
 
