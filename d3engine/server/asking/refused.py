@@ -222,7 +222,7 @@ def _is_same(value: Any, allowed: Any) -> bool:
 
 def taken_names(shape: type[Struct]) -> frozenset[str]:
     """Fields that the shape lacks and that are no surprise."""
-    own = ANTHROPICS_ASK_NOTHING if issubclass(shape, CountTokensRequest) else ()
+    own: tuple[str, ...] = ANTHROPICS_ASK_NOTHING if issubclass(shape, CountTokensRequest) else ()
     if shape is CountTokensRequest:
         own += MessagesRequest.__struct_fields__  # what changes an answer and not the length of its prompt
     return frozenset(refused_of(shape)).union(ASK_NOTHING, own)
