@@ -111,7 +111,7 @@ def _run(engine: AsyncEngine, settings: ServerSettings, bound: socket.socket, mo
     async def run() -> None:
         try:
             stats = await engine.stats()
-            # Each chat reports an unusable template itself: this opens its files and its process before they can run out.
+            # Open the template's files and process before they can run out; each chat reports an unusable one itself.
             with suppress(D3EngineError):
                 await engine.chat_template()
             freeze_loaded()

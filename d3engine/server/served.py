@@ -16,6 +16,7 @@ from d3engine.loading.certification import Certification
 from d3engine.request.params import SamplingParams
 from d3engine.server.asking.depth import DepthPolicies
 from d3engine.server.asking.ignored import IgnoredFields
+from d3engine.server.asking.tool_styles import ToolStyles
 from d3engine.server.guards.traffic import Traffic
 from d3engine.server.metrics.exposition import Exposition
 from d3engine.server.metrics.meters import Meters
@@ -44,6 +45,7 @@ class Served:
         certification: which depths are certified for the model.
         depths: reads the depths of requests, and knows which are at work.
         ignored: names the fields that nobody knows.
+        tool_styles: how chat templates show functions and write calls.
         traffic: the requests that have a place, and whether new ones are taken.
         meters: what is counted of requests.
         exposition: writes that, and what the engine counts, for Prometheus.
@@ -64,6 +66,7 @@ class Served:
         )
         self.depths = DepthPolicies(settings, client.depth)
         self.ignored = IgnoredFields()
+        self.tool_styles = ToolStyles(client)
         self.traffic = Traffic(_places(client, settings))
         self.meters = Meters(client.depth, client.config.num_layers)
         self.exposition = Exposition(settings.guards.metrics_prefix)

@@ -17,6 +17,8 @@ WHITESPACE = r"( |\n( {0,16}|\t{0,8}))?"
 
 _OPTIONS = '%llguidance {"no_forcing": true}'
 _OWN_SETTINGS = "x-guidance"
+_TOKEN = re.compile(r"""//[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|(?P<json>%json\s*)""", re.DOTALL)
+"""What of a grammar in Lark's syntax may hold `%json`: comments, strings and regular expressions, and schemas."""
 _ASCII_CLASSES = "dw"
 r"""\d and \w are of ASCII alone, as in the patterns of JSON Schema."""
 
@@ -25,15 +27,38 @@ def grammar_of(params: StructuredOutputsParams) -> str:
     """The form as a grammar. Raises `InvalidValueError` for what would undo the way it is compiled."""
     if params.grammar is not None:
         require("%llguidance" not in params.grammar, "grammar", params.grammar, "a grammar without %llguidance")
-        return f"{params.grammar}\n{_OPTIONS}\n"
+        return f"{_with_schemas(params)}\n{_OPTIONS}\n"
     if params.regex is not None:
         return _with_start(_regex(params.regex))
     if params.choice is not None:
         return _with_start(_regex("|".join(map(_literally, params.choice))))
     schema = json.loads(str(params.json)) if params.json is not None else {"type": "object"}
+    return _with_start(_json(schema, params))
+
+
+def _json(schema: dict[str, object], params: StructuredOutputsParams) -> str:
+    """A JSON schema as an expression of the grammar."""
     if _OWN_SETTINGS in schema:
-        raise InvalidValueError("json", params.json, f"a schema without {_OWN_SETTINGS}")
-    return _with_start(f"%json {json.dumps({_OWN_SETTINGS: _settings(params), **schema})}")
+        raise InvalidValueError(params.form, getattr(params, params.form), f"a schema without {_OWN_SETTINGS}")
+    return f"%json {json.dumps({_OWN_SETTINGS: _settings(params), **schema})}"
+
+
+def _with_schemas(params: StructuredOutputsParams) -> str:
+    """A request's grammar with each of its `%json` schemas compiled as `StructuredOutputsParams.json` is."""
+    grammar = str(params.grammar)
+    written, end = [], 0
+    while (token := _TOKEN.search(grammar, end)) is not None:
+        begin, end = end, token.end()
+        written.append(grammar[begin:end])
+        if token["json"] is None:
+            continue
+        try:
+            schema, after = json.JSONDecoder().raw_decode(grammar, end)
+        except (ValueError, RecursionError):
+            continue  # the compiler names the fault and its place
+        if isinstance(schema, dict):
+            written[-1], end = grammar[begin : token.start()] + _json(schema, params), after
+    return "".join([*written, grammar[end:]])
 
 
 def _with_start(rule: str) -> str:

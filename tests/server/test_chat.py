@@ -155,7 +155,6 @@ def test_a_request_may_bring_a_template_where_the_servers_owner_trusts_it(client
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"functions": []}, "functions"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),

@@ -195,3 +195,73 @@ def test_a_message_keeps_to_the_form_of_its_output(anthropic: Anthropic) -> None
     asked: dict[str, Any] = {"model": "demo", "messages": TURNS, "max_tokens": 99}
     found = anthropic.messages.create(**asked, output_config=config, extra_body=SEEDED)
     assert_is_count(json.loads(found.content[0].text))  # type: ignore[union-attr]
+
+
+# -- calls that a model makes by itself --------------------------------------------------------------------------------
+
+HERMES = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}{{ message.role }}: "
+    "{{ message.content }}{% for call in message.tool_calls or [] %}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}\n{% endfor %}Answer:"
+)
+
+
+class InHermesSyntax(WithTools):
+    async def chat_prompt(self, messages: Any, **more: Any) -> Any:
+        return await self._client.chat_prompt(messages, **more | {"chat_template": HERMES})
+
+
+@pytest.fixture
+def hermes(client: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server whose model calls a function wherever it may, until it has a result."""
+    from d3engine.server.app import create_app
+    from d3engine.server.asking import tools
+    from d3engine.server.settings import ServerSettings
+
+    made = tools._hermes
+    monkeypatch.setattr(tools, "_hermes", lambda *asked, **more: made(*asked, **more | {"is_auto": False}))
+    app = create_app(cast(Any, InHermesSyntax(client)), ServerSettings(model_names=("demo",)))
+    with serving(app) as url:
+        yield url
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_messages_call_without_a_tool_choice_and_read_the_result(hermes: str, stream: bool) -> None:
+    from anthropic import Anthropic
+
+    turns: list[Any] = list(TURNS)
+    asked: dict[str, Any] = {"model": "demo", "max_tokens": 400, "tools": [TOOL], "extra_body": SEEDED}
+    asked["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
+    with Anthropic(base_url=hermes, api_key="none", max_retries=0) as client:
+        if stream:
+            with client.messages.stream(**asked, messages=turns) as events:
+                found: Any = events.get_final_message()
+        else:
+            found = client.messages.create(**asked, messages=turns)
+        (use,) = found.content
+        assert (use.type, found.stop_reason) == ("tool_use", "tool_use")
+        assert_is_count(use.input)
+        result = {"type": "tool_result", "tool_use_id": use.id, "content": "5"}
+        turns += [{"role": "assistant", "content": found.content}, {"role": "user", "content": [result]}]
+        answer: Any = client.messages.create(
+            **asked | {"tool_choice": {"type": "none"}, "max_tokens": 4}, messages=turns
+        )
+        assert [block.type for block in answer.content] == ["text"]
+
+
+def test_responses_call_without_a_tool_choice_and_read_the_result(hermes: str) -> None:
+    items: list[Any] = [{"role": "user", "content": QUESTION}]
+    asked: dict[str, Any] = {"model": "demo", "tools": [FUNCTION], "parallel_tool_calls": False, "temperature": 1.0}
+    asked["extra_body"] = {"seed": 2}
+    with OpenAI(base_url=f"{hermes}/v1", api_key="none", max_retries=0) as client:
+        found = client.responses.create(**asked, input=items)
+        (call,) = found.output
+        assert call.type == "function_call"
+        assert_is_count(json.loads(call.arguments))
+        last = list(client.responses.create(**asked, input=items, stream=True))[-1]
+        assert last.type == "response.completed"
+        assert last.response.output[0].arguments == call.arguments  # type: ignore[union-attr]
+        items += [call, {"type": "function_call_output", "call_id": call.call_id, "output": "5"}]
+        answer = client.responses.create(**asked | {"tool_choice": "none", "max_output_tokens": 4}, input=items)
+        assert [item.type for item in answer.output] == ["message"]

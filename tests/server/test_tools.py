@@ -142,8 +142,6 @@ def test_earlier_calls_and_their_results_are_part_of_a_conversation(openai: Open
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
         ({"tools": [*TOOLS, TOOLS[0]]}, "tools"),
-        ({"tools": TOOLS}, "tool_choice"),  # whose default, "auto", is not known of this model
-        ({"tools": TOOLS, "tool_choice": "auto"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
@@ -178,12 +176,16 @@ def test_a_template_that_knows_of_no_tools_refuses_them(refusal: Any) -> None:
 # -- calls that a model makes by itself, in Llama 3's words ------------------------------------------------------------
 
 
-def read(text: str, size: int, kind: str = "auto") -> tuple[str, list[tuple[str, str]], int]:
+def read(
+    text: str, size: int, kind: str = "auto", style: str | None = "llama3"
+) -> tuple[str, list[tuple[str, str]], int]:
     """What comes of a text that arrives `size` characters at a time: the text, the calls, and how many pieces."""
     from d3engine.server.answering.calls import CallReader
+    from d3engine.server.asking.tool_styles import CallStyle
     from d3engine.server.asking.tools import Calling
 
-    reader = CallReader(Calling(kind, ("count", "stop-it"), None, []))  # type: ignore[arg-type]
+    spoken = None if style is None else CallStyle(style)
+    reader = CallReader(Calling(kind, ("count", "stop-it"), spoken, None))  # type: ignore[arg-type]
     parts = [text[i : i + size] for i in range(0, len(text), size)] + [""]
     pieces = [piece for nth, part in enumerate(parts) for piece in reader.read(part, is_last=nth == len(parts) - 1)]
     calls = []
@@ -218,7 +220,7 @@ def test_calls_are_read_from_llama_3s_words_however_they_are_cut(
 
 
 def test_arguments_are_passed_on_while_they_come() -> None:
-    assert read('[{"name": "count", "parameters": {"many": 12345}}]', 1, "required")[2] > 10
+    assert read('[{"name": "count", "parameters": {"many": 12345}}]', 1, "required", None)[2] > 10
 
 
 @pytest.fixture
@@ -234,9 +236,279 @@ def knows_calls(client: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_model_that_may_call_says_text_or_calls(openai: OpenAI, knows_calls: None) -> None:
     asked: dict[str, Any] = {**CHAT, "tools": TOOLS, "max_tokens": 12}
+    asked["extra_body"] = {"chat_template": TEMPLATE + " "}  # whose style is not known yet
     whole = openai.chat.completions.create(**asked).choices[0]
     assert whole.message.content
     assert whole.finish_reason in ("stop", "length")
     assert whole.message.tool_calls is None
     _, text, reasons = joined(list(openai.chat.completions.create(**asked, stream=True)))
     assert (text, reasons) == (whole.message.content, [whole.finish_reason])
+
+
+HERMES = '<tool_call>\n{"name": "count", "arguments": {"many": 5}}\n</tool_call>'
+STOP_IT = '<tool_call>\n{"name": "stop-it", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 10_000])
+@pytest.mark.parametrize(
+    ("text", "said", "calls"),
+    [
+        ("Tom has 5 pens.\n", "Tom has 5 pens.\n", []),
+        (HERMES, "", [("count", '{"many": 5}')]),
+        (f"I count.\n\n{HERMES}\n{STOP_IT}", "I count.", [("count", '{"many": 5}'), ("stop-it", "{}")]),
+        ('{"name": "count", "arguments": {"a": "}"}}', "", [("count", '{"a": "}"}')]),
+        ('```json\n{\n "name": "count",\n "arguments": {"a": 1}\n}\n```', "", [("count", '{"a": 1}')]),
+        ('{"name": "another", "arguments": {}}', '{"name": "another", "arguments": {}}', []),
+        ("```python\nx\n```", "```python\nx\n```", []),
+        ("a <tool b", "a <tool b", []),
+        ("1 <", "1 <", []),
+        # Cut by a limit: nothing of the form is text.
+        ("I count. <tool_ca", "I count.", []),
+        ('I count.\n<tool_call>\n{"name": "cou', "I count.", []),
+        ("", "", []),
+    ],
+)
+def test_calls_are_read_from_hermes_syntax_however_they_are_cut(
+    text: str, said: str, calls: list[tuple[str, str]], size: int
+) -> None:
+    assert read(text, size, style="hermes")[:2] == (said, calls)
+
+
+# -- calls held by grammar -------------------------------------------------------------------------------------------
+
+HERMES_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}{{ message.role }}: "
+    "{{ message.content }}{% for call in message.tool_calls or [] %}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>"
+    "{% endfor %}\n{% endfor %}Answer:"
+)
+HERMES_CHAT: dict[str, Any] = CHAT | {"extra_body": {"chat_template": HERMES_TEMPLATE}}
+
+
+def accepts(form: Any, text: str) -> bool:
+    """Whether a form takes a whole text, byte by byte."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    from d3engine.structured.source import grammar_of
+
+    matcher = LLMatcher(LLTokenizer("byte"), grammar_of(form), log_level=0)
+    taken = matcher.try_consume_tokens(list(text.encode()))
+    assert not matcher.is_error(), matcher.get_error()
+    return taken == len(text.encode()) and matcher.is_accepting()
+
+
+def form_of(choice: Any = None, tools: Any = TOOLS, **more: Any) -> Any:
+    from d3engine.server.asking.tool_styles import CallStyle, ToolStyle
+    from d3engine.server.asking.tools import tool_use_of
+    from d3engine.server.shapes.requests import ChatRequest
+
+    asked = ChatRequest(messages=MESSAGES, tools=tools, tool_choice=choice, **more)
+    calling = tool_use_of(asked, ToolStyle(True, CallStyle.HERMES)).calling
+    assert calling is not None
+    return calling.form
+
+
+GOOD = '{"name": "count", "arguments": {"what": "{book}", "many": 5}}'
+MARKED = f"<tool_call>\n{GOOD}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ("", True),
+        ("Tom has 5 pens: {5} < 6.", True),
+        ('{"name": "another"}', True),
+        (MARKED, True),
+        (f"I count.\n{MARKED}\n{MARKED}", True),
+        (GOOD, True),
+        (f"```json\n{GOOD}\n```", True),
+        (f"{MARKED} and text", False),
+        ("<tool_call>", False),
+        (MARKED.replace("5", "55"), False),
+        (MARKED.replace("count", "other"), False),
+        (f"I count.{MARKED}".replace(', "many": 5', ""), False),
+        (GOOD.replace("5", "55"), False),
+    ],
+)
+def test_text_is_free_until_a_call_which_is_held_to_the_schemas(text: str, fits: bool) -> None:
+    assert accepts(form_of(), text) is fits
+
+
+def test_without_parallel_calls_one_alone_may_come() -> None:
+    for choice in ("auto", "required"):
+        form = form_of(choice, parallel_tool_calls=False)
+        assert accepts(form, MARKED)
+        assert not accepts(form, f"{MARKED}\n{MARKED}")
+    assert not accepts(form_of("required"), "Text.")
+    assert not accepts(form_of(NAMED), STOP_IT)
+
+
+def parameters_of(**more: Any) -> dict[str, Any]:
+    return {"type": "object", "required": ["p"], "additionalProperties": False, **more}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "good", "bad"),
+    [
+        (parameters_of(properties={"p": {"const": {"$ref": "#/a"}}}), {"p": {"$ref": "#/a"}}, {"p": {"$ref": "#/b"}}),
+        (parameters_of(properties={"p": {"enum": [{"$ref": "#/a"}]}}), {"p": {"$ref": "#/a"}}, {"p": 1}),
+        (parameters_of(properties={"p": {"type": "null", "default": {"$ref": "#/a"}}}), {"p": None}, {"p": 1}),
+        (parameters_of(properties={"p": {"type": "null", "examples": [{"$ref": "#"}]}}), {"p": None}, {"p": 1}),
+        (
+            parameters_of(properties={"p": {"$ref": "#a"}}, **{"$defs": {"s": {"$anchor": "a", "enum": ["x"]}}}),
+            {"p": "x"},
+            {"p": "y"},
+        ),
+        (
+            parameters_of(properties={"p": {"$ref": "#/$defs/s"}}, **{"$defs": {"s": {"enum": ["x"]}}}),
+            {"p": "x"},
+            {"p": "y"},
+        ),
+        (
+            parameters_of(
+                properties={"p": {"$ref": "s"}}, **{"$id": "http://a/b", "$defs": {"s": {"$id": "s", "enum": ["x"]}}}
+            ),
+            {"p": "x"},
+            {"p": "y"},
+        ),
+        (parameters_of(required=[], properties={"p": {"$ref": "#"}}), {"p": {"p": {}}}, {"p": 1}),
+        (
+            parameters_of(
+                properties={"p": {"$ref": "#/$defs/s", "maxLength": 1}}, **{"$defs": {"s": {"type": "string"}}}
+            ),
+            {"p": "x"},
+            {"p": "xx"},
+        ),
+        (
+            {"$ref": "#/$defs/s", "$defs": {"s": parameters_of(properties={"p": {"type": "null"}})}},
+            {"p": None},
+            {"p": 1},
+        ),
+        ({"anyOf": [{"type": "string"}, parameters_of(properties={"p": {"type": "null"}})]}, {"p": None}, "x"),
+        ({"type": ["object", "null"]}, {}, None),
+        ({"enum": [{"a": 1}, "x"]}, {"a": 1}, "x"),
+        ({"description": "%llguidance {}"}, {"a": [1]}, "x"),
+        ({}, {"a": [1]}, 5),
+        (None, {}, {"a": 1}),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_arguments_are_objects_and_their_schemas_keep_their_references(parameters: Any, good: Any, bad: Any) -> None:
+    from d3engine.server.asking.tool_styles import ToolStyle
+    from d3engine.server.asking.tools import tool_use_of
+    from d3engine.server.shapes.requests import ChatRequest
+
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    named = {"type": "function", "function": {"name": "f"}}
+    for choice, frame in (("required", '[{{"name": "f", "parameters": {}}}]'), (named, "{}")):
+        asked = ChatRequest(messages=MESSAGES, tools=tools, tool_choice=choice)  # type: ignore[arg-type]
+        calling = tool_use_of(asked, ToolStyle(True, None)).calling
+        assert calling is not None
+        assert accepts(calling.form, frame.format(json.dumps(good)))
+        assert not accepts(calling.form, frame.format(json.dumps(bad)))
+
+
+@pytest.mark.parametrize("choice", ["none", "auto", "required", {"type": "function", "function": {"name": "f"}}])
+@pytest.mark.parametrize("parameters", [{"type": "string"}, {"type": ["string", "null"]}, {"type": None}, True, []])
+def test_parameters_that_are_no_object_are_refused(openai: OpenAI, parameters: Any, choice: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    with pytest.raises(BadRequestError) as caught:
+        openai.chat.completions.create(**CHAT, tools=tools, tool_choice=choice)  # type: ignore[call-overload]
+    assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize("parameters", [{"const": "x"}, {"anyOf": [{"type": "string"}, {"type": "null"}]}])
+def test_parameters_that_allow_no_object_are_refused(openai: OpenAI, parameters: Any) -> None:
+    functions = [{"name": "a", "parameters": {}}, {"name": "f", "parameters": parameters}]
+    tools = [{"type": "function", "function": function} for function in functions]
+    with pytest.raises(BadRequestError) as caught:
+        openai.chat.completions.create(**CHAT, tools=tools, tool_choice="required")  # type: ignore[call-overload]
+    assert caught.value.param == "tools"
+    assert "'f'" in caught.value.message
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, HERMES_TEMPLATE])
+@pytest.mark.parametrize("max_tokens", [1, 5, 12])
+def test_a_required_call_that_is_cut_shows_nothing_as_text(openai: OpenAI, template: str, max_tokens: int) -> None:
+    asked = CHAT | {"extra_body": {"chat_template": template}, "tools": TOOLS, "tool_choice": "required"}
+    answer = openai.chat.completions.create(**asked, max_tokens=max_tokens).choices[0]
+    assert (answer.message.content, answer.finish_reason) == (None, "length")
+    _, text, reasons = joined(list(openai.chat.completions.create(**asked, max_tokens=max_tokens, stream=True)))
+    assert (text, reasons) == ("", ["length"])
+
+
+@pytest.fixture
+def calls_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that may call does, as no text comes of the bundled model that begins a call."""
+    from d3engine.server.asking import tools
+
+    hermes = tools._hermes
+    monkeypatch.setattr(tools, "_hermes", lambda *asked, **more: hermes(*asked, **more | {"is_auto": False}))
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "required", NAMED])
+def test_calls_in_hermes_syntax_are_whole_and_streamed(openai: OpenAI, calls_at_once: None, choice: Any) -> None:
+    asked: dict[str, Any] = {**HERMES_CHAT, "tools": TOOLS, "temperature": 1.2, "seed": 4, "max_tokens": 500}
+    asked |= {"parallel_tool_calls": False} | ({} if choice is None else {"tool_choice": choice})
+    whole = openai.chat.completions.create(**asked).choices[0]
+    (call,) = whole.message.tool_calls or []
+    assert_is_call(call.function.name, call.function.arguments)
+    reason = "stop" if choice == NAMED else "tool_calls"
+    assert (whole.message.content, whole.finish_reason) == (None, reason)
+    found, text, reasons = joined(list(openai.chat.completions.create(**asked, stream=True)))
+    assert [(name, arguments) for _, name, arguments in found] == [(call.function.name, call.function.arguments)]
+    assert (text, reasons) == ("", [reason])
+
+
+def test_a_schema_that_cannot_be_enforced_is_refused_if_strict_and_named_otherwise(openai: OpenAI) -> None:
+    function: dict[str, Any] = {"name": "f", "parameters": {"type": "object", "not": {"required": ["a"]}}}
+    asked: dict[str, Any] = HERMES_CHAT | {"max_tokens": 3}
+    answer = openai.chat.completions.with_raw_response.create(
+        **asked, tools=[{"type": "function", "function": function}]
+    )
+    assert answer.headers["x-d3-ignored-fields"] == "tools.parameters"
+    with pytest.raises(BadRequestError) as caught:
+        openai.chat.completions.create(**asked, tools=[{"type": "function", "function": function | {"strict": True}}])
+    assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize("choice", [None, "auto"])
+def test_a_model_whose_calls_are_unknown_answers_with_text(openai: OpenAI, choice: Any) -> None:
+    asked: dict[str, Any] = (
+        CHAT | {"max_tokens": 9, "tools": TOOLS} | ({} if choice is None else {"tool_choice": choice})
+    )
+    shown = openai.chat.completions.with_raw_response.create(**asked)
+    hidden = openai.chat.completions.with_raw_response.create(**asked | {"extra_body": {}})
+    for answer in (shown, hidden):  # the bundled model's own template refuses tools
+        assert answer.headers["x-d3-ignored-fields"] == "tools"
+        assert answer.parse().choices[0].message.content
+    prompts = [answer.parse().usage.prompt_tokens for answer in (shown, hidden)]  # type: ignore[union-attr]
+    assert prompts[0] > prompts[1] + 50
+
+
+def test_tokenize_counts_the_tools_that_a_chat_shows(openai: OpenAI) -> None:
+    import httpx
+
+    answer = openai.chat.completions.create(**HERMES_CHAT, tools=TOOLS, max_tokens=1)
+    asked = {"messages": MESSAGES, "chat_template": HERMES_TEMPLATE}
+    url = str(openai.base_url).removesuffix("v1/") + "tokenize"
+    assert answer.usage is not None
+    assert httpx.post(url, json=asked | {"tools": TOOLS}).json()["count"] == answer.usage.prompt_tokens
+    assert httpx.post(url, json=asked).json()["count"] < answer.usage.prompt_tokens
+    assert httpx.post(url, json={"prompt": "a", "tools": TOOLS}).status_code == 400
+
+
+@pytest.mark.parametrize("arguments", ["[1]", "5", "null", "{"])
+def test_arguments_of_earlier_calls_are_objects(openai: OpenAI, arguments: str) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "count", "arguments": arguments}}
+    messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    with pytest.raises(BadRequestError, match="JSON object"):
+        openai.chat.completions.create(**CHAT | {"messages": messages})
+
+
+@pytest.mark.parametrize("field", ["function_call", "audio"])
+def test_fields_of_messages_that_no_template_reads_are_refused(openai: OpenAI, field: str) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "a", field: {"name": "count", "arguments": "{}"}}]
+    with pytest.raises(BadRequestError, match=field):
+        openai.chat.completions.create(**CHAT | {"messages": messages})

@@ -269,3 +269,14 @@ class TestRefusals:
             MissingExtraError, match=r"structured_outputs needs the package 'llguidance'.*\[structured\]"
         ):
             begin(Forms(tokenizer, tokenizer.vocab_size), regex="a")
+
+
+def test_a_schema_within_a_grammar_is_written_as_a_schema_by_itself_is() -> None:
+    from d3engine.structured.source import grammar_of
+
+    alone = grammar_of(StructuredOutputsParams(json={"type": "integer"})).splitlines()[0].removeprefix("start: ")
+    text = 'start: "%json {}" /%json [{]}/ inner // %json {}\ninner: %json {"type": "integer"} "."'
+    written = grammar_of(StructuredOutputsParams(grammar=text))
+    assert written.startswith(text.replace('%json {"type": "integer"}', alone))
+    with pytest.raises(InvalidValueError, match="x-guidance"):
+        grammar_of(StructuredOutputsParams(grammar='start: %json {"x-guidance": {}}'))

@@ -149,7 +149,8 @@ class _Answer:
 
     def finish_reason(self, answer: CompletionOutput) -> str | None:
         """OpenAI's word: a function that had to be called by name is no reason of its own."""
-        if self._calls is None or self._is_named or not self._calls.num_calls or answer.finish_reason != "stop":
+        calls = self._calls
+        if calls is None or self._is_named or not calls.num_calls or calls.is_cut or answer.finish_reason != "stop":
             return answer.finish_reason
         return "tool_calls"
 

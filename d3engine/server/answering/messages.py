@@ -91,10 +91,10 @@ class MessageAnswer:
         if news.finish_reason == "length":
             is_whole = self._answer.tally.usage()["completion_tokens"] == self._job.asked.max_tokens
             return "max_tokens" if is_whole else "model_context_window_exceeded", None
-        if self._has_calls:
-            return "tool_use", None
         if isinstance(news.stop_reason, str):
             return "stop_sequence", news.stop_reason
+        if self._has_calls:
+            return "tool_use", None
         return "end_turn", None
 
     def _usage(self) -> MessageUsage:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -15,7 +16,8 @@ from d3engine.server.asking.depth import depth_header
 from d3engine.server.asking.prompts import prepare_all, take_places
 from d3engine.server.asking.sampling import check_num_logprobs, check_stream_options, sampling_params
 from d3engine.server.asking.structured import form_of, named
-from d3engine.server.asking.tools import Calling, calling_of, with_arguments_read
+from d3engine.server.asking.tool_styles import ToolStyle
+from d3engine.server.asking.tools import Calling, ToolUse, fault_of_tools, tool_use_of, with_arguments_read
 from d3engine.server.asking.work import check_priority, check_work
 from d3engine.server.errors import RequestError, invalid
 from d3engine.server.served import Served, served_by
@@ -26,13 +28,18 @@ from d3engine.server.tracing.tracer import trace_of
 async def chat_job(request: Request) -> tuple[Job[ChatRequest], dict[str, str]]:
     """What to run, wholly checked, and headers for the answer. Raises `RequestError` and `InvalidValueError`."""
     asked, headers = await read_body(request, ChatRequest)
-    return await job_of(request, asked, id_prefix="chatcmpl-"), headers
+    return await job_of(request, asked, headers, id_prefix="chatcmpl-")
 
 
 async def job_of(
-    request: Request, asked: ChatRequest, *, id_prefix: str, ends_with_context: bool = False
-) -> Job[ChatRequest]:
-    """The same for a chat that was read already.
+    request: Request,
+    asked: ChatRequest,
+    headers: Mapping[str, str],
+    *,
+    id_prefix: str,
+    ends_with_context: bool = False,
+) -> tuple[Job[ChatRequest], dict[str, str]]:
+    """The same for a chat that was read already, with the headers that this has given.
 
     With `ends_with_context` its length is a bound that may lie beyond the model's context; otherwise that is an error.
     """
@@ -42,23 +49,38 @@ async def job_of(
     check_stream_options(asked)
     check_priority(served, asked.priority)
     check_num_logprobs("prompt_logprobs", asked.prompt_logprobs, served.settings)
-    calling = calling_of(asked, served.tokenizer)
+    tools = await tool_use(served, asked)
+    calling, ignored = tools.calling, tools.ignored
     max_tokens = _max_tokens(asked)
     decided = {
         "max_tokens": max_tokens,
         "logprobs": _num_logprobs(asked, served),
         "structured_outputs": form_of(asked) if calling is None else calling.form,
     }
-    with by_names(_chats_names(asked)), named(_source(asked, calling)):
+    with by_names(_chats_names(asked)), _fault_of_form(asked, calling):
         check_work(request, asked)
         params = sampling_params(asked, served.client.default_sampling_params, depth, **decided)
         take_places(request, 1, params.n)
-        tools = None if calling is None else calling.tools
-        prompt = await chat_prompt(served, asked, asked.messages, tools)
-        needed = None if ends_with_context else max_tokens
-        prepared = await prepare_all(request, [prompt], params, priority=asked.priority, max_tokens=needed)
+        prompt = await chat_prompt(served, asked, asked.messages, tools.shown)
+        limits = {"priority": asked.priority, "max_tokens": None if ends_with_context else max_tokens}
+        try:
+            prepared = await prepare_all(request, [prompt], params, **limits)
+        except InvalidValueError as error:
+            if error.field != "grammar" or calling is None or calling.best_effort is None:
+                raise
+            ignored = (*ignored, "tools.parameters")
+            params = replace(params, structured_outputs=calling.best_effort)
+            prepared = await prepare_all(request, [prompt], params, **limits)
     trace = trace_of(request.scope)
-    return Job(served, asked, model, prepared, depth, id_prefix=id_prefix, calling=calling, trace=trace)
+    job = Job(served, asked, model, prepared, depth, id_prefix=id_prefix, calling=calling, trace=trace)
+    return job, served.ignored.header(ignored, headers)
+
+
+async def tool_use(served: Served, asked: ChatRequest) -> ToolUse:
+    """What the tools of a chat come to by the template that writes it. Raises `RequestError`."""
+    if asked.tools is None:
+        return tool_use_of(asked, ToolStyle(False, None))
+    return tool_use_of(asked, await served.tool_styles.of(_template(asked, served)))
 
 
 async def chat_prompt(
@@ -68,16 +90,14 @@ async def chat_prompt(
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Mapping[str, list[int]]:
     """The prompt of a conversation by the model's template. Raises `RequestError` and `InvalidValueError`."""
-    if asked.chat_template is not None and not served.settings.trust_request_chat_template:
-        message = "chat_template must be absent, since this server takes no templates of requests."
-        raise invalid("chat_template", message, "unsupported_parameter")
+    template = _template(asked, served)
     continues = bool(asked.continue_final_message)
     begins = not continues if asked.add_generation_prompt is None else asked.add_generation_prompt
     try:
         found: Mapping[str, list[int]] = await served.client.chat_prompt(
             with_arguments_read(messages),
             tools=tools,
-            chat_template=asked.chat_template,
+            chat_template=template,
             add_generation_prompt=begins,
             continue_final_message=continues,
             chat_template_kwargs=asked.chat_template_kwargs,
@@ -90,11 +110,19 @@ async def chat_prompt(
         raise
 
 
-def _source(asked: ChatRequest, calling: Calling | None) -> str:
-    """The field that the answer's form comes of, if it must have one."""
+def _template(asked: ChatRequest | TokenizeRequest, served: Served) -> str | None:
+    """The request's own template, None for the model's. Raises `RequestError` where requests may bring none."""
+    if asked.chat_template is not None and not served.settings.trust_request_chat_template:
+        message = "chat_template must be absent, since this server takes no templates of requests."
+        raise invalid("chat_template", message, "unsupported_parameter")
+    return asked.chat_template
+
+
+def _fault_of_form(asked: ChatRequest, calling: Calling | None) -> AbstractContextManager[None]:
+    """Errors about the answer's form name the field that it comes of."""
     if calling is not None:
-        return "tools"
-    return "response_format" if asked.structured_outputs is None else "structured_outputs"
+        return fault_of_tools(calling.names)
+    return named("response_format" if asked.structured_outputs is None else "structured_outputs")
 
 
 def _max_tokens(asked: ChatRequest) -> int | None:

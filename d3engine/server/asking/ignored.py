@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping, Sequence
 
 _log = logging.getLogger(__name__)
 
@@ -23,16 +24,17 @@ class IgnoredFields:
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
-    def header(self, unknown: list[str]) -> dict[str, str]:
-        """What the answer's headers get for these fields of its request."""
+    def header(self, unknown: Sequence[str], before: Mapping[str, str] | None = None) -> dict[str, str]:
+        """What the answer's headers get for these fields of its request, added to the headers `before`."""
         if not unknown:
-            return {}
+            return dict(before or {})
         # A name is the client's own text: what could end a header or fill it is not repeated.
         names = [name if PLAIN_NAME.fullmatch(name) else "(unprintable)" for name in unknown[:MOST_LOGGED]]
         fresh = sorted(set(names) - self._logged)[: MOST_LOGGED - len(self._logged)]
         if fresh:
             self._logged.update(fresh)
-            _log.warning("fields of requests that nobody here knows are ignored: %s", ", ".join(fresh))
+            _log.warning("fields of requests are ignored: %s", ", ".join(fresh))
         more = len(unknown) - MOST_NAMED
         shown = names[:MOST_NAMED] + ([f"and {more} more"] if more > 0 else [])
-        return {IGNORED_FIELDS: ", ".join(shown)}
+        named = [before[IGNORED_FIELDS]] if before and IGNORED_FIELDS in before else []
+        return {**(before or {}), IGNORED_FIELDS: ", ".join([*named, *shown])}

@@ -9,9 +9,8 @@ from starlette.requests import Request
 from d3engine.errors import must_be
 from d3engine.server.answering.job import Job
 from d3engine.server.asking.bodies import read_body
-from d3engine.server.asking.chat import by_names, chat_prompt, job_of
+from d3engine.server.asking.chat import by_names, chat_prompt, job_of, tool_use
 from d3engine.server.asking.message_turns import TURNS, read_message_turns
-from d3engine.server.asking.tools import calling_of
 from d3engine.server.asking.turns import read_content, unknown_in_parts, unknown_in_turns
 from d3engine.server.errors import invalid
 from d3engine.server.served import served_by
@@ -28,7 +27,7 @@ async def message_job(request: Request) -> tuple[Job[ChatRequest], dict[str, str
     same = {name: getattr(asked, name) for name in (*SAME_NAMES, *DEPTH_NAMES)}
     chat = _chat_of(asked, stop=asked.stop_sequences or None, response_format=_form_of(asked), **same)
     with by_names({"stop": "stop_sequences", "response_format": "output_config"}):
-        return await job_of(request, chat, id_prefix="msg_", ends_with_context=True), headers
+        return await job_of(request, chat, headers, id_prefix="msg_", ends_with_context=True)
 
 
 async def count_tokens(request: Request) -> tuple[int, dict[str, str]]:
@@ -37,9 +36,9 @@ async def count_tokens(request: Request) -> tuple[int, dict[str, str]]:
     asked, headers = await read_body(request, CountTokensRequest, _unknown_in)
     served.models.check(asked.model)
     chat = _chat_of(asked)
-    calling = calling_of(chat, served.tokenizer)
-    prompt = await chat_prompt(served, chat, chat.messages, None if calling is None else calling.tools)
-    return len(prompt["prompt_token_ids"]), headers
+    tools = await tool_use(served, chat)
+    prompt = await chat_prompt(served, chat, chat.messages, tools.shown)
+    return len(prompt["prompt_token_ids"]), served.ignored.header(tools.ignored, headers)
 
 
 def _chat_of(asked: CountTokensRequest, **fields: Any) -> ChatRequest:
@@ -77,7 +76,12 @@ def _tools_of(asked: CountTokensRequest) -> dict[str, Any]:
         "tools": [
             {
                 "type": "function",
-                "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description or "",
+                    "parameters": tool.input_schema,
+                    "strict": tool.strict,
+                },
             }
             for tool in asked.tools
         ],

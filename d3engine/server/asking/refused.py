@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -28,18 +29,74 @@ class Only:
 
 
 ASK_NOTHING = (
-    "user",
-    "metadata",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "prompt_cache_options",
-    "service_tier",
+    # OpenAI's: who asks, for whom, and at what price.
+    *("user", "metadata", "safety_identifier", "service_tier", "access_programs"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+    # Of vLLM, SGLang, llama.cpp and Ollama: names of requests, and how their servers keep and compute them.
+    *("request_id", "rid", "keep_alive", "cache_prompt", "id_slot", "n_keep", "num_keep", "n_discard", "n_cache_reuse"),
+    *("num_gpu", "num_thread", "num_batch", "timings_per_token", "return_progress", "spaces_between_special_tokens"),
+    # What only changes something with a field that is refused.
+    *("mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent", "repeat_last_n", "smoothing_curve"),
+    *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_range", "dry_sequence_breakers"),
 )
-"""Who asks, for whom, and at what price: nothing that changes an answer."""
+"""Fields that cannot change an answer."""
 
-ANTHROPICS_ASK_NOTHING = ("cache_control", "user_profile_id", "workspace_id")
+ANTHROPICS_ASK_NOTHING = ("cache_control", "user_profile_id", "workspace_id", "diagnostics")
 """Of Anthropic's alone."""
+
+_NO_SAMPLER: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range", "smoothing_factor"), (0,)),
+    **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("typical_p", "typical", "tfs", "tfs_z", "guidance_scale", "num_beams", "beam_width"), (1,)),
+    **dict.fromkeys(("encoder_repetition_penalty", "frequency_decay"), (1,)),
+    **dict.fromkeys(("length_penalty",), (1, 0)),
+    **dict.fromkeys(("top_n_sigma", "nsigma", "min_keep"), (0, -1)),
+    **dict.fromkeys(("adaptive_target",), (-1,)),
+    **dict.fromkeys(("use_beam_search", "early_stopping", "watermark", "dynamic_temperature"), (False,)),
+    **dict.fromkeys(("temperature_last", "grammar_lazy", "no_stop_trim", "penalize_nl"), (False,)),
+    **dict.fromkeys(("samplers", "sampler_order", "sampler_priority", "logits_processors", "grammar_triggers"), ([],)),
+    **dict.fromkeys(("custom_params", "vllm_xargs", "kv_transfer_params"), ({},)),
+    **dict.fromkeys(
+        ("custom_logit_processor", "negative_prompt", "exponential_decay_length_penalty", "stop_regex"), ()
+    ),
+}
+"""Fields that change how tokens are drawn -> the values that change nothing."""
+
+_NO_EDITING: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("truncate_prompt_tokens", "truncate", "truncation_side"), ()),
+    **dict.fromkeys(("n_indent", "t_max_predict_ms", "t_max_prompt_ms"), (0,)),
+    **dict.fromkeys(("documents", "image_data", "images", "lora", "transforms", "plugins"), ([],)),
+    **dict.fromkeys(("num_ctx", "template", "system_prompt", "context", "input_prefix", "input_suffix"), ()),
+    **dict.fromkeys(("lora_path", "lora_request", "adapter", "adapter_id", "session_params"), ()),
+    **dict.fromkeys(("tool_prompt", "guideline", "input_embeds", "input_ids", "inputs", "input_extra"), ()),
+    **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs", "parameters", "options", "sampling_params"), ({},)),
+    **dict.fromkeys(("raw", "return_full_text", "think", "separate_reasoning", "thinking_forced_open"), (False,)),
+    **dict.fromkeys(("include_reasoning", "parse_tool_calls"), (True,)),
+    **dict.fromkeys(("enable_thinking", "thinking_budget", "thinking_budget_tokens", "thinking_token_budget"), ()),
+    **dict.fromkeys(("reasoning_budget", "reasoning_format"), ()),
+    **dict.fromkeys(("models", "provider", "route"), ()),
+}
+"""Fields that change what the model reads, or what is shown of its answer -> the values that change nothing."""
+
+_RENAMED = {
+    **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens", "max_length"), "max_tokens"),
+    **dict.fromkeys(("min_new_tokens", "min_length"), "min_tokens"),
+    **dict.fromkeys(("repeat_penalty", "rep_pen"), "repetition_penalty"),
+    **dict.fromkeys(("num_return_sequences",), "n"),
+    **dict.fromkeys(("do_sample",), "temperature"),
+    **dict.fromkeys(("stop_sequences", "stopping_strings"), "stop"),
+    **dict.fromkeys(("banned_tokens", "banned_strings"), "bad_words"),
+    **dict.fromkeys(("format", "structural_tag"), "structured_outputs"),
+}
+"""Fields of other servers -> the field that does something like it here."""
+_RENAMED_NEUTRAL = {"repeat_penalty": (1,), "rep_pen": (1,), "min_new_tokens": (0,), "num_return_sequences": (1,)}
+
+_OTHERS = {
+    **{name: Only(allowed, "the sampler has no such setting") for name, allowed in _NO_SAMPLER.items()},
+    **{name: Only(allowed, "the server has no such setting") for name, allowed in _NO_EDITING.items()},
+    **{name: Only(_RENAMED_NEUTRAL.get(name, ()), f"{field} is the field for it") for name, field in _RENAMED.items()},
+}
+"""Of vLLM, SGLang, llama.cpp, Ollama, TGI and others."""
 
 _CONSTRAINTS = {
     name: Only(why="structured_outputs and response_format are the fields for that")
@@ -49,6 +106,7 @@ _CONSTRAINTS = {
         "guided_choice",
         "guided_grammar",
         "guided_decoding_backend",
+        "guided_whitespace_pattern",
         "grammar",
         "json_schema",
         "regex",
@@ -71,7 +129,7 @@ _ANTHROPICS = {
     "speed": Only(("standard",), "there is one speed"),
 }
 
-REFUSED: Mapping[type[Struct], Mapping[str, Only]] = {
+_REFUSED: Mapping[type[Struct], Mapping[str, Only]] = {
     CompletionRequest: {
         "suffix": Only(why="a text before a given end is nothing that this model was trained to write"),
         **_CONSTRAINTS,
@@ -113,23 +171,61 @@ REFUSED: Mapping[type[Struct], Mapping[str, Only]] = {
         "store": Only((False,), "nothing is stored"),
     },
 }
-"""For each shape: the fields that are refused, and the values that they may have."""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "repetition_penalty": (1,),
+    "skip_special_tokens": (True,),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "top_logprobs"), (0,)),
+    **dict.fromkeys(("logprobs", "stream_options", "logit_bias", "chat_template_kwargs"), (False, {})),
+    **dict.fromkeys(("stop", "stop_token_ids", "bad_words", "tools"), ([],)),
+    **dict.fromkeys(("tool_choice",), ("none",)),
+    **dict.fromkeys(("echo", "ignore_eos", "include_stop_str_in_output", "continue_final_message"), (False,)),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "add_special_tokens"), (False,)),
+    **dict.fromkeys(("add_generation_prompt", "parallel_tool_calls"), (True, False)),
+    "response_format": ({"type": "text"},),
+}
+"""Fields that one route honours and another lacks -> the values that change nothing there."""
+
+
+@cache
+def refused_of(shape: type[Struct]) -> Mapping[str, Only]:
+    """The fields that a shape refuses, with the values that they may have.
+
+    Those are its own, those of other servers, and those that another route alone honours.
+    """
+    if shape not in _REFUSED:
+        return {name: _OTHERS[name] for name in ("documents", "truncate_prompt_tokens")}
+    if shape is CountTokensRequest:
+        return _REFUSED[shape]
+    honoured = {name for other in (CompletionRequest, ChatRequest) for name in other.__struct_fields__}
+    elsewhere = {name: Only(_NEUTRAL.get(name, ()), "this route does not have it") for name in honoured}
+    found = {**_OTHERS, **elsewhere, **_REFUSED[shape]}
+    return {name: only for name, only in found.items() if name not in shape.__struct_fields__}
 
 
 def check_refused(content: Mapping[str, Any], shape: type[Struct]) -> None:
     """Raise `RequestError` for the first field that asks for something which is not done here."""
-    for name, only in REFUSED.get(shape, {}).items():
-        value = content.get(name)
-        if value is None or any(value == allowed and type(value) is type(allowed) for allowed in only.allowed):
+    refused = refused_of(shape)
+    for name, value in content.items():
+        only = refused.get(name)
+        if only is None or value is None or any(_is_same(value, allowed) for allowed in only.allowed):
             continue
         words = " or ".join(["absent", *(json_text(allowed) for allowed in only.allowed)])
         raise invalid(name, must_be(name, value, f"{words}, since {only.why}") + ".", "unsupported_parameter")
 
 
+def _is_same(value: Any, allowed: Any) -> bool:
+    """Whether they are equal as JSON, where 1 is 1.0 and not true."""
+    return bool(value == allowed) and isinstance(value, bool) == isinstance(allowed, bool)
+
+
 def taken_names(shape: type[Struct]) -> frozenset[str]:
     """Fields that the shape lacks and that are no surprise."""
-    own = ANTHROPICS_ASK_NOTHING if issubclass(shape, CountTokensRequest) else ()
-    return frozenset(REFUSED.get(shape, {})).union(ASK_NOTHING, own)
+    own: tuple[str, ...] = ANTHROPICS_ASK_NOTHING if issubclass(shape, CountTokensRequest) else ()
+    if shape is CountTokensRequest:
+        own += MessagesRequest.__struct_fields__  # what changes an answer and not the length of its prompt
+    return frozenset(refused_of(shape)).union(ASK_NOTHING, own)
 
 
 def json_text(value: Any) -> str:

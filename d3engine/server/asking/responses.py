@@ -47,7 +47,8 @@ async def response_job(request: Request) -> tuple[Job[ChatRequest], ResponsesReq
         **same,
     )
     with by_names({"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}):
-        return await job_of(request, chat, id_prefix="resp_"), asked, headers
+        job, headers = await job_of(request, chat, headers, id_prefix="resp_")
+        return job, asked, headers
 
 
 def _messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
@@ -77,7 +78,12 @@ def _tools_of(asked: ResponsesRequest) -> list[dict[str, Any]] | None:
     return [
         {
             "type": "function",
-            "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.parameters},
+            "function": {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.parameters,
+                "strict": tool.strict,
+            },
         }
         for tool in asked.tools or ()
     ] or None

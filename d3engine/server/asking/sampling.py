@@ -36,6 +36,8 @@ SAME_NAMES = (
     "cache_salt",
 )
 """Fields of a request that are `SamplingParams`' own."""
+SEVERAL_ANSWERS_TEMPERATURE = 1.0
+"""OpenAI's default, of requests for several answers; a model's file may say 0, which would make them all the same."""
 
 
 def sampling_params(
@@ -48,6 +50,8 @@ def sampling_params(
     wanted = {name: value for name in SAME_NAMES if (value := getattr(asked, name)) is not None}
     if asked.temperature is not None:
         TEMPERATURES.check("temperature", asked.temperature)
+    elif max(wanted.get("n", 1), decided.get("n", 1)) > 1:
+        wanted["temperature"] = SEVERAL_ANSWERS_TEMPERATURE
     if asked.stop == "":
         raise invalid("stop", "stop must be null or of at least one character.")
     if asked.stream and asked.prompt_logprobs is not None:

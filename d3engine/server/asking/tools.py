@@ -1,30 +1,30 @@
-"""The functions that a chat may call: whether the answer must call one, and what form that gives it.
-
-The one idea: a call that must come is a form. "required" is a list of {"name", "parameters"}, each as the function's
-own schema has it, and a named function's answer is its arguments alone. Whether to call at all ("auto") is the model's
-to say, in the words that it was trained on; of those we read Llama 3's.
-"""
+"""The functions that a chat may call: whether the answer must call one, and the grammar that this gives it."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
-from d3engine.errors import must_be
+from d3engine.errors import InvalidValueError, must_be
 from d3engine.request.structured import StructuredOutputsParams
-from d3engine.server.asking.structured import named
+from d3engine.server.asking.tool_styles import CallStyle, ToolStyle
 from d3engine.server.errors import invalid
 from d3engine.server.shapes.fields import FUNCTIONS_NAME, MAX_TOOLS
 from d3engine.server.shapes.requests import ChatRequest, NamedTool, Tool
-from d3engine.text.tokenizer import Tokenizer
 
 _NAME = re.compile(FUNCTIONS_NAME)
-_LLAMA3_MARK = "<|python_tag|>"
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY_ARGUMENTS = {"type": "object"}
+SPACE = r"[ \n\t]{0,16}"
+_FAULT = re.compile(
+    r"a grammar to answer by \((?:at (?P<line>\d+)\(\d+\): failed to compile JSON schema: )?(?P<why>.*)\)"
+)
 
 
 @dataclass(frozen=True)
@@ -32,48 +32,162 @@ class Calling:
     """How an answer calls functions.
 
     Attributes:
-        kind: by itself ("auto"), at any rate ("required"), or one whose arguments the answer is ("named").
-        names: of the functions; of "named" that one alone.
-        form: what the answer must be; None where it may be text.
-        tools: as the request has them, for the template.
+        kind: the model decides ("auto"), it must call ("required"), or it must call the one function ("named").
+        names: of the functions that may be called.
+        style: the syntax of a call; None: a JSON list of {"name", "parameters"}, or of "named" the arguments alone.
+        form: what the answer must be; None where it may be any text.
+        best_effort: the form to take where `form` cannot be compiled: any object as arguments.
     """
 
     kind: Literal["auto", "required", "named"]
     names: tuple[str, ...]
+    style: CallStyle | None
     form: StructuredOutputsParams | None
-    tools: Sequence[Mapping[str, Any]]
+    best_effort: StructuredOutputsParams | None = None
 
 
-def calling_of(asked: ChatRequest, tokenizer: Tokenizer) -> Calling | None:
-    """How the answer to a chat calls functions; None: it calls none. Raises `RequestError`."""
+@dataclass(frozen=True)
+class ToolUse:
+    """What a request's tools come to.
+
+    Attributes:
+        shown: the functions as the template gets them, which is without `strict`; None: it gets none.
+        calling: how the answer calls them; None: it is text.
+        ignored: the fields that change nothing, for the header that names them.
+    """
+
+    shown: Sequence[Mapping[str, Any]] | None = None
+    calling: Calling | None = None
+    ignored: tuple[str, ...] = ()
+
+
+def tool_use_of(asked: ChatRequest, style: ToolStyle) -> ToolUse:
+    """What the tools of a chat come to by a template of this style. Raises `RequestError`."""
     if asked.tools is None:
         if asked.tool_choice not in (None, "none"):
             raise invalid(
                 "tool_choice", must_be("tool_choice", asked.tool_choice, 'absent or "none" without tools') + "."
             )
-        return None
+        return ToolUse()
     tools = _tools(asked.tools)
     choice = "auto" if asked.tool_choice is None else asked.tool_choice
+    chosen = tools if choice in ("none", "auto", "required") else [_named(choice, tools)]
     if choice == "none":
-        return None
+        return ToolUse()
+    if choice == "auto" and style.calls is None:
+        # The answer is text, with calls in a syntax of the model's own if its template shows it the functions.
+        return ToolUse(_shown(asked.tools) if style.shows_tools else None, None, ("tools",))
     for name in ("response_format", "structured_outputs"):
         if getattr(asked, name) not in (None, {"type": "text"}):
             raise invalid(name, f'{name} must be absent where tools may be called (tool_choice is not "none").')
+    ignored = () if style.shows_tools else ("tools",)
+    calling = _calling(choice, chosen, style.calls, asked.parallel_tool_calls is not False)
+    return ToolUse(_shown(asked.tools), calling, ignored)
+
+
+def _shown(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{**tool, "function": {k: v for k, v in tool["function"].items() if k != "strict"}} for tool in tools]
+
+
+def _calling(choice: object, tools: Sequence[Tool], style: CallStyle | None, several: bool) -> Calling:
     names = tuple(tool.function.name for tool in tools)
-    if choice == "auto":
-        _require_llama3(tokenizer)
-        return Calling("auto", names, None, asked.tools)
-    with named("tools"):
-        if choice == "required":
-            most = 1 if asked.parallel_tool_calls is False else MAX_TOOLS
-            return Calling("required", names, StructuredOutputsParams(json=_any_of(tools, most)), asked.tools)
-        chosen = _named(choice, tools)
-        form = StructuredOutputsParams(json=_parameters(chosen))
-        return Calling("named", (chosen.function.name,), form, asked.tools)
+    with fault_of_tools(names):
+        if choice == "auto":
+            if style is CallStyle.LLAMA3:
+                return Calling("auto", names, style, None)
+            loose = _hermes([_ANY_ARGUMENTS] * len(tools), names, several=several, is_auto=True)
+            is_strict = any(tool.function.strict for tool in tools)
+            try:
+                form = _hermes(list(map(_arguments, tools)), names, several=several, is_auto=True)
+            except InvalidValueError:  # it is too long
+                if is_strict:
+                    raise
+                form = loose
+            return Calling("auto", names, style, form, None if is_strict else loose)
+        kind: Literal["required", "named"] = "required" if choice == "required" else "named"
+        schemas = list(map(_arguments, tools))
+        if style is CallStyle.HERMES:
+            several = several and kind == "required"
+            return Calling(kind, names, style, _hermes(schemas, names, several=several, is_auto=False))
+        if kind == "named":
+            return Calling(kind, names, None, StructuredOutputsParams(grammar=f"start: {_json(schemas[0])}"))
+        return Calling(kind, names, None, _list_of_calls(schemas, names, several=several))
+
+
+def _hermes(
+    schemas: Sequence[Mapping[str, Any]], names: Sequence[str], *, several: bool, is_auto: bool
+) -> StructuredOutputsParams:
+    """One or more calls in Hermes' syntax; with `is_auto` after any text, or text alone.
+
+    Then an answer that begins as a call without the marks, as Qwen2.5-Coder writes it, is one too.
+    """
+    more = rf' ("\n<tool_call>" call){{0,{MAX_TOOLS - 1}}}' if several else ""
+    rules = [f"calls: call{more}", r'call: "\n" one "\n</tool_call>"']
+    if is_auto:
+        bare = [f"bare_{i}[lazy]: /{bare_head(name)}/" for i, name in enumerate(names)]
+        unmarked = " | ".join(f'bare_{i} SPACE arguments_{i} SPACE "}}" FENCE' for i in range(len(names)))
+        rules += ["start: TEXT | opening calls | unmarked", "opening[lazy]: /(?s:.*)<tool_call>/"]
+        rules += ["TEXT: /(?s:.*)/", f"SPACE: /{SPACE}/", f"FENCE: /({SPACE}```)?/", *bare, f"unmarked: {unmarked}"]
+    else:
+        rules += ['start: "<tool_call>" calls']
+    return StructuredOutputsParams(grammar=_grammar(rules, schemas, names, "arguments"))
+
+
+def bare_head(name: str) -> str:
+    """A regular expression for the beginning of a call without marks, perhaps in a fence, up to its arguments."""
+    head = ("(```(json)?)?", r"\{", '"name"', ":", f'"{name}"', ",", '"arguments"', ":")
+    return SPACE + SPACE.join(head)
+
+
+def _list_of_calls(
+    schemas: Sequence[Mapping[str, Any]], names: Sequence[str], *, several: bool
+) -> StructuredOutputsParams:
+    """A JSON list of one or more calls."""
+    more = f' (", " one){{0,{MAX_TOOLS - 1}}}' if several else ""
+    return StructuredOutputsParams(grammar=_grammar([f'start: "[" one{more} "]"'], schemas, names, "parameters"))
+
+
+def _grammar(rules: Sequence[str], schemas: Sequence[Mapping[str, Any]], names: Sequence[str], key: str) -> str:
+    """A grammar in Lark's syntax: these rules, and `one` call as JSON with its arguments under `key`.
+
+    Each schema is a grammar by itself, so its references keep their meaning; that of tool i stands in line i + 1.
+    """
+    arguments = [f"arguments_{i}: {_json(schema)}" for i, schema in enumerate(schemas)]
+    heads = [json.dumps(f'{{"name": "{name}", "{key}": ') for name in names]
+    one = " | ".join(f'{head} arguments_{i} "}}"' for i, head in enumerate(heads))
+    return "\n".join([*arguments, *rules, f"one: {one}"])
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    """A schema within a grammar; the escape keeps it from being read as a directive of the grammar."""
+    return "%json " + json.dumps(schema).replace("%", "\\u0025")
+
+
+@contextmanager
+def fault_of_tools(names: Sequence[str]) -> Iterator[None]:
+    """Errors about the grammar of calls name the function that they come of."""
+    try:
+        yield
+    except InvalidValueError as error:
+        if error.field != "grammar":
+            raise
+        found = _FAULT.fullmatch(error.allowed)
+        if found is None:
+            allowed = "functions with less text in their parameters"
+            raise InvalidValueError("tools", list(names), allowed) from None
+        line = int(found["line"] or 0)
+        given = names[line - 1] if 0 < line <= len(names) else list(names)
+        allowed = f"functions whose parameters are a JSON schema to answer by ({found['why']})"
+        raise InvalidValueError("tools", given, allowed) from None
 
 
 def with_arguments_read(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages, with the arguments of earlier calls as the objects that templates write, not as their text."""
+    for place, message in enumerate(messages):
+        for name in ("function_call", "audio"):
+            if message.get(name) is not None:
+                why = "absent, since templates read tool_calls and text"
+                raise invalid("messages", must_be(f"messages[{place}].{name}", message[name], why) + ".")
     return [_read_calls(message) if message.get("tool_calls") else message for message in messages]
 
 
@@ -87,10 +201,13 @@ def _read_calls(message: dict[str, Any]) -> dict[str, Any]:
         arguments = function.get("arguments") if isinstance(function, dict) else None
         if isinstance(function, dict) and isinstance(arguments, str):
             try:
-                call = {**call, "function": {**function, "arguments": json.loads(arguments or "{}")}}
+                arguments = json.loads(arguments or "{}")
             except (ValueError, RecursionError):
-                allowed = "with arguments that are JSON in every tool call"
-                raise invalid("messages", must_be("messages", message, allowed) + ".") from None
+                arguments = None
+            if not isinstance(arguments, dict):
+                allowed = "with arguments that are a JSON object in every tool call"
+                raise invalid("messages", must_be("messages", message, allowed) + ".")
+            call = {**call, "function": {**function, "arguments": arguments}}
         found.append(call)
     return {**message, "tool_calls": found}
 
@@ -109,6 +226,9 @@ def _tools(given: Sequence[Mapping[str, Any]]) -> list[Tool]:
         if not _NAME.fullmatch(tool.function.name):
             allowed = "1 to 64 letters, digits, underscores and hyphens of ASCII"
             raise invalid("tools", must_be(f"tools[{place}].function.name", tool.function.name, allowed) + ".")
+        kind = "object" if tool.function.parameters is None else tool.function.parameters.get("type", "object")
+        if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+            raise invalid("tools", must_be(f"the type of the parameters of tools[{place}]", kind, '"object"') + ".")
         tools.append(tool)
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
@@ -126,42 +246,7 @@ def _named(choice: object, tools: Sequence[Tool]) -> Tool:
         raise invalid("tool_choice", must_be("tool_choice", choice, allowed) + ".") from None
 
 
-def _require_llama3(tokenizer: Tokenizer) -> None:
-    if not any(tokenizer.convert_id_to_token(token) == _LLAMA3_MARK for token in tokenizer.special_ids):
-        message = (
-            'tool_choice must be "none", "required" or a named function, since how this model calls functions by itself'
-            " is not known."
-        )
-        raise invalid("tool_choice", message, "unsupported_parameter")
-
-
-def _parameters(tool: Tool) -> dict[str, Any]:
-    """The schema of a function's arguments: those of a function without parameters are none."""
-    none = {"type": "object", "properties": {}, "additionalProperties": False}
-    return none if tool.function.parameters is None else {"type": "object", **tool.function.parameters}
-
-
-def _any_of(tools: Sequence[Tool], most: int) -> dict[str, Any]:
-    """One or more calls. Each function's schema stands by itself, and what it refers to is found there."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.function.name}, "parameters": {"$ref": f"#/$defs/{place}"}},
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for place, tool in enumerate(tools)
-    ]
-    schemas = {str(place): _moved(_parameters(tool), f"#/$defs/{place}") for place, tool in enumerate(tools)}
-    return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": most, "$defs": schemas}
-
-
-def _moved(schema: Any, to: str) -> Any:
-    """A copy of a schema whose references to its own parts lead to `to`."""
-    if isinstance(schema, list):
-        return [_moved(item, to) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    own = schema.get("$ref")
-    moved = {key: _moved(value, to) for key, value in schema.items()}
-    return {**moved, "$ref": to + own[1:]} if isinstance(own, str) and own.startswith("#") else moved
+def _arguments(tool: Tool) -> dict[str, Any]:
+    """The schema of a function's arguments, which are an object whatever else it allows."""
+    given = tool.function.parameters
+    return _NO_ARGUMENTS if given is None else {**given, "type": "object"}

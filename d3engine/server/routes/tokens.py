@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from starlette.requests import Request
 from starlette.responses import Response
 
 from d3engine.errors import InvalidValueError, TokenizerError, must_be
 from d3engine.server.answers import json_response
 from d3engine.server.asking.bodies import read_body
-from d3engine.server.asking.chat import chat_prompt
+from d3engine.server.asking.chat import chat_prompt, tool_use
 from d3engine.server.errors import invalid
 from d3engine.server.served import Served, served_by
 from d3engine.server.shapes.answers import Text, TokenizerInfo, Tokens
-from d3engine.server.shapes.requests import DetokenizeRequest, TokenizeRequest
+from d3engine.server.shapes.requests import ChatRequest, DetokenizeRequest, TokenizeRequest
 from d3engine.text.tokenizer import Tokenizer
 
 
@@ -21,11 +23,11 @@ async def tokenize(request: Request) -> Response:
     served = served_by(request)
     asked, headers = await read_body(request, TokenizeRequest)
     served.models.check(asked.model)
-    ids = await _token_ids(served, asked)
+    ids, ignored = await _token_ids(served, asked)
     found: Tokens = {"count": len(ids), "max_model_len": served.client.max_model_len, "tokens": ids}
     if asked.return_token_strs:
         found["token_strs"] = await served.in_thread(_token_strs, served.tokenizer, ids)
-    return json_response(found, headers)
+    return json_response(found, served.ignored.header(ignored, headers))
 
 
 async def detokenize(request: Request) -> Response:
@@ -61,15 +63,21 @@ def _token_strs(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     return [strings[token] for token in ids]
 
 
-async def _token_ids(served: Served, asked: TokenizeRequest) -> list[int]:
+async def _token_ids(served: Served, asked: TokenizeRequest) -> tuple[list[int], Sequence[str]]:
+    """The tokens, and the fields that change nothing of them."""
     if (asked.prompt is None) == (asked.messages is None):
         raise invalid("prompt", "prompt or messages must be given, and not both.")
     if asked.messages is not None and asked.add_special_tokens:
         raise invalid("add_special_tokens", "add_special_tokens must be absent or false with messages.")
     if asked.messages is not None:
-        return (await chat_prompt(served, asked, asked.messages))["prompt_token_ids"]
+        chat = ChatRequest(messages=asked.messages, tools=asked.tools, chat_template=asked.chat_template)
+        tools = await tool_use(served, chat)
+        prompt = await chat_prompt(served, asked, asked.messages, tools.shown)
+        return prompt["prompt_token_ids"], tools.ignored if tools.shown is None else ()
+    if asked.tools is not None:
+        raise invalid("tools", "tools must be absent with prompt.")
     adds = asked.add_special_tokens is not False
     try:
-        return await served.in_thread(served.tokenizer.encode, asked.prompt or "", add_special_tokens=adds)
+        return await served.in_thread(served.tokenizer.encode, asked.prompt or "", add_special_tokens=adds), ()
     except (InvalidValueError, TokenizerError) as error:
         raise invalid("prompt", f"prompt must be a text that the model's tokenizer can encode ({error}).") from None

@@ -1,0 +1,146 @@
+"""Every field of the official clients' request types is honoured, refused by name, or known to change no answer."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import httpx
+import pytest
+
+TYPES = [
+    ("openai.types.chat.completion_create_params", "CompletionCreateParamsBase", "requests", "ChatRequest"),
+    ("openai.types.completion_create_params", "CompletionCreateParamsBase", "requests", "CompletionRequest"),
+    ("openai.types.responses.response_create_params", "ResponseCreateParamsBase", "responses", "ResponsesRequest"),
+    ("anthropic.types.message_create_params", "MessageCreateParamsBase", "messages", "MessagesRequest"),
+    ("anthropic.types.message_count_tokens_params", "MessageCountTokensParams", "messages", "CountTokensRequest"),
+]
+TOOLS = [
+    ("openai.types.shared_params", "FunctionDefinition", "requests", "Function"),
+    ("openai.types.responses", "FunctionToolParam", "responses", "ResponseTool"),
+    ("anthropic.types", "ToolParam", "messages", "MessageTool"),
+    ("anthropic.types", "OutputConfigParam", "messages", "OutputConfig"),
+]
+"""What forbids fields that it does not know."""
+PATHS = {
+    "/v1/completions": {"prompt": "Tom has", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Tom"}], "max_tokens": 1},
+    "/v1/responses": {"input": "Tom", "max_output_tokens": 1},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Tom"}], "max_tokens": 1},
+}
+OFF = {
+    "use_beam_search": False,
+    "mirostat": 0,
+    "dry_multiplier": 0.0,
+    "xtc_probability": 0,
+    "typical_p": 1.0,
+    "repeat_penalty": 1.0,
+    "length_penalty": 1.0,
+    "early_stopping": False,
+    "best_of": 1,
+    "n": 1,
+    "documents": None,
+    "min_p": 0,
+    "mirostat_tau": 5.0,
+}
+"""Values that ask for nothing, as programs made for other servers send them."""
+ON = {
+    "use_beam_search": True,
+    "mirostat": 2,
+    "dry_multiplier": 0.8,
+    "xtc_probability": 0.5,
+    "typical_p": 0.9,
+    "repeat_penalty": 1.1,
+    "length_penalty": 2.0,
+    "early_stopping": True,
+    "documents": [{"text": "a"}],
+    "truncate_prompt_tokens": 5,
+    "top_n_sigma": 1.0,
+    "num_ctx": 2048,
+    "max_new_tokens": 5,
+}
+
+
+def annotations(kind: Any) -> set[str]:
+    return {name for base in kind.__mro__ for name in getattr(base, "__annotations__", {})}
+
+
+@pytest.mark.parametrize(("module", "name", "file", "shape"), TYPES)
+def test_every_field_of_a_clients_request_is_known(module: str, name: str, file: str, shape: str) -> None:
+    from d3engine.server.asking.refused import taken_names
+
+    own = getattr(importlib.import_module(f"d3engine.server.shapes.{file}"), shape)
+    fields = annotations(getattr(importlib.import_module(module), name)) or set()
+    assert len(fields) > 8
+    assert fields - {*own.__struct_fields__, *taken_names(own)} == set()
+
+
+@pytest.mark.parametrize(("module", "name", "file", "shape"), TOOLS)
+def test_every_field_of_a_clients_tool_is_honoured_or_refused(module: str, name: str, file: str, shape: str) -> None:
+    own = getattr(importlib.import_module(f"d3engine.server.shapes.{file}"), shape)
+    assert own.__struct_config__.forbid_unknown_fields
+    assert {*own.__struct_fields__} & annotations(getattr(importlib.import_module(module), name))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_changes_an_answer_is_refused_by_name_on_every_route(http: httpx.Client, path: str) -> None:
+    for name, value in ON.items():
+        answer = http.post(path, json=PATHS[path] | {name: value})
+        assert answer.status_code == 400, (name, answer.text)
+        assert answer.json()["error"]["message"].startswith(f"{name} must be absent"), answer.text
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_values_that_ask_for_nothing_pass_on_every_route(http: httpx.Client, path: str) -> None:
+    answer = http.post(path, json=PATHS[path] | OFF)
+    assert answer.status_code == 200, answer.text
+    assert "x-d3-ignored-fields" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "value"),
+    [
+        ("/v1/responses", "max_tokens", 5),
+        ("/v1/responses", "n", 2),
+        ("/v1/responses", "stop", ["a"]),
+        ("/v1/responses", "presence_penalty", 1),
+        ("/v1/messages", "stop", ["a"]),
+        ("/v1/messages", "logprobs", True),
+        ("/v1/messages", "response_format", {"type": "json_object"}),
+        ("/v1/completions", "messages", []),
+        ("/v1/completions", "max_completion_tokens", 5),
+        ("/v1/chat/completions", "prompt", "a"),
+        ("/v1/chat/completions", "echo", True),
+        ("/v1/chat/completions", "best_of", 2),
+    ],
+)
+def test_a_field_of_another_route_is_refused(http: httpx.Client, path: str, name: str, value: Any) -> None:
+    answer = http.post(path, json=PATHS[path] | {name: value})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"].startswith(f"{name} must be absent")
+
+
+def test_several_answers_have_the_apis_temperature_not_the_models() -> None:
+    from d3engine import SamplingParams
+    from d3engine.server.asking.sampling import sampling_params
+    from d3engine.server.shapes.requests import CompletionRequest
+
+    for file in (0.0, 0.7):
+        defaults = SamplingParams(temperature=file)
+        for asked, expected in (
+            (CompletionRequest(prompt="a", n=2), 1.0),
+            (CompletionRequest(prompt="a", n=2, temperature=0.5), 0.5),
+            (CompletionRequest(prompt="a", n=1), file),
+            (CompletionRequest(prompt="a"), file),
+        ):
+            assert sampling_params(asked, defaults, None).temperature == expected
+    best = sampling_params(CompletionRequest(prompt="a", best_of=2), SamplingParams(temperature=0.0), None, n=2)
+    assert best.temperature == 1.0
+
+
+def test_two_answers_of_a_greedy_model_differ(http: httpx.Client) -> None:
+    asked = PATHS["/v1/completions"] | {"n": 2, "max_tokens": 20, "seed": 1}
+    answer = http.post("/v1/completions", json=asked)
+    assert answer.status_code == 200, answer.text
+    first, second = answer.json()["choices"]
+    assert first["text"] != second["text"]
