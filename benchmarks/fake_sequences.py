@@ -23,7 +23,6 @@ def fake_sequence(
         params=SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True),
         schedule=schedule,
         eos_token_ids=frozenset(),
-        bad_word_ids=(),
         seed=0,
         priority=0,
         arrival=number,

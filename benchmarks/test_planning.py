@@ -61,7 +61,6 @@ class Decoding:
                     params=self._params,
                     schedule=self._schedule,
                     eos_token_ids=frozenset(),
-                    bad_word_ids=(),
                     seed=0,
                     priority=0,
                     arrival=self._joined,

@@ -42,7 +42,6 @@ def plan_of(batch: int, params: SamplingParams) -> Any:
             params=params,
             schedule=FullDepth().schedule(1),
             eos_token_ids=frozenset(),
-            bad_word_ids=(),
             seed=row,
             priority=0,
             arrival=row,

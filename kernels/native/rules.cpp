@@ -10,7 +10,7 @@ void keep(float* logits, int vocab, const uint8_t* mask) {
         if (!(mask[token >> 3] >> (token & 7) & 1)) logits[token] = -INFINITY;
 }
 
-// Excludes the tokens that complete a word behind the answer: the run's own tokens, and before them those that were there.
+// Excludes the tokens that complete a word behind the answer: `recent`, and behind it the tokens of this run.
 void exclude_words(float* logits, const D3Rules& rules, const D3Run& run, int row, int taken) {
     for (int64_t node = 0, back = 1;; back++) {
         for (int64_t i = rules.first_bans[node]; i < rules.first_bans[node + 1]; i++) logits[rules.bans[i]] = -INFINITY;

@@ -263,7 +263,8 @@ def test_a_request_answers_as_alone_whatever_happens_to_its_draft(
                     engine.scheduler._preempt(sequence)
         done |= {int(output.request_id): output for output in engine.step() if output.finished}
         engine.scheduler.check_integrity()
-    assert (engine.stats().num_preemptions > 0) == (how != "small steps")
+    # With small steps a request of two sequences gives way to one that has none.
+    assert engine.stats().num_preemptions > 0
     for nth, (wanted, params) in enumerate(zip(alone, requests, strict=True)):
         for found, other in zip(done[nth].outputs, wanted.outputs, strict=True):
             assert (found.token_ids, found.depths) == (other.token_ids, other.depths), params

@@ -72,7 +72,7 @@ class KeyGuard:
         if is_for_metrics:
             is_known |= self._metrics.known(given) is not None
         if is_known:
-            scope["state"]["api_key"] = key or ""  # by which requests take turns
+            scope.setdefault("state", {})["api_key"] = key or ""  # by which requests take turns
             return
         message = (
             "This API key is not one of the server's."

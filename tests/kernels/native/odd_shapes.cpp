@@ -169,8 +169,10 @@ public:
         rules.biased = tokens.data(), rules.biases = temperatures.data(), rules.num_biased = 1;
         rules.allowed = all_tokens.data();
         rules.banned = tokens.data(), rules.num_banned = s.vocab > 2, rules.banned_until = 2;
-        rules.words = word, rules.words_size = s.vocab > 2 ? 3 : 0;
-        rules.recent = word + 1, rules.num_recent = 1;
+        // The word of token 0 and the last token of the vocabulary.
+        rules.edges = word, rules.first_edges = s.vocab > 2 ? first_edges : no_edges;
+        rules.bans = word + 1, rules.first_bans = s.vocab > 2 ? first_bans : no_edges, rules.num_bans = 1;
+        rules.recent = word, rules.num_recent = 1;
         for (int row = 0; row < s.rows; row++)
             choices[row] = {-INFINITY, 1, 0, 1, 0, 0, nullptr, row % 3 ? &rules : nullptr};
         for (int i = 0; i < count; i++) tables[i] = i + 1;
@@ -343,7 +345,7 @@ private:
     std::vector<int64_t> tokens = numbers_for_rows(0), positions = tokens, slots = tokens, indices = tokens;
     std::vector<int64_t> generation = numbers_for_rows(1), seeds = numbers_for_rows(-1);
     std::vector<float> temperatures = std::vector<float>(s.rows);
-    const int64_t word[3] = {2, 0, s.vocab - 1};
+    const int64_t word[2] = {0, s.vocab - 1}, first_edges[3] = {0, 1, 1}, first_bans[3] = {0, 0, 1}, no_edges[3] = {};
     const std::vector<uint8_t> all_tokens = std::vector<uint8_t>((s.vocab + 7) / 8, 255);
     D3Rules rules{};
     std::vector<D3Choice> choices = std::vector<D3Choice>(s.rows);
