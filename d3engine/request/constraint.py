@@ -11,6 +11,9 @@ import numpy.typing as npt
 Allowed: TypeAlias = npt.NDArray[np.uint8]
 """One bit for each token id, the lowest of the first byte for id 0; bits beyond the vocabulary say nothing."""
 
+FAULT_PREFIX = "structured_outputs: "
+"""How the fault of a form begins: by it a server tells the request's own fault from the engine's."""
+
 
 class Constraint(Protocol):
     """Of one sequence. It knows the tokens that the sequence has, and is asked about drafts that may follow them.

@@ -11,6 +11,7 @@ from d3engine.request.constraint import Form
 from d3engine.request.structured import StructuredOutputsParams
 from d3engine.structured.checker import MOST, in_words
 from d3engine.structured.grammar import Grammar
+from d3engine.structured.mask_time import MaskTime
 from d3engine.structured.source import grammar_of
 from d3engine.structured.vocabulary import vocabulary_of
 from d3engine.text.limited_process import LimitError, ProcessEndedError, ProcessLimits, ask
@@ -34,6 +35,7 @@ class Forms:
         self._vocab_size = vocab_size
         self._vocabulary: LLTokenizer | None = None
         self._loading = Lock()
+        self._mask_time = MaskTime()
         self._compiled = lru_cache(NUM_KEPT)(self._compile)
 
     def compile(self, params: StructuredOutputsParams) -> Form:
@@ -51,10 +53,14 @@ class Forms:
 
         source = grammar_of(params)
         _check(params, source)
-        matcher = LLMatcher(vocabulary, source, log_level=0, limits=LLParserLimits(**MOST))
-        if matcher.is_error():
-            raise _refused(params, in_words(matcher.get_error()))
-        return Grammar(matcher, self._vocab_size)
+
+        def matcher() -> LLMatcher:
+            made = LLMatcher(vocabulary, source, log_level=0, limits=LLParserLimits(**MOST))
+            if made.is_error():
+                raise _refused(params, in_words(made.get_error()))
+            return made
+
+        return Grammar(matcher, self._vocab_size, self._mask_time)
 
     def _loaded(self) -> LLTokenizer:
         none = "None, since the engine has no tokenizer (skip_tokenizer_init)"

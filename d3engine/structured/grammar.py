@@ -1,88 +1,178 @@
 """A compiled grammar, and how far one sequence has come in it.
 
-The one idea: only tokens that a sequence keeps are taken for good. A question about a draft takes its tokens, asks, and
-takes them back, so a rejected draft leaves nothing behind, and a preempted sequence, which keeps its tokens, finds its
-place as it was.
+Only tokens that a sequence keeps stay consumed: a question about a draft consumes its tokens, asks, and rolls back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from d3engine.request.constraint import Allowed, Constraint
+from d3engine.request.constraint import FAULT_PREFIX, Allowed, Constraint
 from d3engine.structured.checker import in_words
+from d3engine.structured.mask_time import FREE_SECONDS, MaskTime
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+T = TypeVar("T")
+
+_OUT_OF_TIME = (
+    f"its tokens take more than {FREE_SECONDS * 1000:g} ms of processor time each, and the engine has no more"
+)
+
 
 class Grammar:
-    """A grammar over a vocabulary, in which id `vocab_size` stands for the end; a `Form`."""
+    """A grammar over a vocabulary, in which id `vocab_size` stands for the end; a `Form`.
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        self._matcher = matcher
-        self._vocab_size = vocab_size
+    All matchers that are copied from one share its lexer, whose states are bounded in number. So a full lexer is
+    replaced: the matcher at the beginning is compiled anew.
+    """
+
+    def __init__(self, compile_matcher: Callable[[], LLMatcher], vocab_size: int, time: MaskTime) -> None:
+        self._compile = compile_matcher
+        self._lock = Lock()
+        self._start: LLMatcher | None = compile_matcher()
+        self.vocab_size = vocab_size
+        self.time = time
+        self.balance = 0.0
+        """Free time that the sequence asked last had left, where a new sequence begins: its first masks cost alike."""
 
     def begin(self, end_token_ids: frozenset[int]) -> Constraint:
         """At the beginning of a sequence that these tokens end."""
-        return GrammarPlace(self._matcher.deep_copy(), self._vocab_size, end_token_ids)
+        start, _ = self.start()
+        ends = np.array(sorted(end_token_ids), dtype=np.int64)
+        return GrammarPlace(self, start, start.deep_copy(), ends)
+
+    def start(self, unlike: LLMatcher | None = None) -> tuple[LLMatcher, bool]:
+        """A matcher at the beginning, to be copied, with another lexer than `unlike`; whether it was just compiled."""
+        with self._lock:
+            is_new = self._start is None or self._start is unlike
+            if self._start is None or is_new:
+                self._start = self._compile()
+            return self._start, is_new
+
+    def drop(self, start: LLMatcher) -> None:
+        """Compile anew before the next use, if `start` is still in use."""
+        with self._lock:
+            if self._start is start:
+                self._start = None
 
 
 class GrammarPlace:
     """Where one sequence stands; a `Constraint`."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, end_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, grammar: Grammar, start: LLMatcher, matcher: LLMatcher, ends: np.typing.NDArray[np.int64]
+    ) -> None:
+        self._grammar = grammar
+        self._start = start
         self._matcher = matcher
-        self._vocab_size = vocab_size
-        self._ends = np.array(sorted(end_token_ids), dtype=np.int64)
+        self._ends = ends
+        self._tokens: list[int] = []
+        self._balance: float | None = None
         self.fault: str | None = None
 
     def allowed(self, drafted: Sequence[int] = ()) -> Allowed | None:
-        with self._behind(drafted) as goes_on:
-            return self._mask() if goes_on else None
+        nothing = np.zeros(-(-self._grammar.vocab_size // 8), dtype=np.uint8)
+        if self.fault is not None:
+            return nothing
+        if self._current_balance() < 0 and self._grammar.time.is_spent():
+            self.fault = FAULT_PREFIX + _OUT_OF_TIME
+            return nothing
+        return self._timed(lambda: self._settled(lambda: self._behind(drafted, self._mask), nothing), FREE_SECONDS)
 
     def take(self, token: int) -> None:
-        if not self._matcher.consume_token(token):
-            self._fail()
+        def consume() -> None:
+            self._check(self._matcher.consume_token(token))
+
+        self._timed(lambda: self._settled(consume, None), 0)
+        self._tokens.append(token)
 
     def copy(self) -> Constraint:
-        other = GrammarPlace(self._matcher.deep_copy(), self._vocab_size, frozenset(self._ends.tolist()))
-        other.fault = self.fault
+        other = GrammarPlace(self._grammar, self._start, self._matcher.deep_copy(), self._ends)
+        other._tokens, other._balance, other.fault = self._tokens.copy(), self._balance, self.fault
         return other
 
     def is_over(self, drafted: Sequence[int] = ()) -> bool:
-        with self._behind(drafted) as goes_on:
-            return not goes_on
+        if not drafted:
+            return self.fault is None and self._matcher.is_stopped()
+        return self._settled(lambda: self._behind(drafted, lambda: True), True) is None
 
-    @contextmanager
-    def _behind(self, drafted: Sequence[int]) -> Iterator[bool]:
-        """Stand behind these tokens for a while; whether the grammar goes on there."""
-        taken = self._matcher.try_consume_tokens(list(drafted)) if drafted else 0
-        try:
-            # A token that cannot be taken is one that ends the sequence: nothing else was allowed.
-            yield taken == len(drafted) and not (self._matcher.is_stopped() and self.fault is None)
-        finally:
-            if taken and not self._matcher.rollback(taken):
-                self._fail()
+    def _timed(self, step: Callable[[], T], free: float) -> T:
+        """Take a step whose processor time beyond `free` seconds, and what is left of earlier ones, is charged."""
+        time = self._grammar.time
+        begun = time.used()
+        found = step()
+        taken = time.used() - begun
+        self._balance = self._grammar.balance = min(self._current_balance() + free, FREE_SECONDS) - taken
+        if self._balance < 0:
+            time.spend(min(taken, -self._balance))
+        return found
+
+    def _current_balance(self) -> float:
+        return self._grammar.balance if self._balance is None else self._balance
+
+    def _settled(self, step: Callable[[], T], at_fault: T) -> T:
+        """What a step comes to; after a fault `at_fault`. A full lexer is replaced, and the step taken once more."""
+        error, is_new = self.fault, False
+        while error is None or (_may_be_full(error) and not is_new and self.fault is None):
+            try:
+                if error is not None:
+                    is_new = self._replace_lexer()
+                return step()
+            except _MatcherError as raised:
+                error = str(raised)
+        if self.fault is None:
+            self._grammar.drop(self._start)
+            self.fault = FAULT_PREFIX + in_words(error)
+        return at_fault
+
+    def _replace_lexer(self) -> bool:
+        """Go on with another lexer, since others may have filled this one; returns whether it was just compiled."""
+        self._start, is_new = self._grammar.start(unlike=self._start)
+        self._matcher = self._start.deep_copy()
+        if self._tokens:
+            self._check(self._matcher.consume_tokens(self._tokens))
+        return is_new
+
+    def _behind(self, drafted: Sequence[int], ask: Callable[[], T]) -> T | None:
+        """What `ask` finds behind these tokens; None where the grammar does not go on there."""
+        tokens = list(drafted)
+        taken = self._matcher.try_consume_tokens(tokens) if tokens else 0
+        if taken < len(tokens) and tokens[taken] not in self._ends:
+            self._matcher.compute_bitmask()  # a full lexer refuses tokens too, and says so here alone
+        self._check()
+        # A token that cannot be taken is one that ends the sequence: nothing else was allowed.
+        found = ask() if taken == len(tokens) and not self._matcher.is_stopped() else None
+        if taken:
+            self._check(self._matcher.rollback(taken))
+        return found
 
     def _mask(self) -> Allowed:
-        if self.fault is not None:
-            return np.zeros(-(-self._vocab_size // 8), dtype=np.uint8)
+        size = self._grammar.vocab_size
         found: Allowed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8).copy()
-        if self._matcher.is_error():
-            self._fail()
-            return self._mask()
-        may_end = found[self._vocab_size >> 3] >> (self._vocab_size & 7) & 1
+        self._check()
+        may_end = found[size >> 3] >> (size & 7) & 1
         bits = (1 << (self._ends & 7)).astype(np.uint8)
         if may_end:
             np.bitwise_or.at(found, self._ends >> 3, bits)
         else:
             np.bitwise_and.at(found, self._ends >> 3, ~bits)
-        return found[: -(-self._vocab_size // 8)]
+        return found[: -(-size // 8)]
 
-    def _fail(self) -> None:
-        self.fault = f"structured_outputs: {in_words(self._matcher.get_error())}"
+    def _check(self, is_done: bool = True) -> None:
+        if not is_done or self._matcher.is_error():
+            raise _MatcherError(self._matcher.get_error())
+
+
+def _may_be_full(error: str) -> bool:
+    # A token that its mask has allowed is refused by a full lexer alone, which then names only the token.
+    return "lexer error" in error or "doesn't satisfy the grammar" in error
+
+
+class _MatcherError(Exception):
+    """What llguidance reports."""

@@ -11,6 +11,8 @@ import re
 
 from d3engine.errors import InvalidValueError, require
 from d3engine.request.structured import StructuredOutputsParams
+from d3engine.structured.finite import grammar_is_finite
+from d3engine.structured.schema import UnenforceableError, literal, prepared
 
 WHITESPACE = r"( |\n( {0,16}|\t{0,8}))?"
 """Between the parts of JSON: nothing, a space, or a line break and an indentation."""
@@ -27,20 +29,36 @@ def grammar_of(params: StructuredOutputsParams) -> str:
     """The form as a grammar. Raises `InvalidValueError` for what would undo the way it is compiled."""
     if params.grammar is not None:
         require("%llguidance" not in params.grammar, "grammar", params.grammar, "a grammar without %llguidance")
+        if not grammar_is_finite(params.grammar):
+            raise _refused(params, "a grammar to answer by (it allows no answer that ends)")
         return f"{_with_schemas(params)}\n{_OPTIONS}\n"
     if params.regex is not None:
         return _with_start(_regex(params.regex))
     if params.choice is not None:
-        return _with_start(_regex("|".join(map(_literally, params.choice))))
+        return _with_start(_regex("|".join(map(literal, params.choice))))
     schema = json.loads(str(params.json)) if params.json is not None else {"type": "object"}
     return _with_start(_json(schema, params))
 
 
-def _json(schema: dict[str, object], params: StructuredOutputsParams) -> str:
-    """A JSON schema as an expression of the grammar."""
+def _json(schema: dict[str, object], params: StructuredOutputsParams, line: int | None = None) -> str:
+    """A JSON schema as an expression of the grammar; `line` is where it stands in a request's own grammar."""
     if _OWN_SETTINGS in schema:
         raise InvalidValueError(params.form, getattr(params, params.form), f"a schema without {_OWN_SETTINGS}")
-    return f"%json {json.dumps({_OWN_SETTINGS: _settings(params), **schema})}"
+    try:
+        enforceable = prepared(schema)
+    except UnenforceableError as error:
+        raise InvalidValueError(
+            params.form, getattr(params, params.form), f"a JSON schema to answer by ({error})"
+        ) from None
+    except RecursionError:
+        raise InvalidValueError(
+            params.form, getattr(params, params.form), "a schema that is nested less deep"
+        ) from None
+    return f"%json {json.dumps({_OWN_SETTINGS: _settings(params), **enforceable})}"
+
+
+def _refused(params: StructuredOutputsParams, allowed: str) -> InvalidValueError:
+    return InvalidValueError(params.form, getattr(params, params.form), allowed)
 
 
 def _with_schemas(params: StructuredOutputsParams) -> str:
@@ -57,7 +75,8 @@ def _with_schemas(params: StructuredOutputsParams) -> str:
         except (ValueError, RecursionError):
             continue  # the compiler names the fault and its place
         if isinstance(schema, dict):
-            written[-1], end = grammar[begin : token.start()] + _json(schema, params), after
+            line = grammar.count("\n", 0, begin) + 1
+            written[-1], end = grammar[begin : token.start()] + _json(schema, params, line), after
     return "".join([*written, grammar[end:]])
 
 
@@ -76,7 +95,3 @@ def _regex(pattern: str) -> str:
     from llguidance import regex_to_lark
 
     return f"/{regex_to_lark(pattern, _ASCII_CLASSES)}/"
-
-
-def _literally(text: str) -> str:
-    return re.sub(r"[^0-9A-Za-z]", lambda char: f"\\x{{{ord(char[0]):x}}}", text)

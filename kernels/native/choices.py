@@ -144,16 +144,28 @@ def structures(rows: list[Asked | None], steps: int) -> tuple[Any, list[Any]]:
 
 
 class AskedForms:
-    """`ask` as a function of C, which keeps each row's mask until its next; `raised` is what went wrong in it."""
+    """`ask` as a function of C, which keeps each row's mask until its next."""
 
     def __init__(self, ask: Form, vocab_size: int) -> None:
+        # The function must not refer to this object, which refers to it: the collector would find that cycle too late
+        # for all that a form holds.
+        self._answers = answers = _FormAnswers(ask, -(-vocab_size // 8))
+        self.function = FORM(answers.answer)
+
+    @property
+    def raised(self) -> BaseException | None:
+        """What went wrong in `ask`."""
+        return self._answers.raised
+
+
+class _FormAnswers:
+    def __init__(self, ask: Form, num_bytes: int) -> None:
         self._ask = ask
-        self._num_bytes = -(-vocab_size // 8)
+        self._num_bytes = num_bytes
         self._masks: dict[int, Mask] = {}
         self.raised: BaseException | None = None
-        self.function = FORM(self._answer)
 
-    def _answer(self, row: int, taken: int, token: int) -> int | None:
+    def answer(self, row: int, taken: int, token: int) -> int | None:
         try:
             mask = None if self.raised else self._ask(row, taken, token)
             if mask is not None and not self._is_whole(mask):

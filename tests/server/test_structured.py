@@ -99,3 +99,15 @@ def test_a_form_that_cannot_be_kept_is_refused_by_its_field(
 def test_a_form_that_says_text_is_none(http: httpx.Client) -> None:
     plain = http.post("/v1/completions", json=TEXT).json()["choices"]
     assert http.post("/v1/completions", json=TEXT | {"response_format": {"type": "text"}}).json()["choices"] == plain
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_meets_its_limit_is_the_requests_own_fault(http: httpx.Client, stream: bool) -> None:
+    heavy = "start: " + " | ".join(f'"a{nth}"' for nth in range(2500))  # too many to follow at once
+    body = {**TEXT, "max_tokens": 12, "stream": stream, "structured_outputs": {"grammar": heavy}}
+    answer = http.post("/v1/completions", json=body)
+    text = answer.text.removeprefix("data: ").partition("\n")[0] if stream else answer.text
+    error = json.loads(text)["error"]
+    assert (error["code"], error["param"]) == ("grammar_limit", "structured_outputs")
+    assert "2000" in error["message"]
+    assert answer.status_code == 400 or stream

@@ -164,7 +164,7 @@ HOSTILE: list[tuple[str, Any, str]] = [
     ("json", {"$ref": "#/nowhere"}, "does not exist"),
     ("json", {"$ref": "http://localhost/x.json"}, "does not fetch"),
     ("json", {"$ref": "file:///etc/passwd"}, "does not fetch"),
-    ("json", {"not": {"type": "string"}}, "Unimplemented keys"),
+    ("json", {"not": {"pattern": "a"}}, "Unimplemented keys"),
     ("json", {"type": "integer", "minimum": 2, "maximum": 1}, "Unsatisfiable"),
     ("json", {"type": "string", "pattern": "("}, r"\(unclosed group\)"),
     ("json", {"$ref": "#"}, "no answer"),

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 from starlette.types import Receive, Scope
 
 from d3engine.async_engine.answers import AsyncAnswer
+from d3engine.request.constraint import FAULT_PREFIX
 from d3engine.request.outputs import RequestOutput
 from d3engine.server.answering.job import Job
 from d3engine.server.answering.straight import Straight
@@ -119,6 +120,10 @@ def _check_sound(output: RequestOutput) -> None:
     """Raise `RequestError` for a request that the engine has given up, whose text is no answer."""
     for answer in output.outputs:
         if answer.finish_reason == "abort":
+            reason = str(answer.stop_reason)
+            if reason.startswith(FAULT_PREFIX):  # the request's own: the same again would end alike
+                message = f"The answer was ended by its grammar's limits ({reason.removeprefix(FAULT_PREFIX)})."
+                raise RequestError(400, message, param="structured_outputs", code="grammar_limit")
             _log.error("request %s ended before its time: %s", output.request_id, answer.stop_reason)
             raise RequestError(500, "The engine failed on this request.", code="request_failed")
 

@@ -1,0 +1,125 @@
+"""What ends one sequence of a grammar leaves later requests, other sequences and memory as they were."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from d3engine import Engine, SamplingParams, StructuredOutputsParams
+from d3engine.request.constraint import FAULT_PREFIX, Constraint
+from d3engine.structured import mask_time
+from d3engine.structured.checker import MOST
+from d3engine.structured.forms import Forms
+from d3engine.structured.grammar import GrammarPlace
+from d3engine.structured.mask_time import BURST_SECONDS, MaskTime
+from d3engine.text.tokenizer import Tokenizer, load_tokenizer
+
+PROMPT = {"prompt_token_ids": [5, 6, 7]}
+END = 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_of: Callable[[str], Path]) -> Tokenizer:
+    return load_tokenizer(tokenizer_of("sentencepiece"))
+
+
+def bytes_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    first = next(i for i in range(300) if tokenizer.convert_id_to_token(i) == "<0x00>")
+    return [first + byte for byte in text.encode()]
+
+
+def fault_of(place: Constraint, tokens: list[int]) -> str | None:
+    for token in tokens:
+        mask = place.allowed()
+        if place.fault is not None:
+            return place.fault
+        assert mask is not None
+        assert mask[token >> 3] >> (token & 7) & 1
+        place.take(token)
+    return place.fault
+
+
+def test_texts_that_fill_a_lexer_leave_room_for_later_ones(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MOST, "max_lexer_states", 6000)
+    replace, replaced = GrammarPlace._replace_lexer, []
+    monkeypatch.setattr(GrammarPlace, "_replace_lexer", lambda place: replaced.append(1) or replace(place))
+    schema = {"type": "string", "pattern": r"^(?:\S+\s+){0,29}\S+$", "maxLength": 300}
+    form = Forms(tokenizer, tokenizer.vocab_size).compile(StructuredOutputsParams(json=schema))
+    pick = random.Random(1)
+    for _ in range(40):
+        words = ["".join(pick.choices("abcdefgh", k=pick.randint(1, 9))) for _ in range(29)]
+        text = json.dumps(" ".join(words)[:299].strip())
+        assert fault_of(form.begin(frozenset([END])), bytes_of(tokenizer, text)) is None
+    assert replaced
+
+
+class Clock:
+    """Processor time that a test sets."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def test_a_sequence_whose_masks_are_expensive_is_ended_alone(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = Clock()
+    monkeypatch.setattr(MaskTime, "used", staticmethod(used))
+    monkeypatch.setattr(MaskTime, "now", staticmethod(lambda: 0.0))
+    forms = Forms(tokenizer, tokenizer.vocab_size)
+    forms._mask_time = MaskTime()
+    cheap = forms.compile(StructuredOutputsParams(regex="[a-c]+")).begin(frozenset([END]))
+    dear = forms.compile(StructuredOutputsParams(regex="[a-d]+")).begin(frozenset([END]))
+    mask, asked = GrammarPlace._mask, [0]
+
+    def slow(place: GrammarPlace) -> Any:
+        if place is dear:
+            used.seconds += 0.1
+            asked[0] += 1
+        return mask(place)
+
+    monkeypatch.setattr(GrammarPlace, "_mask", slow)
+    token = bytes_of(tokenizer, "a")
+    for _ in range(8):
+        assert fault_of(cheap, token) is None
+        fault_of(dear, token * (dear.fault is None))
+    assert dear.fault is not None
+    assert dear.fault.startswith(f"{FAULT_PREFIX}its tokens take more than 1 ms")
+    assert asked[0] == 1 + BURST_SECONDS // 0.1
+    assert fault_of(cheap, token) is None
+
+
+def test_the_time_of_expensive_masks_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = Clock()
+    monkeypatch.setattr(MaskTime, "now", staticmethod(now))
+    time = MaskTime()
+    time.spend(2 * BURST_SECONDS)
+    assert time.is_spent()
+    now.seconds += 1.5 * BURST_SECONDS / mask_time.SHARE
+    assert not time.is_spent()
+
+
+def test_an_ended_request_leaves_nothing_for_the_garbage_collector(random_engine: Callable[..., Engine]) -> None:
+    form = StructuredOutputsParams(regex="(.*a.{4})|(.*b.{3})")
+    params = SamplingParams(max_tokens=6, n=4, temperature=2, seed=1, ignore_eos=True, structured_outputs=form)
+    with random_engine("sentencepiece") as engine:
+        engine.generate(PROMPT, params, use_tqdm=False)
+        gc.collect()
+        gc.disable()
+        try:
+            engine.generate(PROMPT, params, use_tqdm=False)
+            left = [one for one in gc.get_objects() if type(one) is GrammarPlace]
+            assert left == []
+        finally:
+            gc.enable()
