@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 T = TypeVar("T")
+F = TypeVar("F")
 
 _OUT_OF_TIME = (
     f"its tokens take more than {FREE_SECONDS * 1000:g} ms of processor time each, and the engine has no more"
@@ -116,7 +117,7 @@ class GrammarPlace:
     def _current_balance(self) -> float:
         return self._grammar.balance if self._balance is None else self._balance
 
-    def _settled(self, step: Callable[[], T], at_fault: T) -> T:
+    def _settled(self, step: Callable[[], T], at_fault: F) -> T | F:
         """What a step comes to; after a fault `at_fault`. A full lexer is replaced, and the step taken once more."""
         error, is_new = self.fault, False
         while error is None or (_may_be_full(error) and not is_new and self.fault is None):
