@@ -180,10 +180,12 @@ def test_the_working_directory_stays_where_d3engine_lies_in_it_or_the_user_names
     (tmp_path / "package/__main__.py").write_text("import other; print(other.VALUE)")
     for module in ("mine", "package"):  # modules of a user's own, which import d3engine
         command = [sys.executable, "-m", module]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        env = environment(tmp_path)
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
         assert done.stdout == "3\n", done.stderr
     bare = [sys.executable, "-S", "-m", "d3engine.version"]  # found in the working directory alone
-    assert subprocess.run(bare, cwd=ROOT, capture_output=True, check=False).returncode == 0
+    env = environment(tmp_path)
+    assert subprocess.run(bare, cwd=ROOT, env=env, capture_output=True, check=False).returncode == 0
 
 
 def test_a_child_searches_the_same_folders_but_for_the_working_directory(

@@ -123,7 +123,8 @@ class GrammarPlace:
         while error is None or (_may_be_full(error) and not is_new and self.fault is None):
             try:
                 if error is not None:
-                    is_new = self._replace_lexer()
+                    self._start, is_new = self._grammar.start(unlike=self._start)
+                    self._replay()
                 return step()
             except _MatcherError as raised:
                 error = str(raised)
@@ -132,13 +133,15 @@ class GrammarPlace:
             self.fault = FAULT_PREFIX + in_words(error)
         return at_fault
 
-    def _replace_lexer(self) -> bool:
-        """Go on with another lexer, since others may have filled this one; returns whether it was just compiled."""
-        self._start, is_new = self._grammar.start(unlike=self._start)
+    def _replay(self) -> None:
+        """Come to the same place from the current beginning, token by token.
+
+        A mask refills what a lexer may spend until the next one: many tokens without masks between them exhaust it.
+        """
         self._matcher = self._start.deep_copy()
-        if self._tokens:
-            self._check(self._matcher.consume_tokens(self._tokens))
-        return is_new
+        for token in self._tokens:
+            self._matcher.compute_bitmask()
+            self._check(self._matcher.consume_token(token))
 
     def _behind(self, drafted: Sequence[int], ask: Callable[[], T]) -> T | None:
         """What `ask` finds behind these tokens; None where the grammar does not go on there."""
