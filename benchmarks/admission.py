@@ -28,7 +28,7 @@ from d3engine.depth.statistics import layer_bound
 from d3engine.depth.words import policy_in_words
 from d3engine.pictures.colours import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILION
 from d3engine.pictures.plots import new_figure, save_figure
-from d3engine.scheduling.admission import Admission, Immediate, Waves
+from d3engine.scheduling.admission import Admission, Immediate, IntervalAdmission
 from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
 
 BLOCK_SIZE = 16
@@ -56,7 +56,7 @@ class Settings:
 
     @property
     def admissions(self) -> tuple[Admission, ...]:
-        return (Immediate(), *(Waves(steps) for steps in self.waves))
+        return (Immediate(), *(IntervalAdmission(steps) for steps in self.waves))
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def simulate(settings: Settings, batch: int, admission: Admission, ticks: Iterab
         layers += step_layers
         waits += step_waits
     return Cell(
-        admit_every=admission.steps if isinstance(admission, Waves) else 1,
+        admit_every=admission.steps if isinstance(admission, IntervalAdmission) else 1,
         batch=batch,
         layer_steps_saved=settings.num_layers * busy_steps / layers,
         mean_rows=rows / (settings.steps - settings.warm_up),

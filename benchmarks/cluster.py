@@ -30,7 +30,7 @@ from d3engine.depth.words import policy_in_words
 from d3engine.integrations.routing import ROUTINGS, Busy, Routing, least_loaded
 from d3engine.plan import Plan
 from d3engine.request.sequence import Sequence as TokenSequence
-from d3engine.scheduling.admission import Immediate, Waves
+from d3engine.scheduling.admission import Immediate, IntervalAdmission
 from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from d3engine.scheduling.tally import Counters
 
@@ -170,7 +170,7 @@ class Replica:
             max_num_seqs=settings.slots,
             max_num_batched_tokens=settings.slots + 512,
             max_model_len=length,
-            admission=Immediate() if settings.admit_every == 1 else Waves(settings.admit_every),
+            admission=Immediate() if settings.admit_every == 1 else IntervalAdmission(settings.admit_every),
         )
         self._scheduler = Scheduler(config, cache)
         self._plan: Plan | None = None

@@ -79,7 +79,7 @@ class TimedEngine:
         end = self._clock()
         steps, prompt_end = computed.carried_out(plan).num_steps, start
         if (plan.steps < 0).any():
-            opens = plan.ahead is not None and plan.ahead.opens
+            opens = plan.multi_step is not None and plan.multi_step.opens
             steps, prompt_end = steps - 1, self._single_end if opens else end
         self._turn.prompt_seconds += prompt_end - start
         self._turn.step_seconds += end - prompt_end

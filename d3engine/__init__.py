@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 
 # `python -m d3engine` searches the working directory first, which may be the folder of a downloaded model.
 if (
@@ -52,7 +53,7 @@ _PUBLIC = {
     "DraftAndVerify": "d3engine.depth",
     "Speculative": "d3engine.depth",
     "Immediate": "d3engine.scheduling.admission",
-    "Waves": "d3engine.scheduling.admission",
+    "IntervalAdmission": "d3engine.scheduling.admission",
     "D3EngineError": "d3engine.errors",
     "InvalidValueError": "d3engine.errors",
     "ModelFormatError": "d3engine.errors",
@@ -60,6 +61,8 @@ _PUBLIC = {
     "EngineClosedError": "d3engine.errors",
     "EngineDeadError": "d3engine.errors",
 }
+_RENAMED = {"Waves": "IntervalAdmission"}
+"""Old names, which work for one release."""
 
 __all__ = ["__version__", *_PUBLIC]
 
@@ -93,10 +96,13 @@ if TYPE_CHECKING:
     from d3engine.request.params import SamplingParams as SamplingParams
     from d3engine.request.structured import StructuredOutputsParams as StructuredOutputsParams
     from d3engine.scheduling.admission import Immediate as Immediate
-    from d3engine.scheduling.admission import Waves as Waves
+    from d3engine.scheduling.admission import IntervalAdmission as IntervalAdmission
 
 
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        warnings.warn(f"d3engine.{name} is now d3engine.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+        name = _RENAMED[name]
     if name not in _PUBLIC:
         raise AttributeError(f"module 'd3engine' has no attribute {name!r}")
     value = getattr(import_module(_PUBLIC[name]), name)

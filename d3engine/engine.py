@@ -19,11 +19,11 @@ import torch
 from tqdm import tqdm
 
 from d3engine.calls.chats import Chats
-from d3engine.calls.in_flight import InFlight
+from d3engine.calls.in_flight import RequestRegistry
 from d3engine.calls.interrupts import Interrupt
-from d3engine.calls.life import Life
+from d3engine.calls.life import EngineState
 from d3engine.calls.new_requests import NewRequests, params_of_each
-from d3engine.calls.one_caller import OneCaller
+from d3engine.calls.one_caller import CallLock
 from d3engine.calls.vllm_arguments import refuse_others
 from d3engine.depth import DepthPolicy
 from d3engine.errors import EngineDeadError, require, require_integer
@@ -32,13 +32,13 @@ from d3engine.loading.batch_invariance import check_policy
 from d3engine.loading.bridges import bridge_store
 from d3engine.loading.certification import Certification
 from d3engine.loading.defaults import default_sampling_params
-from d3engine.loading.facts import Facts
+from d3engine.loading.facts import EngineProperties
 from d3engine.loading.pytorch_threads import pytorch_threads, pytorch_threads_for
 from d3engine.loading.resolve import check_switches, check_tokenizer, resolve_settings
 from d3engine.model.weights import LlamaWeights
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import RequestOutputKind, SamplingParams
-from d3engine.request.prepared import Prepared
+from d3engine.request.prepared import EngineRequest
 from d3engine.sampling.verification import VerifyingSampler
 from d3engine.scheduling.admission import Admission
 from d3engine.stats import EngineStats, engine_stats
@@ -47,7 +47,7 @@ from d3engine.text.prompts import Prompt, as_list
 from d3engine.text.tokenizer import load_tokenizer
 
 
-class Engine(Chats, Facts):
+class Engine(Chats, EngineProperties):
     """A Llama model ready to generate.
 
     It takes one call at a time: threads may share it if they take turns, and a call made while another is running
@@ -81,7 +81,7 @@ class Engine(Chats, Facts):
             share of the device's memory on a GPU.
         gpu_memory_utilization: that share, counting what weights, CUDA graphs and the largest step take.
         enable_prefix_caching: let prompts share the blocks of a common beginning.
-        admission: when waiting requests join the batch: `Immediate()` or `Waves(steps)`.
+        admission: when waiting requests join the batch: `Immediate()` or `IntervalAdmission(steps)`.
         enforce_eager: run without CUDA graphs and without the native library: each operation is called by the host.
         num_scheduler_steps: tokens of each answer that a batch may generate without the host, which looks at them
             afterwards, or meanwhile for requests that stream; None: 16 with CUDA graphs or the native library, and
@@ -181,9 +181,9 @@ class Engine(Chats, Facts):
         self._pytorch_threads = pytorch_threads_for(settings.config, settings.num_threads)
         self.sampler = VerifyingSampler()
         self._chat_prompts = ChatPrompts(self.directory, self.tokenizer)
-        self._life = Life()
-        self._in_flight = InFlight(self.scheduler, self.tokenizer, self._life, settings.stream_interval)
-        self._caller = OneCaller()
+        self._life = EngineState()
+        self._in_flight = RequestRegistry(self.scheduler, self.tokenizer, self._life, settings.stream_interval)
+        self._caller = CallLock()
 
     # -- whole answers -----------------------------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ class Engine(Chats, Facts):
         with self._call():
             return self._stream(self._in_flight.new_id(), self.prepare(prompt, params))
 
-    def _stream(self, request_id: str, request: Prepared) -> Iterator[RequestOutput]:
+    def _stream(self, request_id: str, request: EngineRequest) -> Iterator[RequestOutput]:
         try:
             with self._call():
                 self._life.check()
@@ -280,7 +280,7 @@ class Engine(Chats, Facts):
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None, priority: int = 0
-    ) -> Prepared:
+    ) -> EngineRequest:
         """Read and check a request for `add`, which is then quick; nothing is queued, and nothing is changed.
 
         Any thread may call it at any time, while another steps the engine too. Raises `InvalidValueError` for what can
@@ -293,7 +293,7 @@ class Engine(Chats, Facts):
         self.scheduler.fit(self._requests.probe(prepared))
         return prepared
 
-    def add(self, prepared: Prepared) -> str:
+    def add(self, prepared: EngineRequest) -> str:
         """Queue a request as `add_request` does, and return its id; one that has none gets one.
 
         Requests run, and those without a seed get theirs, in the order in which they are added. Raises
@@ -301,7 +301,7 @@ class Engine(Chats, Facts):
         """
         with self._call():
             self._life.check()
-            require(isinstance(prepared, Prepared), "prepared", prepared, "what prepare() returns")
+            require(isinstance(prepared, EngineRequest), "prepared", prepared, "what prepare() returns")
             request_id = self._in_flight.free_id(prepared.request_id)
             self._queue(prepared, request_id, prepared.params.output_kind)
             return request_id
@@ -362,7 +362,7 @@ class Engine(Chats, Facts):
             if self._life.close():
                 self.executor.close()
                 del self.executor
-                self._in_flight = InFlight(self.scheduler, self.tokenizer, self._life)
+                self._in_flight = RequestRegistry(self.scheduler, self.tokenizer, self._life)
 
     def __enter__(self) -> Self:
         return self
@@ -391,5 +391,7 @@ class Engine(Chats, Facts):
                 outputs = self.scheduler.update(plan, tokens, computed.depths)
                 self._in_flight.deliver(plan, tokens, outputs, begun)
 
-    def _queue(self, prepared: Prepared, request_id: str, kind: RequestOutputKind, *, call: str | None = None) -> None:
+    def _queue(
+        self, prepared: EngineRequest, request_id: str, kind: RequestOutputKind, *, call: str | None = None
+    ) -> None:
         self._in_flight.add(self._requests.sequences(prepared, request_id, call), prepared.prompt, kind)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import ExitRule
-from d3engine.request.choice import Choice
+from d3engine.request.choice import SamplingMode
 from d3engine.request.draft import Cycle, Proposal
 from d3engine.request.outputs import Logprob
 from d3engine.request.sequence import Sequence
@@ -75,7 +75,7 @@ class PromptRows:
     rows: range
 
 
-class Course:
+class RunControl:
     """What host and device know of each other in a run whose steps the host takes one by one, as they are made.
 
     `words` int32 [2] lie in memory that the device's own code may use as well, while the host does: whether no further
@@ -104,7 +104,7 @@ class Course:
 
 
 @dataclass(frozen=True, slots=True)
-class RunAhead:
+class MultiStep:
     """The next `num_steps` steps of a batch in which every row decodes one token per step.
 
     At each of them layer l runs for the rows with `steps + taken < cutoffs[:, l]`, and these rows come first. Where all
@@ -118,8 +118,8 @@ class RunAhead:
     num_steps: int
     steps: IntArray  # [C] generation steps of the first of them; of the one behind the opening
     cutoffs: IntArray  # [C, L]
-    choice: Choice  # what choosing a token takes, for the row that asks for most
-    course: Course | None = None  # of steps that the host takes one by one: the plan comes again for each of them
+    choice: SamplingMode  # what choosing a token takes, for the row that asks for most
+    control: RunControl | None = None  # of steps that the host takes one by one: the plan comes again for each of them
     bridges: tuple[str | None, ...] = ()  # [C] by whose maps each row crosses the layers that it leaves out; (): nobody
     cycles: bool = False
     opens: bool = False
@@ -128,7 +128,7 @@ class RunAhead:
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class ExecutorCapabilities:
     """What an executor can do of a run by itself.
 
     `choice` is the kind of choice that it has at most; of rows that want log-probabilities it keeps `logits` rows of
@@ -137,7 +137,7 @@ class Reach:
     follow a step of prompts without the host.
     """
 
-    choice: Choice = Choice.PENALISE
+    choice: SamplingMode = SamplingMode.PENALISE
     logits: int = 0
     drafts: bool = False
     bridges: bool = False
@@ -207,18 +207,18 @@ class Plan:
     exits: tuple[ExitingChunks, ...] = ()
     drafts: DraftWork | None = None
     bridged: tuple[BridgedRows, ...] = ()
-    ahead: RunAhead | None = None  # the steps that a device may take by itself; None: this one, told by the host
+    multi_step: MultiStep | None = None  # the steps that a device may take by itself; None: this one, told by the host
 
     @property
     def num_steps(self) -> int:
         """Steps that the plan stands for: tokens that each of its rows yields, or passes that they took to be drafted
         and verified."""
-        ahead = self.ahead
-        if ahead is None:
+        multi_step = self.multi_step
+        if multi_step is None:
             return 1
-        if ahead.cycles:
-            return ahead.num_passes
-        return ahead.num_taken if ahead.course is not None else ahead.num_steps
+        if multi_step.cycles:
+            return multi_step.num_passes
+        return multi_step.num_taken if multi_step.control is not None else multi_step.num_steps
 
     @property
     def num_rows(self) -> int:
@@ -226,22 +226,22 @@ class Plan:
 
     def take_all_done(self, takes_all: bool) -> None:
         """Say whether of a run that goes on by itself all steps that are done are taken, or the next one alone."""
-        if self.ahead is not None and self.ahead.course is not None:
-            self.ahead.course.takes_all = takes_all
+        if self.multi_step is not None and self.multi_step.control is not None:
+            self.multi_step.control.takes_all = takes_all
 
     def ended_after(self, num_steps: int, num_passes: int | None = None) -> Plan:
         """The same, if so many of its steps were taken: its run was over since every answer was, or goes on.
 
         Of cycles `num_passes` says how many steps they were.
         """
-        ahead = self.ahead
-        if ahead is not None and num_passes is not None:
-            return replace(self, ahead=replace(ahead, num_taken=num_steps, num_passes=num_passes))
-        if ahead is None or num_steps == self.num_steps:
+        multi_step = self.multi_step
+        if multi_step is not None and num_passes is not None:
+            return replace(self, multi_step=replace(multi_step, num_taken=num_steps, num_passes=num_passes))
+        if multi_step is None or num_steps == self.num_steps:
             return self
-        if ahead.course is not None:
-            return replace(self, ahead=replace(ahead, num_taken=num_steps))
-        return replace(self, ahead=replace(ahead, num_steps=num_steps))
+        if multi_step.control is not None:
+            return replace(self, multi_step=replace(multi_step, num_taken=num_steps))
+        return replace(self, multi_step=replace(multi_step, num_steps=num_steps))
 
     @property
     def logit_rows(self) -> IntArray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 
 from d3engine.executor.interface import Executor
-from d3engine.request.timings import REQUEST_SECONDS, STEP_ROWS, STEP_SECONDS, Histogram, Tally, Timings
+from d3engine.request.timings import REQUEST_SECONDS, STEP_ROWS, STEP_SECONDS, Histogram, HistogramCounter, Timings
 from d3engine.scheduling.scheduler import Scheduler
 
 
@@ -64,11 +64,11 @@ class EngineStats:
     layers_run: int = 0
     layers_full: int = 0
     token_layers: tuple[int, ...] = ()
-    step_seconds: Histogram = field(default_factory=Tally(STEP_SECONDS).histogram)
-    step_rows: Histogram = field(default_factory=Tally(STEP_ROWS).histogram)
-    queue_seconds: Histogram = field(default_factory=Tally(REQUEST_SECONDS).histogram)
-    prefill_seconds: Histogram = field(default_factory=Tally(REQUEST_SECONDS).histogram)
-    decode_seconds: Histogram = field(default_factory=Tally(REQUEST_SECONDS).histogram)
+    step_seconds: Histogram = field(default_factory=HistogramCounter(STEP_SECONDS).histogram)
+    step_rows: Histogram = field(default_factory=HistogramCounter(STEP_ROWS).histogram)
+    queue_seconds: Histogram = field(default_factory=HistogramCounter(REQUEST_SECONDS).histogram)
+    prefill_seconds: Histogram = field(default_factory=HistogramCounter(REQUEST_SECONDS).histogram)
+    decode_seconds: Histogram = field(default_factory=HistogramCounter(REQUEST_SECONDS).histogram)
     last_step_time: float | None = None
     last_step_seconds: float | None = None
     last_step_rows: int | None = None

@@ -21,7 +21,7 @@ from benchmarks.gpu.models import graph_figures, new_engine, params_for, random_
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.engine import Engine
 from d3engine.request.outputs import RequestOutput
-from d3engine.scheduling.admission import Admission, Immediate, Waves
+from d3engine.scheduling.admission import Admission, Immediate, IntervalAdmission
 
 LOADS = (0.7, 0.9, 0.4)
 """Arrival rates as parts of what the engine generates at full depth while it never idles."""
@@ -91,7 +91,9 @@ def run(report: dict[str, Any], current: Round) -> None:
             kv_tokens=traffic.slots * (longest + 16),
             admission=admission,
         )
-        strategies = [(admit, policy) for admit in (Immediate(), Waves(traffic.wave)) for policy in (FullDepth(), BBH)]
+        strategies = [
+            (admit, policy) for admit in (Immediate(), IntervalAdmission(traffic.wave)) for policy in (FullDepth(), BBH)
+        ]
         seconds = min(LONGEST_RUN_S, (current.left() - 10) / (len(LOADS) * len(strategies) + 2))
         seconds = max(seconds, SHORTEST_RUN_S) if current.on_gpu else 0.5
         report["seconds_a_run"] = seconds

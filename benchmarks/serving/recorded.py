@@ -14,7 +14,7 @@ from typing import Any
 from d3engine import Engine
 from d3engine.cli import main as d3engine
 from d3engine.request.outputs import RequestOutput
-from d3engine.request.prepared import Prepared
+from d3engine.request.prepared import EngineRequest
 
 
 class Arrivals:
@@ -43,7 +43,7 @@ def record(arrivals: Arrivals) -> None:
     """Have every engine of this process count."""
     add, step = Engine.add, Engine.step
 
-    def counted_add(self: Engine, prepared: Prepared) -> str:
+    def counted_add(self: Engine, prepared: EngineRequest) -> str:
         arrivals.add()
         return add(self, prepared)
 

@@ -33,8 +33,8 @@ def plot_kinds(result: ByKind, path: str | Path, title: str) -> None:
         means = [result.mean(side, kind, "kl") for kind in shown]
         values = np.array([max(mean.value, 0.0) for mean in means])
         arms = np.nan_to_num([mean.arm for mean in means])
-        reach = [np.minimum(arms, values), arms]
-        right.errorbar(values, places, xerr=reach, fmt=marker, color=colour, capsize=3, elinewidth=1)
+        errors = [np.minimum(arms, values), arms]
+        right.errorbar(values, places, xerr=errors, fmt=marker, color=colour, capsize=3, elinewidth=1)
     left.set_yticks(range(len(kinds)), [kind.value for kind in kinds])
     left.invert_yaxis()
     left.set_xlim(0, result.num_layers * 1.03)

@@ -165,8 +165,8 @@ def _draw_grid(axes: Any, result: Copying) -> None:
         at = places + aside * (number - (len(result.layers) - 1) / 2)
         colour = line_ramp(number / max(len(result.layers) - 1, 1))
         style = {"color": colour, "linewidth": 1.5, "markersize": 6, "capsize": 3, "elinewidth": 1}
-        reach = [100 * (shares - low), 100 * (high - shares)]
-        axes.errorbar(at, 100 * shares, reach, marker=MARKERS[number % len(MARKERS)], label=f"{layers}", **style)
+        errors = [100 * (shares - low), 100 * (high - shares)]
+        axes.errorbar(at, 100 * shares, errors, marker=MARKERS[number % len(MARKERS)], label=f"{layers}", **style)
     axes.axhline(100 * result.full.share, color=INK, linestyle="--", linewidth=1, label="0 (full depth)")
     axes.set_xticks(places, [f"{step}\n{result.reaching(step)}" for step in result.steps])
     axes.set_xlim(-0.5, len(places) - 0.5)

@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Self
 
-from d3engine.async_engine.slots import Slot, Waker
-from d3engine.async_engine.switchboard import Switchboard
+from d3engine.async_engine.dispatcher import Dispatcher
+from d3engine.async_engine.slots import Notifier, ReplyFuture
 from d3engine.async_engine.wakers import LoopWaker, Tap, ThreadWaker
 from d3engine.errors import require
 from d3engine.request.outputs import RequestOutput
-from d3engine.request.prepared import Prepared
+from d3engine.request.prepared import EngineRequest
 
 
 class _LeftError(Exception):
@@ -26,9 +26,9 @@ class _LeftError(Exception):
 class _Reading:
     """What both kinds have in common: a slot while the request lives."""
 
-    def __init__(self, switchboard: Switchboard) -> None:
-        self._switchboard = switchboard
-        self._slot: Slot | None = None
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._slot: ReplyFuture | None = None
         self._next: deque[RequestOutput] = deque()
         self._is_over = False
         self._reading = threading.Lock()
@@ -38,10 +38,10 @@ class _Reading:
         if not self._reading.acquire(blocking=False):
             raise RuntimeError("these outputs are being read already: one reader at a time")
 
-    def _begin(self, prepared: Prepared, waker: Waker) -> Slot:
+    def _begin(self, prepared: EngineRequest, notifier: Notifier) -> ReplyFuture:
         if self._is_over:
             raise _LeftError  # while the prompt was read
-        return self._switchboard.begin(prepared, waker)
+        return self._dispatcher.begin(prepared, notifier)
 
     def _shown(self, output: RequestOutput) -> RequestOutput:
         if output.finished:
@@ -52,7 +52,7 @@ class _Reading:
         self._is_over = True
         self._next.clear()
         if self._slot is not None:
-            self._switchboard.leave(self._slot.key)
+            self._dispatcher.leave(self._slot.key)
 
     def _close(self) -> None:
         """Leave, and let go who may be reading."""
@@ -60,7 +60,7 @@ class _Reading:
             return
         self._leave()
         if self._slot is not None:
-            self._switchboard.tell(self._slot, _LeftError())
+            self._dispatcher.tell(self._slot, _LeftError())
 
     def __del__(self) -> None:
         if not self._is_over:
@@ -74,12 +74,12 @@ class AsyncAnswer(_Reading):
     """
 
     def __init__(
-        self, switchboard: Switchboard, waker: Callable[[], LoopWaker], prepare: Callable[[], Awaitable[Prepared]]
+        self, dispatcher: Dispatcher, notifier: Callable[[], LoopWaker], prepare: Callable[[], Awaitable[EngineRequest]]
     ) -> None:
-        super().__init__(switchboard)
-        self._find_waker = waker
+        super().__init__(dispatcher)
+        self._find_waker = notifier
         self._prepare = prepare
-        self._waker: LoopWaker | None = None
+        self._notifier: LoopWaker | None = None
         self._tap: Tap | None = None
 
     def tap(self, take: Callable[[Sequence[RequestOutput]], int]) -> None:
@@ -104,12 +104,12 @@ class AsyncAnswer(_Reading):
             raise StopAsyncIteration
         self._begin_reading()
         try:
-            if self._slot is None or self._waker is None:
+            if self._slot is None or self._notifier is None:
                 prepared = await self._prepare()
-                self._waker = self._find_waker()
-                self._slot = self._begin(prepared, self._waker)
+                self._notifier = self._find_waker()
+                self._slot = self._begin(prepared, self._notifier)
             if not self._next:
-                self._next.extend(await self._waker.take(self._slot, self._tap))
+                self._next.extend(await self._notifier.take(self._slot, self._tap))
             return self._shown(self._next.popleft())
         except _LeftError:
             raise StopAsyncIteration from None
@@ -136,10 +136,10 @@ class Answer(_Reading):
     Leaving it in any way ends the request within one step of the engine.
     """
 
-    def __init__(self, switchboard: Switchboard, prepare: Callable[[], Prepared]) -> None:
-        super().__init__(switchboard)
+    def __init__(self, dispatcher: Dispatcher, prepare: Callable[[], EngineRequest]) -> None:
+        super().__init__(dispatcher)
         self._prepare = prepare
-        self._waker = ThreadWaker()
+        self._notifier = ThreadWaker()
 
     def __iter__(self) -> Self:
         return self
@@ -150,9 +150,9 @@ class Answer(_Reading):
         self._begin_reading()
         try:
             if self._slot is None:
-                self._slot = self._begin(self._prepare(), self._waker)
+                self._slot = self._begin(self._prepare(), self._notifier)
             if not self._next:
-                self._next.extend(self._waker.take(self._slot))
+                self._next.extend(self._notifier.take(self._slot))
             return self._shown(self._next.popleft())
         except _LeftError:
             raise StopIteration from None

@@ -20,17 +20,17 @@ import torch
 
 from d3engine.async_engine.answers import AsyncAnswer, check_alone
 from d3engine.async_engine.client import Heartbeat
+from d3engine.async_engine.dispatcher import Dispatcher
 from d3engine.async_engine.engine_thread import EngineThread
-from d3engine.async_engine.switchboard import Switchboard
 from d3engine.async_engine.sync_engine import SyncEngine
 from d3engine.async_engine.wakers import LoopWaker
 from d3engine.calls.vllm_arguments import refuse_others
 from d3engine.engine import Engine
 from d3engine.errors import EngineClosedError, MissingExtraError, require
-from d3engine.loading.facts import Facts
+from d3engine.loading.facts import EngineProperties
 from d3engine.loading.settings import EngineSettings
 from d3engine.request.params import SamplingParams
-from d3engine.request.prepared import Prepared
+from d3engine.request.prepared import EngineRequest
 from d3engine.stats import EngineStats
 from d3engine.text.chat_prompts import Messages
 from d3engine.text.prompts import Prompt
@@ -59,7 +59,7 @@ class Front(Protocol):
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None, priority: int = 0
-    ) -> Prepared: ...
+    ) -> EngineRequest: ...
 
     @property
     def chat_prompt(self) -> Callable[..., dict[str, list[int]]]: ...
@@ -70,7 +70,7 @@ class Front(Protocol):
 class Transport(Protocol):
     """Where an engine's loop runs, and how to reach it."""
 
-    switchboard: Switchboard
+    dispatcher: Dispatcher
 
     @property
     def last_turn(self) -> float: ...
@@ -78,7 +78,7 @@ class Transport(Protocol):
     def stop(self, timeout: float) -> None: ...
 
 
-class AsyncEngine(Facts):
+class AsyncEngine(EngineProperties):
     """An engine for many callers at once, from any event loop and any thread.
 
     It installs no signal handlers. Its thread ends with `close`, with `async with`, or when nobody holds it any more.
@@ -123,7 +123,7 @@ class AsyncEngine(Facts):
             kind: ThreadPoolExecutor(_READERS, f"d3engine-reader-{kind}") for kind in ("short", "long", "form")
         }
         self._transport = transport
-        self._switchboard = transport.switchboard
+        self._dispatcher = transport.dispatcher
         self._wakers: weakref.WeakValueDictionary[int, LoopWaker] = weakref.WeakValueDictionary()
         self._end = weakref.finalize(self, _end, transport, list(self._pools.values()), STOP_SECONDS)
 
@@ -136,21 +136,21 @@ class AsyncEngine(Facts):
         *,
         request_id: str | None = None,
         priority: int = 0,
-    ) -> Prepared:
+    ) -> EngineRequest:
         """Read and check a request for `generate`, without side effects. Raises `InvalidValueError`.
 
         A short one is read here and now: to have a thread do it takes longer.
         """
         read, given = self._front.prepare, (prompt, params, request_id, priority)
         if _is_short(prompt) and (params is None or _is_plain(params)):
-            short: Prepared = self._read(read, *given)
+            short: EngineRequest = self._read(read, *given)
             return short
-        prepared: Prepared = await self._in_pool(_kind_of(prompt, params), read, *given)
+        prepared: EngineRequest = await self._in_pool(_kind_of(prompt, params), read, *given)
         return prepared
 
     def generate(
         self,
-        prompt: Prompt | Prepared,
+        prompt: Prompt | EngineRequest,
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
@@ -167,15 +167,15 @@ class AsyncEngine(Facts):
         ended by a fault, and `EngineClosedError`.
         """
         refuse_others(of_vllm, "generate")
-        if not isinstance(prompt, Prepared):
+        if not isinstance(prompt, EngineRequest):
             read = partial(self.prepare, prompt, params, request_id=request_id, priority=priority)
-            return AsyncAnswer(self._switchboard, self._waker, read)
+            return AsyncAnswer(self._dispatcher, self._notifier, read)
         check_alone(params, request_id, priority)
 
-        async def as_it_is() -> Prepared:
+        async def as_it_is() -> EngineRequest:
             return prompt
 
-        return AsyncAnswer(self._switchboard, self._waker, as_it_is)
+        return AsyncAnswer(self._dispatcher, self._notifier, as_it_is)
 
     def chat(
         self,
@@ -188,11 +188,11 @@ class AsyncEngine(Facts):
     ) -> AsyncAnswer:
         """The outputs that answer a conversation, as `generate` gives them; further arguments are `Engine.chat`'s."""
 
-        async def read() -> Prepared:
+        async def read() -> EngineRequest:
             prompt = await self.chat_prompt(messages, **template_arguments)
             return await self.prepare(prompt, params, request_id=request_id, priority=priority)
 
-        return AsyncAnswer(self._switchboard, self._waker, read)
+        return AsyncAnswer(self._dispatcher, self._notifier, read)
 
     async def chat_prompt(self, messages: Messages, **template_arguments: Any) -> dict[str, list[int]]:
         """The prompt of a conversation as token ids, for `generate`; the arguments are those of `Engine.chat`."""
@@ -209,12 +209,12 @@ class AsyncEngine(Facts):
 
     async def abort(self, request_id: str) -> None:
         """End a request: its reader gets a last output with finish_reason "abort". Unknown ids are passed over."""
-        self._switchboard.abort(request_id)
+        self._dispatcher.abort(request_id)
 
     def sync(self) -> SyncEngine:
         """The same engine for threads, which block for what they want."""
         prepare, chat_prompt = (partial(self._read, read) for read in (self._front.prepare, self._front.chat_prompt))
-        return SyncEngine(self, self._switchboard, prepare, chat_prompt)
+        return SyncEngine(self, self._dispatcher, prepare, chat_prompt)
 
     # -- the engine itself -----------------------------------------------------------------------------------------
 
@@ -234,20 +234,20 @@ class AsyncEngine(Facts):
 
     def heartbeat(self) -> Heartbeat:
         """Whether the engine still works, without asking it."""
-        switchboard = self._switchboard
-        last_turn = max(self._transport.last_turn, switchboard.busy_since)
-        return Heartbeat(last_turn, switchboard.is_working, None if switchboard.end is None else str(switchboard.end))
+        dispatcher = self._dispatcher
+        last_turn = max(self._transport.last_turn, dispatcher.busy_since)
+        return Heartbeat(last_turn, dispatcher.is_working, None if dispatcher.end is None else str(dispatcher.end))
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Take no more requests, and wait until all have been read to their end or left.
 
         Returns whether that was so within `timeout` seconds; those that go on then go on, until `close`.
         """
-        waker = self._waker()
-        slot = self._switchboard.drain(waker)
+        notifier = self._notifier()
+        slot = self._dispatcher.drain(notifier)
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                return bool(await waker.take(slot))  # True comes into it, when nobody reads any more
+                return bool(await notifier.take(slot))  # True comes into it, when nobody reads any more
         return False
 
     async def close(self) -> None:
@@ -262,34 +262,34 @@ class AsyncEngine(Facts):
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _waker(self) -> LoopWaker:
+    def _notifier(self) -> LoopWaker:
         """The one of the running event loop, which lives as long as anybody waits there."""
         loop = asyncio.get_running_loop()
-        waker = self._wakers.get(id(loop))
-        if waker is None:
-            self._wakers[id(loop)] = waker = LoopWaker(loop)
-        return waker
+        notifier = self._wakers.get(id(loop))
+        if notifier is None:
+            self._wakers[id(loop)] = notifier = LoopWaker(loop)
+        return notifier
 
     async def _ask(self, method: str) -> Any:
-        waker = self._waker()
-        slot = self._switchboard.ask(method, waker)
+        notifier = self._notifier()
+        slot = self._dispatcher.ask(method, notifier)
         try:
-            return (await waker.take(slot))[0]
+            return (await notifier.take(slot))[0]
         finally:
-            self._switchboard.leave(slot.key)
+            self._dispatcher.leave(slot.key)
 
     async def _in_pool(self, kind: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        self._switchboard.check()
+        self._dispatcher.check()
         read = partial(self._read, function, *arguments, **named)
         return await asyncio.get_running_loop().run_in_executor(self._pools[kind], read)
 
     def _read(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """What the engine reads of a request; why it has ended, if it has."""
-        self._switchboard.check()
+        self._dispatcher.check()
         try:
             return function(*arguments, **named)
         except EngineClosedError:  # which it also is after a fault
-            self._switchboard.check()
+            self._dispatcher.check()
             raise
 
 

@@ -11,7 +11,7 @@ from d3engine.loading.settings import EngineSettings
 from d3engine.model.config import ModelConfig
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import SamplingParams
-from d3engine.request.prepared import Prepared
+from d3engine.request.prepared import EngineRequest
 from d3engine.stats import EngineStats
 from d3engine.text.chat_prompts import Messages
 from d3engine.text.prompts import Prompt
@@ -68,7 +68,7 @@ class EngineClient(Protocol):
         *,
         request_id: str | None = None,
         priority: int = 0,
-    ) -> Prepared:
+    ) -> EngineRequest:
         """Read and check a request without side effects, a long one in a thread. Raises `InvalidValueError`."""
 
     async def chat_prompt(self, messages: Messages, **template_arguments: Any) -> Mapping[str, list[int]]:
@@ -79,7 +79,7 @@ class EngineClient(Protocol):
 
     def generate(
         self,
-        prompt: Prompt | Prepared,
+        prompt: Prompt | EngineRequest,
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,

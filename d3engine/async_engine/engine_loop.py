@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from d3engine.async_engine.batcher import OutputBatcher, Reply
 from d3engine.async_engine.messages import ASKED, Abort, Add, Ask, Leave, Message, Refuse, Stop
-from d3engine.async_engine.outbox import Outbox, Reply
 from d3engine.errors import EngineDeadError
 from d3engine.executor.interface import Executor
 from d3engine.request.outputs import RequestOutput
-from d3engine.request.prepared import Prepared
+from d3engine.request.prepared import EngineRequest
 from d3engine.stats import EngineStats
 
 
@@ -25,7 +25,7 @@ class Steppable(Protocol):
 
     executor: Executor
 
-    def add(self, prepared: Prepared) -> str: ...
+    def add(self, prepared: EngineRequest) -> str: ...
 
     def step(self, *, at_once: bool = False) -> list[RequestOutput]: ...
 
@@ -40,13 +40,13 @@ class Steppable(Protocol):
     def reset_prefix_cache(self) -> None: ...
 
 
-class Pulse(Protocol):
+class HeartbeatClock(Protocol):
     """When a loop last began to wait or to step, in seconds of `time.monotonic()`."""
 
     last_turn: float
 
 
-class OwnPulse:
+class LocalHeartbeatClock:
     """Of a loop in this process."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class EngineLoop:
 
     Args:
         engine: the engine, which whoever has called `run` closes.
-        hand_over: gets replies as an `Outbox` lets them go; must not raise.
+        hand_over: gets replies as an `OutputBatcher` lets them go; must not raise.
         before_step: called before each step; for tests, which make it hang or fail there.
         pulse: where it writes at every turn when that was.
 
@@ -71,12 +71,12 @@ class EngineLoop:
         engine: Steppable,
         hand_over: Callable[[list[Reply]], None],
         before_step: Callable[[], object] | None = None,
-        pulse: Pulse | None = None,
+        pulse: HeartbeatClock | None = None,
     ) -> None:
         self.inbox: SimpleQueue[Message] = SimpleQueue()
-        self.pulse = pulse or OwnPulse()
+        self.pulse = pulse or LocalHeartbeatClock()
         self._engine = engine
-        self._outbox = Outbox(hand_over)
+        self._batcher = OutputBatcher(hand_over)
         self._before_step = before_step
         self._keys: dict[str, int] = {}
         self._ids: dict[int, str] = {}
@@ -92,7 +92,7 @@ class EngineLoop:
                     self._step()
                 self._send()
         finally:
-            self._outbox.send()  # whatever has ended it, its readers hear of that after all that came before
+            self._batcher.send()  # whatever has ended it, its readers hear of that after all that came before
 
     def _take_in(self) -> None:
         """Do what has been asked for; if there is nothing else to do, prepare for it, then wait for it."""
@@ -122,9 +122,9 @@ class EngineLoop:
                 self._has_aborted = True
             case Ask(key, method):
                 assert method in ASKED
-                self._answer(key, lambda: self._outbox.put(key, getattr(self._engine, method)()))
+                self._answer(key, lambda: self._batcher.put(key, getattr(self._engine, method)()))
             case Refuse(key, error):
-                self._outbox.put(key, error)
+                self._batcher.put(key, error)
             case Stop():
                 self._stopped = True
 
@@ -135,9 +135,9 @@ class EngineLoop:
         except EngineDeadError:
             raise
         except Exception as error:
-            self._outbox.put(key, error)
+            self._batcher.put(key, error)
 
-    def _add(self, key: int, prepared: Prepared) -> None:
+    def _add(self, key: int, prepared: EngineRequest) -> None:
         if self._has_aborted:
             self._step()  # an id is free again when its last output has been taken
         request_id = self._engine.add(prepared)
@@ -159,12 +159,12 @@ class EngineLoop:
             key = self._keys.get(output.request_id)
             if key is None:
                 continue  # its reader has left
-            self._outbox.put(key, output)
+            self._batcher.put(key, output)
             if output.finished:
                 del self._keys[output.request_id], self._ids[key]
 
     def _send(self) -> None:
-        self._outbox.send(more_is_soon=self._engine.is_ahead())
+        self._batcher.send(more_is_soon=self._engine.is_ahead())
 
     def _turn(self) -> None:
         self.pulse.last_turn = time.monotonic()

@@ -1,6 +1,6 @@
 """An engine in a process of its own, spawned: this is its callers' side of it.
 
-A thread sends, another receives; who waits for what is the switchboard's, as for an engine on a thread. The end of the
+A thread sends, another receives; who waits for what is the dispatcher's, as for an engine on a thread. The end of the
 process, however it comes, is the end of a pipe that nobody else holds.
 """
 
@@ -21,13 +21,13 @@ import torch
 import zmq
 
 from d3engine.async_engine import messages, wire
-from d3engine.async_engine.outbox import Reply
-from d3engine.async_engine.shared_pulse import SharedPulse
-from d3engine.async_engine.switchboard import Switchboard
+from d3engine.async_engine.batcher import Reply
+from d3engine.async_engine.dispatcher import Dispatcher
+from d3engine.async_engine.shared_pulse import SharedHeartbeatClock
 from d3engine.children import child_environment, main_command
 from d3engine.errors import EngineDeadError, require
-from d3engine.request.prepared import Prepared
-from d3engine.scheduling.admission import Immediate, Waves
+from d3engine.request.prepared import EngineRequest
+from d3engine.scheduling.admission import Immediate, IntervalAdmission
 
 _MAIN = "d3engine.async_engine.process_main"
 _LOOK_MILLISECONDS = 200
@@ -45,11 +45,11 @@ class EngineProcess:
     """
 
     def __init__(self, model: str, arguments: Mapping[str, Any]) -> None:
-        self.switchboard = Switchboard(self.send)
+        self.dispatcher = Dispatcher(self.send)
         self._inbox: SimpleQueue[messages.Message | None] = SimpleQueue()
         self._prompts: dict[int, tuple[str | None, list[int]]] = {}
         self._folder = Path(tempfile.mkdtemp(prefix="d3engine-"))  # for this user alone
-        self._pulse = SharedPulse(self._folder / "pulse")
+        self._pulse = SharedHeartbeatClock(self._folder / "pulse")
         addresses = {name: f"ipc://{self._folder / name}" for name in ("requests", "replies")}
         self._context = zmq.Context()
         self._requests, self._replies = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
@@ -72,7 +72,7 @@ class EngineProcess:
             self.process.stdin.write(wire.encode(start).hex().encode() + b"\n")
             self.process.stdin.flush()
         self._stopped = threading.Event()
-        self.owns: Callable[[Prepared], bool] = lambda prepared: True
+        self.owns: Callable[[EngineRequest], bool] = lambda prepared: True
         try:
             self.ready = self._wait_until_ready()
         except BaseException:
@@ -98,7 +98,7 @@ class EngineProcess:
         """Close the engine after the step that is running; after `timeout` seconds the process is killed."""
         self.send(messages.Stop())
         if not self._stopped.wait(timeout):
-            self.switchboard.end_all(EngineDeadError(f"the engine has not ended within {timeout:g} seconds"))
+            self.dispatcher.end_all(EngineDeadError(f"the engine has not ended within {timeout:g} seconds"))
             self.process.kill()
         if threading.current_thread() not in self._threads:
             for thread in self._threads:
@@ -149,7 +149,7 @@ class EngineProcess:
             try:
                 told = wire.encode(self._on_wire(message))
             except Exception as error:  # what cannot be sent
-                self.switchboard.deliver([(message.key, error)] if isinstance(message, messages.Add) else [])
+                self.dispatcher.deliver([(message.key, error)] if isinstance(message, messages.Add) else [])
             else:
                 self._send_one(told)
         self._requests.close(linger=0)
@@ -199,11 +199,11 @@ class EngineProcess:
                 if reply is not None:
                     batch.append(self._reply(reply))
                 else:
-                    self.switchboard.deliver(batch)
+                    self.dispatcher.deliver(batch)
                     batch = []
         except Exception as error:
             end = EngineDeadError(f"what the engine's process says cannot be read: {error!r}")
-        self.switchboard.end_all(end or EngineDeadError(f"the engine's process has ended {self._how_it_ended()}"))
+        self.dispatcher.end_all(end or EngineDeadError(f"the engine's process has ended {self._how_it_ended()}"))
         self._end_process(timeout=5)
         self._close_sockets()
         self._stopped.set()
@@ -256,7 +256,12 @@ def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if plain.get("tokenizer") is not None:
         plain["tokenizer"] = os.fspath(plain["tokenizer"])
     admission = plain.get("admission")
-    known = admission is None or type(admission) in (Immediate, Waves)
-    require(known, "admission", admission, "Immediate() or Waves(steps) where the engine has a process of its own")
-    plain["admission"] = admission.steps if isinstance(admission, Waves) else None
+    known = admission is None or type(admission) in (Immediate, IntervalAdmission)
+    require(
+        known,
+        "admission",
+        admission,
+        "Immediate() or IntervalAdmission(steps) where the engine has a process of its own",
+    )
+    plain["admission"] = admission.steps if isinstance(admission, IntervalAdmission) else None
     return {name: wire.plain(name, value) for name, value in plain.items()}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from d3engine.async_engine.dispatcher import Dispatcher
 from d3engine.async_engine.engine_loop import EngineLoop
 from d3engine.async_engine.messages import Message, Stop
-from d3engine.async_engine.switchboard import Switchboard
 from d3engine.engine import Engine
 from d3engine.errors import EngineClosedError, EngineDeadError
 
@@ -16,9 +16,9 @@ class EngineThread:
     """Runs the loop of one engine; whatever ends it, its readers hear of."""
 
     def __init__(self, engine: Engine, before_step: Callable[[], object] | None = None) -> None:
-        self.switchboard = Switchboard(self.send)
+        self.dispatcher = Dispatcher(self.send)
         self._engine = engine
-        self._loop = EngineLoop(engine, self.switchboard.deliver, before_step)
+        self._loop = EngineLoop(engine, self.dispatcher.deliver, before_step)
         # Nobody waits for a hung one when Python ends.
         self._thread = threading.Thread(target=self._run, name="d3engine", daemon=True)
         self._thread.start()
@@ -38,7 +38,7 @@ class EngineThread:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
         if self._thread.is_alive():
-            self.switchboard.end_all(EngineDeadError(f"the engine has not ended within {timeout:g} seconds"))
+            self.dispatcher.end_all(EngineDeadError(f"the engine has not ended within {timeout:g} seconds"))
 
     def _run(self) -> None:
         end: Exception = EngineClosedError("the engine is closed")
@@ -49,5 +49,5 @@ class EngineThread:
         except BaseException as fault:
             end = EngineDeadError(f"the engine has ended: {fault!r}")
             end.__cause__ = fault
-        self.switchboard.end_all(end)
+        self.dispatcher.end_all(end)
         self._engine.close()

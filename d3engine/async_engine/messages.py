@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from d3engine.request.prepared import Prepared
+from d3engine.request.prepared import EngineRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +13,7 @@ class Add:
     """Queue a request, whose outputs are for `key`."""
 
     key: int
-    prepared: Prepared
+    prepared: EngineRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,11 @@ from d3engine.calls.new_requests import NewRequests
 from d3engine.loading.bridges import NOWHERE, bridge_store
 from d3engine.loading.certification import Certification
 from d3engine.loading.defaults import default_sampling_params
-from d3engine.loading.facts import Facts
+from d3engine.loading.facts import EngineProperties
 from d3engine.loading.parts import new_cache
 from d3engine.loading.settings import settings_of_plain
 from d3engine.request.params import SamplingParams
-from d3engine.request.prepared import Prepared
+from d3engine.request.prepared import EngineRequest
 from d3engine.scheduling.admission import Immediate
 from d3engine.scheduling.scheduler import Scheduler
 from d3engine.text.chat_prompts import ChatPrompts
@@ -28,7 +28,7 @@ from d3engine.text.prompts import Prompt
 from d3engine.text.tokenizer import load_tokenizer
 
 
-class ProcessFront(Facts, WritesChatPrompts):
+class ProcessFront(EngineProperties, WritesChatPrompts):
     """Of the engine that `ready` describes, made with `arguments`."""
 
     def __init__(self, ready: wire.Ready, arguments: Mapping[str, Any]) -> None:
@@ -52,7 +52,7 @@ class ProcessFront(Facts, WritesChatPrompts):
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None, priority: int = 0
-    ) -> Prepared:
+    ) -> EngineRequest:
         """As `Engine.prepare`."""
         given = self.default_sampling_params if params is None else params
         prepared = self._requests.prepare(prompt, given, request_id, priority)
@@ -60,6 +60,6 @@ class ProcessFront(Facts, WritesChatPrompts):
         wire.plain_params(given)
         return prepared
 
-    def owns(self, prepared: Prepared) -> bool:
+    def owns(self, prepared: EngineRequest) -> bool:
         """Whether a request was checked against this engine's limits."""
         return prepared.owner is self._requests

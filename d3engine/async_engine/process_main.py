@@ -20,9 +20,9 @@ import zmq
 
 from d3engine.async_engine import messages, wire
 from d3engine.async_engine.async_engine import LONG_WORK, work_of
+from d3engine.async_engine.batcher import Reply
 from d3engine.async_engine.engine_loop import EngineLoop
-from d3engine.async_engine.outbox import Reply
-from d3engine.async_engine.shared_pulse import SharedPulse
+from d3engine.async_engine.shared_pulse import SharedHeartbeatClock
 from d3engine.depth import policy_from_dict
 from d3engine.engine import Engine
 from d3engine.errors import EngineClosedError, EngineDeadError
@@ -30,7 +30,7 @@ from d3engine.garbage import collect_seldom, freeze_loaded
 from d3engine.loading import certification
 from d3engine.loading.settings import plain_settings
 from d3engine.request.outputs import RequestOutput
-from d3engine.scheduling.admission import Waves
+from d3engine.scheduling.admission import IntervalAdmission
 
 _LOOK_SECONDS = 1.0
 _PATIENCE_SECONDS = 60.0
@@ -54,7 +54,9 @@ def main() -> None:
         return
     freeze_loaded()
     _send(replies, [_ready(engine)])
-    loop = EngineLoop(engine, lambda batch: _send(replies, map(_reply, batch)), pulse=SharedPulse(Path(start.pulse)))
+    loop = EngineLoop(
+        engine, lambda batch: _send(replies, map(_reply, batch)), pulse=SharedHeartbeatClock(Path(start.pulse))
+    )
     threading.Thread(target=_receive, args=(context, start.requests, engine, loop), daemon=True).start()
     end: BaseException = EngineClosedError("the engine is closed")
     try:
@@ -169,7 +171,7 @@ def arguments_of(plain: dict[str, Any]) -> dict[str, Any]:
     if isinstance(arguments.get("depth"), dict):
         arguments["depth"] = policy_from_dict(arguments["depth"])
     if arguments.get("admission") is not None:
-        arguments["admission"] = Waves(arguments["admission"])
+        arguments["admission"] = IntervalAdmission(arguments["admission"])
     return arguments
 
 

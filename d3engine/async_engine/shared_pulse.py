@@ -10,7 +10,7 @@ from pathlib import Path
 _FORM = struct.Struct("=d")
 
 
-class SharedPulse:
+class SharedHeartbeatClock:
     """When a loop last began to wait or to step, in seconds of `time.monotonic()`, which all processes share."""
 
     def __init__(self, path: Path) -> None:

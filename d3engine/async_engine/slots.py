@@ -1,7 +1,7 @@
 """Where replies wait for their reader: one slot for each, so memory is bounded without any queue.
 
-The engine's side fills slots and says which have something new; waking is the business of a `Waker`, of which an event
-loop has one for all its readers and a plain thread one each.
+The engine's side fills slots and says which have something new; a `Notifier` wakes their readers. An event loop has one
+for all of them, a plain thread one of its own.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from d3engine.async_engine.merging import MergedDeltas
 from d3engine.request.outputs import RequestOutput
 
 
-class Waker(Protocol):
+class Notifier(Protocol):
     """Tells the readers of slots that there is something to take."""
 
     @property
     def is_gone(self) -> bool:
         """Whether they can never be woken again."""
 
-    def wake(self, slots: Iterable[Slot]) -> None:
+    def wake(self, slots: Iterable[ReplyFuture]) -> None:
         """Wake them, from any thread. Raises `RuntimeError` if they are gone."""
 
 
-class Slot:
+class ReplyFuture:
     """For one reader: the outputs of a request, or what a method returned.
 
     Args:
@@ -37,9 +37,9 @@ class Slot:
         error: the exception that waits, behind replies or alone.
     """
 
-    def __init__(self, key: int, waker: Waker, *, merges: bool = False) -> None:
+    def __init__(self, key: int, notifier: Notifier, *, merges: bool = False) -> None:
         self.key = key
-        self.waker = waker
+        self.notifier = notifier
         self._merges = merges
         self._lock = threading.Lock()
         self._waiting: list[Any] = []

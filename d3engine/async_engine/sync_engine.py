@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 from d3engine.async_engine.answers import Answer, check_alone
-from d3engine.async_engine.switchboard import Switchboard
+from d3engine.async_engine.dispatcher import Dispatcher
 from d3engine.async_engine.wakers import ThreadWaker
 from d3engine.calls.vllm_arguments import refuse_others
 from d3engine.request.params import SamplingParams
-from d3engine.request.prepared import Prepared
+from d3engine.request.prepared import EngineRequest
 from d3engine.stats import EngineStats
 from d3engine.text.chat_prompts import Messages
 from d3engine.text.prompts import Prompt
@@ -23,12 +23,12 @@ class SyncEngine:
     def __init__(
         self,
         owner: object,
-        switchboard: Switchboard,
-        prepare: Callable[..., Prepared],
+        dispatcher: Dispatcher,
+        prepare: Callable[..., EngineRequest],
         chat_prompt: Callable[..., dict[str, list[int]]],
     ) -> None:
         self._owner = owner  # which ends its engine when nobody holds it
-        self._switchboard = switchboard
+        self._dispatcher = dispatcher
         self._prepare = prepare
         self.chat_prompt = chat_prompt
 
@@ -39,13 +39,13 @@ class SyncEngine:
         *,
         request_id: str | None = None,
         priority: int = 0,
-    ) -> Prepared:
+    ) -> EngineRequest:
         """Read and check a request for `generate`, without side effects. Raises `InvalidValueError`."""
         return self._prepare(prompt, params, request_id, priority)
 
     def generate(
         self,
-        prompt: Prompt | Prepared,
+        prompt: Prompt | EngineRequest,
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
@@ -54,10 +54,10 @@ class SyncEngine:
     ) -> Answer:
         """The outputs of one request, to be read with `for`; everything else as `AsyncEngine.generate` says."""
         refuse_others(of_vllm, "generate")
-        if not isinstance(prompt, Prepared):
-            return Answer(self._switchboard, partial(self._prepare, prompt, params, request_id, priority))
+        if not isinstance(prompt, EngineRequest):
+            return Answer(self._dispatcher, partial(self._prepare, prompt, params, request_id, priority))
         check_alone(params, request_id, priority)
-        return Answer(self._switchboard, lambda: prompt)
+        return Answer(self._dispatcher, lambda: prompt)
 
     def chat(
         self,
@@ -70,21 +70,21 @@ class SyncEngine:
     ) -> Answer:
         """The outputs that answer a conversation, as `generate` gives them; further arguments are `Engine.chat`'s."""
 
-        def read() -> Prepared:
+        def read() -> EngineRequest:
             return self._prepare(self.chat_prompt(messages, **template_arguments), params, request_id, priority)
 
-        return Answer(self._switchboard, read)
+        return Answer(self._dispatcher, read)
 
     def abort(self, request_id: str) -> None:
         """End a request: its reader gets a last output with finish_reason "abort". Unknown ids are passed over."""
-        self._switchboard.abort(request_id)
+        self._dispatcher.abort(request_id)
 
     def stats(self) -> EngineStats:
         """What the engine holds now, and what it has done since it began; asked between two steps."""
-        waker = ThreadWaker()
-        slot = self._switchboard.ask("stats", waker)
+        notifier = ThreadWaker()
+        slot = self._dispatcher.ask("stats", notifier)
         try:
-            stats: EngineStats = waker.take(slot)[0]
+            stats: EngineStats = notifier.take(slot)[0]
         finally:
-            self._switchboard.leave(slot.key)
+            self._dispatcher.leave(slot.key)
         return stats

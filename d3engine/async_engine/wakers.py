@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
-from d3engine.async_engine.slots import Slot
+from d3engine.async_engine.slots import ReplyFuture
 
 Tap: TypeAlias = "Callable[[Sequence[Any]], int]"
 """Takes so many of the first of what came at once for a reader who waits; for the rest he is woken."""
@@ -19,7 +19,7 @@ class LoopWaker:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._lock = threading.Lock()
-        self._filled: list[Slot] = []
+        self._filled: list[ReplyFuture] = []
         self._is_called = False
         self._readers: dict[int, tuple[asyncio.Future[list[Any]], Tap | None]] = {}
 
@@ -28,7 +28,7 @@ class LoopWaker:
         """Whether the loop is closed."""
         return self._loop.is_closed()
 
-    def wake(self, slots: Iterable[Slot]) -> None:
+    def wake(self, slots: Iterable[ReplyFuture]) -> None:
         with self._lock:
             if not self._is_called:
                 self._loop.call_soon_threadsafe(self._wake_readers)
@@ -49,7 +49,7 @@ class LoopWaker:
                 self._pour(slot, reader, tap)
 
     @staticmethod
-    def _pour(slot: Slot, reader: asyncio.Future[list[Any]], tap: Tap) -> None:
+    def _pour(slot: ReplyFuture, reader: asyncio.Future[list[Any]], tap: Tap) -> None:
         """Hand what waits to the tap, and what it leaves to the reader, who hears of errors, the tap's among them."""
         try:
             replies = slot.take()
@@ -62,7 +62,7 @@ class LoopWaker:
         except Exception as error:
             reader.set_exception(error)
 
-    async def take(self, slot: Slot, tap: Tap | None = None) -> list[Any]:
+    async def take(self, slot: ReplyFuture, tap: Tap | None = None) -> list[Any]:
         """What waits in a slot, or what comes next and `tap` does not take. Raises what ended it."""
         while True:
             replies = slot.take()
@@ -90,10 +90,10 @@ class ThreadWaker:
     def __init__(self) -> None:
         self._event = threading.Event()
 
-    def wake(self, slots: Iterable[Slot]) -> None:
+    def wake(self, slots: Iterable[ReplyFuture]) -> None:
         self._event.set()
 
-    def take(self, slot: Slot) -> list[Any]:
+    def take(self, slot: ReplyFuture) -> list[Any]:
         """What waits in a slot, or what comes next. Raises what ended it."""
         while True:
             self._event.clear()

@@ -82,8 +82,8 @@ def _likely(trials: int, chance: float) -> Any:
     """The counts that can be expected of so many trials."""
     if chance <= 0:
         return np.zeros(1, dtype=np.int64)
-    reach = SPREAD * (trials * chance * (1 - chance)) ** 0.5 + SPREAD
-    return np.arange(max(0, int(trials * chance - reach)), min(trials, int(trials * chance + reach) + 1) + 1)
+    margin = SPREAD * (trials * chance * (1 - chance)) ** 0.5 + SPREAD
+    return np.arange(max(0, int(trials * chance - margin)), min(trials, int(trials * chance + margin) + 1) + 1)
 
 
 def _times_log(count: Any, chance: float) -> Any:

@@ -153,6 +153,6 @@ def _draw_answers(axes: Any, answers: Answers, marker: str, colour: str, size: f
     """
     share = 100 * answers.exact_match
     interval = wilson_interval(answers.correct, len(answers.right))
-    reach = [[share - 100 * interval.low], [100 * interval.high - share]]
+    errors = [[share - 100 * interval.low], [100 * interval.high - share]]
     style = {"color": colour, "markersize": size, "markerfacecolor": "none", "markeredgewidth": 1.5}
-    axes.errorbar(answers.mean_layers, share, reach, fmt=marker, capsize=2.5, elinewidth=1, label=label, **style)
+    axes.errorbar(answers.mean_layers, share, errors, fmt=marker, capsize=2.5, elinewidth=1, label=label, **style)

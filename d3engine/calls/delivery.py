@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from d3engine.request.outputs import RequestOutput
 
 
-class Delivery:
+class OutputQueue:
     """Outputs that have not been handed out, in their order.
 
     Those of a claimed request (of `generate` or `stream`) wait for its owner; all others are for `step()`.

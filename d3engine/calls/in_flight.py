@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from d3engine.calls.delivery import Delivery
-from d3engine.calls.life import Life
+from d3engine.calls.delivery import OutputQueue
+from d3engine.calls.life import EngineState
 from d3engine.calls.nominal_depth import NominalDepth
 from d3engine.errors import require
 from d3engine.plan import Plan, Sampled
@@ -20,15 +20,17 @@ from d3engine.text.output import OutputProcessor
 from d3engine.text.tokenizer import Tokenizer
 
 
-class InFlight:
+class RequestRegistry:
     """The requests of one engine: `outputs` has those that are unfinished, `delivery` what has yet to be taken.
 
     A request stands in the scheduler, in `outputs` and perhaps in `delivery`; it enters and leaves them together.
     """
 
-    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer | None, life: Life, stream_interval: int = 1) -> None:
+    def __init__(
+        self, scheduler: Scheduler, tokenizer: Tokenizer | None, life: EngineState, stream_interval: int = 1
+    ) -> None:
         self.outputs = OutputProcessor(tokenizer, scheduler.finish, stream_interval)
-        self.delivery = Delivery()
+        self.delivery = OutputQueue()
         self.nominal = NominalDepth()
         self.timings = Timings()
         self._scheduler = scheduler

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from d3engine.errors import EngineClosedError, EngineDeadError
 
 
-class Life:
+class EngineState:
     """Of one engine. A fault in the core may have left any state behind, so it ends the engine for every caller."""
 
     def __init__(self) -> None:

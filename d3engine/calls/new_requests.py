@@ -14,7 +14,7 @@ from d3engine.executor.bridging import BridgeStore
 from d3engine.model.config import ModelConfig
 from d3engine.request.draft import Draft
 from d3engine.request.params import PRIORITIES, SamplingParams
-from d3engine.request.prepared import Prepared
+from d3engine.request.prepared import EngineRequest
 from d3engine.request.sequence import Sequence
 from d3engine.structured.forms import Forms
 from d3engine.text.prompts import Prompt, PromptReader
@@ -57,7 +57,7 @@ class NewRequests:
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0
-    ) -> Prepared:
+    ) -> EngineRequest:
         """Read and check a request. Nothing but a memory of schedules changes, so any thread may do it at any time.
 
         Raises `InvalidValueError` for what can never run.
@@ -69,7 +69,7 @@ class NewRequests:
         text, token_ids = self._prompts.read(prompt)
         self._prompts.check_params(params)
         schedule, draft_rule = self._fit(params.depth or self._depth)
-        return Prepared(
+        return EngineRequest(
             request_id=request_id,
             prompt=text,
             prompt_token_ids=token_ids,
@@ -82,11 +82,11 @@ class NewRequests:
             owner=self,
         )
 
-    def probe(self, prepared: Prepared) -> Sequence:
+    def probe(self, prepared: EngineRequest) -> Sequence:
         """A sequence like the request's own, to check whether they would fit; it must not be queued."""
         return self._sequence(prepared, prepared.request_id or "", index=0, number=0)
 
-    def sequences(self, prepared: Prepared, request_id: str, call: str | None = None) -> list[Sequence]:
+    def sequences(self, prepared: EngineRequest, request_id: str, call: str | None = None) -> list[Sequence]:
         """The sequences of a request that arrives now, with others of the same `call` if it names one.
 
         Raises `InvalidValueError` for one that was prepared for another engine, whose limits are not these.
@@ -103,7 +103,7 @@ class NewRequests:
                 sequence.constraint = prepared.form.begin(ends)
         return sequences
 
-    def _sequence(self, prepared: Prepared, request_id: str, index: int, number: int) -> Sequence:
+    def _sequence(self, prepared: EngineRequest, request_id: str, index: int, number: int) -> Sequence:
         """One sequence of a request, the `number`-th of all."""
         params, token_ids, rule = prepared.params, prepared.prompt_token_ids, prepared.draft_rule
         own = params if index == 0 or params.prompt_logprobs is None else replace(params, prompt_logprobs=None)

@@ -14,7 +14,7 @@ Drop: TypeAlias = Callable[[list[str]], None]
 """Ends these requests, whose outputs nobody will ask for."""
 
 
-class OneCaller:
+class CallLock:
     """Who works in the engine, and which requests were left behind meanwhile.
 
     A reader may leave a stream at any time: the garbage collector closes one that was forgotten, from any thread and

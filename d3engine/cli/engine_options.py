@@ -25,7 +25,7 @@ from d3engine.errors import require_integer
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
-    from d3engine.loading.facts import Facts
+    from d3engine.loading.facts import EngineProperties
     from d3engine.request.params import SamplingParams
 
 Options: TypeAlias = dict[str, Any]
@@ -187,7 +187,7 @@ def open_engine(model: str, options: Options, depth: Depth | None = None) -> Eng
     return engine
 
 
-def tell_own_setting(engine: Facts, model: str) -> None:
+def tell_own_setting(engine: EngineProperties, model: str) -> None:
     """Say on stderr which setting the model's d3.json holds, and for which task; nothing without that file."""
     from d3engine.loading.depth import own_setting
 
@@ -204,11 +204,11 @@ def engine_arguments(model: str, options: Options, spare_cores: int = 0) -> Opti
     directory = model_directory(model)
     from d3engine.cli.threads import AUTO, use_threads
     from d3engine.model.config import ModelConfig
-    from d3engine.scheduling.admission import Waves
+    from d3engine.scheduling.admission import IntervalAdmission
 
     arguments = dict(options)
     if "admission" in arguments:
-        arguments["admission"] = Waves(require_integer("--admission-waves", arguments["admission"], 1))
+        arguments["admission"] = IntervalAdmission(require_integer("--admission-waves", arguments["admission"], 1))
     given = arguments.pop("threads", AUTO)
     arguments["num_threads"] = use_threads(given, ModelConfig.from_directory(directory), spare_cores)
     return arguments

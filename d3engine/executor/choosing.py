@@ -13,25 +13,25 @@ from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.sampling import Cuts, Penalties, SamplingRows
 from d3engine.model.llama import Llama
 from d3engine.plan import Chosen, Plan
-from d3engine.request.choice import Choice, choice_of
+from d3engine.request.choice import SamplingMode, choice_of
 from d3engine.request.sequence import Sequence
 
 
-def choice_of_step(plan: Plan) -> Choice:
+def choice_of_step(plan: Plan) -> SamplingMode:
     """What choosing the tokens of one step takes; HOST where logits are wanted for more than a token of each row."""
     if plan.prompt_rows or plan.drafts is not None:
-        return Choice.HOST
-    return max((choice_of(plan.sequences[chunk]) for chunk in plan.sampled.tolist()), default=Choice.GREEDY)
+        return SamplingMode.HOST
+    return max((choice_of(plan.sequences[chunk]) for chunk in plan.sampled.tolist()), default=SamplingMode.GREEDY)
 
 
-def choose_across_ranks(model: Llama, hidden: Tensor, plan: Plan, kind: Choice) -> Tensor | Chosen:
+def choose_across_ranks(model: Llama, hidden: Tensor, plan: Plan, kind: SamplingMode) -> Tensor | Chosen:
     """The tokens of final `hidden` [S, H], the step's sampled rows, without anybody's having all of their logits.
 
     Where it takes the whole row of logits to choose, those are returned: float32 [S, V].
     """
-    if kind > Choice.DRAW or not plan.sampled.size:
+    if kind > SamplingMode.DRAW or not plan.sampled.size:
         return model.logits(hidden)
-    if kind is Choice.GREEDY:
+    if kind is SamplingMode.GREEDY:
         tokens, scores = model.likeliest(hidden)
     else:
         choice = DeviceChoice(model, plan.sampled.size, hidden.device)
@@ -57,20 +57,20 @@ class DeviceChoice:
         self._integers = torch.zeros(3, rows, dtype=torch.int64, device=device)
         self._tokens_seen: tuple[Tensor, Tensor] | None = None
 
-    def choose(self, hidden: Tensor, rows: DecodeRows, kind: Choice) -> tuple[Tensor, Tensor]:
+    def choose(self, hidden: Tensor, rows: DecodeRows, kind: SamplingMode) -> tuple[Tensor, Tensor]:
         """A token int64 [B] and its score float32 [B] for final `hidden` [B, H]; it may be captured."""
-        if kind is Choice.GREEDY:
+        if kind is SamplingMode.GREEDY:
             return self._model.likeliest(hidden, rows.num_rows)
-        if kind is Choice.DRAW:
+        if kind is SamplingMode.DRAW:
             return self.draw(hidden, rows.steps, rows.num_rows)
         return self.from_logits(self._model.logits(hidden, rows.num_rows), rows.steps, kind, rows.num_rows)
 
     def draw(self, hidden: Tensor, steps: Tensor, num_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The same where every row draws, or takes the likeliest, for the steps int64 [B]."""
-        return self._model.draw(hidden, self._rows(hidden.shape[0], Choice.DRAW), steps, num_rows)
+        return self._model.draw(hidden, self._rows(hidden.shape[0], SamplingMode.DRAW), steps, num_rows)
 
     def from_logits(
-        self, logits: Tensor, steps: Tensor, kind: Choice, num_rows: Tensor | None = None
+        self, logits: Tensor, steps: Tensor, kind: SamplingMode, num_rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The same for `logits` [B, V] of rows at the steps int64 [B]; the tokens count for the next penalties."""
         given = self._rows(logits.shape[0], kind)
@@ -79,9 +79,9 @@ class DeviceChoice:
             self._kernels.count_tokens(given.penalties.output_counts, chosen[0], num_rows=num_rows)
         return chosen
 
-    def write(self, sequences: list[Sequence], kind: Choice) -> None:
+    def write(self, sequences: list[Sequence], kind: SamplingMode) -> None:
         """Put what the sequences ask for into the first rows."""
-        if kind is Choice.GREEDY:
+        if kind is SamplingMode.GREEDY:
             return
         asked = [sequence.params for sequence in sequences]
         floats = [
@@ -99,16 +99,16 @@ class DeviceChoice:
         count = len(sequences)
         self._numbers[:, :count] = torch.from_numpy(np.array(floats, dtype=np.float32).T.copy())
         self._integers[:, :count] = torch.from_numpy(np.array(integers, dtype=np.int64).T.copy())
-        if kind is Choice.PENALISE:
+        if kind is SamplingMode.PENALISE:
             self._write_tokens(sequences)
 
-    def _rows(self, count: int, kind: Choice) -> SamplingRows:
+    def _rows(self, count: int, kind: SamplingMode) -> SamplingRows:
         temperature, min_p, top_p, repetition, presence, frequency = self._numbers[:, :count].unbind()
         seeds, indices, top_k = self._integers[:, :count].unbind()
         rows = SamplingRows(temperature, seeds, indices)
-        if kind >= Choice.CUT:
+        if kind >= SamplingMode.CUT:
             rows = replace(rows, cuts=Cuts(min_p, top_k, top_p))
-        if kind is Choice.PENALISE:
+        if kind is SamplingMode.PENALISE:
             seen, counts = self._seen_and_counts()
             rows = replace(rows, penalties=Penalties(repetition, presence, frequency, seen[:count], counts[:count]))
         return rows

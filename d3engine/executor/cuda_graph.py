@@ -23,15 +23,15 @@ from d3engine.executor.block_tables import DeviceBlockTables
 from d3engine.executor.choosing import DeviceChoice
 from d3engine.executor.computed import Computed
 from d3engine.executor.eager import EagerExecutor
-from d3engine.executor.followed import FollowedRun, HostTokens
+from d3engine.executor.followed import HostTokens, StreamingRun
 from d3engine.executor.graph_bridges import GraphBridges
 from d3engine.executor.graph_shapes import GraphShape, batch_sizes, crossed_at, expected_shapes
 from d3engine.executor.recording import CudaGraphs, Recorder, Repeats, Step
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.llama import Llama
-from d3engine.plan import Chosen, Plan, Reach, RunAhead
-from d3engine.request.choice import Choice
+from d3engine.plan import Chosen, ExecutorCapabilities, MultiStep, Plan
+from d3engine.request.choice import SamplingMode
 
 MAX_GRAPHS = 2048
 """Graphs to keep: several times what one policy needs (sizes times depths), but each request may bring its own."""
@@ -64,7 +64,7 @@ class GraphExecutor:
             self._sizes[-1], config.num_layers, blocks, config.head_dim, max_steps, eager.device
         )
         self._host_tokens = HostTokens(self._rows)
-        self._followed: FollowedRun | None = None
+        self._followed: StreamingRun | None = None
         self._tables = DeviceBlockTables(max_num_seqs, config.num_layers, blocks, eager.device)
         self._query_starts = torch.arange(self._sizes[-1] + 1, dtype=torch.int32, device=eager.device)
         numbers = self._sizes[-1] * (3 + config.num_layers)
@@ -74,7 +74,7 @@ class GraphExecutor:
         self._expected: Iterator[GraphShape] = iter(())
         self.max_steps = max_steps
         self._bridges = GraphBridges(eager.bridges, eager.kernels, self._sizes[-1], eager.device)
-        self.reach = Reach(bridges=True)
+        self.capabilities = ExecutorCapabilities(bridges=True)
         self.stats = eager.stats
         self.stats.executor = "CUDA graphs"
 
@@ -94,21 +94,21 @@ class GraphExecutor:
     @torch.inference_mode()
     def run(self, plan: Plan) -> Computed:
         """Run the steps of a plan: tokens, where the device has chosen them itself, or logits as `eager` gives them."""
-        if plan.ahead is None:
+        if plan.multi_step is None:
             return self._eager.run(plan)
         self.stats.graph_steps += plan.num_steps
-        return Computed(self._run_ahead(plan, plan.ahead))
+        return Computed(self._run_ahead(plan, plan.multi_step))
 
-    def _run_ahead(self, plan: Plan, ahead: RunAhead) -> Chosen:
-        course = ahead.course
-        if self._followed is None or self._followed.course is not course:
-            steps = [self._graph(shape) for shape in self._shapes(ahead)]  # all before the rows are there
-            self._upload(plan, ahead)
-            if course is None:
+    def _run_ahead(self, plan: Plan, multi_step: MultiStep) -> Chosen:
+        control = multi_step.control
+        if self._followed is None or self._followed.control is not control:
+            steps = [self._graph(shape) for shape in self._shapes(multi_step)]  # all before the rows are there
+            self._upload(plan, multi_step)
+            if control is None:
                 for step in steps:
                     step()
-                return self._download(ahead)
-            self._followed = FollowedRun(course, steps, plan.num_rows, self._host_tokens)
+                return self._download(multi_step)
+            self._followed = StreamingRun(control, steps, plan.num_rows, self._host_tokens)
         return self._followed.next_step()
 
     def take_largest(self) -> None:
@@ -117,7 +117,7 @@ class GraphExecutor:
         Penalties also need to know the tokens that each row has seen, of the whole vocabulary.
         """
         with torch.inference_mode():
-            self._graph(GraphShape(self._sizes[-1], tuple(range(self._model.config.num_layers)), Choice.PENALISE))
+            self._graph(GraphShape(self._sizes[-1], tuple(range(self._model.config.num_layers)), SamplingMode.PENALISE))
 
     def expect(self, schedule: Schedule) -> None:
         """Answers will have this schedule: `prepare_next` captures the graphs that they need, as many as are kept."""
@@ -133,12 +133,15 @@ class GraphExecutor:
 
     # -- graphs ------------------------------------------------------------------------------------------------
 
-    def _shapes(self, ahead: RunAhead) -> list[GraphShape]:
+    def _shapes(self, multi_step: MultiStep) -> list[GraphShape]:
         """Rows and layers of each step of a run; its first row is the one that runs most."""
-        rows = next(size for size in self._sizes if size >= ahead.steps.size)
-        runs = (ahead.steps[0] + np.arange(ahead.num_steps))[:, None] < ahead.cutoffs[0]
+        rows = next(size for size in self._sizes if size >= multi_step.steps.size)
+        runs = (multi_step.steps[0] + np.arange(multi_step.num_steps))[:, None] < multi_step.cutoffs[0]
         layers = [tuple(active.nonzero()[0].tolist()) for active in runs]
-        return [GraphShape(rows, those, ahead.choice, crossed_at(ahead, taken)) for taken, those in enumerate(layers)]
+        return [
+            GraphShape(rows, those, multi_step.choice, crossed_at(multi_step, taken))
+            for taken, those in enumerate(layers)
+        ]
 
     def _graph(self, shape: GraphShape) -> Step:
         if shape not in self._graphs:
@@ -178,12 +181,12 @@ class GraphExecutor:
 
     # -- what goes to the device, and comes from it --------------------------------------------------------------
 
-    def _upload(self, plan: Plan, ahead: RunAhead) -> None:
+    def _upload(self, plan: Plan, multi_step: MultiStep) -> None:
         """Put the plan's rows where the graphs read them."""
         rows, count = self._rows, plan.num_rows
-        blocks = -(-(plan.stops + ahead.num_steps - 1) // self._eager.block_size)
+        blocks = -(-(plan.stops + multi_step.num_steps - 1) // self._eager.block_size)
         self._tables.write_rows(plan, blocks, rows.block_tables)
-        numbers = np.concatenate((plan.token_ids, plan.positions, ahead.steps, ahead.cutoffs.ravel()))
+        numbers = np.concatenate((plan.token_ids, plan.positions, multi_step.steps, multi_step.cutoffs.ravel()))
         given = self._from_host[: numbers.size]
         given.numpy()[:] = numbers
         given = given.to(self._device, non_blocking=True)  # the last run is over, so nothing reads the buffer any more
@@ -191,14 +194,14 @@ class GraphExecutor:
         rows.positions[:count] = given[count : 2 * count]
         rows.steps[:count] = given[2 * count : 3 * count]
         rows.cutoffs[:count] = given[3 * count :].view(count, -1)
-        self._choice.write(plan.sequences, ahead.choice)
-        self._bridges.write(ahead.bridges)
+        self._choice.write(plan.sequences, multi_step.choice)
+        self._bridges.write(multi_step.bridges)
         rows.num_rows.fill_(count)
         rows.taken.zero_()
 
-    def _download(self, ahead: RunAhead) -> Chosen:
+    def _download(self, multi_step: MultiStep) -> Chosen:
         """Wait for the run, and take its tokens."""
-        steps, count = ahead.num_steps, ahead.steps.size
+        steps, count = multi_step.num_steps, multi_step.steps.size
         return Chosen(
             token_ids=self._rows.chosen[:steps, :count].cpu().numpy(),
             scores=self._rows.scores[:steps, :count].cpu().numpy(),

@@ -20,15 +20,15 @@ from d3engine.executor.choosing import choice_of_step, choose_across_ranks
 from d3engine.executor.computed import Computed
 from d3engine.executor.early_exit import EarlyExits
 from d3engine.executor.interface import ExecutorStats
-from d3engine.executor.kept_states import KeptStates
+from d3engine.executor.kept_states import HiddenStateCache
 from d3engine.kernels.kv_pool import FP8, Fp8Pool, KVPool
 from d3engine.model.config import ModelConfig
 from d3engine.model.llama import Llama
 from d3engine.model.parallel import Ranks
 from d3engine.model.rope import Rope
 from d3engine.model.weights import LlamaWeights
-from d3engine.plan import Plan, Reach, Span
-from d3engine.request.choice import Choice
+from d3engine.plan import ExecutorCapabilities, Plan, Span
+from d3engine.request.choice import SamplingMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class EagerExecutor:
     """Owns the KV pool's tensor; `run(plan)` computes float32 logits for the plan's `logit_rows`."""
 
     max_steps = 0
-    reach = Reach()
+    capabilities = ExecutorCapabilities()
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class EagerExecutor:
         self._tells_prompts = tells_prompts
         if bridges is not None:
             bridges.count_in(self.stats)
-        self.kept_states = KeptStates(config.hidden_size, dtype, device)
+        self.kept_states = HiddenStateCache(config.hidden_size, dtype, device)
 
     def take_largest(self) -> None:
         """Nothing: what a step needs is gone after it."""
@@ -113,7 +113,7 @@ class EagerExecutor:
             exits.copy_entries(self.pool, inputs.entries)
             return exits.computed()
         rows = plan.logit_rows
-        if self.model.ranks is not None and (kind := choice_of_step(plan)) is not Choice.HOST:
+        if self.model.ranks is not None and (kind := choice_of_step(plan)) is not SamplingMode.HOST:
             return Computed(choose_across_ranks(self.model, hidden[self._tensor(rows)], plan, kind))
         if rows.size == plan.num_rows and not plan.prompt_rows and plan.drafts is None:
             return Computed(self.model.logits(hidden))

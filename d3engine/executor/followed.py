@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from d3engine.kernels.decode_rows import DecodeRows
-from d3engine.plan import Chosen, Course
+from d3engine.plan import Chosen, RunControl
 
 LAUNCHED_AHEAD = 4
 """Steps that the device has been given and the host has not seen, at most."""
@@ -42,11 +42,11 @@ class HostTokens:
         return Chosen(self._chosen[step, :count].numpy().copy(), self._scores[step, :count].numpy().copy())
 
 
-class FollowedRun:
+class StreamingRun:
     """`launches`, one for each step, of a run of `count` rows that has this course."""
 
-    def __init__(self, course: Course, launches: list[Callable[[], None]], count: int, tokens: HostTokens) -> None:
-        self.course = course
+    def __init__(self, control: RunControl, launches: list[Callable[[], None]], count: int, tokens: HostTokens) -> None:
+        self.control = control
         self._launches = launches
         self._count = count
         self._tokens = tokens
@@ -56,10 +56,10 @@ class FollowedRun:
     def next_step(self) -> Chosen:
         """Wait for the next step's tokens, and launch what may be launched before."""
         most = min(self._num_taken + 1 + LAUNCHED_AHEAD, len(self._launches))
-        while len(self._waits) < most and not self.course.is_ended:
+        while len(self._waits) < most and not self.control.is_ended:
             self._launches[len(self._waits)]()
             self._waits.append(self._tokens.fetch(len(self._waits)))
-            self.course.words[1] = len(self._waits)
+            self.control.words[1] = len(self._waits)
         taken, self._num_taken = self._num_taken, self._num_taken + 1
         self._waits[taken]()
         return self._tokens.of_step(taken, self._count)

@@ -11,8 +11,8 @@ import numpy as np
 
 from d3engine.depth import NEVER
 from d3engine.depth.schedule import Schedule, windows_of
-from d3engine.plan import BoolArray, RunAhead
-from d3engine.request.choice import Choice
+from d3engine.plan import BoolArray, MultiStep
+from d3engine.request.choice import SamplingMode
 
 
 class Crossed(NamedTuple):
@@ -29,26 +29,26 @@ class GraphShape:
 
     rows: int
     layers: tuple[int, ...]
-    choice: Choice
+    choice: SamplingMode
     crossed: tuple[Crossed, ...] = ()
 
 
-def crossed_at(ahead: RunAhead, taken: int) -> tuple[Crossed, ...]:
+def crossed_at(multi_step: MultiStep, taken: int) -> tuple[Crossed, ...]:
     """The windows that a graph must hold for a step of a run.
 
     Where all rows leave out the same ones it is these. Otherwise all that they come to from here on: mixtures of ages
     are many, and what nobody crosses costs little.
     """
-    if not ahead.bridges:
+    if not multi_step.bridges:
         return ()
-    now: set[tuple[Crossed, ...]] = {()} if None in ahead.bridges else set()
+    now: set[tuple[Crossed, ...]] = {()} if None in multi_step.bridges else set()
     later: set[Crossed] = set()
-    for name in {name for name in ahead.bridges if name is not None}:
-        own = np.array([one == name for one in ahead.bridges])
-        for row in np.unique(np.column_stack((ahead.steps[own] + taken, ahead.cutoffs[own])), axis=0):
+    for name in {name for name in multi_step.bridges if name is not None}:
+        own = np.array([one == name for one in multi_step.bridges])
+        for row in np.unique(np.column_stack((multi_step.steps[own] + taken, multi_step.cutoffs[own])), axis=0):
             step, cutoffs = row[0], row[1:]
             now.add(_crossed(cutoffs > step, name))
-            least = int(ahead.steps.min()) + taken
+            least = int(multi_step.steps.min()) + taken
             for change in {least, *(int(end) for end in cutoffs if least < end < NEVER)}:
                 later.update(_crossed(cutoffs > change, name))
     return now.pop() if len(now) == 1 else tuple(sorted(later))
@@ -72,8 +72,10 @@ def expected_shapes(schedule: Schedule, sizes: list[int], max_model_len: int) ->
     for active in (schedule.cutoffs > step for step in steps):
         found[tuple(active.nonzero()[0].tolist())] = () if name is None else _crossed(active, name)
     deepest, beside = next(iter(found.items()))
-    yield GraphShape(sizes[-1], deepest, Choice.CUT, beside)
-    for size, choice, (those, crossed) in product(sizes, (Choice.GREEDY, Choice.CUT, Choice.DRAW), found.items()):
+    yield GraphShape(sizes[-1], deepest, SamplingMode.CUT, beside)
+    for size, choice, (those, crossed) in product(
+        sizes, (SamplingMode.GREEDY, SamplingMode.CUT, SamplingMode.DRAW), found.items()
+    ):
         yield GraphShape(size, those, choice, crossed)
 
 

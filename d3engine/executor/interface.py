@@ -8,7 +8,7 @@ from typing import Protocol
 from d3engine.executor.computed import Computed
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.llama import Llama
-from d3engine.plan import Plan, Reach
+from d3engine.plan import ExecutorCapabilities, Plan
 
 
 @dataclass(slots=True)
@@ -46,11 +46,11 @@ class Executor(Protocol):
 
     @property
     def max_steps(self) -> int:
-        """Steps that a plan may stand for (`plan.ahead`); 0 where the host tells of every step."""
+        """Steps that a plan may stand for (`plan.multi_step`); 0 where the host tells of every step."""
         ...
 
     @property
-    def reach(self) -> Reach:
+    def capabilities(self) -> ExecutorCapabilities:
         """What these steps may hold."""
         ...
 

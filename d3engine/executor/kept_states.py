@@ -13,7 +13,7 @@ from d3engine.cache.kv_cache import IntArray
 from d3engine.plan import DraftWork, HiddenRows
 
 
-class KeptStates:
+class HiddenStateCache:
     """A buffer of hidden states [places, H] that grows to the largest place in use."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class KeptStates:
 class KeptRows:
     """The rows of one step that are to be kept, each when the layers below its own have run."""
 
-    def __init__(self, states: KeptStates, rows: tuple[HiddenRows, ...], hidden: Tensor) -> None:
+    def __init__(self, states: HiddenStateCache, rows: tuple[HiddenRows, ...], hidden: Tensor) -> None:
         self._states = states
         self._due = list(rows)
         self._hidden = hidden

@@ -41,8 +41,8 @@ from d3engine.kernels.native.library import Decoder
 from d3engine.kernels.native.model import NativeBridges
 from d3engine.kernels.native.runs import HiddenStates, Rows
 from d3engine.model.llama import Llama
-from d3engine.plan import BoolArray, Chosen, Course, Cycled, Plan, Reach, RunAhead
-from d3engine.request.choice import Choice
+from d3engine.plan import BoolArray, Chosen, Cycled, ExecutorCapabilities, MultiStep, Plan, RunControl
+from d3engine.request.choice import SamplingMode
 
 MAX_ROWS = 512
 """Rows that go through the layers at once: more go one such part after the other. Enough that weights are widened
@@ -90,8 +90,8 @@ class NativeExecutor:
             isa=isa,
         )
         self._vocab = eager.model.config.vocab_size
-        self.reach = Reach(
-            Choice.REPORT,
+        self.capabilities = ExecutorCapabilities(
+            SamplingMode.REPORT,
             max(1, LOGITS_BYTES // (4 * self._vocab)),
             drafts=True,
             bridges=True,
@@ -124,8 +124,10 @@ class NativeExecutor:
 
     def run(self, plan: Plan) -> Computed:
         """Run the steps of a plan: their tokens, or logits of a single step that is the host's to choose from."""
-        if plan.ahead is not None:
-            found = self._open(plan, plan.ahead) if plan.ahead.opens else self._run_ahead(plan, plan.ahead)
+        if plan.multi_step is not None:
+            found = (
+                self._open(plan, plan.multi_step) if plan.multi_step.opens else self._run_ahead(plan, plan.multi_step)
+            )
             self.stats.native_steps += found.num_steps if isinstance(found, Chosen) else found.num_passes
             return Computed(found)
         self._end_course()
@@ -139,27 +141,27 @@ class NativeExecutor:
 
     # -- runs --------------------------------------------------------------------------------------------------
 
-    def _run_ahead(self, plan: Plan, ahead: RunAhead) -> Chosen | Cycled:
-        if ahead.course is not None:
-            return self._follow(plan, ahead, ahead.course)
+    def _run_ahead(self, plan: Plan, multi_step: MultiStep) -> Chosen | Cycled:
+        if multi_step.control is not None:
+            return self._follow(plan, multi_step, multi_step.control)
         self._end_course()
-        if ahead.cycles:
+        if multi_step.cycles:
             drafts, states = self._drafts(plan)
             ends = ends_of(plan.sequences)
             return Cycled(
-                *self._decoder.run_cycles(self._rows(plan, ahead), ahead.num_steps, drafts, states, ends=ends)
+                *self._decoder.run_cycles(self._rows(plan, multi_step), multi_step.num_steps, drafts, states, ends=ends)
             )
-        forms, logits = FormsOfRun.of(plan.sequences), self._logits(plan, ahead)
+        forms, logits = FormsOfRun.of(plan.sequences), self._logits(plan, multi_step)
         found = self._decoder.run(
-            self._rows(plan, ahead),
-            ahead.num_steps,
-            draws=draws_of(plan.sequences, ahead.choice, forms, self._vocab),
+            self._rows(plan, multi_step),
+            multi_step.num_steps,
+            draws=draws_of(plan.sequences, multi_step.choice, forms, self._vocab),
             ends=ends_of(plan.sequences) if all_may_end(plan.sequences) else None,
             **logits,
         )
         return Chosen(*found, logits=logits.get("logits"), faults=forms.faults)
 
-    def _open(self, plan: Plan, ahead: RunAhead) -> Chosen:
+    def _open(self, plan: Plan, multi_step: MultiStep) -> Chosen:
         """The plan's own step, and the run behind it."""
         self._end_course()
         opening = self._single(plan)
@@ -168,9 +170,9 @@ class NativeExecutor:
         if not going_on.chunks.size:
             return opening
         found = self._decoder.run(
-            self._rows_behind(plan, ahead, going_on),
-            ahead.num_steps - 1,
-            draws=draws_of(going_on.sequences, ahead.choice, FormsOfRun({}), self._vocab),
+            self._rows_behind(plan, multi_step, going_on),
+            multi_step.num_steps - 1,
+            draws=draws_of(going_on.sequences, multi_step.choice, FormsOfRun({}), self._vocab),
             ends=ends_of(going_on.sequences) if all_may_end(going_on.sequences) else None,
         )
         token_ids, scores = going_on.spread(*found)
@@ -178,45 +180,49 @@ class NativeExecutor:
             np.concatenate((opening.token_ids, token_ids)), np.concatenate((opening.scores, scores)), opened=opened
         )
 
-    def _rows_behind(self, plan: Plan, ahead: RunAhead, going_on: GoingOn) -> Rows:
+    def _rows_behind(self, plan: Plan, multi_step: MultiStep, going_on: GoingOn) -> Rows:
         chunks = going_on.chunks
-        own = [self._native(ahead.bridges[chunk]) for chunk in chunks.tolist()] if ahead.bridges else None
+        own = [self._native(multi_step.bridges[chunk]) for chunk in chunks.tolist()] if multi_step.bridges else None
         return Rows(
             going_on.token_ids,
             plan.stops[chunks],
-            ahead.steps[chunks],
+            multi_step.steps[chunks],
             plan.slots[chunks],
-            ahead.cutoffs[chunks],
+            multi_step.cutoffs[chunks],
             plan.tables,
             own,
         )
 
-    def _follow(self, plan: Plan, ahead: RunAhead, course: Course) -> Chosen | Cycled:
+    def _follow(self, plan: Plan, multi_step: MultiStep, control: RunControl) -> Chosen | Cycled:
         """The next step of a run that goes on by itself; the first one begins it."""
-        if self._followed is None or self._followed.course is not course:
+        if self._followed is None or self._followed.control is not control:
             self._end_course()
-            self._followed = self._begin(plan, ahead, course)
-        found = self._decoder.take(all_done=course.takes_all)
-        return Cycled(*found) if ahead.cycles else self._followed.chosen(*found)
+            self._followed = self._begin(plan, multi_step, control)
+        found = self._decoder.take(all_done=control.takes_all)
+        return Cycled(*found) if multi_step.cycles else self._followed.chosen(*found)
 
-    def _begin(self, plan: Plan, ahead: RunAhead, course: Course) -> _Followed:
-        rows, forms, logits = self._rows(plan, ahead), FormsOfRun.of(plan.sequences), self._logits(plan, ahead)
-        if ahead.cycles:
+    def _begin(self, plan: Plan, multi_step: MultiStep, control: RunControl) -> _Followed:
+        rows, forms, logits = (
+            self._rows(plan, multi_step),
+            FormsOfRun.of(plan.sequences),
+            self._logits(plan, multi_step),
+        )
+        if multi_step.cycles:
             ends = ends_of(plan.sequences)
-            self._decoder.begin_cycles(rows, ahead.num_steps, course.words, *self._drafts(plan), ends=ends)
+            self._decoder.begin_cycles(rows, multi_step.num_steps, control.words, *self._drafts(plan), ends=ends)
         else:
-            draws = draws_of(plan.sequences, ahead.choice, forms, self._vocab)
-            self._decoder.begin(rows, ahead.num_steps, course.words, draws=draws, **logits)
-        return _Followed(course, forms, logits.get("logits"))
+            draws = draws_of(plan.sequences, multi_step.choice, forms, self._vocab)
+            self._decoder.begin(rows, multi_step.num_steps, control.words, draws=draws, **logits)
+        return _Followed(control, forms, logits.get("logits"))
 
     def _drafts(self, plan: Plan) -> tuple[Drafts, npt.NDArray[np.float32]]:
         """How the sequences of a plan draft, and where they leave hidden states."""
         drafts = drafts_of(plan.sequences)
         return drafts, self._eager.kept_states.with_room(int(drafts.places.max()) + drafts.most).numpy()
 
-    def _rows(self, plan: Plan, ahead: RunAhead) -> Rows:
-        own = [self._native(name) for name in ahead.bridges] or None
-        return Rows(plan.token_ids, plan.positions, ahead.steps, plan.slots, ahead.cutoffs, plan.tables, own)
+    def _rows(self, plan: Plan, multi_step: MultiStep) -> Rows:
+        own = [self._native(name) for name in multi_step.bridges] or None
+        return Rows(plan.token_ids, plan.positions, multi_step.steps, plan.slots, multi_step.cutoffs, plan.tables, own)
 
     def _native(self, name: str | None) -> NativeBridges | None:
         """The bridges of this name as the library reads them."""
@@ -225,14 +231,14 @@ class NativeExecutor:
             self._bridges[name] = native_bridges(self._eager.bridges.bridges(name).values())
         return None if name is None else self._bridges[name]
 
-    def _logits(self, plan: Plan, ahead: RunAhead) -> dict[str, Any]:
+    def _logits(self, plan: Plan, multi_step: MultiStep) -> dict[str, Any]:
         """Where a run leaves the logits of the rows that want log-probabilities; nothing if nobody does."""
-        if ahead.choice < Choice.REPORT:
+        if multi_step.choice < SamplingMode.REPORT:
             return {}
         rows = reporting_chunks(plan.sequences)
         places = np.full(plan.num_rows, -1)
         places[rows] = np.arange(len(rows))
-        return {"logits": np.empty((ahead.num_steps, len(rows), self._vocab), np.float32), "logit_places": places}
+        return {"logits": np.empty((multi_step.num_steps, len(rows), self._vocab), np.float32), "logit_places": places}
 
     def _end_course(self) -> None:
         """Whatever goes on by itself comes to rest: the pool is the caller's."""
@@ -271,7 +277,7 @@ class NativeExecutor:
     def _single(self, plan: Plan) -> Tensor | Chosen:
         """The tokens of the sampled rows, or logits [plan.logit_rows, V] where more is wanted than these."""
         choice = choice_of_step(plan)
-        if choice is Choice.HOST:
+        if choice is SamplingMode.HOST:
             return self._logits_of_step(plan)
         choices = ChoicesOfStep(plan, choice, self._vocab)
         for part, rows in self._parts(plan, choices.steps):
@@ -339,7 +345,7 @@ class NativeExecutor:
 class _Followed:
     """A run whose steps the host takes one by one: its forms, and the logits [S, places, V] of who wants them."""
 
-    course: Course
+    control: RunControl
     forms: FormsOfRun
     logits: npt.NDArray[np.float32] | None
     num_taken: int = 0

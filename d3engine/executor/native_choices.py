@@ -17,11 +17,11 @@ import torch
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth.draft_rule import MAX_DRAFT_LENGTH
 from d3engine.executor.choosing import sampled_steps
-from d3engine.kernels.native.choices import Asked, Counted, Form, Mask, Rules
+from d3engine.kernels.native.choices import Asked, Counted, Form, LogitMask, Mask
 from d3engine.kernels.native.cycles import Drafts
 from d3engine.kernels.native.runs import Draws
 from d3engine.plan import Chosen, Plan
-from d3engine.request.choice import Choice, is_restricted
+from d3engine.request.choice import SamplingMode, is_restricted
 from d3engine.request.constraint import Constraint
 from d3engine.request.sequence import Sequence
 from d3engine.request.token_rules import TokenRules
@@ -71,7 +71,7 @@ class ChoicesOfStep:
     through the layers in parts, one after the other.
     """
 
-    def __init__(self, plan: Plan, choice: Choice, vocab_size: int) -> None:
+    def __init__(self, plan: Plan, choice: SamplingMode, vocab_size: int) -> None:
         sequences = [plan.sequences[chunk] for chunk in plan.sampled.tolist()]
         self._rows = plan.sample_rows  # in order
         self.steps = np.zeros(plan.num_rows, np.int64)
@@ -157,16 +157,18 @@ def _ends(sequence: Sequence) -> list[int]:
     return [*sequence.eos_token_ids, *(sequence.params.stop_token_ids or ())]
 
 
-def draws_of(sequences: AnySequence[Sequence], choice: Choice, forms: FormsOfRun, vocab_size: int) -> Draws | None:
+def draws_of(
+    sequences: AnySequence[Sequence], choice: SamplingMode, forms: FormsOfRun, vocab_size: int
+) -> Draws | None:
     """How the rows of a run choose; None if all take the likeliest token and want nothing else."""
-    if choice is Choice.GREEDY:
+    if choice is SamplingMode.GREEDY:
         return None
     params = [sequence.params for sequence in sequences]
     return Draws(
         np.array([0.0 if asked.greedy else asked.temperature for asked in params], np.float32),
         np.array([sequence.seed for sequence in sequences], np.int64),
         np.array([sequence.index for sequence in sequences], np.int64),
-        [_asked(sequence, vocab_size) for sequence in sequences] if choice >= Choice.CUT else None,
+        [_asked(sequence, vocab_size) for sequence in sequences] if choice >= SamplingMode.CUT else None,
         forms.allowed if forms else None,
     )
 
@@ -185,10 +187,10 @@ def _asked(sequence: Sequence, vocab_size: int) -> Asked:
     )
 
 
-def _rules(sequence: Sequence, vocab_size: int) -> Rules:
+def _rules(sequence: Sequence, vocab_size: int) -> LogitMask:
     params, rules = sequence.params, sequence.rules or TokenRules(sequence.params)
     words = rules.bad_words
-    return Rules(
+    return LogitMask(
         rules.biased,
         rules.biases,
         rules.mask(vocab_size),

@@ -9,10 +9,10 @@ from d3engine.executor.computed import Computed
 from d3engine.executor.interface import Executor
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.llama import Llama
-from d3engine.plan import Plan, Reach
+from d3engine.plan import ExecutorCapabilities, Plan
 
 
-class PairedExecutor:
+class DraftTargetExecutor:
     """`run(plan)` computes the logits of the plan's `logit_rows`, then of the nested plan's."""
 
     def __init__(self, first: Executor, second: Executor) -> None:
@@ -36,9 +36,9 @@ class PairedExecutor:
         return self.first.max_steps
 
     @property
-    def reach(self) -> Reach:
+    def capabilities(self) -> ExecutorCapabilities:
         """That of the first model."""
-        return self.first.reach
+        return self.first.capabilities
 
     def take_largest(self) -> None:
         """As the first executor does; the second's steps are small."""

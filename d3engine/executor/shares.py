@@ -31,7 +31,7 @@ class Share:
 
 def share_of(plan: Plan, chunks: IntArray) -> Share:
     """The share of `chunks`, at least one, in order, of a single step."""
-    assert plan.ahead is None, "a run of steps is one executor's"
+    assert plan.multi_step is None, "a run of steps is one executor's"
     rows = rows_of(chunks, plan.query_starts)
     new_chunk, new_row = _places(chunks, len(plan.sequences)), _places(rows, plan.num_rows)
     query_starts = np.concatenate(([0], np.cumsum(np.diff(plan.query_starts)[chunks])))

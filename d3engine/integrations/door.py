@@ -41,7 +41,7 @@ AskAll = Callable[[Scope, bytes], Awaitable[Sequence[tuple[str, list[Message]]]]
 """`Replica.whole_answer` of all that answer. Raises `RequestError` where none does."""
 
 
-class Door:
+class Proxy:
     """An app that lets replicas answer; /metrics are those of all of them.
 
     Args:

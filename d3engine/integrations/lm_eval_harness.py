@@ -50,8 +50,8 @@ class Metric:
             return wilson_interval(sum(self.right), len(self.right))
         if self.outcomes is None or len(self.outcomes) < 2:
             return None
-        reach = NormalDist().inv_cdf(0.975) * stdev(self.outcomes) / sqrt(len(self.outcomes))
-        return Interval(self.value - reach, self.value + reach)
+        margin = NormalDist().inv_cdf(0.975) * stdev(self.outcomes) / sqrt(len(self.outcomes))
+        return Interval(self.value - margin, self.value + margin)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from d3engine.errors import MissingExtraError, require, require_integer, require_number
-from d3engine.integrations.door import Door, ReplicaDiedError
+from d3engine.integrations.door import Proxy, ReplicaDiedError
 from d3engine.integrations.replica import Replica
 from d3engine.integrations.routing import ROUTINGS
 from d3engine.server.errors import RequestError
@@ -98,7 +98,7 @@ def app(
         **_how_routed(routing, cohort_seconds),
         ray_actor_options={"num_cpus": 1, **(actor_options or {})},
     )
-    doors = serve.deployment(_RayDoor, name="Door").options(
+    doors = serve.deployment(_RayDoor, name="Proxy").options(
         num_replicas=num_doors,
         max_ongoing_requests=DOOR_PLACES,
         graceful_shutdown_timeout_s=drain_timeout,
@@ -156,7 +156,7 @@ class _RayDoor:
         metrics_keys: tuple[str, ...],
     ) -> None:
         self._replicas = replicas
-        self._door = Door(self._ask, self._ask_all, max_body_bytes, api_keys, metrics_keys)
+        self._door = Proxy(self._ask, self._ask_all, max_body_bytes, api_keys, metrics_keys)
 
     async def __call__(self, request: Request) -> Response:
         """Called by Ray, which lets the response write itself."""
@@ -196,7 +196,7 @@ def _none_there() -> RequestError:
 class _Written(Response):
     """The door's answer, which it writes itself."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: Proxy) -> None:
         super().__init__()
         self._door = door
 

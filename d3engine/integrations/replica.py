@@ -41,11 +41,11 @@ class Replica:
 
         Closing it, or cancelling who reads it, ends the request.
         """
-        outbox = _Outbox()
-        answering = asyncio.create_task(self._app(scope, whole(body), outbox.send))
-        answering.add_done_callback(outbox.end)
+        batcher = _Outbox()
+        answering = asyncio.create_task(self._app(scope, whole(body), batcher.send))
+        answering.add_done_callback(batcher.end)
         try:
-            while messages := await outbox.take():
+            while messages := await batcher.take():
                 yield messages
             await answering
         finally:

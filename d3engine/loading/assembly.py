@@ -19,7 +19,7 @@ from d3engine.errors import require
 from d3engine.executor.bridging import BridgeStore
 from d3engine.executor.interface import Executor
 from d3engine.executor.memory import workspace_bytes
-from d3engine.executor.paired import PairedExecutor
+from d3engine.executor.paired import DraftTargetExecutor
 from d3engine.loading.cache_size import num_blocks
 from d3engine.loading.draft_model import load_draft_weights, with_cache
 from d3engine.loading.executors import build_executor
@@ -65,11 +65,13 @@ def assemble(
     cache = new_cache(settings, config, blocks)
     _log_ready(settings, blocks, executor.stats.executor)
     # How far plans may run ahead is the executor's to say: it may be another than the settings hoped for.
-    scheduler_config = replace(settings.scheduler_config, num_scheduler_steps=executor.max_steps, reach=executor.reach)
+    scheduler_config = replace(
+        settings.scheduler_config, num_scheduler_steps=executor.max_steps, capabilities=executor.capabilities
+    )
     if draft is None:
         return Core(Scheduler(scheduler_config, cache), executor)
     second = with_cache(draft, blocks, settings)
-    return Core(Scheduler(scheduler_config, cache, second.cache), PairedExecutor(executor, second.executor))
+    return Core(Scheduler(scheduler_config, cache, second.cache), DraftTargetExecutor(executor, second.executor))
 
 
 _Make: TypeAlias = Callable[[ModelConfig | None], tuple[Executor, int]]

@@ -14,7 +14,7 @@ from d3engine.request.params import SamplingParams
 from d3engine.text.tokenizer import Tokenizer
 
 
-class Facts:
+class EngineProperties:
     """What is known once an engine is loaded, and never changes; may be asked at any time, from any thread."""
 
     settings: EngineSettings

@@ -158,7 +158,12 @@ def check_switches(**switches: object) -> None:
 def _check_admission(admission: object) -> None:
     """Refuse what is no admission strategy."""
     is_strategy = admission is None or callable(getattr(admission, "admits", None))
-    require(is_strategy, "admission", admission, "Immediate(), Waves(steps), or an object with admits(engine_step)")
+    require(
+        is_strategy,
+        "admission",
+        admission,
+        "Immediate(), IntervalAdmission(steps), or an object with admits(engine_step)",
+    )
 
 
 def check_tokenizer(tokenizer: object, skip_tokenizer_init: bool) -> None:

@@ -42,7 +42,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class PartOfCheckpoint(Checkpoint):
+class CheckpointShard(Checkpoint):
     """`whole`, with `cuts` by the names of tensors; `entries` have the shapes of what is left."""
 
     whole: Checkpoint
@@ -60,13 +60,13 @@ class PartOfCheckpoint(Checkpoint):
         return taken
 
 
-def part_of_checkpoint(whole: Checkpoint, config: ModelConfig, part: Part) -> PartOfCheckpoint:
+def part_of_checkpoint(whole: Checkpoint, config: ModelConfig, part: Part) -> CheckpointShard:
     """The part of a checkpoint that holds the tensors which `config` asks for; others keep their shapes."""
     cuts = {name: cut for name, cut in _cuts(config, part).items() if name in whole.entries}
     entries = dict(whole.entries)
     for name, cut in cuts.items():
         entries[name] = replace(entries[name], shape=cut.shape(entries[name].shape))
-    return PartOfCheckpoint(entries, whole._sources, whole, cuts)
+    return CheckpointShard(entries, whole._sources, whole, cuts)
 
 
 def part_shapes(config: ModelConfig, part: Part) -> dict[str, tuple[int, ...]]:

@@ -7,7 +7,7 @@ from enum import IntEnum
 from d3engine.request.sequence import Sequence
 
 
-class Choice(IntEnum):
+class SamplingMode(IntEnum):
     """How a token is chosen; each kind includes those before it, and HOST is what only the host can do."""
 
     GREEDY = 0  # the likeliest
@@ -19,18 +19,18 @@ class Choice(IntEnum):
     HOST = 6  # more is wanted than a token of each row
 
 
-def choice_of(sequence: Sequence) -> Choice:
+def choice_of(sequence: Sequence) -> SamplingMode:
     """The kind that a sequence's sampling parameters ask for."""
     params = sequence.params
     if params.logprobs is not None:
-        return Choice.REPORT
+        return SamplingMode.REPORT
     if is_restricted(sequence):
-        return Choice.RESTRICT
+        return SamplingMode.RESTRICT
     if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
-        return Choice.PENALISE
+        return SamplingMode.PENALISE
     if params.greedy:
-        return Choice.GREEDY
-    return Choice.CUT if params.top_k or params.top_p < 1 or params.min_p else Choice.DRAW
+        return SamplingMode.GREEDY
+    return SamplingMode.CUT if params.top_k or params.top_p < 1 or params.min_p else SamplingMode.DRAW
 
 
 def is_restricted(sequence: Sequence) -> bool:

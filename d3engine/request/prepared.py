@@ -13,7 +13,7 @@ from d3engine.request.token_rules import TokenRules
 
 
 @dataclass(frozen=True)
-class Prepared:
+class EngineRequest:
     """What `Engine.prepare` makes and `Engine.add` takes; it holds nothing of the engine's, and may be forgotten.
 
     What depends on the order of requests is not in here (their arrival, and the seed of those that bring none): the

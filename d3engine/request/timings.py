@@ -34,7 +34,7 @@ class Histogram:
         return sum(self.counts)
 
 
-class Tally:
+class HistogramCounter:
     """A histogram that grows."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
@@ -54,11 +54,11 @@ class Timings:
     """Of one engine, since it began. A run of several steps counts as so many of equal length."""
 
     def __init__(self) -> None:
-        self.step_seconds = Tally(STEP_SECONDS)
-        self.step_rows = Tally(STEP_ROWS)
-        self.queue_seconds = Tally(REQUEST_SECONDS)
-        self.prefill_seconds = Tally(REQUEST_SECONDS)
-        self.decode_seconds = Tally(REQUEST_SECONDS)
+        self.step_seconds = HistogramCounter(STEP_SECONDS)
+        self.step_rows = HistogramCounter(STEP_ROWS)
+        self.queue_seconds = HistogramCounter(REQUEST_SECONDS)
+        self.prefill_seconds = HistogramCounter(REQUEST_SECONDS)
+        self.decode_seconds = HistogramCounter(REQUEST_SECONDS)
         self.last_step_time: float | None = None
         self.last_step_seconds: float | None = None
         self.last_step_rows: int | None = None

@@ -19,7 +19,7 @@ from torch import Tensor
 from d3engine.kernels.random import gumbel
 from d3engine.kernels.sampling import cut_min_p_, cut_top
 from d3engine.plan import Chosen, Plan, Sampled
-from d3engine.request.ahead import Ahead
+from d3engine.request.draft_view import Ahead
 from d3engine.request.outputs import Logprob
 from d3engine.request.sequence import Sequence
 from d3engine.sampling.logprobs import logprobs_of, prompt_logprobs

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from d3engine.kernels.random import gumbel
 from d3engine.plan import Chosen, Cycled, DraftWork, Plan, Sampled
-from d3engine.request.ahead import ACCEPTANCE, DRAFTING, Ahead
 from d3engine.request.draft import Cycle, Proposal
+from d3engine.request.draft_view import ACCEPTANCE, DRAFTING, Ahead
 from d3engine.request.outputs import Logprob
 from d3engine.request.params import MAX_N
 from d3engine.request.sequence import Sequence

@@ -29,7 +29,7 @@ class Immediate:
 
 
 @dataclass(frozen=True)
-class Waves:
+class IntervalAdmission:
     """Requests join together every `steps` engine steps, after `steps / 2` of them on average."""
 
     steps: int

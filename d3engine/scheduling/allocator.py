@@ -71,7 +71,7 @@ class Allocator:
             self._cache.free_layers(slot, (cutoffs <= step).nonzero()[0])
             table.frees_at[slot] = table.computed_before(slot, int(cutoffs[cutoffs > step].min(initial=NEVER)))
 
-    def ahead(self, slot: int) -> int:
+    def num_promised(self, slot: int) -> int:
         """Blocks that a slot still lacks, at most, to compute all tokens it knows; 0 once it only decodes."""
         known, computed = int(self._table.num_tokens[slot]), int(self._table.num_computed[slot])
         if computed + 1 >= known and computed >= self._table.prompt_length[slot]:

@@ -13,7 +13,7 @@ PARTS = 4
 """One flow's prompts take at most this part of a step's rows while another flow runs."""
 
 
-def next_chunks(table: RunningTable, slots: IntArray, drafting: Drafting, max_rows: int) -> Chunks:
+def select_chunks(table: RunningTable, slots: IntArray, drafting: Drafting, max_rows: int) -> Chunks:
     """One chunk for every sequence in `slots` that `max_rows` reach; single tokens come first."""
     traits = table.traits_among(slots)
     if traits & Trait.DRAFTS:

@@ -13,14 +13,14 @@ from dataclasses import replace
 import numpy as np
 
 from d3engine.depth import NEVER
-from d3engine.plan import Course, RunAhead
-from d3engine.request.choice import Choice
+from d3engine.plan import MultiStep, RunControl
+from d3engine.request.choice import SamplingMode
 from d3engine.request.sequence import Sequence
 from d3engine.scheduling.chunks import Chunks
 from d3engine.scheduling.running import RunningTable, Trait
 
 
-def cycles_ahead(chunks: Chunks, table: RunningTable, limit: int) -> RunAhead | None:
+def cycles_ahead(chunks: Chunks, table: RunningTable, limit: int) -> MultiStep | None:
     """The cycles that the sequences of `chunks`, which all draft, can take on their own; None if not even one.
 
     They are no more than yield `limit` tokens, but at least one. Who draws, or stops where a draft is unsure, needs the
@@ -28,7 +28,7 @@ def cycles_ahead(chunks: Chunks, table: RunningTable, limit: int) -> RunAhead | 
     """
     slots = chunks.slots
     is_beyond = table.having(Trait.SPLITS_LAYERS | Trait.SECOND_MODEL, slots)
-    needs_host = is_beyond | (table.choice[slots] != Choice.GREEDY)
+    needs_host = is_beyond | (table.choice[slots] != SamplingMode.GREEDY)
     sequences = [table.sequence(slot) for slot in slots.tolist()]
     if limit <= 1 or needs_host.any() or not all(_draws_a_line(sequence, table) for sequence in sequences):
         return None
@@ -40,10 +40,10 @@ def cycles_ahead(chunks: Chunks, table: RunningTable, limit: int) -> RunAhead | 
     for row, schedule in enumerate(schedules):
         if not schedule.is_nested:  # which layers the next draft runs is not a matter of cutoffs
             cutoffs[row], num_cycles = np.where(table.draft_layers[slots[row]], NEVER, 0), 1
-    course = Course() if num_cycles > 1 and chunks.traits & Trait.STREAMS else None
+    control = RunControl() if num_cycles > 1 and chunks.traits & Trait.STREAMS else None
     steps = np.array([sequence.step for sequence in sequences])
     bridges = tuple(schedule.bridges for schedule in schedules) if chunks.traits & Trait.BRIDGED else ()
-    return RunAhead(num_cycles, steps, cutoffs, Choice.GREEDY, course, bridges, cycles=True)
+    return MultiStep(num_cycles, steps, cutoffs, SamplingMode.GREEDY, control, bridges, cycles=True)
 
 
 def _draws_a_line(sequence: Sequence, table: RunningTable) -> bool:
@@ -62,11 +62,11 @@ def at_last_tokens(chunks: Chunks, table: RunningTable) -> Chunks:
     return replace(chunks, starts=starts, stops=starts + 1, steps=steps)
 
 
-def reaching_by_cycles(chunks: Chunks, ahead: RunAhead, table: RunningTable) -> Chunks:
+def reaching_by_cycles(chunks: Chunks, multi_step: MultiStep, table: RunningTable) -> Chunks:
     """The chunks as long as they may be when these cycles are over, at every layer."""
     sequences = [table.sequence(slot) for slot in chunks.slots.tolist()]
     most = [
-        min(ahead.num_steps * (sequence.draft.rule.length + 1), sequence.room)
+        min(multi_step.num_steps * (sequence.draft.rule.length + 1), sequence.room)
         for sequence in sequences
         if sequence.draft is not None
     ]

@@ -13,11 +13,11 @@ from d3engine.request.outputs import FinishReason
 from d3engine.request.sequence import NO_SLOT, Sequence, Status
 from d3engine.scheduling.draft_and_verify import Drafting
 from d3engine.scheduling.running import RunningTable
-from d3engine.scheduling.second_model_rows import SecondModelRows
+from d3engine.scheduling.second_model_rows import DraftModelBatch
 from d3engine.scheduling.tally import Counters, NewTokens
 
 
-class Growing:
+class OutputUpdater:
     """Grows the running sequences of one table, and counts their tokens; `finish` ends one, by a reason and a cause."""
 
     def __init__(
@@ -25,7 +25,7 @@ class Growing:
         table: RunningTable,
         counters: Counters,
         drafting: Drafting,
-        second: SecondModelRows | None,
+        second: DraftModelBatch | None,
         finish: Callable[[Sequence, FinishReason, str | int | None], None],
     ) -> None:
         self._table = table
@@ -41,7 +41,7 @@ class Growing:
             yield from self._take_cycles(plan, sampled.cycles)
             return
         depths = sampled.depths or (
-            [[]] * len(plan.sampled) if plan.ahead else [[d] for d in ran[plan.sampled].tolist()]
+            [[]] * len(plan.sampled) if plan.multi_step else [[d] for d in ran[plan.sampled].tolist()]
         )
         for row, chunk in enumerate(plan.sampled.tolist()):
             sequence = plan.sequences[chunk]

@@ -12,15 +12,15 @@ from d3engine.plan import (
     BoolArray,
     BridgedRows,
     ExitingChunks,
+    MultiStep,
     Plan,
     PromptRows,
-    RunAhead,
     Span,
     rows_of,
     spans_of,
     spans_of_parts,
 )
-from d3engine.request.choice import Choice
+from d3engine.request.choice import SamplingMode
 from d3engine.request.sequence import Sequence
 from d3engine.scheduling.chunks import Chunks
 from d3engine.scheduling.cycles import at_last_tokens
@@ -34,11 +34,11 @@ def build_plan(
     block_tables: IntArray,
     before: EntryCopies,
     after: EntryCopies,
-    ahead: RunAhead | None = None,
+    multi_step: MultiStep | None = None,
 ) -> Plan:
     """The plan of `chunks`, deepest first, whose blocks stand in `block_tables` [slots, L, max_blocks]."""
     drafts = bool(chunks.traits & Trait.DRAFTS)
-    if ahead is not None and ahead.cycles:
+    if multi_step is not None and multi_step.cycles:
         chunks, drafts = at_last_tokens(chunks, table), False  # the device knows what is drafted
     elif drafts:
         chunks = resumed(chunks, table).deepest_first()
@@ -48,7 +48,7 @@ def build_plan(
     sequences = [table.sequence(slot) for slot in slots.tolist()]
     mlps = table.mlps(slots, chunks.active) if chunks.traits & Trait.SPLITS_LAYERS else None
     prompt_rows = _prompt_rows(sequences, chunks, query_starts) if (chunks.steps < 0).any() else ()
-    greedy = not prompt_rows and bool((table.choice[slots] == Choice.GREEDY).all())
+    greedy = not prompt_rows and bool((table.choice[slots] == SamplingMode.GREEDY).all())
     return Plan(
         sequences=sequences,
         slots=slots,
@@ -69,7 +69,7 @@ def build_plan(
         prompt_rows=prompt_rows,
         copies_before=before.arrays(),
         copies_after=after.arrays(),
-        ahead=ahead,
+        multi_step=multi_step,
         exits=_exits(chunks, table),
         bridged=_bridged(chunks, table, query_starts),
         drafts=draft_work(chunks, table, query_starts, sampled) if drafts else None,

@@ -13,8 +13,8 @@ from dataclasses import replace
 import numpy as np
 
 from d3engine.cache.kv_cache import IntArray
-from d3engine.plan import Course, Reach, RunAhead
-from d3engine.request.choice import Choice
+from d3engine.plan import ExecutorCapabilities, MultiStep, RunControl
+from d3engine.request.choice import SamplingMode
 from d3engine.scheduling.chunks import Chunks
 from d3engine.scheduling.cycles import cycles_ahead, reaching_by_cycles
 from d3engine.scheduling.running import RunningTable, Trait
@@ -47,48 +47,50 @@ def shorter_and_shorter(longest: int, shortest: int) -> Iterator[int]:
     yield shortest
 
 
-def run_ahead(chunks: Chunks, table: RunningTable, limit: int, reach: Reach) -> RunAhead | None:
+def run_ahead(chunks: Chunks, table: RunningTable, limit: int, capabilities: ExecutorCapabilities) -> MultiStep | None:
     """The steps, `limit` at most, that `chunks` (deepest first) can take on their own; None if not even one.
 
     Chunks that all yield a token, but are not all one decoded token, are the opening of the steps behind them.
     """
     slots = chunks.slots
     bridged = chunks.traits & Trait.BRIDGED
-    if bridged and not reach.bridges:
+    if bridged and not capabilities.bridges:
         return None  # only the host's own executor has the maps
     if chunks.traits & Trait.DRAFTS and table.having(Trait.DRAFTS, slots).all():
-        return cycles_ahead(chunks, table, limit) if reach.drafts else None
+        return cycles_ahead(chunks, table, limit) if capabilities.drafts else None
     yields = chunks.stops == table.num_tokens[slots]
-    choice = Choice(int(table.choice[slots].max()))
+    choice = SamplingMode(int(table.choice[slots].max()))
     # A schedule that is not nested fills the layers that it skips, so it is never simple.
-    is_simple = choice <= reach.choice and not chunks.traits & (Trait.FILLS | Trait.DRAFTS)
+    is_simple = choice <= capabilities.choice and not chunks.traits & (Trait.FILLS | Trait.DRAFTS)
     if limit == 0 or not is_simple or not yields.all():
         return None
     opens = not ((chunks.steps >= 1) & (chunks.stops - chunks.starts == 1)).all()
-    if opens and not (reach.openings and _may_open(chunks, table, choice)):
+    if opens and not (capabilities.openings and _may_open(chunks, table, choice)):
         return None
     limit = min(limit, int((table.max_length[slots] - table.num_tokens[slots]).min()))
-    if choice is Choice.REPORT:
-        limit = min(limit, max(1, reach.logits // int(np.count_nonzero(table.choice[slots] == Choice.REPORT))))
+    if choice is SamplingMode.REPORT:
+        limit = min(
+            limit, max(1, capabilities.logits // int(np.count_nonzero(table.choice[slots] == SamplingMode.REPORT)))
+        )
     cutoffs = table.cutoffs[slots]
     steps = table.steps(slots, chunks.stops) if opens else chunks.steps
     num_steps = _steps_in_order(steps, cutoffs, limit - opens)
     if not num_steps:
         return None
     num_steps += opens
-    course = Course() if num_steps > 1 and chunks.traits & Trait.STREAMS else None
+    control = RunControl() if num_steps > 1 and chunks.traits & Trait.STREAMS else None
     bridges = tuple(map(table.bridges, slots.tolist())) if bridged else ()
-    return RunAhead(num_steps, steps, cutoffs, choice, course, bridges, opens=opens)
+    return MultiStep(num_steps, steps, cutoffs, choice, control, bridges, opens=opens)
 
 
-def _may_open(chunks: Chunks, table: RunningTable, choice: Choice) -> bool:
+def _may_open(chunks: Chunks, table: RunningTable, choice: SamplingMode) -> bool:
     """Whether nothing but the last tokens is wanted of these chunks, nor needed for the choices behind them.
 
     Penalties and forms count the tokens before, and the one that the opening yields is not among them yet. Who reads
     along shall have it before the run takes the processor: a stream's first token came 1 to 1.6 ms later beside it.
     """
     sequences = map(table.sequence, chunks.slots.tolist())
-    is_alone = choice <= Choice.CUT and not chunks.traits & Trait.STREAMS
+    is_alone = choice <= SamplingMode.CUT and not chunks.traits & Trait.STREAMS
     return is_alone and all(sequence.params.prompt_logprobs is None for sequence in sequences)
 
 
@@ -103,12 +105,12 @@ def _steps_in_order(steps: IntArray, cutoffs: IntArray, limit: int) -> int:
     return limit
 
 
-def reaching(chunks: Chunks, ahead: RunAhead, table: RunningTable) -> Chunks:
+def reaching(chunks: Chunks, multi_step: MultiStep, table: RunningTable) -> Chunks:
     """The chunks as they will be at the last of these steps: what the cache must have room for."""
-    if ahead.cycles:
-        return reaching_by_cycles(chunks, ahead, table)
-    stops = chunks.stops + (ahead.num_steps - 1)
-    if not ahead.opens:
+    if multi_step.cycles:
+        return reaching_by_cycles(chunks, multi_step, table)
+    stops = chunks.stops + (multi_step.num_steps - 1)
+    if not multi_step.opens:
         return replace(chunks, stops=stops)
-    active = ahead.steps[:, None] < ahead.cutoffs
-    return replace(chunks, starts=chunks.stops, stops=stops, steps=ahead.steps, active=active)
+    active = multi_step.steps[:, None] < multi_step.cutoffs
+    return replace(chunks, starts=chunks.stops, stops=stops, steps=multi_step.steps, active=active)

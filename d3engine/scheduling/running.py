@@ -33,9 +33,9 @@ class RunningTable:
     `sequences[slot]` is the sequence there. Arrays are [slots] unless said otherwise: `num_tokens` counts prompt,
     output and draft, `num_computed` the positions whose entries are in the cache. Once `frees_at` positions are
     computed, some layer's blocks can be given back (NEVER: the schedule keeps them). `choice` is what choosing a token
-    takes (`Choice`), `traits` what else there is to know of the sequence (`Trait`). `drafting` marks those whose next
-    row goes through the layers `draft_layers` [slots, L] of a draft, or through a second model; where the draft splits
-    layers, it runs the attention of these and the MLP of `draft_mlps`.
+    takes (`SamplingMode`), `traits` what else there is to know of the sequence (`Trait`). `drafting` marks those whose
+    next row goes through the layers `draft_layers` [slots, L] of a draft, or through a second model; where the draft
+    splits layers, it runs the attention of these and the MLP of `draft_mlps`.
     """
 
     def __init__(self, max_sequences: int, num_layers: int, max_length: int) -> None:

@@ -16,23 +16,23 @@ import numpy as np
 from d3engine.cache.kv_cache import IntArray, KVCache
 from d3engine.cache.prefix_cache import PrefixCache
 from d3engine.errors import require
-from d3engine.plan import DraftWork, Plan, Reach, RunAhead, Sampled
+from d3engine.plan import DraftWork, ExecutorCapabilities, MultiStep, Plan, Sampled
 from d3engine.request.outputs import FinishReason
 from d3engine.request.sequence import NO_SLOT, Sequence, Status
 from d3engine.scheduling.admission import Admission, Immediate
 from d3engine.scheduling.allocator import Allocator, longest_that_fits, peak_blocks
-from d3engine.scheduling.catching_up import next_chunks
+from d3engine.scheduling.catching_up import select_chunks
 from d3engine.scheduling.chunks import Chunks
 from d3engine.scheduling.draft_and_verify import Drafting
-from d3engine.scheduling.growing import Growing
+from d3engine.scheduling.growing import OutputUpdater
 from d3engine.scheduling.planner import build_plan
 from d3engine.scheduling.run_ahead import longest_run, reaching, run_ahead, shorter_and_shorter
 from d3engine.scheduling.running import RunningTable
-from d3engine.scheduling.second_model_rows import SecondModelRows
+from d3engine.scheduling.second_model_rows import DraftModelBatch
 from d3engine.scheduling.shared_prompts import SharedPrompts
 from d3engine.scheduling.tally import Counters, NewTokens
 from d3engine.scheduling.turns import giving_way, in_turn
-from d3engine.scheduling.under_way import UnderWay
+from d3engine.scheduling.under_way import ActiveRun
 from d3engine.scheduling.waiting import WaitingQueue
 
 
@@ -42,7 +42,7 @@ class SchedulerConfig:
 
     `num_scheduler_steps`: how many steps a batch may take that gives a token at each of them before the host looks; 0
     where the executor is told of every step. `num_tokens_ahead`: until how many tokens these may be more, for few
-    sequences. `reach`: what these steps may hold.
+    sequences. `capabilities`: what these steps may hold.
     """
 
     max_num_seqs: int
@@ -52,7 +52,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     num_scheduler_steps: int = 0
     num_tokens_ahead: int = 0
-    reach: Reach = field(default_factory=Reach)
+    capabilities: ExecutorCapabilities = field(default_factory=ExecutorCapabilities)
 
     def __post_init__(self) -> None:
         require(
@@ -75,9 +75,9 @@ class Scheduler:
         self._table = RunningTable(config.max_num_seqs, cache.num_layers, config.max_model_len)
         self._allocator = Allocator(cache, self._table)
         self._drafting = Drafting(self._table, self.counters)
-        self._under_way = UnderWay()
-        self._second = None if second_cache is None else SecondModelRows(second_cache, self._table)
-        self._growing = Growing(self._table, self.counters, self._drafting, self._second, self.finish)
+        self._under_way = ActiveRun()
+        self._second = None if second_cache is None else DraftModelBatch(second_cache, self._table)
+        self._growing = OutputUpdater(self._table, self.counters, self._drafting, self._second, self.finish)
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []
         self._slots = np.empty(0, dtype=np.int64)
@@ -183,10 +183,10 @@ class Scheduler:
         self._admit()
         if not self._running:
             return None
-        chunks = next_chunks(self._table, self._slots, self._drafting, self.config.max_num_batched_tokens)
-        chunks, missing, ahead = self._make_room(chunks.deepest_first())
+        chunks = select_chunks(self._table, self._slots, self._drafting, self.config.max_num_batched_tokens)
+        chunks, missing, multi_step = self._make_room(chunks.deepest_first())
         before, after = self._allocator.allocate(chunks, missing)
-        plan = build_plan(chunks, self._table, self.cache.tables, before, after, ahead)
+        plan = build_plan(chunks, self._table, self.cache.tables, before, after, multi_step)
         self._under_way.begin(plan)
         if self._second is None or (nested := self._second.plan(self._second_chunks())) is None:
             return plan
@@ -205,7 +205,9 @@ class Scheduler:
         """
         self.counters.steps += plan.num_steps
         self._under_way.took(plan)
-        if plan.ahead is None or plan.ahead.opens:  # otherwise no prompt is computed, and every row gets its token
+        if (
+            plan.multi_step is None or plan.multi_step.opens
+        ):  # otherwise no prompt is computed, and every row gets its token
             self._table.num_computed[plan.slots] = plan.stops
             self._shared_prompts.keep(plan)
         return self._take(plan, sampled, plan.depths if depths is None else depths)
@@ -226,13 +228,13 @@ class Scheduler:
             return
         if self._running and not self.config.admission.admits(self.counters.steps):
             return
-        promised = sum(self._allocator.ahead(s.slot) for s in self._running)
+        promised = sum(self._allocator.num_promised(s.slot) for s in self._running)
         while self._waiting:
             sequence, needed = self._waiting.first, 0
             if self.cache.num_free_slots:
                 self._waiting.pop()
                 self._enter(sequence)  # first, so that the prefix it shares cannot be dropped to make room for it
-                needed = self._allocator.ahead(sequence.slot)
+                needed = self._allocator.num_promised(sequence.slot)
                 if len(self._running) == 1 or self.prefix_cache.reserve(promised + needed):
                     promised += needed
                     self._count_admitted(sequence)
@@ -245,7 +247,7 @@ class Scheduler:
             if not victims or needed > sum(int(self.cache.num_blocks[victim.slot].sum()) for victim in victims):
                 return
             self._preempt(victims[0])
-            promised = sum(self._allocator.ahead(s.slot) for s in self._running)
+            promised = sum(self._allocator.num_promised(s.slot) for s in self._running)
 
     def _giving_way(self, sequence: Sequence) -> list[Sequence]:
         """The running sequences that may be preempted for one that waits."""
@@ -292,7 +294,7 @@ class Scheduler:
         self.counters.preemptions += 1
         self._waiting.push(sequence)
 
-    def _make_room(self, chunks: Chunks) -> tuple[Chunks, IntArray, RunAhead | None]:
+    def _make_room(self, chunks: Chunks) -> tuple[Chunks, IntArray, MultiStep | None]:
         """Preempt the last sequences in turn until the chunks of the others have room.
 
         Returns these chunks, the blocks [C, L] that their layers lack, and the steps that the device may take by
@@ -300,26 +302,26 @@ class Scheduler:
         """
         while True:
             has_room = self._second is None or self._second.has_room(self._second_chunks())
-            for ahead in self._runs(chunks):
-                missing, needed = self._missing(chunks, ahead)
+            for multi_step in self._runs(chunks):
+                missing, needed = self._missing(chunks, multi_step)
                 if self.prefix_cache.reserve(needed) and has_room:
-                    return chunks, missing, ahead
+                    return chunks, missing, multi_step
             victim = in_turn(self._running)[-1]
             assert len(self._running) > 1, "a single sequence outgrew the cache that add() had found large enough"
             chunks = chunks.take(chunks.slots != victim.slot)
             self._preempt(victim)
 
-    def _missing(self, chunks: Chunks, ahead: RunAhead | None) -> tuple[IntArray, int]:
+    def _missing(self, chunks: Chunks, multi_step: MultiStep | None) -> tuple[IntArray, int]:
         """Blocks [C, L] that the layers lack for these steps, and how many to have free."""
-        if ahead is None:
+        if multi_step is None:
             return self._allocator.missing(chunks)
-        missing, needed = self._allocator.missing(reaching(chunks, ahead, self._table))
-        if ahead.opens:  # a prompt runs layers that the run leaves out, and fills none of those that it skips
+        missing, needed = self._allocator.missing(reaching(chunks, multi_step, self._table))
+        if multi_step.opens:  # a prompt runs layers that the run leaves out, and fills none of those that it skips
             missing = np.maximum(missing, self._allocator.missing(chunks)[0])
             needed = int(missing.sum())
         return missing, needed
 
-    def _runs(self, chunks: Chunks) -> Iterator[RunAhead | None]:
+    def _runs(self, chunks: Chunks) -> Iterator[MultiStep | None]:
         """What the device may do by itself, as far as there is room for it: the longest run of steps first, and at last
         this step alone, for which somebody may be sent away."""
         if self._second is not None and self._second_chunks().slots.size:
@@ -330,16 +332,16 @@ class Scheduler:
             few = longest = min(few, 1)  # somebody may join
         else:
             longest = longest_run(chunks, self._table, few, self.config.num_tokens_ahead)
-        ahead = None
+        multi_step = None
         for limit in shorter_and_shorter(longest, few):
-            ahead = run_ahead(chunks, self._table, limit, self.config.reach)
-            if ahead is None or (ahead.num_steps == 1 and not ahead.cycles):
+            multi_step = run_ahead(chunks, self._table, limit, self.config.capabilities)
+            if multi_step is None or (multi_step.num_steps == 1 and not multi_step.cycles):
                 break
-            yield ahead
-        if ahead is None or ahead.cycles or ahead.opens:
+            yield multi_step
+        if multi_step is None or multi_step.cycles or multi_step.opens:
             yield None
         else:
-            yield replace(ahead, num_steps=1, course=None)
+            yield replace(multi_step, num_steps=1, control=None)
 
     # -- what holds --------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from d3engine.scheduling.running import RunningTable, Trait
 from d3engine.scheduling.turns import in_turn
 
 
-class SecondModelRows:
+class DraftModelBatch:
     """Which rows the second model runs for the sequences of the `first` one's table, and their blocks in `cache`."""
 
     def __init__(self, cache: KVCache, first: RunningTable) -> None:

@@ -9,7 +9,7 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from d3engine.async_engine.client import EngineClient
-from d3engine.server.guards.exchange import Exchange, log_exchange
+from d3engine.server.guards.exchange import RequestLog, log_exchange
 from d3engine.server.guards.keys import OPEN_PATHS
 from d3engine.server.guards.stack import guards
 from d3engine.server.routes.chat import create_chat_completion
@@ -22,7 +22,7 @@ from d3engine.server.routes.page import PAGE_PATHS, PAGE_ROUTES
 from d3engine.server.routes.responses import create_response
 from d3engine.server.routes.tokens import detokenize, tokenize, tokenizer_info
 from d3engine.server.routing import Route, errors_raised
-from d3engine.server.served import Served
+from d3engine.server.served import AppState
 from d3engine.server.settings import ServerSettings
 
 ROUTES = (
@@ -55,9 +55,9 @@ def create_app(client: EngineClient, settings: ServerSettings) -> Starlette:
 
     Raises `MissingExtraError` where it is to be traced without the extra `otel`.
     """
-    served = Served(client, settings)
+    served = AppState(client, settings)
 
-    def note(exchange: Exchange) -> None:
+    def note(exchange: RequestLog) -> None:
         log_exchange(exchange)
         served.meters.count_exchange(exchange)
 

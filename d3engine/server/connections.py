@@ -2,7 +2,8 @@
 
 The one idea: an app sees a request when its head is complete, and nothing after its answer; so a head that never ends,
 and a body that goes on after the answer, are bounded here. And what flows freely need not wait for anything: a stream
-may write its pieces straight to the socket (`Outlet`), and what an app sends without waiting is one write (`Gathered`).
+may write its pieces straight to the socket (`DirectWriter`), and what an app sends
+without waiting is one write (`WriteBuffer`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LINGER_SECONDS = 5.0
 """For a client to end a body that was refused, so that it reads why; what comes is thrown away."""
 
 
-class Gathered:
+class WriteBuffer:
     """What uvicorn needs of a transport.
 
     What is written in one turn of the event loop goes out at the end of that turn: an answer's head and its body, or
@@ -70,13 +71,13 @@ class Gathered:
         self.transport.close()
 
 
-class Outlet:
+class DirectWriter:
     """Of one answer that is streamed: writes its pieces at once, past all that stands between a route and its socket.
 
     That all is for answers that begin or end, and for writes that must wait; these go through `send`.
     """
 
-    def __init__(self, cycle: RequestResponseCycle, gathered: Gathered) -> None:
+    def __init__(self, cycle: RequestResponseCycle, gathered: WriteBuffer) -> None:
         self._cycle = weakref.ref(cycle)  # whose scope holds this: no garbage is left for the collector to find
         self._flow = cycle.flow
         self._gathered = gathered
@@ -122,7 +123,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._framing_left = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._gathered = Gathered(transport, self.loop)
+        self._gathered = WriteBuffer(transport, self.loop)
         super().connection_made(cast(asyncio.Transport, self._gathered))
         self._client_left: asyncio.Future[None] = self.loop.create_future()
         self._set_timer(self._header_timeout, self._head_is_late)
@@ -209,7 +210,7 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_headers_complete()
         self.scope["state"]["abort_connection"] = self.transport.abort
         self.scope["state"]["client_left"] = self._client_left
-        self.scope["state"]["outlet"] = Outlet(self.cycle, self._gathered)
+        self.scope["state"]["outlet"] = DirectWriter(self.cycle, self._gathered)
 
     def on_body(self, body: bytes) -> None:
         self._num_of_bodies += len(body)

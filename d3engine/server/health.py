@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from d3engine.async_engine.client import Heartbeat
-from d3engine.server.guards.traffic import Traffic
+from d3engine.server.guards.traffic import AdmissionControl
 
 Status: TypeAlias = Literal["ok", "dead", "hung", "draining", "full"]
 
@@ -28,7 +28,7 @@ class Health:
         return self.status == "ok"
 
 
-def health(heartbeat: Heartbeat, traffic: Traffic, stall_seconds: float, now: float | None = None) -> Health:
+def health(heartbeat: Heartbeat, traffic: AdmissionControl, stall_seconds: float, now: float | None = None) -> Health:
     """Whether the server can be expected to answer; `now` is a time of `time.monotonic()`, without one it is now."""
     if heartbeat.error is not None:
         return Health("dead", "the engine has ended after a fault of its own")
@@ -40,7 +40,7 @@ def health(heartbeat: Heartbeat, traffic: Traffic, stall_seconds: float, now: fl
     return Health("ok")
 
 
-def readiness(healthy: Health, traffic: Traffic) -> Health:
+def readiness(healthy: Health, traffic: AdmissionControl) -> Health:
     """Whether it would take a request now."""
     if healthy.is_ok and traffic.is_full:
         return Health("full", "the queue is full")

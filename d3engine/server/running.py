@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from d3engine.errors import FailedError
 from d3engine.server.connections import GuardedConnection
 from d3engine.server.guards.settings import GuardSettings
-from d3engine.server.guards.traffic import Traffic
+from d3engine.server.guards.traffic import AdmissionControl
 
 CUT_SECONDS = 1
 """For requests that a drain has cut off to end."""
@@ -70,7 +70,9 @@ class GuardedServer(uvicorn.Server):
         say: tells whoever started it, in a line, how it ends.
     """
 
-    def __init__(self, app: ASGIApp, settings: GuardSettings, traffic: Traffic, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: GuardSettings, traffic: AdmissionControl, say: Callable[[str], None]
+    ) -> None:
         connection: Any = partial(GuardedConnection, settings.header_timeout, most_connections(settings))
         super().__init__(
             uvicorn.Config(

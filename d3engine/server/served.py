@@ -17,7 +17,7 @@ from d3engine.request.params import SamplingParams
 from d3engine.server.asking.depth import DepthPolicies
 from d3engine.server.asking.ignored import IgnoredFields
 from d3engine.server.asking.tool_styles import ToolStyles
-from d3engine.server.guards.traffic import Traffic
+from d3engine.server.guards.traffic import AdmissionControl
 from d3engine.server.metrics.exposition import Exposition
 from d3engine.server.metrics.meters import Meters
 from d3engine.server.model_ids import ModelIds
@@ -35,7 +35,7 @@ QUEUE_PER_SEQUENCE = 4
 """Requests that may wait for each that may run, unless the settings say otherwise."""
 
 
-class Served:
+class AppState:
     """One engine behind one app.
 
     Attributes:
@@ -67,7 +67,7 @@ class Served:
         self.depths = DepthPolicies(settings, client.depth)
         self.ignored = IgnoredFields()
         self.tool_styles = ToolStyles(client)
-        self.traffic = Traffic(_places(client, settings))
+        self.traffic = AdmissionControl(_places(client, settings))
         self.meters = Meters(client.depth, client.config.num_layers)
         self.exposition = Exposition(settings.guards.metrics_prefix)
         endpoint = settings.otlp_traces_endpoint
@@ -98,9 +98,9 @@ class Served:
         return self.tokenizer.special_ids if params.skip_special_tokens else frozenset()
 
 
-def served_by(request: Request) -> Served:
+def served_by(request: Request) -> AppState:
     """The engine behind the app that took this request."""
-    return cast(Served, request.app.state.served)
+    return cast(AppState, request.app.state.served)
 
 
 def _places(client: EngineClient, settings: ServerSettings) -> int:

@@ -252,7 +252,7 @@ class OutputProcessor:
         """
         grown: dict[str, _Request] = {}
         outputs: list[RequestOutput] = []
-        are_read = plan.ahead is not None and plan.ahead.course is not None
+        are_read = plan.multi_step is not None and plan.multi_step.control is not None
         now = time.monotonic()
         first = now if sampled.opened is None else sampled.opened
         for rows, found in zip(plan.prompt_rows, sampled.prompt_logprobs, strict=True):

@@ -72,7 +72,7 @@ class Counted:
 
 
 @dataclass(frozen=True, eq=False)
-class Rules:
+class LogitMask:
     """Which tokens may come in one row, whose logits all others lose.
 
     `biases` float32 are added to the logits of the tokens `biased`, int64 [n] each once; `allowed` uint8 [bytes] has a
@@ -116,7 +116,7 @@ class Asked:
     presence: float
     frequency: float
     counted: Counted | None
-    rules: Rules | None = None
+    rules: LogitMask | None = None
 
 
 def structures(rows: list[Asked | None], steps: int) -> tuple[Any, list[Any]]:

@@ -61,7 +61,7 @@ class CyclesStructure(Structure):
         ("most_ends", c_int64),
         ("states", c_void_p),
         ("num_states", c_int64),
-        *((name, c_void_p) for name in ("places", "drafted", "counts", "course")),
+        *((name, c_void_p) for name in ("places", "drafted", "counts", "control")),
         ("taken", POINTER(c_int32)),
         ("bridges", c_void_p),
     )
@@ -73,7 +73,7 @@ def structure_of(
     drafts: Drafts,
     states: npt.NDArray[np.float32],
     ends: Int64Array | None,
-    course: npt.NDArray[np.int32] | None,
+    control: npt.NDArray[np.int32] | None,
 ) -> tuple[CyclesStructure, dict[str, Any]]:
     """The structure of some cycles, and the arrays that it points to, `drafted` and `counts` among them."""
     count = len(rows["tokens"])
@@ -86,8 +86,8 @@ def structure_of(
     }
     if ends is not None:
         given["ends"] = np.ascontiguousarray(ends, np.int64)
-    if course is not None:
-        given["course"] = course
+    if control is not None:
+        given["control"] = control
     made = CyclesStructure(count, cycles, drafts.most, **{name: array.ctypes.data for name, array in given.items()})
     made.num_states = len(states)
     made.most_ends = 0 if ends is None else ends.shape[1]

@@ -139,7 +139,7 @@ class Decoder:
         self,
         rows: Rows,
         steps: int,
-        course: npt.NDArray[np.int32],
+        control: npt.NDArray[np.int32],
         *,
         draws: Draws | None = None,
         logits: npt.NDArray[np.float32] | None = None,
@@ -147,14 +147,14 @@ class Decoder:
     ) -> None:
         """Begin `steps` steps in a thread of the library's own, and return; `take` gives what they bring.
 
-        `course` int32 [2] may be looked at and written while they go on: as long as the first is 0 further steps are
+        `control` int32 [2] may be looked at and written while they go on: as long as the first is 0 further steps are
         begun, and the second says how many have been. The tables are copied; until `finish` no other run may be asked
         for. `logits` is written as by `run`, each step's before `take` gives its tokens. Raises `NativeError` as `run`
         does.
         """
         wanted = self._wanted(steps, len(rows.tokens), logits, logit_places)
         rows = replace(rows, slots=np.arange(len(rows.tokens)), tables=self._own_tables(rows))
-        run, given = self._run_of(rows, steps, draws, course=course, **wanted)
+        run, given = self._run_of(rows, steps, draws, control=control, **wanted)
         _check(self._library.d3_begin(self._handle, byref(run)))
         self._under_way = (given, given["chosen"], given["scores"])
         self._taken = 0
@@ -187,7 +187,7 @@ class Decoder:
         self,
         rows: Rows,
         cycles: int,
-        course: npt.NDArray[np.int32],
+        control: npt.NDArray[np.int32],
         drafts: Drafts,
         states: npt.NDArray[np.float32],
         *,
@@ -195,7 +195,7 @@ class Decoder:
     ) -> None:
         """The same as `begin` begins a run; `take` gives drafted tokens and counts of one cycle or more."""
         rows = replace(rows, slots=np.arange(len(rows.tokens)), tables=self._own_tables(rows))
-        made, given = structure_of(self._checked(rows, states), cycles, drafts, states, ends, course)
+        made, given = structure_of(self._checked(rows, states), cycles, drafts, states, ends, control)
         _check(self._library.d3_begin_cycles(self._handle, byref(made)))
         given["rows"] = rows  # and with them their bridges
         self._under_way = (given, given["drafted"], given["counts"])

@@ -15,7 +15,7 @@ from d3engine.kernels.native.model import NativeBridges
 
 _ARRAYS = (
     *("tokens", "positions", "generation", "slots", "cutoffs", "tables", "temperatures", "seeds", "indices"),
-    *("chosen", "scores", "logits", "yields", "course", "choices"),
+    *("chosen", "scores", "logits", "yields", "control", "choices"),
 )
 
 

@@ -29,9 +29,9 @@ _BEYOND: tl.constexpr = tl.constexpr(2**63 - 1)  # no candidate is above this
 def bins_of(keys, highest, lowest, BINS: tl.constexpr):
     """int32: 0 where the likeliest are, more below, and BINS beyond reach."""
     distance = unordered(highest) - unordered(keys)
-    reach = tl.maximum(tl.minimum(unordered(highest) - unordered(lowest), REACH), 1e-30)
-    bins = (tl.minimum(distance, reach) * ((BINS - 1) / reach)).to(tl.int32)
-    return tl.where(distance <= reach, bins, BINS)
+    width = tl.maximum(tl.minimum(unordered(highest) - unordered(lowest), REACH), 1e-30)
+    bins = (tl.minimum(distance, width) * ((BINS - 1) / width)).to(tl.int32)
+    return tl.where(distance <= width, bins, BINS)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from d3engine.async_engine.merging import MergedDeltas
-from d3engine.async_engine.slots import Slot
+from d3engine.async_engine.slots import ReplyFuture
 from d3engine.async_engine.wakers import ThreadWaker
 from d3engine.request.outputs import CompletionOutput, RequestOutput
 
@@ -45,7 +45,7 @@ def test_a_merged_delta_keeps_every_field() -> None:
 
 
 def test_deltas_that_come_at_once_are_the_readers_one_by_one_and_joined_when_he_has_left_them() -> None:
-    slot, deltas = Slot(1, ThreadWaker(), merges=True), [delta(n) for n in range(6)]
+    slot, deltas = ReplyFuture(1, ThreadWaker(), merges=True), [delta(n) for n in range(6)]
     assert slot.put(deltas[:2])
     assert slot.take() == deltas[:2]
     assert slot.put(deltas[2:4])
@@ -57,7 +57,7 @@ def test_deltas_that_come_at_once_are_the_readers_one_by_one_and_joined_when_he_
 
 
 def test_of_replies_that_are_no_deltas_the_latest_counts() -> None:
-    slot = Slot(1, ThreadWaker())
+    slot = ReplyFuture(1, ThreadWaker())
     assert slot.put([delta(1), delta(2)])
     assert [reply.outputs[0].token_ids for reply in slot.take()] == [[2]]
     assert slot.put([delta(3)])
@@ -67,7 +67,7 @@ def test_of_replies_that_are_no_deltas_the_latest_counts() -> None:
 
 @pytest.mark.parametrize("merges", [False, True])
 def test_an_error_is_raised_behind_what_came_before_it_and_is_the_last(merges: bool) -> None:
-    slot = Slot(1, ThreadWaker(), merges=merges)
+    slot = ReplyFuture(1, ThreadWaker(), merges=merges)
     assert slot.put([delta(1)])
     assert not slot.put([ZeroDivisionError()])
     assert not slot.put([delta(2)])
@@ -75,7 +75,7 @@ def test_an_error_is_raised_behind_what_came_before_it_and_is_the_last(merges: b
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             slot.take()
-    alone = Slot(2, ThreadWaker(), merges=merges)
+    alone = ReplyFuture(2, ThreadWaker(), merges=merges)
     assert alone.put([ZeroDivisionError()])
     with pytest.raises(ZeroDivisionError):
         alone.take()

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
+from d3engine.async_engine.batcher import FRAME_SECONDS, SECONDS_PER_ANSWER, OutputBatcher, Reply
 from d3engine.async_engine.engine_loop import EngineLoop
 from d3engine.async_engine.messages import Add, Ask
-from d3engine.async_engine.outbox import FRAME_SECONDS, SECONDS_PER_ANSWER, Outbox, Reply
 from d3engine.errors import EngineDeadError
 from d3engine.request.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
@@ -30,15 +30,15 @@ class Watched:
     def __init__(self) -> None:
         self.clock = Clock()
         self.sent: list[list[Reply]] = []
-        self.outbox = Outbox(self.sent.append, self.clock)
+        self.batcher = OutputBatcher(self.sent.append, self.clock)
 
     def after(self, seconds: float, replies: list[Reply], *, more_is_soon: bool = True) -> list[Reply]:
         """What is handed over of these and of all before, so many seconds later."""
         self.clock.now += seconds
         for key, reply in replies:
-            self.outbox.put(key, reply)
+            self.batcher.put(key, reply)
         num_before = len(self.sent)
-        self.outbox.send(more_is_soon=more_is_soon)
+        self.batcher.send(more_is_soon=more_is_soon)
         return [reply for replies in self.sent[num_before:] for reply in replies]
 
 

@@ -12,7 +12,7 @@ from async_reading import DELTA, PROMPT, Make, nothing_runs
 from stepping import greedy
 
 from d3engine import Engine, RequestOutput
-from d3engine.async_engine.slots import Slot
+from d3engine.async_engine.slots import ReplyFuture
 from d3engine.async_engine.wakers import LoopWaker
 
 PARAMS = replace(greedy(12), output_kind=DELTA)
@@ -74,13 +74,13 @@ def test_what_a_tap_raises_ends_its_request_and_is_raised_to_the_reader(make_asy
 
 def test_an_error_behind_an_output_that_the_tap_takes_reaches_the_reader() -> None:
     async def main() -> None:
-        waker = LoopWaker(asyncio.get_running_loop())
-        slot = Slot(1, waker)
-        reading = asyncio.create_task(waker.take(slot, len))
+        notifier = LoopWaker(asyncio.get_running_loop())
+        slot = ReplyFuture(1, notifier)
+        reading = asyncio.create_task(notifier.take(slot, len))
         await asyncio.sleep(0)
         assert slot.put(["an output"])
         slot.put([ZeroDivisionError()])
-        waker.wake([slot])
+        notifier.wake([slot])
         with pytest.raises(ZeroDivisionError):
             await asyncio.wait_for(reading, 60)
 

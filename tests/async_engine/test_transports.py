@@ -23,19 +23,24 @@ from d3engine import (
     EngineClosedError,
     EngineDeadError,
     FullDepth,
+    IntervalAdmission,
     InvalidValueError,
     LayerTable,
     ModelFormatError,
     RequestOutputKind,
     SamplingParams,
     TailSkip,
-    Waves,
 )
 from d3engine.async_engine import engine_process, wire
 from d3engine.children import python_command
 from d3engine.errors import FailedError, MissingExtraError
 
-ARGUMENTS: dict[str, Any] = {"device": "cpu", "num_threads": 1, "kv_cache_memory_bytes": 2**24, "admission": Waves(2)}
+ARGUMENTS: dict[str, Any] = {
+    "device": "cpu",
+    "num_threads": 1,
+    "kv_cache_memory_bytes": 2**24,
+    "admission": IntervalAdmission(2),
+}
 QUESTION = "Question: Tom has 5 apples and buys 3 more. How many apples does Tom have?\nAnswer:"
 DELTA = RequestOutputKind.DELTA
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, output_kind=DELTA)

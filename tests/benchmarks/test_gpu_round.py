@@ -182,8 +182,8 @@ def test_every_strategy_meets_the_same_arrivals(report: dict[str, Any]) -> None:
     assert [(row["admission"], row["policy"]["policy"]) for row in rows] == [
         ("Immediate()", "full"),
         ("Immediate()", "d3"),
-        ("Waves(steps=4)", "full"),
-        ("Waves(steps=4)", "d3"),
+        ("IntervalAdmission(steps=4)", "full"),
+        ("IntervalAdmission(steps=4)", "d3"),
     ]
     assert len({(row["requests_per_s"], row["arrived"]) for row in rows}) == 1
 

@@ -24,7 +24,7 @@ from d3engine import (
 )
 from d3engine.calls import interrupts
 from d3engine.errors import D3EngineError
-from d3engine.executor.paired import PairedExecutor
+from d3engine.executor.paired import DraftTargetExecutor
 from d3engine.request.params import RequestOutputKind
 
 PROMPT, OTHER = [11, 12, 13], [21, 22]
@@ -446,7 +446,7 @@ def test_a_closed_engine_holds_nothing_and_says_so() -> None:
     stream = engine.stream("Question:", greedy())
     next(stream)
     pair = engine.executor
-    assert isinstance(pair, PairedExecutor)
+    assert isinstance(pair, DraftTargetExecutor)
     held = [weakref.ref(pair.first), weakref.ref(pair.first.pool), weakref.ref(pair.second)]
     del pair
     in_step(engine, 1, lambda: 1 / 0)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from ahead import steps_by_itself
 from depth_oracle import Exit, d3, greedy_at_depth, greedy_with_exits
+from multi_step import steps_by_itself
 from observers import observer_of
 from tiny_models import TINY, TinyLlama, random_prompts, save_random
 from transformers import (

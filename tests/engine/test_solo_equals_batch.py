@@ -23,7 +23,7 @@ from batches import (
     some_requests,
 )
 
-from d3engine import D3, EarlyExit, Engine, FullDepth, Immediate, LayerTable, SamplingParams, Waves
+from d3engine import D3, EarlyExit, Engine, FullDepth, Immediate, IntervalAdmission, LayerTable, SamplingParams
 from d3engine.depth import DepthPolicy
 from d3engine.request.outputs import CompletionOutput, RequestOutput
 
@@ -148,7 +148,7 @@ def test_a_request_answers_as_alone_while_its_neighbours_are_aborted(
     assert kv_is_back(engine)
 
 
-@pytest.mark.parametrize("waves", [Immediate(), Waves(5)], ids=repr)
+@pytest.mark.parametrize("waves", [Immediate(), IntervalAdmission(5)], ids=repr)
 def test_a_request_answers_as_alone_under_either_admission(
     make_engine: Callable[..., Engine], solo: Callable[[Request], RequestOutput], waves: Any
 ) -> None:

@@ -15,7 +15,7 @@ from d3engine.async_engine.messages import Stop
 from d3engine.depth import DepthPolicy, SelfSpeculative, UnifiedSkip
 from d3engine.executor.graph_shapes import expected_shapes
 from d3engine.loading import resolve
-from d3engine.request.choice import Choice
+from d3engine.request.choice import SamplingMode
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_the_graph_that_needs_most_memory_comes_first() -> None:
         first, *others = expected_shapes(schedule, [1, 2, 4], 64)
         assert first.rows == 4
         assert len(first.layers) == max(len(shape.layers) for shape in others)
-        assert first.choice is Choice.CUT
+        assert first.choice is SamplingMode.CUT
 
 
 def test_an_engine_that_waits_prepares_until_somebody_comes() -> None:

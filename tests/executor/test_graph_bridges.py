@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ahead import greedy, unread
 from bridge_files import some_maps, write_maps
+from multi_step import greedy, unread
 from tiny_models import TinyLlama
 
 from d3engine import D3, Engine, FullDepth, TailSkip
@@ -20,8 +20,8 @@ from d3engine.depth.schedule import windows_of
 from d3engine.executor.graph_shapes import Crossed, crossed_at, expected_shapes
 from d3engine.loading import resolve
 from d3engine.model.bridges import BRIDGES_FILE
-from d3engine.plan import RunAhead
-from d3engine.request.choice import Choice
+from d3engine.plan import MultiStep
+from d3engine.request.choice import SamplingMode
 
 LAYERS, SIZE = 6, 32
 POLICIES = (
@@ -80,24 +80,24 @@ def test_an_answer_alone_is_all_in_graphs_that_were_prepared(make: Callable[...,
     assert (stats.graphs_captured, stats.eager_steps, stats.graph_steps) == (captured, 1, 23)  # the prompt's is eager
 
 
-def ahead(steps: list[int], cutoffs: list[list[int]], bridges: tuple[str | None, ...]) -> RunAhead:
-    return RunAhead(4, np.array(steps), np.array(cutoffs), Choice.GREEDY, bridges=bridges)
+def multi_step(steps: list[int], cutoffs: list[list[int]], bridges: tuple[str | None, ...]) -> MultiStep:
+    return MultiStep(4, np.array(steps), np.array(cutoffs), SamplingMode.GREEDY, bridges=bridges)
 
 
 def test_a_graph_has_the_windows_of_its_rows_where_all_are_alike_and_else_those_that_may_come() -> None:
     decay = [NEVER, NEVER, 9, 6, 3]
-    alike = ahead([4, 4], [decay, decay], ("auto", "auto"))
+    alike = multi_step([4, 4], [decay, decay], ("auto", "auto"))
     assert crossed_at(alike, 0) == (Crossed(4, 5, "auto"),)
     assert crossed_at(alike, 3) == (Crossed(3, 5, "auto"),)
-    mixed = ahead([4, 7], [decay, decay], ("auto", "auto"))
+    mixed = multi_step([4, 7], [decay, decay], ("auto", "auto"))
     assert crossed_at(mixed, 0) == tuple(Crossed(first, 5, "auto") for first in (2, 3, 4))
     assert crossed_at(mixed, 2) == tuple(Crossed(first, 5, "auto") for first in (2, 3))
-    assert crossed_at(ahead([4, 4], [decay, decay], ("auto", None)), 3) == (
+    assert crossed_at(multi_step([4, 4], [decay, decay], ("auto", None)), 3) == (
         Crossed(2, 5, "auto"),
         Crossed(3, 5, "auto"),
     )
-    assert crossed_at(ahead([4], [decay], ()), 0) == ()
-    assert crossed_at(ahead([4], [[NEVER] * 5], ("auto",)), 0) == ()
+    assert crossed_at(multi_step([4], [decay], ()), 0) == ()
+    assert crossed_at(multi_step([4], [[NEVER] * 5], ("auto",)), 0) == ()
 
 
 def test_the_graphs_that_bridged_answers_need_are_expected_with_their_windows() -> None:
@@ -107,5 +107,5 @@ def test_the_graphs_that_bridged_answers_need_are_expected_with_their_windows() 
         assert shape.crossed == tuple(Crossed(first, stop, "auto") for first, stop in windows_of(active))
     assert any(shape.crossed for shape in shapes)
     assert {(shape.rows, shape.choice) for shape in shapes} == set(
-        product((1, 2), (Choice.GREEDY, Choice.CUT, Choice.DRAW))
+        product((1, 2), (SamplingMode.GREEDY, SamplingMode.CUT, SamplingMode.DRAW))
     )

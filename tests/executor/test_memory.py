@@ -18,7 +18,7 @@ from d3engine.executor.memory import largest_plan, workspace_bytes
 from d3engine.loading import resolve
 from d3engine.loading.cache_size import num_blocks
 from d3engine.plan import Plan
-from d3engine.request.choice import Choice
+from d3engine.request.choice import SamplingMode
 from d3engine.scheduling.scheduler import SchedulerConfig
 
 GPU = torch.device("cuda")
@@ -128,14 +128,14 @@ def test_the_largest_graph_is_one_that_needs_to_know_all_tokens_before(
     monkeypatch.setattr(resolve, "executor_for", lambda *given: "graphs")
     executor = make_engine(max_num_seqs=8).executor
     assert isinstance(executor, GraphExecutor)
-    kinds: list[tuple[int, Choice]] = []
+    kinds: list[tuple[int, SamplingMode]] = []
     monkeypatch.setattr(
         executor._choice,
         "choose",
         lambda hidden, rows, kind: kinds.append((len(hidden), kind)) or (rows.tokens, rows.scores[0]),
     )
     executor.take_largest()
-    assert kinds == [(8, Choice.PENALISE)]
+    assert kinds == [(8, SamplingMode.PENALISE)]
 
 
 def blocks(make_engine: Callable[..., Engine], share: float, workspace: int, **changes: Any) -> int:

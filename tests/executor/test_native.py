@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from ahead import greedy, unread
+from multi_step import greedy, unread
 from tiny_models import TinyLlama
 
 from d3engine import D3, Engine, FullDepth, SamplingParams

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ahead import greedy, unread
 from bridge_files import some_maps, write_maps
+from multi_step import greedy, unread
 from tiny_models import TinyLlama
 
 from d3engine import D3, Engine, FullDepth, Lossless, RequestOutput, SamplingParams, SelfSpeculative

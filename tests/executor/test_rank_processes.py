@@ -28,7 +28,7 @@ from d3engine.errors import EngineDeadError, ModelFormatError
 from d3engine.executor.tensor_parallel import follower
 from d3engine.executor.tensor_parallel.follower import Leader
 from d3engine.executor.tensor_parallel.group import dist
-from d3engine.executor.tensor_parallel.hearing import Hearing
+from d3engine.executor.tensor_parallel.hearing import WorkerChannel
 from d3engine.executor.tensor_parallel.team import Team
 from d3engine.loading.ranks import Place
 
@@ -305,7 +305,7 @@ def test_a_rank_that_is_stopped_while_it_answers_ends_the_engine_and_no_process_
         (rank,) = children()
         engine.add_request("one", PROMPT, asked())
         engine.step()
-        hearing: Hearing = engine.executor._team.hearing  # type: ignore[attr-defined]
+        hearing: WorkerChannel = engine.executor._team.hearing  # type: ignore[attr-defined]
         hearing._patience = 3.0
         os.kill(rank.pid, signal.SIGSTOP)
         with pytest.raises(EngineDeadError, match="rank 1 of 2 has said nothing for 3 seconds"):

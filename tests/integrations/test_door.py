@@ -63,14 +63,14 @@ class Asked:
 
 def ask_door(asked: Asked, path: str = "/v1/completions", **body: Any) -> httpx.Response:
     """The answer of a door over those replicas."""
-    from d3engine.integrations.door import Door
+    from d3engine.integrations.door import Proxy
 
     async def ask_all(scope: Scope, body: bytes) -> list[tuple[str, list[Message]]]:
         first = await asked._replica.whole_answer(scope, body)
         return [first, ("second", first[1])]
 
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(Door(asked, ask_all, LIMIT))
+        transport = httpx.ASGITransport(Proxy(asked, ask_all, LIMIT))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             return await (client.post(path, json=body) if body else client.get(path))
 
@@ -95,7 +95,7 @@ def test_a_replica_answers_through_the_door_as_a_server_does(replica: Replica) -
 
 
 def test_a_body_longer_than_allowed_is_refused_although_the_door_does_not_read_it_whole(replica: Replica) -> None:
-    from d3engine.integrations.door import Door
+    from d3engine.integrations.door import Proxy
 
     pieces = iter([b"[" * 1000] * 10)
     sent: list[Message] = []
@@ -113,7 +113,7 @@ def test_a_body_longer_than_allowed_is_refused_although_the_door_does_not_read_i
         yield [{"type": "http.response.start", "status": 413, "headers": []}]
         yield [{"type": "http.response.body", "body": b"too long"}]
 
-    door = Door(ask, replica.whole_answer, max_body_bytes=1500)  # type: ignore[arg-type]  # not asked
+    door = Proxy(ask, replica.whole_answer, max_body_bytes=1500)  # type: ignore[arg-type]  # not asked
     asyncio.run(door({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, receive, send))
     assert [len(body) for body in bodies] == [1501]
     assert len(list(pieces)) == 8
@@ -221,7 +221,7 @@ def test_the_door_joins_a_body_once_however_small_its_pieces_are() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/metrics"])
 def test_nothing_of_a_body_is_read_before_the_key_is_known(path: str) -> None:
-    from d3engine.integrations.door import Door
+    from d3engine.integrations.door import Proxy
 
     asked: list[bytes] = []
     sent: list[Message] = []
@@ -240,7 +240,7 @@ def test_nothing_of_a_body_is_read_before_the_key_is_known(path: str) -> None:
     async def ask_all(scope: Scope, body: bytes) -> list[tuple[str, list[Message]]]:
         return [("one", [message async for messages in ask(scope, body) for message in messages])]
 
-    door = Door(ask, ask_all, 1500, api_keys=["a-good-key"])
+    door = Proxy(ask, ask_all, 1500, api_keys=["a-good-key"])
     for headers in ([], [(b"authorization", b"Bearer another")], [(b"authorization", b"Bearer a-good-key")]):
         scope = {"type": "http", "method": "POST", "path": f"/d3{path}", "root_path": "/d3", "headers": headers}
         asyncio.run(door(scope, receive, send))

@@ -31,7 +31,7 @@ A_PROGRAM_MAY_LOAD = 7
 
 
 @dataclass
-class Traffic:
+class AdmissionControl:
     """Elements loaded and stored, and programs launched."""
 
     loaded: int = 0
@@ -40,11 +40,11 @@ class Traffic:
 
 
 @pytest.fixture
-def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
+def traffic(monkeypatch: pytest.MonkeyPatch) -> AdmissionControl:
     """What the interpreter moves from here on."""
     builder = importlib.import_module("triton.runtime.interpreter").InterpreterBuilder
     load, store, run = builder.create_masked_load, builder.create_masked_store, Launch.run
-    found = Traffic()
+    found = AdmissionControl()
 
     def count_load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
         found.loaded += int(mask.data.sum())
@@ -152,7 +152,7 @@ def sizes() -> Iterator[tuple[str, int]]:
 
 @pytest.mark.parametrize(("name", "rows"), sizes())
 def test_without_a_row_that_lives_nothing_is_written_and_next_to_nothing_read(
-    name: str, rows: int, traffic: Traffic
+    name: str, rows: int, traffic: AdmissionControl
 ) -> None:
     operations()[name](rows, torch.zeros(1, dtype=torch.int32))
     assert traffic.programs > 0 or name.startswith("lm_head")  # of many rows and torch's product: no kernel is left
@@ -161,7 +161,7 @@ def test_without_a_row_that_lives_nothing_is_written_and_next_to_nothing_read(
 
 
 @pytest.mark.parametrize("name", [name for name in operations() if not name.startswith("paged_attention")])
-def test_rows_that_live_move_what_they_would_move_without_the_others(name: str, traffic: Traffic) -> None:
+def test_rows_that_live_move_what_they_would_move_without_the_others(name: str, traffic: AdmissionControl) -> None:
     call = operations()[name]
     call(3, None)
     alone = replace(traffic)
@@ -171,7 +171,7 @@ def test_rows_that_live_move_what_they_would_move_without_the_others(name: str, 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_that_cuts_nothing_is_not_searched_for_its_border(temperature: float, traffic: Traffic) -> None:
+def test_a_row_that_cuts_nothing_is_not_searched_for_its_border(temperature: float, traffic: AdmissionControl) -> None:
     logits, zeros = torch.linspace(0, 1, 150).repeat(2, 1), torch.zeros(2, dtype=torch.int64)
     nothing = Cuts(zeros.float(), zeros, zeros.float() + 1)
     some = Cuts(zeros.float() + 0.5, zeros + 3, zeros.float() + 0.5)  # of a greedy row it means nothing
@@ -211,7 +211,7 @@ def test_every_operation_with_rows_that_may_not_live_is_here() -> None:
     assert found == set(kernels.__all__) - of_whole_steps
 
 
-def test_the_ends_of_a_step_leave_rows_that_do_not_live_alone(traffic: Traffic) -> None:
+def test_the_ends_of_a_step_leave_rows_that_do_not_live_alone(traffic: AdmissionControl) -> None:
     layers = 3
     rows = DecodeRows.empty(5, layers, 4, 8, 2, "cpu")
     kernels.begin_step(rows, torch.ones(8, 4, dtype=torch.complex64), 16)

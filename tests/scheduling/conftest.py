@@ -23,7 +23,7 @@ def executor(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def ahead(
+def multi_step(
     request: pytest.FixtureRequest,
     executor: str,
     make_engine: Callable[..., Engine],

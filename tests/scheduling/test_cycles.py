@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from ahead import Solo, greedy, unread
 from batches import Request, assert_same, kv_is_back, run_together
+from multi_step import Solo, greedy, unread
 
 from d3engine import D3, Engine, FullDepth, LayerTable, Lossless, SelfSpeculative, SkipDecode, UnifiedSkip
 from d3engine.depth import DepthPolicy
@@ -72,7 +72,7 @@ def test_drafting_sequences_take_cycles_from_wherever_their_drafts_are(
     run = engine.executor.run
 
     def looking(plan: Plan) -> Any:
-        if plan.ahead is not None and plan.ahead.cycles:
+        if plan.multi_step is not None and plan.multi_step.cycles:
             begun.update(len(sequence.draft.token_ids) for sequence in plan.sequences if sequence.draft)
         return run(plan)
 
@@ -81,8 +81,8 @@ def test_drafting_sequences_take_cycles_from_wherever_their_drafts_are(
     for nth, request in enumerate(requests):
         assert_same(done[nth], solo(request))
         assert counts(done[nth]) == counts(solo(request)), request.params.depth
-    runs = [plan for plan in plans if plan.ahead is not None and plan.ahead.cycles]
-    assert any(plan.ahead.course for plan in runs if plan.ahead)
+    runs = [plan for plan in plans if plan.multi_step is not None and plan.multi_step.cycles]
+    assert any(plan.multi_step.control for plan in runs if plan.multi_step)
     assert begun > {0}
     assert engine.stats().native_steps == engine.stats().num_steps
     assert kv_is_back(engine)
@@ -97,7 +97,7 @@ def test_a_whole_answer_is_a_few_calls(make_engine: Callable[..., Engine], solo:
     for output, request in zip(outputs, asked, strict=True):
         assert_same(output, solo(request))
         assert counts(output) == counts(solo(request))
-    assert all(plan.ahead is not None and plan.ahead.cycles for plan in plans[1:])
+    assert all(plan.multi_step is not None and plan.multi_step.cycles for plan in plans[1:])
     stats = engine.stats()
     assert stats.num_steps == 1 + sum(plan.num_steps for plan in plans[1:])
     assert 3 * len(plans) < stats.verifications
@@ -131,7 +131,7 @@ def test_cycles_are_as_few_as_the_host_wants_to_look(
     plans = watched(engine)
     request = Request(tuple(range(30, 37)), greedy(Lossless(D3(0.9, 0.5), 5), 12))
     assert_same(engine.generate(list(request.prompt), request.params, use_tqdm=False)[0], solo(request))
-    found = {plan.ahead.num_taken if plan.ahead else 0 for plan in plans[1:]}
+    found = {plan.multi_step.num_taken if plan.multi_step else 0 for plan in plans[1:]}
     assert found == ({0} if num_scheduler_steps == 1 else {1})
 
 

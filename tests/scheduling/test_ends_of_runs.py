@@ -12,28 +12,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ahead import Solo, greedy, steps_by_itself, unread
 from batches import CONFIG, LAYERS, Request, assert_same, block_bytes, kv_is_back, wide
+from multi_step import Solo, greedy, steps_by_itself, unread
 
-from d3engine import D3, Engine, FullDepth, InvalidValueError, SamplingParams, UnifiedSkip, Waves
+from d3engine import D3, Engine, FullDepth, IntervalAdmission, InvalidValueError, SamplingParams, UnifiedSkip
 from d3engine.executor import cuda_graph
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.graph_shapes import batch_sizes
 from d3engine.loading import resolve
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import random_weights
-from d3engine.plan import Plan, Reach
-from d3engine.request.choice import Choice
+from d3engine.plan import ExecutorCapabilities, Plan
+from d3engine.request.choice import SamplingMode
 from d3engine.sampling.sampler import FAULT
 from d3engine.scheduling.chunks import Chunks
 from d3engine.scheduling.run_ahead import run_ahead
 from d3engine.scheduling.running import RunningTable, Trait
 
 
-def test_a_run_that_the_memory_has_no_room_for_is_a_single_step(ahead: Callable[..., Engine], solo: Solo) -> None:
+def test_a_run_that_the_memory_has_no_room_for_is_a_single_step(multi_step: Callable[..., Engine], solo: Solo) -> None:
     """Nobody waits here, and nobody is sent away before the next step itself lacks a block."""
     requests = [Request(tuple(range(n, n + 4)), greedy(FullDepth(), 36)) for n in (20, 40)]
-    engine = ahead(kv_cache_memory_bytes=LAYERS * 12 * block_bytes(), enable_prefix_caching=False)
+    engine = multi_step(kv_cache_memory_bytes=LAYERS * 12 * block_bytes(), enable_prefix_caching=False)
     outputs = engine.generate([list(r.prompt) for r in requests], [r.params for r in requests], use_tqdm=False)
     for output, request in zip(outputs, requests, strict=True):
         assert_same(output, solo(request))
@@ -42,8 +42,8 @@ def test_a_run_that_the_memory_has_no_room_for_is_a_single_step(ahead: Callable[
     assert steps_by_itself(engine) > 40
 
 
-def test_who_waits_while_there_is_a_place_is_not_kept_waiting_by_a_run(ahead: Callable[..., Engine]) -> None:
-    engine = ahead(admission=Waves(12), num_scheduler_steps=16)
+def test_who_waits_while_there_is_a_place_is_not_kept_waiting_by_a_run(multi_step: Callable[..., Engine]) -> None:
+    engine = multi_step(admission=IntervalAdmission(12), num_scheduler_steps=16)
 
     def add(name: str) -> None:
         engine.add_request(name, [1, 2, 3], unread(greedy(FullDepth(), 40)))
@@ -92,13 +92,13 @@ def test_rope_that_grows_with_the_sequence_is_known_on_the_device(
         assert tokens != other.outputs[0].token_ids, "that the rope has grown is to be seen"
 
 
-def test_an_answer_ends_at_its_stop_token_in_the_middle_of_a_run(ahead: Callable[..., Engine], solo: Solo) -> None:
+def test_an_answer_ends_at_its_stop_token_in_the_middle_of_a_run(multi_step: Callable[..., Engine], solo: Solo) -> None:
     prompt = tuple(range(50, 60))
     whole = solo(Request(prompt, greedy(D3(0.9, 0.5)))).outputs[0].token_ids
     stop = next(token for place, token in enumerate(whole) if place > 4 and token not in whole[:place])
     neighbour = Request(tuple(range(9)), greedy(FullDepth()))
     params = greedy(D3(0.9, 0.5), stop_token_ids=[stop])
-    engine = ahead()
+    engine = multi_step()
     found, beside = engine.generate([list(prompt), list(neighbour.prompt)], [params, neighbour.params], use_tqdm=False)
     assert found.outputs[0].token_ids == whole[: whole.index(stop) + 1]
     assert (found.outputs[0].finish_reason, found.outputs[0].stop_reason) == ("stop", stop)
@@ -122,13 +122,13 @@ def test_an_answer_ends_at_its_stop_string_in_the_middle_of_a_run(monkeypatch: p
 
 
 def test_a_row_whose_logits_are_not_finite_ends_alone_with_the_tokens_it_had(
-    ahead: Callable[..., Engine], solo: Solo
+    multi_step: Callable[..., Engine], solo: Solo
 ) -> None:
     prompt, beside = tuple(range(50, 60)), Request(tuple(range(9)), greedy(D3(0.8, 0.3)))
     whole = solo(Request(prompt, greedy(FullDepth()))).outputs[0].token_ids
     others = {*prompt, *beside.prompt, *solo(beside).outputs[0].token_ids}
     place = next(n for n, token in enumerate(whole) if n > 2 and token not in {*others, *whole[:n]})
-    engine = ahead()
+    engine = multi_step()
     embedding = engine.executor.model.weights.embedding
     before = embedding[whole[place]].clone()
     embedding[whole[place]] = math.nan
@@ -218,45 +218,45 @@ def test_a_run_ends_where_the_rows_of_a_layer_would_no_longer_come_first() -> No
     steps = np.array([3, 1])
     starts = table.num_tokens - 1
     chunks = Chunks(np.arange(2), starts, starts + 1, steps, steps[:, None] < cutoffs, traits=0)
-    found = run_ahead(chunks, table, 16, Reach())
+    found = run_ahead(chunks, table, 16, ExecutorCapabilities())
     assert found is not None
     assert found.num_steps == 3  # at steps 6 and 4 the second row alone runs layer 2
     table.cutoffs[1] = cutoffs[0]
-    older_first = run_ahead(chunks, table, 16, Reach())
+    older_first = run_ahead(chunks, table, 16, ExecutorCapabilities())
     assert older_first is not None
     assert older_first.num_steps == 3
     chunks = chunks.deepest_first()
     assert chunks.steps.tolist() == [1, 3], "both are at one depth, so the younger comes first"
-    alike = run_ahead(chunks, table, 16, Reach())
+    alike = run_ahead(chunks, table, 16, ExecutorCapabilities())
     assert alike is not None
     assert alike.num_steps == 16
     table.max_length[1] = 7
-    short = run_ahead(chunks, table, 16, Reach())
+    short = run_ahead(chunks, table, 16, ExecutorCapabilities())
     assert short is not None
     assert short.num_steps == 4
-    assert short.course is None
+    assert short.control is None
     chunks = replace(chunks, traits=Trait.STREAMS)
-    streamed = run_ahead(chunks, table, 16, Reach())
+    streamed = run_ahead(chunks, table, 16, ExecutorCapabilities())
     assert streamed is not None
     assert streamed.num_steps == 4
-    assert streamed.course is not None, "the host takes its steps one by one"
-    table.choice[1] = Choice.PENALISE
-    penalised = run_ahead(chunks, table, 16, Reach())
+    assert streamed.control is not None, "the host takes its steps one by one"
+    table.choice[1] = SamplingMode.PENALISE
+    penalised = run_ahead(chunks, table, 16, ExecutorCapabilities())
     assert penalised is not None
-    assert (streamed.choice, penalised.choice) == (Choice.GREEDY, Choice.PENALISE)
-    table.choice[1] = Choice.REPORT
-    assert run_ahead(chunks, table, 16, Reach()) is None
+    assert (streamed.choice, penalised.choice) == (SamplingMode.GREEDY, SamplingMode.PENALISE)
+    table.choice[1] = SamplingMode.REPORT
+    assert run_ahead(chunks, table, 16, ExecutorCapabilities()) is None
     for logits, steps in ((0, 1), (3, 3), (100, 4)):  # of so many rows of logits in one run
-        reported = run_ahead(chunks, table, 16, Reach(Choice.REPORT, logits))
+        reported = run_ahead(chunks, table, 16, ExecutorCapabilities(SamplingMode.REPORT, logits))
         assert reported is not None
-        assert (reported.num_steps, reported.choice) == (steps, Choice.REPORT)
-    table.choice[0] = Choice.REPORT
-    both = run_ahead(chunks, table, 16, Reach(Choice.REPORT, 3))
+        assert (reported.num_steps, reported.choice) == (steps, SamplingMode.REPORT)
+    table.choice[0] = SamplingMode.REPORT
+    both = run_ahead(chunks, table, 16, ExecutorCapabilities(SamplingMode.REPORT, 3))
     assert both is not None
     assert both.num_steps == 1, "two rows of logits at each step"
-    table.choice[1] = Choice.HOST
-    assert run_ahead(chunks, table, 16, Reach(Choice.REPORT)) is None
-    assert run_ahead(chunks, table, 0, Reach()) is None
+    table.choice[1] = SamplingMode.HOST
+    assert run_ahead(chunks, table, 16, ExecutorCapabilities(SamplingMode.REPORT)) is None
+    assert run_ahead(chunks, table, 0, ExecutorCapabilities()) is None
 
 
 def test_steps_of_the_scheduler_are_refused_without_graphs(make_engine: Callable[..., Engine]) -> None:
@@ -269,7 +269,7 @@ def test_steps_of_the_scheduler_are_refused_without_graphs(make_engine: Callable
 
 
 def test_an_engine_that_must_be_eager_captures_nothing(
-    ahead: Callable[..., Engine], make_engine: Callable[..., Engine]
+    multi_step: Callable[..., Engine], make_engine: Callable[..., Engine]
 ) -> None:
     engine = make_engine(enforce_eager=True)
     engine.generate([1, 2, 3], greedy(UnifiedSkip(2), 5), use_tqdm=False)

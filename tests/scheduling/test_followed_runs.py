@@ -9,27 +9,27 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from ahead import NESTED, Solo, greedy, steps_by_itself
 from batches import Request, assert_same, kv_is_back
+from multi_step import NESTED, Solo, greedy, steps_by_itself
 
 from d3engine import D3, Engine, FullDepth
 from d3engine.executor.computed import Computed
-from d3engine.plan import Course, Plan
-from d3engine.request.choice import Choice
+from d3engine.plan import Plan, RunControl
+from d3engine.request.choice import SamplingMode
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import RequestOutputKind
 
 
 @pytest.fixture
-def courses(monkeypatch: pytest.MonkeyPatch) -> list[Course]:
+def controls(monkeypatch: pytest.MonkeyPatch) -> list[RunControl]:
     """Those of all runs that are followed, in the order in which they begin."""
-    found: list[Course] = []
+    found: list[RunControl] = []
 
-    def made() -> Course:
-        found.append(Course())
+    def made() -> RunControl:
+        found.append(RunControl())
         return found[-1]
 
-    monkeypatch.setattr("d3engine.scheduling.run_ahead.Course", made)
+    monkeypatch.setattr("d3engine.scheduling.run_ahead.RunControl", made)
     return found
 
 
@@ -38,22 +38,22 @@ def deltas(params: Any) -> Any:
 
 
 def test_a_stream_is_a_few_runs_of_the_device_and_each_step_brings_a_token(
-    ahead: Callable[..., Engine], solo: Solo, courses: list[Course]
+    multi_step: Callable[..., Engine], solo: Solo, controls: list[RunControl]
 ) -> None:
     request = Request(tuple(range(50, 60)), greedy(D3(0.9, 0.5), 50))
-    engine = ahead(num_scheduler_steps=12)
+    engine = multi_step(num_scheduler_steps=12)
     found = list(engine.stream(list(request.prompt), deltas(request.params)))
     assert [len(output.outputs[0].token_ids) for output in found] == [1] * 50
     wanted = solo(request).outputs[0]
     assert [token for output in found for token in output.outputs[0].token_ids] == wanted.token_ids
     assert [depth for output in found for depth in output.outputs[0].depths] == wanted.depths
-    assert [course.num_begun for course in courses] == [12, 12, 12, 12]  # of 49 steps, and one alone
+    assert [control.num_begun for control in controls] == [12, 12, 12, 12]  # of 49 steps, and one alone
     assert kv_is_back(engine)
 
 
-def test_streams_and_whole_answers_of_any_schedules_share_steps(ahead: Callable[..., Engine], solo: Solo) -> None:
+def test_streams_and_whole_answers_of_any_schedules_share_steps(multi_step: Callable[..., Engine], solo: Solo) -> None:
     requests = [Request(tuple(range(40, 44 + n)), greedy(NESTED[n % 5], 25 - n)) for n in range(9)]
-    engine = ahead(max_num_seqs=5, num_scheduler_steps=7)
+    engine = multi_step(max_num_seqs=5, num_scheduler_steps=7)
     for nth, request in enumerate(requests):
         kind = RequestOutputKind.FINAL_ONLY if nth % 3 else RequestOutputKind.CUMULATIVE
         engine.add_request(str(nth), list(request.prompt), replace(request.params, output_kind=kind))
@@ -68,11 +68,11 @@ def test_streams_and_whole_answers_of_any_schedules_share_steps(ahead: Callable[
 
 @pytest.mark.parametrize("seed", range(3))
 def test_who_comes_and_goes_while_a_run_is_under_way_changes_nothing_for_the_others(
-    ahead: Callable[..., Engine], solo: Solo, seed: int
+    multi_step: Callable[..., Engine], solo: Solo, seed: int
 ) -> None:
     numbers = random.Random(seed)
     requests = [Request(tuple(range(40 + n, 60 - n)), greedy(NESTED[n % 5], 30)) for n in range(8)]
-    engine = ahead(max_num_seqs=4, num_scheduler_steps=9)
+    engine = multi_step(max_num_seqs=4, num_scheduler_steps=9)
     waiting, left, done = list(range(8)), set(), {}
     while waiting or engine.has_unfinished_requests():
         if waiting and numbers.random() < 0.2:
@@ -97,23 +97,27 @@ def test_who_comes_and_goes_while_a_run_is_under_way_changes_nothing_for_the_oth
     assert kv_is_back(engine)
 
 
-def test_who_leaves_a_stream_ends_its_run(ahead: Callable[..., Engine], solo: Solo, courses: list[Course]) -> None:
+def test_who_leaves_a_stream_ends_its_run(
+    multi_step: Callable[..., Engine], solo: Solo, controls: list[RunControl]
+) -> None:
     request = Request(tuple(range(50, 60)), greedy(FullDepth(), 45))
-    engine = ahead(num_scheduler_steps=40)
+    engine = multi_step(num_scheduler_steps=40)
     stream = engine.stream(list(request.prompt), request.params)
     for _ in range(3):
         next(stream)
-    assert not courses[0].is_ended
+    assert not controls[0].is_ended
     assert isinstance(stream, Iterator)
     stream.close()  # type: ignore[attr-defined]
-    assert courses[0].is_ended
+    assert controls[0].is_ended
     assert engine.stats().num_running == 0
     assert_same(engine.generate(list(request.prompt), request.params, use_tqdm=False)[0], solo(request))
     assert kv_is_back(engine)
 
 
-def test_who_comes_waits_for_no_step_that_had_not_begun(ahead: Callable[..., Engine], courses: list[Course]) -> None:
-    engine = ahead(num_scheduler_steps=40)
+def test_who_comes_waits_for_no_step_that_had_not_begun(
+    multi_step: Callable[..., Engine], controls: list[RunControl]
+) -> None:
+    engine = multi_step(num_scheduler_steps=40)
     engine.add_request("first", [1, 2, 3], deltas(greedy(FullDepth(), 45)))
     for _ in range(3):
         engine.step()
@@ -122,19 +126,19 @@ def test_who_comes_waits_for_no_step_that_had_not_begun(ahead: Callable[..., Eng
     while not came:
         came = [output for output in engine.step() if output.request_id == "second"]
         taken += 1
-    assert courses[0].is_ended
-    assert taken - 1 <= courses[0].num_begun
+    assert controls[0].is_ended
+    assert taken - 1 <= controls[0].num_begun
     begun = steps_by_itself(engine)
-    assert begun <= courses[0].num_begun + 3  # the prompts, and the step that the second has come with
+    assert begun <= controls[0].num_begun + 3  # the prompts, and the step that the second has come with
 
 
 def test_a_stop_in_a_stream_s_run_leaves_the_tokens_beyond_it(
-    ahead: Callable[..., Engine], solo: Solo, courses: list[Course]
+    multi_step: Callable[..., Engine], solo: Solo, controls: list[RunControl]
 ) -> None:
     request, beside = (Request(tuple(range(n, 60)), greedy(D3(0.9, 0.5), 30)) for n in (50, 45))
     whole = solo(request).outputs[0].token_ids
     stop = next(token for place, token in enumerate(whole) if place > 5 and token not in whole[:place])
-    engine = ahead(num_scheduler_steps=32)
+    engine = multi_step(num_scheduler_steps=32)
     engine.add_request("stops", list(request.prompt), deltas(replace(request.params, stop_token_ids=[stop])))
     engine.add_request("goes on", list(beside.prompt), beside.params)
     tokens: list[int] = []
@@ -148,31 +152,33 @@ def test_a_stop_in_a_stream_s_run_leaves_the_tokens_beyond_it(
     assert last["stops"].outputs[0].finish_reason == "stop"
     assert_same(last["goes on"], solo(beside))
     assert engine.stats().generated_tokens == len(tokens) + 30
-    assert courses[0].is_ended
+    assert controls[0].is_ended
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
 def test_a_reader_takes_all_that_is_done_and_still_reads_one_token_after_the_other(
-    ahead: Callable[..., Engine], solo: Solo, kind: RequestOutputKind
+    multi_step: Callable[..., Engine], solo: Solo, kind: RequestOutputKind
 ) -> None:
     """Where a stop token is among them, none beyond it; and a mate's tokens wait for `step()` one by one too."""
     request, beside = (Request(tuple(range(n, 60)), greedy(D3(0.9, 0.5), 40, logprobs=0)) for n in (50, 45))
     whole = solo(request).outputs[0]
     place = next(n for n, token in enumerate(whole.token_ids) if n > 20 and token not in whole.token_ids[:n])
-    engine = ahead(num_scheduler_steps=16)
+    engine = multi_step(num_scheduler_steps=16)
     calls: list[int] = []
     run = engine.executor.run
 
     def run_when_done(plan: Plan) -> Computed:
         calls.append(plan.num_rows)
-        followed = None if plan.ahead is None else plan.ahead.course
-        while followed is not None and plan.ahead is not None and 0 < followed.num_begun < plan.ahead.num_steps:
+        followed = None if plan.multi_step is None else plan.multi_step.control
+        while (
+            followed is not None and plan.multi_step is not None and 0 < followed.num_begun < plan.multi_step.num_steps
+        ):
             if followed.is_ended:  # then no further step begins
                 break
             os.sched_yield()
         return run(plan)
 
-    if engine.executor.reach.choice is Choice.REPORT:
+    if engine.executor.capabilities.choice is SamplingMode.REPORT:
         engine.executor.run = run_when_done  # type: ignore[method-assign]
     engine.add_request("beside", list(beside.prompt), deltas(beside.params))
     params = replace(request.params, stop_token_ids=[whole.token_ids[place]], output_kind=kind)
@@ -195,10 +201,10 @@ def test_a_reader_takes_all_that_is_done_and_still_reads_one_token_after_the_oth
 
 
 def test_a_step_that_takes_all_that_is_done_brings_an_output_for_each_token_of_each_request(
-    ahead: Callable[..., Engine], solo: Solo
+    multi_step: Callable[..., Engine], solo: Solo
 ) -> None:
     requests = [Request(tuple(range(n, 60)), greedy(D3(0.9, 0.5), 40 - n % 7, logprobs=0)) for n in (50, 45, 41)]
-    engine = ahead(num_scheduler_steps=16)
+    engine = multi_step(num_scheduler_steps=16)
     for nth, request in enumerate(requests[:2]):
         engine.add_request(str(nth), list(request.prompt), deltas(request.params))
     tokens: dict[str, list[int]] = {"0": [], "1": [], "2": []}
@@ -216,8 +222,8 @@ def test_a_step_that_takes_all_that_is_done_brings_an_output_for_each_token_of_e
     assert kv_is_back(engine)
 
 
-def test_an_engine_is_ahead_within_a_run_until_somebody_joins_or_leaves_it(ahead: Callable[..., Engine]) -> None:
-    engine = ahead(num_scheduler_steps=8)
+def test_an_engine_is_ahead_within_a_run_until_somebody_joins_or_leaves_it(multi_step: Callable[..., Engine]) -> None:
+    engine = multi_step(num_scheduler_steps=8)
     assert not engine.is_ahead()
     engine.add_request("one", [5, 6, 7], deltas(greedy(FullDepth(), 40)))
     found = []

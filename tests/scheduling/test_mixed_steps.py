@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from ahead import NESTED, Solo, greedy
 from batches import Request, assert_same, kv_is_back
+from multi_step import NESTED, Solo, greedy
 
 from d3engine import D3, Engine, Lossless
 from d3engine.executor.computed import Computed

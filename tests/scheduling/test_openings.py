@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from ahead import Solo, greedy, unread
 from batches import LAYERS, Request, assert_same, block_bytes, kv_is_back
+from multi_step import Solo, greedy, unread
 from stepping import finish, watch
 
 from d3engine import D3, DraftAndVerify, Engine, FullDepth, SamplingParams
@@ -39,7 +39,7 @@ def add(engine: Engine, *requests: Request) -> None:
 
 def openings(plans: list[Plan]) -> list[int]:
     """The steps of each plan that opens a run."""
-    return [plan.num_steps for plan in plans if plan.ahead is not None and plan.ahead.opens]
+    return [plan.num_steps for plan in plans if plan.multi_step is not None and plan.multi_step.opens]
 
 
 def test_a_prompt_and_its_answer_are_one_plan_where_nobody_reads_along(
@@ -69,7 +69,7 @@ def test_prompts_open_a_run_for_answers_of_any_age_beside_them(native: Callable[
     found |= finish(engine)
     for number, request in enumerate(requests):
         assert_same(found[str(number)], solo(request))
-    beside = [plan for plan in plans if plan.ahead is not None and plan.ahead.opens and plan.steps.max() >= 1]
+    beside = [plan for plan in plans if plan.multi_step is not None and plan.multi_step.opens and plan.steps.max() >= 1]
     assert beside
     assert kv_is_back(engine)
 
@@ -159,7 +159,7 @@ def test_a_prompt_is_computed_alone_where_there_is_no_room_for_a_run(native: Cal
     plans = watch(engine)
     add(engine, *requests)
     engine.step()
-    assert (openings(plans), len(plans), plans[0].ahead) == ([], 1, None)
+    assert (openings(plans), len(plans), plans[0].multi_step) == ([], 1, None)
     found = finish(engine)
     for number, request in enumerate(requests):
         assert_same(found[str(number)], solo(request))
@@ -219,5 +219,5 @@ def test_no_prompt_opens_a_run_while_somebody_waits_who_could_join(native: Calla
     plans = watch(engine)
     add(engine, Request(PROMPT, greedy(FullDepth())), Request(OTHER * 2, greedy(FullDepth())))
     engine.step()
-    assert plans[0].ahead is None
+    assert plans[0].multi_step is None
     finish(engine)

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from ahead import NESTED, PLAIN, Solo, greedy, unread
 from batches import Request, assert_same, kv_is_back
+from multi_step import NESTED, PLAIN, Solo, greedy, unread
 
 from d3engine import Engine
-from d3engine.request.choice import Choice
+from d3engine.request.choice import SamplingMode
 from d3engine.request.params import RequestOutputKind
 
 ASKED: list[dict[str, Any]] = [
@@ -33,9 +33,11 @@ def requests() -> list[Request]:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_they_answer_as_alone_in_runs_of_many_steps(ahead: Callable[..., Engine], solo: Solo, streamed: bool) -> None:
+def test_they_answer_as_alone_in_runs_of_many_steps(
+    multi_step: Callable[..., Engine], solo: Solo, streamed: bool
+) -> None:
     """With graphs the host chooses for all of them; with the native library for none."""
-    engine = ahead(num_scheduler_steps=8)
+    engine = multi_step(num_scheduler_steps=8)
     calls: list[int] = []
     run = engine.executor.run
     engine.executor.run = lambda plan: calls.append(plan.num_rows) or run(plan)  # type: ignore[method-assign, func-returns-value]
@@ -50,7 +52,7 @@ def test_they_answer_as_alone_in_runs_of_many_steps(ahead: Callable[..., Engine]
         assert_same(done[nth], solo(request))
     assert kv_is_back(engine)
     stats = engine.stats()
-    if engine.executor.reach.choice is Choice.REPORT:
+    if engine.executor.capabilities.choice is SamplingMode.REPORT:
         assert stats.native_steps == stats.num_steps
         assert len(calls) < stats.num_steps or streamed
 
@@ -60,7 +62,7 @@ def test_log_probabilities_of_a_run_have_the_bits_of_those_step_by_step(make_eng
     found = []
     for steps in (1, 16):
         engine = make_engine(num_scheduler_steps=steps)
-        if engine.executor.reach.choice is not Choice.REPORT:
+        if engine.executor.capabilities.choice is not SamplingMode.REPORT:
             pytest.skip("there is no native library here")
         outputs = engine.generate([prompt for prompt, _ in asked], [params for _, params in asked], use_tqdm=False)
         found.append([output.outputs[0].logprobs for output in outputs])

@@ -8,18 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from ahead import NESTED, PLAIN, Solo, greedy, steps_by_itself, unread
 from batches import BLOCK, LAYERS, POLICIES, Request, assert_same, block_bytes, kv_is_back, run_together, some_requests
+from multi_step import NESTED, PLAIN, Solo, greedy, steps_by_itself, unread
 
-from d3engine import D3, DraftAndVerify, Engine, Lossless, SelfSpeculative, UnifiedSkip, Waves
+from d3engine import D3, DraftAndVerify, Engine, IntervalAdmission, Lossless, SelfSpeculative, UnifiedSkip
 from d3engine.depth import DepthPolicy, Nested
 from d3engine.request.outputs import RequestOutput
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, Nested(0.8, [(1, 3), (4, 5), (3, 4)])], ids=repr)
-def test_generate_answers_as_step_by_step(ahead: Callable[..., Engine], solo: Solo, policy: DepthPolicy) -> None:
+def test_generate_answers_as_step_by_step(multi_step: Callable[..., Engine], solo: Solo, policy: DepthPolicy) -> None:
     requests = [Request(tuple(range(30 + n, 33 + 3 * n)), greedy(policy, 10 + 5 * n)) for n in (0, 3)]
-    engine = ahead()
+    engine = multi_step()
     outputs = engine.generate([list(r.prompt) for r in requests], [r.params for r in requests], use_tqdm=False)
     for output, request in zip(outputs, requests, strict=True):
         assert_same(output, solo(request))
@@ -40,11 +40,11 @@ DRAFTING: list[DepthPolicy] = [
 
 @pytest.mark.parametrize("policy", DRAFTING, ids=repr)
 def test_drafts_and_verifications_are_launched_by_the_host(
-    ahead: Callable[..., Engine], solo: Solo, policy: DepthPolicy
+    multi_step: Callable[..., Engine], solo: Solo, policy: DepthPolicy
 ) -> None:
     """And whoever shares their steps; as soon as nobody drafts any more, the device goes on by itself."""
     requests = [Request(tuple(range(30, 37)), greedy(policy, 9)), Request(tuple(range(9)), greedy(D3(0.9, 0.5), 50))]
-    engine = ahead()
+    engine = multi_step()
     assert_same(engine.generate(list(requests[0].prompt), requests[0].params, use_tqdm=False)[0], solo(requests[0]))
     assert engine.stats().graph_steps == 0
     outputs = engine.generate([list(r.prompt) for r in requests], [r.params for r in requests], use_tqdm=False)
@@ -57,10 +57,10 @@ def test_drafts_and_verifications_are_launched_by_the_host(
 
 @pytest.mark.parametrize("num_scheduler_steps", [1, 3, 16])
 def test_mixed_schedules_share_a_run_while_their_rows_stay_in_order(
-    ahead: Callable[..., Engine], solo: Solo, num_scheduler_steps: int
+    multi_step: Callable[..., Engine], solo: Solo, num_scheduler_steps: int
 ) -> None:
     requests = [Request(tuple(range(40, 44 + n)), greedy(NESTED[n % len(NESTED)], 22 - n)) for n in range(11)]
-    engine = ahead(max_num_seqs=5, num_scheduler_steps=num_scheduler_steps)
+    engine = multi_step(max_num_seqs=5, num_scheduler_steps=num_scheduler_steps)
     outputs = engine.generate([list(r.prompt) for r in requests], [r.params for r in requests], use_tqdm=False)
     for output, request in zip(outputs, requests, strict=True):
         assert_same(output, solo(request))
@@ -69,11 +69,11 @@ def test_mixed_schedules_share_a_run_while_their_rows_stay_in_order(
 
 @pytest.mark.parametrize("policy", [D3(0.9, 0.5), D3(0.8, 0.3), D3(0.7, 0.2)], ids=repr)
 def test_rows_of_one_schedule_share_a_run_at_whatever_ages(
-    ahead: Callable[..., Engine], solo: Solo, policy: DepthPolicy
+    multi_step: Callable[..., Engine], solo: Solo, policy: DepthPolicy
 ) -> None:
     """Those that have come later stay deeper for longer, also where all are at one depth when a run begins."""
     requests = [Request(tuple(range(40 + n, 56 + n)), greedy(policy, 22)) for n in range(5)]
-    engine = ahead(max_num_batched_tokens=16, enable_prefix_caching=False)
+    engine = multi_step(max_num_batched_tokens=16, enable_prefix_caching=False)
     outputs = engine.generate([list(r.prompt) for r in requests], [r.params for r in requests], use_tqdm=False)
     for output, request in zip(outputs, requests, strict=True):
         assert_same(output, solo(request))
@@ -82,10 +82,12 @@ def test_rows_of_one_schedule_share_a_run_at_whatever_ages(
 
 
 @pytest.mark.parametrize(
-    ("changes", "seed"), [({}, 0), ({"max_num_batched_tokens": 8}, 1), ({"admission": Waves(5)}, 0)], ids=repr
+    ("changes", "seed"),
+    [({}, 0), ({"max_num_batched_tokens": 8}, 1), ({"admission": IntervalAdmission(5)}, 0)],
+    ids=repr,
 )
 def test_requests_of_every_kind_answer_as_alone(
-    ahead: Callable[..., Engine], solo: Solo, seed: int, changes: dict[str, Any]
+    multi_step: Callable[..., Engine], solo: Solo, seed: int, changes: dict[str, Any]
 ) -> None:
     """Also those that a device cannot choose for (with log-probabilities, say), which make the host look."""
     plain = {"temperature": 0.0, "logprobs": None, "prompt_logprobs": None}
@@ -93,7 +95,7 @@ def test_requests_of_every_kind_answer_as_alone(
     longer = {"n": 1, "max_tokens": 20, "ignore_eos": True, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
     for nth, request in enumerate(some_requests(seed + 90, 9, **longer)):
         requests.append(replace(request, params=replace(request.params, depth=NESTED[nth % 5], **plain)))
-    engine = ahead(max_num_seqs=7, **changes)
+    engine = multi_step(max_num_seqs=7, **changes)
     for nth, request in enumerate(requests):
         engine.add_request(str(nth), list(request.prompt), unread(request.params), request.priority)
     done: dict[int, RequestOutput] = {}
@@ -119,7 +121,7 @@ ASKED["all of them"] = [kind[n] for n, kind in enumerate(ASKED.values())] + [{"t
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_the_device_draws_what_the_host_draws(ahead: Callable[..., Engine], solo: Solo, asked: str) -> None:
+def test_the_device_draws_what_the_host_draws(multi_step: Callable[..., Engine], solo: Solo, asked: str) -> None:
     requests = [
         Request(tuple(range(60, 64 + n)), replace(greedy(D3(0.9, 0.5), 20 - n), seed=n, **kind))
         for n, kind in enumerate(ASKED[asked])
@@ -127,7 +129,7 @@ def test_the_device_draws_what_the_host_draws(ahead: Callable[..., Engine], solo
     requests = [
         replace(request, params=replace(request.params, n=1 if request.params.greedy else 2)) for request in requests
     ]
-    engine = ahead(num_scheduler_steps=7)
+    engine = multi_step(num_scheduler_steps=7)
     outputs = engine.generate([list(r.prompt) for r in requests], [r.params for r in requests], use_tqdm=False)
     for output, request in zip(outputs, requests, strict=True):
         assert_same(output, solo(request))
@@ -141,10 +143,10 @@ def test_the_device_draws_what_the_host_draws(ahead: Callable[..., Engine], solo
 
 @pytest.mark.parametrize("seed", range(2))
 def test_those_who_stream_get_one_token_a_step_and_the_same_answers(
-    ahead: Callable[..., Engine], solo: Solo, seed: int
+    multi_step: Callable[..., Engine], solo: Solo, seed: int
 ) -> None:
     requests = some_requests(seed + 80, 10, temperature=0.0, logprobs=None, prompt_logprobs=None, depth=D3(0.9, 0.5))
-    engine = ahead(max_num_seqs=7)
+    engine = multi_step(max_num_seqs=7)
     lengths: dict[tuple[str, int], int] = {}
 
     def nobody_jumps(engine: Engine) -> None:
@@ -160,14 +162,14 @@ def test_those_who_stream_get_one_token_a_step_and_the_same_answers(
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_preemption_and_short_memory_change_nothing(ahead: Callable[..., Engine], solo: Solo, seed: int) -> None:
+def test_preemption_and_short_memory_change_nothing(multi_step: Callable[..., Engine], solo: Solo, seed: int) -> None:
     numbers = random.Random(seed)
     requests = [
         Request(tuple(numbers.randrange(300) for _ in range(numbers.randint(1, 20))), greedy(NESTED[n % 5]))
         for n in range(9)
     ]
     blocks = LAYERS * -(-46 // BLOCK)
-    engine = ahead(kv_cache_memory_bytes=blocks * block_bytes(), max_num_batched_tokens=24)
+    engine = multi_step(kv_cache_memory_bytes=blocks * block_bytes(), max_num_batched_tokens=24)
     ids = [str(n) for n in range(len(requests))]
     for request_id, request in zip(ids, requests, strict=True):
         engine.add_request(request_id, list(request.prompt), unread(request.params))

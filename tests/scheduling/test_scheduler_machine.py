@@ -25,12 +25,12 @@ from schedule_strategies import draft_rules, guess, judged, ways
 from d3engine.cache.kv_cache import KVCache
 from d3engine.depth import DepthPolicy, FullDepth, LayerTable
 from d3engine.errors import InvalidValueError
-from d3engine.plan import Course, Plan, Sampled
+from d3engine.plan import Plan, RunControl, Sampled
 from d3engine.request.draft import Draft
 from d3engine.request.outputs import FinishReason
 from d3engine.request.params import SamplingParams
 from d3engine.request.sequence import Sequence, Status
-from d3engine.scheduling.admission import Immediate, Waves
+from d3engine.scheduling.admission import Immediate, IntervalAdmission
 from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
 
 
@@ -44,7 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 4),
         spare_rows=st.integers(0, 8),
         caching=st.sampled_from([True, True, False]),
-        admission=st.sampled_from([Immediate(), Immediate(), Waves(3)]),
+        admission=st.sampled_from([Immediate(), Immediate(), IntervalAdmission(3)]),
         num_scheduler_steps=st.sampled_from([0, 1, 3, 8]),
         seed=st.integers(0, 2**16),
     )
@@ -56,7 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         spare_rows: int,
         caching: bool,
-        admission: Immediate | Waves,
+        admission: Immediate | IntervalAdmission,
         num_scheduler_steps: int,
         seed: int,
     ) -> None:
@@ -80,7 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sequences: list[Sequence] = []
         self.numbers = random.Random(seed)  # how deep tokens go that may leave early
         self.finished_by_us: set[int] = set()
-        self.course: Course | None = None
+        self.control: RunControl | None = None
         self.taken = 0
 
     # -- rules ---------------------------------------------------------------------------------------------------
@@ -221,12 +221,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
         The device, which is absent, is some steps ahead of the host.
         """
-        if plan.ahead is None or plan.ahead.course is None:
+        if plan.multi_step is None or plan.multi_step.control is None:
             return plan
-        course = plan.ahead.course
-        self.taken = self.taken + 1 if course is self.course else 0
-        self.course = course
-        course.words[1] = max(course.num_begun, min(self.taken + self.numbers.randint(1, 3), plan.ahead.num_steps))
+        control = plan.multi_step.control
+        self.taken = self.taken + 1 if control is self.control else 0
+        self.control = control
+        control.words[1] = max(
+            control.num_begun, min(self.taken + self.numbers.randint(1, 3), plan.multi_step.num_steps)
+        )
         return later_step(staying(plan), self.taken)
 
     def _tokens_of(self, plan: Plan, sequence: Sequence) -> list[int]:
@@ -275,7 +277,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         runs = sequence.schedule.active(step) if sequence.schedule.on_skip == "none" else True
         wanted = np.where(runs, -(-computed // self.cache.block_size), 0)
         most = wanted
-        if self.course is not None:
+        if self.control is not None:
             last = min(computed + self.scheduler.config.num_scheduler_steps, sequence.max_length - 1)
             most = np.where(runs, -(-last // self.cache.block_size), 0)
         held = self.cache.num_blocks[sequence.slot]

@@ -274,7 +274,7 @@ class Written(asyncio.Transport):
 def test_what_is_written_in_one_turn_goes_out_as_one_in_its_order_and_before_the_end() -> None:
     async def main() -> None:
         inner = Written()
-        gathered = connections.Gathered(inner, asyncio.get_running_loop())
+        gathered = connections.WriteBuffer(inner, asyncio.get_running_loop())
         gathered.write(b"head ")
         gathered.write(b"body ")
         assert inner.writes == []

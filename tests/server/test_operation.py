@@ -13,7 +13,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from d3engine.server.guards.traffic import Traffic
+from d3engine.server.guards.traffic import AdmissionControl
 
 if TYPE_CHECKING:
     from d3engine import Engine
@@ -42,13 +42,13 @@ class Heart:
 def test_an_engine_hangs_when_somebody_waits_and_no_step_ends(heart: Any, status: str) -> None:
     from d3engine.server.health import health
 
-    assert health(heart, Traffic(1), 60, now=1000.0).status == status
+    assert health(heart, AdmissionControl(1), 60, now=1000.0).status == status
 
 
 def test_a_full_queue_is_healthy_but_not_ready_and_a_drain_is_neither() -> None:
     from d3engine.server.health import health, readiness
 
-    traffic = Traffic(1)
+    traffic = AdmissionControl(1)
     with traffic.place():
         found = health(Heart(0, True), traffic, 60, now=1000.0)  # type: ignore[arg-type]
         assert (found.status, readiness(found, traffic).status) == ("ok", "full")

@@ -127,9 +127,9 @@ def taking_whole_runs(engine: Engine) -> Engine:
     run = engine.executor.run
 
     def run_when_begun(plan: Plan) -> Computed:
-        ahead = plan.ahead
-        if ahead is not None and ahead.course is not None and ahead.course.num_begun:
-            while ahead.course.num_begun < ahead.num_steps and not ahead.course.is_ended:
+        multi_step = plan.multi_step
+        if multi_step is not None and multi_step.control is not None and multi_step.control.num_begun:
+            while multi_step.control.num_begun < multi_step.num_steps and not multi_step.control.is_ended:
                 os.sched_yield()
         return run(plan)
 

@@ -70,14 +70,14 @@ def test_the_page_needs_no_key_where_everything_it_asks_for_does() -> None:
     from d3engine.server.guards.keys import OPEN_PATHS
     from d3engine.server.guards.settings import GuardSettings
     from d3engine.server.guards.stack import guards
-    from d3engine.server.guards.traffic import Traffic
+    from d3engine.server.guards.traffic import AdmissionControl
     from d3engine.server.routes.page import PAGE_PATHS, PAGE_ROUTES
 
     def models(request: object) -> PlainTextResponse:
         return PlainTextResponse("models")
 
     keyed = GuardSettings(api_keys=("a-key-of-mine",))
-    stack = guards(keyed, Traffic(4), log_exchange, OPEN_PATHS | PAGE_PATHS)
+    stack = guards(keyed, AdmissionControl(4), log_exchange, OPEN_PATHS | PAGE_PATHS)
     with serving(Starlette(routes=[Route("/v1/models", models), *PAGE_ROUTES], middleware=stack)) as address:
         assert httpx.get(f"{address}/v1/models").status_code == 401
         for path in PAGE_PATHS:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ahead import unread
 from batches import Request, run_together
 from json_schemas import random_schema, satisfies
+from multi_step import unread
 from tiny_models import save_without_layer
 
 from d3engine import (

@@ -44,6 +44,6 @@ def tensor_at(address: int, like: Tensor) -> Tensor:
     """The memory at `address` as a tensor of the shape, the strides and the dtype of another."""
     if like.numel() == 0:
         return torch.empty_like(like)
-    reach = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
-    memory = (ctypes.c_char * ((reach + 1) * like.element_size())).from_address(address)
+    extent = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+    memory = (ctypes.c_char * ((extent + 1) * like.element_size())).from_address(address)
     return torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype).as_strided(like.shape, like.stride())

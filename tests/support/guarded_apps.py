@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from d3engine.server.guards.exchange import Exchange
+from d3engine.server.guards.exchange import RequestLog
 from d3engine.server.guards.settings import GuardSettings
 from d3engine.server.guards.stack import guards
-from d3engine.server.guards.traffic import Traffic
+from d3engine.server.guards.traffic import AdmissionControl
 
 JSON = {"content-type": "application/json"}
 LOCAL = {"host": "127.0.0.1:8000"}
@@ -64,8 +64,8 @@ class GuardedApp:
     """An app behind guards: GET /hello and /health, POST /echo and /fail, and further routes as they are given."""
 
     def __init__(self, settings: GuardSettings | None = None, places: int = 8, **posted: Endpoint) -> None:
-        self.traffic = Traffic(places)
-        self.exchanges: list[Exchange] = []
+        self.traffic = AdmissionControl(places)
+        self.exchanges: list[RequestLog] = []
         self.app = Starlette(
             routes=[
                 *(Route(path, hello) for path in ("/hello", "/health", "/ready", "/metrics", "/v1/models")),

@@ -350,7 +350,7 @@ def check_writes(scheduler: Scheduler, plan: Plan) -> None:
 
 def staying(plan: Plan) -> Plan:
     """A plan of decoded tokens, without the chunks of sequences that have left since it was made."""
-    assert plan.ahead is not None
+    assert plan.multi_step is not None
     chunks = np.array([sequence.slot == slot for sequence, slot in zip(plan.sequences, plan.slots, strict=True)])
     each = np.arange(chunks.sum())
     parts = ("slots", "starts", "stops", "steps", "token_ids", "positions", "prompt_lengths", "depths")
@@ -361,18 +361,22 @@ def staying(plan: Plan) -> Plan:
         row_chunks=each,
         sampled=each,
         sample_rows=each,
-        ahead=replace(plan.ahead, steps=plan.ahead.steps[chunks], cutoffs=plan.ahead.cutoffs[chunks]),
+        multi_step=replace(
+            plan.multi_step, steps=plan.multi_step.steps[chunks], cutoffs=plan.multi_step.cutoffs[chunks]
+        ),
         **{part: getattr(plan, part)[chunks] for part in parts},
     )
 
 
 def later_step(plan: Plan, taken: int) -> Plan:
     """The plan of the step that a device takes by itself after `taken` others."""
-    assert plan.ahead is not None
+    assert plan.multi_step is not None
     steps = plan.steps + taken
-    active = steps[:, None] < plan.ahead.cutoffs
+    active = steps[:, None] < plan.multi_step.cutoffs
     spans = spans_of(active, None, plan.query_starts)
     assert all(span.rows is None for span in spans), "the rows of a layer do not come first"
     tokens = np.array([sequence.token_ids[-1] for sequence in plan.sequences])
     moved = {"starts": plan.starts + taken, "stops": plan.stops + taken, "positions": plan.positions + taken}
-    return replace(plan, steps=steps, token_ids=tokens, depths=active.sum(axis=1), spans=spans, ahead=None, **moved)
+    return replace(
+        plan, steps=steps, token_ids=tokens, depths=active.sum(axis=1), spans=spans, multi_step=None, **moved
+    )

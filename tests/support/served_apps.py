@@ -13,7 +13,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from d3engine.server.guards.settings import GuardSettings
-from d3engine.server.guards.traffic import Traffic
+from d3engine.server.guards.traffic import AdmissionControl
 from d3engine.server.running import GuardedServer, bind
 
 GUARD = 60.0
@@ -23,7 +23,7 @@ GUARD = 60.0
 class ServedApp:
     """Where it is, and how to end it."""
 
-    def __init__(self, app: ASGIApp, traffic: Traffic, settings: GuardSettings) -> None:
+    def __init__(self, app: ASGIApp, traffic: AdmissionControl, settings: GuardSettings) -> None:
         self.bound = bind(settings)
         self.port = int(self.bound.getsockname()[1])
         self.said: list[str] = []
@@ -56,7 +56,7 @@ class ServedApp:
 
 
 @contextmanager
-def served(app: ASGIApp, traffic: Traffic, settings: GuardSettings | None = None) -> Iterator[ServedApp]:
+def served(app: ASGIApp, traffic: AdmissionControl, settings: GuardSettings | None = None) -> Iterator[ServedApp]:
     """The app on a free port, until the block ends."""
     running = ServedApp(app, traffic, settings or GuardSettings(port=0))
     try:

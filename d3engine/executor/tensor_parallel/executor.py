@@ -10,7 +10,7 @@ from d3engine.executor.tensor_parallel.plan_message import PlanSender
 from d3engine.executor.tensor_parallel.team import Team
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.llama import Llama
-from d3engine.plan import Plan, Reach
+from d3engine.plan import ExecutorCapabilities, Plan
 
 
 class TensorParallelExecutor:
@@ -43,9 +43,9 @@ class TensorParallelExecutor:
         return self._own.max_steps
 
     @property
-    def reach(self) -> Reach:
+    def capabilities(self) -> ExecutorCapabilities:
         """As of each rank's own executor."""
-        return self._own.reach
+        return self._own.capabilities
 
     def take_largest(self) -> None:
         """Nothing: each rank's own executor has been measured by itself."""

@@ -39,7 +39,7 @@ _FAILED, _LOST_OTHERS = 1, 2
 """How little a rank's last words explain: nothing beats the end of its process, which is 0."""
 
 
-class Hearing:
+class WorkerChannel:
     """Reads the `links` to ranks 1, 2 ... from now on; `processes` are theirs where this process has started them.
 
     A rank that ends or fails, or that says nothing for `patience` seconds, is the failure of all.

@@ -14,8 +14,18 @@ import numpy as np
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import NEVER, ExitRule, Schedule
 from d3engine.executor.tensor_parallel.packing import pack, unpack
-from d3engine.plan import BridgedRows, Course, DraftWork, ExitingChunks, HiddenRows, Plan, PromptRows, RunAhead, Span
-from d3engine.request.choice import Choice, choice_of
+from d3engine.plan import (
+    BridgedRows,
+    DraftWork,
+    ExitingChunks,
+    HiddenRows,
+    MultiStep,
+    Plan,
+    PromptRows,
+    RunControl,
+    Span,
+)
+from d3engine.request.choice import SamplingMode, choice_of
 from d3engine.request.params import SamplingParams
 from d3engine.request.sequence import Sequence
 
@@ -55,7 +65,7 @@ class _Message:
     is_ended: bool
 
 
-_RECORDS = (_Message, _Changes, Span, BridgedRows, ExitingChunks, ExitRule, HiddenRows, DraftWork, RunAhead)
+_RECORDS = (_Message, _Changes, Span, BridgedRows, ExitingChunks, ExitRule, HiddenRows, DraftWork, MultiStep)
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in _RECORDS}
 _AS_THEY_ARE = [
     field.name for field in fields(Plan) if field.name not in ("sequences", "tables", "prompt_rows", "drafts")
@@ -69,16 +79,16 @@ class PlanSender:
         self._block_size = block_size
         self._tables: IntArray | None = None  # as the others have them
         self._known: dict[int, Sequence] = {}  # who was told of, by slot
-        self._course: Course | None = None
+        self._control: RunControl | None = None
 
     def message(self, plan: Plan) -> bytes:
         """The plan as bytes; in a run whose steps the host takes one by one, it is told once and then referred to."""
-        course = None if plan.ahead is None else plan.ahead.course
-        is_ended = course is not None and course.is_ended
-        if course is not None and course is self._course:
+        control = None if plan.multi_step is None else plan.multi_step.control
+        is_ended = control is not None and control.is_ended
+        if control is not None and control is self._control:
             return pack(_Message(None, None, {}, {}, None, None, [], True, is_ended))
-        self._course = course
-        bare = replace(plan, ahead=None if plan.ahead is None else replace(plan.ahead, course=None))
+        self._control = control
+        bare = replace(plan, multi_step=None if plan.multi_step is None else replace(plan.multi_step, control=None))
         return pack(
             _Message(
                 plan={name: getattr(bare, name) for name in _AS_THEY_ARE},
@@ -88,7 +98,7 @@ class PlanSender:
                 changes=self._changes(plan),
                 drafts=None if plan.drafts is None else replace(plan.drafts, model=None),
                 prompt_rows=[(prompt.position, prompt.rows) for prompt in plan.prompt_rows],
-                is_followed=course is not None,
+                is_followed=control is not None,
                 is_ended=is_ended,
             )
         )
@@ -105,7 +115,7 @@ class PlanSender:
         tables, slots = plan.tables, plan.slots
         if self._tables is None:
             self._tables = np.zeros_like(tables)
-        steps = 1 if plan.ahead is None else plan.ahead.num_steps
+        steps = 1 if plan.multi_step is None else plan.multi_step.num_steps
         columns = -(-int(plan.stops.max() + steps - 1) // self._block_size)
         now = tables[slots, :, :columns]
         chunks, layers, places = (now != self._tables[slots, :, :columns]).nonzero()
@@ -129,9 +139,9 @@ class PlanReceiver:
         if heard.plan is not None:
             self._last = self._new_plan(heard.plan, heard)
         assert self._last is not None
-        course = None if self._last.ahead is None else self._last.ahead.course
-        if course is not None and heard.is_ended:
-            course.end()
+        control = None if self._last.multi_step is None else self._last.multi_step.control
+        if control is not None and heard.is_ended:
+            control.end()
         return self._last
 
     def _new_plan(self, given: dict[str, Any], heard: _Message) -> Plan:
@@ -140,10 +150,10 @@ class PlanReceiver:
             self._tables = np.zeros(heard.changes.shape, np.int32)
         self._tables.reshape(-1)[heard.changes.places] = heard.changes.blocks
         sequences = [self._sequence(chunk, slot, heard) for chunk, slot in enumerate(given["slots"].tolist())]
-        ahead: RunAhead | None = given["ahead"]
-        if ahead is not None:
-            course = Course() if heard.is_followed else None
-            given = given | {"ahead": replace(ahead, choice=Choice(ahead.choice), course=course)}
+        multi_step: MultiStep | None = given["multi_step"]
+        if multi_step is not None:
+            control = RunControl() if heard.is_followed else None
+            given = given | {"multi_step": replace(multi_step, choice=SamplingMode(multi_step.choice), control=control)}
         prompt_rows = tuple(PromptRows(sequences[0], position, rows) for position, rows in heard.prompt_rows)
         return Plan(sequences=sequences, tables=self._tables, prompt_rows=prompt_rows, drafts=heard.drafts, **given)
 
@@ -158,7 +168,7 @@ class PlanReceiver:
 
 
 def _answers(plan: Plan) -> dict[int, list[int]]:
-    if plan.ahead is None or plan.ahead.choice is not Choice.PENALISE:
+    if plan.multi_step is None or plan.multi_step.choice is not SamplingMode.PENALISE:
         return {}
     return {chunk: sequence.token_ids for chunk, sequence in enumerate(plan.sequences)}
 
@@ -167,11 +177,11 @@ def _facts(sequence: Sequence) -> dict[str, Any]:
     choice = choice_of(sequence)
     return {
         "params": {name: getattr(sequence.params, name) for name in _CHOOSING},
-        "is_hosts": choice > Choice.PENALISE,
+        "is_hosts": choice > SamplingMode.PENALISE,
         "seed": sequence.seed,
         "index": sequence.index,
         "on_skip": sequence.schedule.on_skip,
-        "prompt": sequence.prompt_token_ids if choice is Choice.PENALISE else [],
+        "prompt": sequence.prompt_token_ids if choice is SamplingMode.PENALISE else [],
     }
 
 

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from d3engine.errors import EngineDeadError
-from d3engine.executor.tensor_parallel.hearing import PATIENCE_SECONDS, VALUE, Hearing
+from d3engine.executor.tensor_parallel.hearing import PATIENCE_SECONDS, VALUE, WorkerChannel
 from d3engine.executor.tensor_parallel.packing import pack
 
 END = b"e"
@@ -37,7 +37,7 @@ class Team:
         cleanup: Callable[[], None] = lambda: None,
         patience: float = PATIENCE_SECONDS,
     ) -> None:
-        self.hearing = Hearing(links, processes, patience)
+        self.hearing = WorkerChannel(links, processes, patience)
         self._links = list(links)
         self._processes = list(processes)
         self._cleanup = cleanup

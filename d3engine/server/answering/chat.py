@@ -7,7 +7,7 @@ from functools import cached_property
 
 from d3engine.request.outputs import CompletionOutput, RequestOutput
 from d3engine.server.answering.calls import CallReader, Piece
-from d3engine.server.answering.job import Job
+from d3engine.server.answering.job import RequestContext
 from d3engine.server.answering.logprobs import LogprobWords, of_prompt
 from d3engine.server.answering.places import TextPlaces
 from d3engine.server.shapes.answers import (
@@ -30,7 +30,7 @@ class ChatWriter:
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, job: Job[ChatRequest]) -> None:
+    def __init__(self, job: RequestContext[ChatRequest]) -> None:
         self._job = job
         self._asked = job.asked
         self._answers: dict[int, _Answer] = {}
@@ -106,7 +106,7 @@ class _Answer:
     message goes on that the prompt ends with.
     """
 
-    def __init__(self, job: Job[ChatRequest]) -> None:
+    def __init__(self, job: RequestContext[ChatRequest]) -> None:
         asked = job.asked
         self._drops_space = not asked.continue_final_message
         self._wants_logprobs = bool(asked.logprobs)

@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import cached_property
 
 from d3engine.request.outputs import CompletionOutput, RequestOutput
-from d3engine.request.prepared import Prepared
-from d3engine.server.answering.job import Job
+from d3engine.request.prepared import EngineRequest
+from d3engine.server.answering.job import RequestContext
 from d3engine.server.answering.logprobs import LogprobWords, Row, of_prompt
 from d3engine.server.answering.places import TextPlaces, places_in_prompt
 from d3engine.server.shapes.answers import CompletionChoice, CompletionLogprobs
@@ -25,7 +25,7 @@ class CompletionWriter:
     kind = "text_completion"
     chunk_kind = "text_completion"
 
-    def __init__(self, job: Job[CompletionRequest]) -> None:
+    def __init__(self, job: RequestContext[CompletionRequest]) -> None:
         self._job = job
         self._n = job.asked.n or 1
         self._awaits_prompt = bool(job.asked.echo) and job.asked.logprobs is not None
@@ -87,7 +87,9 @@ class CompletionWriter:
 class _Choice:
     """One answer to one prompt, as far as it is written."""
 
-    def __init__(self, job: Job[CompletionRequest], number: int, index: int, prompt_rows: Sequence[Row | None]) -> None:
+    def __init__(
+        self, job: RequestContext[CompletionRequest], number: int, index: int, prompt_rows: Sequence[Row | None]
+    ) -> None:
         self._asked = job.asked
         self._index = number * (job.asked.n or 1) + index
         self._prepared = job.prepared[number]
@@ -134,7 +136,7 @@ class _Choice:
         )
 
 
-def echoed(job: Job[CompletionRequest], prepared: Prepared) -> str:
+def echoed(job: RequestContext[CompletionRequest], prepared: EngineRequest) -> str:
     """The prompt's text: as it came, or what its token ids read as."""
     if prepared.prompt is not None:
         return prepared.prompt

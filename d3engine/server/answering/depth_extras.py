@@ -6,15 +6,15 @@ from typing import Any
 
 from d3engine.depth import Schedule
 from d3engine.request.outputs import RequestOutput
-from d3engine.request.prepared import Prepared
-from d3engine.server.answering.job import Job
+from d3engine.request.prepared import EngineRequest
+from d3engine.server.answering.job import RequestContext
 from d3engine.server.shapes.answers import DepthSummary
 
 
 class DepthCount:
     """The layers that the tokens of one request ran."""
 
-    def __init__(self, job: Job[Any]) -> None:
+    def __init__(self, job: RequestContext[Any]) -> None:
         self._job = job
         self._layers = 0
         self._tokens: dict[tuple[int, int], int] = {}
@@ -47,7 +47,7 @@ class DepthCount:
             "decode_seconds": None if self._first is None or self._last is None else self._last - self._first,
         }
 
-    def _blocks_saved(self, prepared: Prepared, length: int) -> int:
+    def _blocks_saved(self, prepared: EngineRequest, length: int) -> int:
         """Blocks that a sequence did not hold at its end although full depth would, of `length` generated tokens."""
         if prepared.draft_rule is not None or length == 0:
             return 0

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from d3engine.server.answering.running import unless_disconnected
-from d3engine.server.answering.straight import Straight
+from d3engine.server.answering.straight import DirectStream
 from d3engine.server.errors import RequestError, as_request_error, error_body
 
 HEADERS = (
@@ -72,14 +72,14 @@ class EventStream(Response):
         *,
         ping_interval: float,
         form: StreamForm,
-        straight: Straight | None = None,
+        straight: DirectStream | None = None,
     ) -> None:
         super().__init__(headers=headers or {})
         self.raw_headers = [*HEADERS, *(given for given in self.raw_headers if given[0] != b"content-length")]
         self._events = events
         self._ping_interval = ping_interval or None
         self._form = form
-        self._straight = straight or Straight()
+        self._straight = straight or DirectStream()
         self._state: dict[str, Any] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,7 +114,7 @@ class _Writer:
     The response begins with the first of them, be it an event or a ping.
     """
 
-    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]], ping: bytes, straight: Straight) -> None:
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]], ping: bytes, straight: DirectStream) -> None:
         self._send = send
         self._headers = headers
         self._ping = ping

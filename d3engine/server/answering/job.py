@@ -10,9 +10,9 @@ from typing import Generic, TypeVar
 
 from d3engine.depth import DepthPolicy
 from d3engine.depth.words import policy_in_words
-from d3engine.request.prepared import Prepared
+from d3engine.request.prepared import EngineRequest
 from d3engine.server.asking.tools import Calling
-from d3engine.server.served import Served
+from d3engine.server.served import AppState
 from d3engine.server.shapes.requests import Common
 from d3engine.server.tracing.request_trace import RequestTrace
 
@@ -20,17 +20,17 @@ C = TypeVar("C", bound=Common)
 
 
 @dataclass(frozen=True)
-class Job(Generic[C]):
+class RequestContext(Generic[C]):
     """One request over HTTP, with its prompts as the engine takes them.
 
     `depth` is the request's own policy, None where it has the engine's. `calling` says how its answers call functions.
     `trace` is told what comes of it. `id` is for the answer alone: no client can choose it.
     """
 
-    served: Served
+    served: AppState
     asked: C
     model: str
-    prepared: Sequence[Prepared]
+    prepared: Sequence[EngineRequest]
     depth: DepthPolicy | None
     id_prefix: str
     calling: Calling | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from d3engine.server.answering.single import News
+from d3engine.server.answering.single import Delta
 from d3engine.server.shapes.answers import DepthsOfTokens
 
 
@@ -28,7 +28,7 @@ class MessageBlocks:
         """Before anything is known of the answer."""
         return self._open("text", {"type": "text", "text": ""}) if self._begins_with_text else []
 
-    def events(self, news: News) -> list[dict[str, Any]]:
+    def events(self, news: Delta) -> list[dict[str, Any]]:
         """What is new; `d3ext` goes with the first that has words to it."""
         found: list[dict[str, Any]] = []
         if (told := news.d3ext.get("d3ext")) is not None:
@@ -73,7 +73,7 @@ class MessageBlocks:
         return event
 
 
-def whole_blocks(news: News, *, begins_with_text: bool) -> list[dict[str, Any]]:
+def whole_blocks(news: Delta, *, begins_with_text: bool) -> list[dict[str, Any]]:
     """The blocks of a whole answer; a call that was cut off within its arguments is none."""
     found: list[dict[str, Any]] = []
     if news.text or begins_with_text:

@@ -6,9 +6,9 @@ from typing import Any
 
 from d3engine.request.outputs import RequestOutput
 from d3engine.server.answering.event_stream import named_event
-from d3engine.server.answering.job import Job
+from d3engine.server.answering.job import RequestContext
 from d3engine.server.answering.message_blocks import MessageBlocks, whole_blocks
-from d3engine.server.answering.single import News, SingleAnswer
+from d3engine.server.answering.single import Delta, SingleAnswer
 from d3engine.server.errors import RequestError, anthropics_error_body
 from d3engine.server.shapes.messages import Message, MessageUsage, StopReason
 from d3engine.server.shapes.requests import ChatRequest
@@ -31,7 +31,7 @@ class MessageAnswer:
 
     form = MessageForm()
 
-    def __init__(self, job: Job[ChatRequest]) -> None:
+    def __init__(self, job: RequestContext[ChatRequest]) -> None:
         self._job = job
         self._answer = SingleAnswer(job)
         self._blocks = MessageBlocks(begins_with_text=job.calling is None)
@@ -65,7 +65,7 @@ class MessageAnswer:
             {"type": "ping"},
         ]
 
-    def _last_events(self, news: News) -> list[dict[str, Any]]:
+    def _last_events(self, news: Delta) -> list[dict[str, Any]]:
         reason, sequence = self._stop(news)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         return [
@@ -73,7 +73,7 @@ class MessageAnswer:
             {"type": "message_stop"},
         ]
 
-    def _message(self, content: list[dict[str, Any]], news: News | None) -> Message:
+    def _message(self, content: list[dict[str, Any]], news: Delta | None) -> Message:
         reason, sequence = (None, None) if news is None else self._stop(news)
         return {
             "id": self._job.id,
@@ -86,7 +86,7 @@ class MessageAnswer:
             "usage": self._usage(),
         }
 
-    def _stop(self, news: News) -> tuple[StopReason, str | None]:
+    def _stop(self, news: Delta) -> tuple[StopReason, str | None]:
         """Why it ended, and the string that ended it, if one did."""
         if news.finish_reason == "length":
             is_whole = self._answer.tally.usage()["completion_tokens"] == self._job.asked.max_tokens

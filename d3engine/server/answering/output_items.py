@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from d3engine.server.answering.single import News
+from d3engine.server.answering.single import Delta
 from d3engine.server.shapes.answers import ToolCallDelta
 from d3engine.server.shapes.responses import OutputCall, OutputMessage, OutputText
 
@@ -27,7 +27,7 @@ class OutputItems:
         """Before anything is known of the answer."""
         return self._begin_message() if self.begins_with_text else []
 
-    def events(self, news: News) -> list[dict[str, Any]]:
+    def events(self, news: Delta) -> list[dict[str, Any]]:
         """What is new; `d3ext` goes with the first that has words to it."""
         found: list[dict[str, Any]] = []
         if news.text or (news.d3ext and self._call is None and not news.calls):

@@ -9,9 +9,9 @@ import msgspec
 
 from d3engine.request.outputs import RequestOutput
 from d3engine.server.answering.event_stream import OpenAIForm, StreamForm, named_event
-from d3engine.server.answering.job import Job
+from d3engine.server.answering.job import RequestContext
 from d3engine.server.answering.output_items import OutputItems
-from d3engine.server.answering.single import News, SingleAnswer
+from d3engine.server.answering.single import Delta, SingleAnswer
 from d3engine.server.errors import RequestError, shown_message
 from d3engine.server.shapes.requests import ChatRequest
 from d3engine.server.shapes.responses import ModelResponse, ResponsesRequest, ResponseUsage, TextFormat
@@ -23,7 +23,7 @@ class ResponseAnswer:
     ping = OpenAIForm.ping
     end = b""
 
-    def __init__(self, job: Job[ChatRequest], asked: ResponsesRequest) -> None:
+    def __init__(self, job: RequestContext[ChatRequest], asked: ResponsesRequest) -> None:
         self._job = job
         self._asked = asked
         self._answer = SingleAnswer(job)
@@ -78,7 +78,7 @@ class ResponseAnswer:
 
     # -- the response ------------------------------------------------------------------------------------------------
 
-    def _ended(self, news: News) -> ModelResponse:
+    def _ended(self, news: Delta) -> ModelResponse:
         status = _status(news)
         response = self._response(status)
         if status == "incomplete":
@@ -130,7 +130,7 @@ class ResponseAnswer:
         }
 
 
-def _status(news: News) -> Literal["completed", "incomplete"]:
+def _status(news: Delta) -> Literal["completed", "incomplete"]:
     return "incomplete" if news.finish_reason == "length" else "completed"
 
 

@@ -13,8 +13,8 @@ from starlette.types import Receive, Scope
 from d3engine.async_engine.answers import AsyncAnswer
 from d3engine.request.constraint import FAULT_PREFIX
 from d3engine.request.outputs import RequestOutput
-from d3engine.server.answering.job import Job
-from d3engine.server.answering.straight import Straight
+from d3engine.server.answering.job import RequestContext
+from d3engine.server.answering.straight import DirectStream
 from d3engine.server.errors import RequestError
 from d3engine.server.metrics.meters import RequestMeter
 
@@ -26,7 +26,7 @@ Told: TypeAlias = "Callable[[int, RequestOutput], bytes]"
 
 
 async def outputs_of(
-    job: Job[Any], told: Told | None = None, straight: Straight | None = None
+    job: RequestContext[Any], told: Told | None = None, straight: DirectStream | None = None
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """The outputs of all prompts as they come, each with its prompt's number.
 
@@ -46,7 +46,7 @@ async def outputs_of(
 
 
 async def _outputs(
-    job: Job[Any], number: int, told: Told | None = None, straight: Straight | None = None
+    job: RequestContext[Any], number: int, told: Told | None = None, straight: DirectStream | None = None
 ) -> AsyncGenerator[RequestOutput, None]:
     prepared = job.prepared[number]
     # What a client gives can be closed, be it a generator or not.
@@ -61,14 +61,14 @@ async def _outputs(
                 yield output
 
 
-def _see(job: Job[Any], number: int, meter: RequestMeter, output: RequestOutput) -> None:
+def _see(job: RequestContext[Any], number: int, meter: RequestMeter, output: RequestOutput) -> None:
     meter.see(output)
     if job.trace is not None:
         job.trace.see(number, output)
 
 
 def _sent_straight(
-    job: Job[Any], number: int, meter: RequestMeter, told: Told, straight: Straight
+    job: RequestContext[Any], number: int, meter: RequestMeter, told: Told, straight: DirectStream
 ) -> Callable[[Sequence[RequestOutput]], int]:
     """Writes outputs that have come at once in one piece, up to one at which an answer ends, and none while it would
     have to wait."""
@@ -89,7 +89,7 @@ def _sent_straight(
     return write
 
 
-async def _merged(job: Job[Any]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+async def _merged(job: RequestContext[Any]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Of several prompts. Each waits for its reader, so that no more than one output of each is kept here."""
     found: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(1)
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 from d3engine.request.outputs import RequestOutput
 from d3engine.server.answering.chat import ChatWriter
-from d3engine.server.answering.job import Job
+from d3engine.server.answering.job import RequestContext
 from d3engine.server.answering.running import outputs_of
-from d3engine.server.answering.tally import Tally
+from d3engine.server.answering.tally import UsageCounter
 from d3engine.server.shapes.answers import DepthsOfTokens, ToolCallDelta
 from d3engine.server.shapes.requests import ChatRequest
 
 
 @dataclass(frozen=True)
-class News:
+class Delta:
     """What is new of the answer.
 
     `calls` are pieces of the functions that it calls: of a whole answer each is whole, otherwise its id and its name
@@ -34,12 +34,12 @@ class News:
 class SingleAnswer:
     """Runs a chat of one answer; `tally` counts what has come of it so far."""
 
-    def __init__(self, job: Job[ChatRequest]) -> None:
+    def __init__(self, job: RequestContext[ChatRequest]) -> None:
         self._job = job
         self._writer = ChatWriter(job)
-        self.tally = Tally(job)
+        self.tally = UsageCounter(job)
 
-    async def whole(self) -> News:
+    async def whole(self) -> Delta:
         """All of it. Raises `RequestError`."""
         found = None
         async with aclosing(outputs_of(self._job)) as outputs:
@@ -54,7 +54,7 @@ class SingleAnswer:
         ]
         return _news(choice["message"]["content"] or "", whole, found, _depths(choice.get("d3ext")))
 
-    def news(self, output: RequestOutput) -> News | None:
+    def news(self, output: RequestOutput) -> Delta | None:
         """What a delta brings, if that is worth telling."""
         self.tally.add(0, output)
         chunks = self._writer.chunks(0, output)
@@ -65,9 +65,9 @@ class SingleAnswer:
         return _news(text, calls, output, _depths(chunks[-1].get("d3ext")))
 
 
-def _news(text: str, calls: Sequence[ToolCallDelta], output: RequestOutput, d3ext: dict[str, DepthsOfTokens]) -> News:
+def _news(text: str, calls: Sequence[ToolCallDelta], output: RequestOutput, d3ext: dict[str, DepthsOfTokens]) -> Delta:
     (answer,) = output.outputs
-    return News(text, answer.finish_reason, answer.stop_reason, d3ext, calls)
+    return Delta(text, answer.finish_reason, answer.stop_reason, d3ext, calls)
 
 
 def _depths(found: DepthsOfTokens | None) -> dict[str, DepthsOfTokens]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Outlet(Protocol):
+class DirectWriter(Protocol):
     """What a connection offers for an answer in pieces (`scope["state"]["outlet"]`); servers of others offer none."""
 
     @property
@@ -21,11 +21,11 @@ class Outlet(Protocol):
         """Write a piece that is not empty, while it is free."""
 
 
-class Straight:
+class DirectStream:
     """Of one stream. `outlet` is None until its task opens it, when the first event is out."""
 
     def __init__(self) -> None:
-        self.outlet: Outlet | None = None
+        self.outlet: DirectWriter | None = None
         self.num_writes = 0
 
     def write(self, content: bytes) -> None:

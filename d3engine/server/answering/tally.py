@@ -6,14 +6,14 @@ from typing import Any
 
 from d3engine.request.outputs import RequestOutput
 from d3engine.server.answering.depth_extras import DepthCount
-from d3engine.server.answering.job import Job
+from d3engine.server.answering.job import RequestContext
 from d3engine.server.shapes.answers import DepthSummary, Usage
 
 
-class Tally:
+class UsageCounter:
     """Counts over outputs, deltas or whole ones."""
 
-    def __init__(self, job: Job[Any]) -> None:
+    def __init__(self, job: RequestContext[Any]) -> None:
         self._prompt_tokens = sum(len(prepared.prompt_token_ids) for prepared in job.prepared)
         self._completion_tokens = 0
         self._cached = [0] * len(job.prepared)

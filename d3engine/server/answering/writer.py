@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from d3engine.request.outputs import RequestOutput
 from d3engine.server.answering.event_stream import EventStream, OpenAIForm, StreamForm
-from d3engine.server.answering.job import Job
+from d3engine.server.answering.job import RequestContext
 from d3engine.server.answering.running import outputs_of, while_connected
-from d3engine.server.answering.straight import Straight
-from d3engine.server.answering.tally import Tally
+from d3engine.server.answering.straight import DirectStream
+from d3engine.server.answering.tally import UsageCounter
 from d3engine.server.answers import json_response
 from d3engine.server.shapes.requests import StreamOptions
 
@@ -56,23 +56,23 @@ class Answer(Protocol):
         all outputs comes with the last of them."""
 
 
-async def answer(request: Request, job: Job[Any], writer: Writer, headers: Mapping[str, str]) -> Response:
+async def answer(request: Request, job: RequestContext[Any], writer: Writer, headers: Mapping[str, str]) -> Response:
     """Run a job and answer as its request asks for."""
     return await respond(request, job, _Choices(job, writer), headers)
 
 
-async def respond(request: Request, job: Job[Any], told: Answer, headers: Mapping[str, str]) -> Response:
+async def respond(request: Request, job: RequestContext[Any], told: Answer, headers: Mapping[str, str]) -> Response:
     """The same for an answer of any form."""
     if job.asked.stream:
         interval = job.served.settings.sse_keep_alive_seconds
-        straight = Straight()
+        straight = DirectStream()
         events = _events(job, told, straight)
         return EventStream(events, headers, ping_interval=interval, form=told.form, straight=straight)
     found = await while_connected(request.scope, request.receive, told.whole())
     return json_response(found, headers)
 
 
-async def _events(job: Job[Any], told: Answer, straight: Straight) -> AsyncGenerator[bytes, None]:
+async def _events(job: RequestContext[Any], told: Answer, straight: DirectStream) -> AsyncGenerator[bytes, None]:
     """One or more whole events for each output that has news, but for those that have gone straight to the client.
 
     Raises as `outputs_of` does.
@@ -88,10 +88,10 @@ class _Choices:
 
     form = OpenAIForm()
 
-    def __init__(self, job: Job[Any], writer: Writer) -> None:
+    def __init__(self, job: RequestContext[Any], writer: Writer) -> None:
         self._job = job
         self._writer = writer
-        self._tally = Tally(job)
+        self._tally = UsageCounter(job)
         options = job.asked.stream_options or StreamOptions()
         self._tells_usage = bool(options.include_usage)
         self._tells_usage_always = bool(options.continuous_usage_stats)
@@ -122,8 +122,8 @@ class _Choices:
         return self._frame.events(chunks, {**each, **first}, {**each, **last})
 
 
-async def _whole(job: Job[Any], writer: Writer) -> dict[str, Any]:
-    tally = Tally(job)
+async def _whole(job: RequestContext[Any], writer: Writer) -> dict[str, Any]:
+    tally = UsageCounter(job)
     outputs: dict[int, RequestOutput] = {}
     async with aclosing(outputs_of(job)) as found:
         async for number, output in found:
@@ -139,7 +139,7 @@ async def _whole(job: Job[Any], writer: Writer) -> dict[str, Any]:
     }
 
 
-def _head(job: Job[Any], kind: str) -> dict[str, Any]:
+def _head(job: RequestContext[Any], kind: str) -> dict[str, Any]:
     return {"id": job.id, "object": kind, "created": job.created, "model": job.model}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 
 from d3engine.errors import InvalidValueError
-from d3engine.server.answering.job import Job
+from d3engine.server.answering.job import RequestContext
 from d3engine.server.asking.bodies import read_body
 from d3engine.server.asking.depth import depth_header
 from d3engine.server.asking.prompts import prepare_all, take_places
@@ -20,12 +20,12 @@ from d3engine.server.asking.tool_styles import ToolStyle
 from d3engine.server.asking.tools import Calling, ToolUse, fault_of_tools, tool_use_of, with_arguments_read
 from d3engine.server.asking.work import check_priority, check_work
 from d3engine.server.errors import RequestError, invalid
-from d3engine.server.served import Served, served_by
+from d3engine.server.served import AppState, served_by
 from d3engine.server.shapes.requests import ChatRequest, TokenizeRequest
 from d3engine.server.tracing.tracer import trace_of
 
 
-async def chat_job(request: Request) -> tuple[Job[ChatRequest], dict[str, str]]:
+async def chat_job(request: Request) -> tuple[RequestContext[ChatRequest], dict[str, str]]:
     """What to run, wholly checked, and headers for the answer. Raises `RequestError` and `InvalidValueError`."""
     asked, headers = await read_body(request, ChatRequest)
     return await job_of(request, asked, headers, id_prefix="chatcmpl-")
@@ -38,7 +38,7 @@ async def job_of(
     *,
     id_prefix: str,
     ends_with_context: bool = False,
-) -> tuple[Job[ChatRequest], dict[str, str]]:
+) -> tuple[RequestContext[ChatRequest], dict[str, str]]:
     """The same for a chat that was read already, with the headers that this has given.
 
     With `ends_with_context` its length is a bound that may lie beyond the model's context; otherwise that is an error.
@@ -72,11 +72,11 @@ async def job_of(
             params = replace(params, structured_outputs=calling.best_effort)
             prepared = await prepare_all(request, [prompt], params, **limits)
     trace = trace_of(request.scope)
-    job = Job(served, asked, model, prepared, depth, id_prefix=id_prefix, calling=calling, trace=trace)
+    job = RequestContext(served, asked, model, prepared, depth, id_prefix=id_prefix, calling=calling, trace=trace)
     return job, served.ignored.header(ignored, headers)
 
 
-async def tool_use(served: Served, asked: ChatRequest) -> ToolUse:
+async def tool_use(served: AppState, asked: ChatRequest) -> ToolUse:
     """What the tools of a chat come to by the template that writes it. Raises `RequestError`."""
     if asked.tools is None:
         return tool_use_of(asked, ToolStyle(False, None))
@@ -84,7 +84,7 @@ async def tool_use(served: Served, asked: ChatRequest) -> ToolUse:
 
 
 async def chat_prompt(
-    served: Served,
+    served: AppState,
     asked: ChatRequest | TokenizeRequest,
     messages: list[dict[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
@@ -110,7 +110,7 @@ async def chat_prompt(
         raise
 
 
-def _template(asked: ChatRequest | TokenizeRequest, served: Served) -> str | None:
+def _template(asked: ChatRequest | TokenizeRequest, served: AppState) -> str | None:
     """The request's own template, None for the model's. Raises `RequestError` where requests may bring none."""
     if asked.chat_template is not None and not served.settings.trust_request_chat_template:
         message = "chat_template must be absent, since this server takes no templates of requests."
@@ -133,7 +133,7 @@ def _max_tokens(asked: ChatRequest) -> int | None:
     return old if new is None else new
 
 
-def _num_logprobs(asked: ChatRequest, served: Served) -> int | None:
+def _num_logprobs(asked: ChatRequest, served: AppState) -> int | None:
     check_num_logprobs("top_logprobs", asked.top_logprobs, served.settings)
     if asked.top_logprobs and not asked.logprobs:
         raise invalid("top_logprobs", "top_logprobs must be absent or 0 unless logprobs is true.")

@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from d3engine.errors import must_be
 from d3engine.request.params import BOUNDS
-from d3engine.server.answering.job import Job
+from d3engine.server.answering.job import RequestContext
 from d3engine.server.asking.bodies import read_body
 from d3engine.server.asking.depth import depth_header
 from d3engine.server.asking.prompts import prepare_all, prompts_of, take_places, without_special_tokens
@@ -24,7 +24,7 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
 
 
-async def completion_job(request: Request) -> tuple[Job[CompletionRequest], dict[str, str]]:
+async def completion_job(request: Request) -> tuple[RequestContext[CompletionRequest], dict[str, str]]:
     """What to run, wholly checked, and headers for the answer. Raises `RequestError` and `InvalidValueError`."""
     served = served_by(request)
     asked, headers = await read_body(request, CompletionRequest)
@@ -47,7 +47,7 @@ async def completion_job(request: Request) -> tuple[Job[CompletionRequest], dict
     with named("response_format" if asked.structured_outputs is None else "structured_outputs"):
         prepared = await prepare_all(request, prompts, params, priority=asked.priority, max_tokens=max_tokens)
     trace = trace_of(request.scope)
-    return Job(served, asked, model, prepared, depth, id_prefix="cmpl-", trace=trace), headers
+    return RequestContext(served, asked, model, prepared, depth, id_prefix="cmpl-", trace=trace), headers
 
 
 def _several(asked: CompletionRequest) -> dict[str, Any]:

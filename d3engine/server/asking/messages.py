@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 
 from d3engine.errors import must_be
-from d3engine.server.answering.job import Job
+from d3engine.server.answering.job import RequestContext
 from d3engine.server.asking.bodies import read_body
 from d3engine.server.asking.chat import by_names, chat_prompt, job_of, tool_use
 from d3engine.server.asking.message_turns import TURNS, read_message_turns
@@ -21,7 +21,7 @@ SAME_NAMES = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", 
 DEPTH_NAMES = ("depth", "return_depths")
 
 
-async def message_job(request: Request) -> tuple[Job[ChatRequest], dict[str, str]]:
+async def message_job(request: Request) -> tuple[RequestContext[ChatRequest], dict[str, str]]:
     """What to run, wholly checked, and headers for the answer. Raises `RequestError` and `InvalidValueError`."""
     asked, headers = await read_body(request, MessagesRequest, _unknown_in)
     same = {name: getattr(asked, name) for name in (*SAME_NAMES, *DEPTH_NAMES)}

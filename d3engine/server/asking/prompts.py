@@ -12,9 +12,9 @@ from starlette.requests import Request
 
 from d3engine.errors import InvalidValueError, TokenizerError, must_be
 from d3engine.request.params import SamplingParams
-from d3engine.request.prepared import Prepared
+from d3engine.request.prepared import EngineRequest
 from d3engine.server.errors import RequestError, invalid
-from d3engine.server.served import Served, served_by
+from d3engine.server.served import AppState, served_by
 from d3engine.server.shapes.requests import Prompt
 
 TOO_LONG = "context_length_exceeded"
@@ -23,7 +23,7 @@ _LONGEST = "This model's maximum context length is {} tokens"
 """By which LiteLLM knows it: it reads messages alone."""
 
 
-def prompts_of(given: Prompt, served: Served) -> list[str | list[int]]:
+def prompts_of(given: Prompt, served: AppState) -> list[str | list[int]]:
     """The prompts of a request: a text, token ids, or a list of texts or of token ids.
 
     What is far too long is refused by its length alone, since to look through it would hold up everybody else.
@@ -45,7 +45,7 @@ def prompts_of(given: Prompt, served: Served) -> list[str | list[int]]:
     return [ids] if is_one else [item for item in given if not isinstance(item, int)]
 
 
-def prompt_schema(served: Served) -> dict[str, Any]:
+def prompt_schema(served: AppState) -> dict[str, Any]:
     """What `prompts_of` and the engine take, in JSON Schema's words."""
     ids = {
         "type": "array",
@@ -66,13 +66,13 @@ async def prepare_all(
     *,
     priority: int | None,
     max_tokens: int | None,
-) -> list[Prepared]:
+) -> list[EngineRequest]:
     """Each prompt with these parameters, checked for the model and its length; `max_tokens` is what was asked for.
 
     One after the other: the readers serve other requests between two of them, and none is read after one that is
     refused. Raises `RequestError` or `InvalidValueError` for the first that can never run.
     """
-    served, found = served_by(request), list[Prepared]()
+    served, found = served_by(request), list[EngineRequest]()
     flow = request.scope["state"].get("api_key", ""), os.urandom(8).hex()
     try:
         for prompt in prompts:
@@ -96,7 +96,7 @@ def take_places(request: Request, num_prompts: int, n: int, n_field: str = "n") 
     request.scope["state"]["place"].take(num_prompts * n - 1)
 
 
-def _check_room(served: Served, num_prompts: int, n: int, n_field: str) -> None:
+def _check_room(served: AppState, num_prompts: int, n: int, n_field: str) -> None:
     places = served.traffic.places
     if num_prompts * n <= places:
         return
@@ -107,9 +107,9 @@ def _check_room(served: Served, num_prompts: int, n: int, n_field: str) -> None:
 
 
 async def _prepare(
-    served: Served, prompt: Any, params: SamplingParams, priority: int, max_tokens: int | None
-) -> Prepared:
-    prepared: Prepared = await served.client.prepare(prompt, params, priority=priority)
+    served: AppState, prompt: Any, params: SamplingParams, priority: int, max_tokens: int | None
+) -> EngineRequest:
+    prepared: EngineRequest = await served.client.prepare(prompt, params, priority=priority)
     length, most = len(prepared.prompt_token_ids), served.client.max_model_len
     if max_tokens is not None and length + max_tokens > most:
         message = (
@@ -129,7 +129,7 @@ def _of_length(error: InvalidValueError, most: int) -> RequestError | None:
     return invalid(error.field, f"{error}.", TOO_LONG) if is_cache else None
 
 
-async def without_special_tokens(served: Served, prompts: Sequence[str | list[int]]) -> list[str | list[int]]:
+async def without_special_tokens(served: AppState, prompts: Sequence[str | list[int]]) -> list[str | list[int]]:
     """The same prompts, texts among them as token ids to which nothing was added."""
 
     def encode(prompt: str | list[int]) -> str | list[int]:

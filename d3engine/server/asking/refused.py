@@ -21,7 +21,7 @@ from d3engine.server.shapes.responses import ResponsesRequest
 
 
 @dataclass(frozen=True)
-class Only:
+class AllowedValues:
     """The values that a field may have all the same, since they ask for what happens anyway; null is always one."""
 
     allowed: tuple[Any, ...] = ()
@@ -92,14 +92,17 @@ _RENAMED = {
 _RENAMED_NEUTRAL = {"repeat_penalty": (1,), "rep_pen": (1,), "min_new_tokens": (0,), "num_return_sequences": (1,)}
 
 _OTHERS = {
-    **{name: Only(allowed, "the sampler has no such setting") for name, allowed in _NO_SAMPLER.items()},
-    **{name: Only(allowed, "the server has no such setting") for name, allowed in _NO_EDITING.items()},
-    **{name: Only(_RENAMED_NEUTRAL.get(name, ()), f"{field} is the field for it") for name, field in _RENAMED.items()},
+    **{name: AllowedValues(allowed, "the sampler has no such setting") for name, allowed in _NO_SAMPLER.items()},
+    **{name: AllowedValues(allowed, "the server has no such setting") for name, allowed in _NO_EDITING.items()},
+    **{
+        name: AllowedValues(_RENAMED_NEUTRAL.get(name, ()), f"{field} is the field for it")
+        for name, field in _RENAMED.items()
+    },
 }
 """Of vLLM, SGLang, llama.cpp, Ollama, TGI and others."""
 
 _CONSTRAINTS = {
-    name: Only(why="structured_outputs and response_format are the fields for that")
+    name: AllowedValues(why="structured_outputs and response_format are the fields for that")
     for name in (
         "guided_json",
         "guided_regex",
@@ -115,23 +118,23 @@ _CONSTRAINTS = {
 }
 """Of vLLM, SGLang and llama.cpp, old and new: whoever sends one relies on it."""
 
-_EMBEDDED = {"prompt_embeds": Only(why="prompts are texts or token ids")}
+_EMBEDDED = {"prompt_embeds": AllowedValues(why="prompts are texts or token ids")}
 """Tensors of a stranger are never loaded."""
 
 _ANTHROPICS = {
     **_EMBEDDED,
-    "thinking": Only(({"type": "disabled"},), "the model has no such setting"),
-    "output_format": Only(why="output_config.format is the field for it"),
-    "mcp_servers": Only(([],), "nothing but the model is asked"),
-    "container": Only(why="no code is run"),
-    "context_management": Only(why="a conversation is read as it comes"),
-    "inference_geo": Only(why="the server computes where it is"),
-    "speed": Only(("standard",), "there is one speed"),
+    "thinking": AllowedValues(({"type": "disabled"},), "the model has no such setting"),
+    "output_format": AllowedValues(why="output_config.format is the field for it"),
+    "mcp_servers": AllowedValues(([],), "nothing but the model is asked"),
+    "container": AllowedValues(why="no code is run"),
+    "context_management": AllowedValues(why="a conversation is read as it comes"),
+    "inference_geo": AllowedValues(why="the server computes where it is"),
+    "speed": AllowedValues(("standard",), "there is one speed"),
 }
 
-_REFUSED: Mapping[type[Struct], Mapping[str, Only]] = {
+_REFUSED: Mapping[type[Struct], Mapping[str, AllowedValues]] = {
     CompletionRequest: {
-        "suffix": Only(why="a text before a given end is nothing that this model was trained to write"),
+        "suffix": AllowedValues(why="a text before a given end is nothing that this model was trained to write"),
         **_CONSTRAINTS,
         **_EMBEDDED,
     },
@@ -139,36 +142,38 @@ _REFUSED: Mapping[type[Struct], Mapping[str, Only]] = {
     ResponsesRequest: {
         **_CONSTRAINTS,
         **_EMBEDDED,
-        "store": Only((False,), "nothing is stored"),
-        "previous_response_id": Only(why="nothing is stored: send the conversation whole"),
-        "conversation": Only(why="nothing is stored: send the conversation whole"),
-        "prompt": Only(why="nothing is stored: send the prompt itself"),
-        "background": Only((False,), "an answer is not kept for later"),
-        "background_options": Only(why="an answer is not kept for later"),
-        "max_tool_calls": Only(why="there are no tools of the server's own"),
-        "include": Only(([],), "a response has nothing more to tell"),
-        "top_logprobs": Only((0,), "POST /v1/chat/completions tells log-probabilities"),
-        "reasoning": Only(({},), "the model has no such setting"),
-        "truncation": Only(("disabled",), "a conversation is read whole"),
-        "context_management": Only(why="a conversation is read as it comes"),
-        "stream_options": Only(({}, {"include_obfuscation": False}), "events are not padded"),
-        "moderation": Only(why="nothing is moderated"),
-        "image": Only(why="responses are text"),
+        "store": AllowedValues((False,), "nothing is stored"),
+        "previous_response_id": AllowedValues(why="nothing is stored: send the conversation whole"),
+        "conversation": AllowedValues(why="nothing is stored: send the conversation whole"),
+        "prompt": AllowedValues(why="nothing is stored: send the prompt itself"),
+        "background": AllowedValues((False,), "an answer is not kept for later"),
+        "background_options": AllowedValues(why="an answer is not kept for later"),
+        "max_tool_calls": AllowedValues(why="there are no tools of the server's own"),
+        "include": AllowedValues(([],), "a response has nothing more to tell"),
+        "top_logprobs": AllowedValues((0,), "POST /v1/chat/completions tells log-probabilities"),
+        "reasoning": AllowedValues(({},), "the model has no such setting"),
+        "truncation": AllowedValues(("disabled",), "a conversation is read whole"),
+        "context_management": AllowedValues(why="a conversation is read as it comes"),
+        "stream_options": AllowedValues(({}, {"include_obfuscation": False}), "events are not padded"),
+        "moderation": AllowedValues(why="nothing is moderated"),
+        "image": AllowedValues(why="responses are text"),
     },
     MessagesRequest: _ANTHROPICS,
     ChatRequest: {
         **_CONSTRAINTS,
         **_EMBEDDED,
-        "functions": Only(why="tools is the field for them"),
-        "function_call": Only(("none",), "tool_choice is the field for it"),
-        "modalities": Only((["text"],), "answers are text"),
-        "audio": Only(why="answers are text"),
-        "prediction": Only(why="predicted outputs are not served"),
-        "reasoning_effort": Only(why="the model has no such setting (chat_template_kwargs reaches the template)"),
-        "verbosity": Only(why="the model has no such setting"),
-        "web_search_options": Only(why="nothing is searched"),
-        "moderation": Only(why="nothing is moderated"),
-        "store": Only((False,), "nothing is stored"),
+        "functions": AllowedValues(why="tools is the field for them"),
+        "function_call": AllowedValues(("none",), "tool_choice is the field for it"),
+        "modalities": AllowedValues((["text"],), "answers are text"),
+        "audio": AllowedValues(why="answers are text"),
+        "prediction": AllowedValues(why="predicted outputs are not served"),
+        "reasoning_effort": AllowedValues(
+            why="the model has no such setting (chat_template_kwargs reaches the template)"
+        ),
+        "verbosity": AllowedValues(why="the model has no such setting"),
+        "web_search_options": AllowedValues(why="nothing is searched"),
+        "moderation": AllowedValues(why="nothing is moderated"),
+        "store": AllowedValues((False,), "nothing is stored"),
     },
 }
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -189,7 +194,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 @cache
-def refused_of(shape: type[Struct]) -> Mapping[str, Only]:
+def refused_of(shape: type[Struct]) -> Mapping[str, AllowedValues]:
     """The fields that a shape refuses, with the values that they may have.
 
     Those are its own, those of other servers, and those that another route alone honours.
@@ -199,7 +204,7 @@ def refused_of(shape: type[Struct]) -> Mapping[str, Only]:
     if shape is CountTokensRequest:
         return _REFUSED[shape]
     honoured = {name for other in (CompletionRequest, ChatRequest) for name in other.__struct_fields__}
-    elsewhere = {name: Only(_NEUTRAL.get(name, ()), "this route does not have it") for name in honoured}
+    elsewhere = {name: AllowedValues(_NEUTRAL.get(name, ()), "this route does not have it") for name in honoured}
     found = {**_OTHERS, **elsewhere, **_REFUSED[shape]}
     return {name: only for name, only in found.items() if name not in shape.__struct_fields__}
 

@@ -8,7 +8,7 @@ from msgspec import to_builtins
 from starlette.requests import Request
 
 from d3engine.errors import must_be
-from d3engine.server.answering.job import Job
+from d3engine.server.answering.job import RequestContext
 from d3engine.server.asking.bodies import read_body
 from d3engine.server.asking.chat import by_names, job_of
 from d3engine.server.asking.response_items import read_items, unknown_in_items
@@ -31,7 +31,7 @@ SAME_NAMES = (
 )
 
 
-async def response_job(request: Request) -> tuple[Job[ChatRequest], ResponsesRequest, dict[str, str]]:
+async def response_job(request: Request) -> tuple[RequestContext[ChatRequest], ResponsesRequest, dict[str, str]]:
     """What to run, wholly checked, what was asked for, and headers for the answer.
 
     Raises `RequestError` and `InvalidValueError`.

@@ -11,7 +11,7 @@ from d3engine.errors import InvalidValueError
 from d3engine.request.bounds import Integers
 from d3engine.request.params import PRIORITIES
 from d3engine.server.errors import invalid
-from d3engine.server.served import Served, served_by
+from d3engine.server.served import AppState, served_by
 from d3engine.server.settings import ServerSettings
 from d3engine.server.shapes.requests import Common
 
@@ -40,7 +40,7 @@ def check_work(request: Request, asked: Common, prompts: Sequence[Any] | None = 
     raise InvalidValueError(field, given, allowed)
 
 
-def most_work(served: Served) -> int:
+def most_work(served: AppState) -> int:
     """Characters and list entries of a request at most."""
     guards = served.settings.guards
     return guards.max_body_bytes if guards.max_request_work is None else guards.max_request_work
@@ -51,7 +51,7 @@ def priority_bounds(settings: ServerSettings) -> Integers:
     return PRIORITIES if settings.allow_priority else Integers(0, 0)
 
 
-def check_priority(served: Served, priority: int | None) -> None:
+def check_priority(served: AppState, priority: int | None) -> None:
     """Refuse a priority that a request may not choose. Raises `RequestError`."""
     if priority and not served.settings.allow_priority:
         message = f"priority must be absent or 0, since this server does not let requests choose it; got {priority}."

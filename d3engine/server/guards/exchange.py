@@ -29,7 +29,7 @@ CLIENT_LEFT = 499
 
 
 @dataclass(slots=True)
-class Exchange:
+class RequestLog:
     """What was asked and how it was answered. Times in seconds on the monotonic clock."""
 
     request_id: str
@@ -44,7 +44,7 @@ class Exchange:
 class ExchangeLog:
     """The outermost guard. `note` is called once for each exchange, when it has ended."""
 
-    def __init__(self, app: ASGIApp, note: Callable[[Exchange], None]) -> None:
+    def __init__(self, app: ASGIApp, note: Callable[[RequestLog], None]) -> None:
         self.app = app
         self._note = note
 
@@ -55,7 +55,7 @@ class ExchangeLog:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        exchange = Exchange(_request_id(scope), scope["method"], scope["path"])
+        exchange = RequestLog(_request_id(scope), scope["method"], scope["path"])
         scope.setdefault("state", {}).update(request_id=exchange.request_id, exchange=exchange)
         id_header = (b"x-request-id", exchange.request_id.encode())
 
@@ -82,7 +82,7 @@ class ErrorAnswers:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        exchange: Exchange = scope["state"]["exchange"]
+        exchange: RequestLog = scope["state"]["exchange"]
         try:
             await self.app(scope, receive, send)
         except Exception as error:
@@ -90,7 +90,7 @@ class ErrorAnswers:
             await _answer(as_request_error(error), exchange, scope, receive, send)
 
 
-async def _answer(error: RequestError, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+async def _answer(error: RequestError, exchange: RequestLog, scope: Scope, receive: Receive, send: Send) -> None:
     if exchange.status == CLIENT_LEFT:
         exchange.code = error.code
         await error_response(error, scope["path"])(scope, receive, send)
@@ -104,7 +104,7 @@ def _request_id(scope: Scope) -> str:
     return os.urandom(16).hex()
 
 
-def log_exchange(exchange: Exchange) -> None:
+def log_exchange(exchange: RequestLog) -> None:
     """Its line in the log, without anything of the prompt or of the answer."""
     failed = exchange.status >= 500 and exchange.code not in EXPECTED
     level = logging.ERROR if failed else logging.INFO

@@ -9,12 +9,12 @@ from starlette.middleware.cors import CORSMiddleware
 
 from d3engine.server.guards.bodies import BodyGuard
 from d3engine.server.guards.deadlines import DeadlineGuard
-from d3engine.server.guards.exchange import ErrorAnswers, Exchange, ExchangeLog
+from d3engine.server.guards.exchange import ErrorAnswers, ExchangeLog, RequestLog
 from d3engine.server.guards.hosts import HostGuard, hosts_of
 from d3engine.server.guards.keys import OPEN_PATHS, KeyGuard
 from d3engine.server.guards.settings import GuardSettings
 from d3engine.server.guards.tracing import TracingGuard
-from d3engine.server.guards.traffic import Traffic, TrafficGuard
+from d3engine.server.guards.traffic import AdmissionControl, TrafficGuard
 from d3engine.server.tracing.tracer import Tracer
 
 SHOWN_HEADERS = ("X-Request-Id", "X-D3-Ignored-Fields", "Retry-After")
@@ -23,8 +23,8 @@ SHOWN_HEADERS = ("X-Request-Id", "X-D3-Ignored-Fields", "Retry-After")
 
 def guards(
     settings: GuardSettings,
-    traffic: Traffic,
-    note: Callable[[Exchange], None],
+    traffic: AdmissionControl,
+    note: Callable[[RequestLog], None],
     open_paths: frozenset[str] = OPEN_PATHS,
     body_paths: frozenset[str] | None = None,
     tracer: Tracer | None = None,

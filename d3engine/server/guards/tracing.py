@@ -7,7 +7,7 @@ import asyncio
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from d3engine.server.errors import RequestError
-from d3engine.server.guards.exchange import CLIENT_LEFT, Exchange
+from d3engine.server.guards.exchange import CLIENT_LEFT, RequestLog
 from d3engine.server.tracing.request_trace import Attributes, RequestTrace
 from d3engine.server.tracing.tracer import Tracer
 
@@ -45,7 +45,7 @@ class TracingGuard:
             self._end(trace, scope, was_cut)
 
     def _end(self, trace: RequestTrace, scope: Scope, was_cut: bool) -> None:
-        exchange: Exchange = scope["state"]["exchange"]
+        exchange: RequestLog = scope["state"]["exchange"]
         if exchange.code in UNTRACED:
             return
         error = "cancelled" if was_cut else _error_of(trace, exchange, scope["state"].get("stream_error"))
@@ -54,7 +54,7 @@ class TracingGuard:
         self._tracer.write(trace, scope, answered, error)
 
 
-def _error_of(trace: RequestTrace, exchange: Exchange, in_stream: RequestError | None) -> str | None:
+def _error_of(trace: RequestTrace, exchange: RequestLog, in_stream: RequestError | None) -> str | None:
     """One word for what kept a request from being answered to its end, of a fixed set; None where nothing did."""
     if in_stream is not None:
         return in_stream.code or str(in_stream.status)

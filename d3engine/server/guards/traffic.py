@@ -20,7 +20,7 @@ RETRY_AFTER = "1"
 """Seconds after which a refused request may be tried again."""
 
 
-class Traffic:
+class AdmissionControl:
     """The requests of one app that have a place in its queue or its batch: `places` of them at most."""
 
     def __init__(self, places: int) -> None:
@@ -49,7 +49,7 @@ class Traffic:
 class Place:
     """What one request takes of the room."""
 
-    def __init__(self, traffic: Traffic) -> None:
+    def __init__(self, traffic: AdmissionControl) -> None:
         self._traffic = traffic
         self._taken = 0
 
@@ -75,7 +75,7 @@ class Place:
 class TrafficGuard:
     """Gives each request that may have a body a place, and takes no new request while the server drains."""
 
-    def __init__(self, app: ASGIApp, traffic: Traffic) -> None:
+    def __init__(self, app: ASGIApp, traffic: AdmissionControl) -> None:
         self.app = app
         self._traffic = traffic
 

@@ -16,8 +16,8 @@ from prometheus_client.registry import Collector
 
 from d3engine.async_engine.client import EngineClient
 from d3engine.errors import EngineClosedError, EngineDeadError
-from d3engine.request.timings import Histogram, Tally
-from d3engine.server.guards.traffic import Traffic
+from d3engine.request.timings import Histogram, HistogramCounter
+from d3engine.server.guards.traffic import AdmissionControl
 from d3engine.server.metrics.meters import FINISH_REASONS, POLICIES, REJECTIONS, ROUTES, STATUSES, Meters
 from d3engine.stats import EngineStats
 
@@ -56,7 +56,7 @@ ENGINE_HISTOGRAMS: Sequence[tuple[str, str, Callable[[EngineStats], Histogram]]]
     ("request_prefill_time_seconds", "Seconds from the batch to the first token.", lambda s: s.prefill_seconds),
     ("request_decode_time_seconds", "Seconds from the first token to the last.", lambda s: s.decode_seconds),
 )
-REQUEST_HISTOGRAMS: Sequence[tuple[str, str, Callable[[Meters], Tally]]] = (
+REQUEST_HISTOGRAMS: Sequence[tuple[str, str, Callable[[Meters], HistogramCounter]]] = (
     (
         "time_to_first_token_seconds",
         "Seconds from arrival to the first token.",
@@ -89,7 +89,7 @@ class Exposition:
         self._prefix = f"{prefix}:"
         self._stats: EngineStats | None = None
 
-    async def text(self, client: EngineClient, traffic: Traffic, meters: Meters) -> bytes:
+    async def text(self, client: EngineClient, traffic: AdmissionControl, meters: Meters) -> bytes:
         """All of them, in Prometheus' text format; never waits long for the engine, which may hang."""
         with suppress(TimeoutError, EngineDeadError, EngineClosedError):
             self._stats = await asyncio.wait_for(client.stats(), STATS_SECONDS)
@@ -99,7 +99,7 @@ class Exposition:
         """Those of the engine alone, for a stack that counts requests itself."""
         return _text(self._engine_families(stats))
 
-    def _families(self, client: EngineClient, traffic: Traffic, meters: Meters) -> Iterable[Metric]:
+    def _families(self, client: EngineClient, traffic: AdmissionControl, meters: Meters) -> Iterable[Metric]:
         yield self._gauge("engine_up", "1 while the engine lives.", client.heartbeat().error is None)
         yield self._gauge("num_requests_in_flight", "Places taken, running or waiting.", traffic.taken)
         yield self._counts(

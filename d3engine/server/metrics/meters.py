@@ -14,9 +14,9 @@ from typing import Final, Literal, TypeAlias
 
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.request.outputs import FinishReason, RequestOutput
-from d3engine.request.prepared import Prepared
-from d3engine.request.timings import REQUEST_SECONDS, Tally
-from d3engine.server.guards.exchange import Exchange
+from d3engine.request.prepared import EngineRequest
+from d3engine.request.timings import REQUEST_SECONDS, HistogramCounter
+from d3engine.server.guards.exchange import RequestLog
 
 PolicyLabel: TypeAlias = Literal["default", "full", "other"]
 POLICIES: Final[tuple[PolicyLabel, ...]] = ("default", "full", "other")
@@ -60,15 +60,15 @@ class Meters:
         self.answered: Counter[tuple[str, str]] = Counter()
         self.layers_run: dict[str, int] = dict.fromkeys(POLICIES, 0)
         self.layers_full: dict[str, int] = dict.fromkeys(POLICIES, 0)
-        self.prompt_tokens = Tally(TOKENS)
-        self.generation_tokens = Tally(TOKENS)
-        self.first_token_seconds = Tally(REQUEST_SECONDS)
-        self.inter_token_seconds = Tally(TOKEN_SECONDS)
-        self.time_per_token = Tally(TOKEN_SECONDS)
-        self.e2e_seconds = Tally(REQUEST_SECONDS)
+        self.prompt_tokens = HistogramCounter(TOKENS)
+        self.generation_tokens = HistogramCounter(TOKENS)
+        self.first_token_seconds = HistogramCounter(REQUEST_SECONDS)
+        self.inter_token_seconds = HistogramCounter(TOKEN_SECONDS)
+        self.time_per_token = HistogramCounter(TOKEN_SECONDS)
+        self.e2e_seconds = HistogramCounter(REQUEST_SECONDS)
 
     @contextmanager
-    def request(self, prepared: Prepared) -> Iterator[RequestMeter]:
+    def request(self, prepared: EngineRequest) -> Iterator[RequestMeter]:
         """The meter of a request, for as long as somebody reads it."""
         meter = RequestMeter(self, prepared)
         try:
@@ -82,7 +82,7 @@ class Meters:
             return "default"
         return "full" if isinstance(depth, FullDepth) else "other"
 
-    def count_exchange(self, exchange: Exchange) -> None:
+    def count_exchange(self, exchange: RequestLog) -> None:
         """Count a request over HTTP that has ended."""
         path = "/v1/models" if exchange.path.startswith("/v1/models/") else exchange.path
         route = path if path in ROUTES else "other"
@@ -95,7 +95,7 @@ class Meters:
 class RequestMeter:
     """Counts one request of the engine, whose outputs it is shown as they come: deltas, or one at the end."""
 
-    def __init__(self, meters: Meters, prepared: Prepared) -> None:
+    def __init__(self, meters: Meters, prepared: EngineRequest) -> None:
         self._meters = meters
         self._policy = meters.label_of(prepared.params.depth)
         self._num_sequences = prepared.params.n

@@ -24,7 +24,7 @@ from d3engine.server.asking.work import priority_bounds
 from d3engine.server.errors import TYPES
 from d3engine.server.guards.exchange import CLIENT_ID
 from d3engine.server.routes.described import DESCRIBED, REFERRED, Described
-from d3engine.server.served import Served, served_by
+from d3engine.server.served import AppState, served_by
 from d3engine.server.shapes.fields import REFERENCE
 from d3engine.version import __version__
 
@@ -57,7 +57,7 @@ async def show_openapi(request: Request) -> Response:
     return json_response(state.openapi)
 
 
-def description(routes: Sequence[Route], served: Served) -> dict[str, Any]:
+def description(routes: Sequence[Route], served: AppState) -> dict[str, Any]:
     """An OpenAPI 3.1 document of these routes."""
     paths: dict[str, Any] = {}
     for route in routes:
@@ -77,7 +77,7 @@ def description(routes: Sequence[Route], served: Served) -> dict[str, Any]:
     }
 
 
-def _schemas(served: Served) -> dict[str, Any]:
+def _schemas(served: AppState) -> dict[str, Any]:
     """All shapes, with the bounds that depend on the model and the server's settings."""
     named = [one for known in DESCRIBED.values() for one in (known.body, known.answer, *known.events, known.error)]
     shapes = [one for one in (*named, *REFERRED) if isinstance(one, type)]

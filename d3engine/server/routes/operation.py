@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from d3engine.server.answers import json_response
 from d3engine.server.health import Health, health, readiness
-from d3engine.server.served import Served, served_by
+from d3engine.server.served import AppState, served_by
 from d3engine.version import __version__
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -36,7 +36,7 @@ async def show_metrics(request: Request) -> Response:
     return Response(text, media_type=METRICS_TYPE)
 
 
-def _health(served: Served) -> Health:
+def _health(served: AppState) -> Health:
     return health(served.client.heartbeat(), served.traffic, served.settings.guards.health_stall_seconds)
 
 

@@ -12,7 +12,7 @@ from d3engine.server.answers import json_response
 from d3engine.server.asking.bodies import read_body
 from d3engine.server.asking.chat import chat_prompt, tool_use
 from d3engine.server.errors import invalid
-from d3engine.server.served import Served, served_by
+from d3engine.server.served import AppState, served_by
 from d3engine.server.shapes.answers import Text, TokenizerInfo, Tokens
 from d3engine.server.shapes.requests import ChatRequest, DetokenizeRequest, TokenizeRequest
 from d3engine.text.tokenizer import Tokenizer
@@ -63,7 +63,7 @@ def _token_strs(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     return [strings[token] for token in ids]
 
 
-async def _token_ids(served: Served, asked: TokenizeRequest) -> tuple[list[int], Sequence[str]]:
+async def _token_ids(served: AppState, asked: TokenizeRequest) -> tuple[list[int], Sequence[str]]:
     """The tokens, and the fields that change nothing of them."""
     if (asked.prompt is None) == (asked.messages is None):
         raise invalid("prompt", "prompt or messages must be given, and not both.")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from d3engine.request.outputs import FinishReason, RequestMetrics, RequestOutput
-from d3engine.request.prepared import Prepared
+from d3engine.request.prepared import EngineRequest
 
 Attributes: TypeAlias = dict[str, str | int | float | list[str]]
 
@@ -55,7 +55,7 @@ class RequestTrace:
         """Whether the engine began on it and has not told its end to anybody."""
         return self._unfinished > 0
 
-    def asked(self, answer_id: str, model: str, depth: str, num_layers: int, prepared: Sequence[Prepared]) -> None:
+    def asked(self, answer_id: str, model: str, depth: str, num_layers: int, prepared: Sequence[EngineRequest]) -> None:
         """It was found good, and goes to the engine; `depth` names its policy."""
         params = prepared[0].params  # all prompts of a request have the same
         self._model, self._num_layers = model, num_layers

@@ -10,7 +10,7 @@ from scripted import LAYERS, greedy
 from stepping import finish
 
 from d3engine import D3, Engine
-from d3engine.request.timings import Histogram, Tally, Timings
+from d3engine.request.timings import Histogram, HistogramCounter, Timings
 from d3engine.stats import EngineStats
 
 
@@ -141,7 +141,7 @@ def test_a_run_of_steps_counts_as_so_many_of_equal_length() -> None:
 
 
 def test_a_value_is_counted_below_the_least_bound_that_it_does_not_exceed() -> None:
-    tally = Tally((1.0, 2.0))
+    tally = HistogramCounter((1.0, 2.0))
     for value in (0.0, 1.0, 1.5, 2.0, 2.5, 9.0):
         tally.add(value)
     assert tally.histogram() == Histogram((1.0, 2.0), (2, 2, 2), 16.0)

@@ -8,7 +8,8 @@ import pytest
 from scripted import greedy, likeliest
 from stepping import finish
 
-from d3engine import Engine, FullDepth, InvalidValueError, RequestOutput, RequestOutputKind, Waves
+import d3engine
+from d3engine import Engine, FullDepth, IntervalAdmission, InvalidValueError, RequestOutput, RequestOutputKind
 
 
 def test_streams_grow_by_what_each_step_brings(engine: Engine) -> None:
@@ -113,7 +114,7 @@ def test_streams_that_are_read_in_turns_all_come_to_their_end(engine: Engine) ->
 def test_waves_let_requests_join_only_between_them_but_an_idle_engine_at_once(
     make_engine: Callable[..., Engine],
 ) -> None:
-    engine = make_engine(admission=Waves(4), depth=FullDepth())
+    engine = make_engine(admission=IntervalAdmission(4), depth=FullDepth())
     engine.step()
     engine.add_request("a", "a", greedy(20))
     joined = []
@@ -124,4 +125,9 @@ def test_waves_let_requests_join_only_between_them_but_an_idle_engine_at_once(
         joined.append(engine.scheduler.num_running)
     assert joined == [1, 1, 1, 1, 2, 2, 1, 1, 1, 1]
     with pytest.raises(InvalidValueError, match=r"steps must be .*; got 0"):
-        Waves(0)
+        IntervalAdmission(0)
+
+
+def test_the_old_name_of_an_admission_works_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match=r"d3engine\.Waves is now d3engine\.IntervalAdmission"):
+        assert d3engine.Waves is IntervalAdmission

@@ -125,9 +125,9 @@ def test_cycles_are_drafts_and_verifications_by_single_steps(followed: bool, wit
     given = np.array([ends or [-1]] * 5)
     decoder = CASE.decoder(max_rows=13)  # more rows than that are verified in two parts
     if followed:
-        course = np.zeros(2, np.int32)
-        decoder.begin_cycles(rows, CYCLES, course, PLAIN, states_of(CASE), ends=given)
-        taken = [decoder.take(all_done=n % 2 == 1) for n in range(CYCLES) if course[1] < CYCLES or n < 2]
+        control = np.zeros(2, np.int32)
+        decoder.begin_cycles(rows, CYCLES, control, PLAIN, states_of(CASE), ends=given)
+        taken = [decoder.take(all_done=n % 2 == 1) for n in range(CYCLES) if control[1] < CYCLES or n < 2]
         while sum(len(counts) for _, counts in taken) < CYCLES:
             taken.append(decoder.take())
         decoder.finish()

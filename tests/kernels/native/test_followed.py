@@ -24,7 +24,7 @@ def case() -> Case:
     return Case(Shape(layers=3, hidden=128, intermediate=320, rows=4, vocab=2000))
 
 
-def course() -> np.ndarray:
+def control() -> np.ndarray:
     return np.zeros(2, np.int32)
 
 
@@ -41,7 +41,7 @@ def test_each_step_is_that_of_the_run_in_one_call(case: Case, threads: int) -> N
     decoder = case.decoder(num_threads=threads)
     for asked in (None, draws):
         wanted = decoder.run(case.rows, STEPS, draws=asked)
-        words = course()
+        words = control()
         decoder.begin(case.rows, STEPS, words, draws=asked)
         assert_takes(decoder, wanted)
         assert words.tolist() == [0, STEPS]
@@ -51,7 +51,7 @@ def test_each_step_is_that_of_the_run_in_one_call(case: Case, threads: int) -> N
 def test_all_steps_that_are_done_may_be_taken_at_once(case: Case) -> None:
     decoder = case.decoder()
     wanted = decoder.run(case.rows, STEPS)
-    words = course()
+    words = control()
     decoder.begin(case.rows, STEPS, words)
     tokens, scores = decoder.take()
     while words[1] < STEPS:  # the last one has not begun, and so those before it may not be done
@@ -71,7 +71,7 @@ def test_the_tables_may_be_written_while_the_run_goes_on(case: Case) -> None:
     decoder = case.decoder()
     wanted = decoder.run(case.rows, STEPS)
     rows = replace(case.rows, tables=case.rows.tables.copy())
-    decoder.begin(rows, STEPS, course())
+    decoder.begin(rows, STEPS, control())
     rows.tables[:] = -1
     assert_takes(decoder, wanted)
     decoder.finish()
@@ -80,7 +80,7 @@ def test_the_tables_may_be_written_while_the_run_goes_on(case: Case) -> None:
 def test_a_run_that_is_ended_takes_no_further_step_and_the_next_one_begins(case: Case) -> None:
     decoder = case.decoder()
     wanted = decoder.run(case.rows, STEPS)
-    words = course()
+    words = control()
     decoder.begin(case.rows, STEPS, words)
     assert_takes(decoder, wanted, end=2)
     words[0] = 1
@@ -92,7 +92,7 @@ def test_a_run_that_is_ended_takes_no_further_step_and_the_next_one_begins(case:
 
 
 def assert_takes_again(decoder: Decoder, case: Case, wanted: tuple[np.ndarray, np.ndarray]) -> None:
-    decoder.begin(case.rows, STEPS, course())
+    decoder.begin(case.rows, STEPS, control())
     assert_takes(decoder, wanted)
     decoder.finish()
 
@@ -110,7 +110,7 @@ def test_a_step_that_was_announced_and_not_taken_is_taken_for_who_asks(case: Cas
 def test_a_decoder_that_is_at_a_run_takes_no_other_until_that_is_finished(case: Case) -> None:
     decoder = case.decoder()
     wanted = decoder.run(case.rows, STEPS)
-    decoder.begin(case.rows, STEPS, course())
+    decoder.begin(case.rows, STEPS, control())
     with pytest.raises(NativeError, match="at work"):
         decoder.run(case.rows, 1)
     decoder.finish()
@@ -120,7 +120,7 @@ def test_a_decoder_that_is_at_a_run_takes_no_other_until_that_is_finished(case: 
 def test_what_would_leave_its_memory_is_refused_before_it_begins(case: Case) -> None:
     decoder = case.decoder()
     with pytest.raises(NativeError, match="a token id"):
-        decoder.begin(replace(case.rows, tokens=case.rows.tokens + 2000), 1, course())
+        decoder.begin(replace(case.rows, tokens=case.rows.tokens + 2000), 1, control())
     decoder.finish()
     assert_takes_again(decoder, case, decoder.run(case.rows, STEPS))
 
@@ -130,7 +130,7 @@ def test_a_decoder_that_goes_in_the_middle_of_a_run_takes_its_threads_with_it(ca
     """And writes nothing any more into a pool that may be gone as well."""
     before = set(os.listdir("/proc/self/task"))
     decoder = case.decoder(num_threads=2)
-    words = course()
+    words = control()
     decoder.begin(case.rows, STEPS, words)
     decoder.take()
     assert len(set(os.listdir("/proc/self/task")) - before) >= 1
@@ -147,7 +147,7 @@ def test_a_decoder_that_goes_in_the_middle_of_a_run_takes_its_threads_with_it(ca
 def test_a_forked_process_takes_the_rest_of_a_run_by_itself(case: Case, threads: int) -> None:
     decoder = case.decoder(num_threads=threads)
     wanted = decoder.run(case.rows, STEPS)
-    decoder.begin(case.rows, STEPS, course())
+    decoder.begin(case.rows, STEPS, control())
     assert_takes(decoder, wanted, end=1)
     child = os.fork()
     if child == 0:

@@ -13,11 +13,11 @@ from slow_sampling import sample, sequence_of, tokens_of
 
 from d3engine import SamplingParams
 from d3engine.executor.native_choices import FormsOfRun, draws_of
-from d3engine.kernels.native.choices import Mask, Rules
+from d3engine.kernels.native.choices import LogitMask, Mask
 from d3engine.kernels.native.model import NativeError
 from d3engine.kernels.native.runs import Draws
 from d3engine.request.bad_words import BadWords
-from d3engine.request.choice import Choice
+from d3engine.request.choice import SamplingMode
 from d3engine.request.sequence import Sequence
 
 STEPS, VOCAB = 7, 97
@@ -78,7 +78,7 @@ def sequences_at(generation: Any) -> list[Sequence]:
 
 
 def draws_for(sequences: list[Sequence]) -> Draws:
-    draws = draws_of(sequences, Choice.REPORT, FormsOfRun.of(sequences), VOCAB)
+    draws = draws_of(sequences, SamplingMode.REPORT, FormsOfRun.of(sequences), VOCAB)
     assert draws is not None
     return draws
 
@@ -161,7 +161,7 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-def draws_by(rules: Rules, form: Any = None) -> Draws:
+def draws_by(rules: LogitMask, form: Any = None) -> Draws:
     from d3engine.kernels.native.choices import Asked
 
     asked = [Asked(-float("inf"), 1.0, 0, 1.0, 0.0, 0.0, None, rules)]
@@ -172,13 +172,13 @@ def draws_by(rules: Rules, form: Any = None) -> Draws:
 def test_rules_that_name_no_token_of_the_vocabulary_are_refused(what: str) -> None:
     case = Case(Shape(rows=1, vocab=VOCAB))
     with pytest.raises(NativeError, match="a token id is outside the vocabulary"):
-        case.decoder().run(case.rows, 1, draws=draws_by(Rules(**NOTHING | WRONG[what])))
+        case.decoder().run(case.rows, 1, draws=draws_by(LogitMask(**NOTHING | WRONG[what])))
 
 
 def test_what_a_form_raises_comes_to_who_waits_for_the_run() -> None:
     """And so does a mask that is too short; a form that nobody can be asked about is refused."""
     case = Case(Shape(rows=1, vocab=VOCAB))
-    rules = Rules(**NOTHING, has_form=True)
+    rules = LogitMask(**NOTHING, has_form=True)
     asked: list[tuple[int, int, int]] = []
 
     def fails(row: int, taken: int, token: int) -> Mask:

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from d3engine.server.errors import RequestError
-from d3engine.server.guards.exchange import CLIENT_LEFT, Exchange, log_exchange
+from d3engine.server.guards.exchange import CLIENT_LEFT, RequestLog, log_exchange
 from d3engine.server.guards.settings import GuardSettings
-from d3engine.server.guards.traffic import Traffic
+from d3engine.server.guards.traffic import AdmissionControl
 
 # -- the queue -------------------------------------------------------------------------------------------------------
 
@@ -46,7 +46,7 @@ def test_as_many_requests_as_there_are_places_are_taken_and_the_next_is_told_whe
 
 
 def test_a_request_of_many_sequences_takes_as_many_places() -> None:
-    traffic = Traffic(4)
+    traffic = AdmissionControl(4)
     with traffic.place() as large:
         large.take(3)
         assert traffic.is_full
@@ -196,7 +196,7 @@ def test_a_request_has_one_line_in_the_log_and_nothing_in_it_steers_a_terminal(
 ) -> None:
     """Row 22 of the security list: what a client sends is escaped where a terminal shows it."""
     caplog.set_level(logging.INFO, "d3engine")
-    log_exchange(Exchange("an-id", "POST", "/v1/\x1b[2Jclear\n" + "x" * 999, status=404, code="not_found"))
+    log_exchange(RequestLog("an-id", "POST", "/v1/\x1b[2Jclear\n" + "x" * 999, status=404, code="not_found"))
     (record,) = caplog.records
     line = record.getMessage()
     assert line.isprintable()
@@ -208,9 +208,9 @@ def test_a_request_has_one_line_in_the_log_and_nothing_in_it_steers_a_terminal(
 
 def test_what_machines_ask_every_few_seconds_is_not_logged_unless_it_fails(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "d3engine")
-    log_exchange(Exchange("an-id", "GET", "/health", status=200))
+    log_exchange(RequestLog("an-id", "GET", "/health", status=200))
     assert not caplog.records
-    log_exchange(Exchange("an-id", "GET", "/health", status=503))
+    log_exchange(RequestLog("an-id", "GET", "/health", status=503))
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 

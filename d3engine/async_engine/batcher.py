@@ -23,7 +23,7 @@ FRAME_SECONDS: Final = 1 / 60
 """Nobody sees text come more often."""
 
 
-class Outbox:
+class OutputBatcher:
     """The replies of one loop that have not been handed over.
 
     Args:

@@ -12,24 +12,24 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
+from d3engine.async_engine.batcher import Reply
 from d3engine.async_engine.messages import Abort, Add, Ask, Leave, Message
-from d3engine.async_engine.outbox import Reply
-from d3engine.async_engine.slots import Slot, Waker
+from d3engine.async_engine.slots import Notifier, ReplyFuture
 from d3engine.errors import EngineClosedError
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import RequestOutputKind
-from d3engine.request.prepared import Prepared
+from d3engine.request.prepared import EngineRequest
 
 
-class Switchboard:
+class Dispatcher:
     """Connects the readers of one engine with the loop that owns it, by way of `send`."""
 
     def __init__(self, send: Callable[[Message], object]) -> None:
         self._send = send
         self._keys = itertools.count(1)
-        self._unanswered: dict[int, Slot] = {}
+        self._unanswered: dict[int, ReplyFuture] = {}
         self._unread: set[int] = set()
-        self._done: list[Slot] = []
+        self._done: list[ReplyFuture] = []
         self._busy_since = time.monotonic()
         self._is_draining = False
         self.end: BaseException | None = None
@@ -46,19 +46,19 @@ class Switchboard:
         """When it last got something to do after it had nothing, in seconds of `time.monotonic()`."""
         return self._busy_since
 
-    def begin(self, prepared: Prepared, waker: Waker) -> Slot:
+    def begin(self, prepared: EngineRequest, notifier: Notifier) -> ReplyFuture:
         """Queue a request; its outputs come into the slot. Raises what has ended the engine, if something has."""
         if self._is_draining:
             self.check()
             raise EngineClosedError("the engine is being drained: it takes no more requests")
-        slot = Slot(next(self._keys), waker, merges=prepared.params.output_kind is RequestOutputKind.DELTA)
+        slot = ReplyFuture(next(self._keys), notifier, merges=prepared.params.output_kind is RequestOutputKind.DELTA)
         self._unread.add(slot.key)
         self._open(slot, Add(slot.key, prepared))
         return slot
 
-    def ask(self, method: str, waker: Waker) -> Slot:
+    def ask(self, method: str, notifier: Notifier) -> ReplyFuture:
         """Have a method of the engine called; what it returns comes into the slot."""
-        slot = Slot(next(self._keys), waker)
+        slot = ReplyFuture(next(self._keys), notifier)
         self._open(slot, Ask(slot.key, method))
         return slot
 
@@ -67,7 +67,7 @@ class Switchboard:
         self.check()
         self._send(Abort(request_id))
 
-    def _open(self, slot: Slot, message: Message) -> None:
+    def _open(self, slot: ReplyFuture, message: Message) -> None:
         if not self._unanswered:
             self._busy_since = time.monotonic()
         self._unanswered[slot.key] = slot
@@ -90,14 +90,14 @@ class Switchboard:
         self._unread.discard(key)
         self._tell_drained()
 
-    def tell(self, slot: Slot, error: BaseException) -> None:
+    def tell(self, slot: ReplyFuture, error: BaseException) -> None:
         """Raise an error to the reader of a slot."""
         self._fill([(slot, [error])])
 
-    def drain(self, waker: Waker) -> Slot:
+    def drain(self, notifier: Notifier) -> ReplyFuture:
         """Take no more requests; True comes into the slot when nobody reads any."""
         self._is_draining = True
-        slot = Slot(next(self._keys), waker)
+        slot = ReplyFuture(next(self._keys), notifier)
         self._done.append(slot)
         self._tell_drained()
         return slot
@@ -133,18 +133,18 @@ class Switchboard:
             _, slot = self._unanswered.popitem()
             self._fill([(slot, [_own(self.end)])])
 
-    def _fill(self, replies: Iterable[tuple[Slot, list[Any]]]) -> None:
+    def _fill(self, replies: Iterable[tuple[ReplyFuture, list[Any]]]) -> None:
         """Fill slots, each with what has come for it at once, and wake their readers: those who wait in one place
         together."""
-        to_wake: dict[Waker, list[Slot]] = {}
+        to_wake: dict[Notifier, list[ReplyFuture]] = {}
         for slot, of_one in replies:
             if slot.put(of_one):
-                to_wake.setdefault(slot.waker, []).append(slot)
-            elif slot.waker.is_gone:
+                to_wake.setdefault(slot.notifier, []).append(slot)
+            elif slot.notifier.is_gone:
                 self.leave(slot.key)
-        for waker, slots in to_wake.items():
+        for notifier, slots in to_wake.items():
             try:
-                waker.wake(slots)
+                notifier.wake(slots)
             except RuntimeError:  # their event loop is closed
                 for slot in slots:
                     self.leave(slot.key)
