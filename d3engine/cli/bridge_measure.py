@@ -44,7 +44,7 @@ def measure_command(
     bridges: BridgesFile = None,
     policies: Annotated[
         list[str] | None,
-        typer.Option("--policy", help='A policy with its options, "d3 alpha=A start=S"; may be repeated.'),
+        typer.Option("--depth", help='A policy with its options, "d3 alpha=A start=S"; may be repeated.'),
     ] = None,
     text: Text = None,
     task: Task = None,
@@ -64,7 +64,7 @@ def measure_command(
     """
     asked = TextOptions(text or [], task, prompts, data, texts, text_tokens, prompt_tokens, max_tokens)
     asked.check()
-    require(bool(policies), "--policy", NOTHING, "given at least once")
+    require(bool(policies), "--depth", NOTHING, "given at least once")
 
     from d3engine.bridges.decoded import Candidate, measure_decoded
 

@@ -55,7 +55,7 @@ def nest_command(
 ) -> None:
     """Choose windows one after the other, each the one that costs least beside those before it, all of them bridged.
 
-    The order is written into the file of bridges, and is what --depth nested --windows takes.
+    The order is written into the file of bridges, and is what nested's windows take.
     """
     path = bridges_path(model, bridges)
     target = out or path
@@ -90,9 +90,9 @@ def _show(order: Order, as_json: bool) -> None:
 
     table = order.table()
     print_table(table.title, table.header, table.rows)
-    typer.echo(f"--depth nested --windows {windows_in_words(order.as_dict()['windows'])}")
+    typer.echo(f'--depth "nested alpha=... windows={windows_in_words(order.as_dict()["windows"])}"')
 
 
 def windows_in_words(windows: list[list[int]]) -> str:
-    """ "6:9,12:15", as `--windows` takes them."""
+    """ "6:9,12:15", as nested takes them."""
     return ",".join(f"{first}:{stop}" for first, stop in windows)

@@ -215,11 +215,11 @@ def bridges_of(schedule: Schedule, bridges: Bridges, path: Path) -> Mapping[Wind
 
 def policy_of(words: str, *more: str) -> DepthPolicy:
     """A policy in one line, with more options of its own."""
-    from d3engine.cli.depth_options import policy_from_words
+    from d3engine.cli.depth_options import parse_depth
     from d3engine.depth import DepthPolicy
 
-    found = policy_from_words([*words.split(), *more])
-    require(isinstance(found, DepthPolicy), "--policy", words, "a policy with its options, not auto")
+    found = parse_depth(" ".join((words, *more)))
+    require(isinstance(found, DepthPolicy), "--depth", words, "a policy with its options, not auto")
     assert isinstance(found, DepthPolicy)
     return found
 
@@ -229,8 +229,8 @@ def schedule_of(policy: str, num_layers: int) -> Schedule:
     found = policy_of(policy)
     plain = found.exit_rule(num_layers) is None and found.draft_rule(num_layers) is None
     schedule = found.schedule(num_layers)
-    require(plain and schedule.is_nested, "--policy", policy, "one whose skipped layers stay skipped")
-    require(schedule.bridges is None, "--policy", policy, "without bridges, which --bridges names")
+    require(plain and schedule.is_nested, "--depth", policy, "one whose skipped layers stay skipped")
+    require(schedule.bridges is None, "--depth", policy, "without bridges, which --bridges names")
     return schedule
 
 

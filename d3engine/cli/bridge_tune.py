@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 def tune_command(
     engine_options: Options,
     policy: Annotated[
-        str, typer.Option("--policy", help='Whose bridges to tune, with its options: "d3 alpha=A start=S".')
+        str, typer.Option("--depth", help='Whose bridges to tune, with its options: "d3 alpha=A start=S".')
     ],
     model: Model = "demo",
     bridges: BridgesFile = None,

@@ -31,7 +31,7 @@ Windows: TypeAlias = Annotated[
 Policies: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
-        "--policy", help='Also the windows that a policy leaves out, "skipdecode mean-layers=24"; may be repeated.'
+        "--depth", help='Also the windows that a policy leaves out, "skipdecode mean-layers=24"; may be repeated.'
     ),
 ]
 Grid: TypeAlias = Annotated[
@@ -90,5 +90,5 @@ def _window(words: str, num_layers: int) -> Window:
 
 def _left_out(words: str, num_layers: int) -> list[Window]:
     found = policy_of(words).schedule(num_layers).windows()
-    require(bool(found), "--policy", words, "one that is known beforehand to leave layers out")
+    require(bool(found), "--depth", words, "one that is known beforehand to leave layers out")
     return found

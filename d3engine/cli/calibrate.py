@@ -279,11 +279,11 @@ def _given_setting(words: str | None, num_layers: int, max_tokens: int, others: 
     """The setting of `--check`, beside which no grid is given."""
     if words is None:
         return None
-    from d3engine.cli.depth_options import policy_from_words
+    from d3engine.cli.depth_options import parse_depth
 
     for flag, value in others.items():
         require(value is None or value == [], flag, value, "absent beside --check, which tries one setting")
-    policy = policy_from_words(words.split(), "--check")
+    policy = parse_depth(words, "--check")
     if not isinstance(policy, D3):
         raise InvalidValueError("--check", words, 'a setting of d3, such as "d3 alpha=A start=S"')
     skips = policy.schedule(num_layers).first_skipping_step < max_tokens

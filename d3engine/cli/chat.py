@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from d3engine.cli.apps import new_app
-from d3engine.cli.depth_options import AUTO, Depth, policy_from_words, takes_depth
+from d3engine.cli.depth_options import AUTO, Depth, parse_depth, takes_depth
 from d3engine.cli.engine_options import (
     CHAT_DEFAULTS,
     CHAT_MAX_TOKENS,
@@ -163,7 +163,7 @@ class Conversation:
         from d3engine.depth.words import policy_in_words
 
         if words:
-            depth = policy_from_words(words, "/depth")
+            depth = parse_depth(" ".join(words), "/depth")
             policy = None if depth == AUTO else depth
             params = replace(self._params, depth=policy)
             self._engine.prepare([0], params)  # what the engine refuses or warns of is told now, not at the next turn

@@ -209,7 +209,7 @@ class _Demo:
 def _flags(policy: DepthPolicy) -> list[str]:
     """The flags that measure a policy of the demo."""
     if isinstance(policy, D3):
-        return ["--compare-full", "--depth", "d3", "--alpha", str(policy.alpha), "--start", str(policy.start)]
+        return ["--compare-full", "--depth", f"d3 alpha={policy.alpha} start={policy.start}"]
     return []
 
 

@@ -1,16 +1,13 @@
-"""The depth options that several commands share: `--depth d3 --alpha 0.9 --start 0.6`.
-
-The one idea: a command declares one parameter, `depth`, and `takes_depth` shows it on the command line as
-`--depth` and the policies' own options. An option of another policy is refused by name, never ignored.
-"""
+"""`--depth "d3 alpha=0.9 start=0.6"`: a depth policy with its options, as commands take it."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import json
-from collections.abc import Callable, Sequence
-from enum import Enum, StrEnum
+import shlex
+from collections.abc import Callable
+from textwrap import wrap
 from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
@@ -34,32 +31,7 @@ DRAFT_NAMES = ("d3", "nested", "skipdecode", "unified", "even", "fixed", "tail-s
 """The policies that may draft on a command line."""
 
 
-class OnSkipName(StrEnum):
-    """The values of `--on-skip`."""
-
-    none = "none"
-    copy = "copy"
-    project = "project"
-
-
-class ConfidenceName(StrEnum):
-    """The values of `--confidence`."""
-
-    softmax_max = "softmax_max"
-    softmax_diff = "softmax_diff"
-    cosine = "cosine"
-
-
-class BatchName(StrEnum):
-    """The values of `--exit-batch`."""
-
-    per_row = "per_row"
-    batch_min = "batch_min"
-
-
 PANEL = "Depth"
-OTHER_OPTIONS = "depth_option"
-"""The parameter for options that have no flag of their own: those of policies that other packages bring."""
 
 
 def number(text: str) -> float | str:
@@ -93,50 +65,42 @@ def _are_short(pieces: list[list[int]]) -> bool:
 
 
 OPTIONS: dict[str, tuple[str, Any, str]] = {
-    "alpha": ("--alpha", float, "d3, nested: the decay, in (0, 1]."),
-    "start": ("--start", number, "d3: the fraction of the layers below the skipped window, in (0, 1)."),
-    "tail": ("--tail", int, "d3: this many last layers are never skipped."),
-    "windows": ("--windows", layer_windows, "nested: windows of layers in the order in which they go, 6:9,12:15."),
-    "max_tokens": ("--decay-steps", int, "skipdecode: the steps the depth falls over; tail-skip: of the mean."),
-    "min_layers": ("--min-layers", int, "skipdecode: the depth after the last of these steps (or --mean-layers)."),
-    "max_layers": ("--max-layers", int, "skipdecode: the depth the line starts from (all layers)."),
-    "warmup": ("--warmup", int, "skipdecode: this many lowest layers always run (1)."),
-    "speedup": ("--speedup", number, "unified, even: layers of the model over layers kept."),
-    "skip_layers": ("--skip-layers", layer_ids, "fixed: the layers left out, such as 3,5,8-11."),
-    "mean_layers": ("--mean-layers", number, "tail-skip, skipdecode: the mean depth over --decay-steps tokens."),
-    "threshold": ("--threshold", float, "early-exit: the confidence that lets a token leave, 0 to 2."),
-    "confidence": ("--confidence", ConfidenceName, "early-exit: what is compared with it (softmax_max)."),
-    "decay": ("--threshold-decay", float, "early-exit: how fast the threshold falls; 0 keeps it (4)."),
-    "min_layer": ("--exit-min-layer", int, "early-exit: the lowest layer, from 0, after which a token may leave (0)."),
-    "every": ("--exit-every", int, "early-exit: look only after every so many layers (1)."),
-    "batch": (
-        "--exit-batch",
-        BatchName,
-        "early-exit: who decides; under batch_min company changes answers (per_row).",
-    ),
-    "on_skip": ("--on-skip", OnSkipName, "What the KV cache holds at a skipped layer (none; early-exit: project)."),
-    "bridges": ("--bridges", str, "What stands in for skipped layers: a file of d3engine bridge fit, or auto."),
-    "draft": ("--draft", str, "self-speculative: the policy whose layers draft, with its own options."),
-    "draft_model": ("--draft-model", str, "speculative: a smaller model of the same vocabulary, named as MODEL is."),
-    "skip_attention": ("--skip-attention", layer_ids, "draft-and-verify: layers whose attention a draft leaves out."),
-    "skip_mlp": ("--skip-mlp", layer_ids, "The same of the MLP."),
-    "target_acceptance": ("--target-acceptance", float, "The same: what share of a draft is to be accepted (0.9)."),
-    "draft_length": (
-        "--draft-length",
-        int,
-        "Tokens of a draft at most: of draft-and-verify (8), of lossless, (self-)speculative (4).",
-    ),
+    "alpha": ("alpha", float, "the decay, in (0, 1]"),
+    "start": ("start", number, "the fraction of the layers below the skipped window, in (0, 1)"),
+    "tail": ("tail", int, "last layers that are never skipped"),
+    "windows": ("windows", layer_windows, "windows of layers in the order in which they go, 6:9,12:15"),
+    "max_tokens": ("decay-steps", int, "steps over which the depth falls or has its mean"),
+    "min_layers": ("min-layers", int, "depth after the last of these steps; or mean-layers"),
+    "max_layers": ("max-layers", int, "depth at the first step [default: all layers]"),
+    "warmup": ("warmup", int, "lowest layers that always run [default: 1]"),
+    "speedup": ("speedup", number, "layers of the model over layers kept"),
+    "skip_layers": ("skip-layers", layer_ids, "layers left out, such as 3,5,8-11"),
+    "mean_layers": ("mean-layers", number, "mean depth over the decay-steps"),
+    "threshold": ("threshold", float, "confidence that lets a token leave, 0 to 2"),
+    "confidence": ("confidence", str, "softmax_max, softmax_diff or cosine [default: softmax_max]"),
+    "decay": ("threshold-decay", float, "decay of the threshold; 0 keeps it [default: 4]"),
+    "min_layer": ("exit-min-layer", int, "lowest layer, from 0, after which a token may leave [default: 0]"),
+    "every": ("exit-every", int, "distance of the layers after which a token may leave [default: 1]"),
+    "batch": ("exit-batch", str, "per_row, or batch_min, where the batch changes answers [default: per_row]"),
+    "on_skip": ("on-skip", str, "KV of skipped layers: none, copy or project [default: none; early-exit: project]"),
+    "bridges": ("bridges", str, "file of `d3engine bridge fit` that stands in for skipped layers, or auto"),
+    "draft": ("draft", str, "policy whose layers draft, with its own options"),
+    "draft_model": ("draft-model", str, "smaller model of the same vocabulary, named as MODEL is"),
+    "skip_attention": ("skip-attention", layer_ids, "layers whose attention a draft leaves out"),
+    "skip_mlp": ("skip-mlp", layer_ids, "layers whose MLP a draft leaves out"),
+    "target_acceptance": ("target-acceptance", float, "share of a draft that is to be accepted [default: 0.9]"),
+    "draft_length": ("draft-length", int, "most tokens of a draft [default: 4; draft-and-verify: 8]"),
     "stop_probability": (
-        "--stop-probability",
+        "stop-probability",
         float,
-        "End a draft whose best token is less likely: of draft-and-verify at first (0.8), of the others (0).",
+        "probability of a draft's best token below which it ends [default: 0; draft-and-verify: 0.8 at first]",
     ),
-    "adaptive": ("--adaptive", bool, "lossless, (self-)speculative: let each answer adapt the length of its drafts."),
+    "adaptive": ("adaptive", bool, "true lets each answer adapt the length of its drafts [default: false]"),
 }
-"""Field of the policies -> flag, type, help. None stands for an option that was not given."""
+"""Field of the policies -> spelling on a command line, type, help."""
 
-PARSERS: dict[Any, str] = {number: "NUMBER", layer_ids: "LAYERS", layer_windows: "WINDOWS"}
-"""The types that are functions of a text, and what help calls their values."""
+MOVED = {f"--{spelling}": field for field, (spelling, _, _) in OPTIONS.items()} | {"--depth-option": "", "--policy": ""}
+"""Options of earlier releases that `--depth` has taken in; refused with the new spelling until the next one."""
 
 
 def depth_names() -> list[str]:
@@ -144,139 +108,154 @@ def depth_names() -> list[str]:
     return [AUTO, *(name for name in policy_names() if name != "table")]
 
 
-def depth_from_options(name: str, options: dict[str, Any], others: Sequence[str] = ()) -> Depth:
-    """The policy of `--depth`; `options` maps the fields of `OPTIONS` to values, None where not given.
+def parse_depth(line: str, field: str = "--depth") -> Depth:
+    """The policy of a line: its name, then `option=value`, spelled as in `OPTIONS` or as the policy's field.
 
-    `others` are "option=value" of policies that other packages bring; a value is JSON, or else text.
+    Quotation marks hold a value with spaces together. `field` names the line in errors.
     """
-    require(name in depth_names(), "--depth", name, f"one of {', '.join(depth_names())}")
-    given = {
-        field: value.value if isinstance(value, Enum) else value
-        for field, value in options.items()
-        if value is not None
-    }
-    if name in ("lossless", "self-speculative"):
-        return _drafting(name, given)
-    return _plain(name, given, others)
+    words = _words(line, field)
+    require(len(words) > 0, field, line, f"one of {', '.join(depth_names())}")
+    name, *pairs = words
+    require(name in depth_names(), field, name, f"one of {', '.join(depth_names())}")
+    try:
+        return (
+            _drafting(name, pairs) if name in ("lossless", "self-speculative") else _plain(name, _options(name, pairs))
+        )
+    except InvalidValueError as error:
+        where = field if error.field == field else f"{field} {line!r}: {error.field}"
+        raise InvalidValueError(where, error.value, error.allowed) from error
 
 
-def _drafting(name: str, given: dict[str, Any]) -> DepthPolicy:
+def _words(line: str, field: str) -> list[str]:
+    words = shlex.shlex(line, posix=True)
+    words.whitespace_split, words.escape, words.commenters = True, "", ""  # paths of Windows have backslashes
+    try:
+        return list(words)
+    except ValueError:
+        raise InvalidValueError(field, line, "text whose quotation marks are closed") from None
+
+
+def _drafting(name: str, pairs: list[str]) -> DepthPolicy:
     """A policy whose drafts run the layers of another; options that are not its own go to the draft."""
-    draft = given.pop("draft", None)
+    given = _options(name, [pair for pair in pairs if _field(pair.partition("=")[0]) in policy_options(name)])
+    others = [pair for pair in pairs if _field(pair.partition("=")[0]) not in policy_options(name)]
     if name == "lossless":
-        require(draft is None, "--draft", draft, "absent, since --depth lossless drafts by d3, with its options")
-        draft = "d3"
-    allowed = f"given with --draft, one of {', '.join(DRAFT_NAMES)}"
-    require(draft is not None, f"--depth {name}", NOTHING, allowed)
-    require(draft in DRAFT_NAMES, "--draft", draft, f"one of {', '.join(DRAFT_NAMES)}")
-    own = {field: value for field, value in given.items() if field in policy_options(name)}
-    drafting = _plain(draft, {field: value for field, value in given.items() if field not in own})
-    return policy_from_name(name, draft=drafting, **own)
+        require("draft" not in given, "draft", given.get("draft"), "absent, since lossless drafts by d3")
+        given["draft"] = "d3"
+    one_of = f"one of {', '.join(DRAFT_NAMES)}"
+    draft = given.pop("draft", NOTHING)
+    require(draft in DRAFT_NAMES, "draft", draft, one_of)
+    return policy_from_name(name, draft=_plain(draft, _options(draft, others)), **given)
 
 
-def _plain(name: str, given: dict[str, Any], others: Sequence[str] = ()) -> Depth:
+def _options(name: str, pairs: list[str]) -> dict[str, Any]:
+    """The options of a named policy, each with the type that it must have."""
     takes = () if name == AUTO else policy_options(name)
-    for pair in others:
-        field, separator, value = pair.partition("=")
-        fits = bool(separator) and field in takes and field not in given
-        allowed = f"option=value, once for each of {', '.join(takes)}" if takes else f"absent, since {name} takes none"
-        require(fits, "--depth-option", pair, allowed)
-        given[field] = _json_or_text(value)
-    for field, value in given.items():
-        if field not in takes:
-            flags = ", ".join(_flag(option) for option in takes)
-            takers = [other for other in depth_names() if other != AUTO and field in policy_options(other)]
-            allowed = f"absent, since --depth {name} takes {flags or 'no options'} (it goes with {', '.join(takers)})"
-            raise InvalidValueError(_flag(field), value, allowed)
+    spelled = [_spelling(field) for field in takes]
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, separator, value = pair.removeprefix("--").partition("=")
+        field = _field(key)
+        if field not in takes or not separator:
+            others = [one for one in depth_names() if one != AUTO and field in policy_options(one)]
+            elsewhere = f" ({key} goes with {', '.join(others)})" if others and field not in takes else ""
+            allowed = (
+                f"option=value, with {', '.join(spelled)}" if spelled else f"absent, since {name} takes no options"
+            )
+            raise InvalidValueError("option", pair, allowed + elsewhere)
+        require(field not in found, key, value, "given once")
+        found[field] = _value(key, field if name in OWN_NAMES else "", value)
+    return found
+
+
+def _plain(name: str, given: dict[str, Any]) -> Depth:
     if name == AUTO:
         return AUTO
-    missing = [_flag(field) for field in required_options(name) if field not in given]
-    if missing:
-        raise InvalidValueError(f"--depth {name}", NOTHING, f"given with {' and '.join(missing)}")
+    missing = [_spelling(field) for field in required_options(name) if field not in given]
+    require(not missing, "policy", name, f"given with {' and '.join(missing)}")
     return policy_from_name(name, **given)
 
 
-def _flag(field: str) -> str:
-    return OPTIONS[field][0] if field in OPTIONS else f"--depth-option {field}=..."
-
-
-def _json_or_text(value: str) -> Any:
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-
-
-def policy_from_words(words: list[str], field: str = "--policy") -> Depth:
-    """A policy in one line: its name and its options as `option=value`, in the flags' names or in Python's.
-
-    `field` is what errors call the line.
-    """
-    require(len(words) > 0, field, "", f"one of {', '.join(depth_names())}")
-    name, *pairs = words
-    require(name in depth_names(), field, name, f"one of {', '.join(depth_names())}")
-    fields = {flag.removeprefix("--"): option for option, (flag, _, _) in OPTIONS.items()}
-    own = () if name in (AUTO, *OWN_NAMES) else policy_options(name)
-    options, others = {}, []
-    for pair in pairs:
-        key, separator, value = pair.removeprefix("--").partition("=")
-        allowed = [*fields, *own]
-        if key in own:
-            others.append(pair.removeprefix("--"))
-            continue
-        option = key if key in OPTIONS else fields.get(key.replace("_", "-"))
-        if option is None or not separator:
-            raise InvalidValueError(field, pair, f"option=value, with {', '.join(allowed)}")
-        require(option not in options, field, " ".join(words), f"a name with each option once ({key} stands twice)")
-        kind = OPTIONS[option][1]
+def _value(key: str, field: str, text: str) -> Any:
+    """A value as its option takes it; JSON, or else text, where an installed package brings the policy."""
+    if field not in OPTIONS:
         try:
-            options[option] = {"true": True, "false": False}[value] if kind is bool else kind(value)
-        except (ValueError, KeyError):
-            wanted = "true or false" if kind is bool else f"a value of type {getattr(kind, '__name__', kind)}"
-            raise InvalidValueError(f"{field} {' '.join(words)!r}: {key}", value, wanted) from None
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+    kind = OPTIONS[field][1]
     try:
-        return depth_from_options(name, options, others)
-    except InvalidValueError as error:
-        raise _in_words(error, f"{field} {' '.join(words)!r}") from error
+        return {"true": True, "false": False}[text] if kind is bool else kind(text)
+    except (ValueError, KeyError):
+        raise InvalidValueError(key, text, KINDS.get(kind, "of its type")) from None
 
 
-def _in_words(error: InvalidValueError, line: str) -> InvalidValueError:
-    """The same fault in a line of words, with options spelled as there rather than as flags."""
-    field = "" if error.field.startswith("--depth ") else f": {error.field.removeprefix('--')}"
-    return InvalidValueError(line + field, error.value, error.allowed.replace("--depth ", "").replace("--", ""))
+def _field(key: str) -> str:
+    """The field of a policy that an option's spelling stands for."""
+    key = key.removeprefix("--")
+    return _FIELDS.get(key.replace("_", "-"), key) if key not in OPTIONS else key
+
+
+def _spelling(field: str) -> str:
+    return OPTIONS[field][0] if field in OPTIONS else field
+
+
+_FIELDS = {spelling: field for field, (spelling, _, _) in OPTIONS.items()}
+KINDS = {float: "a number", int: "an integer", bool: "true or false"}
+
+
+def respelled(flag: str) -> str | None:
+    """What to write in place of an option of an earlier release; None for any other."""
+    if flag not in MOVED:
+        return None
+    field = MOVED[flag]
+    if not field:
+        return '--depth "POLICY option=value"'
+    name = next(name for name in OWN_NAMES if field in policy_options(name))
+    needed = [_spelling(one) for one in required_options(name)]
+    shown = dict.fromkeys([*needed, _spelling(field)])
+    return f'--depth "{name} {" ".join(f"{one}=..." for one in shown)}"'
+
+
+def policies_help() -> str:
+    """Every policy with its options, then every option, for the end of a command's help."""
+    lines = ["Policies of --depth, with their options:", "", "\b"]
+    for name in OWN_NAMES:
+        fields, needed = policy_options(name), required_options(name)
+        if name == "lossless":  # which drafts by d3
+            fields, needed = (*policy_options("d3"), *fields[1:]), required_options("d3")
+        options = [_spelling(one) if one in needed else f"[{_spelling(one)}]" for one in fields]
+        lines += _wrapped(f"{name} {' '.join(options)}", 4)
+    lines += ["", "Options, each as option=value:", "", "\b"]
+    for spelling, _, text in OPTIONS.values():
+        lines += _wrapped(f"{spelling:<18} {text}", 19)
+    return "\n".join(lines)
+
+
+def _wrapped(line: str, indent: int) -> list[str]:
+    return wrap(line, 74, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def takes_depth(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the parameter `depth` of a typer command by `--depth` and the options of the policies."""
+    """Read the parameter `depth` of a typer command, or each of `depths`, by `parse_depth`."""
+    signature = inspect.signature(command, eval_str=True)
+    name = "depths" if "depths" in signature.parameters else "depth"
+    several = name == "depths"
 
     @functools.wraps(command)
     def with_policy(**arguments: Any) -> Any:
-        options = {field: arguments.pop(field) for field in OPTIONS}
-        others = arguments.pop(OTHER_OPTIONS) or ()
-        given = {field: OPTIONS[field][0] for field, value in options.items() if value is not None}
-        with naming_flags({**given, "depth": "--depth"}):
-            arguments["depth"] = depth_from_options(arguments["depth"], options, others)
+        given = arguments[name]
+        with naming_flags({"depth": "--depth"}):
+            arguments[name] = [parse_depth(line) for line in given or (AUTO,)] if several else parse_depth(given)
             return command(**arguments)
 
-    signature = inspect.signature(command, eval_str=True)
-    parameters = [parameter for parameter in signature.parameters.values() if parameter.name != "depth"]
-    parameters += _depth_parameters()
-    give_parameters(with_policy, parameters)
+    text = 'Which layers run for each token: a policy with its options, "d3 alpha=0.9 start=0.6"; '
+    text += "may be repeated." if several else "d3engine schedule --help lists them."
+    option = typer.Option("--depth", metavar="POLICY", help=text, rich_help_panel=PANEL)
+    own = (
+        keyword(name, Annotated[list[str] | None, option], None)
+        if several
+        else keyword(name, Annotated[str, option], AUTO)
+    )
+    give_parameters(with_policy, [*(one for one in signature.parameters.values() if one.name != name), own])
     return with_policy
-
-
-def _depth_parameters() -> list[inspect.Parameter]:
-    text = f"Which layers run for each token: {', '.join([AUTO, *OWN_NAMES])}, or one that an installed package brings."
-    name = typer.Option("--depth", metavar="NAME", help=text, rich_help_panel=PANEL)
-    parameters = [keyword("depth", Annotated[str, name], AUTO)]
-    for field, (flag, kind, text) in OPTIONS.items():
-        named: dict[str, Any] = {"help": text, "show_default": False, "rich_help_panel": PANEL}
-        if kind in PARSERS:
-            option, annotation = typer.Option(flag, parser=kind, metavar=PARSERS[kind], **named), str | None
-        else:
-            option, annotation = typer.Option(flag, **named), kind | None
-        parameters.append(keyword(field, Annotated[annotation, option], None))
-    text = "OPTION=VALUE of a policy that an installed package brings; may stand several times."
-    other = typer.Option("--depth-option", help=text, show_default=False, rich_help_panel=PANEL)
-    parameters.append(keyword(OTHER_OPTIONS, Annotated[list[str] | None, other], None))
-    return parameters

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from d3engine.cli.apps import new_app
-from d3engine.cli.depth_options import AUTO, Depth, policy_from_words, takes_depth
+from d3engine.cli.depth_options import AUTO, Depth, takes_depth
 from d3engine.cli.engine_options import (
     Model,
     Options,
@@ -48,7 +48,7 @@ class SplitName(StrEnum):
 def evaluate(
     engine_options: Options,
     sampling: Options,
-    depth: Depth,
+    depths: list[Depth],
     model: Model = "demo",
     tasks: Annotated[
         str,
@@ -69,10 +69,6 @@ def evaluate(
     ] = None,
     num_fewshot: Annotated[
         int | None, typer.Option("--num-fewshot", help="Solved examples before a question (3; none if generated).")
-    ] = None,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option("--policy", help='A further policy, such as "d3 alpha=A start=S"; may be repeated.'),
     ] = None,
     compare_full: Annotated[bool, typer.Option("--compare-full", help="Full depth first, to compare with.")] = False,
     baselines: Annotated[
@@ -114,7 +110,7 @@ def evaluate(
     """Measure exact match under depth policies, with 95 % intervals, layers, FLOPs ratios, tokens and time.
 
     Greedy unless sampling options say otherwise; --seed also picks the questions and examples. Policies run in turn;
-    --depth and --policy name them, and the first is the one that the others are compared with.
+    the first --depth is the one that the others are compared with.
     """
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     require(len(names) > 0 and len(set(names)) == len(names), "--tasks", tasks, "different names, separated by commas")
@@ -132,8 +128,6 @@ def evaluate(
     if baselines:
         measures_depths()
     run = Run(model, names, seed, limit, num_fewshot, html, as_json, share_prompts, answers)
-    wanted = [depth] if depth != AUTO or not policy else []
-    wanted += [policy_from_words(words.split()) for words in policy or ()]
     if is_harness:
         require(not share_prompts, "--share-prompts", NOTHING, "given with tasks that are not the harness's")
         require(answers is None, "--answers", str(answers), "absent with tasks that are not d3engine's")
@@ -142,17 +136,17 @@ def evaluate(
             raise InvalidValueError("--" + name.replace("_", "-"), value, "left to the tasks of the harness")
         require(split is SplitName.test, "--split", split.value, "'test', since harness tasks split for themselves")
         found = find_tasks(names, str(include_path) if include_path else None)
-        engine = open_engine(model, engine_options, AUTO if AUTO in wanted else None)
+        engine = open_engine(model, engine_options, AUTO if AUTO in depths else None)
         lengths = {sampling.get("max_tokens", catalogue.harness_length(name, HARNESS_MAX_TOKENS)) for name in names}
         same = f"tasks of one length beside --baselines, whose depth is over it (here {sorted(lengths)} tokens)"
         require(not baselines or len(lengths) == 1, "--tasks", tasks, same)
-        policies = resolve_policies(engine, wanted, compare_full, baselines, max(lengths))
+        policies = resolve_policies(engine, depths, compare_full, baselines, max(lengths))
         run.with_harness(engine, found, policies, sampling.get("max_tokens"))
         return
     check_sampling(sampling)
     given = {"split": split.value, "seed": seed, "limit": limit, "shots": num_fewshot}
     benchmarks = catalogue.from_files(names, data, **given) if data else catalogue.generated(names, **given)
-    engine = open_engine(model, engine_options, AUTO if AUTO in wanted else None)
+    engine = open_engine(model, engine_options, AUTO if AUTO in depths else None)
     more = {"seed": seed, "shots": num_fewshot, "most": exit_questions}
     depth_questions = partial(catalogue.depth_questions, folder=data, **more) if baselines else None
-    run.with_benchmarks(engine, benchmarks, wanted, sampling, compare_full, depth_questions)
+    run.with_benchmarks(engine, benchmarks, depths, sampling, compare_full, depth_questions)

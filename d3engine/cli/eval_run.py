@@ -57,9 +57,9 @@ def resolve_policies(
     named = [engine.depth if depth == AUTO else depth for depth in wanted]
     policies: list[DepthPolicy] = [FullDepth()] if compare_full else []
     is_repeated = compare_full and any(isinstance(one, FullDepth) for one in named)
-    require(not is_repeated, "--compare-full", NOTHING, "given with other depths (--depth or --policy)")
+    require(not is_repeated, "--compare-full", NOTHING, "given with other depths (--depth)")
     for nth, one in enumerate(named):
-        require(one not in named[:nth], "--policy", policy_in_words(one), "a different one each time")
+        require(one not in named[:nth], "--depth", policy_in_words(one), "a different one each time")
     has_d3 = any(isinstance(one, D3) for one in named)
     require(has_d3 or not baselines, "--baselines", NOTHING, "given with a D3 policy, whose mean depth they take")
     shape = shape_of(engine.config)

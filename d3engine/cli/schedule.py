@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from d3engine.cli.apps import new_app
-from d3engine.cli.depth_options import AUTO, Depth, takes_depth
+from d3engine.cli.depth_options import AUTO, Depth, policies_help, takes_depth
 from d3engine.cli.engine_options import MODEL, model_directory
 from d3engine.depth import NEVER, DepthPolicy, Schedule
 from d3engine.depth.policy import policy_from_directory
@@ -89,7 +89,7 @@ class Report:
         return kv_saved(self.schedule, self.prompt_tokens, self.steps, self.kv_bytes_per_entry or 1)
 
 
-@app.command()
+@app.command(epilog=policies_help())
 @takes_depth
 def schedule(
     depth: Depth,

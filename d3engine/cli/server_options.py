@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from d3engine.cli.depth_options import AUTO, policy_from_words
+from d3engine.cli.depth_options import AUTO, parse_depth
 from d3engine.cli.engine_options import Options, OptionTable, takes_options
 from d3engine.depth import DepthPolicy
 from d3engine.environment import API_KEY
@@ -144,7 +144,7 @@ def _keys_of_environment() -> list[str]:
 def _alias(given: str) -> tuple[str, DepthPolicy]:
     name, separator, words = given.partition("=")
     require(bool(separator and name), "--depth-alias", given, "ID=POLICY, with the policy's options as option=value")
-    policy = policy_from_words(words.split(), "--depth-alias")
+    policy = parse_depth(words, "--depth-alias")
     if policy == AUTO:
         raise InvalidValueError("--depth-alias", given, "ID=POLICY; the model's own depth has ids already")
     return name, policy

@@ -11,6 +11,7 @@ from typing import Any
 
 import typer
 
+from d3engine.cli.depth_options import respelled
 from d3engine.cli.invocation import as_typed
 from d3engine.errors import NOTHING, must_be
 
@@ -46,5 +47,8 @@ def _fault(error: Any, given: Callable[[], Mapping[str, Any]]) -> str:
 
 
 def _unknown(error: Any) -> str:
+    new = respelled(error.option_name)
+    if new is not None:
+        return f"there is no option {error.option_name} any more: write {new}"
     like = f" (is it {' or '.join(sorted(error.possibilities))}?)" if error.possibilities else ""
     return f"there is no option {error.option_name}{like}"

@@ -155,8 +155,7 @@ class PaperReport:
     reproduce: tuple[Reproduction, ...]
 
 
-_BBH, _GSM8K = '--policy "d3 alpha=0.9 start=0.6"', '--policy "d3 alpha=0.9999 start=0.8"'
-_GSM8K_FLAGS = "--depth d3 --alpha 0.9999 --start 0.8"
+_BBH, _GSM8K = '--depth "d3 alpha=0.9 start=0.6"', '--depth "d3 alpha=0.9999 start=0.8"'
 _SORTING = "LLAMA2_7B --task bbh/word_sorting --data DATA"
 
 REPRODUCE = (
@@ -167,7 +166,7 @@ REPRODUCE = (
     Reproduction(
         "the same with SkipDecode at the depth that Table 6 prints, which is above D3's",
         f"d3engine eval LLAMA2_7B --tasks bbh --data DATA --compare-full {_BBH} "
-        '--policy "skipdecode mean-layers=24.68 decay-steps=200"',
+        '--depth "skipdecode mean-layers=24.68 decay-steps=200"',
     ),
     Reproduction(
         "Table 6, GSM8K, and Table 7: the wall clock is in the same table; Early Exit at D3's depth is a baseline",
@@ -175,7 +174,7 @@ REPRODUCE = (
     ),
     Reproduction(
         "Table 6, Early Exit at the confidence of Table 2",
-        f'd3engine eval LLAMA2_7B --tasks bbh --data DATA --compare-full {_BBH} --policy "early-exit threshold=0.8"',
+        f'd3engine eval LLAMA2_7B --tasks bbh --data DATA --compare-full {_BBH} --depth "early-exit threshold=0.8"',
     ),
     Reproduction(
         "the same through lm-evaluation-harness, whose scores the paper reports",
@@ -193,7 +192,7 @@ REPRODUCE = (
     Reproduction(
         "Table 9 and Figure 6: one start and decay a policy",
         "d3engine eval LLAMA2_7B --tasks gsm8k --data DATA --split validation --compare-full "
-        + " ".join(f'--policy "d3 alpha=0.9999 start={start}"' for start in TABLE_9_STARTS),
+        + " ".join(f'--depth "d3 alpha=0.9999 start={start}"' for start in TABLE_9_STARTS),
     ),
     Reproduction(
         "Table 5: all 28 settings by successive halving, and a setting that is safe or none",
@@ -229,7 +228,7 @@ REPRODUCE = (
     ),
     Reproduction(
         "the limitation that section 6 names: what special tokens need and lose, by kind",
-        f"d3engine analyze kinds LLAMA2_7B --task gsm8k --data DATA --reference-answers {_GSM8K_FLAGS} --png kinds.png",
+        f"d3engine analyze kinds LLAMA2_7B --task gsm8k --data DATA --reference-answers {_GSM8K} --png kinds.png",
     ),
     Reproduction(
         "Figure 4: the schedules",
@@ -237,7 +236,7 @@ REPRODUCE = (
     ),
     Reproduction(
         "Figure 7: an answer coloured by the layers that its tokens used",
-        "d3engine analyze sample LLAMA2_7B --task gsm8k --data DATA --depth d3 --alpha 0.9 --start 0.6 "
+        'd3engine analyze sample LLAMA2_7B --task gsm8k --data DATA --depth "d3 alpha=0.9 start=0.6" '
         "--html sample.html",
     ),
     Reproduction(
