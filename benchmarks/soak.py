@@ -26,9 +26,9 @@ from benchmarks.report import environment, tell
 from benchmarks.serving.asking import prompt
 from benchmarks.serving.processes import Place, Server, d3engine_server
 
-SERVER_OPTIONS = ("--max-num-seqs", "8", "--kv-cache-memory-bytes", str(6 * 2**20), "--write-timeout", "3")
+SERVER_OPTIONS = ("--max-num-seqs", "8", "--kv-cache-memory-bytes", str(6 * 2**20), "--timeout", "write=3")
 """So little room that sequences lose their places to others, and little patience with who does not read."""
-TIMEOUTS = ("--header-timeout", "3", "--body-timeout", "3")
+TIMEOUTS = ("--timeout", "header=3", "--timeout", "body=3")
 LOOK_SECONDS = 1.0
 GROWTH = 0.02
 """Memory is flat where the line through its second half rises by no more than this part of it."""

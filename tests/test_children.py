@@ -6,6 +6,7 @@ import ast
 import gc
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -123,13 +124,13 @@ def environment(tmp_path: Path, **more: str) -> dict[str, str]:
     "arguments",
     [
         "--version",
-        "schedule --layers 4 --steps 4 --depth d3 --alpha 0.9 --start 0.6",
+        "schedule --layers 4 --steps 4 --depth 'd3 alpha=0.9 start=0.6'",
         "generate demo --max-tokens 2 Hello",
         "weights fetch smollm2",
     ],
 )
 def test_a_command_runs_no_file_of_its_folder(hostile: Path, tmp_path: Path, arguments: str) -> None:
-    command = [sys.executable, "-m", "d3engine", *arguments.split()]
+    command = [sys.executable, "-m", "d3engine", *shlex.split(arguments)]
     done = subprocess.run(command, cwd=hostile, env=environment(tmp_path), capture_output=True, text=True, check=False)
     assert was_run(hostile) == ""
     fetches = "fetch" in arguments

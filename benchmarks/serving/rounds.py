@@ -75,7 +75,7 @@ class Running:
     @contextlib.contextmanager
     def in_waves(self, rows: int, steps: int) -> Iterator[Measured]:
         """Ours, where requests join the batch every so many steps."""
-        with d3engine_server(self._place, rows, "--admission-waves", str(steps)) as server:
+        with d3engine_server(self._place, rows, "--admission-interval", str(steps)) as server:
             yield Measured.of(f"{OURS}, waves of {steps}", server, self._tokens)
 
     def close(self) -> None:

@@ -12,10 +12,40 @@ from typer.core import TyperCommand, TyperGroup
 from d3engine.cli.ending import ending
 from d3engine.cli.signatures import naming_flags
 from d3engine.cli.usage import UsageError, in_words, shows_help
-from d3engine.cli.verbosity import takes_verbosity
+from d3engine.cli.verbosity import note, takes_verbosity
 from d3engine.errors import D3EngineError, require
 
 CommandFunction = TypeVar("CommandFunction", bound=Callable[..., Any])
+
+
+RENAMED = {
+    "--admission-waves": ("--admission-interval", ""),
+    "--request-timeout": ("--timeout", "request="),
+    "--header-timeout": ("--timeout", "header="),
+    "--body-timeout": ("--timeout", "body="),
+    "--write-timeout": ("--timeout", "write="),
+    "--timeout-keep-alive": ("--timeout", "keep-alive="),
+    "--shutdown-timeout": ("--timeout", "shutdown="),
+}
+"""Options of the release before -> option, and what its value begins with. They go with the next release."""
+
+
+def with_new_names(args: list[str]) -> list[str]:
+    """The words of a command line with the options of `RENAMED` under their new names, each noted on stderr."""
+    found: list[str] = []
+    words = iter(args)
+    for word in words:
+        flag, separator, value = word.partition("=")
+        if flag not in RENAMED:
+            found.append(word)
+            if word == "--":
+                break
+            continue
+        new, begin = RENAMED[flag]
+        value = value if separator else next(words, "")
+        note(f"{flag} is now {new} {begin}{value}; the old name goes with the next release")
+        found += [new, f"{begin}{value}"]
+    return [*found, *words]
 
 
 class Worded:
@@ -23,6 +53,7 @@ class Worded:
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Take the options and arguments in; raises `D3EngineError` for those that cannot be read."""
+        args = with_new_names(args)
         words = list(args)
         parent: Any = super()
         try:
@@ -35,6 +66,18 @@ class Worded:
 
 class Command(Worded, TyperCommand):
     """A command, whose errors name the flags that were typed."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options under the names of their panels, as typer does only on a terminal."""
+        panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                usual = "Arguments" if param.param_type_name == "argument" else "Options"
+                panels.setdefault(getattr(param, "rich_help_panel", None) or usual, []).append(record)
+        for name, records in panels.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""

@@ -122,7 +122,7 @@ def parse_depth(line: str, field: str = "--depth") -> Depth:
             _drafting(name, pairs) if name in ("lossless", "self-speculative") else _plain(name, _options(name, pairs))
         )
     except InvalidValueError as error:
-        where = field if error.field == field else f"{field} {line!r}: {error.field}"
+        where = f"{field} {line!r}{error.field and ': '}{error.field}"
         raise InvalidValueError(where, error.value, error.allowed) from error
 
 
@@ -157,7 +157,7 @@ def _options(name: str, pairs: list[str]) -> dict[str, Any]:
         key, separator, value = pair.removeprefix("--").partition("=")
         field = _field(key)
         if field not in takes or not separator:
-            others = [one for one in depth_names() if one != AUTO and field in policy_options(one)]
+            others = [one for one in OWN_NAMES if field in policy_options(one)]
             elsewhere = f" ({key} goes with {', '.join(others)})" if others and field not in takes else ""
             allowed = (
                 f"option=value, with {', '.join(spelled)}" if spelled else f"absent, since {name} takes no options"
@@ -172,7 +172,7 @@ def _plain(name: str, given: dict[str, Any]) -> Depth:
     if name == AUTO:
         return AUTO
     missing = [_spelling(field) for field in required_options(name) if field not in given]
-    require(not missing, "policy", name, f"given with {' and '.join(missing)}")
+    require(not missing, "", NOTHING, f"given with {' and '.join(missing)}")
     return policy_from_name(name, **given)
 
 
@@ -245,11 +245,14 @@ def takes_depth(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def with_policy(**arguments: Any) -> Any:
         given = arguments[name]
-        with naming_flags({"depth": "--depth"}):
-            arguments[name] = [parse_depth(line) for line in given or (AUTO,)] if several else parse_depth(given)
+        lines = (given or [AUTO]) if several else [given]
+        found = [parse_depth(line) for line in lines]
+        fields = {_field(pair.partition("=")[0]) for line in lines for pair in _words(line, "--depth")[1:]}
+        with naming_flags({"depth": "--depth", **{field: f"{_spelling(field)} of --depth" for field in fields}}):
+            arguments[name] = found if several else found[0]
             return command(**arguments)
 
-    text = 'Which layers run for each token: a policy with its options, "d3 alpha=0.9 start=0.6"; '
+    text = 'Which layers run for each token: a policy with its options, "d3 alpha=A start=S"; '
     text += "may be repeated." if several else "d3engine schedule --help lists them."
     option = typer.Option("--depth", metavar="POLICY", help=text, rich_help_panel=PANEL)
     own = (

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
@@ -67,7 +68,7 @@ ENGINE: OptionTable = {
         bool,
         "Let prompts share the KV cache of a common beginning (yes).",
     ),
-    "admission": ("--admission-waves", int, "Admit waiting requests only every so many steps (each step)."),
+    "admission": ("--admission-interval", int, "Steps between two admissions of waiting requests (each step)."),
     "tensor_parallel_size": ("--tensor-parallel-size", int, "Devices to spread the model over (1)."),
     "batch_invariant": (
         "--batch-invariant/--no-batch-invariant",
@@ -78,6 +79,15 @@ ENGINE: OptionTable = {
     "threads": ("--threads", str, "CPU threads: a number, or auto, by the model's size and the cores (auto)."),
 }
 """Argument of `Engine`, or of `engine_arguments`, -> flag, type, help."""
+
+PANELS = {
+    **dict.fromkeys(
+        ("weight_dtype", "pack_weights", "max_model_len", "kv_cache_dtype", "kv_cache_memory_bytes"), "Memory"
+    ),
+    **dict.fromkeys(("gpu_memory_utilization", "enable_prefix_caching"), "Memory"),
+    **dict.fromkeys(("block_size", "admission", "batch_invariant", "max_num_batched_tokens"), "Advanced"),
+}
+"""Headings of the help, for those that do not stand under "Engine"."""
 
 SAMPLING: OptionTable = {
     "max_tokens": ("--max-tokens", int, f"Tokens to generate at most ({DEFAULT_MAX_TOKENS})."),
@@ -127,7 +137,7 @@ SAMPLES: OptionTable = {"n": ("--n", int, "Answers to each prompt (1)."), **SAMP
 
 def takes_engine(command: Callable[..., Any]) -> Callable[..., Any]:
     """Replace the parameter `engine_options` of a typer command by the options of the engine."""
-    return takes_options(command, "engine_options", ENGINE, "Engine")
+    return takes_options(command, "engine_options", ENGINE, "Engine", PANELS)
 
 
 def takes_chat_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,8 +155,17 @@ def takes_samples(command: Callable[..., Any]) -> Callable[..., Any]:
     return takes_options(command, "sampling", SAMPLES, "Sampling")
 
 
-def takes_options(command: Callable[..., Any], name: str, table: OptionTable, panel: str) -> Callable[..., Any]:
-    """Replace a parameter of a typer command by the options of a table, of which it gets those that were given."""
+def takes_options(
+    command: Callable[..., Any],
+    name: str,
+    table: OptionTable,
+    panel: str,
+    panels: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[..., Any]:
+    """Replace a parameter of a typer command by the options of a table, of which it gets those that were given.
+
+    `panels` says under which heading of the help an option stands, where it is another than `panel`.
+    """
 
     @functools.wraps(command)
     def with_options(**arguments: Any) -> Any:
@@ -159,7 +178,7 @@ def takes_options(command: Callable[..., Any], name: str, table: OptionTable, pa
     signature = inspect.signature(command, eval_str=True)
     parameters = [parameter for parameter in signature.parameters.values() if parameter.name != name]
     for field, (flag, kind, text) in table.items():
-        option = typer.Option(flag, help=text, show_default=False, rich_help_panel=panel)
+        option = typer.Option(flag, help=text, show_default=False, rich_help_panel=panels.get(field, panel))
         annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
         parameters.append(keyword(f"{name}_{field}", annotation))  # depth has a max_tokens too
     give_parameters(with_options, parameters)
@@ -208,7 +227,7 @@ def engine_arguments(model: str, options: Options, spare_cores: int = 0) -> Opti
 
     arguments = dict(options)
     if "admission" in arguments:
-        arguments["admission"] = IntervalAdmission(require_integer("--admission-waves", arguments["admission"], 1))
+        arguments["admission"] = IntervalAdmission(require_integer("--admission-interval", arguments["admission"], 1))
     given = arguments.pop("threads", AUTO)
     arguments["num_threads"] = use_threads(given, ModelConfig.from_directory(directory), spare_cores)
     return arguments

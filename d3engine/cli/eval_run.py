@@ -205,7 +205,7 @@ def _kept_answers(
         for policy in policies:
             rule = policy.exit_rule(engine.config.num_layers)
             alone = rule is None or rule.batch == "per_row"
-            require(alone, "--answers", str(path), "absent where company changes answers (--exit-batch batch_min)")
+            require(alone, "--answers", str(path), "absent where company changes answers (exit-batch=batch_min)")
     bridges = bridge_hashes(engine, [policy for policies, _ in planned for policy in policies])
     kept = KeptAnswers(path, {"weights": fingerprint(engine.directory), **_machine(engine)}, bridges)
     note(f"{path} has {len(kept)} answers.")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from d3engine.cli.depth_options import AUTO, parse_depth
 from d3engine.cli.engine_options import Options, OptionTable, takes_options
+from d3engine.cli.signatures import naming_flags
 from d3engine.depth import DepthPolicy
 from d3engine.environment import API_KEY
 from d3engine.errors import InvalidValueError, MissingExtraError, require
@@ -62,15 +63,24 @@ LIMITS: OptionTable = {
         "Characters and list entries of a request, times the answers they concern (as --max-body-bytes).",
     ),
     "max_connections": ("--max-connections", int, "Open connections at most (1024)."),
-    "request_timeout": ("--request-timeout", float, "Seconds until an answer must be complete (no limit)."),
-    "header_timeout": ("--header-timeout", float, "Seconds for the head of a request to come (10)."),
-    "body_timeout": ("--body-timeout", float, "Seconds for its body to come (60)."),
-    "write_timeout": ("--write-timeout", float, "Seconds that a client may leave its answer unread (60)."),
-    "keep_alive_timeout": ("--timeout-keep-alive", float, "Seconds that an idle connection is kept (5)."),
-    "drain_timeout": ("--shutdown-timeout", float, "Seconds for answers to end after SIGTERM or Ctrl-C (30)."),
+    "timeouts": (
+        "--timeout",
+        list[str],
+        "NAME=SECONDS, repeatable: header of a request (10), its body (60), the whole request (none), write to a slow "
+        "client (60), keep-alive of an idle connection (5), shutdown after SIGTERM or Ctrl-C (30).",
+    ),
     "health_stall_seconds": ("--health-stall-seconds", float, "Seconds without a step until /health says hung (60)."),
     "metrics_prefix": ("--metrics-prefix", str, "Before the names of all metrics (d3engine)."),
 }
+TIMEOUTS = {
+    "header": "header_timeout",
+    "body": "body_timeout",
+    "request": "request_timeout",
+    "write": "write_timeout",
+    "keep-alive": "keep_alive_timeout",
+    "shutdown": "drain_timeout",
+}
+"""Name of `--timeout` -> field of `GuardSettings`."""
 TABLES = {"who": ("Access", WHO), "what": ("Model and depth", WHAT), "limits": ("Limits", LIMITS)}
 
 
@@ -104,9 +114,11 @@ def require_server_packages(command: str) -> None:
 
 def server_settings(model: str, who: Options, what: Options, limits: Options) -> ServerSettings:
     """The settings that the options come to; raises `InvalidValueError` for what is not allowed."""
-    who = dict(who)
+    who, limits = dict(who), dict(limits)
+    timeouts = _timeouts(limits.pop("timeouts", ()))
     keys = [*who.pop("api_keys", ()), *_keys_of_file(who.pop("api_key_file", None)), *_keys_of_environment()]
-    guards = GuardSettings(api_keys=tuple(keys), **_frozen(who), **limits)
+    with naming_flags({field: f"{name} of --timeout" for name, field in TIMEOUTS.items()}):
+        guards = GuardSettings(api_keys=tuple(keys), **_frozen(who), **limits, **timeouts)
     return ServerSettings(guards=guards, **served_as(model, what))
 
 
@@ -118,6 +130,19 @@ def served_as(model: str, what: Options) -> Options:
 
 def _frozen(options: Options) -> Options:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+
+
+def _timeouts(given: Iterable[str]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        require(name in TIMEOUTS, "--timeout", text, f"NAME=SECONDS, with one of {', '.join(TIMEOUTS)}")
+        require(TIMEOUTS[name] not in found, "--timeout", text, f"given once for {name}")
+        try:
+            found[TIMEOUTS[name]] = float(value)
+        except ValueError:
+            raise InvalidValueError(f"{name} of --timeout", value, "a number of seconds") from None
+    return found
 
 
 def _own_name(model: str) -> str:

@@ -112,7 +112,7 @@ def test_leaving_where_predictions_are_settled_in_two_forms() -> None:
 
 
 def test_kinds_of_tokens_in_three_forms(png: Path) -> None:
-    depth = ("--depth", "d3", "--alpha", "0.9", "--start", "0.3")
+    depth = ("--depth", "d3 alpha=0.9 start=0.3")
     result = run("kinds", "demo", *SMALL, *depth, "--png", str(png))
     assert result.exit_code == 0, result.output
     assert png.read_bytes().startswith(b"\x89PNG")
@@ -223,7 +223,7 @@ def test_schedules_need_the_config_alone(png: Path, tmp_path: Path) -> None:
 def test_a_sample_as_text_picture_page_and_json(png: Path, tmp_path: Path) -> None:
     page = tmp_path / "sample.html"
     small = (*SMALL[:2], "--max-tokens", "12", *SMALL[4:], "--limit", "1")
-    depth = ("--depth", "d3", "--alpha", "0.9", "--start", "0.6")
+    depth = ("--depth", "d3 alpha=0.9 start=0.6")
     result = run("sample", "demo", *small, *depth, "--png", str(png), "--html", str(page))
     assert result.exit_code == 0, result.output
     assert png.read_bytes().startswith(b"\x89PNG")
@@ -256,8 +256,8 @@ def test_a_sample_as_text_picture_page_and_json(png: Path, tmp_path: Path) -> No
         (["flow", "--prompts", "a.txt", "--reference-answers"], "--reference-answers"),
         (["layers", "--width", "16"], "--width must be an integer from 1 to 15; got 16"),
         (["layers", "--from-step", "0"], "--from-step"),
-        (["kinds", "--depth", "early-exit", "--threshold", "0.9"], "--depth"),
-        (["kinds", "--depth", "lossless", "--alpha", "0.9", "--start", "0.6"], "--depth"),
+        (["kinds", "--depth", "early-exit threshold=0.9"], "--depth"),
+        (["kinds", "--depth", "lossless alpha=0.9 start=0.6"], "--depth"),
         (["schedule", "--start", "1.5"], "start"),
         (["schedule", "--steps", "0"], "--steps"),
         (["flow", "--png", "picture.foo"], "got 'picture.foo'"),

@@ -61,7 +61,7 @@ def test_the_models_own_answers_to_a_task_serve_as_text(tmp_path: Path) -> None:
 
 def test_a_policy_names_the_windows_that_it_will_leave_out(texts: Path, tmp_path: Path) -> None:
     out, policy = tmp_path / "b.safetensors", "skipdecode mean-layers=14 decay-steps=4"
-    given = ("--text", str(texts), "--prompt-tokens", "4", "--policy", policy)
+    given = ("--text", str(texts), "--prompt-tokens", "4", "--depth", policy)
     result = run("fit", "demo", *SMALL, *given, "--rank", "8", "--out", str(out))
     assert result.exit_code == 0, result.output
     assert list(read_bridges(out).by_window) == [(1, 2), (1, 4), (1, 5)]
@@ -76,7 +76,7 @@ def test_a_models_own_chats_serve_as_text_and_policies_answer_by_themselves(tmp_
     assert run(*fit, "--rank", "8").exit_code == 0
     assert read_bridges(out).about["source"] == "chat"
     policy = "nested alpha=0.9 windows=3:6"
-    asked = (*SMALL[:4], "--prompts", str(prompts), "--max-tokens", "12", "--policy", policy)
+    asked = (*SMALL[:4], "--prompts", str(prompts), "--max-tokens", "12", "--depth", policy)
     result = run("measure", "demo", *asked, "--bridges", str(out), "--json")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
@@ -112,14 +112,14 @@ def test_windows_are_nested_measured_and_tuned_with_a_file_of_bridges(texts: Pat
     windows = read_bridges(out).about["nested"]["windows"]
     order = ",".join(f"{first}:{stop}" for first, stop in windows)
     assert len(windows) == 2
-    assert nest.stdout.endswith(f"--depth nested --windows {order}\n")
+    assert nest.stdout.endswith(f'--depth "nested alpha=... windows={order}"\n')
     assert f"nested windows: {order}" in run("inspect", out).stdout
     policy = f"nested alpha=0.9 windows={order}"
-    measured = run("measure", "demo", *few, "--bridges", out, "--policy", policy, "--json")
+    measured = run("measure", "demo", *few, "--bridges", out, "--depth", policy, "--json")
     assert measured.exit_code == 0, measured.output
     skipped, bridged = json.loads(measured.stdout)["policies"]
     assert skipped["mean_layers"] == bridged["mean_layers"] < bridged["mean_layers_with_bridges"]
-    tune = ("tune", "demo", *few, "--held-out", str(texts), "--bridges", out, "--policy", policy, "--steps", "6")
+    tune = ("tune", "demo", *few, "--held-out", str(texts), "--bridges", out, "--depth", policy, "--steps", "6")
     tuned = run(*tune, "--rate", "0.001", "--out", better, "--json")
     assert tuned.exit_code == 0, tuned.output
     before, after = json.loads(tuned.stdout)["held_out"]["policies"]
@@ -129,7 +129,7 @@ def test_windows_are_nested_measured_and_tuned_with_a_file_of_bridges(texts: Pat
     assert spoilt.exit_code == 0, spoilt.output
     assert "nothing was written" in spoilt.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.safetensors", "better.safetensors", "texts.jsonl"]
-    lacking = run("measure", "demo", *few, "--bridges", out, "--policy", "d3 alpha=0.9 start=0.5")
+    lacking = run("measure", "demo", *few, "--bridges", out, "--depth", "d3 alpha=0.9 start=0.5")
     assert re.search("--bridges must be a file with the windows 8:10, ", lacking.stderr), lacking.stderr
 
 
@@ -142,8 +142,8 @@ def test_windows_are_nested_measured_and_tuned_with_a_file_of_bridges(texts: Pat
         (("--out", "b", "--text", "no.jsonl"), "--text must be a file of text.*missing"),
         (("--out", "b", "--text", "x", "--window", "3:17"), "--window must be A:B with 0 <= A < B <= 16"),
         (("--out", "b", "--text", "x", "--start", "1"), r"--start must be a number in \(0, 1\)"),
-        (("--out", "b", "--text", "x", "--policy", "full"), "--policy must be one that is known beforehand"),
-        (("--out", "b", "--text", "x", "--policy", "early-exit threshold=0.9"), "--policy must be one that is known"),
+        (("--out", "b", "--text", "x", "--depth", "full"), "--depth must be one that is known beforehand"),
+        (("--out", "b", "--text", "x", "--depth", "early-exit threshold=0.9"), "--depth must be one that is known"),
         (("--out", "b", "--text", "x", "--texts", "4"), "--texts must be an integer of at least 5; got 4"),
         (("--out", "none/b", "--text", "x"), "--out must be a file that can be written"),
     ],

@@ -141,7 +141,7 @@ def test_a_setting_that_was_downloaded_is_not_written_over(tmp_path: Path) -> No
         (["generate", "demo", "Question: 1 + 1?\nAnswer:"], True),
         (["generate", "demo", "Question: 1 + 1?\nAnswer:", "--depth", "full"], False),
         (["eval", "demo", "--limit", "1"], True),
-        (["eval", "demo", "--limit", "1", "--policy", "full"], False),
+        (["eval", "demo", "--limit", "1", "--depth", "full"], False),
     ],
 )
 def test_the_commands_say_on_stderr_for_which_task_auto_was_found(arguments: list[str], told: bool) -> None:

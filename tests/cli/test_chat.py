@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from invoking import invoke
 
-from d3engine.cli.depth_options import policy_from_words
+from d3engine.cli.depth_options import parse_depth
 from d3engine.depth import D3, EarlyExit, FullDepth, SkipDecode
 from d3engine.errors import InvalidValueError
 from d3engine.loading.model_directory import model_directory
@@ -161,11 +161,11 @@ def test_a_directory_without_a_model_is_told_so_as_everywhere(tmp_path: Path) ->
 
 
 def test_depth_is_written_as_words() -> None:
-    assert policy_from_words(["full"]) == FullDepth()
-    assert policy_from_words(["auto"]) == "auto"
-    assert policy_from_words(["d3", "--alpha=0.9", "start=3/5"]) == D3(alpha=0.9, start=0.6)
-    assert policy_from_words(["skipdecode", "decay-steps=9", "min-layers=2"]) == SkipDecode(9, 2)
-    assert policy_from_words(["early-exit", "threshold=0.9", "exit-every=2"]) == EarlyExit(0.9, every=2)
-    for words in (["deep"], ["d3"], ["d3", "alpha"], ["full", "alpha=1"], ["d3", "alpha=0.9", "speedup=2"]):
+    assert parse_depth("full") == FullDepth()
+    assert parse_depth("auto") == "auto"
+    assert parse_depth("d3 --alpha=0.9 start=3/5") == D3(alpha=0.9, start=0.6)
+    assert parse_depth("skipdecode decay-steps=9 min-layers=2") == SkipDecode(9, 2)
+    assert parse_depth("early-exit threshold=0.9 exit-every=2") == EarlyExit(0.9, every=2)
+    for line in ("deep", "d3", "d3 alpha", "full alpha=1", "d3 alpha=0.9 speedup=2"):
         with pytest.raises(InvalidValueError):
-            policy_from_words(words)
+            parse_depth(line)

@@ -180,11 +180,11 @@ def test_defaults_in_the_help_are_those_of_the_policies() -> None:
     for name in POLICY_CLASSES:
         for field in policy_class(name).__dataclass_fields__.values():  # type: ignore[attr-defined]
             defaults.setdefault(field.name, set()).add(
-                f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
+                f"{field.default:g}" if isinstance(field.default, float) else str(field.default).lower()
             )
     checked = set()
     for option, (_, _, text) in OPTIONS.items():
-        told = re.search(r"\(([a-z_]+|[\d.]+)\)\.$", text)
+        told = re.search(r"\[default: ([a-z_]+|[\d.]+)[\];]", text)
         if told:
             checked.add(option)
             assert told[1] in defaults[option], option
@@ -193,15 +193,18 @@ def test_defaults_in_the_help_are_those_of_the_policies() -> None:
 
 def test_what_is_a_number_is_called_one() -> None:
     text = " ".join(run("generate", "--help").stdout.split())
-    for flag in ("--alpha", "--start", "--speedup", "--mean-layers", "--temperature", "--threshold"):
+    for flag in ("--temperature", "--gpu-memory-utilization"):
         assert f"{flag} NUMBER" in text
     assert "--max-num-seqs INTEGER" in text
     for command in ("generate", "chat", "eval", "calibrate", "schedule"):
         kinds = re.findall(r"--[a-z-]+ <(\w+)[>\[]", run(command, "--help").stdout)
         assert not {"int", "float", "str", "path", "list"} & set(kinds), "a kind of value has one name everywhere"
-    assert run("schedule", "--layers", "9", "--depth", "d3", "--alpha", "0.9", "--start", "1/3").exit_code == 0
-    refused = run("schedule", "--layers", "9", "--depth", "d3", "--alpha", "0.9", "--start", "low").stderr
-    assert refused == "error: --start must be a finite number, or a fraction as text such as '1/3'; got 'low'\n"
+    assert run("schedule", "--layers", "9", "--depth", "d3 alpha=0.9 start=1/3").exit_code == 0
+    refused = run("schedule", "--layers", "9", "--depth", "d3 alpha=0.9 start=low").stderr
+    assert refused == (
+        "error: --depth 'd3 alpha=0.9 start=low': start must be a finite number, or a fraction as text such as '1/3'; "
+        "got 'low'\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,7 +213,7 @@ def test_what_is_a_number_is_called_one() -> None:
         (["analyze", "schedule", "demo", "--alpha", "7"], "--alpha"),
         (["calibrate", "demo", "--out", "d3.json", "--start", "7"], "--start"),
         (["calibrate", "demo", "--out", "d3.json", "--tail", "-7"], "--tail"),
-        (["schedule", "--layers", "9", "--depth", "d3", "--alpha", "7", "--start", "0.5"], "--alpha"),
+        (["schedule", "--layers", "9", "--depth", "d3 alpha=7 start=0.5"], "--depth 'd3 alpha=7 start=0.5': alpha"),
     ],
 )
 def test_an_error_names_the_flag_that_was_typed(words: list[str], flag: str) -> None:
@@ -287,7 +290,7 @@ def test_a_bar_follows_what_is_loaded_of_a_model(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_summary_of_drafts_tells_their_yield_and_not_more_layers_than_there_are() -> None:
-    flags = ["--depth", "lossless", "--alpha", "0.9", "--start", "0.6"]
+    flags = ["--depth", "lossless alpha=0.9 start=0.6"]
     summary = run(*GENERATE[:3], "--max-tokens", "12", *flags).stderr
     found = re.search(
         r"(\d+) of (\d+) drafted tokens accepted, ([\d.]+) tokens per verification, ([\d.]+) layers run", summary

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from invoking import invoke
 
-from d3engine.cli.depth_options import policy_from_words
+from d3engine.cli.depth_options import parse_depth
 from d3engine.depth import D3, EarlyExit, Lossless
 from d3engine.depth.words import policy_in_words
 from d3engine.errors import D3EngineError, install_command
 from d3engine.evaluation.accuracy import wilson_interval
 
-D3_FLAGS = ("--depth", "d3", "--alpha", "0.9", "--start", "0.6")
+D3_FLAGS = ("--depth", "d3 alpha=0.9 start=0.6")
 SMALL = ("--limit", "4", "--max-tokens", "48", "--device", "cpu", "--kv-cache-memory-bytes", str(2**25))
 
 
@@ -68,7 +68,7 @@ def test_the_table_and_the_page_have_the_figures_of_the_json(report: dict[str, A
 
 
 def test_policies_in_words_run_in_turn_each_compared_with_the_first(tmp_path: Path) -> None:
-    policies = ("--policy", "d3 alpha=0.9 start=0.7", "--policy", "full")
+    policies = ("--depth", "d3 alpha=0.9 start=0.7", "--depth", "full")
     short = ("--limit", "2", "--max-tokens", "24", "--split", "validation", "--answers", str(tmp_path / "kept.jsonl"))
     baselines = ("--baselines", "--exit-questions", "1")
     result = evaluate(*policies, *baselines, "--tasks", "word-problems", *short, "--json")
@@ -92,7 +92,7 @@ def test_policies_in_words_run_in_turn_each_compared_with_the_first(tmp_path: Pa
 
 
 def test_prompts_that_policies_share_are_computed_once_and_answers_stay_the_same() -> None:
-    asked = ("--policy", "full", "--policy", "d3 alpha=0.8 start=0.4", "--tasks", "word-sorting", "--num-fewshot", "2")
+    asked = ("--depth", "full", "--depth", "d3 alpha=0.8 start=0.4", "--tasks", "word-sorting", "--num-fewshot", "2")
     small = ("--limit", "3", "--max-tokens", "12", "--json")
     apart, shared = (
         json.loads(evaluate(*asked, *small, *more).stdout)["benchmarks"][0]["scores"]
@@ -152,26 +152,26 @@ def test_questions_of_files_are_read_from_a_folder(tmp_path: Path) -> None:
         (["--limit", "0"], "limit"),
         (["--tasks", "word-sorting,arc_easy"], "--tasks"),
         (["--tasks", "word-sorting,word-sorting"], "--tasks"),
-        (["--policy", "deep"], "--policy"),
-        (["--policy", "full", "--policy", "full"], "--policy must be a different one each time; got 'Full depth'"),
-        (["--policy", "full", "--baselines"], "--baselines"),
+        (["--depth", "deep"], "--depth"),
+        (["--depth", "full", "--depth", "full"], "--depth must be a different one each time; got 'Full depth'"),
+        (["--depth", "full", "--baselines"], "--baselines"),
         (["--data", "no/such/folder", "--tasks", "gsm8k"], "--data"),
         (["--tasks", "arc_easy", "--temperature", "1"], "--temperature"),
         (["--tasks", "arc_easy", "--split", "train"], "--split"),
         (["--include-path", "."], "--include-path"),
-        (["--policy", "d3 alpha=0.9 start=0.6", "--exit-questions", "4"], "--exit-questions"),
-        (["--policy", "d3 alpha=0.9 start=0.6", "--baselines", "--exit-questions", "0"], "--exit-questions"),
+        (["--depth", "d3 alpha=0.9 start=0.6", "--exit-questions", "4"], "--exit-questions"),
+        (["--depth", "d3 alpha=0.9 start=0.6", "--baselines", "--exit-questions", "0"], "--exit-questions"),
         (["--html", "no/such/folder/page.html"], "--html"),
         (["--html", "."], "--html"),
         (
-            ["--policy", "tail-skip mean-layers=12"],
-            "--policy 'tail-skip mean-layers=12' must be given with decay-steps",
+            ["--depth", "tail-skip mean-layers=12"],
+            "--depth 'tail-skip mean-layers=12' must be given with decay-steps",
         ),
         (
-            ["--policy", "lossless draft=d3 alpha=0.9 start=0.6"],
-            "--policy 'lossless draft=d3 alpha=0.9 start=0.6': draft must be absent",
+            ["--depth", "lossless draft=d3 alpha=0.9 start=0.6"],
+            "--depth 'lossless draft=d3 alpha=0.9 start=0.6': draft must be absent",
         ),
-        (["--policy", "d3 alpha=0.9 start=0.6 alpha=0.8"], "once"),
+        (["--depth", "d3 alpha=0.9 start=0.6 alpha=0.8"], "once"),
         (["--tasks", "object-counting", "--num-fewshot", "60"], "question 1 of object-counting"),
         (["--compare-full", "--depth", "full"], "--compare-full"),
         (["--depth", "d3"], "--depth"),
@@ -199,7 +199,7 @@ def test_without_the_harness_its_tasks_name_the_extra(monkeypatch: pytest.Monkey
 
 
 def test_policies_whose_tokens_decide_have_no_nominal_figures_and_true_flops_ratios() -> None:
-    policies = ("--policy", "lossless alpha=0.8 start=0.7", "--policy", "early-exit threshold=0.5")
+    policies = ("--depth", "lossless alpha=0.8 start=0.7", "--depth", "early-exit threshold=0.5")
     short = ("--limit", "2", "--max-tokens", "24")
     result = evaluate(*policies, *short, "--json")
     assert result.exit_code == 0, result.output
@@ -243,11 +243,9 @@ def test_a_prompt_that_is_too_long_is_refused_before_any_question_is_asked(monke
 
 
 def test_options_of_a_policy_may_be_spelled_as_in_python() -> None:
-    words = ["tail-skip", "mean_layers=12", "max_tokens=24"]
-    assert policy_from_words(words) == policy_from_words(["tail-skip", "mean-layers=12", "decay-steps=24"])
-    assert policy_from_words(["early-exit", "threshold=0.5", "min_layer=3", "every=2"]) == EarlyExit(
-        0.5, min_layer=3, every=2
-    )
+    line = "tail-skip mean_layers=12 max_tokens=24"
+    assert parse_depth(line) == parse_depth("tail-skip mean-layers=12 decay-steps=24")
+    assert parse_depth("early-exit threshold=0.5 min_layer=3 every=2") == EarlyExit(0.5, min_layer=3, every=2)
 
 
 def test_a_policy_in_words_names_the_policy_that_drafts_for_it() -> None:
@@ -266,7 +264,7 @@ def test_a_run_goes_on_from_the_answers_of_one_that_was_ended(tmp_path: Path, mo
 
     monkeypatch.setattr(Engine, "generate", counting)
     kept = tmp_path / "answers.jsonl"
-    policies = ("--policy", "full", "--policy", "d3 alpha=0.9 start=0.4", "--max-tokens", "12", "--json")
+    policies = ("--depth", "full", "--depth", "d3 alpha=0.9 start=0.4", "--max-tokens", "12", "--json")
 
     def scores(*more: str) -> list[dict[str, Any]]:
         asked.clear()
@@ -297,7 +295,7 @@ def test_a_file_that_holds_no_answers_and_answers_that_cannot_be_kept_are_refuse
     kept = tmp_path / "answers.jsonl"
     for arguments, message in (
         (("--temperature", "1"), "must be absent unless answers are greedy"),
-        (("--depth", "early-exit", "--threshold", "0.5", "--exit-batch", "batch_min"), "company changes answers"),
+        (("--depth", "early-exit threshold=0.5 exit-batch=batch_min"), "company changes answers"),
     ):
         result = evaluate("--answers", str(kept), *arguments)
         assert result.exit_code == 2

@@ -36,7 +36,7 @@ def write_bridges(path: Path, scale: float, first: int = 0) -> str:
 
 
 def evaluate(*policies: str, more: tuple[str, ...] = ("--json",)) -> Any:
-    return invoke(["eval", "demo", *SMALL, *(word for one in policies for word in ("--policy", one)), *more])
+    return invoke(["eval", "demo", *SMALL, *(word for one in policies for word in ("--depth", one)), *more])
 
 
 def test_policies_name_files_of_bridges_and_their_rows_say_which_and_what_they_cost(tmp_path: Path) -> None:

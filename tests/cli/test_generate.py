@@ -27,7 +27,7 @@ from d3engine.request.outputs import CompletionOutput
 from d3engine.request.params import SamplingParams
 
 PROMPT = "Question: Tom has 5 pens. Tom finds 3. Tom buys 2. How many pens does Tom have now?\nAnswer:"
-D3_FLAGS = ["--depth", "d3", "--alpha", "0.9", "--start", "0.6"]
+D3_FLAGS = ["--depth", "d3 alpha=0.9 start=0.6"]
 SMALL = ["--max-num-seqs", "4", "--kv-cache-memory-bytes", str(2**24), "--device", "cpu"]
 COLOURS = {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color", "COLUMNS": "80", "NO_COLOR": None}
 
@@ -156,7 +156,7 @@ def test_json_holds_every_token_with_its_depth(engine: Engine) -> None:
 def test_a_depth_that_was_never_certified_is_said_so_unless_quiet() -> None:
     said = "D3, alpha 0.9, start 0.6 was never certified for this model"
     assert generate("demo", PROMPT, "--max-tokens", "2", *D3_FLAGS).stderr.count(said) == 1
-    for flags in ([*D3_FLAGS, "-q"], [], ["--depth", "d3", "--alpha", "0.8", "--start", "0.6"], ["--depth", "full"]):
+    for flags in ([*D3_FLAGS, "-q"], [], ["--depth", "d3 alpha=0.8 start=0.6"], ["--depth", "full"]):
         assert "certified" not in generate("demo", PROMPT, "--max-tokens", "2", *flags).stderr
 
 
@@ -313,7 +313,7 @@ def test_the_demo_at_full_depth_alone_answers_once() -> None:
         (["demo", "x", "--max-tokens", "0"], "--max-tokens"),
         (["demo", "x", "--dtype", "int3"], "--dtype"),
         (["demo", "x", "--max-model-len", "99999"], "--max-model-len"),
-        (["demo", "x", "--admission-waves", "0"], "--admission-waves"),
+        (["demo", "x", "--admission-interval", "0"], "--admission-interval"),
         (["demo", "x", "--alpha", "0.9"], "--alpha"),
         (["demo", "x", "--depth-suffix", "--color-depth"], "--depth-suffix"),
         (["demo", "--prompt-file", "/does/not/exist"], "--prompt-file"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -52,7 +53,7 @@ def test_two_devices_share_matrices_and_keys_and_depth_makes_room_for_more_seque
     assert shared["sequence_bytes"] * 2 == alone["sequence_bytes"]
     norms = 2 * 8192 * (2 * 80 + 1)  # which both have
     assert (shared["weight_bytes"] - norms) * 2 == alone["weight_bytes"] - norms
-    deep, *_ = planned("llama-2-70b", "--gpus", "80GB,80GB", "--depth", "d3", "--alpha", "0.9", "--start", "0.6")
+    deep, *_ = planned("llama-2-70b", "--gpus", "80GB,80GB", "--depth", "d3 alpha=0.9 start=0.6")
     assert deep["sequences"] == shared["sequences"]
     assert deep["sequences_by_depth"] > shared["sequences_by_depth"] == shared["sequences"]
 
@@ -60,7 +61,7 @@ def test_two_devices_share_matrices_and_keys_and_depth_makes_room_for_more_seque
 def test_the_page_shows_what_the_command_finds() -> None:
     page = (Path(__file__).parents[2] / "docs" / "tensor-parallel.md").read_text(encoding="utf-8")
     command = next(line for line in page.splitlines() if line.startswith("d3engine plan llama-2-70b"))
-    for row in planned(*command.split()[2:]):
+    for row in planned(*shlex.split(command)[2:]):
         sizes = [f"{row[name] / GIB:.1f} GiB" for name in ("weight_bytes", "room")]
         cells = [row["weights"], *sizes, str(row["sequences"]), str(row["sequences_by_depth"])]
         assert f"\n| {' | '.join(cells)} |\n" in page
@@ -78,8 +79,8 @@ def test_an_8_bit_cache_is_counted_with_its_scales_and_holds_nearly_twice_as_man
 
 
 def test_bridges_are_counted_with_the_weights() -> None:
-    d3 = ("llama-2-7b", "--gpus", "24GB", "--depth", "d3", "--alpha", "0.9", "--start", "0.5")
-    bare, bridged = planned(*d3), planned(*d3, "--bridges", "bridges.safetensors")
+    d3 = ("llama-2-7b", "--gpus", "24GB", "--depth", "d3 alpha=0.9 start=0.5")
+    bare, bridged = planned(*d3), planned(*d3[:-1], f"{d3[-1]} bridges=bridges.safetensors")
     more = [one["weight_bytes"] - other["weight_bytes"] for one, other in zip(bridged, bare, strict=True)]
     maps = 7 * 4096 * 4097  # that many depths has the window of 16 layers at alpha 0.9
     assert more == [2 * maps, maps, maps]
@@ -99,7 +100,7 @@ def test_the_models_own_depth_is_what_is_planned_for_and_told(
         own = planned(str(model), *words)
         assert own[0]["depth"] == d3.describe()
         assert own[0]["sequences_by_depth"] > full[0]["sequences_by_depth"]
-        assert own == planned(str(model), *words, "--depth", "d3", "--alpha", "0.5", "--start", "0.5")
+        assert own == planned(str(model), *words, "--depth", "d3 alpha=0.5 start=0.5")
         assert planned(str(model), *words, "--depth", "full") == full
         result = invoke(["plan", str(model), *words])
         assert "D3, alpha 0.5, start 0.5" in result.stdout.splitlines()[0]
@@ -160,7 +161,7 @@ def test_a_config_alone_is_enough_and_what_cannot_be_parted_says_why(tiny_llama:
         ["--gpus", "80GB", "--context", "100", "--answer", "100"],
         ["--gpus", "80GB", "--kv-cache-dtype", "int8"],
         ["--gpus", "80GB", "--gpu-memory-utilization", "1.5"],
-        ["--gpus", "80GB", "--depth", "early-exit", "--threshold", "0.9"],
+        ["--gpus", "80GB", "--depth", "early-exit threshold=0.9"],
     ],
     ids=" ".join,
 )

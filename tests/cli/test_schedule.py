@@ -14,7 +14,7 @@ import pytest
 from invoking import invoke
 
 from d3engine import __version__
-from d3engine.cli.depth_options import AUTO, OPTIONS, depth_from_options, layer_ids
+from d3engine.cli.depth_options import AUTO, OPTIONS, parse_depth
 from d3engine.depth import (
     D3,
     DraftAndVerify,
@@ -28,7 +28,7 @@ from d3engine.depth import (
 )
 from d3engine.errors import InvalidValueError, install_command
 
-BBH = ["schedule", "--layers", "32", "--depth", "d3", "--alpha", "0.9", "--start", "0.6", "--steps", "200"]
+BBH = ["schedule", "--layers", "32", "--depth", "d3 alpha=0.9 start=0.6", "--steps", "200"]
 
 
 def run(*arguments: str) -> Any:
@@ -77,7 +77,7 @@ def test_plain_output_holds_the_runs_the_cutoffs_and_the_worth() -> None:
 
 
 def test_layers_skipped_in_pieces_are_shown_in_pieces() -> None:
-    result = run("schedule", "--layers", "9", "--depth", "unified", "--speedup", "2", "--steps", "3")
+    result = run("schedule", "--layers", "9", "--depth", "unified speedup=2", "--steps", "3")
     assert "1-2    4           1-2, 4-5, 7" in result.stdout.splitlines()
 
 
@@ -134,7 +134,7 @@ def test_a_shape_that_no_llama_2_has_is_built_from_the_sizes() -> None:
 
 
 def test_without_a_shape_the_schedule_is_shown_and_the_ratio_is_unknown() -> None:
-    arguments = ["schedule", "--layers", "10", "--depth", "d3", "--alpha", "0.9", "--start", "0.7"]
+    arguments = ["schedule", "--layers", "10", "--depth", "d3 alpha=0.9 start=0.7"]
     report = run_json(*arguments)
     assert report["shape"] is None
     assert report["flops_ratio"] is None
@@ -147,7 +147,7 @@ def test_without_a_shape_the_schedule_is_shown_and_the_ratio_is_unknown() -> Non
 
 def test_a_model_directory_gives_layers_sizes_and_dtype(tmp_path: Path) -> None:
     model = write_model(tmp_path)
-    report = run_json("schedule", "--model", str(model), "--depth", "unified", "--speedup", "2")
+    report = run_json("schedule", "--model", str(model), "--depth", "unified speedup=2")
     assert report["num_layers"] == 10
     assert report["shape"]["num_kv_heads"] == 2
     assert report["dtype"] == "float32"
@@ -183,25 +183,28 @@ LAYERS = ["schedule", "--layers", "32"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([*LAYERS, "--depth", "full", "--alpha", "0.9"], r"--alpha must be .*--depth full takes no options.*; got 0.9"),
         (
-            [*LAYERS, "--depth", "unified", "--speedup", "2", "--tail", "1"],
-            r"--tail must be absent, .* takes --speedup, --on-skip, --bridges \(it goes with .*d3.*\); got 1",
+            [*LAYERS, "--depth", "full alpha=0.9"],
+            "option must be absent, since full takes no options .*; got 'alpha=0.9'",
+        ),
+        (
+            [*LAYERS, "--depth", "unified speedup=2 tail=1"],
+            r"option must be option=value, with speedup, on-skip, bridges \(tail goes with d3\); got 'tail=1'",
         ),
         (
             [*LAYERS, "--alpha", "0.9"],
-            r"--alpha must be .*--depth auto takes no options \(it goes with d3.*\); got 0.9",
+            r'there is no option --alpha any more: write --depth "d3 alpha=... start=..."',
         ),
-        ([*LAYERS, "--depth", "d3"], "--depth d3 must be given with --alpha and --start"),
-        ([*LAYERS, "--depth", "d3", "--alpha", "0.9"], "--depth d3 must be given with --start"),
-        ([*LAYERS, "--depth", "skipdecode", "--min-layers", "4"], "must be given with --decay-steps"),
-        ([*LAYERS, "--depth", "unified"], "must be given with --speedup"),
+        ([*LAYERS, "--depth", "d3"], "--depth 'd3' must be given with alpha and start"),
+        ([*LAYERS, "--depth", "d3 alpha=0.9"], "--depth 'd3 alpha=0.9' must be given with start"),
+        ([*LAYERS, "--depth", "skipdecode min-layers=4"], "must be given with decay-steps"),
+        ([*LAYERS, "--depth", "unified"], "must be given with speedup"),
         (LAYERS, r"--depth must be .*--model.*; got 'auto'"),
         (["schedule", "--depth", "full"], "--layers must be given, or --model"),
         (["schedule", "--layers", "0", "--depth", "full"], r"--layers must be .*; got 0"),
-        ([*BBH, "--start", "1.5"], "start must be .*; got 1.5"),
-        ([*BBH, "--alpha", "nan"], "alpha must be .*; got nan"),
-        ([*BBH, "--tail", "14"], "tail must be .*; got 14"),
+        ([*LAYERS, "--depth", "d3 alpha=0.9 start=1.5"], "start must be .*; got 1.5"),
+        ([*LAYERS, "--depth", "d3 alpha=nan start=0.6"], "alpha must be .*; got nan"),
+        ([*LAYERS, "--depth", "d3 alpha=0.9 start=0.6 tail=14"], "tail of --depth must be .*; got 14"),
         ([*BBH, "--steps", "0"], r"--steps must be .*; got 0"),
         ([*BBH, "--steps", "999999999999"], r"--steps must be .*; got 999999999999"),
         ([*BBH, "--prompt-tokens", "0"], r"--prompt-tokens must be .*; got 0"),
@@ -219,12 +222,12 @@ LAYERS = ["schedule", "--layers", "32"]
         ([*BBH, "--plot", "no-such-directory/a.png"], "--plot must be a file in a directory that exists; got"),
         ([*BBH, "--plot", "a.docx"], "--plot must be a file name that ends in one of .*; got 'a.docx'"),
         (
-            ["schedule", "--layers", "8", "--depth", "early-exit", "--threshold", "0.9"],
+            ["schedule", "--layers", "8", "--depth", "early-exit threshold=0.9"],
             "--depth must be .* each token decides as it runs.*; got 'early-exit'",
         ),
         (
             ["schedule", "--layers", "8", "--depth", "full", "--depth-option", "alpha=1"],
-            r"--depth-option must be absent, since full takes none; got 'alpha=1'",
+            r'there is no option --depth-option any more: write --depth "POLICY option=value"',
         ),
     ],
 )
@@ -246,43 +249,51 @@ def test_what_is_no_command_or_option_is_refused(arguments: list[str]) -> None:
 
 
 def test_options_become_the_policy_they_name() -> None:
-    def policy(name: str, **given: Any) -> object:
-        return depth_from_options(name, {**dict.fromkeys(OPTIONS), **given})
-
+    policy = parse_depth
     assert policy("auto") == AUTO
     assert policy("full") == FullDepth()
-    assert policy("d3", alpha=0.9, start="3/5", tail=2) == D3(0.9, 0.6, tail=2)
-    assert policy("unified", speedup="1.5", on_skip="copy") == UnifiedSkip(1.5, on_skip="copy")
+    assert policy("d3 alpha=0.9 start=3/5 tail=2") == D3(0.9, 0.6, tail=2)
+    assert policy("d3 --alpha=0.9 start=3/5") == D3(0.9, 0.6)
+    assert policy('d3 alpha=0.9 start=3/5 bridges="my maps.safetensors"') == D3(0.9, 0.6, bridges="my maps.safetensors")
+    assert policy(r"d3 alpha=0.9 start=3/5 bridges=C:\maps").bridges == r"C:\maps"  # type: ignore[union-attr]
+    assert policy("unified speedup=1.5 on-skip=copy") == UnifiedSkip(1.5, on_skip="copy")
     expected = SkipDecode(max_tokens=200, min_layers=4, max_layers=30, warmup=2)
-    assert policy("skipdecode", max_tokens=200, min_layers=4, max_layers=30, warmup=2) == expected
-    assert policy("tail-skip", mean_layers="32/3", max_tokens=9) == TailSkip("32/3", 9)  # type: ignore[arg-type]
+    assert policy("skipdecode decay-steps=200 min_layers=4 max-layers=30 warmup=2") == expected
+    assert policy("tail-skip mean-layers=32/3 decay-steps=9") == TailSkip("32/3", 9)  # type: ignore[arg-type]
     expected_exit = EarlyExit(0.9, "cosine", decay=0, min_layer=2, every=3, batch="batch_min", on_skip="copy")
-    options = {"confidence": "cosine", "decay": 0, "min_layer": 2, "every": 3, "batch": "batch_min", "on_skip": "copy"}
-    assert policy("early-exit", threshold=0.9, **options) == expected_exit
-    with pytest.raises(InvalidValueError, match="--depth early-exit must be given with --threshold"):
-        policy("early-exit", confidence="cosine")
-    with pytest.raises(InvalidValueError, match=r"--depth must be .*one of auto, full, d3.*; got 'table'"):
-        policy("table")
-    lossless = policy("lossless", alpha=0.9, start="0.6", tail=1, draft_length=3, stop_probability=0.2)
+    line = "early-exit threshold=0.9 confidence=cosine threshold-decay=0 exit-min-layer=2 exit-every=3 "
+    assert policy(line + "exit-batch=batch_min on-skip=copy") == expected_exit
+    lossless = policy("lossless alpha=0.9 start=0.6 tail=1 draft-length=3 stop-probability=0.2")
     assert lossless == Lossless(D3(0.9, 0.6, tail=1), 3, stop_probability=0.2)
-    drafting = policy("self-speculative", draft="unified", speedup="2", adaptive=True)
+    drafting = policy("self-speculative draft=unified speedup=2 adaptive=true")
     assert drafting == SelfSpeculative(UnifiedSkip(2), adaptive=True)
-    split = policy("draft-and-verify", skip_attention=layer_ids("3,5-7"), skip_mlp=layer_ids("2"), draft_length=12)
+    split = policy("draft-and-verify skip-attention=3,5-7 skip-mlp=2 draft-length=12")
     assert split == DraftAndVerify([3, 5, 6, 7], [2], 12)
-    with pytest.raises(InvalidValueError, match="skip_attention must be different layer ids, from 0; got '3,x'"):
-        policy("draft-and-verify", skip_attention=layer_ids("3,x"))
-    with pytest.raises(InvalidValueError, match=r"skip_mlp must be .*; got '0-99999999'"):
-        policy("draft-and-verify", skip_mlp=layer_ids("0-99999999"))
-    with pytest.raises(InvalidValueError, match=r"--draft must be .*; got 'd3'"):
-        policy("lossless", draft="d3", alpha=0.9, start="0.6")
-    with pytest.raises(InvalidValueError, match=r"--speedup must be .*; got '2'"):
-        policy("lossless", alpha=0.9, start="0.6", speedup="2")
-    with pytest.raises(InvalidValueError, match="must be given with --draft, one of d3, nested, skipdecode"):
-        policy("self-speculative", alpha=0.9, start="0.6")
-    with pytest.raises(InvalidValueError, match=r"--draft-length must be .*; got 3"):
-        policy("d3", alpha=0.9, start="0.6", draft_length=3)
-    with pytest.raises(InvalidValueError, match=r"--warmup must be .*; got 1"):
-        policy("d3", alpha=0.9, start="0.6", warmup=1)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", r"--depth must be one of auto, full, d3.*; got ''"),
+        ("table", r"--depth must be one of auto, full, d3.*; got 'table'"),
+        ("d3 bridges='x", "--depth must be text whose quotation marks are closed"),
+        ("early-exit confidence=cosine", "must be given with threshold"),
+        ("early-exit threshold=0.5 confidence=sure", "confidence must be .*; got 'sure'"),
+        ("draft-and-verify skip-attention=3,x", "skip_attention must be different layer ids, from 0; got '3,x'"),
+        ("draft-and-verify skip-mlp=0-99999999", r"skip_mlp must be .*; got '0-99999999'"),
+        ("lossless draft=d3 alpha=0.9 start=0.6", r"draft must be absent, since lossless drafts by d3; got 'd3'"),
+        ("lossless alpha=0.9 start=0.6 speedup=2", r"option must be .*\(speedup goes with unified, even\)"),
+        ("lossless alpha=0.9 start=0.6 adaptive=1", "adaptive must be true or false; got '1'"),
+        ("self-speculative alpha=0.9 start=0.6", "draft must be one of d3, nested, skipdecode"),
+        ("d3 alpha=0.9 start=0.6 draft-length=3", "option must be .*; got 'draft-length=3'"),
+        ("d3 alpha=0.9 start=0.6 alpha=0.8", "alpha must be given once; got '0.8'"),
+        ("d3 alpha=x start=0.6", "alpha must be a number; got 'x'"),
+        ("auto alpha=0.9", "option must be absent, since auto takes no options"),
+    ],
+)
+def test_a_line_that_is_no_policy_is_refused_by_name(line: str, message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        parse_depth(line)
 
 
 def test_plot_writes_a_png(tmp_path: Path) -> None:
@@ -290,7 +301,7 @@ def test_plot_writes_a_png(tmp_path: Path) -> None:
     for name, arguments in {
         "nested.png": BBH,
         "one-step.png": [*BBH, "--steps", "1"],
-        "many-steps.png": [*BBH[:5], "--alpha", "0.99999", "--start", "0.6", "--steps", "1000000"],
+        "many-steps.png": [*LAYERS, "--depth", "d3 alpha=0.99999 start=0.6", "--steps", "1000000"],
     }.items():
         path = tmp_path / name
         result = run(*arguments, "--plot", str(path))
@@ -314,7 +325,7 @@ def test_version_and_help() -> None:
     assert run("--version").stdout == f"d3engine {__version__}\n"
     assert "schedule" in run("--help").stdout
     text = run("schedule", "--help").stdout
-    assert all(flag in text for flag, _, _ in OPTIONS.values())
+    assert all(f"\n  {spelling} " in text for spelling, _, _ in OPTIONS.values())
 
 
 def test_schedule_imports_no_torch(tmp_path: Path) -> None:
@@ -326,7 +337,7 @@ def test_schedule_imports_no_torch(tmp_path: Path) -> None:
         "heavy = {'torch', 'transformers', 'matplotlib'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)\n"
     )
-    arguments = ["schedule", "--model", str(model), "--depth", "d3", "--alpha", "0.9", "--start", "0.7"]
+    arguments = ["schedule", "--model", str(model), "--depth", "d3 alpha=0.9 start=0.7"]
     result = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "mean layers" in result.stdout
@@ -335,11 +346,11 @@ def test_schedule_imports_no_torch(tmp_path: Path) -> None:
 def test_the_script_prints_one_line_and_no_traceback_for_an_error() -> None:
     script = "from d3engine.cli import main; main()"
     result = subprocess.run(
-        [sys.executable, "-c", script, *BBH, "--alpha", "2"],
+        [sys.executable, "-c", script, *LAYERS, "--depth", "d3 alpha=2 start=0.6"],
         capture_output=True,
         text=True,
         check=False,
     )
     assert result.returncode == 2
     assert result.stdout == ""
-    assert result.stderr == "error: --alpha must be a finite number in (0, 1]; got 2.0\n"
+    assert result.stderr == "error: --depth 'd3 alpha=2 start=0.6': alpha must be a finite number in (0, 1]; got 2.0\n"

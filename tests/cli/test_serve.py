@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from d3engine.cli import app
 from d3engine.cli.engine_options import ENGINE
-from d3engine.cli.server_options import LIMITS, WHAT, WHO, server_settings
+from d3engine.cli.server_options import LIMITS, TIMEOUTS, WHAT, WHO, server_settings
 from d3engine.depth import D3, FullDepth
 from d3engine.server.guards.settings import GuardSettings
 from d3engine.server.settings import ServerSettings
@@ -85,10 +85,13 @@ def test_an_error_names_the_flag_that_was_typed(flag: str) -> None:
         (["--dtype", "int3"], "--dtype"),
         (["--weight-dtype", "int3"], "--weight-dtype"),
         (["--kv-cache-dtype", "int3"], "--kv-cache-dtype"),
-        (["--depth", "d3", "--alpha", "7", "--start", "0.5"], "--alpha"),
-        (["--depth", "skipdecode", "--decay-steps", "-7", "--min-layers", "3"], "--decay-steps"),
-        (["--depth", "skipdecode", "--decay-steps", "7", "--min-layers", "99"], "--min-layers"),
-        (["--depth", "early-exit", "--threshold", "0.9", "--exit-min-layer", "99"], "--exit-min-layer"),
+        (["--depth", "d3 alpha=7 start=0.5"], "--depth 'd3 alpha=7 start=0.5': alpha"),
+        (
+            ["--depth", "skipdecode decay-steps=-7 min-layers=3"],
+            "--depth 'skipdecode decay-steps=-7 min-layers=3': max_tokens",
+        ),
+        (["--depth", "skipdecode decay-steps=7 min-layers=99"], "min-layers of --depth"),
+        (["--depth", "early-exit threshold=0.9 exit-min-layer=99"], "exit-min-layer of --depth"),
     ],
 )
 def test_an_error_of_a_text_names_its_flag_too(words: list[str], flag: str) -> None:
@@ -97,7 +100,7 @@ def test_an_error_of_a_text_names_its_flag_too(words: list[str], flag: str) -> N
 
 def test_every_setting_of_the_server_has_a_flag() -> None:
     settings = {field.name for kind in (GuardSettings, ServerSettings) for field in fields(kind)}
-    assert settings - {"guards"} <= {*WHO, *WHAT, *LIMITS}
+    assert settings - {"guards"} <= {*WHO, *WHAT, *LIMITS, *TIMEOUTS.values()}
 
 
 def test_what_a_setting_must_be_names_flags_too() -> None:
@@ -151,7 +154,7 @@ main()
 """
 
 
-DECAY = ("--depth", "d3", "--alpha", "0.9", "--start", "0.6")
+DECAY = ("--depth", "d3 alpha=0.9 start=0.6")
 
 
 class Running:
@@ -248,10 +251,10 @@ def test_a_second_signal_ends_it_at_once() -> None:
 import asyncio, sys
 from starlette.applications import Starlette
 from d3engine.server.guards.settings import GuardSettings
-from d3engine.server.guards.traffic import Traffic
+from d3engine.server.guards.traffic import AdmissionControl
 from d3engine.server.running import GuardedServer, bind
 
-settings, traffic = GuardSettings(port=0), Traffic(1)
+settings, traffic = GuardSettings(port=0), AdmissionControl(1)
 server = GuardedServer(Starlette(), settings, traffic, lambda text: print(text, file=sys.stderr, flush=True))
 server.when_started(lambda: print("up", file=sys.stderr, flush=True))
 with bind(settings) as bound, traffic.place():

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from d3engine.cli.chat import policy_from_words
-from d3engine.cli.depth_options import OPTIONS, depth_from_options
+from d3engine.cli.depth_options import parse_depth
 from d3engine.depth import D3, policy_from_dict, policy_from_name
 from d3engine.depth.installed import PolicyLoadError
 from d3engine.depth.policy import policy_from_directory, policy_names
@@ -84,18 +83,17 @@ def test_a_policy_of_a_package_may_stand_in_d3_json(installed: Path) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_a_policy_of_a_package_has_its_options_on_the_command_line() -> None:
-    nothing = dict.fromkeys(OPTIONS)
     expected = policy_from_name("bottom", layers=2, after=7)
-    assert depth_from_options("bottom", nothing, ["layers=2", "after=7"]) == expected
-    assert policy_from_words(["bottom", "layers=2", "--after=7"]) == expected
-    for pairs, message in (
-        ([], "must be given with --depth-option layers=..."),
-        (["layers"], r"--depth-option must be .*layers, after.*; got 'layers'"),
-        (["layers=2", "layers=3"], r"--depth-option must be .*once.*; got 'layers=3'"),
-        (["layers=2", "alpha=3"], r"--depth-option must be .*; got 'alpha=3'"),
+    assert parse_depth("bottom layers=2 after=7") == expected
+    assert parse_depth("bottom layers=2 --after=7") == expected
+    for options, message in (
+        ("", "must be given with layers"),
+        ("layers", r"option must be option=value, with layers, after; got 'layers'"),
+        ("layers=2 layers=3", r"layers must be given once; got '3'"),
+        ("layers=2 alpha=3", r"option must be .*; got 'alpha=3'"),
     ):
         with pytest.raises(InvalidValueError, match=message):
-            depth_from_options("bottom", nothing, pairs)
+            parse_depth(f"bottom {options}")
 
 
 @pytest.mark.usefixtures("installed")

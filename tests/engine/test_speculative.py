@@ -14,7 +14,7 @@ import pytest
 from tiny_models import TinyLlama, random_prompts, save_without_layer
 
 from d3engine import D3, Engine, FullDepth, Lossless, SamplingParams, Speculative, UnifiedSkip
-from d3engine.cli.depth_options import OPTIONS, depth_from_options
+from d3engine.cli.depth_options import parse_depth
 from d3engine.depth import policy_from_dict
 from d3engine.errors import InvalidValueError
 from d3engine.loading import resolve
@@ -180,7 +180,7 @@ def test_a_draft_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None
 def test_a_policy_with_a_draft_model_survives_json_and_has_options_on_the_command_line() -> None:
     policy = Speculative("some/model", 3, stop_probability=0.25, adaptive=True)
     assert policy_from_dict(json.loads(json.dumps(policy.describe()))) == policy
-    given = {"draft_model": "some/model", "draft_length": 3, "stop_probability": 0.25, "adaptive": True}
-    assert depth_from_options("speculative", {**dict.fromkeys(OPTIONS), **given}) == policy
-    with pytest.raises(InvalidValueError, match="must be given with --draft-model"):
-        depth_from_options("speculative", dict.fromkeys(OPTIONS))
+    line = "speculative draft-model=some/model draft-length=3 stop-probability=0.25 adaptive=true"
+    assert parse_depth(line) == policy
+    with pytest.raises(InvalidValueError, match="must be given with draft-model"):
+        parse_depth("speculative")

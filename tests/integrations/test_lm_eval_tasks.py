@@ -139,7 +139,7 @@ def test_the_command_compares_policies_on_tasks_of_the_harness(tmp_path: Path) -
     rolling = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{q}}"}
     write_task(tmp_path, "own_perplexity", items, **rolling, metric_list=[{"metric": "bits_per_byte"}])
     words = ["eval", "demo", "--tasks", "own_words,own_perplexity", "--include-path", str(tmp_path), "--compare-full"]
-    shallow = ["--policy", "d3 alpha=0.5 start=0.3", "--limit", "3", "--kv-cache-memory-bytes", str(2**25)]
+    shallow = ["--depth", "d3 alpha=0.5 start=0.3", "--limit", "3", "--kv-cache-memory-bytes", str(2**25)]
     result = CliRunner().invoke(app, [*words, *shallow, "--json"])
     assert result.exit_code == 0, result.output
     full, less = json.loads(result.stdout[result.stdout.index("{\n") :])["harness"]
@@ -165,7 +165,7 @@ def test_tables_and_page_of_the_harness_show_the_paired_difference_also_of_polic
     write_task(tmp_path, "own_words", items, **generation("Question: {{q}}\nAnswer:", "{{a}}", ["\n"], 40))
     page = tmp_path / "page.html"
     words = ["eval", "demo", "--tasks", "own_words", "--include-path", str(tmp_path), "--compare-full"]
-    policies = ["--policy", "lossless alpha=0.8 start=0.7", "--kv-cache-memory-bytes", str(2**25)]
+    policies = ["--depth", "lossless alpha=0.8 start=0.7", "--kv-cache-memory-bytes", str(2**25)]
     result = CliRunner().invoke(app, [*words, *policies, "--html", str(page)])
     assert result.exit_code == 0, result.output
     interval = paired([False] * 2, [False] * 2).interval

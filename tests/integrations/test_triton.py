@@ -33,7 +33,7 @@ def write(repository: Path, *options: str) -> Any:
 
 
 def test_a_repository_holds_the_options_that_were_given_and_spoils_no_other_model(tmp_path: Path) -> None:
-    assert write(tmp_path, "--name", "one", "--depth", "d3", "--alpha", "0.9", "--start", "0.6").exit_code == 0
+    assert write(tmp_path, "--name", "one", "--depth", "d3 alpha=0.9 start=0.6").exit_code == 0
     assert write(tmp_path, "--name", "two", "--max-num-seqs", "4", "--threads", "1").exit_code == 0
     arguments = {name: json.loads((tmp_path / name / "1" / "model.json").read_text()) for name in ("one", "two")}
     assert arguments["one"]["depth"] == {"policy": "d3", "alpha": 0.9, "start": 0.6, "tail": 0, "on_skip": "none"}

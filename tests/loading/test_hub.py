@@ -97,7 +97,7 @@ def test_a_model_of_the_hub_answers_offline_once_it_is_downloaded_and_drafts_too
     said("ada/adder")
     hub.url = NOBODY
     prompt = "Question: Tom has 5 pens. Tom finds 3. How many pens does Tom have now?\nAnswer:"
-    command = ["generate", "ada/adder", prompt, "--depth", "speculative", "--draft-model", "ada/adder"]
+    command = ["generate", "ada/adder", prompt, "--depth", "speculative draft-model=ada/adder"]
     offline = run("-m", "d3engine", *command, "--max-tokens", "8", "--temperature", "0", HF_HUB_OFFLINE="1")
     with Engine("demo", depth=FullDepth(), kv_cache_memory_bytes=2**24) as engine:
         (output,) = engine.generate(prompt, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
