@@ -132,8 +132,8 @@ def _frozen(options: Options) -> Options:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
 
-def _timeouts(given: Iterable[str]) -> dict[str, float]:
-    found: dict[str, float] = {}
+def _timeouts(given: Iterable[str]) -> Options:
+    found: Options = {}
     for text in given:
         name, _, value = text.partition("=")
         require(name in TIMEOUTS, "--timeout", text, f"NAME=SECONDS, with one of {', '.join(TIMEOUTS)}")
