@@ -11,7 +11,6 @@ from typing import Any
 
 import typer
 
-from d3engine.cli.depth_options import respelled
 from d3engine.cli.invocation import as_typed
 from d3engine.errors import NOTHING, must_be
 
@@ -47,6 +46,8 @@ def _fault(error: Any, given: Callable[[], Mapping[str, Any]]) -> str:
 
 
 def _unknown(error: Any) -> str:
+    from d3engine.cli.depth_options import respelled  # which loads the policies
+
     new = respelled(error.option_name)
     if new is not None:
         return f"there is no option {error.option_name} any more: write {new}"
