@@ -26,7 +26,7 @@ CODE = sorted(
     for file in (ROOT / folder).rglob("*.py")
 )
 
-MAY_NAME_PYTHON = {"d3engine/children.py", "d3engine/errors.py", "d3engine/cli/invocation.py"}
+MAY_NAME_PYTHON = {"d3engine/children.py", "d3engine/errors.py", "d3engine/cli/commands.py"}
 """The first starts it; the others print commands."""
 
 STARTS_OTHERS = {  # programs that are not Python

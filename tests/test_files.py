@@ -21,7 +21,7 @@ from d3engine.analysis.answers import read_prompts
 from d3engine.batch.lines import read_lines
 from d3engine.batch.results import open_results
 from d3engine.cli import app
-from d3engine.cli.structured_options import _form
+from d3engine.cli.engine_options import _form
 from d3engine.depth.policy import calibrated_for, policy_from_directory
 from d3engine.errors import D3EngineError, ModelFormatError
 from d3engine.evaluation.bbh import load_bbh

@@ -7,15 +7,14 @@ file of yours) and shows one result in the three ways.
 from __future__ import annotations
 
 import json
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from d3engine.cli.analyze_kinds import kinds
-from d3engine.cli.analyze_layers import layers
-from d3engine.cli.apps import new_app
+from d3engine.cli.commands import check_output, new_app, printing_last, write_output
 from d3engine.cli.depth_options import Depth, number, takes_depth
 from d3engine.cli.engine_options import Model, Options, model_directory, takes_engine
 from d3engine.cli.observing import (
@@ -31,13 +30,134 @@ from d3engine.cli.observing import (
     takes_questions,
     with_bar,
 )
-from d3engine.cli.output_files import check_output, printing_last, write_output
 from d3engine.depth import D3, FullDepth, Schedule
 from d3engine.depth.statistics import ModelShape, flops_ratio, mean_depth
 from d3engine.errors import require, require_integer
+from d3engine.progress import hides_bars
 
 if TYPE_CHECKING:
+    from d3engine.analysis.by_kind import ByKind
+    from d3engine.analysis.layers import LayerLoss
     from d3engine.analysis.sample import Sample
+
+
+@takes_questions
+@takes_depth
+@takes_engine
+def kinds(
+    engine_options: Options,
+    asking: Options,
+    depth: Depth,
+    model: Model = "demo",
+    limit: Limit = 50,
+    png: Png = None,
+    as_json: AsJson = False,
+) -> None:
+    """Digits, "####", line breaks, words ...: layers until settled, and what a policy costs each (the paper's limits).
+
+    Steps are gathered by the token that they yield, and by the one that they are fed with, whose kind is known
+    beforehand. The text is given: the model's own answers, or with --reference-answers those of the task. Without
+    --depth the policy is the model's own (d3.json).
+    """
+    from d3engine.analysis.answers import answer
+    from d3engine.analysis.by_kind import measure_by_kind
+    from d3engine.analysis.kinds import TokenKinds
+    from d3engine.depth.words import policy_in_words
+    from d3engine.model.config import ModelConfig
+
+    policy = policy_or_own(model, depth)
+    total = ModelConfig.from_directory(model_directory(model)).num_layers
+    schedule = policy.schedule(total)
+    is_plain = schedule.is_nested and policy.exit_rule(total) is None and not policy.drafts
+    require(is_plain, "--depth", policy.name, "a policy whose layers are known before and stay skipped, such as d3")
+    seen = observe(model, engine_options, asking, limit, png)
+    require(seen.engine.tokenizer is not None, "model", model, "a model with a tokenizer")
+    assert seen.engine.tokenizer is not None
+    decoded = None
+    if seen.asked.references is None:
+        progress = sys.stderr.isatty() and not hides_bars()
+        asked = seen.asked
+        decoded = answer(seen.engine, asked.prompts, asked.max_tokens, policy, stop=asked.stop, progress=progress)
+    known = TokenKinds(seen.engine.tokenizer, seen.engine.config.eos_token_ids)
+    with settings_bar("kinds", len(seen.answered), "answer") as done:
+        words = policy_in_words(policy)
+        result = measure_by_kind(seen.observer, known, seen.answered, schedule, words, decoded, done)
+    with printing_last(partial(_show_kinds, result, as_json)):
+        if png:
+            from d3engine.analysis.kind_picture import plot_kinds
+
+            plot_kinds(result, png, f"{Path(model).name}: what kinds of tokens need, and what they lose")
+
+
+def _show_kinds(result: ByKind, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(result.as_dict(), indent=2))
+        return
+    from d3engine.analysis.by_kind import SIDES
+    from d3engine.cli.terminal import print_table
+
+    for place, side in enumerate(SIDES):
+        table = result.table(side)
+        typer.echo("", nl=place > 0)
+        print_table(table.title, table.header, table.rows)
+
+
+@takes_questions
+@takes_engine
+def layers(
+    engine_options: Options,
+    asking: Options,
+    model: Model = "demo",
+    limit: Limit = 12,
+    widths: Annotated[
+        list[int] | None,
+        typer.Option("--width", help="Layers of a window; may be repeated (1, 2, 4 and 8, up to a third of all)."),
+    ] = None,
+    steps: Annotated[
+        list[int] | None,
+        typer.Option("--from-step", help="Step to skip from; may be repeated (1 and 32)."),
+    ] = None,
+    png: Png = None,
+    as_json: AsJson = False,
+) -> None:
+    """Which layers the model can spare, and from which step on: the next token's loss by every window of layers.
+
+    Every window is skipped in the same text, the model's own answers or with --reference-answers those of the task, and
+    the next token's distribution is compared with full depth's: no task has to be solved.
+    """
+    from d3engine.analysis.layers import measure_layers, passes
+    from d3engine.model.config import ModelConfig
+
+    total = ModelConfig.from_directory(model_directory(model)).num_layers
+    chosen = sorted(set(widths or [width for width in (1, 2, 4, 8) if width == 1 or 3 * width <= total]))
+    from_steps = sorted(set(steps or [1, 32]))
+    for width in chosen:
+        require_integer("--width", width, 1, total - 1)
+    for step in from_steps:
+        require_integer("--from-step", step, 1)
+    seen = observe(model, engine_options, asking, limit, png)
+    longest = max(len(one.token_ids) for one in seen.answered)
+    reached = [step for step in from_steps if step < longest] if steps is None else from_steps
+    count = len(seen.answered) * passes(total, chosen, reached)
+    with settings_bar("layers", count, "window") as progress:
+        result = measure_layers(seen.observer, seen.answered, chosen, reached, progress)
+    with printing_last(partial(_show_layers, result, as_json)):
+        if png:
+            from d3engine.analysis.layer_picture import plot_layers
+
+            plot_layers(result, png, f"{Path(model).name}: loss of the next token by the window of layers skipped")
+
+
+def _show_layers(result: LayerLoss, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(result.as_dict(), indent=2))
+        return
+    from d3engine.cli.terminal import print_table
+
+    for place, table in enumerate((result.table(), result.position_table())):
+        typer.echo("", nl=place > 0)
+        print_table(table.title, table.header, table.rows)
+
 
 app = new_app(
     help="Look into a model while it answers: the D3 paper's analyses, each as table, picture and JSON.",
@@ -350,6 +470,6 @@ def _print_sample(result: Sample, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(result.as_dict(), indent=2))
     else:
-        from d3engine.cli.sample_text import show_sample
+        from d3engine.cli.sample_page import show_sample
 
         show_sample(result)

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 from tqdm import tqdm
 
-from d3engine.cli.apps import new_app
+from d3engine.cli.commands import ExitCode, new_app, note
 from d3engine.cli.depth_options import AUTO, Depth, takes_depth
-from d3engine.cli.ending import ExitCode
 from d3engine.cli.engine_options import (
     MODEL,
     Options,
@@ -27,7 +26,6 @@ from d3engine.cli.engine_options import (
     tell_own_setting,
 )
 from d3engine.cli.server_options import require_server_packages, served_as, takes_bodies
-from d3engine.cli.verbosity import note
 from d3engine.errors import InvalidValueError, require, require_integer
 from d3engine.progress import bar_columns, hides_bars
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from d3engine.cli.apps import new_app
-from d3engine.cli.bridge_chats import chats_command
-from d3engine.cli.bridge_measure import measure_command
-from d3engine.cli.bridge_nest import nest_command, windows_in_words
+from d3engine.cli.bridge_judged import measure_command, nest_command, tune_command, windows_in_words
 from d3engine.cli.bridge_texts import (
     ANSWER_TOKENS,
     Data,
@@ -28,15 +26,15 @@ from d3engine.cli.bridge_texts import (
     TextOptions,
     TextTokens,
     open_passage,
+    policy_of,
     progress_bar,
     write_own_bridges,
 )
-from d3engine.cli.bridge_tune import tune_command
-from d3engine.cli.bridge_windows import Grid, Policies, Starts, WindowOptions, Windows
-from d3engine.cli.engine_options import Model, Options, model_directory, takes_engine
-from d3engine.cli.output_files import check_output, printing_last
-from d3engine.cli.verbosity import note
-from d3engine.errors import NOTHING, require
+from d3engine.cli.commands import check_output, new_app, note, printing_last, write_output
+from d3engine.cli.depth_options import number
+from d3engine.cli.engine_options import Model, Options, engine_arguments, model_directory, takes_engine
+from d3engine.depth.window import exact_fraction
+from d3engine.errors import NOTHING, require, require_integer
 from d3engine.files import beside
 
 if TYPE_CHECKING:
@@ -44,6 +42,117 @@ if TYPE_CHECKING:
     from d3engine.bridges.held_out import HeldOut
     from d3engine.engine import Engine
     from d3engine.model.bridges import Bridges, Window
+
+
+GRID_WIDTHS = 3
+"""As `d3engine.bridges.fitting.GRID_WIDTHS`, which is not loaded for help."""
+
+Starts: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option("--start", help="d3's start: all windows from there on; may be repeated (0.8)."),
+]
+Windows: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option("--window", metavar="A:B", help="Also the layers A to B - 1 alone; may be repeated."),
+]
+Policies: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--depth", help='Also the windows that a policy leaves out, "skipdecode mean-layers=24"; may be repeated.'
+    ),
+]
+Grid: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--grid",
+        metavar="WIDTH",
+        help="Also what d3engine bridge nest needs, not measured here: windows between multiples of WIDTH, "
+        f"up to {GRID_WIDTHS} WIDTHs wide.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class WindowOptions:
+    """What a command was given. Without any of it, the windows of D3's start 0.8."""
+
+    starts: Sequence[str]
+    windows: Sequence[str]
+    policies: Sequence[str]
+    grid: int | None
+
+    def find(self, directory: Path) -> tuple[list[Window], list[Window]]:
+        """The windows to measure, and all to fit, in order."""
+        from d3engine.bridges.fitting import grid_windows, windows_from
+        from d3engine.model.config import ModelConfig
+
+        layers = ModelConfig.from_directory(directory).num_layers
+        reported = {
+            *windows_from([_first_of(start, layers) for start in self._starts], layers),
+            *(_window(window, layers) for window in self.windows),
+            *(window for policy in self.policies for window in _left_out(policy, layers)),
+        }
+        by_grid = [] if self.grid is None else grid_windows(require_integer("--grid", self.grid, 1, layers), layers)
+        return sorted(reported), sorted({*reported, *by_grid})
+
+    @property
+    def _starts(self) -> Sequence[str]:
+        others = self.windows or self.policies or self.grid is not None
+        return self.starts or ([] if others else ["0.8"])
+
+
+def _first_of(start: str, num_layers: int) -> int:
+    exact = exact_fraction("--start", number(start))
+    require(0 < exact < 1, "--start", start, "a number in (0, 1), as d3's")
+    return int(exact * num_layers)
+
+
+def _window(words: str, num_layers: int) -> Window:
+    first, _, stop = words.partition(":")
+    allowed = f"A:B with 0 <= A < B <= {num_layers}, the layers A to B - 1"
+    fits = first.isdecimal() and stop.isdecimal() and int(first) < int(stop) <= num_layers
+    require(fits, "--window", words, allowed)
+    return int(first), int(stop)
+
+
+def _left_out(words: str, num_layers: int) -> list[Window]:
+    found = policy_of(words).schedule(num_layers).windows()
+    require(bool(found), "--depth", words, "one that is known beforehand to leave layers out")
+    return found
+
+
+@takes_engine
+def chats_command(
+    engine_options: Options,
+    out: Annotated[Path, typer.Option("--out", help="The .jsonl file to write.")],
+    model: Model = "demo",
+    texts: Annotated[int, typer.Option("--texts", help="Conversations at most.")] = 200,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of an answer at most.")] = ANSWER_TOKENS,
+) -> None:
+    """Write questions that the model makes up, with its greedy answers to them at full depth: a text for --text.
+
+    What --task chat takes is the same, made anew by each command.
+    """
+    check_output("--out", out)
+    require(out.suffix == ".jsonl", "--out", str(out), "a file whose name ends in .jsonl")
+    require_integer("--texts", texts, 1)
+    require_integer("--max-tokens", max_tokens, 2)
+
+    from d3engine.analysis.answers import answer
+    from d3engine.bridges.own_chats import made_up_prompts
+    from d3engine.engine import Engine
+
+    with Engine(model, **engine_arguments(model, engine_options)) as engine:
+        asked = made_up_prompts(engine, texts, 2 * engine_options.get("seed", 0))
+        prompts = [engine.chat_prompt([{"role": "user", "content": one}]) for one in asked]
+        answers = [one.text for one in answer(engine, prompts, max_tokens)]
+    lines = [
+        json.dumps({"messages": [{"role": "user", "content": one}, {"role": "assistant", "content": text}]})
+        for one, text in zip(asked, answers, strict=True)
+    ]
+    write_output("--out", out, "\n".join(lines) + "\n")
+    note(f"{len(lines)} conversations written to {out}")
+
 
 app = new_app(help="Fit affine maps that stand in for skipped layers, and inspect them.", no_args_is_help=True)
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from d3engine.cli.commands import measures_depths
 from d3engine.cli.engine_options import Options, engine_arguments
-from d3engine.cli.verbosity import measures_depths
 from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, require, require_integer
 from d3engine.progress import bar_columns, hides_bars
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from d3engine.cli.apps import new_app
+from d3engine.cli.commands import new_app, note, wrapped
 from d3engine.cli.depth_options import AUTO, Depth, parse_depth, takes_depth
 from d3engine.cli.engine_options import (
     CHAT_DEFAULTS,
@@ -27,9 +27,7 @@ from d3engine.cli.engine_options import (
     takes_chat_sampling,
     takes_engine,
 )
-from d3engine.cli.lines import wrapped
 from d3engine.cli.streams import given_text
-from d3engine.cli.verbosity import note
 from d3engine.errors import InvalidValueError, require
 
 if TYPE_CHECKING:

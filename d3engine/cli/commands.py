@@ -6,13 +6,373 @@ imports torch before it has work to do.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import logging
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import IntEnum
 from importlib import import_module
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, TextIO, TypeVar, cast
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from d3engine.cli.apps import Group, new_app
+from d3engine.cli.signatures import give_parameters, keyword, naming_flags
+from d3engine.cli.streams import discard_stdout
+from d3engine.errors import NOTHING, D3EngineError, InvalidValueError, must_be, require
+from d3engine.files import is_writable, write_whole
 from d3engine.version import __version__
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """`text` as `stream` is to get it: on a terminal no line is longer than that is wide, but for a word that is."""
+    if not stream.isatty():
+        return text
+    width = _width(stream)
+    return "\n".join(_broken_at_spaces(line, width) for line in text.split("\n"))
+
+
+def _width(stream: TextIO) -> int:
+    """Columns of a terminal; COLUMNS counts more, as for the tables."""
+    given = os.environ.get("COLUMNS", "")
+    if given.isdecimal() and int(given):
+        return int(given)
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):  # no real file, as under a test
+        return 80
+
+
+def _broken_at_spaces(line: str, width: int) -> str:
+    from rich.cells import cell_len  # slow to import, and most commands have nothing to say
+
+    lines = [""]
+    for word in re.findall(" *[^ ]+", line):  # with the spaces before it, which keep columns and indents
+        if lines[-1].strip() and cell_len(lines[-1] + word) > width:
+            lines.append(word.lstrip(" "))
+        else:
+            lines[-1] += word
+    return "\n".join(lines)
+
+
+def check_output(option: str, path: Path | None) -> None:
+    """Refuse, before the work whose result it will hold, a file that cannot be written."""
+    require(path is None or is_writable(path), option, str(path), "a file that can be written, in an existing folder")
+
+
+def write_output(option: str, path: Path, content: str) -> None:
+    """Write a file whole or not at all; raises `InvalidValueError` that names `option` where that cannot be done."""
+    try:
+        write_whole(path, content)
+    except OSError as error:
+        raise InvalidValueError(option, str(path), f"a file that can be written ({error})") from error
+
+
+@contextmanager
+def printing_last(show: Callable[[], None]) -> Iterator[None]:
+    """Call `show` after the block, which writes files, even when it fails: a full disk must not cost the results."""
+    try:
+        yield
+    finally:
+        show()
+
+
+PROGRAM = "d3engine"
+
+
+def as_typed(*words: str) -> str:
+    """The command `d3engine` with these words, quoted for a shell."""
+    return shlex.join([*_program(), *words])
+
+
+def _program() -> list[str]:
+    called = Path(sys.argv[0])
+    if called.name == PROGRAM and called.is_file():
+        return [_shortest(called)]
+    return [_shortest(Path(sys.executable)), "-m", PROGRAM]
+
+
+def _shortest(file: Path) -> str:
+    """The name alone where the shell finds this very file by it; otherwise its path, from here if it lies below.
+
+    Links are not followed: a virtual environment's python is a link to one without our package.
+    """
+    path = os.path.abspath(file)
+    found = shutil.which(file.name)
+    if found is not None and os.path.abspath(found) == path:
+        return file.name
+    below = os.path.relpath(path)
+    return path if below.startswith(os.pardir) else os.path.join(os.curdir, below) if os.sep not in below else below
+
+
+LOGGER = logging.getLogger("d3engine")
+CERTIFICATION = logging.getLogger("d3engine.loading.certification")
+
+Verbose = Annotated[
+    int,
+    typer.Option(
+        "-v",
+        "--verbose",
+        count=True,
+        metavar="",
+        show_default=False,
+        help="Tell what is done, on stderr; -vv in detail.",
+    ),
+]
+Quiet = Annotated[
+    bool, typer.Option("-q", "--quiet", show_default=False, help="Nothing on stderr but errors; no progress bar.")
+]
+
+
+def takes_verbosity(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a typer command `-v` and `-q`."""
+
+    @functools.wraps(command)
+    def with_verbosity(**arguments: Any) -> Any:
+        set_verbosity(arguments.pop("verbose"), arguments.pop("quiet"))
+        return command(**arguments)
+
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    give_parameters(with_verbosity, [*own, keyword("verbose", Verbose, 0), keyword("quiet", Quiet, False)])
+    return with_verbosity
+
+
+def set_verbosity(verbose: int, quiet: bool) -> None:
+    """Warnings by default; `-v` adds what is done, `-vv` its details, `-q` leaves errors alone."""
+    require(not (verbose and quiet), "--quiet", NOTHING, "given without --verbose")
+    level = logging.ERROR if quiet else (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
+    for handler in [one for one in LOGGER.handlers if isinstance(one, _ToStderr)]:
+        LOGGER.removeHandler(handler)
+    LOGGER.addHandler(_ToStderr())
+    LOGGER.setLevel(level)
+    CERTIFICATION.setLevel(logging.NOTSET)
+
+
+def measures_depths() -> None:
+    """Leave out the warnings of depths that are not certified: the command measures what they cost."""
+    CERTIFICATION.setLevel(logging.ERROR)
+
+
+def note(text: str) -> None:
+    """What a reader of the result may want to know, on stderr; not under `-q`."""
+    if LOGGER.isEnabledFor(logging.WARNING):
+        typer.echo(wrapped(text, sys.stderr), err=True)
+
+
+class _ToStderr(logging.Handler):
+    """Writes to the stderr of the moment; a level above info is named."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = f"{record.levelname.lower()}: " if record.levelno != logging.INFO else ""
+        print(wrapped(f"{level}{record.getMessage()}", sys.stderr), file=sys.stderr)
+        if record.exc_info:  # a fault of d3engine's own, of which nobody else is told
+            print(logging.Formatter().formatException(record.exc_info), file=sys.stderr)
+
+
+UsageError: Any = typer.BadParameter.__bases__[0]
+"""What typer raises for a command line that it cannot read; which package has it depends on typer's version."""
+
+KINDS = {"INTEGER": "an integer", "NUMBER": "a number"}
+"""What a value of such a name in the help must be."""
+
+
+def shows_help(error: Any) -> bool:
+    """Whether this is no fault: a group named alone, which shows its help."""
+    return type(error).show is not UsageError.show
+
+
+def in_words(error: Any, context: Any, given: Callable[[], Mapping[str, Any]]) -> str:
+    """The sentence for an error of typer's; `given` has the values of the command line as they stand there."""
+    return f"{_fault(error, given)}; see {as_typed(*context.command_path.split()[1:], '--help')}"
+
+
+def _fault(error: Any, given: Callable[[], Mapping[str, Any]]) -> str:
+    parameter = getattr(error, "param", None)
+    if parameter is None:
+        return _unknown(error) if hasattr(error, "possibilities") else error.format_message().rstrip(".")
+    is_option = parameter.param_type_name == "option"
+    name = max(parameter.opts, key=len) if is_option else parameter.metavar or parameter.name.upper()
+    if hasattr(error, "param_type"):  # it is missing
+        text = (parameter.help or "a value").rstrip(".")
+        return must_be(name, NOTHING, f"given: {text[0].lower()}{text[1:]}")
+    if parameter.metavar in KINDS:
+        return must_be(name, given().get(parameter.name), KINDS[parameter.metavar])
+    return f"{name}: {error.message.removeprefix('Value error, ').rstrip('.')}"
+
+
+def _unknown(error: Any) -> str:
+    from d3engine.cli.depth_options import respelled  # which loads the policies
+
+    new = respelled(error.option_name)
+    if new is not None:
+        return f"there is no option {error.option_name} any more: write {new}"
+    like = f" (is it {' or '.join(sorted(error.possibilities))}?)" if error.possibilities else ""
+    return f"there is no option {error.option_name}{like}"
+
+
+class ExitCode(IntEnum):
+    """The exit codes of every command; `docs/cli.md` explains them to users."""
+
+    DONE = 0
+    FAILED = 1  # it ran and failed, or what was asked is not so
+    REFUSED = 2  # options, files or what is installed must change first; nothing has run
+    NO_SAFE_SETTING = 3  # of `calibrate`, as the next
+    TOO_LITTLE_KNOWN = 4  # full depth itself is hardly ever right
+    INTERRUPTED = 130  # as a shell says of SIGINT
+    PIPE_CLOSED = 141  # and of SIGPIPE
+
+
+@contextmanager
+def ending() -> Iterator[None]:
+    """Words what ends a command, and raises `typer.Exit` with its code; stdout is flushed at the end."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except D3EngineError as error:
+        say_error(str(error))
+        raise typer.Exit(code_of(error)) from None
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
+    except BrokenPipeError:
+        discard_stdout()
+        raise typer.Exit(ExitCode.PIPE_CLOSED) from None
+    except OSError as error:
+        discard_stdout()
+        say_error(f"{error.filename or 'stdout'}: {error.strerror or error}")
+        raise typer.Exit(ExitCode.FAILED) from None
+
+
+def code_of(error: D3EngineError) -> ExitCode:
+    """A RuntimeError happened on the way; all others say what was wrong with the input."""
+    return ExitCode.FAILED if isinstance(error, RuntimeError) else ExitCode.REFUSED
+
+
+def say_error(message: str) -> None:
+    """One line on stderr, which a terminal gets broken at spaces."""
+    typer.echo(wrapped("error: " + " ".join(message.split()), sys.stderr), err=True)
+
+
+CommandFunction = TypeVar("CommandFunction", bound=Callable[..., Any])
+
+
+RENAMED = {
+    "--admission-waves": ("--admission-interval", ""),
+    "--request-timeout": ("--timeout", "request="),
+    "--header-timeout": ("--timeout", "header="),
+    "--body-timeout": ("--timeout", "body="),
+    "--write-timeout": ("--timeout", "write="),
+    "--timeout-keep-alive": ("--timeout", "keep-alive="),
+    "--shutdown-timeout": ("--timeout", "shutdown="),
+}
+"""Options of the release before -> option, and what its value begins with. They go with the next release."""
+
+
+def with_new_names(args: list[str]) -> list[str]:
+    """The words of a command line with the options of `RENAMED` under their new names, each noted on stderr."""
+    found: list[str] = []
+    words = iter(args)
+    for word in words:
+        flag, separator, value = word.partition("=")
+        if flag not in RENAMED:
+            found.append(word)
+            if word == "--":
+                break
+            continue
+        new, begin = RENAMED[flag]
+        value = value if separator else next(words, "")
+        note(f"{flag} is now {new} {begin}{value}; the old name goes with the next release")
+        found += [new, f"{begin}{value}"]
+    return [*found, *words]
+
+
+class Worded:
+    """Says what is wrong with a command line as every other fault of input is said."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Take the options and arguments in; raises `D3EngineError` for those that cannot be read."""
+        args = with_new_names(args)
+        words = list(args)
+        parent: Any = super()
+        try:
+            return parent.parse_args(ctx, args)
+        except UsageError as error:
+            if shows_help(error):
+                raise
+            raise D3EngineError(in_words(error, ctx, lambda: parent.make_parser(ctx).parse_args(words)[0])) from None
+
+
+class Command(Worded, TyperCommand):
+    """A command, whose errors name the flags that were typed."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options under the names of their panels, as typer does only on a terminal."""
+        panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                usual = "Arguments" if param.param_type_name == "argument" else "Options"
+                panels.setdefault(getattr(param, "rich_help_panel", None) or usual, []).append(record)
+        for name, records in panels.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        params: Any = self.params
+        typed = [param for param in params if ctx.get_parameter_source(param.name).name == "COMMANDLINE"]
+        flags = [max(param.opts, key=len) for param in typed if param.param_type_name == "option"]
+        with naming_flags({flag.removeprefix("--").replace("-", "_"): flag for flag in flags}):
+            return super().invoke(ctx)
+
+
+class Group(Worded, TyperGroup):
+    """A group of commands that all end in one way."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the first of the words names; raises `InvalidValueError` where it names none."""
+        known = self.get_command(ctx, args[0]) is not None
+        require(known, "COMMAND", args[0], f"one of {', '.join(self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
+
+    def make_context(self, *arguments: Any, **named: Any) -> Any:
+        """Read the command line; prints --help and --version."""
+        with ending():
+            return super().make_context(*arguments, **named)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        with ending():
+            return super().invoke(ctx)
+
+
+class App(typer.Typer):
+    """An app whose commands take `-v` and `-q`."""
+
+    def command(self, *arguments: Any, **named: Any) -> Callable[[CommandFunction], CommandFunction]:
+        """As typer's."""
+        register = super().command(*arguments, **{"cls": Command, **named})
+
+        def decorate(function: CommandFunction) -> CommandFunction:
+            return cast(CommandFunction, register(takes_verbosity(function)))
+
+        return decorate
+
+
+def new_app(*, cls: type[Group] = Group, **settings: Any) -> App:
+    """A typer app with the settings all commands share: no boxes in a pipe, plain tracebacks."""
+    markup: Any = "rich" if sys.stdout.isatty() else None
+    return App(cls=cls, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=markup, **settings)
+
 
 COMMANDS = {
     "generate": "d3engine.cli.generate",

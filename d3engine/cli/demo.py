@@ -9,21 +9,19 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
+from statistics import median
 from typing import TYPE_CHECKING
 
 import typer
 
 from d3engine.cli.answers import Answer, Run, depths_of, run_answers, show_tokens
+from d3engine.cli.commands import ExitCode, as_typed, note
 from d3engine.cli.depth_options import AUTO, Depth
-from d3engine.cli.ending import ExitCode
 from d3engine.cli.engine_options import Options, open_engine, sampling_params
-from d3engine.cli.invocation import as_typed
 from d3engine.cli.terminal import DepthColours, Writer, new_console
-from d3engine.cli.turns import Speedup, speedups
-from d3engine.cli.verbosity import note
 from d3engine.depth import D3, DepthPolicy, FullDepth
 from d3engine.depth.words import policy_in_words
 from d3engine.errors import require, require_integer
@@ -32,6 +30,54 @@ from d3engine.evaluation.word_problems import Problem, extract_answer, format_pr
 if TYPE_CHECKING:
     from d3engine.engine import Engine
     from d3engine.request.params import SamplingParams
+
+
+MOST_ROUNDS = 9
+ENOUGH_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """The median over rounds of one way's time over the other's."""
+
+    ratio: float
+    rounds: int
+
+    @property
+    def words(self) -> str:
+        """ "1.7x faster"."""
+        factor, way = (self.ratio, "faster") if self.ratio >= 1 else (1 / self.ratio, "slower")
+        return "as fast" if f"{factor:.1f}" == "1.0" else f"{factor:.1f}x {way}"
+
+    def __str__(self) -> str:
+        """ "1.7x faster (median of 9 turns)"."""
+        return f"{self.words} (median of {self.rounds} turns)" if self.rounds > 1 else f"{self.words} (one turn each)"
+
+
+def speedups(
+    slow: Callable[[], Sequence[float]],
+    fast: Callable[[], Sequence[float]],
+    *,
+    most_rounds: int = MOST_ROUNDS,
+    enough_seconds: float = ENOUGH_SECONDS,
+) -> list[Speedup]:
+    """How much faster `fast` is than `slow` in each of the seconds that both tell; each call runs one and returns them.
+
+    Ends after `most_rounds` rounds, or with the round in which `enough_seconds` have gone by. Every other round begins
+    with the other one.
+    """
+    rounds: list[list[float]] = []
+    began = time.perf_counter()
+    while len(rounds) < most_rounds and (not rounds or time.perf_counter() - began < enough_seconds):
+        if len(rounds) % 2:
+            after = fast()
+            before = slow()
+        else:
+            before = slow()
+            after = fast()
+        rounds.append([a / b for a, b in zip(before, after, strict=False)])
+    return [Speedup(median(ratios), len(ratios)) for ratios in zip(*rounds, strict=False)]
+
 
 WARM_UP_TOKENS = 4
 """Tokens before the first answer of the demo; nobody sees them, and somebody waits for them."""

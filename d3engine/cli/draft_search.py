@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from d3engine.cli.ending import ExitCode
+from d3engine.cli.commands import ExitCode, note
 from d3engine.cli.engine_options import Options, open_engine, sampling_params
-from d3engine.cli.verbosity import note
 from d3engine.depth import FullDepth
 from d3engine.errors import InvalidValueError, require, require_integer
 from d3engine.progress import bar_columns, hides_bars

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -17,17 +19,123 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from d3engine.cli.commands import LOGGER, note
 from d3engine.cli.depth_options import AUTO as AUTO_DEPTH
 from d3engine.cli.depth_options import Depth
 from d3engine.cli.signatures import give_parameters, keyword, naming_flags
-from d3engine.cli.structured_options import STRUCTURED, with_form
-from d3engine.cli.verbosity import LOGGER, note
-from d3engine.errors import require_integer
+from d3engine.errors import InvalidValueError, require, require_integer
+from d3engine.files import UnreadableFileError, as_json, read_text
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
     from d3engine.loading.facts import EngineProperties
+    from d3engine.model.config import ModelConfig
     from d3engine.request.params import SamplingParams
+
+
+STRUCTURED: dict[str, tuple[str, Any, str]] = {
+    "json_schema": ("--json-schema", Path, "A file with a JSON schema that every answer satisfies."),
+    "regex": ("--regex", str, "A regular expression that every answer matches from end to end."),
+    "choice": ("--choice", list[str], "A text that an answer may be; may be repeated."),
+    "grammar": ("--grammar", Path, "A file with a grammar in Lark's syntax that every answer follows."),
+}
+"""Option -> flag, type, help; `with_form` makes `structured_outputs` of those that are given."""
+
+_FIELDS = {name: "json" if name == "json_schema" else name for name in STRUCTURED}
+"""Option -> the field of `StructuredOutputsParams` that it is."""
+
+
+def with_form(given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `SamplingParams`, the form among them. Raises `InvalidValueError` naming the flag."""
+    from d3engine.request.structured import StructuredOutputsParams
+
+    forms = [name for name in STRUCTURED if name in given]
+    if not forms:
+        return given
+    flags = ", ".join(STRUCTURED[name][0] for name in forms)
+    require(len(forms) == 1, flags, f"{len(forms)} of them", "one alone, since an answer has one form")
+    (name,), rest = forms, {key: value for key, value in given.items() if key not in forms}
+    with naming_the_flag(given):
+        return {**rest, "structured_outputs": StructuredOutputsParams(**{_FIELDS[name]: _form(name, given[name])})}
+
+
+@contextmanager
+def naming_the_flag(given: dict[str, Any]) -> Iterator[None]:
+    """Where the form that is given is refused, say so of its flag, and of its file in place of what that holds."""
+    try:
+        yield
+    except InvalidValueError as error:
+        for name in STRUCTURED:
+            if name in given and error.field == _FIELDS[name]:
+                flag, kind, _ = STRUCTURED[name]
+                if kind is Path:
+                    raise InvalidValueError(flag, str(given[name]), f"a file with {error.allowed}") from None
+                raise InvalidValueError(flag, error.value, error.allowed) from None
+        raise
+
+
+def _form(name: str, given: Any) -> Any:
+    """What `StructuredOutputsParams` takes: the content of a file, of a JSON schema as an object."""
+    flag, kind, _ = STRUCTURED[name]
+    if kind is not Path:
+        return given
+    try:
+        text = read_text(given)
+    except UnreadableFileError as error:
+        raise InvalidValueError(flag, str(given), f"a regular file of UTF-8 text ({error})") from error
+    if name != "json_schema":
+        return text
+    allowed = "a file with a JSON schema, which is a JSON object"
+    try:
+        schema = as_json(text, given)
+    except UnreadableFileError as error:
+        reason = error.__context__  # a key that stands twice is of the file, which may be private
+        said = f"valid JSON: {reason}" if isinstance(reason, json.JSONDecodeError) else "valid JSON"
+        raise InvalidValueError(flag, str(given), f"{allowed} (this one is not {said})") from None
+    require(isinstance(schema, dict), flag, str(given), f"{allowed} (this one holds {_kind_in_words(schema)})")
+    return schema
+
+
+def _kind_in_words(value: Any) -> str:
+    kinds = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")
+
+
+AUTO = "auto"
+WEIGHTS_PER_NATIVE_THREAD = 2**18
+"""Weights of a layer that are worth a native thread from the third on; two are worth it with fewer for each."""
+MOST = 1024
+
+
+def read_threads(given: str) -> int | None:
+    """The number after `--threads`; None for "auto"."""
+    if given == AUTO:
+        return None
+    if not given.isascii() or not given.isdecimal():
+        raise InvalidValueError("--threads", given, f"{AUTO!r}, or an integer from 1 to {MOST}")
+    return require_integer("--threads", int(given), 1, MOST)
+
+
+def native_threads_for(config: ModelConfig, most: int) -> int:
+    """How many threads of the native library suit a model: at least two, and at most `most`."""
+    return min(most, max(2, config.layer_parameters // WEIGHTS_PER_NATIVE_THREAD))
+
+
+def use_threads(given: str, config: ModelConfig, spare_cores: int = 0) -> int:
+    """Let PyTorch compute with that many threads from now on; how many the native library is to have.
+
+    "auto" never takes more than PyTorch would by itself or the process may use, less the cores that are to be spared.
+    """
+    import torch
+
+    from d3engine.loading.host_cpus import usable_cpus
+    from d3engine.loading.pytorch_threads import pytorch_threads_for
+
+    asked = read_threads(given)
+    most = max(1, min(torch.get_num_threads(), usable_cpus()) - spare_cores)
+    torch.set_num_threads(asked or pytorch_threads_for(config, most))
+    return asked or native_threads_for(config, most)
+
 
 Options: TypeAlias = dict[str, Any]
 """The options given, by the name of the argument they stand for."""
@@ -221,7 +329,6 @@ def engine_arguments(model: str, options: Options, spare_cores: int = 0) -> Opti
     `--threads auto` leaves `spare_cores` to others.
     """
     directory = model_directory(model)
-    from d3engine.cli.threads import AUTO, use_threads
     from d3engine.model.config import ModelConfig
     from d3engine.scheduling.admission import IntervalAdmission
 

@@ -6,29 +6,278 @@ question by question. The questions are generated, read from files, or lm-evalua
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from d3engine.cli.apps import new_app
+from d3engine.cli.commands import check_output, measures_depths, new_app, note, printing_last, write_output
 from d3engine.cli.depth_options import AUTO, Depth, takes_depth
 from d3engine.cli.engine_options import (
     Model,
     Options,
     check_sampling,
     open_engine,
+    sampling_params,
     takes_engine,
     takes_task_sampling,
 )
-from d3engine.cli.eval_run import HARNESS_MAX_TOKENS, Run, resolve_policies
-from d3engine.cli.output_files import check_output
-from d3engine.cli.verbosity import measures_depths
+from d3engine.depth import D3, DepthPolicy, FullDepth
+from d3engine.depth.words import policy_in_words
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer
 from d3engine.evaluation import catalogue
-from d3engine.integrations.lm_eval_harness import find_tasks
+from d3engine.evaluation.accuracy import Score, measure, measure_with_shared_prompts, shape_of
+from d3engine.evaluation.baselines import BISECTIONS, at_equal_depth, early_exit_at_depth, published_order
+from d3engine.evaluation.benchmark import Benchmark, Question, check_prompts
+from d3engine.evaluation.bridged import bridge_hashes, bridged_rivals, open_bridges
+from d3engine.evaluation.kept import KeptAnswers
+from d3engine.evaluation.report import (
+    Chart,
+    Result,
+    Table,
+    as_dict,
+    benchmark_tables,
+    chart,
+    side_by_side,
+    tables,
+)
+from d3engine.integrations.lm_eval_harness import find_tasks, harness_charts, harness_dict, harness_tables, run_tasks
+from d3engine.progress import bar_columns, hides_bars
+
+if TYPE_CHECKING:
+    from d3engine.engine import Engine
+    from d3engine.request.params import SamplingParams
+
+
+HARNESS_MAX_TOKENS = 256
+"""Tokens of an answer whose task in lm-evaluation-harness does not say, as in the harness itself; gsm8k and bbh have
+those of the paper."""
+
+
+def resolve_policies(
+    engine: Engine, wanted: Sequence[Depth], compare_full: bool, baselines: bool, max_tokens: int
+) -> list[DepthPolicy]:
+    """The policies to run, in order; the same one twice is refused."""
+    named = [engine.depth if depth == AUTO else depth for depth in wanted]
+    policies: list[DepthPolicy] = [FullDepth()] if compare_full else []
+    is_repeated = compare_full and any(isinstance(one, FullDepth) for one in named)
+    require(not is_repeated, "--compare-full", NOTHING, "given with other depths (--depth)")
+    for nth, one in enumerate(named):
+        require(one not in named[:nth], "--depth", policy_in_words(one), "a different one each time")
+    has_d3 = any(isinstance(one, D3) for one in named)
+    require(has_d3 or not baselines, "--baselines", NOTHING, "given with a D3 policy, whose mean depth they take")
+    shape = shape_of(engine.config)
+    order = published_order(shape)
+    for one in named:
+        policies.append(one)
+        if baselines and isinstance(one, D3):
+            at_depth = at_equal_depth(one, num_layers=shape.num_layers, max_tokens=max_tokens, removal_order=order)
+            at_depth += bridged_rivals(engine, one, max_tokens)
+            policies += [other for other in at_depth if other not in policies and other not in named]
+    for one in policies:
+        one.schedule(engine.config.num_layers)  # refused before the first has run
+    open_bridges(engine, policies)
+    return policies
+
+
+class Run:
+    """One run of the command: what was asked for, and how its results are shown."""
+
+    def __init__(
+        self,
+        model: str,
+        names: list[str],
+        seed: int,
+        limit: int | None,
+        shots: int | None,
+        html: Path | None,
+        as_json: bool,
+        shares_prompts: bool = False,
+        answers: Path | None = None,
+    ) -> None:
+        self._facts: dict[str, Any] = {"model": model, "tasks": names, "seed": seed, "limit": limit}
+        self._shots = shots
+        self._html = html
+        self._as_json = as_json
+        self._shares_prompts = shares_prompts
+        self._answers = answers
+        self._has_printed = False
+
+    def with_benchmarks(
+        self,
+        engine: Engine,
+        benchmarks: Sequence[Benchmark],
+        wanted: Sequence[Depth],
+        sampling: Options,
+        compare_full: bool,
+        depth_questions: Callable[[Benchmark], Sequence[Question]] | None,
+    ) -> None:
+        """Measure every benchmark under every policy, and show each one's results when it is done.
+
+        With `depth_questions`, the baselines at each D3's depth too; by those questions that of early exit is set.
+        Whatever would end the run halfway is refused before it begins: prompts too long, policies that do not fit.
+        """
+        assert engine.tokenizer is not None
+        check_prompts(benchmarks, engine.tokenizer.encode, engine.max_model_len)
+        baselines = depth_questions is not None
+        planned = [_plan(engine, benchmark, wanted, sampling, compare_full, baselines) for benchmark in benchmarks]
+        kept = None if self._answers is None else _kept_answers(self._answers, engine, planned)
+        if depth_questions is not None:
+            ask = partial(measure, engine, shares_prompts=self._shares_prompts, kept=kept)
+            planned = [
+                (_with_early_exits(ask, depth_questions(benchmark), policies, params), params)
+                for benchmark, (policies, params) in zip(benchmarks, planned, strict=True)
+            ]
+        results = []
+        for benchmark, (policies, params) in zip(benchmarks, planned, strict=True):
+            results.append(_measure(engine, benchmark, policies, params, self._shares_prompts, kept))
+            self._print(benchmark_tables(results[-1]))
+        self._facts |= _machine(engine)
+        described = {"benchmarks": [as_dict(result) for result in results]}
+        if len(results) > 1:
+            self._print([side_by_side(results)])
+        self._write(tables(results), described, [chart(result) for result in results])
+
+    def with_harness(self, engine: Engine, found: Any, policies: Sequence[DepthPolicy], max_tokens: int | None) -> None:
+        """Let lm-evaluation-harness run its tasks under every policy, and show the results."""
+        runs = run_tasks(
+            engine,
+            self._facts["tasks"],
+            [(policy_in_words(one), one) for one in policies],
+            shots=self._shots,
+            limit=self._facts["limit"],
+            seed=self._facts["seed"],
+            max_gen_toks=partial(catalogue.harness_length, otherwise=HARNESS_MAX_TOKENS)
+            if max_tokens is None
+            else max_tokens,
+            manager=found,
+        )
+        self._facts |= _machine(engine)
+        described = {"harness": [harness_dict(run, runs[0]) for run in runs]}
+        self._print(harness_tables(runs))
+        self._write(harness_tables(runs), described, harness_charts(runs))
+
+    def _print(self, found: Sequence[Table]) -> None:
+        """Tables for people, now; nothing where JSON is to come."""
+        from d3engine.cli.terminal import print_table
+
+        if self._as_json:
+            return
+        for table in found:
+            typer.echo("", nl=self._has_printed)
+            self._has_printed = True
+            print_table(table.title, table.header, table.rows, table.notes)
+
+    def _write(self, found: Sequence[Table], described: dict[str, Any], charts: Sequence[Chart]) -> None:
+        """What holds the whole run: the page, and JSON."""
+        with printing_last(lambda: self._print_json(described)):
+            if self._html is not None:
+                from d3engine.evaluation.html_page import page
+
+                facts = {name: _readable(value) for name, value in self._facts.items() if value is not None}
+                write_output("--html", self._html, page("d3engine eval", facts, charts, found))
+
+    def _print_json(self, described: dict[str, Any]) -> None:
+        if self._as_json:
+            typer.echo(json.dumps({**self._facts, **described}, indent=2))
+
+
+def _plan(
+    engine: Engine,
+    benchmark: Benchmark,
+    wanted: Sequence[Depth],
+    sampling: Options,
+    compare_full: bool,
+    baselines: bool,
+) -> tuple[list[DepthPolicy], SamplingParams]:
+    """The policies of a benchmark, and how its answers are sampled."""
+    stop = [*sampling.get("stop", ()), *benchmark.stop]
+    options = {"max_tokens": benchmark.max_tokens, "temperature": 0.0, **sampling, "stop": stop or None}
+    params = sampling_params(engine, options)
+    assert params.max_tokens is not None  # every benchmark has a number, and so has --max-tokens
+    return resolve_policies(engine, wanted, compare_full, baselines, params.max_tokens), params
+
+
+def _kept_answers(
+    path: Path, engine: Engine, planned: Sequence[tuple[Sequence[DepthPolicy], SamplingParams]]
+) -> KeptAnswers:
+    """The answers of earlier runs of the same weights; refused where an answer depends on more than its prompt."""
+    from d3engine.model.fingerprint import fingerprint
+
+    for policies, params in planned:
+        require(params.temperature == 0, "--answers", str(path), "absent unless answers are greedy (--temperature 0)")
+        for policy in policies:
+            rule = policy.exit_rule(engine.config.num_layers)
+            alone = rule is None or rule.batch == "per_row"
+            require(alone, "--answers", str(path), "absent where company changes answers (exit-batch=batch_min)")
+    bridges = bridge_hashes(engine, [policy for policies, _ in planned for policy in policies])
+    kept = KeptAnswers(path, {"weights": fingerprint(engine.directory), **_machine(engine)}, bridges)
+    note(f"{path} has {len(kept)} answers.")
+    return kept
+
+
+def _with_early_exits(
+    ask: Callable[..., Score], questions: Sequence[Question], policies: Sequence[DepthPolicy], params: SamplingParams
+) -> list[DepthPolicy]:
+    """The policies, and after the last an early exit for each D3 that runs as many layers on these questions."""
+    from tqdm import tqdm
+
+    decays = [policy for policy in policies if isinstance(policy, D3)]
+    total = len(decays) * (1 + BISECTIONS)
+    with tqdm(
+        total=total, desc="early exit", unit="run", disable=hides_bars(), ncols=bar_columns(), leave=False
+    ) as bar:
+
+        def depth_of(policy: DepthPolicy) -> float:
+            bar.update()
+            return ask(questions, policy, params).realised_mean_layers
+
+        exits = [early_exit_at_depth(depth_of, depth_of(policy)) for policy in decays]
+    return [*policies, *(one for one in dict.fromkeys(exits) if one not in policies)]
+
+
+def _measure(
+    engine: Engine,
+    benchmark: Benchmark,
+    policies: Sequence[DepthPolicy],
+    params: SamplingParams,
+    shares_prompts: bool,
+    kept: KeptAnswers | None,
+) -> Result:
+    questions = benchmark.questions
+    measure(engine, questions[:1], policies[0], params, kept=kept)  # whatever is slow the first time is not measured
+    if shares_prompts:
+        from tqdm import tqdm
+
+        with tqdm(
+            total=len(questions),
+            desc=benchmark.name,
+            unit="question",
+            disable=hides_bars(),
+            ncols=bar_columns(),
+            leave=False,
+        ) as bar:
+            done: Callable[[], None] = lambda: bar.update() and None  # noqa: E731
+            scores = measure_with_shared_prompts(engine, benchmark, policies, params, done=done, kept=kept)
+    else:
+        progress = sys.stderr.isatty() and not hides_bars()
+        scores = [measure(engine, questions, policy, params, progress=progress, kept=kept) for policy in policies]
+    return Result(benchmark, tuple(policy_in_words(policy) for policy in policies), tuple(scores))
+
+
+def _machine(engine: Engine) -> dict[str, str]:
+    dtypes = {"dtype": engine.dtype, "weight_dtype": engine.weight_dtype}
+    return {"device": str(engine.device)} | {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
+
+
+def _readable(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, list) else str(value)
+
 
 app = new_app()
 

@@ -16,22 +16,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from d3engine.cli.apps import new_app
+from d3engine.cli.commands import ExitCode, new_app, note
 from d3engine.cli.depth_options import Depth, takes_depth
-from d3engine.cli.ending import ExitCode
 from d3engine.cli.engine_options import (
     Model,
     Options,
     check_sampling,
     model_directory,
+    naming_the_flag,
     open_engine,
     sampling_params,
     takes_engine,
     takes_samples,
 )
 from d3engine.cli.streams import given_text, is_unicode
-from d3engine.cli.structured_options import naming_the_flag
-from d3engine.cli.verbosity import note
 from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, require
 from d3engine.files import UnreadableFileError, read_text
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from d3engine.cli.apps import new_app
+from d3engine.cli.commands import new_app, note
 from d3engine.cli.depth_options import Depth, takes_depth
 from d3engine.cli.engine_options import (
     ENGINE,
@@ -20,7 +20,6 @@ from d3engine.cli.engine_options import (
 )
 from d3engine.cli.serve import LOOPS_CORE
 from d3engine.cli.server_options import served_as, takes_ids
-from d3engine.cli.verbosity import note
 from d3engine.depth import DepthPolicy
 from d3engine.errors import require
 

@@ -14,8 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from d3engine.cli.apps import new_app
-from d3engine.cli.lines import wrapped
+from d3engine.cli.commands import new_app, wrapped
 from d3engine.errors import NOTHING, require
 from d3engine.evaluation.paper import Compared, PaperReport, report
 from d3engine.evaluation.paper_setup import Reference, further_notes, reference, setup_tables

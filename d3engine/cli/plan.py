@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from d3engine.cli.apps import new_app
+from d3engine.cli.commands import new_app, note
 from d3engine.cli.depth_options import AUTO, Depth, takes_depth
 from d3engine.cli.engine_options import model_directory
-from d3engine.cli.verbosity import note
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.depth.policy import POLICY_FILE, policy_from_directory
 from d3engine.depth.words import policy_in_words

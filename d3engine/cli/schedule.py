@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from d3engine.cli.apps import new_app
+from d3engine.cli.commands import new_app
 from d3engine.cli.depth_options import AUTO, Depth, policies_help, takes_depth
 from d3engine.cli.engine_options import MODEL, model_directory
 from d3engine.depth import NEVER, DepthPolicy, Schedule

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from d3engine.cli.apps import new_app
+from d3engine.cli.commands import ExitCode, new_app, note
 from d3engine.cli.depth_options import Depth, takes_depth
-from d3engine.cli.ending import ExitCode
 from d3engine.cli.engine_options import (
     Model,
     Options,
@@ -25,7 +24,6 @@ from d3engine.cli.engine_options import (
     tell_own_setting,
 )
 from d3engine.cli.server_options import require_server_packages, server_settings, takes_server
-from d3engine.cli.verbosity import note
 from d3engine.errors import D3EngineError, require_integer
 from d3engine.garbage import freeze_loaded
 from d3engine.version import __version__

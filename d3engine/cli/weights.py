@@ -13,10 +13,8 @@ from typing import Annotated
 
 import typer
 
-from d3engine.cli.apps import new_app
-from d3engine.cli.ending import ExitCode, say_error
+from d3engine.cli.commands import ExitCode, new_app, note, say_error
 from d3engine.cli.engine_options import Model, model_directory
-from d3engine.cli.verbosity import note
 from d3engine.depth.policy import POLICY_FILE
 from d3engine.errors import ModelFormatError, require
 from d3engine.files import beside, is_there

@@ -19,10 +19,9 @@ from typer.testing import CliRunner
 
 from d3engine.cli import app
 from d3engine.cli import demo as shown_problem
-from d3engine.cli.engine_options import engine_arguments, open_engine
-from d3engine.cli.invocation import as_typed
-from d3engine.cli.threads import native_threads_for, read_threads
-from d3engine.cli.turns import Speedup, speedups
+from d3engine.cli.commands import as_typed
+from d3engine.cli.demo import Speedup, speedups
+from d3engine.cli.engine_options import engine_arguments, native_threads_for, open_engine, read_threads
 from d3engine.engine import Engine
 from d3engine.errors import InvalidValueError
 from d3engine.garbage import OBJECTS_BETWEEN_COLLECTIONS

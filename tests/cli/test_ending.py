@@ -20,9 +20,8 @@ from invoking import invoke
 
 from d3engine import Engine
 from d3engine.cli.answers import Run, _pace
-from d3engine.cli.commands import COMMANDS
+from d3engine.cli.commands import COMMANDS, ExitCode, code_of
 from d3engine.cli.depth_options import OPTIONS
-from d3engine.cli.ending import ExitCode, code_of
 from d3engine.cli.engine_options import ENGINE
 from d3engine.depth.policy import POLICY_CLASSES, policy_class
 from d3engine.errors import (

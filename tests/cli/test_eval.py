@@ -216,7 +216,7 @@ def test_policies_whose_tokens_decide_have_no_nominal_figures_and_true_flops_rat
 
 
 def test_tables_of_a_benchmark_are_there_although_a_later_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    from d3engine.cli import eval_run as command
+    from d3engine.cli import eval as command
 
     def failing(engine: Any, benchmark: Any, *arguments: Any) -> Any:
         if benchmark.name == "word-sorting":

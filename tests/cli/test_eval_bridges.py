@@ -13,7 +13,7 @@ from bridge_files import some_maps, write_maps
 from invoking import invoke
 
 from d3engine.cli.engine_options import model_directory
-from d3engine.cli.eval_run import resolve_policies
+from d3engine.cli.eval import resolve_policies
 from d3engine.depth import D3, Nested
 from d3engine.depth.statistics import mean_depth
 from d3engine.depth.words import policy_in_words

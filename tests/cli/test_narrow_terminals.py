@@ -10,8 +10,8 @@ import pytest
 from rich.cells import cell_len
 from rich.text import Text
 
-from d3engine.cli import verbosity
-from d3engine.cli.ending import say_error
+from d3engine.cli import commands as verbosity
+from d3engine.cli.commands import say_error
 from d3engine.cli.terminal import print_table
 
 NOTE = "no bridges beside the weights: --depth nested crosses nothing, and 日本語 takes two columns a character"

@@ -7,7 +7,7 @@ import re
 import pytest
 from invoking import invoke
 
-from d3engine.cli.apps import with_new_names
+from d3engine.cli.commands import with_new_names
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from d3engine import Engine
-from d3engine.cli.threads import use_threads
+from d3engine.cli.engine_options import use_threads
 from d3engine.loading import host_cpus
 from d3engine.loading.device import num_threads
 from d3engine.loading.model_directory import model_directory

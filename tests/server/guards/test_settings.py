@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from d3engine.cli.server_options import LIMITS, WHAT, WHO
+from d3engine.cli.server_options import LIMITS, TIMEOUTS, WHAT, WHO
 from d3engine.errors import InvalidValueError
 from d3engine.server.guards.settings import GuardSettings
 from d3engine.server.settings import ServerSettings
@@ -55,4 +55,4 @@ def test_without_a_key_only_this_machine_is_served(host: str) -> None:
 
 def test_whoever_starts_the_server_can_decide_all_that_there_is_to_decide() -> None:
     decided = {field.name for settings in (GuardSettings, ServerSettings) for field in fields(settings)} - {"guards"}
-    assert {*WHO, *WHAT, *LIMITS} - {"api_key_file"} == decided
+    assert {*WHO, *WHAT, *LIMITS, *TIMEOUTS.values()} - {"api_key_file", "timeouts"} == decided

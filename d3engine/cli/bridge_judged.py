@@ -27,19 +27,22 @@ from d3engine.cli.bridge_texts import (
     bridges_of,
     bridges_path,
     open_passage,
+    policy_of,
     progress_bar,
     read_own_bridges,
     schedule_of,
     write_own_bridges,
 )
+from d3engine.cli.commands import check_output, note, printing_last
 from d3engine.cli.engine_options import Model, Options, takes_engine
-from d3engine.cli.output_files import check_output, printing_last
-from d3engine.cli.verbosity import note
-from d3engine.errors import require, require_integer, require_number
+from d3engine.errors import NOTHING, require, require_integer, require_number
 
 if TYPE_CHECKING:
     from d3engine.bridges.decoded import Comparison
     from d3engine.bridges.judging import Reading
+    from d3engine.bridges.nesting import Order
+    from d3engine.bridges.own_answers import OwnComparison
+    from d3engine.engine import Engine
     from d3engine.model.bridges import Bridge, Bridges, Window
 
 
@@ -118,7 +121,7 @@ def tune_command(
         tuning.run(full, state, key, lambda loss: _advance(bar, loss))
     result = _compared(passage, schedule, before, tuning.bridges, judge_on, "skipped" if from_nothing else "fitted")
     pays = result.policies[1].mean("kl").value < result.policies[0].mean("kl").value
-    with printing_last(partial(_show, result, pays, target, as_json)):
+    with printing_last(partial(_show_tuned, result, pays, target, as_json)):
         if pays:
             told = {"policy": policy, **asdict(options), "source": asked.source, "texts": len(tune_on)}
             _write(own, tuning.bridges, {**told, "text_hash": _text_hash(tune_on)}, target)
@@ -169,7 +172,7 @@ def _write(own: Bridges, tuned: Mapping[Window, Bridge], told: dict[str, Any], t
     write_own_bridges(replace(own, by_window={**own.by_window, **tuned}, about=about), target)
 
 
-def _show(result: Comparison, pays: bool, target: Path, as_json: bool) -> None:
+def _show_tuned(result: Comparison, pays: bool, target: Path, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"out": str(target) if pays else None, "held_out": result.as_dict()}, indent=2))
         return
@@ -178,3 +181,137 @@ def _show(result: Comparison, pays: bool, target: Path, as_json: bool) -> None:
     for table in (result.table(), result.step_table()):
         print_table(table.title, table.header, table.rows)
     note(f"tuned bridges written to {target}" if pays else "nothing was written: held-out text is no better for it")
+
+
+@takes_engine
+def measure_command(
+    engine_options: Options,
+    model: Model = "demo",
+    bridges: BridgesFile = None,
+    policies: Annotated[
+        list[str] | None,
+        typer.Option("--depth", help='A policy with its options, "d3 alpha=A start=S"; may be repeated.'),
+    ] = None,
+    text: Text = None,
+    task: Task = None,
+    prompts: Prompts = None,
+    data: Data = None,
+    texts: Annotated[int, typer.Option("--texts", help="Texts to measure on at most.")] = 8,
+    text_tokens: TextTokens = 256,
+    prompt_tokens: PromptTokens = None,
+    max_tokens: MaxTokens = ANSWER_TOKENS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Read texts at the depths that each policy has for them, and compare every next-token distribution with full
+    depth's, by generation step. Each policy stands there twice: its windows skipped as they are, and bridged.
+
+    With --prompts, or --task chat, each policy also answers by itself, and what it keeps of full depth's answers is
+    counted.
+    """
+    asked = TextOptions(text or [], task, prompts, data, texts, text_tokens, prompt_tokens, max_tokens)
+    asked.check()
+    require(bool(policies), "--depth", NOTHING, "given at least once")
+
+    from d3engine.bridges.decoded import Candidate, measure_decoded
+
+    engine, passage = open_passage(model, engine_options)
+    path = bridges_path(model, bridges)
+    own = read_own_bridges(engine, path, passage.device)
+    candidates = []
+    for policy in policies or ():
+        schedule = schedule_of(policy, engine.config.num_layers)
+        candidates.append(Candidate(policy, schedule, None))
+        candidates.append(Candidate(f"{policy}, bridged", schedule, bridges_of(schedule, own, path)))
+    read = asked.read_one_kind(engine, engine_options.get("seed", 0))
+    with progress_bar("measure", "text", len(read)) as bar:
+        result = measure_decoded(passage, candidates, read, lambda: bar.update() and None)
+    require(result.policies[0].positions > 0, "--text", asked.source, "texts longer than their prompts by two tokens")
+    answers = _answered(engine, policies or [], path, read) if asked.are_chats else None
+    if as_json:
+        told = {} if answers is None else {"own_answers": answers.as_dict()}
+        typer.echo(json.dumps({**result.as_dict(), **told}, indent=2))
+        return
+    from d3engine.cli.terminal import print_table
+
+    for table in (result.table(), result.step_table(), *([] if answers is None else [answers.table()])):
+        print_table(table.title, table.header, table.rows)
+
+
+def _answered(engine: Engine, policies: Sequence[str], bridges: Path, readings: Sequence[Reading]) -> OwnComparison:
+    """What each policy answers itself to the prompts of full depth's answers, skipped and bridged."""
+    from d3engine.bridges.own_answers import OwnAnswers, OwnComparison, own_answers
+
+    kept = [one for one in readings if len(one.token_ids) > one.prompt_length]
+    both = []
+    for words in policies:
+        both.append((words, policy_of(words)))
+        both.append((f"{words}, bridged", policy_of(words, f"bridges={bridges}")))
+    found = []
+    with progress_bar("answers", "policy", len(both)) as bar:
+        for name, policy in both:
+            found.append(OwnAnswers(name, own_answers(engine, policy, kept)))
+            bar.update()
+    return OwnComparison(OwnAnswers("full", [one.token_ids[one.prompt_length :] for one in kept]), found)
+
+
+@takes_engine
+def nest_command(
+    engine_options: Options,
+    model: Model = "demo",
+    bridges: BridgesFile = None,
+    text: Text = None,
+    task: Task = None,
+    prompts: Prompts = None,
+    data: Data = None,
+    width: Annotated[int, typer.Option("--width", help="Layers of each window, as --grid of d3engine bridge fit.")] = 3,
+    count: Annotated[int, typer.Option("--count", help="Windows to choose at most.")] = 3,
+    texts: Annotated[int, typer.Option("--texts", help="Texts to choose by at most.")] = 8,
+    text_tokens: TextTokens = 256,
+    prompt_tokens: PromptTokens = None,
+    max_tokens: MaxTokens = ANSWER_TOKENS,
+    out: Annotated[Path | None, typer.Option("--out", help="The file to write (the same file).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Choose windows one after the other, each the one that costs least beside those before it, all of them bridged.
+
+    The order is written into the file of bridges, and is what nested's windows take.
+    """
+    path = bridges_path(model, bridges)
+    target = out or path
+    check_output("--out", target)
+    asked = TextOptions(text or [], task, prompts, data, texts, text_tokens, prompt_tokens, max_tokens)
+    asked.check()
+    require_integer("--width", width, 1)
+    require_integer("--count", count, 1)
+
+    from d3engine.bridges.judging import FullText, long_enough
+    from d3engine.bridges.nesting import choose_order, grid_of
+
+    engine, passage = open_passage(model, engine_options)
+    found = read_own_bridges(engine, path, passage.device)
+    candidates = grid_of(found.by_window, width)
+    require(len(candidates) > 0, "--width", width, "that of --grid when the bridges were fitted")
+    chosen = long_enough(asked.read_one_kind(engine, engine_options.get("seed", 0)))
+    full = [FullText(passage, one, {first for first, _ in candidates}) for one in chosen]
+    with progress_bar(
+        "windows", "attempt", sum(range(max(len(candidates) - count, 0) + 1, len(candidates) + 1))
+    ) as bar:
+        order = choose_order(full, found.by_window, candidates, count, lambda: bar.update() and None)
+    with printing_last(partial(_show_order, order, as_json)):
+        write_own_bridges(replace(found, about={**found.about, "nested": order.as_dict()}), target)
+
+
+def _show_order(order: Order, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(order.as_dict(), indent=2))
+        return
+    from d3engine.cli.terminal import print_table
+
+    table = order.table()
+    print_table(table.title, table.header, table.rows)
+    typer.echo(f'--depth "nested alpha=... windows={windows_in_words(order.as_dict()["windows"])}"')
+
+
+def windows_in_words(windows: list[list[int]]) -> str:
+    """ "6:9,12:15", as nested takes them."""
+    return ",".join(f"{first}:{stop}" for first, stop in windows)
