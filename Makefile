@@ -54,6 +54,7 @@ test: $(VENV)/.installed-test $(VENV)/.native
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/words.py
 	$(MAKE) types layers
 
 # Both look at the package as it is shipped: `kernels` and `weights_tools` in their places inside it.

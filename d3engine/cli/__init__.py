@@ -1,7 +1,4 @@
-"""The command line, `d3engine COMMAND`: its entry point.
-
-The one idea: nothing slow is imported before somebody is there to take a Ctrl-C, so `app` comes on first use.
-"""
+"""The command line, `d3engine COMMAND`: its entry point."""
 
 from __future__ import annotations
 

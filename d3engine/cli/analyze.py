@@ -1,8 +1,4 @@
-"""`d3engine analyze`: what the layers of a model do while it answers, as tables, pictures and JSON.
-
-The one idea: every subcommand measures the model's own greedy answers to some prompts (held-out word problems, or a
-file of yours) and shows one result in the three ways.
-"""
+"""`d3engine analyze`: what the layers of a model do while it answers, as tables, plots and JSON."""
 
 from __future__ import annotations
 
@@ -208,7 +204,7 @@ def perplexity(
     png: Png = None,
     as_json: AsJson = False,
 ) -> None:
-    """How sure the model is of its own answer, by generation step (Figure 2b)."""
+    """The model's confidence in its answer, by generation step (Figure 2b)."""
     from d3engine.analysis.perplexity import measure_perplexity
 
     result = measure_perplexity(observe(model, engine_options, asking, limit, png).answered)
@@ -422,7 +418,7 @@ def sample(
     limit: Limit = 1,
     guesses: Annotated[
         int,
-        typer.Option("--guess-layers", help="After so many layers (all at most), evenly spread, show the guesses."),
+        typer.Option("--guess-layers", help="Number of evenly spread layers whose guesses are shown."),
     ] = 4,
     png: Png = None,
     html: Annotated[Path | None, typer.Option("--html", help="Also write a page with the guesses on hover.")] = None,

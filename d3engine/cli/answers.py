@@ -1,7 +1,4 @@
-"""Answers as they grow: text cut into tokens with their depths, and the figures of a run.
-
-The one idea: answers come from the step API in one batch, and are shown one after another, the one in turn as it comes.
-"""
+"""Answers as they grow: text cut into tokens with their depths, and the figures of a run."""
 
 from __future__ import annotations
 

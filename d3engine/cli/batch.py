@@ -1,7 +1,4 @@
-"""`d3engine batch IN OUT`: a file of requests in OpenAI's batch format, answered as fast as the engine can.
-
-The one idea: what is done stands in OUT, so the same command goes on where it was ended, however it was.
-"""
+"""`d3engine batch IN OUT`: answer a file of requests in OpenAI's batch format."""
 
 from __future__ import annotations
 
@@ -35,10 +32,10 @@ if TYPE_CHECKING:
 
 app = new_app()
 
-RAY = 'Let engines of this Ray cluster answer; "auto" is the one that runs here, "local" one of its own (extra ray).'
+RAY = 'Let engines of this Ray cluster answer; "auto" is the one that runs here, "local" a new one (extra ray).'
 
 Answering: TypeAlias = "Callable[[Iterable[Line]], Iterator[Result]]"
-"""From lines to what has come of each, as soon as it has come, in any order; whoever can do that can run a batch."""
+"""Turns lines into results as they come, in any order."""
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""`d3engine bridge`: fit affine maps that stand in for windows of skipped layers, and look into a file of them."""
+"""`d3engine bridge`: fit affine maps for windows of skipped layers, and inspect a file of them."""
 
 from __future__ import annotations
 

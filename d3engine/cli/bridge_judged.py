@@ -1,4 +1,4 @@
-"""`d3engine bridge tune`: steps on the bridges' own numbers towards full depth's distribution, kept if they pay."""
+"""`d3engine bridge tune`, `measure` and `nest`: bridges judged by what full depth says."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The texts that commands on bridges fit to, choose by and measure on: their options, and how they are read.
-
-The one idea: what is measured on is never what was fitted on. It is a file of its own, or every eighth of the texts.
-"""
+"""The texts that `d3engine bridge` fits to, chooses by and measures on."""
 
 from __future__ import annotations
 
@@ -214,7 +211,7 @@ def bridges_of(schedule: Schedule, bridges: Bridges, path: Path) -> Mapping[Wind
 
 
 def policy_of(words: str, *more: str) -> DepthPolicy:
-    """A policy in one line, with more options of its own."""
+    """The policy of a line, with further options."""
     from d3engine.cli.depth_options import parse_depth
     from d3engine.depth import DepthPolicy
 
@@ -225,7 +222,7 @@ def policy_of(words: str, *more: str) -> DepthPolicy:
 
 
 def schedule_of(policy: str, num_layers: int) -> Schedule:
-    """The schedule of a policy in one line, without bridges of its own."""
+    """The schedule of a line's policy, which must name no bridges."""
     found = policy_of(policy)
     plain = found.exit_rule(num_layers) is None and found.draft_rule(num_layers) is None
     schedule = found.schedule(num_layers)

@@ -1,9 +1,4 @@
-"""`d3engine calibrate`: the fastest depth setting that is safe for a model and a task, or that there is none.
-
-The one idea: the search's own rule decides (`d3engine/calibration/search.py` states it), and "none could be shown to be
-safe" is an answer like any other, with an exit code of its own (3) and no d3.json; so is "full depth knows too little
-of this task to lose anything" (4).
-"""
+"""`d3engine calibrate`: find the fastest depth setting that is safe for a model and a task, or none."""
 
 from __future__ import annotations
 
@@ -243,9 +238,7 @@ def calibrate_command(
     ] = None,
     draft: Annotated[
         int | None,
-        typer.Option(
-            "--draft", metavar="TRIALS", help="Search, in so many trials, the parts of layers to draft without."
-        ),
+        typer.Option("--draft", metavar="TRIALS", help="Trials of a search for the parts of layers to draft without."),
     ] = None,
     draft_by: Annotated[
         ScoreName, typer.Option("--draft-by", help="What the best draft has least of: weights read, or time.")

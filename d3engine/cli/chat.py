@@ -1,8 +1,4 @@
-"""`d3engine chat MODEL`: a conversation on a terminal, or over a pipe, one line a turn.
-
-The one idea: each turn is the whole conversation through the model's chat template. What was computed for earlier
-turns at full depth comes from the prefix cache; an earlier answer is computed again, at full depth, as a prompt.
-"""
+"""`d3engine chat MODEL`: a conversation on a terminal or over a pipe, one line a turn."""
 
 from __future__ import annotations
 
@@ -164,7 +160,7 @@ class Conversation:
             depth = parse_depth(" ".join(words), "/depth")
             policy = None if depth == AUTO else depth
             params = replace(self._params, depth=policy)
-            self._engine.prepare([0], params)  # what the engine refuses or warns of is told now, not at the next turn
+            self._engine.prepare([0], params)  # the engine refuses or warns now, not at the next turn
             self._params = params
         self._say(f"Depth: {policy_in_words(self._policy)}")
 

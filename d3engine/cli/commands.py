@@ -1,8 +1,4 @@
-"""The commands of the command line, mounted in one app.
-
-The one idea: a command's module is imported when that command runs or is listed with its help, and none of them
-imports torch before it has work to do.
-"""
+"""The frame of every command: its app, verbosity, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -172,7 +168,7 @@ class _ToStderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         level = f"{record.levelname.lower()}: " if record.levelno != logging.INFO else ""
         print(wrapped(f"{level}{record.getMessage()}", sys.stderr), file=sys.stderr)
-        if record.exc_info:  # a fault of d3engine's own, of which nobody else is told
+        if record.exc_info:  # a fault of d3engine, which is reported only here
             print(logging.Formatter().formatException(record.exc_info), file=sys.stderr)
 
 

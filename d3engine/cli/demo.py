@@ -1,8 +1,4 @@
-"""The demo of `d3engine generate`: a held-out word problem, answered at full depth and with depth decay.
-
-The one idea: both answers are checked, and what the second one saved is said in layers, in memory and in time, where
-time is a median of turns in which nothing is shown: to write words takes a small model longer than to think of them.
-"""
+"""The demo of `d3engine generate`: a word problem at full depth and with depth decay."""
 
 from __future__ import annotations
 
@@ -80,7 +76,7 @@ def speedups(
 
 
 WARM_UP_TOKENS = 4
-"""Tokens before the first answer of the demo; nobody sees them, and somebody waits for them."""
+"""Tokens that warm the engine up before the first answer of the demo."""
 
 
 def show_problem(
@@ -208,7 +204,7 @@ class _Demo:
         return f"WRONG, it is {right}" + ("; no answer was given." if given is None else f", not {given}.")
 
     def _seconds_of_a_token(self, policy: DepthPolicy) -> list[float]:
-        """Of an answer that nobody reads along: of all of its tokens, and of those after the first, if there are any.
+        """Of an answer that is not shown: of all of its tokens, and of those after the first, if there are any.
 
         The first one's time is the prompt's, which runs all layers whatever the policy.
         """

@@ -1,8 +1,4 @@
-"""`d3engine calibrate --draft`: the parts of its layers that a model drafts best without.
-
-The one idea: a draft is searched on some questions and told by others, since the best of many trials looks better than
-it is; what is written to d3.json has been worth its while on both.
-"""
+"""`d3engine calibrate --draft`: search the attentions and MLPs that a draft leaves out."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The options of the engine and of sampling that several commands share, in vLLM's spelling.
-
-The one idea: as with `takes_depth`, a command declares one parameter (`engine_options` or `sampling`) and gets the
-options that were really given, as a dict; what was not given is left to the engine and to generation_config.json.
-"""
+"""The options of the engine and of sampling that several commands share."""
 
 from __future__ import annotations
 
@@ -202,7 +198,7 @@ SAMPLING: OptionTable = {
     "min_tokens": ("--min-tokens", int, "Tokens to generate before anything can end the answer (0)."),
     "temperature": ("--temperature", float, "0 is greedy (the model's generation_config.json, or 1)."),
     "top_p": ("--top-p", float, "Keep the likeliest tokens up to this probability (as temperature, or 1)."),
-    "top_k": ("--top-k", int, "Keep so many likeliest tokens; 0 and -1 keep all (as temperature, or 0)."),
+    "top_k": ("--top-k", int, "Number of likeliest tokens to keep; 0 and -1 keep all (as temperature, or 0)."),
     "min_p": ("--min-p", float, "Drop tokens less likely than this times the likeliest (as temperature, or 0)."),
     "presence_penalty": ("--presence-penalty", float, "Against tokens that were generated already (0)."),
     "frequency_penalty": ("--frequency-penalty", float, "The same, once for each time (0)."),
@@ -303,7 +299,7 @@ def model_directory(model: str, advice: str = "") -> Path:
 def open_engine(model: str, options: Options, depth: Depth | None = None) -> Engine:
     """The engine of a command; raises `InvalidValueError` for options that are not allowed.
 
-    Without `depth` every request brings its own. "auto" is told on stderr, with the task that it was found for.
+    Without `depth` every request brings its own. The command names an "auto" setting and its task on stderr.
     """
     arguments = engine_arguments(model, options)
     from d3engine.engine import Engine

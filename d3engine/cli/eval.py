@@ -1,8 +1,4 @@
-"""`d3engine eval`: how often a model is right under one depth policy or several, with intervals, and what it cost.
-
-The one idea: all policies of a run answer the same questions on one engine, and each is compared with the first,
-question by question. The questions are generated, read from files, or lm-evaluation-harness's.
-"""
+"""`d3engine eval`: exact match under one or several depth policies, with intervals and cost."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`d3engine generate`: prompts to text, as it comes. Without a prompt the demo model shows what it can do.
-
-The one idea: text goes to stdout and everything about it to stderr, so that a pipe gets the text alone; with
-`--color-depth` each token says by its colour how many layers it ran.
-"""
+"""`d3engine generate`: text for prompts, streamed to stdout; without a prompt, the demo."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What the subcommands of `d3engine analyze` share: what is asked, the answers that they observe, and how a result is
-shown."""
+"""What the subcommands of `d3engine analyze` share: prompts, observed answers, output."""
 
 from __future__ import annotations
 
@@ -210,7 +209,7 @@ def policy_or_own(model: str, depth: Depth) -> DepthPolicy:
 
 @contextmanager
 def settings_bar(name: str, total: int, unit: str = "setting") -> Iterator[Callable[[], None]]:
-    """A progress bar over so many settings, or other units; yields what is to be called after each."""
+    """A progress bar over settings or other units; yields the function to call after each."""
     from tqdm import tqdm
 
     with tqdm(total=total, desc=name, unit=unit, disable=hides_bars(), ncols=bar_columns(), leave=False) as bar:

@@ -1,8 +1,4 @@
-"""`d3engine paper`: our numbers beside the paper's where no weights are needed, and the commands for the rest.
-
-The one idea: whoever doubts the engine's schedules can check them against print in a second, and sees as plainly
-where the paper does not agree with itself.
-"""
+"""`d3engine paper`: our numbers next to the paper's, and the commands that reproduce the rest."""
 
 from __future__ import annotations
 
@@ -209,7 +205,7 @@ def _grid(found: PaperReport) -> Table:
             for g in found.grid
         ],
         (
-            "Each size has a setting of its own, and 7B's is not the one that its validation split would choose,",
+            "Each size has its own setting, and 7B's is not the one that its validation split would choose,",
             "but the two are far closer there (11.63 and 11.36) than their standard errors.",
         ),
     )

@@ -1,7 +1,4 @@
-"""`d3engine plan`: whether a model fits on some devices, with which weights and how many sequences at once.
-
-The one idea: nothing is loaded and no device is asked; sizes come from config.json, or from a model known by name.
-"""
+"""`d3engine plan`: whether a model fits on devices, and how many sequences; loads nothing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A sample as one HTML page: each token on the colour of its depth, with the guesses of a few layers on hover.
-
-The one idea: no script and nothing from elsewhere. A token can be reached by mouse, finger or keyboard; the model's
-text is data and is escaped.
-"""
+"""A sample of answers as one HTML page or as text, each token coloured by its depth."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`d3engine schedule`: what a depth policy will do, before any model is loaded. Imports no torch.
-
-The one idea: one report is computed and then shown in one of three ways: tables on a terminal, plain columns
-in a pipe, JSON for machines.
-"""
+"""`d3engine schedule`: what a depth policy does at each step. Imports no torch."""
 
 from __future__ import annotations
 
@@ -177,7 +173,7 @@ def _shape_of_options(layers: int | None, sizes: dict[str, int | None]) -> tuple
         return layers, base
     if base is None:
         missing = [SHAPE_FLAGS[field] for field in list(SHAPE_FLAGS)[:4] if field not in given]
-        require(not missing, "--layers", layers, f"given with {', '.join(missing)}, since no Llama-2 has so many")
+        require(not missing, "--layers", layers, f"given with {', '.join(missing)}, since no Llama-2 has that many")
         hidden, intermediate, vocab, heads = (given[field] for field in list(SHAPE_FLAGS)[:4])
         base = ModelShape(layers, hidden, intermediate, vocab, heads, num_kv_heads=heads, head_dim=1)
     return layers, _with_sizes(base, given)

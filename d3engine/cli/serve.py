@@ -1,8 +1,4 @@
-"""`d3engine serve MODEL`: the model over HTTP, for OpenAI's clients and whatever speaks their language.
-
-The one idea: whatever can be refused is refused before the weights are loaded, the port included; and nobody can
-connect before the model can answer.
-"""
+"""`d3engine serve MODEL`: serve a model over HTTP."""
 
 from __future__ import annotations
 
@@ -40,7 +36,7 @@ EngineProcess: TypeAlias = Annotated[
     bool | None,
     typer.Option(
         "--engine-process/--no-engine-process",
-        help="Run the engine in a process of its own (on a GPU).",
+        help="Run the engine in a separate process (on a GPU).",
         show_default=False,
         rich_help_panel="Engine",
     ),
@@ -143,7 +139,7 @@ def _introduce(
     lines: dict[str, Any] = {
         "model": f"{model}, {engine.config.num_layers} layers, as {ids}",
         "depth": policy_in_words(engine.depth),
-        "runs": f"{stats.executor}, {dtype}{', in a process of its own' if engine.has_process else ''}",
+        "runs": f"{stats.executor}, {dtype}{', in a separate process' if engine.has_process else ''}",
         "room": f"a KV cache of {held:,} tokens at full depth; at most {engine.settings.max_num_seqs} sequences, each "
         f"of at most {engine.max_model_len:,} tokens",
         "open to": f"{who}, {'with a key' if guards.api_keys else 'without a key'}",

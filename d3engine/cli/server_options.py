@@ -1,4 +1,4 @@
-"""The options of `d3engine serve` that are the server's own, and the settings that they come to."""
+"""The options of `d3engine serve` that are not of the engine."""
 
 from __future__ import annotations
 

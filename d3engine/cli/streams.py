@@ -1,8 +1,4 @@
-"""Stdin, stdout and stderr as a command can rely on them, whatever it was started with.
-
-The one idea: text in and out is UTF-8 or comes as near to it as the locale lets it; a character that stdout cannot
-show is spelled out (`\\u2014`), and never ends a command.
-"""
+"""Stdin, stdout and stderr in UTF-8, usable whatever the process was started with."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What the commands write: model text made safe, depth as colour, tables.
-
-The one idea: colour says how many layers a token ran, dark for many and light for few, as a background with black
-or white letters on it, so that it reads on any terminal and with any colour vision. Without colour the text is left.
-"""
+"""What commands write: model text made safe, depth as colour, tables."""
 
 from __future__ import annotations
 
@@ -75,7 +71,7 @@ def _style(position: float) -> Style:
 
 
 def _spread(values: Sequence[int], most: int) -> list[int]:
-    """At most so many of `values`, evenly spread, the first and the last among them."""
+    """At most `most` of the values, evenly spread, the first and the last included."""
     if len(values) <= most:
         return list(values)
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
@@ -158,7 +154,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
     """A table on a terminal, and its notes below; elsewhere columns that other programs can cut.
 
     Cells may hold any text. Words and figures are never cut: on a narrow terminal the rules between columns go first,
-    and where it has no room for columns at all, each row stands there as lines of its own, a cell on each.
+    and where it has no room for columns at all, each row becomes several lines, one cell on each.
     """
     rows = [[safe_text(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():

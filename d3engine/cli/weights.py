@@ -1,8 +1,4 @@
-"""The command line of the weight tools: convert, quantize, inspect, verify. Mounted by `d3engine weights`, and runs by
-itself.
-
-The one idea: commands only parse and print; what does the work is imported when it is asked for, since it needs torch.
-"""
+"""`d3engine weights`: convert, quantize, inspect and verify. Imports torch only to work."""
 
 from __future__ import annotations
 

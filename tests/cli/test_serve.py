@@ -224,7 +224,7 @@ def test_an_engine_in_a_process_of_its_own_is_served_and_its_end_is_told() -> No
     running = Running("--engine-process", *DECAY, "--stream-interval", "4", "--kv-cache-memory-bytes", str(2**22))
     url = running.line("address").split()[-1]
     said = "\n".join(running.seen)
-    assert ", in a process of its own" in said
+    assert ", in a separate process" in said
     assert said.count("D3, alpha 0.9, start 0.6 was never certified") == 1
     children = psutil.Process(running.process.pid).children()
     (engine,) = [child for child in children if "process_main" in " ".join(child.cmdline())]

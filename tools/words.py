@@ -1,0 +1,35 @@
+"""Find words that docs, docstrings, comments and help of this repository do without.
+
+    python tools/words.py          # exit status 1 and a line for each
+
+docs/glossary.md has the words of the field for what these stand for. The actor is the subject of a sentence.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BANNED = re.compile(
+    r"\b(whoever|somebody|nobody|comes to|(?:is|are) told|reads? along|that is so|the one idea)\b", re.IGNORECASE
+)
+CHECKED = ("d3engine/cli/*.py",)
+"""Patterns of git; the rest follows."""
+
+
+def main() -> int:
+    listed = subprocess.run(["git", "ls-files", *CHECKED], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found = 0
+    for name in listed.splitlines():
+        for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), 1):
+            for word in BANNED.findall(line):
+                print(f"{name}:{number}: {word!r}: name the actor, or use the term of docs/glossary.md")
+                found += 1
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
