@@ -26,6 +26,10 @@ class Constraint(Protocol):
     def fault(self) -> str | None:
         """What went wrong, as a sentence; None as long as nothing has."""
 
+    @property
+    def token_seconds(self) -> float:
+        """Processor time that a token of the form may take, from the latest ones; 0 before the first."""
+
     def allowed(self, drafted: Sequence[int] = ()) -> Allowed | None:
         """The tokens that may follow `drafted`; None where the form is over by then, so that none counts."""
 

@@ -7,6 +7,7 @@ first in the batch. Where someone reads along, it takes each step's tokens while
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -21,6 +22,19 @@ from d3engine.scheduling.running import RunningTable, Trait
 
 FOLLOWED = 4
 """Times as long as others a run may be that the host follows, and can end at any step."""
+
+
+FORM_SECONDS = 0.02
+"""Processor time of forms in one run at most, where it has several steps: the others of its batch wait for them."""
+
+
+def steps_of_forms(chunks: Chunks, table: RunningTable) -> int:
+    """Steps of a run at most for the forms of its rows to take no more than `FORM_SECONDS`; at least 1."""
+    if not chunks.traits & Trait.GUIDED:
+        return sys.maxsize
+    constraints = (table.sequence(slot).constraint for slot in chunks.slots.tolist())
+    seconds = sum(one.token_seconds for one in constraints if one is not None)
+    return max(1, int(FORM_SECONDS / seconds)) if seconds else sys.maxsize
 
 
 def longest_run(chunks: Chunks, table: RunningTable, num_steps: int, num_tokens: int) -> int:

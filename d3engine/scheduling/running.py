@@ -25,6 +25,7 @@ class Trait(IntEnum):
     SPLITS_LAYERS = 32  # its drafts run one part of a layer without the other
     SECOND_MODEL = 64  # another model drafts for it
     BRIDGED = 128  # some of its rows may cross skipped layers by a map
+    GUIDED = 256  # its answer must have a form
 
 
 class RunningTable:
@@ -48,7 +49,7 @@ class RunningTable:
         self.frees_at = np.full(max_sequences, NEVER, dtype=np.int64)
         self.max_length = np.zeros(max_sequences, dtype=np.int64)
         self.choice = np.zeros(max_sequences, dtype=np.int8)
-        self.traits = np.zeros(max_sequences, dtype=np.uint8)
+        self.traits = np.zeros(max_sequences, dtype=np.uint16)
         self.drafting = np.zeros(max_sequences, dtype=bool)
         self.draft_layers = np.zeros((max_sequences, num_layers), dtype=bool)
         self.draft_mlps = np.zeros((max_sequences, num_layers), dtype=bool)
@@ -149,7 +150,7 @@ class RunningTable:
 def traits_of(sequence: Sequence) -> int:
     """What a sequence is."""
     schedule, rule = sequence.schedule, None if sequence.draft is None else sequence.draft.rule
-    traits = Trait.STREAMS * sequence.streams
+    traits = Trait.STREAMS * sequence.streams | Trait.GUIDED * (sequence.constraint is not None)
     if schedule.on_skip != "none":
         traits |= Trait.FILLS
     if not schedule.is_nested:

@@ -26,7 +26,7 @@ from d3engine.scheduling.chunks import Chunks
 from d3engine.scheduling.draft_and_verify import Drafting
 from d3engine.scheduling.growing import OutputUpdater
 from d3engine.scheduling.planner import build_plan
-from d3engine.scheduling.run_ahead import longest_run, reaching, run_ahead, shorter_and_shorter
+from d3engine.scheduling.run_ahead import longest_run, reaching, run_ahead, shorter_and_shorter, steps_of_forms
 from d3engine.scheduling.running import RunningTable
 from d3engine.scheduling.second_model_rows import DraftModelBatch
 from d3engine.scheduling.shared_prompts import SharedPrompts
@@ -327,11 +327,12 @@ class Scheduler:
         if self._second is not None and self._second_chunks().slots.size:
             yield None  # what the second model drafts, the host must see before the next step
             return
-        few = self.config.num_scheduler_steps
+        most = steps_of_forms(chunks, self._table)
+        few = min(self.config.num_scheduler_steps, most)
         if self._may_join:
             few = longest = min(few, 1)  # somebody may join
         else:
-            longest = longest_run(chunks, self._table, few, self.config.num_tokens_ahead)
+            longest = min(longest_run(chunks, self._table, few, self.config.num_tokens_ahead), most)
         multi_step = None
         for limit in shorter_and_shorter(longest, few):
             multi_step = run_ahead(chunks, self._table, limit, self.config.capabilities)

@@ -18,6 +18,9 @@ from d3engine.structured.mask_time import FREE_SECONDS, MaskTime
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+FADING = 0.97
+"""What a token leaves of the time of the one before, so that one slow mask shortens the runs of some fifty tokens."""
+
 T = TypeVar("T")
 F = TypeVar("F")
 
@@ -39,6 +42,8 @@ class Grammar:
         self._start: LLMatcher | None = compile_matcher()
         self.vocab_size = vocab_size
         self.time = time
+        self.token_seconds = 0.0
+        """Processor time of a token: the largest of the latest, which fade."""
         self.balance = 0.0
         """Free time that the sequence asked last had left, where a new sequence begins: its first masks cost alike."""
 
@@ -75,6 +80,7 @@ class GrammarPlace:
         self._ends = ends
         self._tokens: list[int] = []
         self._balance: float | None = None
+        self._num_replayed = 0
         self.fault: str | None = None
 
     def allowed(self, drafted: Sequence[int] = ()) -> Allowed | None:
@@ -84,13 +90,13 @@ class GrammarPlace:
         if self._current_balance() < 0 and self._grammar.time.is_spent():
             self.fault = FAULT_PREFIX + _OUT_OF_TIME
             return nothing
-        return self._timed(lambda: self._settled(lambda: self._behind(drafted, self._mask), nothing), FREE_SECONDS)
+        return self._timed(lambda: self._settled(lambda: self._behind(drafted, self._mask), nothing), 1 + len(drafted))
 
     def take(self, token: int) -> None:
         def consume() -> None:
             self._check(self._matcher.consume_token(token))
 
-        self._timed(lambda: self._settled(consume, None), 0)
+        self._timed(lambda: self._settled(consume, None), 1)
         self._tokens.append(token)
 
     def copy(self) -> Constraint:
@@ -103,15 +109,22 @@ class GrammarPlace:
             return self.fault is None and self._matcher.is_stopped()
         return self._settled(lambda: self._behind(drafted, lambda: True), True) is None
 
-    def _timed(self, step: Callable[[], T], free: float) -> T:
-        """Take a step whose processor time beyond `free` seconds, and what is left of earlier ones, is charged."""
-        time = self._grammar.time
-        begun = time.used()
+    @property
+    def token_seconds(self) -> float:
+        return self._grammar.token_seconds
+
+    def _timed(self, step: Callable[[], T], num_tokens: int) -> T:
+        """Take a step that masks or moves over tokens, and charge its processor time beyond what they have free."""
+        grammar, begun = self._grammar, self._grammar.time.used()
+        self._num_replayed = 0
         found = step()
-        taken = time.used() - begun
-        self._balance = self._grammar.balance = min(self._current_balance() + free, FREE_SECONDS) - taken
+        taken = grammar.time.used() - begun
+        num_tokens += self._num_replayed
+        grammar.token_seconds = max(taken / num_tokens, FADING * grammar.token_seconds)
+        free = num_tokens * FREE_SECONDS
+        self._balance = grammar.balance = min(self._current_balance() + free - taken, FREE_SECONDS)
         if self._balance < 0:
-            time.spend(min(taken, -self._balance))
+            grammar.time.spend(min(taken, -self._balance))
         return found
 
     def _current_balance(self) -> float:
@@ -139,6 +152,7 @@ class GrammarPlace:
         A mask refills what a lexer may spend until the next one: many tokens without masks between them exhaust it.
         """
         self._matcher = self._start.deep_copy()
+        self._num_replayed += len(self._tokens)
         for token in self._tokens:
             self._matcher.compute_bitmask()
             self._check(self._matcher.consume_token(token))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 FREE_SECONDS = 0.001
-"""Of processor time for the mask and the move of one token; ordinary grammars take a tenth of it."""
+"""Of processor time for a mask or a move over one token; ordinary grammars take a tenth of it."""
 BURST_SECONDS = 0.25
 SHARE = 0.25
 """Of an engine's time that expensive masks may take in the long run."""

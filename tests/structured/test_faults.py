@@ -5,15 +5,22 @@ from __future__ import annotations
 import gc
 import json
 import random
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from d3engine import Engine, SamplingParams, StructuredOutputsParams
 from d3engine.request.constraint import FAULT_PREFIX, Constraint
-from d3engine.structured import mask_time
+from d3engine.scheduling.chunks import Chunks
+from d3engine.scheduling.run_ahead import steps_of_forms
+from d3engine.scheduling.running import RunningTable, Trait
+from d3engine.structured import grammar, mask_time
 from d3engine.structured.checker import MOST
 from d3engine.structured.forms import Forms
 from d3engine.structured.grammar import GrammarPlace
@@ -124,3 +131,59 @@ def test_an_ended_request_leaves_nothing_for_the_garbage_collector(random_engine
             assert left == []
         finally:
             gc.enable()
+
+
+def test_moves_over_the_tokens_of_a_native_run_are_free(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = Clock()
+    monkeypatch.setattr(MaskTime, "used", staticmethod(used))
+    forms = Forms(tokenizer, tokenizer.vocab_size)
+    place = forms.compile(StructuredOutputsParams(regex="[a-c]+")).begin(frozenset([END]))
+    check = GrammarPlace._check
+
+    def slow(place: GrammarPlace, *done: bool) -> None:
+        used.seconds += 0.1 * mask_time.FREE_SECONDS
+        check(place, *done)
+
+    monkeypatch.setattr(GrammarPlace, "_check", slow)
+    for token in bytes_of(tokenizer, "abc" * 40):
+        place.take(token)
+    assert forms._mask_time._left == BURST_SECONDS, "ordinary moves were charged as expensive ones"
+
+
+def test_a_replay_for_a_lexer_that_others_filled_is_free(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = Clock()
+    monkeypatch.setattr(MaskTime, "used", staticmethod(used))
+    forms = Forms(tokenizer, tokenizer.vocab_size)
+    place = forms.compile(StructuredOutputsParams(regex="[a-c]+")).begin(frozenset([END]))
+    assert fault_of(place, bytes_of(tokenizer, "abc" * 40)) is None
+    mask, replay, asked = GrammarPlace._mask, GrammarPlace._replay, [0]
+
+    def full_once(place: GrammarPlace) -> Any:
+        asked[0] += 1
+        if asked[0] == 1:
+            raise grammar._MatcherError("lexer error: too many states")
+        return mask(place)
+
+    def slow(place: GrammarPlace) -> None:
+        replay(place)
+        used.seconds += 100 * mask_time.FREE_SECONDS
+
+    monkeypatch.setattr(GrammarPlace, "_mask", full_once)
+    monkeypatch.setattr(GrammarPlace, "_replay", slow)
+    assert fault_of(place, bytes_of(tokenizer, "a")) is None
+    assert forms._mask_time._left == BURST_SECONDS
+
+
+def test_a_run_is_as_short_as_the_time_of_its_forms_wants(tokenizer: Tokenizer) -> None:
+    table = RunningTable(2, 2, 512)
+    for slot, seconds in enumerate((0.0, 0.004)):
+        constraint = SimpleNamespace(token_seconds=seconds)
+        table.sequences[slot] = cast(Any, SimpleNamespace(constraint=constraint))
+    chunks = Chunks(np.array([0, 1]), *np.zeros((3, 2), np.int64), np.ones((2, 2), bool), traits=Trait.GUIDED)
+    assert steps_of_forms(chunks, table) == 5
+    assert steps_of_forms(replace(chunks, slots=np.array([0])), table) == sys.maxsize
+    assert steps_of_forms(replace(chunks, slots=np.array([1] * 9)), table) == 1
+    assert steps_of_forms(replace(chunks, traits=0), table) == sys.maxsize
+    place = Forms(tokenizer, tokenizer.vocab_size).compile(StructuredOutputsParams(regex="[a-c]+")).begin(frozenset())
+    place.allowed()
+    assert 0 < place.token_seconds < 1
