@@ -4,7 +4,7 @@
 
 FOLDER holds JSONSchemaBench's files (its `maskbench/data`), each with a schema and with instances that satisfy or break
 it, or those of the official JSON-Schema-Test-Suite (`tests/draft2020-12`). A schema is prepared and compiled as a
-request's is; an instance goes through its grammar byte by byte.
+request's is; an instance goes through its grammar byte by byte, each of which the mask before it must allow.
 """
 
 from __future__ import annotations
@@ -87,8 +87,11 @@ def compiled(schema: dict[str, Any]) -> Any:
 def allows(matcher: Any, value: Any) -> bool:
     """Whether the grammar allows a value in its compact spelling, its properties in their own order."""
     place = matcher.deep_copy()
-    text = list(json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode(errors="replace"))
-    return bool(place.try_consume_tokens(text) == len(text) and place.is_accepting())
+    for byte in json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode(errors="replace"):
+        mask = place.compute_bitmask()
+        if not mask[byte >> 3] >> (byte & 7) & 1 or not place.consume_token(byte):
+            return False
+    return bool(place.is_accepting())
 
 
 def show(report: dict[str, Any], console: Console) -> None:

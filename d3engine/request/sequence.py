@@ -15,7 +15,7 @@ import numpy as np
 
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import ExitRule, Schedule
-from d3engine.request.constraint import Allowed, Constraint
+from d3engine.request.constraint import FAULT_PREFIX, Allowed, Constraint
 from d3engine.request.draft import Draft
 from d3engine.request.outputs import FinishReason
 from d3engine.request.params import SamplingParams
@@ -170,6 +170,13 @@ class Sequence:
         if self.constraint.fault is not None:
             return FinishReason.ABORT, self.constraint.fault
         return (FinishReason.STOP, None) if self.constraint.is_over() else None
+
+    def own_fault(self, fault: str) -> str:
+        """A fault of its step, named as the request's where what it excludes may leave no token of its form."""
+        excludes = self.params.allowed_token_ids is not None or bool(self.params.bad_words)
+        if self.constraint is None or not excludes or fault.startswith(FAULT_PREFIX):
+            return fault
+        return f"{FAULT_PREFIX}allowed_token_ids and bad_words leave none of the tokens that may come next"
 
     def would_end(self, token: int | None, *, after: int) -> bool:
         """Whether `token`, as the `after`-th from now, ends the answer: by itself, not by a stop string."""

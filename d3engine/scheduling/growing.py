@@ -82,7 +82,7 @@ class OutputUpdater:
                     sequence.draft.discard(given[stop:])
                 return
         if fault is not None:
-            self._finish(sequence, FinishReason.ABORT, fault)
+            self._finish(sequence, FinishReason.ABORT, sequence.own_fault(fault))
             yield NewTokens(sequence, [], [], None)
 
     def _take_from_second(self, plan: Plan, sampled: Sampled, first_place: int) -> None:

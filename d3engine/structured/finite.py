@@ -16,8 +16,8 @@ _WORD = re.compile(r"->\s*\w+|[A-Za-z_]\w*|\d+|\.\.|\S")
 def schema_is_finite(root: Schema) -> bool:
     """Whether some finite JSON text satisfies the schema, as far as types and references say."""
     references = list(_references(root))
-    known = _fixed_point(references, lambda name, known: _is_finite(resolved(root, name), known))
-    return _is_finite(root, known)
+    known = _fixed_point(references, lambda name, known: _Finite(root, known).allows(resolved(root, name)))
+    return _Finite(root, known).allows(root)
 
 
 def grammar_is_finite(grammar: str) -> bool:
@@ -56,31 +56,94 @@ def _references(schema: Any) -> set[str]:
     return own.union(*map(_references, schema.values()))
 
 
-def _is_finite(schema: Schema, known: Mapping[str, bool]) -> bool:
-    if not isinstance(schema, dict):
-        return schema is not False
-    if allowed_values(schema) is not None:
-        return True
-    if not known.get(schema.get("$ref", ""), True):
-        return False
-    if not all(_is_finite(one, known) for one in schema.get("allOf") or ()):
-        return False
-    for name in ("anyOf", "oneOf"):
-        if schema.get(name) and not any(_is_finite(one, known) for one in schema[name]):
+class _Finite:
+    """Whether schemas of a document allow finite texts, as far as it is known of its references."""
+
+    def __init__(self, root: Schema, known: Mapping[str, bool]) -> None:
+        self._root = root
+        self._known = known
+
+    def allows(self, schema: Schema) -> bool:
+        if not isinstance(schema, dict):
+            return schema is not False
+        parts = self._parts(schema, frozenset())
+        if any(allowed_values(part) is not None for part in parts):
+            return True
+        for part in parts:
+            if not self._known.get(part.get("$ref", ""), True):
+                return False
+            for name in ("anyOf", "oneOf"):
+                if part.get(name) and not any(map(self.allows, part[name])):
+                    return False
+        kinds = frozenset.intersection(*map(allowed_types, parts))
+        if kinds - {"object", "array"} or not kinds:  # what has no type at all, the compiler refuses
+            return True
+        return ("object" in kinds and self._allows_object(parts)) or ("array" in kinds and self._allows_array(parts))
+
+    def _parts(self, schema: Mapping[str, Any], seen: frozenset[str]) -> list[Mapping[str, Any]]:
+        """The schema and all that its `allOf` and `$ref` add to it, each for itself."""
+        found = [schema]
+        for one in schema.get("allOf") or ():
+            found += self._parts(one, seen) if isinstance(one, dict) else [{"type": []}] if one is False else []
+        name = schema.get("$ref")
+        is_alone = len(schema) == 1 and not seen  # then all is said by what is known of the reference
+        if (
+            not is_alone
+            and isinstance(name, str)
+            and name not in seen
+            and isinstance(to := resolved(self._root, name), dict)
+        ):
+            found += self._parts(to, seen | {name})
+        return found
+
+    def _allows_object(self, parts: list[Mapping[str, Any]]) -> bool:
+        needed = {name for part in parts for name in part.get("required") or ()}
+        if not all(self._allows_key(parts, name) for name in needed):
             return False
-    kinds = allowed_types(schema)
-    if kinds - {"object", "array"}:
-        return True
-    properties, added = schema.get("properties") or {}, schema.get("additionalProperties", True)
-    needed = [properties.get(name, added) for name in schema.get("required") or ()]
-    if "object" in kinds and all(_is_finite(one, known) for one in needed):
-        return True
+        least = max((n for part in parts if isinstance(n := part.get("minProperties"), int | float)), default=0)
+        others = {name for part in parts for name in _keys(part)} - needed
+        num_others = sum(self._allows_key(parts, name) for name in others)
+        return least <= len(needed) + num_others or self._allows_other_keys(parts)
+
+    def _allows_key(self, parts: list[Mapping[str, Any]], name: str) -> bool:
+        return all(self.allows(schema) for part in parts for schema in _schemas_of_key(part, name))
+
+    def _allows_other_keys(self, parts: list[Mapping[str, Any]]) -> bool:
+        patterns = [schema for part in parts for schema in (part.get("patternProperties") or {}).values()]
+        return any(map(self.allows, patterns)) or all(
+            self.allows(part.get("additionalProperties", True)) for part in parts
+        )
+
+    def _allows_array(self, parts: list[Mapping[str, Any]]) -> bool:
+        least = max((n for part in parts if isinstance(n := part.get("minItems"), int | float)), default=0)
+        return all(self.allows(one) for part in parts for one in _schemas_of_items(part, int(least)))
+
+
+def _schemas_of_key(schema: Mapping[str, Any], name: str) -> list[Schema]:
+    patterns, properties = schema.get("patternProperties") or {}, schema.get("properties") or {}
+    found = [one for pattern, one in patterns.items() if _matches(pattern, name)]
+    if name in _keys(schema):
+        found.append(properties[name])
+    return found or [schema.get("additionalProperties", True)]
+
+
+def _keys(schema: Mapping[str, Any]) -> list[str]:
+    return [name for name, _ in (schema.get("properties") or {}).items()]  # what is no mapping, raises AttributeError
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:
+        return False  # the compiler names it, if it is not one of its own either
+
+
+def _schemas_of_items(schema: Mapping[str, Any], least: int) -> list[Schema]:
+    """The schemas of the first `least` items."""
     items, first = schema.get("items", True), schema.get("prefixItems") or []
     if isinstance(items, list):
         items, first = schema.get("additionalItems", True), items
-    least = schema.get("minItems", 0)
-    all_items = [*first, items][: int(least) if isinstance(least, int | float) else 0]
-    return "array" in kinds and all(_is_finite(one, known) for one in all_items)
+    return [*first, items][:least]
 
 
 class _UnreadError(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias
+from urllib.parse import urldefrag, urljoin
 
 Schema: TypeAlias = Any
 """A JSON schema: a mapping, or True or False."""
@@ -13,11 +14,15 @@ TYPES = ("null", "boolean", "string", "number", "array", "object")
 
 
 def resolved(root: Schema, reference: Any) -> Schema:
-    """Return what a reference within the document leads to; None for any other."""
-    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+    """Return what a reference within the document leads to, by its place, an anchor or an id; None for any other."""
+    if not isinstance(reference, str):
         return None
-    place = root
-    for step in reference.split("/")[1:]:
+    base = root.get("$id", "") if isinstance(root, dict) and isinstance(root.get("$id"), str) else ""
+    document, fragment = urldefrag(urljoin(base, reference))
+    place = root if reference.startswith("#") or document == urldefrag(base)[0] else _named(root, "$id", document, base)
+    if fragment and not fragment.startswith("/"):
+        return _named(place, "$anchor", fragment)
+    for step in fragment.split("/")[1:]:
         key = step.replace("~1", "/").replace("~0", "~")
         if isinstance(place, dict):
             place = place.get(key)
@@ -26,6 +31,18 @@ def resolved(root: Schema, reference: Any) -> Schema:
         else:
             return None
     return place
+
+
+def _named(schema: Any, keyword: str, name: str, base: str = "") -> Schema:
+    """The schema at or below a place whose `$id` or `$anchor` has this value; None without one."""
+    if isinstance(schema, dict):
+        given = schema.get(keyword)
+        if isinstance(given, str) and (given if keyword == "$anchor" else urldefrag(urljoin(base, given))[0]) == name:
+            return schema
+        schema = list(schema.values())
+    if not isinstance(schema, list):
+        return None
+    return next((found for one in schema if (found := _named(one, keyword, name, base)) is not None), None)
 
 
 def allowed_types(schema: Mapping[str, Any]) -> frozenset[str]:

@@ -5,6 +5,7 @@ A rewritten schema may allow less than the original and never more.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
@@ -29,7 +30,11 @@ _DATA = ("const", "enum", "default", "examples")
 _ANNOTATIONS = frozenset(
     {"$comment", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 )
-_CLASS_OR_ESCAPE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_CLASS_OR_ESCAPE = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_MOST_EXACT = 2**53
+"""Up to which llguidance tells whole numbers from their neighbours: it holds them as floats."""
+_LARGEST = 2**63 - 1024
+"""The largest float among the integers of 64 bits, which its bounds are."""
 _MOST_CHOICES = 64
 """Alternatives that one keyword may become."""
 
@@ -88,8 +93,15 @@ def sound_pattern(pattern: str) -> str:
 
 
 def _sound_class(part: str) -> str:
+    """A class as ECMAScript reads it: it has no classes within, and no operators on classes."""
     if not part.startswith("["):
         return part
+    if part in ("[]", "[^]"):
+        raise UnenforceableError(f"the class {part} of a pattern cannot be enforced")
+    if "--" in part:
+        raise UnenforceableError(f"two hyphens in the class {part} of a pattern cannot be enforced")
+    part = part[0] + re.sub(r"(\\.)|\[", lambda found: found[1] or r"\[", part[1:], flags=re.DOTALL)
+    part = part.replace("&&", r"&\&").replace("~~", r"~\~")
     try:
         found = re.compile(part)
     except re.error:
@@ -154,6 +166,15 @@ class _Rewriter:
         return found
 
     def _rewrite_numbers(self, schema: dict[str, Any]) -> None:
+        for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+            if isinstance(value := schema.get(name), int | float) and abs(value) > _MOST_EXACT:
+                schema[name] = _rounded(name, value)
+        if _inexact(schema.get("const")) is not None:
+            raise UnenforceableError(f"const {schema['const']} cannot be enforced, since it is beyond 2**53")
+        if isinstance(values := schema.get("enum"), list) and _inexact(values) is not None:
+            schema["enum"] = [value for value in values if _inexact(value) is None]
+            if not schema["enum"]:
+                raise UnenforceableError(f"enum {values} cannot be enforced, since it is beyond 2**53")
         for name in _COUNTS:
             if isinstance(value := schema.get(name), float) and value.is_integer():
                 schema[name] = int(value)
@@ -314,6 +335,26 @@ class _Rewriter:
 _ANNOTATIONS = frozenset(
     {"$comment", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 )
+
+
+def _inexact(value: Any) -> int | None:
+    """A whole number in a value that the next ones cannot be told from; None without one."""
+    if isinstance(value, int):
+        return value if abs(value) > _MOST_EXACT else None
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((found for one in values if (found := _inexact(one)) is not None), None)
+
+
+def _rounded(name: str, bound: float) -> int:
+    """The nearest float to a bound among those that allow no more than it does, and that llguidance has."""
+    is_least = name in ("minimum", "exclusiveMinimum")
+    bound = max(bound, -_LARGEST) if is_least else min(bound, _LARGEST)
+    if abs(bound) > _LARGEST:
+        raise UnenforceableError(f"{name} {bound} cannot be enforced, since it is beyond 2**63")
+    nearest = float(bound)
+    if nearest < bound if is_least else nearest > bound:
+        nearest = math.nextafter(nearest, math.inf if is_least else -math.inf)
+    return int(nearest)
 
 
 def _drop(schema: dict[str, Any], *names: str) -> None:

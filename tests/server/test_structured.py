@@ -111,3 +111,13 @@ def test_a_grammar_that_meets_its_limit_is_the_requests_own_fault(http: httpx.Cl
     assert (error["code"], error["param"]) == ("grammar_limit", "structured_outputs")
     assert "2000" in error["message"]
     assert answer.status_code == 400 or stream
+
+
+def test_tokens_that_exclude_all_of_a_form_are_the_requests_own_fault(http: httpx.Client) -> None:
+    body = {**TEXT, "structured_outputs": {"choice": ["yes", "no"]}, "allowed_token_ids": [5]}
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("grammar_limit", "structured_outputs")
+    assert "allowed_token_ids and bad_words leave none of the tokens" in error["message"]
+    assert http.post("/v1/completions", json=body | {"structured_outputs": None}).status_code == 200

@@ -156,7 +156,7 @@ class TestEnds:
             PROMPT, SamplingParams(structured_outputs=form, allowed_token_ids=[5]), use_tqdm=False
         )[0].outputs
         assert (answer.finish_reason, answer.token_ids) == ("abort", [])
-        assert "every token was excluded" in str(answer.stop_reason)
+        assert "leave none of the tokens" in str(answer.stop_reason)
 
 
 HOSTILE: list[tuple[str, Any, str]] = [

@@ -34,7 +34,19 @@ class Allowed:
 A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 CARD = {"properties": {"kind": {"const": "card"}, "number": {"type": "string"}}, "required": ["kind", "number"]}
 CASH = {"properties": {"kind": {"const": "cash"}}, "required": ["kind"]}
+INT64 = {"minimum": -(2**63), "maximum": 2**63 - 1}
 CASES: list[tuple[Any, list[str], list[str]]] = [  # a schema, texts that are allowed, texts that are not
+    ({"type": "integer", "minimum": 2**53 + 1}, [str(2**53 + 2)], [str(2**53), "-1"]),
+    ({"type": "integer", "maximum": 2**53 + 1}, [str(2**53), "-1"], [str(2**53 + 2)]),
+    ({"type": "integer", **INT64}, ["0", str(2**62), str(-(2**62))], [str(2**63), str(-(2**63) - 1)]),
+    ({"type": "number", "minimum": -1e30, "maximum": 10**400}, ["0.5", "1000"], ["-1e31"]),
+    ({"enum": [2**53 + 1, 3]}, ["3"], [str(2**53)]),
+    ({"type": "number", "exclusiveMinimum": 0}, ["0.1", "1"], ["0", "0.0", "-0", "-0.0", "0e1", "-1"]),
+    ({"type": "number", "exclusiveMaximum": 0, "minimum": -1}, ["-0.5", "-1"], ["0", "-0", "-0.0", "-1.5"]),
+    ({"type": "string", "pattern": "^[a[b]]$"}, ['"a]"', '"[]"'], ['"a"', '"b"']),
+    ({"type": "string", "pattern": "^[[:x:]]$"}, ['"x]"', '":]"'], ['"x"', '":"']),
+    ({"type": "string", "pattern": "^[a&&b~~c]$"}, ['"a"', '"&"', '"~"'], ['""', '"d"']),
+    ({"type": "string", "pattern": r"^[\[\w\]]+$"}, ['"[a]"'], ['"\\\\"']),
     (A, ['{"a":1}', '{"a":1,"b":"x"}'], ['{"a":1,"a":"x"}', r'{"a":1,"\u0061":"x"}', "{}"]),
     (
         {**A, "additionalProperties": {"type": "string"}},
@@ -133,6 +145,28 @@ def test_a_text_is_allowed_only_if_what_a_parser_reads_satisfies_the_schema(
         {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
         {"type": "array", "prefixItems": [{"type": "null"}, {"$ref": "#"}], "minItems": 2},
         {"type": "object", "required": ["x"], "additionalProperties": {"$ref": "#"}},
+        {"type": "object", "required": ["x"], "patternProperties": {"^x$": {"$ref": "#"}}},
+        {"type": "object", "minProperties": 1, "additionalProperties": {"$ref": "#"}},
+        {
+            "type": "object",
+            "minProperties": 1,
+            "properties": {"x": {"$ref": "#"}},
+            "additionalProperties": False,
+        },
+        {"$anchor": "a", "type": "object", "required": ["x"], "properties": {"x": {"$ref": "#a"}}},
+        {"$id": "https://e.org/s", "type": "object", "required": ["x"], "properties": {"x": {"$ref": "s"}}},
+        {"type": "object", "required": ["x"], "allOf": [{"properties": {"x": {"$ref": "#"}}}]},
+        {
+            "$ref": "#/$defs/a",
+            "$defs": {"a": {"properties": {"x": {"$ref": "#"}}}},
+            "type": "object",
+            "required": ["x"],
+        },
+        {"const": 2**53 + 1},
+        {"enum": [[2**53 + 1]]},
+        {"type": "integer", "minimum": 2**64},
+        {"type": "string", "pattern": "^[]a]$"},
+        {"type": "string", "pattern": "^[+--]$"},
     ],
     ids=lambda value: str(value)[:50],
 )
@@ -160,6 +194,8 @@ def test_a_keyword_with_a_value_of_another_type_is_an_error_of_ours_or_the_compi
         {"type": "object", "properties": {"c": {"$ref": "#"}}},
         {"type": ["object", "null"], "properties": {"c": {"$ref": "#"}}, "required": ["c"]},
         {"type": "array", "items": {"$ref": "#"}},
+        {"type": "object", "minProperties": 1, "properties": {"a": {}, "x": {"$ref": "#"}}},
+        {"$id": "https://e.org/s", "type": "object", "properties": {"x": {"$ref": "s"}}},
         {"type": "object", "properties": {"c": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["c"]},
     ],
     ids=lambda value: str(value)[:50],

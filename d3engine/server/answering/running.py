@@ -122,7 +122,7 @@ def _check_sound(output: RequestOutput) -> None:
         if answer.finish_reason == "abort":
             reason = str(answer.stop_reason)
             if reason.startswith(FAULT_PREFIX):  # the request's own: the same again would end alike
-                message = f"The answer was ended by its grammar's limits ({reason.removeprefix(FAULT_PREFIX)})."
+                message = f"The answer was ended by its grammar ({reason.removeprefix(FAULT_PREFIX)})."
                 raise RequestError(400, message, param="structured_outputs", code="grammar_limit")
             _log.error("request %s ended before its time: %s", output.request_id, answer.stop_reason)
             raise RequestError(500, "The engine failed on this request.", code="request_failed")
