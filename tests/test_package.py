@@ -31,7 +31,7 @@ def test_importing_the_package_loads_neither_transformers_nor_torch_nor_an_extra
 
 def test_neither_engine_nor_server_loads_an_optional_package_that_nobody_asked_for() -> None:
     loaded = run("from d3engine import Engine; import d3engine.server.app, sys; print(*sys.modules)").split()
-    assert {"torch", "d3engine.server.guards.tracing"} <= set(loaded)
+    assert {"torch", "d3engine.server.middleware.request_log"} <= set(loaded)
     assert not {"transformers", "matplotlib", "pytest", "lm_eval", "typer", "opentelemetry"} & set(loaded)
 
 

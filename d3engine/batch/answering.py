@@ -17,8 +17,8 @@ from d3engine.batch.lines import LONGEST_LINE, Line
 from d3engine.batch.results import Result
 from d3engine.errors import FailedError
 from d3engine.server.app import create_app
-from d3engine.server.guards.settings import GuardSettings
 from d3engine.server.in_process import post
+from d3engine.server.middleware.settings import GuardSettings
 from d3engine.server.settings import ServerSettings
 
 LINES_PER_SEQUENCE = 2

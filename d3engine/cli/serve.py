@@ -78,7 +78,7 @@ def serve(
     model_directory(model)
     require_server_packages("d3engine serve")
     if settings.otlp_traces_endpoint is not None:
-        from d3engine.server.tracing.tracer import require_tracing_packages
+        from d3engine.server.tracing import require_tracing_packages
 
         require_tracing_packages("--otlp-traces-endpoint")
     from d3engine.server.running import bind

@@ -13,7 +13,7 @@ from d3engine.depth import DepthPolicy
 from d3engine.environment import API_KEY
 from d3engine.errors import InvalidValueError, MissingExtraError, require
 from d3engine.files import UnreadableFileError, read_text
-from d3engine.server.guards.settings import GuardSettings
+from d3engine.server.middleware.settings import GuardSettings
 from d3engine.server.settings import ServerSettings
 
 WHO: OptionTable = {

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from d3engine.async_engine.async_engine import AsyncEngine
 from d3engine.server.app import create_app
-from d3engine.server.guards.settings import GuardSettings
+from d3engine.server.middleware.settings import GuardSettings
 from d3engine.server.settings import ServerSettings
 
 

@@ -14,12 +14,12 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from d3engine.errors import FailedError
-from d3engine.server.answering.broken_stream import end_of_broken_stream, num_events
 from d3engine.server.errors import RequestError, as_request_error, error_response
-from d3engine.server.guards.keys import METRICS_PATH, KeyGuard
-from d3engine.server.guards.traffic import RETRY_AFTER
-from d3engine.server.metrics.merged import merged
-from d3engine.server.routes.operation import METRICS_TYPE
+from d3engine.server.metrics import merged
+from d3engine.server.middleware.access import METRICS_PATH, KeyGuard
+from d3engine.server.middleware.limits import RETRY_AFTER
+from d3engine.server.responses.broken_stream import end_of_broken_stream, num_events
+from d3engine.server.routes.openapi import METRICS_TYPE
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from d3engine.errors import MissingExtraError, require
 from d3engine.integrations.fields import FIELDS, FieldReader
 from d3engine.request.outputs import CompletionOutput, RequestOutput
 from d3engine.request.params import RequestOutputKind
-from d3engine.server.metrics.exposition import Exposition
+from d3engine.server.metrics import Exposition
 from d3engine.server.settings import ServerSettings
 
 try:

@@ -14,8 +14,8 @@ from d3engine.async_engine.client import EngineClient
 from d3engine.errors import InvalidValueError, require
 from d3engine.request.params import RequestOutputKind, SamplingParams
 from d3engine.request.structured import StructuredOutputsParams
-from d3engine.server.asking.depth import DepthPolicies
 from d3engine.server.errors import RequestError
+from d3engine.server.requests.sampling import DepthPolicies
 from d3engine.server.settings import ServerSettings
 
 DECIDED = ("output_kind", "detokenize")

@@ -17,10 +17,10 @@ from d3engine.async_engine.async_engine import AsyncEngine
 from d3engine.errors import MissingExtraError
 from d3engine.integrations.asgi import AtRoot, embedded_settings
 from d3engine.server.app import create_app
-from d3engine.server.health import health
 from d3engine.server.in_process import post
+from d3engine.server.schemas.requests import CompletionRequest
 from d3engine.server.settings import ServerSettings
-from d3engine.server.shapes.requests import CompletionRequest
+from d3engine.server.state import health
 
 try:
     from kserve import InferOutput, InferRequest, InferResponse, Model, ModelServer

@@ -26,7 +26,7 @@ from d3engine.integrations.door import Proxy, ReplicaDiedError
 from d3engine.integrations.replica import Replica
 from d3engine.integrations.routing import ROUTINGS
 from d3engine.server.errors import RequestError
-from d3engine.server.guards.traffic import RETRY_AFTER
+from d3engine.server.middleware.limits import RETRY_AFTER
 from d3engine.server.settings import ServerSettings
 
 try:

@@ -15,9 +15,9 @@ from starlette.types import Message, Scope
 from d3engine.async_engine.async_engine import AsyncEngine
 from d3engine.errors import EngineDeadError
 from d3engine.server.app import create_app
-from d3engine.server.health import health
 from d3engine.server.in_process import whole
 from d3engine.server.settings import ServerSettings
+from d3engine.server.state import health
 
 
 class Replica:

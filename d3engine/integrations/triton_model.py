@@ -24,7 +24,7 @@ from d3engine.integrations.fields import FieldReader
 from d3engine.integrations.triton_repository import ARGUMENTS_FILE
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import RequestOutputKind
-from d3engine.server.metrics.exposition import COUNTERS, GAUGES
+from d3engine.server.metrics import COUNTERS, GAUGES
 from d3engine.stats import EngineStats
 
 LOOK_SECONDS = 0.1

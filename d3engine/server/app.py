@@ -9,21 +9,27 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from d3engine.async_engine.client import EngineClient
-from d3engine.server.guards.exchange import RequestLog, log_exchange
-from d3engine.server.guards.keys import OPEN_PATHS
-from d3engine.server.guards.stack import guards
-from d3engine.server.routes.chat import create_chat_completion
-from d3engine.server.routes.completions import create_completion
-from d3engine.server.routes.messages import count_message_tokens, create_message
-from d3engine.server.routes.models import list_models, show_model
-from d3engine.server.routes.openapi import show_openapi
-from d3engine.server.routes.operation import show_health, show_metrics, show_readiness, show_version
-from d3engine.server.routes.page import PAGE_PATHS, PAGE_ROUTES
-from d3engine.server.routes.responses import create_response
-from d3engine.server.routes.tokens import detokenize, tokenize, tokenizer_info
+from d3engine.server.middleware.access import OPEN_PATHS
+from d3engine.server.middleware.request_log import RequestLog, log_exchange
+from d3engine.server.middleware.stack import guards
+from d3engine.server.routes.api import (
+    PAGE_PATHS,
+    PAGE_ROUTES,
+    count_message_tokens,
+    create_chat_completion,
+    create_completion,
+    create_message,
+    create_response,
+    detokenize,
+    list_models,
+    show_model,
+    tokenize,
+    tokenizer_info,
+)
+from d3engine.server.routes.openapi import show_health, show_metrics, show_openapi, show_readiness, show_version
 from d3engine.server.routing import Route, errors_raised
-from d3engine.server.served import AppState
 from d3engine.server.settings import ServerSettings
+from d3engine.server.state import AppState
 
 ROUTES = (
     Route("/v1/completions", create_completion, methods=["POST"]),

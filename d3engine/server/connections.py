@@ -15,7 +15,7 @@ from typing import Any, cast
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from d3engine.server.errors import RequestError, error_body
-from d3engine.server.guards.bodies import check_framing
+from d3engine.server.middleware.bodies import check_framing
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 256

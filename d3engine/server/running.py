@@ -21,8 +21,8 @@ from starlette.types import ASGIApp
 
 from d3engine.errors import FailedError
 from d3engine.server.connections import GuardedConnection
-from d3engine.server.guards.settings import GuardSettings
-from d3engine.server.guards.traffic import AdmissionControl
+from d3engine.server.middleware.limits import AdmissionControl
+from d3engine.server.middleware.settings import GuardSettings
 
 CUT_SECONDS = 1
 """For requests that a drain has cut off to end."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import POLICY_CLASSES
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
-from d3engine.server.guards.settings import GuardSettings
+from d3engine.server.middleware.settings import GuardSettings
 
 NEVER_BY_REQUEST = ("speculative", "table")
 """Policies that no request may name: one loads a model from a path, the other may be as long as its sender likes."""

@@ -26,7 +26,7 @@ from d3engine.cli import app
 from d3engine.cli.engine_options import ENGINE
 from d3engine.cli.server_options import LIMITS, TIMEOUTS, WHAT, WHO, server_settings
 from d3engine.depth import D3, FullDepth
-from d3engine.server.guards.settings import GuardSettings
+from d3engine.server.middleware.settings import GuardSettings
 from d3engine.server.settings import ServerSettings
 
 
@@ -250,8 +250,8 @@ def test_a_second_signal_ends_it_at_once() -> None:
     script = """
 import asyncio, sys
 from starlette.applications import Starlette
-from d3engine.server.guards.settings import GuardSettings
-from d3engine.server.guards.traffic import AdmissionControl
+from d3engine.server.middleware.settings import GuardSettings
+from d3engine.server.middleware.limits import AdmissionControl
 from d3engine.server.running import GuardedServer, bind
 
 settings, traffic = GuardSettings(port=0), AdmissionControl(1)

@@ -67,9 +67,9 @@ def annotations(kind: Any) -> set[str]:
 
 @pytest.mark.parametrize(("module", "name", "file", "shape"), TYPES)
 def test_every_field_of_a_clients_request_is_known(module: str, name: str, file: str, shape: str) -> None:
-    from d3engine.server.asking.refused import taken_names
+    from d3engine.server.requests.refused import taken_names
 
-    own = getattr(importlib.import_module(f"d3engine.server.shapes.{file}"), shape)
+    own = getattr(importlib.import_module(f"d3engine.server.schemas.{file}"), shape)
     fields = annotations(getattr(importlib.import_module(module), name)) or set()
     assert len(fields) > 8
     assert fields - {*own.__struct_fields__, *taken_names(own)} == set()
@@ -77,7 +77,7 @@ def test_every_field_of_a_clients_request_is_known(module: str, name: str, file:
 
 @pytest.mark.parametrize(("module", "name", "file", "shape"), TOOLS)
 def test_every_field_of_a_clients_tool_is_honoured_or_refused(module: str, name: str, file: str, shape: str) -> None:
-    own = getattr(importlib.import_module(f"d3engine.server.shapes.{file}"), shape)
+    own = getattr(importlib.import_module(f"d3engine.server.schemas.{file}"), shape)
     assert own.__struct_config__.forbid_unknown_fields
     assert {*own.__struct_fields__} & annotations(getattr(importlib.import_module(module), name))
 
@@ -122,8 +122,8 @@ def test_a_field_of_another_route_is_refused(http: httpx.Client, path: str, name
 
 def test_several_answers_have_the_apis_temperature_not_the_models() -> None:
     from d3engine import SamplingParams
-    from d3engine.server.asking.sampling import sampling_params
-    from d3engine.server.shapes.requests import CompletionRequest
+    from d3engine.server.requests.sampling import sampling_params
+    from d3engine.server.schemas.requests import CompletionRequest
 
     for file in (0.0, 0.7):
         defaults = SamplingParams(temperature=file)

@@ -21,8 +21,8 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from d3engine.errors import FailedError
 from d3engine.server import connections
-from d3engine.server.answering.event_stream import EventStream, OpenAIForm
-from d3engine.server.guards.settings import GuardSettings
+from d3engine.server.middleware.settings import GuardSettings
+from d3engine.server.responses.streams import EventStream, OpenAIForm
 from d3engine.server.running import bind, most_connections
 
 HASTY = GuardSettings(port=0, header_timeout=0.2, body_timeout=0.2, write_timeout=0.2, max_body_bytes=100_000)

@@ -13,8 +13,8 @@ from untimed import untimed
 
 from d3engine import D3, FullDepth, SamplingParams
 from d3engine.depth import DepthPolicy
-from d3engine.server.asking.depth import MOST_KNOWN, DepthPolicies
 from d3engine.server.errors import RequestError
+from d3engine.server.requests.sampling import MOST_KNOWN, DepthPolicies
 from d3engine.server.settings import ServerSettings
 
 if TYPE_CHECKING:

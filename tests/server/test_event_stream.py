@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from d3engine.server.answering.event_stream import EventStream, OpenAIForm
-from d3engine.server.answering.running import unless_disconnected
 from d3engine.server.errors import RequestError
+from d3engine.server.responses.running import unless_disconnected
+from d3engine.server.responses.streams import EventStream, OpenAIForm
 
 FORM = OpenAIForm()
 SCOPE = {"type": "http"}

@@ -17,10 +17,10 @@ from starlette.responses import Response
 from untimed import untimed
 
 from d3engine.errors import EngineDeadError
-from d3engine.server.answering.event_stream import EventStream
-from d3engine.server.answering.messages import PING, MessageForm
 from d3engine.server.app import create_app
-from d3engine.server.guards.settings import GuardSettings
+from d3engine.server.middleware.settings import GuardSettings
+from d3engine.server.responses.messages import PING, MessageForm
+from d3engine.server.responses.streams import EventStream
 from d3engine.server.settings import ServerSettings
 
 if TYPE_CHECKING:

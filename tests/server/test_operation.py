@@ -13,7 +13,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from d3engine.server.guards.traffic import AdmissionControl
+from d3engine.server.middleware.limits import AdmissionControl
 
 if TYPE_CHECKING:
     from d3engine import Engine
@@ -40,13 +40,13 @@ class Heart:
     ],
 )
 def test_an_engine_hangs_when_somebody_waits_and_no_step_ends(heart: Any, status: str) -> None:
-    from d3engine.server.health import health
+    from d3engine.server.state import health
 
     assert health(heart, AdmissionControl(1), 60, now=1000.0).status == status
 
 
 def test_a_full_queue_is_healthy_but_not_ready_and_a_drain_is_neither() -> None:
-    from d3engine.server.health import health, readiness
+    from d3engine.server.state import health, readiness
 
     traffic = AdmissionControl(1)
     with traffic.place():
@@ -91,7 +91,7 @@ def asks(stepping: Stepping) -> Iterator[Callable[..., httpx.Response]]:
     from serving import serving
 
     from d3engine.server.app import create_app
-    from d3engine.server.guards.settings import GuardSettings
+    from d3engine.server.middleware.settings import GuardSettings
     from d3engine.server.settings import ServerSettings
 
     guards = GuardSettings(health_stall_seconds=1e-6)
@@ -130,7 +130,7 @@ def test_health_tells_an_engine_that_hangs_and_one_that_has_ended(
 def test_metrics_come_while_the_engine_hangs(
     stepping: Stepping, asks: Callable[..., httpx.Response], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from d3engine.server.metrics import exposition
+    from d3engine.server import metrics as exposition
 
     monkeypatch.setattr(exposition, "STATS_SECONDS", 0.05)
     stepping.goes.clear()

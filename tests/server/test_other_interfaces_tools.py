@@ -216,7 +216,7 @@ class InHermesSyntax(WithTools):
 def hermes(client: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A server whose model calls a function wherever it may, until it has a result."""
     from d3engine.server.app import create_app
-    from d3engine.server.asking import tools
+    from d3engine.server.requests import tools
     from d3engine.server.settings import ServerSettings
 
     made = tools._hermes

@@ -46,10 +46,10 @@ def test_a_command_of_the_page_is_answered(http: httpx.Client, line: str) -> Non
 
 
 def test_the_page_has_every_field_that_is_honoured_refused_or_taken() -> None:
-    from d3engine.server.asking.refused import ANTHROPICS_ASK_NOTHING, ASK_NOTHING, refused_of
-    from d3engine.server.shapes.messages import CountTokensRequest, MessagesRequest
-    from d3engine.server.shapes.requests import ChatRequest, CompletionRequest, StreamOptions
-    from d3engine.server.shapes.responses import ResponsesRequest
+    from d3engine.server.requests.refused import ANTHROPICS_ASK_NOTHING, ASK_NOTHING, refused_of
+    from d3engine.server.schemas.messages import CountTokensRequest, MessagesRequest
+    from d3engine.server.schemas.requests import ChatRequest, CompletionRequest, StreamOptions
+    from d3engine.server.schemas.responses import ResponsesRequest
 
     names = {*ASK_NOTHING, *ANTHROPICS_ASK_NOTHING}
     for shape in (CountTokensRequest, MessagesRequest, ResponsesRequest, ChatRequest, CompletionRequest, StreamOptions):

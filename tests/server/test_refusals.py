@@ -158,7 +158,7 @@ def test_fields_that_nobody_knows_are_taken_and_named(http: httpx.Client) -> Non
 def test_a_long_body_is_read_beside_the_loop_that_serves_everybody(
     http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from d3engine.server.asking import bodies
+    from d3engine.server.requests import bodies
 
     threads = []
     read = bodies.check_refused

@@ -42,7 +42,7 @@ class Asked:
 
     def __init__(self, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
         from d3engine.server.app import create_app
-        from d3engine.server.guards.settings import GuardSettings
+        from d3engine.server.middleware.settings import GuardSettings
         from d3engine.server.settings import ServerSettings
 
         guards = {"max_request_work": MOST, "allowed_hosts": ("*",)} | settings.pop("guards", {})

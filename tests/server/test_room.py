@@ -32,7 +32,7 @@ def engine() -> Iterator[AsyncEngine]:
 def app(engine: AsyncEngine) -> Starlette:
     """With room for two sequences that run and two that wait."""
     from d3engine.server.app import create_app
-    from d3engine.server.guards.settings import GuardSettings
+    from d3engine.server.middleware.settings import GuardSettings
     from d3engine.server.settings import ServerSettings
 
     return create_app(engine, ServerSettings(model_names=("demo",), guards=GuardSettings(max_queue=2)))

@@ -180,9 +180,8 @@ def read(
     text: str, size: int, kind: str = "auto", style: str | None = "llama3"
 ) -> tuple[str, list[tuple[str, str]], int]:
     """What comes of a text that arrives `size` characters at a time: the text, the calls, and how many pieces."""
-    from d3engine.server.answering.calls import CallReader
-    from d3engine.server.asking.tool_styles import CallStyle
-    from d3engine.server.asking.tools import Calling
+    from d3engine.server.requests.tools import Calling, CallStyle
+    from d3engine.server.responses.chat import CallReader
 
     spoken = None if style is None else CallStyle(style)
     reader = CallReader(Calling(kind, ("count", "stop-it"), spoken, None))  # type: ignore[arg-type]
@@ -299,9 +298,8 @@ def accepts(form: Any, text: str) -> bool:
 
 
 def form_of(choice: Any = None, tools: Any = TOOLS, **more: Any) -> Any:
-    from d3engine.server.asking.tool_styles import CallStyle, ToolStyle
-    from d3engine.server.asking.tools import tool_use_of
-    from d3engine.server.shapes.requests import ChatRequest
+    from d3engine.server.requests.tools import CallStyle, ToolStyle, tool_use_of
+    from d3engine.server.schemas.requests import ChatRequest
 
     asked = ChatRequest(messages=MESSAGES, tools=tools, tool_choice=choice, **more)
     calling = tool_use_of(asked, ToolStyle(True, CallStyle.HERMES)).calling
@@ -395,9 +393,8 @@ def parameters_of(**more: Any) -> dict[str, Any]:
     ids=lambda value: str(value)[:60],
 )
 def test_arguments_are_objects_and_their_schemas_keep_their_references(parameters: Any, good: Any, bad: Any) -> None:
-    from d3engine.server.asking.tool_styles import ToolStyle
-    from d3engine.server.asking.tools import tool_use_of
-    from d3engine.server.shapes.requests import ChatRequest
+    from d3engine.server.requests.tools import ToolStyle, tool_use_of
+    from d3engine.server.schemas.requests import ChatRequest
 
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     named = {"type": "function", "function": {"name": "f"}}
@@ -441,7 +438,7 @@ def test_a_required_call_that_is_cut_shows_nothing_as_text(openai: OpenAI, templ
 @pytest.fixture
 def calls_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that may call does, as no text comes of the bundled model that begins a call."""
-    from d3engine.server.asking import tools
+    from d3engine.server.requests import tools
 
     hermes = tools._hermes
     monkeypatch.setattr(tools, "_hermes", lambda *asked, **more: hermes(*asked, **more | {"is_auto": False}))

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from d3engine.cli import app as command
 from d3engine.errors import InvalidValueError, MissingExtraError
-from d3engine.server.guards.settings import GuardSettings
+from d3engine.server.middleware.settings import GuardSettings
 from d3engine.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def test_a_receiver_that_is_down_costs_no_request_and_is_told_once(
 def test_a_receiver_that_hangs_holds_no_server_back(
     client: AsyncEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from d3engine.server.tracing import spans
+    from d3engine.server import tracing_export as spans
 
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "600")
     monkeypatch.setattr(spans, "END_SECONDS", 0.1)

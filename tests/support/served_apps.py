@@ -12,8 +12,8 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from d3engine.server.guards.settings import GuardSettings
-from d3engine.server.guards.traffic import AdmissionControl
+from d3engine.server.middleware.limits import AdmissionControl
+from d3engine.server.middleware.settings import GuardSettings
 from d3engine.server.running import GuardedServer, bind
 
 GUARD = 60.0

@@ -7,26 +7,252 @@ made of that; nothing is written twice.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from d3engine.server.answers import json_response
-from d3engine.server.asking.depth import DEPTH_HEADER, LONGEST_HEADER
-from d3engine.server.asking.ignored import IGNORED_FIELDS
-from d3engine.server.asking.prompts import prompt_schema
-from d3engine.server.asking.sampling import logprob_bounds
-from d3engine.server.asking.work import priority_bounds
-from d3engine.server.errors import TYPES
-from d3engine.server.guards.exchange import CLIENT_ID
-from d3engine.server.routes.described import DESCRIBED, REFERRED, Described
-from d3engine.server.served import AppState, served_by
-from d3engine.server.shapes.fields import REFERENCE
+from d3engine.server.errors import ANTHROPICS_TYPES, TYPES
+from d3engine.server.middleware.request_log import CLIENT_ID
+from d3engine.server.requests.bodies import priority_bounds
+from d3engine.server.requests.completions import prompt_schema
+from d3engine.server.requests.refused import IGNORED_FIELDS
+from d3engine.server.requests.sampling import DEPTH_HEADER, LONGEST_HEADER, logprob_bounds
+from d3engine.server.schemas.answers import (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    Text,
+    TokenizerInfo,
+    Tokens,
+)
+from d3engine.server.schemas.messages import (
+    MESSAGE_EVENTS,
+    CountTokensRequest,
+    Message,
+    MessagesRequest,
+    MessageTurn,
+    TextBlock,
+    TokenCount,
+    ToolUseBlock,
+)
+from d3engine.server.schemas.requests import (
+    REFERENCE,
+    AnswerForm,
+    ChatRequest,
+    CompletionRequest,
+    Constraint,
+    DetokenizeRequest,
+    NamedTool,
+    TokenizeRequest,
+    Tool,
+    Turn,
+    described,
+)
+from d3engine.server.schemas.responses import (
+    RESPONSE_EVENTS,
+    ModelResponse,
+    OutputCall,
+    OutputMessage,
+    ResponsesRequest,
+)
+from d3engine.server.state import AppState, Health, ModelCard, health, json_response, readiness, served_by
 from d3engine.version import __version__
+
+ErrorType = Annotated[str, described(enum=sorted(set(TYPES.values())))]
+AnthropicsErrorType = Annotated[str, described(enum=sorted({*ANTHROPICS_TYPES.values(), "invalid_request_error"}))]
+
+
+class ErrorDetail(TypedDict):
+    """What is wrong, and with which field."""
+
+    message: str
+    type: ErrorType
+    param: str | None
+    code: str | None
+
+
+class Error(TypedDict):
+    """Every answer that is an error."""
+
+    error: ErrorDetail
+
+
+class AnthropicsErrorDetail(TypedDict):
+    """What is wrong, in Anthropic's words."""
+
+    type: AnthropicsErrorType
+    message: str
+
+
+class AnthropicsError(TypedDict):
+    """The same under /v1/messages."""
+
+    type: Literal["error"]
+    error: AnthropicsErrorDetail
+
+
+class ModelList(TypedDict):
+    """The answer to GET /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class HealthAnswer(TypedDict):
+    """The answer to GET /health and /ready."""
+
+    status: Literal["ok", "dead", "hung", "draining", "full"]
+    reason: NotRequired[str]
+
+
+class Version(TypedDict):
+    """The answer to GET /version."""
+
+    version: str
+
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def show_health(request: Request) -> Response:
+    """200 while it can be expected to answer; 503 with the reason once it cannot."""
+    return _answer_of_operation(request, _health(served_by(request)))
+
+
+async def show_readiness(request: Request) -> Response:
+    """As /health, and 503 while it would refuse a request because of its queue."""
+    served = served_by(request)
+    return _answer_of_operation(request, readiness(_health(served), served.traffic))
+
+
+async def show_version(request: Request) -> Response:
+    """Which d3engine this is."""
+    return json_response({"version": __version__})
+
+
+async def show_metrics(request: Request) -> Response:
+    """All metrics, in the text format of Prometheus."""
+    served = served_by(request)
+    text = await served.exposition.text(served.client, served.traffic, served.meters)
+    return Response(text, media_type=METRICS_TYPE)
+
+
+def _health(served: AppState) -> Health:
+    return health(served.client.heartbeat(), served.traffic, served.settings.guards.health_stall_seconds)
+
+
+def _answer_of_operation(request: Request, found: Health) -> Response:
+    if not found.is_ok:
+        request.state.exchange.code = found.status
+    body = {"status": found.status} | ({} if found.reason is None else {"reason": found.reason})
+    response = json_response(body, {"Cache-Control": "no-store"})
+    response.status_code = 200 if found.is_ok else 503
+    return response
+
+
+REFERRED = (
+    AnswerForm,
+    Constraint,
+    MessageTurn,
+    NamedTool,
+    OutputCall,
+    OutputMessage,
+    TextBlock,
+    Tool,
+    ToolUseBlock,
+    Turn,
+)
+"""Shapes that fields of others refer to by name."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a route takes and gives.
+
+    Attributes:
+        says: in a few words.
+        body: of its requests.
+        answer: a whole one.
+        media: the type of an answer that is no JSON.
+        events: those that an answer is made of where it may be a stream.
+        ends_with_done: whether "[DONE]" comes after them.
+        takes_depth: whether the header names a depth.
+        error: the body of every error.
+        unwell: the body of a 503 where that is no error but the answer.
+    """
+
+    says: str
+    body: Any = None
+    answer: Any = None
+    media: str = "application/json"
+    events: tuple[Any, ...] = ()
+    ends_with_done: bool = False
+    takes_depth: bool = False
+    error: Any = Error
+    unwell: Any = None
+
+
+DESCRIBED = {
+    "/v1/completions": Described(
+        "Go on from prompts.",
+        CompletionRequest,
+        Completion,
+        events=(Completion, Error),
+        ends_with_done=True,
+        takes_depth=True,
+    ),
+    "/v1/chat/completions": Described(
+        "Answer a conversation.",
+        ChatRequest,
+        ChatCompletion,
+        events=(ChatChunk, Error),
+        ends_with_done=True,
+        takes_depth=True,
+    ),
+    "/v1/responses": Described(
+        "Answer a conversation, as OpenAI's responses.",
+        ResponsesRequest,
+        ModelResponse,
+        events=RESPONSE_EVENTS,
+        takes_depth=True,
+    ),
+    "/v1/messages": Described(
+        "Answer a conversation, as Anthropic has it.",
+        MessagesRequest,
+        Message,
+        events=(*MESSAGE_EVENTS, AnthropicsError),
+        takes_depth=True,
+        error=AnthropicsError,
+    ),
+    "/v1/messages/count_tokens": Described(
+        "Count a conversation's tokens.", CountTokensRequest, TokenCount, error=AnthropicsError
+    ),
+    "/v1/models": Described("The ids of the model.", answer=ModelList),
+    "/v1/models/{name}": Described("One id of the model.", answer=ModelCard),
+    "/tokenize": Described("The token ids of a text or a conversation.", TokenizeRequest, Tokens),
+    "/detokenize": Described("The text of token ids.", DetokenizeRequest, Text),
+    "/tokenizer_info": Described("Special tokens and chat template.", answer=TokenizerInfo),
+    "/health": Described(
+        "200 while the server can be expected to answer; 503 with the reason once it cannot.",
+        answer=HealthAnswer,
+        unwell=HealthAnswer,
+    ),
+    "/ready": Described(
+        "As /health, and 503 while it would refuse a request because of its queue.",
+        answer=HealthAnswer,
+        unwell=HealthAnswer,
+    ),
+    "/version": Described("Which d3engine this is.", answer=Version),
+    "/metrics": Described("All metrics, in the text format of Prometheus.", media="text/plain"),
+    "/openapi.json": Described("This description.", answer=dict[str, Any]),
+}
+"""Path -> what is known of it."""
+
 
 ALWAYS = (400, 401, 404, 408, 421, 431, 500, 503, 504)
 """Statuses of errors that any request may meet: what it calls, by which name, with which key, and when."""
@@ -117,7 +343,7 @@ def _operations(path: str, route: Route) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def _media(path: str) -> str:
-    from d3engine.server.routes.page import TYPES as MEDIA
+    from d3engine.server.routes.api import TYPES as MEDIA
 
     return MEDIA[f".{path.rpartition('.')[2]}"] if "." in path else "text/html"
 

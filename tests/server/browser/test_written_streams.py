@@ -80,7 +80,7 @@ DONE = b"data: [DONE]\n\n"
 
 @pytest.fixture(scope="module")
 def scripted_address() -> Iterator[tuple[str, list[Script]]]:
-    from d3engine.server.routes.page import PAGE_ROUTES
+    from d3engine.server.routes.api import PAGE_ROUTES
 
     holder = [Script()]
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d3engine.server.errors import RequestError
-from d3engine.server.guards.json_bounds import (
+from d3engine.server.middleware.bodies import (
     MAX_CONTAINERS,
     MAX_DEPTH,
     MAX_DIGITS,
@@ -23,7 +23,7 @@ from d3engine.server.guards.json_bounds import (
     check_json_bounds,
     is_within_bounds,
 )
-from d3engine.server.guards.settings import GuardSettings
+from d3engine.server.middleware.settings import GuardSettings
 
 SMALL = GuardSettings(max_body_bytes=2048)
 

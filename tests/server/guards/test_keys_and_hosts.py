@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from guarded_apps import JSON, GuardedApp
 
-from d3engine.server.guards import keys
-from d3engine.server.guards.settings import GuardSettings
+from d3engine.server.middleware import access as keys
+from d3engine.server.middleware.settings import GuardSettings
 
 KEY, OTHER, METRICS = "a-key-of-1234", "another-key-99", "only-for-metrics"
 LOCKED = GuardSettings(api_keys=(KEY, OTHER), metrics_keys=(METRICS,))

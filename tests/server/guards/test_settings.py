@@ -9,7 +9,7 @@ import pytest
 
 from d3engine.cli.server_options import LIMITS, TIMEOUTS, WHAT, WHO
 from d3engine.errors import InvalidValueError
-from d3engine.server.guards.settings import GuardSettings
+from d3engine.server.middleware.settings import GuardSettings
 from d3engine.server.settings import ServerSettings
 
 

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from d3engine.server.errors import RequestError
-from d3engine.server.guards.exchange import CLIENT_LEFT, RequestLog, log_exchange
-from d3engine.server.guards.settings import GuardSettings
-from d3engine.server.guards.traffic import AdmissionControl
+from d3engine.server.middleware.limits import AdmissionControl
+from d3engine.server.middleware.request_log import CLIENT_LEFT, RequestLog, log_exchange
+from d3engine.server.middleware.settings import GuardSettings
 
 # -- the queue -------------------------------------------------------------------------------------------------------
 

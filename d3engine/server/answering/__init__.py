@@ -1,1 +1,0 @@
-"""From the engine's outputs to answers, whole or as streams."""

@@ -1,1 +1,0 @@
-"""From the bytes of a body to requests that the engine has checked."""

@@ -1,1 +1,0 @@
-"""What a server counts, and how it tells Prometheus."""

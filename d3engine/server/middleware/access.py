@@ -1,0 +1,136 @@
+"""Host check: under which names a server answers, so that a page of somebody else's domain cannot reach a local one.
+
+A domain can be made to point at 127.0.0.1 after its page was loaded (DNS rebinding). What the page then asks is of one
+origin to its browser, but carries that domain in `Host`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from hmac import compare_digest
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from d3engine.server.errors import RequestError
+from d3engine.server.middleware.settings import GuardSettings
+
+OWN_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+def hosts_of(settings: GuardSettings) -> frozenset[str] | None:
+    """The names that are answered to; None: all."""
+    named = {_bare(name.lower()) for name in settings.allowed_hosts}
+    if "*" in named or not (named or settings.is_local):
+        return None
+    return frozenset(named | ({*OWN_NAMES, _bare(settings.host.lower())} if settings.is_local else set()))
+
+
+class HostGuard:
+    """Refuses requests that call the server by a name that is not in `hosts`."""
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
+        self.app = app
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            given = [value for name, value in scope["headers"] if name == b"host"]
+            if len(given) != 1 or name_of(given[0].decode("latin-1")) not in self._hosts:
+                message = (
+                    "This server does not answer to the host of this request; whoever runs it may name further hosts"
+                    " by --allowed-hosts."
+                )
+                raise RequestError(421, message, code="host_not_allowed")
+        await self.app(scope, receive, send)
+
+
+def name_of(host: str) -> str:
+    """The name in a Host header: without its port, without brackets, in small letters."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return _bare(host.partition("]")[0] + "]")
+    return host.partition(":")[0]
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix("[").removesuffix("]")
+
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""What answers without a key: nothing of a model, of a user or of the settings."""
+METRICS_PATH = "/metrics"
+
+
+class KeySet:
+    """Some keys, known by their SHA-256 alone."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def known(self, given: Iterable[bytes]) -> str | None:
+        """A name for the key among `given`, None without one, in a time that says nothing of how much of a key was
+        right, nor of which."""
+        digests = [_digest(one) for one in given]
+        matches = [known for known in self._digests for one in digests if compare_digest(one, known)]
+        return matches[0].hex() if matches else None
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class KeyGuard:
+    """Lets requests through that bring a key, as `Authorization: Bearer KEY` or `x-api-key: KEY`."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        api_keys: Iterable[str],
+        metrics_keys: Iterable[str],
+        open_paths: frozenset[str] = OPEN_PATHS,
+    ) -> None:
+        self.app = app
+        self._api, self._metrics = KeySet(api_keys), KeySet(metrics_keys)
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            self.check(scope)
+        await self.app(scope, receive, send)
+
+    def check(self, scope: Scope) -> None:
+        """Raise `RequestError` (401) where a request's path asks for a key and it brings none."""
+        if scope["path"] in self._open_paths:
+            return
+        is_for_metrics = scope["path"] == METRICS_PATH and bool(self._metrics)
+        if not self._api and not is_for_metrics:
+            return
+        given = list(_keys_of(scope))
+        key = self._api.known(given)
+        is_known = key is not None
+        if is_for_metrics:
+            is_known |= self._metrics.known(given) is not None
+        if is_known:
+            scope.setdefault("state", {})["api_key"] = key or ""  # by which requests take turns
+            return
+        message = (
+            "This API key is not one of the server's."
+            if given
+            else "An API key is missing: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
+        )
+        headers = {"WWW-Authenticate": "Bearer"}
+        raise RequestError(401, message, code="invalid_api_key", headers=headers)
+
+
+def _keys_of(scope: Scope) -> Iterable[bytes]:
+    for name, value in scope["headers"]:
+        if name == b"x-api-key":
+            yield value.strip()
+        elif name == b"authorization":
+            scheme, _, key = value.strip().partition(b" ")
+            if scheme.lower() == b"bearer":
+                yield key.strip()

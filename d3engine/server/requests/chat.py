@@ -1,0 +1,264 @@
+"""Conversations as other interfaces have them become the messages of a chat.
+
+The one idea: text is all that the model reads. A part of any other kind is refused by its place, and what stands beside
+a text without changing it is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.requests import Request
+
+from d3engine.errors import InvalidValueError, require
+from d3engine.server.errors import RequestError, invalid
+from d3engine.server.requests.bodies import check_priority, check_work, read_body
+from d3engine.server.requests.completions import prepare_all, take_places
+from d3engine.server.requests.sampling import (
+    check_num_logprobs,
+    check_stream_options,
+    depth_header,
+    form_of,
+    named,
+    sampling_params,
+)
+from d3engine.server.requests.tools import Calling, ToolStyle, ToolUse, fault_of_tools, tool_use_of, with_arguments_read
+from d3engine.server.responses.context import RequestContext
+from d3engine.server.schemas.requests import ChatRequest, TokenizeRequest
+from d3engine.server.state import AppState, served_by
+from d3engine.server.tracing import trace_of
+
+
+@dataclass(frozen=True)
+class TurnForm:
+    """How an interface writes turns.
+
+    Attributes:
+        field: of the request that holds them.
+        roles: its roles -> those of chat templates.
+        kinds: of parts that are texts.
+        beside: of a turn, the fields that are taken beside its role and content, with the values that they may have;
+            None: any.
+        beside_text: of a part, those that are taken beside its type and text.
+        others: kinds of parts that are no texts and are read by whoever has them -> the fields that such a part has.
+    """
+
+    field: str
+    roles: Mapping[str, str]
+    kinds: tuple[str, ...]
+    beside: Mapping[str, tuple[object, ...] | None]
+    beside_text: frozenset[str]
+    others: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
+
+
+def read_turns(turns: Sequence[Any], form: TurnForm) -> list[dict[str, Any]]:
+    """The messages of a chat. Raises `InvalidValueError` naming the place of what is none."""
+    require(len(turns) > 0, form.field, turns, "a list of at least one message")
+    return [read_turn(f"{form.field}[{place}]", turn, form) for place, turn in enumerate(turns)]
+
+
+def read_turn(name: str, turn: Any, form: TurnForm) -> dict[str, Any]:
+    """The message of one turn."""
+    role = read_role(name, turn, form)
+    return {"role": role, "content": read_content(f"{name}.content", turn.get("content"), form)}
+
+
+def read_role(name: str, turn: Any, form: TurnForm) -> str:
+    """Whose turn it is, as a chat has it, where it is one."""
+    require(isinstance(turn, dict), name, turn, "an object with role and content")
+    for beside, values in form.beside.items():
+        given = turn.get(beside)
+        fits = values is None or given is None or given in values
+        require(fits, f"{name}.{beside}", given, " or ".join(map(repr, values or ())))
+    role = turn.get("role")
+    require(isinstance(role, str) and role in form.roles, f"{name}.role", role, " or ".join(map(repr, form.roles)))
+    return form.roles[role]
+
+
+def read_content(name: str, content: Any, form: TurnForm) -> str | list[dict[str, str]]:
+    """A text, or the text parts of a chat's message. Raises `InvalidValueError`."""
+    if isinstance(content, str):
+        return content
+    require(isinstance(content, list) and content != [], name, content, "a string or a list of texts")
+    return [read_text(f"{name}[{place}]", part, form) for place, part in enumerate(content)]
+
+
+def read_text(name: str, part: Any, form: TurnForm) -> dict[str, str]:
+    """The text part of a chat's message."""
+    kinds = " or ".join(f'"{kind}"' for kind in form.kinds)
+    is_text = isinstance(part, dict) and part.get("type") in form.kinds and isinstance(part.get("text"), str)
+    require(is_text, name, part, f'{{"type": {kinds}, "text": a string}}, since the model reads nothing but text')
+    return {"type": "text", "text": part["text"]}
+
+
+def unknown_in_turns(turns: object, form: TurnForm) -> list[str]:
+    """The names of fields, in turns and their parts, that nobody knows; each once."""
+    found: dict[str, None] = {}
+    known = {"role", "content", *form.beside}
+    for turn in turns if isinstance(turns, list) else []:
+        if isinstance(turn, dict):
+            found |= dict.fromkeys(f"{form.field}.{name}" for name in turn if name not in known)
+            found |= dict.fromkeys(unknown_in_parts(f"{form.field}.content", turn.get("content"), form))
+    return list(found)
+
+
+def unknown_in_parts(name: str, content: object, form: TurnForm) -> list[str]:
+    """The same for parts."""
+    texts = frozenset({"type", "text", *form.beside_text})
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    known = [form.others.get(str(part.get("type")), texts) for part in parts]
+    return [f"{name}.{one}" for part, names in zip(parts, known, strict=True) for one in part if one not in names]
+
+
+def merged(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The same conversation, in which no two turns of one role follow each other, but for calls and their results."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        is_plain = message["role"] != "tool" and "tool_calls" not in message
+        if found and found[-1]["role"] == message["role"] and is_plain and "tool_calls" not in found[-1]:
+            found[-1]["content"] = [*_parts(found[-1]["content"]), *_parts(message["content"])]
+        else:
+            found.append(dict(message))
+    return found
+
+
+def _parts(content: Any) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+async def chat_job(request: Request) -> tuple[RequestContext[ChatRequest], dict[str, str]]:
+    """What to run, wholly checked, and headers for the answer. Raises `RequestError` and `InvalidValueError`."""
+    asked, headers = await read_body(request, ChatRequest)
+    return await job_of(request, asked, headers, id_prefix="chatcmpl-")
+
+
+async def job_of(
+    request: Request,
+    asked: ChatRequest,
+    headers: Mapping[str, str],
+    *,
+    id_prefix: str,
+    ends_with_context: bool = False,
+) -> tuple[RequestContext[ChatRequest], dict[str, str]]:
+    """The same for a chat that was read already, with the headers that this has given.
+
+    With `ends_with_context` its length is a bound that may lie beyond the model's context; otherwise that is an error.
+    """
+    served = served_by(request)
+    model = served.models.check(asked.model)
+    depth = served.depths.read(model, asked.depth, depth_header(request.scope))
+    check_stream_options(asked)
+    check_priority(served, asked.priority)
+    check_num_logprobs("prompt_logprobs", asked.prompt_logprobs, served.settings)
+    tools = await tool_use(served, asked)
+    calling, ignored = tools.calling, tools.ignored
+    max_tokens = _max_tokens(asked)
+    decided = {
+        "max_tokens": max_tokens,
+        "logprobs": _num_logprobs(asked, served),
+        "structured_outputs": form_of(asked) if calling is None else calling.form,
+    }
+    with by_names(_chats_names(asked)), _fault_of_form(asked, calling):
+        check_work(request, asked)
+        params = sampling_params(asked, served.client.default_sampling_params, depth, **decided)
+        take_places(request, 1, params.n)
+        prompt = await chat_prompt(served, asked, asked.messages, tools.shown)
+        limits = {"priority": asked.priority, "max_tokens": None if ends_with_context else max_tokens}
+        try:
+            prepared = await prepare_all(request, [prompt], params, **limits)
+        except InvalidValueError as error:
+            if error.field != "grammar" or calling is None or calling.best_effort is None:
+                raise
+            ignored = (*ignored, "tools.parameters")
+            params = replace(params, structured_outputs=calling.best_effort)
+            prepared = await prepare_all(request, [prompt], params, **limits)
+    trace = trace_of(request.scope)
+    job = RequestContext(served, asked, model, prepared, depth, id_prefix=id_prefix, calling=calling, trace=trace)
+    return job, served.ignored.header(ignored, headers)
+
+
+async def tool_use(served: AppState, asked: ChatRequest) -> ToolUse:
+    """What the tools of a chat come to by the template that writes it. Raises `RequestError`."""
+    if asked.tools is None:
+        return tool_use_of(asked, ToolStyle(False, None))
+    return tool_use_of(asked, await served.tool_styles.of(_template(asked, served)))
+
+
+async def chat_prompt(
+    served: AppState,
+    asked: ChatRequest | TokenizeRequest,
+    messages: list[dict[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> Mapping[str, list[int]]:
+    """The prompt of a conversation by the model's template. Raises `RequestError` and `InvalidValueError`."""
+    template = _template(asked, served)
+    continues = bool(asked.continue_final_message)
+    begins = not continues if asked.add_generation_prompt is None else asked.add_generation_prompt
+    try:
+        found: Mapping[str, list[int]] = await served.client.chat_prompt(
+            with_arguments_read(messages),
+            tools=tools,
+            chat_template=template,
+            add_generation_prompt=begins,
+            continue_final_message=continues,
+            chat_template_kwargs=asked.chat_template_kwargs,
+        )
+        return found
+    except InvalidValueError as error:
+        if error.field == "chat_template" and asked.chat_template is None:  # its message names a directory
+            message = "The model has no chat template; POST /v1/completions takes prompts as they are."
+            raise invalid("messages", message, "no_chat_template") from None
+        raise
+
+
+def _template(asked: ChatRequest | TokenizeRequest, served: AppState) -> str | None:
+    """The request's own template, None for the model's. Raises `RequestError` where requests may bring none."""
+    if asked.chat_template is not None and not served.settings.trust_request_chat_template:
+        message = "chat_template must be absent, since this server takes no templates of requests."
+        raise invalid("chat_template", message, "unsupported_parameter")
+    return asked.chat_template
+
+
+def _fault_of_form(asked: ChatRequest, calling: Calling | None) -> AbstractContextManager[None]:
+    """Errors about the answer's form name the field that it comes of."""
+    if calling is not None:
+        return fault_of_tools(calling.names)
+    return named("response_format" if asked.structured_outputs is None else "structured_outputs")
+
+
+def _max_tokens(asked: ChatRequest) -> int | None:
+    """Under its new name or its old one; None: up to the end of the model's context."""
+    new, old = asked.max_completion_tokens, asked.max_tokens
+    if new is not None and old is not None and new != old:
+        raise invalid("max_tokens", f"max_tokens must be absent or max_completion_tokens={new}; got {old}.")
+    return old if new is None else new
+
+
+def _num_logprobs(asked: ChatRequest, served: AppState) -> int | None:
+    check_num_logprobs("top_logprobs", asked.top_logprobs, served.settings)
+    if asked.top_logprobs and not asked.logprobs:
+        raise invalid("top_logprobs", "top_logprobs must be absent or 0 unless logprobs is true.")
+    return asked.top_logprobs or 0 if asked.logprobs else None
+
+
+def _chats_names(asked: ChatRequest) -> dict[str, str]:
+    names = {"prompt": "messages"}
+    if asked.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    return names
+
+
+@contextmanager
+def by_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors from inside of here name fields as the request does: engine's name -> the request's."""
+    try:
+        yield
+    except InvalidValueError as error:
+        raise InvalidValueError(names.get(error.field, error.field), error.value, error.allowed) from None
+    except RequestError as error:
+        error.param = names.get(error.param or "", error.param)
+        raise

@@ -1,0 +1,201 @@
+"""The prompts of a completion, and every prompt's way to a checked request of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+
+from d3engine.errors import InvalidValueError, TokenizerError, must_be
+from d3engine.request.params import BOUNDS, SamplingParams
+from d3engine.request.prepared import EngineRequest
+from d3engine.server.errors import RequestError, invalid
+from d3engine.server.requests.bodies import check_priority, check_work, read_body
+from d3engine.server.requests.sampling import (
+    check_num_logprobs,
+    check_stream_options,
+    depth_header,
+    form_of,
+    named,
+    sampling_params,
+)
+from d3engine.server.responses.context import RequestContext
+from d3engine.server.schemas.requests import CompletionRequest, Prompt
+from d3engine.server.state import AppState, served_by
+from d3engine.server.tracing import trace_of
+
+TOO_LONG = "context_length_exceeded"
+"""OpenAI's word, by which clients know that a shorter prompt would help."""
+_LONGEST = "This model's maximum context length is {} tokens"
+"""By which LiteLLM knows it: it reads messages alone."""
+
+
+def prompts_of(given: Prompt, served: AppState) -> list[str | list[int]]:
+    """The prompts of a request: a text, token ids, or a list of texts or of token ids.
+
+    What is far too long is refused by its length alone, since to look through it would hold up everybody else.
+    """
+    if isinstance(given, str):
+        return [given]
+    if len(given) == 0:
+        raise invalid("prompt", "prompt must hold at least one prompt.")
+    is_one = isinstance(given[0], int)
+    most = served.client.max_model_len if is_one else served.settings.max_prompts
+    if len(given) > most:
+        kind = "token ids" if is_one else "prompts"
+        message = must_be("prompt", f"{len(given)} {kind}", f"of at most {most} {kind}") + "."
+        raise invalid("prompt", message, TOO_LONG if is_one else None)
+    kinds = {type(item) for item in given}
+    if len(kinds) > 1:
+        raise invalid("prompt", "prompt must be a text, token ids, a list of texts, or a list of lists of token ids.")
+    ids = [item for item in given if isinstance(item, int)]
+    return [ids] if is_one else [item for item in given if not isinstance(item, int)]
+
+
+def prompt_schema(served: AppState) -> dict[str, Any]:
+    """What `prompts_of` and the engine take, in JSON Schema's words."""
+    ids = {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 0, "maximum": served.client.config.vocab_size - 1},
+        "minItems": 1,
+        "maxItems": served.client.max_model_len - 1,
+    }
+    text = {"type": "string"}
+    several = {"type": "array", "minItems": 1, "maxItems": served.settings.max_prompts}
+    kinds = [text, ids, {**several, "items": text}, {**several, "items": ids}]
+    return {"description": "a text, token ids, or a list of either", "anyOf": kinds}
+
+
+async def prepare_all(
+    request: Request,
+    prompts: Sequence[Any],
+    params: SamplingParams,
+    *,
+    priority: int | None,
+    max_tokens: int | None,
+) -> list[EngineRequest]:
+    """Each prompt with these parameters, checked for the model and its length; `max_tokens` is what was asked for.
+
+    One after the other: the readers serve other requests between two of them, and none is read after one that is
+    refused. Raises `RequestError` or `InvalidValueError` for the first that can never run.
+    """
+    served, found = served_by(request), list[EngineRequest]()
+    flow = request.scope["state"].get("api_key", ""), os.urandom(8).hex()
+    try:
+        for prompt in prompts:
+            if found:
+                await asyncio.sleep(0)  # short ones are read here: others have a turn
+            prepared = await _prepare(served, prompt, params, priority or 0, max_tokens)
+            found.append(replace(prepared, flow=flow))
+        return found
+    except InvalidValueError as error:
+        raise _of_length(error, served.client.max_model_len) or error from None
+
+
+def take_places(request: Request, num_prompts: int, n: int, n_field: str = "n") -> None:
+    """Take the room that a request needs, before any work is done for it; it has one place already.
+
+    `n_field` is the field of the request that says how many answers there are for each prompt. Raises `RequestError`:
+    429 where too little is left now, and 400 for what would find no room in an idle server either, since to be told to
+    come back would be no help there.
+    """
+    _check_room(served_by(request), num_prompts, n, n_field)
+    request.scope["state"]["place"].take(num_prompts * n - 1)
+
+
+def _check_room(served: AppState, num_prompts: int, n: int, n_field: str) -> None:
+    places = served.traffic.places
+    if num_prompts * n <= places:
+        return
+    field, given, most = ("prompt", num_prompts, places // n) if n <= places else (n_field, n, places)
+    kind = "prompts" if field == "prompt" else "answers per prompt"
+    why = f"since the server has room for {places} sequences"
+    raise invalid(field, must_be(field, f"{given} {kind}", f"at most {most} {kind}, {why}") + ".", "too_many_sequences")
+
+
+async def _prepare(
+    served: AppState, prompt: Any, params: SamplingParams, priority: int, max_tokens: int | None
+) -> EngineRequest:
+    prepared: EngineRequest = await served.client.prepare(prompt, params, priority=priority)
+    length, most = len(prepared.prompt_token_ids), served.client.max_model_len
+    if max_tokens is not None and length + max_tokens > most:
+        message = (
+            f"{_LONGEST.format(most)}, but {length + max_tokens} are asked for: {length} in the prompt, {max_tokens} in"
+            " the answer."
+        )
+        raise invalid("max_tokens", message, TOO_LONG)
+    return prepared
+
+
+def _of_length(error: InvalidValueError, most: int) -> RequestError | None:
+    """The same error by OpenAI's word, if it is about a prompt or an answer that is too long."""
+    is_prompt = error.field == "prompt" and "max_model_len" in error.allowed
+    is_cache = error.field == "max_tokens" and "KV cache" in error.allowed
+    if is_prompt:
+        return invalid(error.field, f"{error}. {_LONGEST.format(most)}.", TOO_LONG)
+    return invalid(error.field, f"{error}.", TOO_LONG) if is_cache else None
+
+
+async def without_special_tokens(served: AppState, prompts: Sequence[str | list[int]]) -> list[str | list[int]]:
+    """The same prompts, texts among them as token ids to which nothing was added."""
+
+    def encode(prompt: str | list[int]) -> str | list[int]:
+        """One that must be too long is left as it is, to be refused."""
+        if not isinstance(prompt, str) or served.tokenizer.fewest_tokens(prompt) >= served.client.max_model_len:
+            return prompt
+        return served.tokenizer.encode(prompt, add_special_tokens=False)
+
+    try:
+        return [await served.in_thread(encode, prompt) for prompt in prompts]
+    except TokenizerError as error:
+        raise invalid("prompt", f"prompt must be a text that the model's tokenizer can encode ({error}).") from None
+
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's."""
+
+
+async def completion_job(request: Request) -> tuple[RequestContext[CompletionRequest], dict[str, str]]:
+    """What to run, wholly checked, and headers for the answer. Raises `RequestError` and `InvalidValueError`."""
+    served = served_by(request)
+    asked, headers = await read_body(request, CompletionRequest)
+    model = served.models.check(asked.model)
+    depth = served.depths.read(model, asked.depth, depth_header(request.scope))
+    check_stream_options(asked)
+    check_priority(served, asked.priority)
+    check_num_logprobs("logprobs", asked.logprobs, served.settings)
+    check_num_logprobs("prompt_logprobs", asked.prompt_logprobs, served.settings)
+    max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+    if max_tokens == 0 and not asked.echo:
+        raise invalid("max_tokens", must_be("max_tokens", 0, "at least 1, unless echo is true") + ".")
+    prompts = prompts_of(asked.prompt, served)
+    check_work(request, asked, prompts, asked.best_of)
+    decided = {"max_tokens": max_tokens or 1, "structured_outputs": form_of(asked), **_several(asked)}
+    params = sampling_params(asked, served.client.default_sampling_params, depth, **decided)
+    take_places(request, len(prompts), params.n, "n" if asked.best_of is None else "best_of")
+    if asked.add_special_tokens is False:
+        prompts = await without_special_tokens(served, prompts)
+    with named("response_format" if asked.structured_outputs is None else "structured_outputs"):
+        prepared = await prepare_all(request, prompts, params, priority=asked.priority, max_tokens=max_tokens)
+    trace = trace_of(request.scope)
+    return RequestContext(served, asked, model, prepared, depth, id_prefix="cmpl-", trace=trace), headers
+
+
+def _several(asked: CompletionRequest) -> dict[str, Any]:
+    """The parameters that come of several fields."""
+    decided: dict[str, Any] = {"logprobs": asked.logprobs}
+    if asked.echo and asked.logprobs is not None:
+        decided["prompt_logprobs"] = max(asked.logprobs, asked.prompt_logprobs or 0)
+    n = 1 if asked.n is None else asked.n
+    if asked.best_of is not None and asked.best_of != n:
+        BOUNDS["n"].check("best_of", asked.best_of)
+        if asked.best_of < n:
+            raise invalid("best_of", must_be("best_of", asked.best_of, f"at least n={n}") + ".")
+        if asked.stream:
+            raise invalid("best_of", "best_of must be absent or equal to n where stream is true.")
+        decided |= {"n": asked.best_of, "logprobs": asked.logprobs or 0}
+    return decided

@@ -1,0 +1,168 @@
+"""Anthropic's turns become the messages of a chat: calls of functions and their results stand in blocks there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+
+from d3engine.errors import must_be, require
+from d3engine.server.errors import invalid
+from d3engine.server.requests.bodies import read_body
+from d3engine.server.requests.chat import (
+    TurnForm,
+    by_names,
+    chat_prompt,
+    job_of,
+    merged,
+    read_content,
+    read_role,
+    read_text,
+    read_turn,
+    tool_use,
+    unknown_in_parts,
+    unknown_in_turns,
+)
+from d3engine.server.responses.context import RequestContext
+from d3engine.server.schemas.messages import CountTokensRequest, MessagesRequest
+from d3engine.server.schemas.requests import ChatRequest
+from d3engine.server.state import served_by
+
+TURNS = TurnForm(
+    field="messages",
+    roles={"user": "user", "assistant": "assistant", "system": "system"},
+    kinds=("text",),
+    beside={},
+    beside_text=frozenset({"cache_control", "citations"}),
+    others={
+        "tool_use": frozenset({"type", "id", "name", "input", "cache_control"}),
+        "tool_result": frozenset({"type", "tool_use_id", "content", "is_error", "cache_control"}),
+    },
+)
+
+
+def read_message_turns(turns: Sequence[Any]) -> list[dict[str, Any]]:
+    """The messages of a chat. Raises `InvalidValueError` naming the place of what is none."""
+    require(len(turns) > 0, "messages", turns, "a list of at least one message")
+    found = [message for place, turn in enumerate(turns) for message in _read(f"messages[{place}]", turn)]
+    return merged(found)
+
+
+def _read(name: str, turn: Any) -> list[dict[str, Any]]:
+    """One turn: results come first, since they answer the turn before."""
+    content = turn.get("content") if isinstance(turn, dict) else None
+    if not isinstance(content, list) or not any(_kind(part) in TURNS.others for part in content):
+        return [read_turn(name, turn, TURNS)]
+    role = read_role(name, turn, TURNS)
+    texts, calls, results = [], [], []
+    for place, part in enumerate(content):
+        where, kind = f"{name}.content[{place}]", _kind(part)
+        if kind == "tool_use":
+            require(role == "assistant", f"{name}.role", role, "'assistant' for a block of type tool_use")
+            calls.append(_call(where, part))
+        elif kind == "tool_result":
+            require(role == "user", f"{name}.role", role, "'user' for a block of type tool_result")
+            results.append(_result(where, part))
+        else:
+            texts.append(read_text(where, part, TURNS))
+    if calls:
+        return [{"role": role, "content": texts or "", "tool_calls": calls}]
+    return [*results, *([{"role": role, "content": texts}] if texts else [])]
+
+
+def _kind(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
+def _call(name: str, part: dict[str, Any]) -> dict[str, Any]:
+    fits = isinstance(part.get("id"), str) and isinstance(part.get("name"), str) and isinstance(part.get("input"), dict)
+    require(fits, name, part, '{"type": "tool_use", "id": a string, "name": a string, "input": an object}')
+    return {"id": part["id"], "type": "function", "function": {"name": part["name"], "arguments": part["input"]}}
+
+
+def _result(name: str, part: dict[str, Any]) -> dict[str, Any]:
+    """`is_error` tells the model nothing that the content does not say."""
+    fits = isinstance(part.get("tool_use_id"), str)
+    require(fits, name, part, '{"type": "tool_result", "tool_use_id": a string, "content": a text or texts}')
+    given = part.get("content")
+    content = "" if given in (None, []) else read_content(f"{name}.content", given, TURNS)
+    return {"role": "tool", "tool_call_id": part["tool_use_id"], "content": content}
+
+
+SAME_NAMES = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "seed", "priority", "cache_salt")
+DEPTH_NAMES = ("depth", "return_depths")
+
+
+async def message_job(request: Request) -> tuple[RequestContext[ChatRequest], dict[str, str]]:
+    """What to run, wholly checked, and headers for the answer. Raises `RequestError` and `InvalidValueError`."""
+    asked, headers = await read_body(request, MessagesRequest, _unknown_in)
+    same = {name: getattr(asked, name) for name in (*SAME_NAMES, *DEPTH_NAMES)}
+    chat = _chat_of(asked, stop=asked.stop_sequences or None, response_format=_form_of(asked), **same)
+    with by_names({"stop": "stop_sequences", "response_format": "output_config"}):
+        return await job_of(request, chat, headers, id_prefix="msg_", ends_with_context=True)
+
+
+async def count_tokens(request: Request) -> tuple[int, dict[str, str]]:
+    """The length of a conversation's prompt, and headers for the answer. Raises as `message_job` does."""
+    served = served_by(request)
+    asked, headers = await read_body(request, CountTokensRequest, _unknown_in)
+    served.models.check(asked.model)
+    chat = _chat_of(asked)
+    tools = await tool_use(served, chat)
+    prompt = await chat_prompt(served, chat, chat.messages, tools.shown)
+    return len(prompt["prompt_token_ids"]), served.ignored.header(tools.ignored, headers)
+
+
+def _chat_of(asked: CountTokensRequest, **fields: Any) -> ChatRequest:
+    """The same as a chat. An answer goes on where the last turn ends if that is the assistant's."""
+    messages = read_message_turns(asked.messages)
+    continues = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+    if asked.system is not None and asked.system != []:
+        messages.insert(0, {"role": "system", "content": read_content("system", asked.system, TURNS)})
+    return ChatRequest(messages=messages, continue_final_message=continues, **_tools_of(asked), **fields)
+
+
+def _form_of(asked: MessagesRequest) -> dict[str, Any] | None:
+    """`output_config` as a chat's response_format."""
+    if asked.output_config is None or asked.output_config.format is None:
+        return None
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": asked.output_config.format.schema}}
+
+
+def _tools_of(asked: CountTokensRequest) -> dict[str, Any]:
+    """`tools` and `tool_choice` as a chat has them."""
+    names = [tool.name for tool in asked.tools or ()]
+    choice = asked.tool_choice
+    if choice is not None:
+        is_named = choice.type == "tool"
+        if is_named != (choice.name is not None) or (is_named and choice.name not in names):
+            allowed = 'with a name out of tools where its type is "tool", and with none elsewhere'
+            raise invalid("tool_choice", must_be("tool_choice", choice, allowed) + ".")
+        if not names and choice.type != "none":
+            raise invalid("tool_choice", must_be("tool_choice", choice.type, 'absent or "none" without tools') + ".")
+    if not asked.tools:
+        return {}
+    words: dict[str, Any] = {"none": "none", "any": "required"}
+    named = {"type": "function", "function": {"name": choice.name}} if choice is not None else None
+    return {
+        "tools": [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description or "",
+                    "parameters": tool.input_schema,
+                    "strict": tool.strict,
+                },
+            }
+            for tool in asked.tools
+        ],
+        "tool_choice": "auto" if choice is None or choice.type == "auto" else words.get(choice.type, named),
+        "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
+    }
+
+
+def _unknown_in(asked: CountTokensRequest) -> list[str]:
+    return [*unknown_in_parts("system", asked.system, TURNS), *unknown_in_turns(asked.messages, TURNS)]

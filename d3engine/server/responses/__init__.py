@@ -1,0 +1,3 @@
+"""From the engine's outputs to answers, whole or as streams."""
+
+from __future__ import annotations

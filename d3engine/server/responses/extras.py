@@ -1,0 +1,190 @@
+"""What a request has come to so far, over all its prompts and choices: tokens and layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from d3engine.depth import Schedule
+from d3engine.request.outputs import Logprob, RequestOutput
+from d3engine.request.prepared import EngineRequest
+from d3engine.server.responses.context import RequestContext
+from d3engine.server.schemas.answers import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    DepthSummary,
+    PromptLogprobs,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+
+
+class UsageCounter:
+    """Counts over outputs, deltas or whole ones."""
+
+    def __init__(self, job: RequestContext[Any]) -> None:
+        self._prompt_tokens = sum(len(prepared.prompt_token_ids) for prepared in job.prepared)
+        self._completion_tokens = 0
+        self._cached = [0] * len(job.prepared)
+        self._unfinished = len(job.prepared)
+        self._depth = DepthCount(job) if job.asked.return_depths else None
+
+    def add(self, number: int, output: RequestOutput) -> None:
+        """Take in an output of the prompt of this number."""
+        self._cached[number] = output.num_cached_tokens
+        self._unfinished -= output.finished
+        for answer in output.outputs:
+            self._completion_tokens += len(answer.token_ids)
+        if self._depth is not None:
+            self._depth.add(number, output)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every prompt has had its last output."""
+        return not self._unfinished
+
+    def usage(self) -> Usage:
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": self._prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+        }
+
+    def depth(self) -> dict[str, DepthSummary]:
+        """`d3ext` of the whole answer or the last chunk; nothing where it was not asked for."""
+        return {} if self._depth is None else {"d3ext": self._depth.summary()}
+
+
+class DepthCount:
+    """The layers that the tokens of one request ran."""
+
+    def __init__(self, job: RequestContext[Any]) -> None:
+        self._job = job
+        self._layers = 0
+        self._tokens: dict[tuple[int, int], int] = {}
+        self._first: float | None = None
+        self._last: float | None = None
+
+    def add(self, number: int, output: RequestOutput) -> None:
+        """Take in what is new of the choices of the prompt of this number."""
+        for answer in output.outputs:
+            self._layers += sum(answer.depths)
+            key = number, answer.index
+            self._tokens[key] = self._tokens.get(key, 0) + len(answer.depths)
+        first, last = output.metrics.first_token_time, output.metrics.last_token_time
+        if first is not None and last is not None:
+            self._first = first if self._first is None else min(self._first, first)
+            self._last = last if self._last is None else max(self._last, last)
+
+    def summary(self) -> DepthSummary:
+        num_layers = self._job.served.client.config.num_layers
+        tokens = sum(self._tokens.values())
+        saved = [self._blocks_saved(self._job.prepared[number], length) for (number, _), length in self._tokens.items()]
+        return {
+            "policy": self._job.policy.describe(),
+            "certified": self._job.served.certification.covers(self._job.policy),
+            "num_layers": num_layers,
+            "mean_layers": self._layers / tokens if tokens else None,
+            "layers_run": self._layers,
+            "layers_saved": num_layers * tokens - self._layers,
+            "kv_bytes_saved": sum(saved) * self._job.served.client.settings.block_bytes,
+            "decode_seconds": None if self._first is None or self._last is None else self._last - self._first,
+        }
+
+    def _blocks_saved(self, prepared: EngineRequest, length: int) -> int:
+        """Blocks that a sequence did not hold at its end although full depth would, of `length` generated tokens."""
+        if prepared.draft_rule is not None or length == 0:
+            return 0
+        size = self._job.served.client.settings.block_size
+        entries = len(prepared.prompt_token_ids) + length - 1  # the last token is never fed
+        return layers_given_back(prepared.schedule, length) * -(-entries // size)
+
+
+def layers_given_back(schedule: Schedule, step: int) -> int:
+    """Layers whose entries are gone before this step: those that run no more, where nothing fills them."""
+    if schedule.on_skip != "none":
+        return 0
+    return schedule.num_layers - schedule.depth_at(step)
+
+
+Row: TypeAlias = Mapping[int, Logprob]
+"""What is known of one place: the token that stands there, and the likeliest ones."""
+
+LOWEST = -9999.0
+"""In place of minus infinity, which JSON lacks; vLLM's number."""
+
+
+@dataclass(frozen=True)
+class LogprobWords:
+    """How a request wants them: so many likeliest ones, tokens as their text or as "token_id:N"."""
+
+    num_top: int
+    as_ids: bool
+
+    def of_completion(
+        self, token_ids: Sequence[int], rows: Sequence[Row | None], places: Sequence[int], first: str = ""
+    ) -> CompletionLogprobs:
+        """Of these tokens; a row is None where nothing is known, which is at the first token of a prompt, whose text
+        is `first`."""
+        known: list[tuple[int, Row | None]] = list(zip(token_ids, rows, strict=True))
+        return {
+            "text_offset": list(places),
+            "token_logprobs": [None if row is None else _number(row[token]) for token, row in known],
+            "tokens": [
+                self._spelled(token, first) if row is None else self._word(token, row[token]) for token, row in known
+            ],
+            "top_logprobs": [None if row is None else self._top(token, row) for token, row in known],
+        }
+
+    def of_chat(self, token_ids: Sequence[int], rows: Sequence[Row]) -> ChatLogprobs:
+        content: list[TokenLogprob] = [
+            {
+                **self._entry(token, row[token]),
+                "top_logprobs": [self._entry(*pair) for pair in _likeliest(row)[: self.num_top]],
+            }
+            for token, row in zip(token_ids, rows, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _top(self, token: int, row: Row) -> dict[str, float]:
+        """Text -> log-probability, of the likeliest tokens and of the one that stands there; of two tokens with one
+        text the likelier counts."""
+        found: dict[str, float] = {}
+        for candidate, logprob in [*_likeliest(row)[: self.num_top], (token, row[token])]:
+            found.setdefault(self._word(candidate, logprob), _number(logprob))
+        return found
+
+    def _entry(self, token: int, logprob: Logprob) -> TopLogprob:
+        return {
+            "token": self._word(token, logprob),
+            "logprob": _number(logprob),
+            "bytes": None if logprob.bytes is None else list(logprob.bytes),
+        }
+
+    def _word(self, token: int, logprob: Logprob) -> str:
+        return self._spelled(token, logprob.decoded_token or "")
+
+    def _spelled(self, token: int, text: str) -> str:
+        return f"token_id:{token}" if self.as_ids else text
+
+
+def _likeliest(row: Row) -> list[tuple[int, Logprob]]:
+    return sorted(row.items(), key=lambda pair: pair[1].rank)
+
+
+def _number(logprob: Logprob) -> float:
+    return max(logprob.logprob, LOWEST)
+
+
+def of_prompt(rows: Iterable[Row | None]) -> PromptLogprobs:
+    """vLLM's `prompt_logprobs`."""
+    return [
+        None if row is None else {str(token): _of_prompt_token(known) for token, known in row.items()} for row in rows
+    ]
+
+
+def _of_prompt_token(known: Logprob) -> dict[str, float | int | str | None]:
+    return {"logprob": _number(known), "rank": known.rank, "decoded_token": known.decoded_token}

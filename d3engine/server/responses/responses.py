@@ -1,0 +1,268 @@
+"""The items of a response's output, as they begin, grow and end: a message of one text, or calls of functions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any, Literal
+
+import msgspec
+
+from d3engine.request.outputs import RequestOutput
+from d3engine.server.errors import RequestError, shown_message
+from d3engine.server.responses.context import RequestContext
+from d3engine.server.responses.streams import OpenAIForm, StreamForm, named_event
+from d3engine.server.responses.writer import Delta, SingleAnswer
+from d3engine.server.schemas.answers import ToolCallDelta
+from d3engine.server.schemas.requests import ChatRequest
+from d3engine.server.schemas.responses import (
+    ModelResponse,
+    OutputCall,
+    OutputMessage,
+    OutputText,
+    ResponsesRequest,
+    ResponseUsage,
+    TextFormat,
+)
+
+
+class OutputItems:
+    """Of one response; `done` are those that have ended.
+
+    Args:
+        begins_with_text: the output can be nothing but a message, which therefore begins at once.
+    """
+
+    def __init__(self, *, begins_with_text: bool) -> None:
+        self.begins_with_text = begins_with_text
+        self.done: list[OutputMessage | OutputCall] = []
+        self._message: OutputMessage | None = None
+        self._call: OutputCall | None = None
+
+    def first_events(self) -> list[dict[str, Any]]:
+        """Before anything is known of the answer."""
+        return self._begin_message() if self.begins_with_text else []
+
+    def events(self, news: Delta) -> list[dict[str, Any]]:
+        """What is new; `d3ext` goes with the first that has words to it."""
+        found: list[dict[str, Any]] = []
+        if news.text or (news.d3ext and self._call is None and not news.calls):
+            found += [] if self._message else [*self.end("completed"), *self._begin_message()]
+            found.append(self._grow_message(news.text))
+        for call in news.calls:
+            found += self._begin_call(call) if "id" in call else []
+            found.append(self._grow_call(call["function"]["arguments"]))
+        if news.d3ext:
+            place = next((one for one in found if one["type"].endswith(".delta")), None)
+            if place is None:
+                found.append(place := self._grow_call(""))
+            place |= news.d3ext
+        return found
+
+    def end(self, status: Any) -> list[dict[str, Any]]:
+        """The end of the item that is open, if one is."""
+        if self._message is not None:
+            return self._end_message(self._message, status)
+        return [] if self._call is None else self._end_call(self._call, status)
+
+    # -- a message -------------------------------------------------------------------------------------------------
+
+    def _begin_message(self) -> list[dict[str, Any]]:
+        self._message = {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "status": "in_progress",
+            "content": [_part("")],
+        }
+        begun = {**self._message, "content": []}
+        return [self._of_item("added", begun), self._of_part("response.content_part.added", part=_part(""))]
+
+    def _grow_message(self, text: str) -> dict[str, Any]:
+        assert self._message is not None
+        self._message["content"][0]["text"] += text
+        return self._of_part("response.output_text.delta", delta=text, logprobs=[])
+
+    def _end_message(self, message: OutputMessage, status: Any) -> list[dict[str, Any]]:
+        text = message["content"][0]["text"]
+        message["status"] = status
+        events = [
+            self._of_part("response.output_text.done", text=text, logprobs=[]),
+            self._of_part("response.content_part.done", part=_part(text)),
+            self._of_item("done", message),
+        ]
+        self.done.append(message)
+        self._message = None
+        return events
+
+    def _of_part(self, kind: str, **fields: Any) -> dict[str, Any]:
+        assert self._message is not None
+        place = {"item_id": self._message["id"], "output_index": len(self.done), "content_index": 0}
+        return {"type": kind, **place, **fields}
+
+    # -- a call ------------------------------------------------------------------------------------------------------
+
+    def _begin_call(self, call: ToolCallDelta) -> list[dict[str, Any]]:
+        before = self.end("completed")
+        self._call = {
+            "id": f"fc_{uuid.uuid4().hex}",
+            "type": "function_call",
+            "call_id": call["id"],
+            "name": call["function"]["name"],
+            "arguments": "",
+            "status": "in_progress",
+        }
+        return [*before, self._of_item("added", {**self._call})]
+
+    def _grow_call(self, arguments: str) -> dict[str, Any]:
+        assert self._call is not None
+        self._call["arguments"] += arguments
+        return self._of_call("response.function_call_arguments.delta", delta=arguments)
+
+    def _end_call(self, call: OutputCall, status: Any) -> list[dict[str, Any]]:
+        call["status"] = status
+        words = {"name": call["name"], "arguments": call["arguments"]}
+        events = [self._of_call("response.function_call_arguments.done", **words), self._of_item("done", call)]
+        self.done.append(call)
+        self._call = None
+        return events
+
+    def _of_call(self, kind: str, **fields: Any) -> dict[str, Any]:
+        assert self._call is not None
+        return {"type": kind, "item_id": self._call["id"], "output_index": len(self.done), **fields}
+
+    def _of_item(self, what: str, item: Any) -> dict[str, Any]:
+        return {"type": f"response.output_item.{what}", "output_index": len(self.done), "item": item}
+
+
+def _part(text: str) -> OutputText:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+class ResponseAnswer:
+    """The answer to one POST /v1/responses; also the form of its stream, whose events are counted."""
+
+    ping = OpenAIForm.ping
+    end = b""
+
+    def __init__(self, job: RequestContext[ChatRequest], asked: ResponsesRequest) -> None:
+        self._job = job
+        self._asked = asked
+        self._answer = SingleAnswer(job)
+        self._items = OutputItems(begins_with_text=job.calling is None)
+        self._num_events = 0
+
+    @property
+    def form(self) -> StreamForm:
+        return self
+
+    async def whole(self) -> ModelResponse:
+        news = await self._answer.whole()
+        self._items.first_events()
+        self._items.events(news)
+        self._items.end(_status(news))
+        response = self._ended(news)
+        first = response["output"][0] if news.d3ext and response["output"] else {}
+        first.get("content", [first])[0].update(news.d3ext)
+        return response
+
+    def told(self, number: int, output: RequestOutput) -> bytes:
+        news = self._answer.news(output)
+        if news is None:
+            return b""
+        events = [] if self._num_events else self._first_events()
+        events += self._items.events(news)
+        if news.finish_reason is not None:
+            events += self._items.end(_status(news))
+            response = self._ended(news)
+            events.append({"type": f"response.{response['status']}", "response": response})
+        return b"".join(map(self._numbered, events))
+
+    def failed(self, error: RequestError) -> bytes:
+        response = self._response("failed")
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        response["error"] = {"code": code, "message": shown_message(error)}
+        return self._numbered({"type": "response.failed", "response": response})
+
+    def _numbered(self, event: dict[str, Any]) -> bytes:
+        number, self._num_events = self._num_events, self._num_events + 1
+        return named_event({**event, "sequence_number": number})
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def _first_events(self) -> list[dict[str, Any]]:
+        response = self._response("in_progress")
+        return [
+            {"type": "response.created", "response": response},
+            {"type": "response.in_progress", "response": response},
+            *self._items.first_events(),
+        ]
+
+    # -- the response ------------------------------------------------------------------------------------------------
+
+    def _ended(self, news: Delta) -> ModelResponse:
+        status = _status(news)
+        response = self._response(status)
+        if status == "incomplete":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            response["completed_at"] = int(time.time())
+        response["output"] = [dict(item) for item in self._items.done]
+        response["usage"] = self._usage()
+        return {**response, **self._answer.tally.depth()}  # type: ignore[typeddict-item]  # its own
+
+    def _response(self, status: Any) -> ModelResponse:
+        """The response without what comes at its end."""
+        params = self._job.prepared[0].params
+        form = None if self._asked.text is None else self._asked.text.format
+        return {
+            "id": self._job.id,
+            "object": "response",
+            "created_at": self._job.created,
+            "completed_at": None,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": self._asked.instructions,
+            "max_output_tokens": self._asked.max_output_tokens,
+            "metadata": self._asked.metadata or {},
+            "model": self._job.model,
+            "output": [],
+            "background": False,
+            "parallel_tool_calls": bool(self._asked.tools) and self._asked.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": params.temperature,
+            "text": {"format": _without_nulls(form) if form is not None else {"type": "text"}},
+            "tool_choice": _choice(self._asked),
+            "tools": [msgspec.to_builtins(tool) for tool in self._asked.tools or ()],
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+    def _usage(self) -> ResponseUsage:
+        usage = self._answer.tally.usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        }
+
+
+def _status(news: Delta) -> Literal["completed", "incomplete"]:
+    return "incomplete" if news.finish_reason == "length" else "completed"
+
+
+def _choice(asked: ResponsesRequest) -> str | dict[str, Any]:
+    """What the request's `tool_choice` came to."""
+    if not asked.tools:
+        return "none"
+    found: str | dict[str, Any] = msgspec.to_builtins("auto" if asked.tool_choice is None else asked.tool_choice)
+    return found
+
+
+def _without_nulls(form: TextFormat) -> dict[str, Any]:
+    return {name: value for name, value in msgspec.structs.asdict(form).items() if value is not None}

@@ -1,0 +1,164 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from d3engine.errors import InvalidValueError, TokenizerError, must_be
+from d3engine.server.errors import invalid
+from d3engine.server.requests.bodies import read_body
+from d3engine.server.requests.chat import chat_job, chat_prompt, tool_use
+from d3engine.server.requests.completions import completion_job
+from d3engine.server.requests.messages import count_tokens, message_job
+from d3engine.server.requests.responses import response_job
+from d3engine.server.responses.chat import ChatWriter
+from d3engine.server.responses.completions import CompletionWriter
+from d3engine.server.responses.messages import MessageAnswer
+from d3engine.server.responses.responses import ResponseAnswer
+from d3engine.server.responses.running import while_connected
+from d3engine.server.responses.writer import answer, respond
+from d3engine.server.routing import Route
+from d3engine.server.schemas.answers import Text, TokenizerInfo, Tokens
+from d3engine.server.schemas.messages import TokenCount
+from d3engine.server.schemas.requests import ChatRequest, DetokenizeRequest, TokenizeRequest
+from d3engine.server.state import AppState, json_response, served_by
+from d3engine.text.tokenizer import Tokenizer
+
+
+async def create_chat_completion(request: Request) -> Response:
+    job, headers = await while_connected(request.scope, request.receive, chat_job(request))
+    return await answer(request, job, ChatWriter(job), headers)
+
+
+async def create_completion(request: Request) -> Response:
+    job, headers = await while_connected(request.scope, request.receive, completion_job(request))
+    return await answer(request, job, CompletionWriter(job), headers)
+
+
+async def create_message(request: Request) -> Response:
+    job, headers = await while_connected(request.scope, request.receive, message_job(request))
+    return await respond(request, job, MessageAnswer(job), headers)
+
+
+async def count_message_tokens(request: Request) -> Response:
+    number, headers = await while_connected(request.scope, request.receive, count_tokens(request))
+    found: TokenCount = {"input_tokens": number}
+    return json_response(found, headers)
+
+
+async def create_response(request: Request) -> Response:
+    job, asked, headers = await while_connected(request.scope, request.receive, response_job(request))
+    return await respond(request, job, ResponseAnswer(job, asked), headers)
+
+
+async def list_models(request: Request) -> Response:
+    return json_response({"object": "list", "data": served_by(request).models.cards()})
+
+
+async def show_model(request: Request) -> Response:
+    """The card of one id, which may hold slashes."""
+    return json_response(served_by(request).models.card(request.path_params["name"]))
+
+
+async def tokenize(request: Request) -> Response:
+    """The token ids of a text, or of a conversation as the model's template writes it."""
+    served = served_by(request)
+    asked, headers = await read_body(request, TokenizeRequest)
+    served.models.check(asked.model)
+    ids, ignored = await _token_ids(served, asked)
+    found: Tokens = {"count": len(ids), "max_model_len": served.client.max_model_len, "tokens": ids}
+    if asked.return_token_strs:
+        found["token_strs"] = await served.in_thread(_token_strs, served.tokenizer, ids)
+    return json_response(found, served.ignored.header(ignored, headers))
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of token ids, special tokens spelled out."""
+    served = served_by(request)
+    asked, headers = await read_body(request, DetokenizeRequest)
+    served.models.check(asked.model)
+    size = served.tokenizer.vocab_size
+    for token in (min(asked.tokens, default=0), max(asked.tokens, default=0)):
+        if not 0 <= token < size:
+            raise invalid("tokens", must_be("tokens", token, f"ids from 0 to {size - 1}") + ".")
+    text = await served.in_thread(served.tokenizer.decode, asked.tokens, skip_special_tokens=False)
+    found: Text = {"prompt": text}
+    return json_response(found, headers)
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """The special tokens by name, and the chat template."""
+    served = served_by(request)
+    named = served.tokenizer.special_tokens
+    found: TokenizerInfo = {
+        "bos_token": named.get("bos_token"),
+        "eos_token": named.get("eos_token"),
+        "pad_token": named.get("pad_token"),
+        "unk_token": named.get("unk_token"),
+        "chat_template": await served.client.chat_template(),
+    }
+    return json_response(found)
+
+
+def _token_strs(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    strings = {token: tokenizer.convert_id_to_token(token) or "" for token in set(ids)}
+    return [strings[token] for token in ids]
+
+
+async def _token_ids(served: AppState, asked: TokenizeRequest) -> tuple[list[int], Sequence[str]]:
+    """The tokens, and the fields that change nothing of them."""
+    if (asked.prompt is None) == (asked.messages is None):
+        raise invalid("prompt", "prompt or messages must be given, and not both.")
+    if asked.messages is not None and asked.add_special_tokens:
+        raise invalid("add_special_tokens", "add_special_tokens must be absent or false with messages.")
+    if asked.messages is not None:
+        chat = ChatRequest(messages=asked.messages, tools=asked.tools, chat_template=asked.chat_template)
+        tools = await tool_use(served, chat)
+        prompt = await chat_prompt(served, asked, asked.messages, tools.shown)
+        return prompt["prompt_token_ids"], tools.ignored if tools.shown is None else ()
+    if asked.tools is not None:
+        raise invalid("tools", "tools must be absent with prompt.")
+    adds = asked.add_special_tokens is not False
+    try:
+        return await served.in_thread(served.tokenizer.encode, asked.prompt or "", add_special_tokens=adds), ()
+    except (InvalidValueError, TokenizerError) as error:
+        raise invalid("prompt", f"prompt must be a text that the model's tokenizer can encode ({error}).") from None
+
+
+FOLDER = Path(__file__).parent.parent / "page"
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",  # kept, and asked for by its ETag before each use
+}
+
+
+def _files() -> dict[str, Path]:
+    """Path of a URL -> the file there. The page itself is at /, what it loads under /page/."""
+    loaded = sorted(file for file in FOLDER.iterdir() if file.suffix in TYPES and file.name != "index.html")
+    return {"/": FOLDER / "index.html"} | {f"/page/{file.name}": file for file in loaded}
+
+
+def _endpoint(file: Path) -> Callable[[Request], Awaitable[Response]]:
+    content = file.read_bytes()
+    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    headers = HEADERS | {"ETag": tag}
+
+    async def show(request: Request) -> Response:
+        known = [each.strip().removeprefix("W/") for each in request.headers.get("if-none-match", "").split(",")]
+        if tag in known or known == ["*"]:
+            return Response(status_code=304, headers=headers)
+        return Response(content, headers=headers, media_type=TYPES[file.suffix])
+
+    return show
+
+
+PAGE_ROUTES = tuple(Route(path, _endpoint(file), methods=["GET"]) for path, file in _files().items())
+PAGE_PATHS = frozenset(route.path for route in PAGE_ROUTES)
+"""What answers without a key."""

@@ -1,0 +1,279 @@
+"""Fields that several requests have, with the bounds that the engine checks them by, in JSON Schema's words.
+
+The one idea: a bound is written where it is checked, in `SamplingParams` most of all, and described from there. What
+reads bodies looks at types alone, so that an error has the same words whoever calls the engine.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from d3engine.request.bounds import Integers, Numbers
+from d3engine.request.params import (
+    BIASES,
+    BOUNDS,
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BIASED_TOKENS,
+    MAX_SALT_LENGTH,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOKENS,
+    PRIORITIES,
+    TOKEN_IDS,
+)
+from d3engine.request.structured import MAX_CHARACTERS, MAX_CHOICES
+
+TEMPERATURES = Numbers(0.0, 2.0)
+"""OpenAI's bound on the temperature, below the engine's own."""
+MAX_TOOLS = 128
+FUNCTIONS_NAME = "[A-Za-z0-9_-]{1,64}"
+REFERENCE = "#/components/schemas/{name}"
+"""Where a shape stands in the description of all."""
+
+
+def described(**words: Any) -> Meta:
+    """What JSON Schema says of a field beyond its type."""
+    return Meta(extra_json_schema=words)
+
+
+def bounded(by: Integers | Numbers | str) -> Meta:
+    """A number within these bounds, or within those of the parameter of this name."""
+    return described(**(BOUNDS[by] if isinstance(by, str) else by).schema)
+
+
+def shaped_as(name: str) -> Meta:
+    """An object that is read as this shape later, when it is clear what it is for."""
+    return described(**{"$ref": REFERENCE.format(name=name)})
+
+
+def one_of(*names: str) -> Meta:
+    """An object of one of these shapes."""
+    return described(anyOf=[{"$ref": REFERENCE.format(name=name)} for name in names])
+
+
+Temperature = Annotated[float, bounded(TEMPERATURES)]
+TopP = Annotated[float, bounded("top_p")]
+TopK = Annotated[int, bounded("top_k")]
+MaxTokens = Annotated[int, bounded("max_tokens")]
+Seed = Annotated[int, bounded("seed")]
+Priority = Annotated[int, bounded(PRIORITIES)]
+CacheSalt = Annotated[str, described(minLength=1, maxLength=MAX_SALT_LENGTH)]
+TokenId = Annotated[int, bounded(TOKEN_IDS)]
+Word = Annotated[str, described(minLength=1, maxLength=MAX_STOP_LENGTH)]
+StopStrings = Annotated[list[Word], described(maxItems=MAX_STOP_STRINGS)]
+StopTokenIds = Annotated[list[TokenId], described(maxItems=MAX_STOP_TOKEN_IDS)]
+AllowedTokenIds = Annotated[list[TokenId], described(minItems=1, maxItems=MAX_ALLOWED_TOKENS)]
+BadWords = Annotated[list[Word], described(maxItems=MAX_BAD_WORDS)]
+LogitBias = Annotated[
+    dict[str, Annotated[float, bounded(BIASES)]],
+    described(maxProperties=MAX_BIASED_TOKENS, propertyNames={"pattern": "^[0-9]{1,19}$"}),
+]
+FunctionsName = Annotated[str, described(pattern=f"^{FUNCTIONS_NAME}$")]
+Depth = Annotated[
+    str | dict[str, Any] | None,
+    Meta(description='"auto", "full", a model id that stands for a depth, or a policy as d3.json has it'),
+]
+
+
+Prompt = str | list[str | int | list[int]]
+"""A text, token ids, or a list of either."""
+Messages = Annotated[list[Annotated[dict[str, Any], shaped_as("Turn")]], described(minItems=1)]
+Tools = Annotated[list[Annotated[dict[str, Any], shaped_as("Tool")]], described(minItems=1, maxItems=MAX_TOOLS)]
+
+
+class StreamOptions(Struct, kw_only=True):
+    """What a stream tells beside the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Common(Struct, kw_only=True):
+    """What completions and chat have in common."""
+
+    model: str | None = None
+    n: Annotated[int, bounded("n")] | None = None
+    max_tokens: MaxTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    presence_penalty: Annotated[float, bounded("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, bounded("frequency_penalty")] | None = None
+    logit_bias: LogitBias | None = None
+    seed: Seed | None = None
+    stop: Word | StopStrings | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    top_k: TopK | None = None
+    min_p: Annotated[float, bounded("min_p")] | None = None
+    repetition_penalty: Annotated[float, bounded("repetition_penalty")] | None = None
+    stop_token_ids: StopTokenIds | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, bounded("min_tokens")] | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
+    bad_words: BadWords | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: int | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    response_format: Annotated[dict[str, Any], shaped_as("AnswerForm")] | None = None
+    structured_outputs: Annotated[dict[str, Any], shaped_as("Constraint")] | None = None
+
+    depth: Depth = None
+    return_depths: bool | None = None
+
+
+NONE_OR_MORE = Integers(0, MAX_TOKENS)
+"""A prompt that is echoed may be scored alone."""
+
+
+class CompletionRequest(Common, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: Prompt
+    max_tokens: Annotated[int, bounded(NONE_OR_MORE)] | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: Annotated[int, bounded("n")] | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatRequest(Common, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    max_completion_tokens: MaxTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: (
+        Annotated[str, described(enum=["none", "auto", "required"])]
+        | Annotated[dict[str, Any], shaped_as("NamedTool")]
+        | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+
+
+class TextPart(Struct, kw_only=True):
+    """A piece of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Struct, kw_only=True):
+    """What an earlier answer called, with its arguments as JSON."""
+
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class EarlierCall(Struct, kw_only=True):
+    """A call of an earlier answer."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
+class Turn(Struct, kw_only=True):
+    """One of a chat's `messages`; the model's template says which roles there are, and may read further fields."""
+
+    role: str
+    content: str | list[TextPart] | None = None
+    tool_calls: list[EarlierCall] | None = None
+    tool_call_id: str | None = None
+
+
+class NamedSchema(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A JSON schema with a name; `strict` makes no difference, since every answer satisfies it."""
+
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class AnswerForm(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A `response_format`; the schema is there where the type says so, and only there."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+Text = Annotated[str, described(minLength=1, maxLength=MAX_CHARACTERS)]
+
+
+class Constraint(Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's `structured_outputs`: exactly one of the first five."""
+
+    json: Text | dict[str, Any] | None = None
+    regex: Text | None = None
+    choice: Annotated[list[Text], described(minItems=1, maxItems=MAX_CHOICES, uniqueItems=True)] | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+    whitespace_pattern: Text | None = None
+    disable_any_whitespace: bool | None = None
+
+
+class Function(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A function that the model may call; `strict` makes no difference where a call must come."""
+
+    name: FunctionsName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, kw_only=True, forbid_unknown_fields=True):
+    """One of a chat's `tools`."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Which function."""
+
+    name: FunctionsName
+
+
+class NamedTool(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A `tool_choice` that names a function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """POST /tokenize: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: list[TokenId]
+    model: str | None = None

@@ -1,0 +1,257 @@
+"""OpenAI's responses without their state: what is asked and what is answered."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+from msgspec import Struct
+
+from d3engine.server.schemas.answers import DepthsOfTokens, DepthSummary
+from d3engine.server.schemas.requests import (
+    CacheSalt,
+    Depth,
+    FunctionsName,
+    MaxTokens,
+    Priority,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    described,
+    one_of,
+)
+
+
+class ResponseTool(Struct, kw_only=True, forbid_unknown_fields=True):
+    """One of the `tools`: a function that the model may call; `strict` makes no difference where a call must come."""
+
+    type: Literal["function"]
+    name: FunctionsName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedResponseTool(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A `tool_choice` that names a function."""
+
+    type: Literal["function"]
+    name: FunctionsName
+
+
+class TextFormat(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The form of an answer; name and schema are there where the type is "json_schema", and only there."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseText(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the text must be; `verbosity` is no setting of the model and must be null."""
+
+    format: TextFormat | None = None
+    verbosity: None = None
+
+
+class ResponsesRequest(Struct, kw_only=True):
+    """POST /v1/responses: `input` is a text, or a list of messages, calls (function_call) and their results
+    (function_call_output). What OpenAI has no name for here is named as in a chat."""
+
+    model: str | None = None
+    input: str | Annotated[list[Any], described(minItems=1)]
+    instructions: str | None = None
+    max_output_tokens: MaxTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    stream: bool | None = None
+    metadata: dict[str, Any] | None = None
+    text: ResponseText | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | None = None
+    parallel_tool_calls: bool | None = None
+
+    top_k: TopK | None = None
+    seed: Seed | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    depth: Depth = None
+    return_depths: bool | None = None
+
+
+class OutputText(TypedDict):
+    """A text."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[Any]
+    d3ext: NotRequired[DepthsOfTokens]
+
+
+class OutputMessage(TypedDict):
+    """What the model says."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[OutputText]
+
+
+class OutputCall(TypedDict):
+    """A call of a function, its arguments as JSON."""
+
+    id: str
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    d3ext: NotRequired[DepthsOfTokens]
+
+
+OutputItem = Annotated[dict[str, Any], one_of("OutputMessage", "OutputCall")]
+
+
+class ReusedTokens(TypedDict):
+    """How many tokens of the prompt were computed before."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class ReasoningTokens(TypedDict):
+    """There are none."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    """Tokens that went in and came out."""
+
+    input_tokens: int
+    input_tokens_details: ReusedTokens
+    output_tokens: int
+    output_tokens_details: ReasoningTokens
+    total_tokens: int
+
+
+class ModelResponse(TypedDict):
+    """The answer to POST /v1/responses; of what is not served here it says so (`store` false)."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: dict[str, str] | None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, Any]
+    model: str
+    output: list[OutputItem]
+    background: bool
+    parallel_tool_calls: bool
+    previous_response_id: None
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    d3ext: NotRequired[DepthSummary]
+
+
+class _Numbered(TypedDict):
+    sequence_number: int
+
+
+class ResponseEvent(_Numbered):
+    """How far the response is."""
+
+    type: Literal[
+        "response.created",
+        "response.in_progress",
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
+    ]
+    response: ModelResponse
+
+
+class ItemEvent(_Numbered):
+    """An item of the output begins, or is whole."""
+
+    type: Literal["response.output_item.added", "response.output_item.done"]
+    output_index: int
+    item: OutputItem
+
+
+class PartEvent(_Numbered):
+    """A part of a message begins, or is whole."""
+
+    type: Literal["response.content_part.added", "response.content_part.done"]
+    item_id: str
+    output_index: int
+    content_index: int
+    part: OutputText
+
+
+class TextDelta(_Numbered):
+    """What is new of a text."""
+
+    type: Literal["response.output_text.delta"]
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+    logprobs: list[Any]
+    d3ext: NotRequired[DepthsOfTokens]
+
+
+class TextDone(_Numbered):
+    """A text is whole."""
+
+    type: Literal["response.output_text.done"]
+    item_id: str
+    output_index: int
+    content_index: int
+    text: str
+    logprobs: list[Any]
+
+
+class ArgumentsDelta(_Numbered):
+    """What is new of a call's arguments."""
+
+    type: Literal["response.function_call_arguments.delta"]
+    item_id: str
+    output_index: int
+    delta: str
+    d3ext: NotRequired[DepthsOfTokens]
+
+
+class ArgumentsDone(_Numbered):
+    """The arguments of a call are whole."""
+
+    type: Literal["response.function_call_arguments.done"]
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str
+
+
+RESPONSE_EVENTS: tuple[Any, ...] = (
+    ResponseEvent,
+    ItemEvent,
+    PartEvent,
+    TextDelta,
+    TextDone,
+    ArgumentsDelta,
+    ArgumentsDone,
+)

@@ -1,0 +1,235 @@
+"""The ids under which one model is served: its own, and one for each depth that the server's owner gave a name."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Literal, NotRequired, ParamSpec, TypeAlias, TypedDict, TypeVar, cast
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from d3engine.async_engine.client import EngineClient, Heartbeat
+from d3engine.depth import DepthPolicy
+from d3engine.loading.certification import Certification
+from d3engine.request.params import SamplingParams
+from d3engine.server.errors import RequestError
+from d3engine.server.metrics import Exposition, Meters
+from d3engine.server.middleware.limits import AdmissionControl
+from d3engine.server.requests.refused import IgnoredFields
+from d3engine.server.requests.sampling import DepthPolicies
+from d3engine.server.requests.tools import ToolStyles
+from d3engine.server.settings import ServerSettings
+from d3engine.server.tracing import Tracer
+from d3engine.text.token_texts import TokenTexts
+from d3engine.text.tokenizer import Tokenizer
+
+
+class ModelExtra(TypedDict):
+    """What is said of a model's depth."""
+
+    num_layers: int
+    depth: dict[str, object]
+    calibrated: bool
+    certified: bool
+
+
+class ModelCard(TypedDict):
+    """One entry of GET /v1/models."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+    d3ext: NotRequired[ModelExtra]
+
+
+class ModelIds:
+    """Which ids there are, and the depth that each stands for."""
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        *,
+        own: DepthPolicy,
+        num_layers: int,
+        max_model_len: int,
+        certification: Certification,
+        created: int,
+    ) -> None:
+        self.default = settings.model_names[0]
+        self.aliases = dict(settings.depth_aliases)
+        self._names = settings.model_names
+        self._own = own
+        self._num_layers = num_layers
+        self._max_model_len = max_model_len
+        self._certification = certification
+        self._created = created
+
+    def check(self, name: str | None) -> str:
+        """The id of a request, which may leave it out. Raises `RequestError` for one that is not served."""
+        if name is None:
+            return self.default
+        if name in self._names or name in self.aliases:
+            return name
+        raise no_such_model(name)
+
+    def cards(self) -> list[ModelCard]:
+        return [self.card(name) for name in (*self._names, *self.aliases)]
+
+    def card(self, name: str) -> ModelCard:
+        """The entry of one id; raises `RequestError` for one that is not served."""
+        self.check(name)
+        policy = self.aliases.get(name, self._own)
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "d3engine",
+            "root": self.default,
+            "parent": self.default if name in self.aliases else None,
+            "max_model_len": self._max_model_len,
+            "d3ext": {
+                "num_layers": self._num_layers,
+                "depth": policy.describe(),
+                "calibrated": self._certification.is_calibrated(policy),
+                "certified": self._certification.covers(policy),
+            },
+        }
+
+
+def no_such_model(name: str) -> RequestError:
+    shown = name if len(name) <= 256 else name[:253] + "..."
+    message = f"The model {shown!r} does not exist here; GET /v1/models lists those that do."
+    return RequestError(404, message, param="model", code="model_not_found")
+
+
+Status: TypeAlias = Literal["ok", "dead", "hung", "draining", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What is so now, and why."""
+
+    status: Status
+    reason: str | None = None
+
+    @property
+    def is_ok(self) -> bool:
+        return self.status == "ok"
+
+
+def health(heartbeat: Heartbeat, traffic: AdmissionControl, stall_seconds: float, now: float | None = None) -> Health:
+    """Whether the server can be expected to answer; `now` is a time of `time.monotonic()`, without one it is now."""
+    if heartbeat.error is not None:
+        return Health("dead", "the engine has ended after a fault of its own")
+    since = (time.monotonic() if now is None else now) - heartbeat.last_turn
+    if heartbeat.is_working and since > stall_seconds:
+        return Health("hung", f"requests wait, and no step has ended for {since:.0f} seconds")
+    if traffic.is_draining:
+        return Health("draining", "the server is shutting down, and finishes what it has begun")
+    return Health("ok")
+
+
+def readiness(healthy: Health, traffic: AdmissionControl) -> Health:
+    """Whether it would take a request now."""
+    if healthy.is_ok and traffic.is_full:
+        return Health("full", "the queue is full")
+    return healthy
+
+
+def json_response(content: Any, headers: Mapping[str, str] | None = None) -> Response:
+    """A 200 with this content as JSON."""
+    return Response(orjson.dumps(content), headers=dict(headers or {}), media_type="application/json")
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+TEXT_THREADS = 2
+"""For /tokenize and its like, beside those that read requests for answers."""
+QUEUE_PER_SEQUENCE = 4
+"""Requests that may wait for each that may run, unless the settings say otherwise."""
+
+
+class AppState:
+    """One engine behind one app.
+
+    Attributes:
+        client: the engine, which the app uses and does not own.
+        settings: what the server's owner has decided.
+        models: the ids of the model.
+        certification: which depths are certified for the model.
+        depths: reads the depths of requests, and knows which are at work.
+        ignored: names the fields that nobody knows.
+        tool_styles: how chat templates show functions and write calls.
+        traffic: the requests that have a place, and whether new ones are taken.
+        meters: what is counted of requests.
+        exposition: writes that, and what the engine counts, for Prometheus.
+        tracer: makes spans of requests, None where nobody wants them; to be closed when the app has ended.
+    """
+
+    def __init__(self, client: EngineClient, settings: ServerSettings) -> None:
+        self.client = client
+        self.settings = settings
+        self.certification = Certification(client.settings.directory, client.config.num_layers)
+        self.models = ModelIds(
+            settings,
+            own=client.depth,
+            num_layers=client.config.num_layers,
+            max_model_len=client.max_model_len,
+            certification=self.certification,
+            created=int(time.time()),
+        )
+        self.depths = DepthPolicies(settings, client.depth)
+        self.ignored = IgnoredFields()
+        self.tool_styles = ToolStyles(client)
+        self.traffic = AdmissionControl(_places(client, settings))
+        self.meters = Meters(client.depth, client.config.num_layers)
+        self.exposition = Exposition(settings.guards.metrics_prefix)
+        endpoint = settings.otlp_traces_endpoint
+        self.tracer = None if endpoint is None else Tracer(endpoint)
+
+    async def in_thread(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """What a function of the tokenizer's makes of what may be long."""
+        call = partial(function, *arguments, **named)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(TEXT_THREADS, "d3engine-texts")
+
+    @cached_property
+    def texts(self) -> TokenTexts:
+        """What the model's tokens read as."""
+        return TokenTexts(self.tokenizer)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's; a server without one could answer nothing."""
+        assert self.client.tokenizer is not None
+        return self.client.tokenizer
+
+    def hidden_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that are in no text of a request."""
+        return self.tokenizer.special_ids if params.skip_special_tokens else frozenset()
+
+
+def served_by(request: Request) -> AppState:
+    """The engine behind the app that took this request."""
+    return cast(AppState, request.app.state.served)
+
+
+def _places(client: EngineClient, settings: ServerSettings) -> int:
+    """How many sequences may run or wait."""
+    running = client.settings.max_num_seqs
+    waiting = settings.guards.max_queue
+    return running + (QUEUE_PER_SEQUENCE * running if waiting is None else waiting)
