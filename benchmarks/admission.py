@@ -28,8 +28,8 @@ from d3engine.depth.statistics import layer_bound
 from d3engine.depth.words import policy_in_words
 from d3engine.pictures.colours import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILION
 from d3engine.pictures.plots import new_figure, save_figure
-from d3engine.scheduling.admission import Admission, Immediate, IntervalAdmission
 from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from d3engine.scheduling.waiting import Admission, Immediate, IntervalAdmission
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = BLOCK_SIZE

@@ -30,9 +30,9 @@ from d3engine.depth.words import policy_in_words
 from d3engine.integrations.routing import ROUTINGS, Busy, Routing, least_loaded
 from d3engine.plan import Plan
 from d3engine.request.sequence import Sequence as TokenSequence
-from d3engine.scheduling.admission import Immediate, IntervalAdmission
+from d3engine.scheduling.running import Counters
 from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from d3engine.scheduling.tally import Counters
+from d3engine.scheduling.waiting import Immediate, IntervalAdmission
 
 BLOCK_SIZE = 16
 ARRIVALS = ("poisson", "bursts")

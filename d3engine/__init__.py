@@ -34,7 +34,7 @@ _PUBLIC = {
     "AsyncEngine": "d3engine.async_engine.async_engine",
     "LLM": "d3engine.integrations.llm",
     "SamplingParams": "d3engine.request.params",
-    "StructuredOutputsParams": "d3engine.request.structured",
+    "StructuredOutputsParams": "d3engine.request.params",
     "RequestOutput": "d3engine.request.outputs",
     "RequestOutputKind": "d3engine.request.params",
     "CompletionOutput": "d3engine.request.outputs",
@@ -52,8 +52,8 @@ _PUBLIC = {
     "Lossless": "d3engine.depth",
     "DraftAndVerify": "d3engine.depth",
     "Speculative": "d3engine.depth",
-    "Immediate": "d3engine.scheduling.admission",
-    "IntervalAdmission": "d3engine.scheduling.admission",
+    "Immediate": "d3engine.scheduling.waiting",
+    "IntervalAdmission": "d3engine.scheduling.waiting",
     "D3EngineError": "d3engine.errors",
     "InvalidValueError": "d3engine.errors",
     "ModelFormatError": "d3engine.errors",
@@ -94,9 +94,9 @@ if TYPE_CHECKING:
     from d3engine.request.outputs import RequestOutput as RequestOutput
     from d3engine.request.params import RequestOutputKind as RequestOutputKind
     from d3engine.request.params import SamplingParams as SamplingParams
-    from d3engine.request.structured import StructuredOutputsParams as StructuredOutputsParams
-    from d3engine.scheduling.admission import Immediate as Immediate
-    from d3engine.scheduling.admission import IntervalAdmission as IntervalAdmission
+    from d3engine.request.params import StructuredOutputsParams as StructuredOutputsParams
+    from d3engine.scheduling.waiting import Immediate as Immediate
+    from d3engine.scheduling.waiting import IntervalAdmission as IntervalAdmission
 
 
 def __getattr__(name: str) -> Any:

@@ -36,11 +36,11 @@ from d3engine.loading.facts import EngineProperties
 from d3engine.loading.pytorch_threads import pytorch_threads, pytorch_threads_for
 from d3engine.loading.resolve import check_switches, check_tokenizer, resolve_settings
 from d3engine.model.weights import LlamaWeights
+from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import RequestOutputKind, SamplingParams
-from d3engine.request.prepared import EngineRequest
 from d3engine.sampling.verification import VerifyingSampler
-from d3engine.scheduling.admission import Admission
+from d3engine.scheduling.waiting import Admission
 from d3engine.stats import EngineStats, engine_stats
 from d3engine.text.chat_prompts import ChatPrompts
 from d3engine.text.prompts import Prompt, as_list

@@ -17,10 +17,9 @@ import numpy.typing as npt
 
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import ExitRule
-from d3engine.request.choice import SamplingMode
-from d3engine.request.draft import Cycle, Proposal
 from d3engine.request.outputs import Logprob
-from d3engine.request.sequence import Sequence
+from d3engine.request.sampling_mode import SamplingMode
+from d3engine.request.sequence import Cycle, Proposal, Sequence
 
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]

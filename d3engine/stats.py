@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 
 from d3engine.executor.interface import Executor
-from d3engine.request.timings import REQUEST_SECONDS, STEP_ROWS, STEP_SECONDS, Histogram, HistogramCounter, Timings
+from d3engine.request.outputs import REQUEST_SECONDS, STEP_ROWS, STEP_SECONDS, Histogram, HistogramCounter, Timings
 from d3engine.scheduling.scheduler import Scheduler
 
 

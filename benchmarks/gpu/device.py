@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.gpu.common import Round, eager_seconds
-from d3engine.executor.recording import CudaGraphs, Repeats
+from d3engine.executor.graph_shapes import CudaGraphs, Repeats
 from d3engine.loading.device import capability
 
 FACTS = (

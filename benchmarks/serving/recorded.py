@@ -13,8 +13,8 @@ from typing import Any
 
 from d3engine import Engine
 from d3engine.cli import main as d3engine
+from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import RequestOutput
-from d3engine.request.prepared import EngineRequest
 
 
 class Arrivals:

@@ -15,8 +15,8 @@ from d3engine.async_engine.dispatcher import Dispatcher
 from d3engine.async_engine.slots import Notifier, ReplyFuture
 from d3engine.async_engine.wakers import LoopWaker, Tap, ThreadWaker
 from d3engine.errors import require
+from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import RequestOutput
-from d3engine.request.prepared import EngineRequest
 
 
 class _LeftError(Exception):

@@ -29,8 +29,8 @@ from d3engine.engine import Engine
 from d3engine.errors import EngineClosedError, MissingExtraError, require
 from d3engine.loading.facts import EngineProperties
 from d3engine.loading.settings import EngineSettings
+from d3engine.request.engine_request import EngineRequest
 from d3engine.request.params import SamplingParams
-from d3engine.request.prepared import EngineRequest
 from d3engine.stats import EngineStats
 from d3engine.text.chat_prompts import Messages
 from d3engine.text.prompts import Prompt

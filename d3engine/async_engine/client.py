@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from d3engine.depth import DepthPolicy
 from d3engine.loading.settings import EngineSettings
 from d3engine.model.config import ModelConfig
+from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import SamplingParams
-from d3engine.request.prepared import EngineRequest
 from d3engine.stats import EngineStats
 from d3engine.text.chat_prompts import Messages
 from d3engine.text.prompts import Prompt

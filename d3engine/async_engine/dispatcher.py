@@ -16,9 +16,9 @@ from d3engine.async_engine.batcher import Reply
 from d3engine.async_engine.messages import Abort, Add, Ask, Leave, Message
 from d3engine.async_engine.slots import Notifier, ReplyFuture
 from d3engine.errors import EngineClosedError
+from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import RequestOutputKind
-from d3engine.request.prepared import EngineRequest
 
 
 class Dispatcher:

@@ -15,8 +15,8 @@ from d3engine.async_engine.batcher import OutputBatcher, Reply
 from d3engine.async_engine.messages import ASKED, Abort, Add, Ask, Leave, Message, Refuse, Stop
 from d3engine.errors import EngineDeadError
 from d3engine.executor.interface import Executor
+from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import RequestOutput
-from d3engine.request.prepared import EngineRequest
 from d3engine.stats import EngineStats
 
 

@@ -26,8 +26,8 @@ from d3engine.async_engine.dispatcher import Dispatcher
 from d3engine.async_engine.shared_pulse import SharedHeartbeatClock
 from d3engine.children import child_environment, main_command
 from d3engine.errors import EngineDeadError, require
-from d3engine.request.prepared import EngineRequest
-from d3engine.scheduling.admission import Immediate, IntervalAdmission
+from d3engine.request.engine_request import EngineRequest
+from d3engine.scheduling.waiting import Immediate, IntervalAdmission
 
 _MAIN = "d3engine.async_engine.process_main"
 _LOOK_MILLISECONDS = 200

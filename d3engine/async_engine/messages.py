@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from d3engine.request.prepared import EngineRequest
+from d3engine.request.engine_request import EngineRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from d3engine.loading.defaults import default_sampling_params
 from d3engine.loading.facts import EngineProperties
 from d3engine.loading.parts import new_cache
 from d3engine.loading.settings import settings_of_plain
+from d3engine.request.engine_request import EngineRequest
 from d3engine.request.params import SamplingParams
-from d3engine.request.prepared import EngineRequest
-from d3engine.scheduling.admission import Immediate
 from d3engine.scheduling.scheduler import Scheduler
+from d3engine.scheduling.waiting import Immediate
 from d3engine.text.chat_prompts import ChatPrompts
 from d3engine.text.prompts import Prompt
 from d3engine.text.tokenizer import load_tokenizer

@@ -30,7 +30,7 @@ from d3engine.garbage import collect_seldom, freeze_loaded
 from d3engine.loading import certification
 from d3engine.loading.settings import plain_settings
 from d3engine.request.outputs import RequestOutput
-from d3engine.scheduling.admission import IntervalAdmission
+from d3engine.scheduling.waiting import IntervalAdmission
 
 _LOOK_SECONDS = 1.0
 _PATIENCE_SECONDS = 60.0

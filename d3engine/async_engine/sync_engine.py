@@ -10,8 +10,8 @@ from d3engine.async_engine.answers import Answer, check_alone
 from d3engine.async_engine.dispatcher import Dispatcher
 from d3engine.async_engine.wakers import ThreadWaker
 from d3engine.calls.vllm_arguments import refuse_others
+from d3engine.request.engine_request import EngineRequest
 from d3engine.request.params import SamplingParams
-from d3engine.request.prepared import EngineRequest
 from d3engine.stats import EngineStats
 from d3engine.text.chat_prompts import Messages
 from d3engine.text.prompts import Prompt

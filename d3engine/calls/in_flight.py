@@ -10,12 +10,11 @@ from d3engine.calls.life import EngineState
 from d3engine.calls.nominal_depth import NominalDepth
 from d3engine.errors import require
 from d3engine.plan import Plan, Sampled
-from d3engine.request.outputs import RequestOutput
+from d3engine.request.outputs import RequestOutput, Timings
 from d3engine.request.params import RequestOutputKind
 from d3engine.request.sequence import Sequence
-from d3engine.request.timings import Timings
+from d3engine.scheduling.running import NewTokens
 from d3engine.scheduling.scheduler import Scheduler
-from d3engine.scheduling.tally import NewTokens
 from d3engine.text.output import OutputProcessor
 from d3engine.text.tokenizer import Tokenizer
 

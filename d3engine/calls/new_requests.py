@@ -12,10 +12,9 @@ from d3engine.depth.draft_rule import DraftRule
 from d3engine.errors import require
 from d3engine.executor.bridging import BridgeStore
 from d3engine.model.config import ModelConfig
-from d3engine.request.draft import Draft
+from d3engine.request.engine_request import EngineRequest
 from d3engine.request.params import PRIORITIES, SamplingParams
-from d3engine.request.prepared import EngineRequest
-from d3engine.request.sequence import Sequence
+from d3engine.request.sequence import Draft, Sequence
 from d3engine.structured.forms import Forms
 from d3engine.text.prompts import Prompt, PromptReader
 from d3engine.text.tokenizer import Tokenizer

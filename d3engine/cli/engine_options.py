@@ -43,7 +43,7 @@ _FIELDS = {name: "json" if name == "json_schema" else name for name in STRUCTURE
 
 def with_form(given: dict[str, Any]) -> dict[str, Any]:
     """Arguments of `SamplingParams`, the form among them. Raises `InvalidValueError` naming the flag."""
-    from d3engine.request.structured import StructuredOutputsParams
+    from d3engine.request.params import StructuredOutputsParams
 
     forms = [name for name in STRUCTURED if name in given]
     if not forms:
@@ -326,7 +326,7 @@ def engine_arguments(model: str, options: Options, spare_cores: int = 0) -> Opti
     """
     directory = model_directory(model)
     from d3engine.model.config import ModelConfig
-    from d3engine.scheduling.admission import IntervalAdmission
+    from d3engine.scheduling.waiting import IntervalAdmission
 
     arguments = dict(options)
     if "admission" in arguments:

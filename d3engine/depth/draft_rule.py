@@ -30,7 +30,7 @@ class DraftRule:
         model: the directory of the second model that drafts, or None.
         mlp_schedule: the layers whose MLP a draft runs; `schedule` is then of their attention. None: of whole layers.
         target_acceptance: the part of its drafted tokens that a sequence is to have accepted: its own
-            `stop_probability` moves towards that (`request/draft.py` has how); None: it stays.
+            `stop_probability` moves towards that (`request/sequence.py` has how); None: it stays.
     """
 
     length: int

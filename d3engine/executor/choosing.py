@@ -13,7 +13,7 @@ from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.sampling import Cuts, Penalties, SamplingRows
 from d3engine.model.llama import Llama
 from d3engine.plan import Chosen, Plan
-from d3engine.request.choice import SamplingMode, choice_of
+from d3engine.request.sampling_mode import SamplingMode, choice_of
 from d3engine.request.sequence import Sequence
 
 

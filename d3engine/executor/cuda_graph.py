@@ -19,19 +19,26 @@ import numpy as np
 import torch
 
 from d3engine.depth.schedule import Schedule
-from d3engine.executor.block_tables import DeviceBlockTables
 from d3engine.executor.choosing import DeviceChoice
-from d3engine.executor.computed import Computed
 from d3engine.executor.eager import EagerExecutor
-from d3engine.executor.followed import HostTokens, StreamingRun
-from d3engine.executor.graph_bridges import GraphBridges
-from d3engine.executor.graph_shapes import GraphShape, batch_sizes, crossed_at, expected_shapes
-from d3engine.executor.recording import CudaGraphs, Recorder, Repeats, Step
+from d3engine.executor.graph_shapes import (
+    CudaGraphs,
+    GraphBridges,
+    GraphShape,
+    Recorder,
+    Repeats,
+    Step,
+    batch_sizes,
+    crossed_at,
+    expected_shapes,
+)
+from d3engine.executor.interface import Computed, DeviceBlockTables
+from d3engine.executor.streaming import HostTokens, StreamingRun
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.llama import Llama
 from d3engine.plan import Chosen, ExecutorCapabilities, MultiStep, Plan
-from d3engine.request.choice import SamplingMode
+from d3engine.request.sampling_mode import SamplingMode
 
 MAX_GRAPHS = 2048
 """Graphs to keep: several times what one policy needs (sizes times depths), but each request may bring its own."""

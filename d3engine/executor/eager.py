@@ -17,10 +17,9 @@ from torch import Tensor
 from d3engine.cache.kv_cache import IntArray
 from d3engine.executor.bridging import BridgeStore, Crossings
 from d3engine.executor.choosing import choice_of_step, choose_across_ranks
-from d3engine.executor.computed import Computed
 from d3engine.executor.early_exit import EarlyExits
-from d3engine.executor.interface import ExecutorStats
-from d3engine.executor.kept_states import HiddenStateCache
+from d3engine.executor.hidden_states import HiddenStateCache
+from d3engine.executor.interface import Computed, ExecutorStats
 from d3engine.kernels.kv_pool import FP8, Fp8Pool, KVPool
 from d3engine.model.config import ModelConfig
 from d3engine.model.llama import Llama
@@ -28,7 +27,7 @@ from d3engine.model.parallel import Ranks
 from d3engine.model.rope import Rope
 from d3engine.model.weights import LlamaWeights
 from d3engine.plan import ExecutorCapabilities, Plan, Span
-from d3engine.request.choice import SamplingMode
+from d3engine.request.sampling_mode import SamplingMode
 
 
 @dataclass(frozen=True, slots=True)

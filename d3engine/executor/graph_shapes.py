@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from d3engine.depth import NEVER
 from d3engine.depth.schedule import Schedule, windows_of
+from d3engine.executor.bridging import BridgeStore
+from d3engine.kernels.decode_rows import DecodeRows
+from d3engine.model.bridge_weights import BridgeWeights
 from d3engine.plan import BoolArray, MultiStep
-from d3engine.request.choice import SamplingMode
+from d3engine.request.sampling_mode import SamplingMode
 
 
 class Crossed(NamedTuple):
@@ -89,3 +95,166 @@ def batch_sizes(most: int) -> list[int]:
     while sizes[-1] < most:
         sizes.append(sizes[-1] + 32)
     return sizes[: next(place for place, size in enumerate(sizes) if size >= most) + 1]
+
+
+LEAST_FREE = 256 * 2**20
+"""Bytes that the device should have free for a capture: during one, torch's allocator gives back nothing of what it
+keeps for later."""
+
+Step = Callable[[], None]
+"""Carries out one decode step on the rows that stand in device memory."""
+
+
+class Recorder(Protocol):
+    """Turns a step's launches into something that repeats them."""
+
+    def record(self, step: Step) -> Step: ...
+
+    def memory_bytes(self) -> int: ...
+
+
+class CudaGraphs:
+    """Captures steps as CUDA graphs that share one memory pool: they run one after another.
+
+    `has_ranks`: steps hold collectives. NCCL's own thread then asks the device for what it still waits for, which
+    must not spoil a capture; the capture itself is of this thread's launches either way.
+    """
+
+    def __init__(self, device: torch.device, *, has_ranks: bool = False) -> None:
+        self._device = device
+        self._error_mode = "thread_local" if has_ranks else "global"
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._memory = 0
+        self._first = self._capture_nothing()
+
+    def record(self, step: Step) -> Step:
+        """Run `step` once so that all kernels are compiled and all workspaces there, then capture it.
+
+        Not by `torch.cuda.graph`, which gives all that torch keeps for later back to the device each time: the next
+        prompt would pay for it.
+        """
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            step()
+        self._stream.synchronize()  # a fault of the device shows here, and not in the capture
+        self._make_room()
+        before = torch.cuda.memory_reserved(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode=self._error_mode)
+            try:
+                step()
+            finally:
+                graph.capture_end()
+        current.wait_stream(self._stream)
+        self._memory += torch.cuda.memory_reserved(self._device) - before
+        replay: Step = graph.replay
+        return replay
+
+    def _make_room(self) -> None:
+        """Give back what torch keeps: before the first capture, which takes most, and where little is left."""
+        if not self._memory or torch.cuda.mem_get_info(self._device)[0] < LEAST_FREE:
+            torch.cuda.empty_cache()
+
+    def _capture_nothing(self) -> torch.cuda.CUDAGraph:
+        """A graph of one sum, to be kept as long as the others.
+
+        The first graph of a process makes tensors of torch's random generator. Made under `inference_mode`, as steps
+        run, they could not be written by a capture outside it, such as one of torch.compile in the same process.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(False):
+            number = torch.zeros(1, device=self._device)
+            torch.cuda.synchronize(self._device)
+            with torch.cuda.graph(graph, stream=self._stream):
+                number.add_(1)
+        return graph
+
+    def memory_bytes(self) -> int:
+        """What torch's allocator has reserved in addition since the first graph."""
+        return self._memory
+
+
+class Repeats:
+    """Where there are no graphs, a step is simply called again: the same launches on the same memory."""
+
+    def record(self, step: Step) -> Step:
+        step()
+        return step
+
+    def memory_bytes(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True, eq=False)
+class _Windows:
+    """Windows as a graph reads them, int64 [W] each; they must live as long as it does."""
+
+    bridges: tuple[BridgeWeights, ...]
+    names: Tensor
+    firsts: Tensor
+    stops: Tensor
+
+
+class GraphBridges:
+    """By whose maps each of up to `rows` rows crosses what it leaves out, at addresses that stay."""
+
+    def __init__(self, store: BridgeStore | None, kernels: Any, rows: int, device: torch.device) -> None:
+        self._store = store
+        self._kernels = kernels
+        self._names: dict[str, int] = {}
+        self._of_rows = torch.full((rows,), -1, dtype=torch.int64, device=device)
+        self._places = torch.arange(1, rows + 1, device=device)
+        self._windows: dict[tuple[Crossed, ...], _Windows] = {}
+
+    def write(self, names: Sequence[str | None]) -> None:
+        """Put the bridges of the first rows where graphs read them."""
+        if names:
+            numbers = [-1 if name is None else self._number(name) for name in names]
+            self._of_rows[: len(numbers)] = torch.tensor(numbers)
+
+    def prepare(self, crossed: tuple[Crossed, ...]) -> None:
+        """Put windows where a graph may read them; before it is captured, which must not wait for the host."""
+        if not crossed or crossed in self._windows:
+            return
+        assert self._store is not None, "a plan names bridges that no schedule was checked for"
+        bridges = tuple(self._store.bridges(one.bridges)[one.first, one.stop] for one in crossed)
+        numbers = [(self._number(one.bridges), one.first, one.stop) for one in crossed]
+        self._windows[crossed] = _Windows(bridges, *torch.tensor(numbers).T.contiguous().to(self._places.device))
+
+    def begin(self, crossed: tuple[Crossed, ...], rows: DecodeRows) -> GraphCrossings | None:
+        """The windows of a step of these rows, not yet crossed; None where nobody crosses any."""
+        if not crossed:
+            return None
+        windows, count = self._windows[crossed], rows.steps.shape[0]
+        runs = rows.steps[:, None] < rows.cutoffs
+        skipped = F.pad((~runs).cumsum(dim=1), (1, 0))
+        width = windows.stops - windows.firsts
+        beside = F.pad(runs, (1, 1), value=True)  # layer l stands at l + 1
+        all_of_it = skipped[:, windows.stops] - skipped[:, windows.firsts] == width
+        own = self._of_rows[:count, None] == windows.names
+        lives = self._places[:count, None] <= rows.num_rows
+        who = all_of_it & own & lives & beside[:, windows.firsts] & beside[:, windows.stops + 1]
+        until = (who * self._places[:count, None]).amax(dim=0).to(torch.int32)
+        return GraphCrossings(windows.bridges, who, until, self._kernels)
+
+    def _number(self, name: str) -> int:
+        return self._names.setdefault(name, len(self._names))
+
+
+class GraphCrossings:
+    """The windows of one step; `who` bool [B, W] says which rows cross which, `until` [W] how far these reach."""
+
+    def __init__(self, bridges: Sequence[BridgeWeights], who: Tensor, until: Tensor, kernels: Any) -> None:
+        self._due = list(enumerate(bridges))
+        self._who, self._until, self._kernels = who, until, kernels
+
+    def up_to(self, layer: int, hidden: Tensor) -> None:
+        """All layers below `layer` have run on `hidden` [B, H]."""
+        while self._due and self._due[0][1].first <= layer:
+            nth, bridge = self._due.pop(0)
+            behind = hidden.clone()
+            bridge.cross(self._kernels, behind, self._until[nth : nth + 1])
+            hidden.copy_(torch.where(self._who[:, nth, None], behind, hidden))

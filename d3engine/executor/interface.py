@@ -5,10 +5,71 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from d3engine.executor.computed import Computed
+import numpy as np
+import torch
+from torch import Tensor
+
+from d3engine.cache.kv_cache import IntArray
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.llama import Llama
-from d3engine.plan import ExecutorCapabilities, Plan
+from d3engine.plan import Chosen, Cycled, ExecutorCapabilities, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a step gives for its sampled rows: `logits` float32 [plan.logit_rows, V], or the tokens where the device has
+    chosen, or drafted and verified, them itself.
+
+    `depths` [C] are the layers that each chunk ran, where some left before the plan's last layer, and None where all
+    ran what the plan says.
+    """
+
+    logits: Tensor | Chosen | Cycled
+    depths: IntArray | None = None
+
+    def carried_out(self, plan: Plan) -> Plan:
+        """The plan that this comes of, with as many steps as were really taken."""
+        if isinstance(self.logits, Cycled):
+            return plan.ended_after(len(self.logits.counts), self.logits.num_passes)
+        return plan.ended_after(self.logits.num_steps) if isinstance(self.logits, Chosen) else plan
+
+
+class DeviceBlockTables:
+    """A copy of the cache's tables [slots, L, max_blocks] int32 on a device."""
+
+    def __init__(self, slots: int, layers: int, blocks: int, device: torch.device) -> None:
+        self._tensor = torch.zeros(slots, layers, blocks, dtype=torch.int32, device=device)
+        self._owners: list[tuple[object, int] | None] = [None] * slots
+        self._columns = np.zeros(slots, dtype=np.int64)
+        self._order: IntArray = np.empty(0, dtype=np.int64)
+
+    def write_rows(self, plan: Plan, columns: IntArray, rows: Tensor) -> None:
+        """Write the first `columns` [C] blocks of the plan's chunks to the first C rows of `rows` [L, B, max_blocks].
+
+        `rows` is kept by the caller, and written by nobody else: what has not changed since the last call is left.
+        """
+        changed = self._update(plan, columns)
+        if changed or not np.array_equal(self._order, plan.slots):
+            self._order = plan.slots
+            rows[:, : plan.slots.size] = self._tensor[torch.from_numpy(plan.slots).to(rows.device)].transpose(0, 1)
+
+    def _update(self, plan: Plan, columns: IntArray) -> bool:
+        """Bring the slots up to date; whether anything had to be."""
+        slots = plan.slots
+        for slot, sequence in zip(slots.tolist(), plan.sequences, strict=True):
+            owner = (sequence, sequence.num_preemptions)  # who comes back after a preemption has other blocks
+            if self._owners[slot] != owner:
+                self._owners[slot] = owner
+                self._columns[slot] = 0
+        grown = self._columns[slots] < columns
+        if not grown.any():
+            return False
+        first, last = int(self._columns[slots[grown]].min()), int(columns[grown].max())
+        which = torch.from_numpy(slots[grown]).to(self._tensor.device)
+        fresh = torch.from_numpy(plan.tables[slots[grown], :, first:last]).to(self._tensor.device)
+        self._tensor[which, :, first:last] = fresh
+        self._columns[slots[grown]] = columns[grown]
+        return True
 
 
 @dataclass(slots=True)

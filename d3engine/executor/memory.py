@@ -16,14 +16,13 @@ from torch import Tensor
 
 from d3engine.cache.kv_cache import KVCache
 from d3engine.depth import FullDepth
-from d3engine.executor.computed import Computed
-from d3engine.executor.interface import Executor
+from d3engine.executor.interface import Computed, Executor
 from d3engine.plan import Plan
 from d3engine.request.params import SamplingParams
 from d3engine.request.sequence import Sequence
 from d3engine.sampling.sampler import Rows, best_of, scores_of, with_noise
-from d3engine.scheduling.admission import Immediate
 from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from d3engine.scheduling.waiting import Immediate
 
 
 def workspace_bytes(

@@ -21,8 +21,8 @@ from torch import Tensor
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import NEVER
 from d3engine.executor.choosing import choice_of_step
-from d3engine.executor.computed import Computed
 from d3engine.executor.eager import EagerExecutor
+from d3engine.executor.interface import Computed
 from d3engine.executor.native_choices import (
     ChoicesOfStep,
     FormsOfRun,
@@ -33,8 +33,8 @@ from d3engine.executor.native_choices import (
     reporting_chunks,
 )
 from d3engine.executor.native_weights import native_bridges, native_model
-from d3engine.executor.openings import GoingOn
 from d3engine.executor.shares import joined, share_of
+from d3engine.executor.streaming import GoingOn
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.kernels.native.cycles import Drafts
 from d3engine.kernels.native.library import Decoder
@@ -42,7 +42,7 @@ from d3engine.kernels.native.model import NativeBridges
 from d3engine.kernels.native.runs import HiddenStates, Rows
 from d3engine.model.llama import Llama
 from d3engine.plan import BoolArray, Chosen, Cycled, ExecutorCapabilities, MultiStep, Plan, RunControl
-from d3engine.request.choice import SamplingMode
+from d3engine.request.sampling_mode import SamplingMode
 
 MAX_ROWS = 512
 """Rows that go through the layers at once: more go one such part after the other. Enough that weights are widened

@@ -21,8 +21,8 @@ from d3engine.kernels.native.choices import Asked, Counted, Form, LogitMask, Mas
 from d3engine.kernels.native.cycles import Drafts
 from d3engine.kernels.native.runs import Draws
 from d3engine.plan import Chosen, Plan
-from d3engine.request.choice import SamplingMode, is_restricted
 from d3engine.request.constraint import Constraint
+from d3engine.request.sampling_mode import SamplingMode, is_restricted
 from d3engine.request.sequence import Sequence
 from d3engine.request.token_rules import TokenRules
 

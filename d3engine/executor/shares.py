@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from d3engine.cache.kv_cache import IntArray
-from d3engine.executor.computed import Computed
+from d3engine.executor.interface import Computed
 from d3engine.plan import DraftWork, HiddenRows, Plan, Span, rows_of
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from d3engine.async_engine.client import EngineClient
 from d3engine.errors import InvalidValueError, require
-from d3engine.request.params import RequestOutputKind, SamplingParams
-from d3engine.request.structured import StructuredOutputsParams
+from d3engine.request.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from d3engine.server.errors import RequestError
 from d3engine.server.requests.sampling import DepthPolicies
 from d3engine.server.settings import ServerSettings

@@ -17,9 +17,9 @@ import torch
 from d3engine.depth.words import policy_in_words
 from d3engine.errors import require
 from d3engine.executor.bridging import BridgeStore
+from d3engine.executor.draft_target import DraftTargetExecutor
 from d3engine.executor.interface import Executor
 from d3engine.executor.memory import workspace_bytes
-from d3engine.executor.paired import DraftTargetExecutor
 from d3engine.loading.cache_size import num_blocks
 from d3engine.loading.draft_model import load_draft_weights, with_cache
 from d3engine.loading.executors import build_executor

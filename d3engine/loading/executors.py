@@ -16,9 +16,9 @@ from d3engine.errors import require
 from d3engine.executor.bridging import BridgeStore
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.eager import EagerExecutor
+from d3engine.executor.graph_shapes import CudaGraphs, Repeats
 from d3engine.executor.interface import Executor
 from d3engine.executor.native import NativeExecutor
-from d3engine.executor.recording import CudaGraphs, Repeats
 from d3engine.kernels.native.library import LibraryMissing, isas_here
 from d3engine.kernels.native.model import NativeError
 from d3engine.loading.parts import eager_executor

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from d3engine.environment import KERNELS, PROGRAMMATIC_LAUNCH
-from d3engine.executor.recording import Recorder
+from d3engine.executor.graph_shapes import Recorder
 from d3engine.loading.device import capability
 
 _log = logging.getLogger(__name__)

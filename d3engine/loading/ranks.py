@@ -27,7 +27,7 @@ from d3engine.model.config import ModelConfig
 from d3engine.model.parallel import Ranks
 from d3engine.model.part import Part, part_of
 from d3engine.model.weights import LlamaWeights, load_weights
-from d3engine.scheduling.admission import Immediate
+from d3engine.scheduling.waiting import Immediate
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from d3engine.loading.settings import EngineSettings
 from d3engine.loading.weight_dtype import check_packing, held_config, kept_by_default, resolve_weight_dtype
 from d3engine.model.config import ModelConfig
 from d3engine.model.part import ARGUMENT, Part, part_of
-from d3engine.scheduling.admission import Admission, Immediate
+from d3engine.scheduling.waiting import Admission, Immediate
 
 _log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from d3engine.depth.policy import named_bridges
 from d3engine.kernels.kv_pool import block_bytes
 from d3engine.model.config import ModelConfig
 from d3engine.model.part import Part
-from d3engine.scheduling.admission import Admission
 from d3engine.scheduling.scheduler import SchedulerConfig
+from d3engine.scheduling.waiting import Admission
 
 ExecutorKind: TypeAlias = Literal["graphs", "native", "eager"]
 """See `loading/executors.py`, which chooses."""

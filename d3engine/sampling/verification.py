@@ -20,17 +20,16 @@ from torch import Tensor
 
 from d3engine.kernels.random import gumbel
 from d3engine.plan import Chosen, Cycled, DraftWork, Plan, Sampled
-from d3engine.request.draft import Cycle, Proposal
-from d3engine.request.draft_view import ACCEPTANCE, DRAFTING, Ahead
 from d3engine.request.outputs import Logprob
 from d3engine.request.params import MAX_N
-from d3engine.request.sequence import Sequence
-from d3engine.sampling.logprobs import logprobs_of, prompt_logprobs
+from d3engine.request.sequence import ACCEPTANCE, DRAFTING, Ahead, Cycle, Proposal, Sequence
 from d3engine.sampling.sampler import (
     Rows,
     Sampler,
     best_of,
     fault_of,
+    logprobs_of,
+    prompt_logprobs,
     scores_of,
     with_noise,
 )

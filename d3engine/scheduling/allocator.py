@@ -11,11 +11,9 @@ from functools import partial
 
 import numpy as np
 
-from d3engine.cache.copy_on_skip import EntryCopies, fill, most_blocks_needed
-from d3engine.cache.kv_cache import NO_BLOCK, IntArray, KVCache
+from d3engine.cache.kv_cache import NO_BLOCK, EntryCopies, IntArray, KVCache, fill, most_blocks_needed
 from d3engine.depth import NEVER, Schedule
-from d3engine.scheduling.chunks import Chunks
-from d3engine.scheduling.running import RunningTable, Trait
+from d3engine.scheduling.running import Chunks, RunningTable, Trait
 
 
 class Allocator:

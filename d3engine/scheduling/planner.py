@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from d3engine.cache.copy_on_skip import EntryCopies
-from d3engine.cache.kv_cache import IntArray
+from d3engine.cache.kv_cache import EntryCopies, IntArray
 from d3engine.depth import ExitRule
 from d3engine.depth.schedule import windows_of
 from d3engine.plan import (
@@ -20,12 +19,11 @@ from d3engine.plan import (
     spans_of,
     spans_of_parts,
 )
-from d3engine.request.choice import SamplingMode
+from d3engine.request.sampling_mode import SamplingMode
 from d3engine.request.sequence import Sequence
-from d3engine.scheduling.chunks import Chunks
-from d3engine.scheduling.cycles import at_last_tokens
-from d3engine.scheduling.draft_and_verify import draft_work, resumed
-from d3engine.scheduling.running import RunningTable, Trait
+from d3engine.scheduling.multi_step import at_last_tokens
+from d3engine.scheduling.running import Chunks, RunningTable, Trait
+from d3engine.scheduling.speculative import draft_work, resumed
 
 
 def build_plan(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,7 +12,8 @@ from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import NEVER
 from d3engine.depth.draft_rule import DraftRule
 from d3engine.plan import BoolArray
-from d3engine.request.choice import choice_of
+from d3engine.request.outputs import Logprob
+from d3engine.request.sampling_mode import choice_of
 from d3engine.request.sequence import Sequence
 
 
@@ -171,3 +174,62 @@ def _traits_of_drafts(rule: DraftRule) -> int:
     if rule.schedule is not None and rule.schedule.bridges is not None:
         traits |= Trait.BRIDGED
     return traits
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """C chunks; each is a run of tokens of one slot that all run the same layers.
+
+    No slot has a trait that is not among `traits`, so that a step of plain sequences need not look for any.
+    """
+
+    slots: IntArray  # [C]
+    starts: IntArray  # [C] the first position
+    stops: IntArray  # [C] the position after the last
+    steps: IntArray  # [C] the generation step of the first token; -1 in the prompt
+    active: BoolArray  # [C, L]
+    traits: int
+
+    def deepest_first(self) -> Chunks:
+        """The same chunks, those that run more layers before those that run fewer; of one depth, the youngest first.
+
+        Chunks of one schedule keep this order at every later step.
+        """
+        if self.slots.size == 1:
+            return self
+        return self.take(np.lexsort((self.steps, -self.active.sum(axis=1))))
+
+    def take(self, which: IntArray | BoolArray) -> Chunks:
+        """The chunks at these indices, or where a mask is True."""
+        starts, stops, steps = self.starts[which], self.stops[which], self.steps[which]
+        return Chunks(self.slots[which], starts, stops, steps, self.active[which], self.traits)
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened since the engine began."""
+
+    steps: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    generated_layers: int = 0  # layers run, summed over generated tokens, and over the rows of drafts and verifications
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    verifications: int = 0
+    token_layers: list[int] = field(default_factory=list)  # [L + 1] tokens by the layers they took; the last: or more
+    blocks_saved: int = 0  # at the end of each finished sequence, against full depth
+
+
+class NewTokens(NamedTuple):
+    """Tokens by which a step has made a sequence longer, the layers that each took, and their log-probabilities if they
+    were asked for.
+
+    A sequence that ends by a fault has a last one without tokens.
+    """
+
+    sequence: Sequence
+    token_ids: list[int]
+    depths: list[int]
+    logprobs: list[dict[int, Logprob]] | None

@@ -19,21 +19,22 @@ from d3engine.errors import require
 from d3engine.plan import DraftWork, ExecutorCapabilities, MultiStep, Plan, Sampled
 from d3engine.request.outputs import FinishReason
 from d3engine.request.sequence import NO_SLOT, Sequence, Status
-from d3engine.scheduling.admission import Admission, Immediate
 from d3engine.scheduling.allocator import Allocator, longest_that_fits, peak_blocks
-from d3engine.scheduling.catching_up import select_chunks
-from d3engine.scheduling.chunks import Chunks
-from d3engine.scheduling.draft_and_verify import Drafting
-from d3engine.scheduling.growing import OutputUpdater
+from d3engine.scheduling.draft_model import DraftModelBatch
+from d3engine.scheduling.multi_step import (
+    ActiveRun,
+    longest_run,
+    reaching,
+    run_ahead,
+    shorter_and_shorter,
+    steps_of_forms,
+)
+from d3engine.scheduling.output_updater import OutputUpdater
 from d3engine.scheduling.planner import build_plan
-from d3engine.scheduling.run_ahead import longest_run, reaching, run_ahead, shorter_and_shorter, steps_of_forms
-from d3engine.scheduling.running import RunningTable
-from d3engine.scheduling.second_model_rows import DraftModelBatch
-from d3engine.scheduling.shared_prompts import SharedPrompts
-from d3engine.scheduling.tally import Counters, NewTokens
-from d3engine.scheduling.turns import giving_way, in_turn
-from d3engine.scheduling.under_way import ActiveRun
-from d3engine.scheduling.waiting import WaitingQueue
+from d3engine.scheduling.running import Chunks, Counters, NewTokens, RunningTable
+from d3engine.scheduling.select_chunks import SharedPrompts, select_chunks
+from d3engine.scheduling.speculative import Drafting
+from d3engine.scheduling.waiting import Admission, Immediate, WaitingQueue, giving_way, in_turn
 
 
 @dataclass(frozen=True, kw_only=True)

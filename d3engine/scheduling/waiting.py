@@ -4,10 +4,84 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as AnySequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
+from d3engine.errors import require_integer
 from d3engine.request.sequence import Flow, Sequence
+
+
+def in_turn(sequences: Iterable[Sequence]) -> list[Sequence]:
+    """Sort sequences by `priority`, then fairly: the n-th of each flow before the (n + 1)-th of any, else by arrival.
+
+    Sequences that are all of one flow, or each of a flow of its own, are in order of arrival.
+    """
+    found = sorted(sequences, key=lambda sequence: sequence.order)
+    for level in (1, 0):  # the requests of each key take turns first, then the keys
+        counted: Counter[str | Flow] = Counter()
+        ranked = []
+        for place, sequence in enumerate(found):
+            name = _name(sequence, level)
+            ranked.append((sequence.priority, counted[name], place))
+            counted[name] += 1
+        found = [found[place] for *_, place in sorted(ranked)]
+    return found
+
+
+def _name(sequence: Sequence, level: int) -> str | Flow:
+    return sequence.flow if level else sequence.flow[0]
+
+
+def giving_way(running: AnySequence[Sequence], waiting: Sequence) -> list[Sequence]:
+    """The running sequences that may be preempted for one that waits, the last of them first.
+
+    None are where its own flow runs already. They come after it in turn, and their flow, or their key where that is
+    another, has a sequence before them: nothing that runs alone gives way.
+    """
+    flows, keys = (Counter(_name(sequence, level) for sequence in running) for level in (1, 0))
+    own_key = waiting.flow[0]
+    if flows[waiting.flow] or len(flows) == len(running) in (len(keys), keys[own_key]):
+        return []
+    order = in_turn([*running, waiting])
+    found, seen, is_behind = list[Sequence](), set[str | Flow](), False
+    for sequence in order:
+        has_other = sequence.flow in seen or (sequence.flow[0] != own_key and sequence.flow[0] in seen)
+        if is_behind and has_other:
+            found.append(sequence)
+        is_behind = is_behind or sequence is waiting
+        seen |= {sequence.flow, sequence.flow[0]}
+    return found[::-1]
+
+
+class Admission(Protocol):
+    """Decides at which engine steps waiting requests may join."""
+
+    def admits(self, engine_step: int) -> bool:
+        """Whether requests may join at this step of the engine, counted from 0."""
+
+
+@dataclass(frozen=True)
+class Immediate:
+    """Requests join at the next step, as every engine does it."""
+
+    def admits(self, engine_step: int) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class IntervalAdmission:
+    """Requests join together every `steps` engine steps, after `steps / 2` of them on average."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        require_integer("steps", self.steps, 1)
+
+    def admits(self, engine_step: int) -> bool:
+        return engine_step % self.steps == 0
+
 
 _Rank: TypeAlias = tuple[int, int, int]
 """Of a flow's first sequence: its priority, how many sequences of the flow run, its arrival."""

@@ -21,9 +21,8 @@ from prometheus_client.registry import Collector
 from d3engine.async_engine.client import EngineClient
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.errors import EngineClosedError, EngineDeadError
-from d3engine.request.outputs import FinishReason, RequestOutput
-from d3engine.request.prepared import EngineRequest
-from d3engine.request.timings import REQUEST_SECONDS, Histogram, HistogramCounter
+from d3engine.request.engine_request import EngineRequest
+from d3engine.request.outputs import REQUEST_SECONDS, FinishReason, Histogram, HistogramCounter, RequestOutput
 from d3engine.server.middleware.limits import AdmissionControl
 from d3engine.server.middleware.request_log import RequestLog
 from d3engine.stats import EngineStats

@@ -13,8 +13,8 @@ from typing import TypeAlias
 from starlette.types import Scope
 
 from d3engine.errors import MissingExtraError
+from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import FinishReason, RequestMetrics, RequestOutput
-from d3engine.request.prepared import EngineRequest
 
 Attributes: TypeAlias = dict[str, str | int | float | list[str]]
 

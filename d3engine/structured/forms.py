@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from d3engine.errors import InvalidValueError, require
 from d3engine.request.constraint import Form
-from d3engine.request.structured import StructuredOutputsParams
+from d3engine.request.params import StructuredOutputsParams
 from d3engine.structured.checker import MOST, in_words
 from d3engine.structured.grammar import Grammar
 from d3engine.structured.mask_time import MaskTime

@@ -10,7 +10,7 @@ import json
 import re
 
 from d3engine.errors import InvalidValueError, require
-from d3engine.request.structured import StructuredOutputsParams
+from d3engine.request.params import StructuredOutputsParams
 from d3engine.structured.finite import grammar_is_finite
 from d3engine.structured.schema import UnenforceableError, literal, prepared
 

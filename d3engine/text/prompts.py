@@ -9,9 +9,8 @@ from weakref import WeakValueDictionary
 
 from d3engine.errors import InvalidValueError, TokenizerError, require
 from d3engine.model.config import ModelConfig
-from d3engine.request.bad_words import BadWords
 from d3engine.request.params import SamplingParams
-from d3engine.request.token_rules import TokenRules, names_tokens
+from d3engine.request.token_rules import BadWords, TokenRules, names_tokens
 from d3engine.text.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]

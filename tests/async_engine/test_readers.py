@@ -13,7 +13,7 @@ from stepping import greedy
 
 from d3engine import SamplingParams
 from d3engine.async_engine.async_engine import _READERS, LONG_WORK, SHORT_PROMPT, _kind_of, work_of
-from d3engine.request.structured import StructuredOutputsParams
+from d3engine.request.params import StructuredOutputsParams
 
 HANG_SECONDS = 120.0
 

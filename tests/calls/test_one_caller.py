@@ -24,7 +24,7 @@ from d3engine import (
 )
 from d3engine.calls import interrupts
 from d3engine.errors import D3EngineError
-from d3engine.executor.paired import DraftTargetExecutor
+from d3engine.executor.draft_target import DraftTargetExecutor
 from d3engine.request.params import RequestOutputKind
 
 PROMPT, OTHER = [11, 12, 13], [21, 22]

@@ -20,9 +20,8 @@ from d3engine.executor.native import MAX_ROWS
 from d3engine.loading.device import num_tokens_ahead
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LayerWeights, LlamaWeights, load_weights
-from d3engine.scheduling.chunks import Chunks
-from d3engine.scheduling.run_ahead import longest_run, shorter_and_shorter
-from d3engine.scheduling.running import RunningTable, Trait
+from d3engine.scheduling.multi_step import longest_run, shorter_and_shorter
+from d3engine.scheduling.running import Chunks, RunningTable, Trait
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**22, "skip_tokenizer_init": True}
 MODEL: dict[str, Any] = {"seed": 11, "max_position_embeddings": 1024}

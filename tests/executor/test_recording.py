@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from d3engine.executor.recording import LEAST_FREE, CudaGraphs
+from d3engine.executor.graph_shapes import LEAST_FREE, CudaGraphs
 
 
 class FakeCuda:

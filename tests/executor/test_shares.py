@@ -14,8 +14,8 @@ from torch import Tensor
 
 from d3engine import D3, DraftAndVerify, Engine, Lossless, SelfSpeculative
 from d3engine.depth import DepthPolicy
-from d3engine.executor.computed import Computed
 from d3engine.executor.eager import EagerExecutor
+from d3engine.executor.interface import Computed
 from d3engine.executor.shares import Share, joined, share_of
 from d3engine.plan import Plan
 from d3engine.request.outputs import RequestOutput

@@ -14,7 +14,7 @@ from tiny_models import TinyLlama
 pytest.importorskip("triton")
 
 from d3engine import D3, Engine, SamplingParams
-from d3engine.executor.recording import CudaGraphs, Recorder, Repeats
+from d3engine.executor.graph_shapes import CudaGraphs, Recorder, Repeats
 from d3engine.kernels.triton import launches, programmatic
 from d3engine.loading.device import capability
 

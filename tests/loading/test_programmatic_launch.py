@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from d3engine.executor.recording import Repeats, Step
+from d3engine.executor.graph_shapes import Repeats, Step
 from d3engine.kernels.triton import launches, programmatic
 from d3engine.loading import programmatic_launch
 from d3engine.loading.programmatic_launch import settle_programmatic_launch

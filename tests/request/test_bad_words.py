@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from d3engine.errors import InvalidValueError
-from d3engine.request.bad_words import BadWords
 from d3engine.request.params import SamplingParams
-from d3engine.request.token_rules import TokenRules
+from d3engine.request.token_rules import BadWords, TokenRules
 
 
 class CountingList(list[int]):

@@ -26,7 +26,7 @@ from d3engine import (
     UnifiedSkip,
 )
 from d3engine.depth import DepthPolicy
-from d3engine.executor.computed import Computed
+from d3engine.executor.interface import Computed
 from d3engine.plan import Chosen, Cycled
 from d3engine.request.params import MAX_N
 from d3engine.sampling import sampler, verification

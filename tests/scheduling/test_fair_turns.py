@@ -13,8 +13,7 @@ from d3engine.plan import Sampled
 from d3engine.request.params import SamplingParams
 from d3engine.request.sequence import Flow, Sequence, Status
 from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from d3engine.scheduling.turns import giving_way, in_turn
-from d3engine.scheduling.waiting import WaitingQueue
+from d3engine.scheduling.waiting import WaitingQueue, giving_way, in_turn
 
 MAX_LENGTH = 128
 _arrivals = itertools.count()

@@ -13,11 +13,11 @@ from batches import Request, assert_same, kv_is_back
 from multi_step import NESTED, Solo, greedy, steps_by_itself
 
 from d3engine import D3, Engine, FullDepth
-from d3engine.executor.computed import Computed
+from d3engine.executor.interface import Computed
 from d3engine.plan import Plan, RunControl
-from d3engine.request.choice import SamplingMode
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import RequestOutputKind
+from d3engine.request.sampling_mode import SamplingMode
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def controls(monkeypatch: pytest.MonkeyPatch) -> list[RunControl]:
         found.append(RunControl())
         return found[-1]
 
-    monkeypatch.setattr("d3engine.scheduling.run_ahead.RunControl", made)
+    monkeypatch.setattr("d3engine.scheduling.multi_step.RunControl", made)
     return found
 
 

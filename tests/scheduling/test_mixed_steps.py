@@ -11,7 +11,7 @@ from batches import Request, assert_same, kv_is_back
 from multi_step import NESTED, Solo, greedy
 
 from d3engine import D3, Engine, Lossless
-from d3engine.executor.computed import Computed
+from d3engine.executor.interface import Computed
 from d3engine.plan import Chosen, Plan
 
 pytestmark = pytest.mark.usefixtures("native_library")

@@ -17,9 +17,8 @@ import pytest
 
 from d3engine import Engine, SamplingParams, StructuredOutputsParams
 from d3engine.request.constraint import FAULT_PREFIX, Constraint
-from d3engine.scheduling.chunks import Chunks
-from d3engine.scheduling.run_ahead import steps_of_forms
-from d3engine.scheduling.running import RunningTable, Trait
+from d3engine.scheduling.multi_step import steps_of_forms
+from d3engine.scheduling.running import Chunks, RunningTable, Trait
 from d3engine.structured import grammar, mask_time
 from d3engine.structured.checker import MOST
 from d3engine.structured.forms import Forms

@@ -15,7 +15,7 @@ from small_tokenizers import save_word_level
 from d3engine import Engine, InvalidValueError, SamplingParams, StructuredOutputsParams
 from d3engine.errors import MissingExtraError
 from d3engine.request.constraint import Allowed, Constraint
-from d3engine.request.structured import MAX_CHARACTERS, MAX_CHOICES
+from d3engine.request.params import MAX_CHARACTERS, MAX_CHOICES
 from d3engine.structured import forms as structured_forms
 from d3engine.structured.forms import Forms
 from d3engine.text.limited_process import ProcessLimits

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from d3engine.errors import InvalidValueError
-from d3engine.request.structured import StructuredOutputsParams
+from d3engine.request.params import StructuredOutputsParams
 from d3engine.structured.checker import MOST
 from d3engine.structured.finite import grammar_is_finite
 from d3engine.structured.source import grammar_of

@@ -23,8 +23,7 @@ from d3engine.depth import (
     UnifiedSkip,
 )
 from d3engine.depth.draft_rule import DraftRule
-from d3engine.request.draft import Proposal
-from d3engine.request.sequence import Sequence
+from d3engine.request.sequence import Proposal, Sequence
 
 
 def guess(sequence: Sequence) -> Proposal:

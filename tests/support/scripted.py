@@ -13,8 +13,7 @@ import torch
 
 import d3engine
 from d3engine import Engine, RequestOutput, SamplingParams
-from d3engine.executor.computed import Computed
-from d3engine.executor.interface import ExecutorStats
+from d3engine.executor.interface import Computed, ExecutorStats
 from d3engine.plan import Plan
 
 DEMO = Path(d3engine.__file__).parent / "demo_model"

@@ -11,9 +11,8 @@ import torch
 
 from d3engine import FullDepth, SamplingParams
 from d3engine.plan import Plan, Sampled
-from d3engine.request.bad_words import BadWords
 from d3engine.request.sequence import Sequence
-from d3engine.request.token_rules import TokenRules
+from d3engine.request.token_rules import BadWords, TokenRules
 from d3engine.sampling.sampler import Sampler
 
 MASK = 0xFFFFFFFF

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from d3engine import Engine
-from d3engine.executor.computed import Computed
-from d3engine.executor.interface import Executor
+from d3engine.executor.interface import Computed, Executor
 from d3engine.executor.tensor_parallel.plan_message import PlanReceiver, PlanSender
 from d3engine.loading.executors import build_executor
 from d3engine.model.parallel import Ranks

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 
-from d3engine.executor.computed import Computed
-from d3engine.executor.interface import Executor
+from d3engine.executor.interface import Computed, Executor
 from d3engine.executor.tensor_parallel.plan_message import PlanSender
 from d3engine.executor.tensor_parallel.team import Team
 from d3engine.kernels.kv_pool import KVPool

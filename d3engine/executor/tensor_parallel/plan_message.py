@@ -25,8 +25,8 @@ from d3engine.plan import (
     RunControl,
     Span,
 )
-from d3engine.request.choice import SamplingMode, choice_of
 from d3engine.request.params import SamplingParams
+from d3engine.request.sampling_mode import SamplingMode, choice_of
 from d3engine.request.sequence import Sequence
 
 _CHOOSING = (

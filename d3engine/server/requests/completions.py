@@ -11,8 +11,8 @@ from typing import Any
 from starlette.requests import Request
 
 from d3engine.errors import InvalidValueError, TokenizerError, must_be
+from d3engine.request.engine_request import EngineRequest
 from d3engine.request.params import BOUNDS, SamplingParams
-from d3engine.request.prepared import EngineRequest
 from d3engine.server.errors import RequestError, invalid
 from d3engine.server.requests.bodies import check_priority, check_work, read_body
 from d3engine.server.requests.sampling import (

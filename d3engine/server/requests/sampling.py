@@ -13,9 +13,7 @@ from starlette.types import Scope
 from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import policy_from_dict
 from d3engine.errors import InvalidValueError, must_be, require
-from d3engine.request.bounds import Integers
-from d3engine.request.params import RequestOutputKind, SamplingParams
-from d3engine.request.structured import StructuredOutputsParams
+from d3engine.request.params import Integers, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from d3engine.server.errors import RequestError, invalid
 from d3engine.server.schemas.requests import TEMPERATURES, Common
 from d3engine.server.settings import ServerSettings

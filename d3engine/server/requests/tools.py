@@ -16,7 +16,7 @@ import msgspec
 
 from d3engine.async_engine.client import EngineClient
 from d3engine.errors import InvalidValueError, must_be
-from d3engine.request.structured import StructuredOutputsParams
+from d3engine.request.params import StructuredOutputsParams
 from d3engine.server.errors import invalid
 from d3engine.server.schemas.requests import FUNCTIONS_NAME, MAX_TOOLS, ChatRequest, NamedTool, Tool
 from d3engine.text.tokenizer import Tokenizer

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import CompletionOutput, RequestOutput
-from d3engine.request.prepared import EngineRequest
 from d3engine.server.responses.context import RequestContext, TextPlaces, places_in_prompt
 from d3engine.server.responses.extras import LogprobWords, Row, of_prompt
 from d3engine.server.schemas.answers import CompletionChoice, CompletionLogprobs

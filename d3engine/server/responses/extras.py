@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from d3engine.depth import Schedule
+from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import Logprob, RequestOutput
-from d3engine.request.prepared import EngineRequest
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.schemas.answers import (
     ChatLogprobs,

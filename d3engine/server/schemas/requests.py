@@ -10,13 +10,14 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from d3engine.request.bounds import Integers, Numbers
 from d3engine.request.params import (
     BIASES,
     BOUNDS,
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
     MAX_BIASED_TOKENS,
+    MAX_CHARACTERS,
+    MAX_CHOICES,
     MAX_SALT_LENGTH,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
@@ -24,8 +25,9 @@ from d3engine.request.params import (
     MAX_TOKENS,
     PRIORITIES,
     TOKEN_IDS,
+    Integers,
+    Numbers,
 )
-from d3engine.request.structured import MAX_CHARACTERS, MAX_CHOICES
 
 TEMPERATURES = Numbers(0.0, 2.0)
 """OpenAI's bound on the temperature, below the engine's own."""

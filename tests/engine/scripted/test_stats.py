@@ -10,7 +10,7 @@ from scripted import LAYERS, greedy
 from stepping import finish
 
 from d3engine import D3, Engine
-from d3engine.request.timings import Histogram, HistogramCounter, Timings
+from d3engine.request.outputs import Histogram, HistogramCounter, Timings
 from d3engine.stats import EngineStats
 
 

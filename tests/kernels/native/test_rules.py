@@ -16,9 +16,9 @@ from d3engine.executor.native_choices import FormsOfRun, draws_of
 from d3engine.kernels.native.choices import LogitMask, Mask
 from d3engine.kernels.native.model import NativeError
 from d3engine.kernels.native.runs import Draws
-from d3engine.request.bad_words import BadWords
-from d3engine.request.choice import SamplingMode
+from d3engine.request.sampling_mode import SamplingMode
 from d3engine.request.sequence import Sequence
+from d3engine.request.token_rules import BadWords
 
 STEPS, VOCAB = 7, 97
 ASKED: list[dict[str, Any]] = [

@@ -8,13 +8,11 @@ from typing import Any
 
 from d3engine.cache.kv_cache import IntArray
 from d3engine.plan import Plan, Sampled
-from d3engine.request.draft import Cycle
 from d3engine.request.outputs import FinishReason
-from d3engine.request.sequence import NO_SLOT, Sequence, Status
-from d3engine.scheduling.draft_and_verify import Drafting
-from d3engine.scheduling.running import RunningTable
-from d3engine.scheduling.second_model_rows import DraftModelBatch
-from d3engine.scheduling.tally import Counters, NewTokens
+from d3engine.request.sequence import NO_SLOT, Cycle, Sequence, Status
+from d3engine.scheduling.draft_model import DraftModelBatch
+from d3engine.scheduling.running import Counters, NewTokens, RunningTable
+from d3engine.scheduling.speculative import Drafting
 
 
 class OutputUpdater:

@@ -16,11 +16,8 @@ import numpy as np
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth.draft_rule import MAX_DRAFT_LENGTH
 from d3engine.plan import DraftWork, HiddenRows
-from d3engine.request.draft import Cycle, Draft, Proposal
-from d3engine.request.sequence import Sequence
-from d3engine.scheduling.chunks import Chunks
-from d3engine.scheduling.running import RunningTable, Trait
-from d3engine.scheduling.tally import Counters
+from d3engine.request.sequence import Cycle, Draft, Proposal, Sequence
+from d3engine.scheduling.running import Chunks, Counters, RunningTable, Trait
 
 
 class Drafting:

@@ -11,15 +11,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from d3engine.cache.copy_on_skip import EntryCopies
-from d3engine.cache.kv_cache import IntArray, KVCache
+from d3engine.cache.kv_cache import EntryCopies, IntArray, KVCache
 from d3engine.errors import require
 from d3engine.plan import BoolArray, Plan
 from d3engine.request.sequence import Sequence
-from d3engine.scheduling.chunks import Chunks
 from d3engine.scheduling.planner import build_plan
-from d3engine.scheduling.running import RunningTable, Trait
-from d3engine.scheduling.turns import in_turn
+from d3engine.scheduling.running import Chunks, RunningTable, Trait
+from d3engine.scheduling.waiting import in_turn
 
 
 class DraftModelBatch:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from d3engine.executor.computed import Computed
-from d3engine.executor.interface import Executor
+from d3engine.executor.interface import Computed, Executor
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.llama import Llama
 from d3engine.plan import ExecutorCapabilities, Plan

@@ -1,0 +1,230 @@
+"""Drafts and their verifications that a device takes by itself, cycle after cycle, as others take steps.
+
+A greedy draft asks nothing of the host: which layers it runs and how long it is follow from where it begins and from
+how many tokens were accepted before, and whether full depth takes its tokens is seen on the device. So a run of cycles
+ends where the host must look anyway. It may begin in the middle of drafts, which every sequence is at a place of its
+own in.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from d3engine.cache.kv_cache import IntArray
+from d3engine.depth import NEVER
+from d3engine.plan import ExecutorCapabilities, MultiStep, Plan, RunControl
+from d3engine.request.sampling_mode import SamplingMode
+from d3engine.request.sequence import NO_SLOT, Sequence
+from d3engine.scheduling.running import Chunks, RunningTable, Trait
+
+
+def cycles_ahead(chunks: Chunks, table: RunningTable, limit: int) -> MultiStep | None:
+    """The cycles that the sequences of `chunks`, which all draft, can take on their own; None if not even one.
+
+    They are no more than yield `limit` tokens, but at least one. Who draws, or stops where a draft is unsure, needs the
+    host, and a device knows neither parts of layers nor another model.
+    """
+    slots = chunks.slots
+    is_beyond = table.having(Trait.SPLITS_LAYERS | Trait.SECOND_MODEL, slots)
+    needs_host = is_beyond | (table.choice[slots] != SamplingMode.GREEDY)
+    sequences = [table.sequence(slot) for slot in slots.tolist()]
+    if limit <= 1 or needs_host.any() or not all(_draws_a_line(sequence, table) for sequence in sequences):
+        return None
+    rules = [sequence.draft.rule for sequence in sequences if sequence.draft is not None]
+    schedules = [rule.schedule for rule in rules if rule.schedule is not None]
+    longest = max(rule.length for rule in rules)
+    num_cycles = min(max(1, limit // (longest + 1)), max(sequence.room for sequence in sequences))
+    cutoffs = np.array([schedule.cutoffs for schedule in schedules])
+    for row, schedule in enumerate(schedules):
+        if not schedule.is_nested:  # which layers the next draft runs is not a matter of cutoffs
+            cutoffs[row], num_cycles = np.where(table.draft_layers[slots[row]], NEVER, 0), 1
+    control = RunControl() if num_cycles > 1 and chunks.traits & Trait.STREAMS else None
+    steps = np.array([sequence.step for sequence in sequences])
+    bridges = tuple(schedule.bridges for schedule in schedules) if chunks.traits & Trait.BRIDGED else ()
+    return MultiStep(num_cycles, steps, cutoffs, SamplingMode.GREEDY, control, bridges, cycles=True)
+
+
+def _draws_a_line(sequence: Sequence, table: RunningTable) -> bool:
+    """Whether all that the answer has is computed but its last token and what is drafted behind it."""
+    draft = sequence.draft
+    assert draft is not None
+    known = sequence.step >= 1 and table.num_computed[sequence.slot] >= sequence.num_tokens - 1
+    return bool(known and draft.stop_probability == 0 and draft.rule.target_acceptance is None)
+
+
+def at_last_tokens(chunks: Chunks, table: RunningTable) -> Chunks:
+    """The chunks of the answers' last tokens, where cycles begin."""
+    sequences = [table.sequence(slot) for slot in chunks.slots.tolist()]
+    starts = np.array([sequence.num_tokens - 1 for sequence in sequences])
+    steps = np.array([sequence.step for sequence in sequences])
+    return replace(chunks, starts=starts, stops=starts + 1, steps=steps)
+
+
+def reaching_by_cycles(chunks: Chunks, multi_step: MultiStep, table: RunningTable) -> Chunks:
+    """The chunks as long as they may be when these cycles are over, at every layer."""
+    sequences = [table.sequence(slot) for slot in chunks.slots.tolist()]
+    most = [
+        min(multi_step.num_steps * (sequence.draft.rule.length + 1), sequence.room)
+        for sequence in sequences
+        if sequence.draft is not None
+    ]
+    begin = at_last_tokens(chunks, table)
+    return replace(begin, stops=begin.starts + np.array(most), active=np.ones_like(chunks.active))
+
+
+FOLLOWED = 4
+"""Times as long as others a run may be that the host follows, and can end at any step."""
+
+
+FORM_SECONDS = 0.02
+"""Processor time of forms in one run at most, where it has several steps: the others of its batch wait for them."""
+
+
+def steps_of_forms(chunks: Chunks, table: RunningTable) -> int:
+    """Steps of a run at most for the forms of its rows to take no more than `FORM_SECONDS`; at least 1."""
+    if not chunks.traits & Trait.GUIDED:
+        return sys.maxsize
+    constraints = (table.sequence(slot).constraint for slot in chunks.slots.tolist())
+    seconds = sum(one.token_seconds for one in constraints if one is not None)
+    return max(1, int(FORM_SECONDS / seconds)) if seconds else sys.maxsize
+
+
+def longest_run(chunks: Chunks, table: RunningTable, num_steps: int, num_tokens: int) -> int:
+    """Steps of a run at most: `num_steps`, or more of few rows, up to `num_tokens` tokens of all of them.
+
+    Where these are not 0, and so steps are short, a run is several times as long if someone reads along: from its end
+    to the next one's begin the device waits for the host. Where a text may end an answer, which the host alone sees,
+    little is to be computed beyond it.
+    """
+    if num_steps <= 1:
+        return num_steps
+    slots = chunks.slots
+    is_followed = bool(chunks.traits & Trait.STREAMS)
+    if not is_followed and any(table.sequence(slot).params.stop_strings for slot in slots.tolist()):
+        return num_steps
+    return max(num_steps, num_tokens // slots.size) * (FOLLOWED if is_followed and num_tokens else 1)
+
+
+def shorter_and_shorter(longest: int, shortest: int) -> Iterator[int]:
+    """Steps of a run to be tried one after the other, until there is memory for them."""
+    while longest > shortest:
+        yield longest
+        longest //= FOLLOWED
+    yield shortest
+
+
+def run_ahead(chunks: Chunks, table: RunningTable, limit: int, capabilities: ExecutorCapabilities) -> MultiStep | None:
+    """The steps, `limit` at most, that `chunks` (deepest first) can take on their own; None if not even one.
+
+    Chunks that all yield a token, but are not all one decoded token, are the opening of the steps behind them.
+    """
+    slots = chunks.slots
+    bridged = chunks.traits & Trait.BRIDGED
+    if bridged and not capabilities.bridges:
+        return None  # only the host's own executor has the maps
+    if chunks.traits & Trait.DRAFTS and table.having(Trait.DRAFTS, slots).all():
+        return cycles_ahead(chunks, table, limit) if capabilities.drafts else None
+    yields = chunks.stops == table.num_tokens[slots]
+    choice = SamplingMode(int(table.choice[slots].max()))
+    # A schedule that is not nested fills the layers that it skips, so it is never simple.
+    is_simple = choice <= capabilities.choice and not chunks.traits & (Trait.FILLS | Trait.DRAFTS)
+    if limit == 0 or not is_simple or not yields.all():
+        return None
+    opens = not ((chunks.steps >= 1) & (chunks.stops - chunks.starts == 1)).all()
+    if opens and not (capabilities.openings and _may_open(chunks, table, choice)):
+        return None
+    limit = min(limit, int((table.max_length[slots] - table.num_tokens[slots]).min()))
+    if choice is SamplingMode.REPORT:
+        limit = min(
+            limit, max(1, capabilities.logits // int(np.count_nonzero(table.choice[slots] == SamplingMode.REPORT)))
+        )
+    cutoffs = table.cutoffs[slots]
+    steps = table.steps(slots, chunks.stops) if opens else chunks.steps
+    num_steps = _steps_in_order(steps, cutoffs, limit - opens)
+    if not num_steps:
+        return None
+    num_steps += opens
+    control = RunControl() if num_steps > 1 and chunks.traits & Trait.STREAMS else None
+    bridges = tuple(map(table.bridges, slots.tolist())) if bridged else ()
+    return MultiStep(num_steps, steps, cutoffs, choice, control, bridges, opens=opens)
+
+
+def _may_open(chunks: Chunks, table: RunningTable, choice: SamplingMode) -> bool:
+    """Whether nothing but the last tokens is wanted of these chunks, nor needed for the choices behind them.
+
+    Penalties and forms count the tokens before, and the one that the opening yields is not among them yet. Who reads
+    along shall have it before the run takes the processor: a stream's first token came 1 to 1.6 ms later beside it.
+    """
+    sequences = map(table.sequence, chunks.slots.tolist())
+    is_alone = choice <= SamplingMode.CUT and not chunks.traits & Trait.STREAMS
+    return is_alone and all(sequence.params.prompt_logprobs is None for sequence in sequences)
+
+
+def _steps_in_order(steps: IntArray, cutoffs: IntArray, limit: int) -> int:
+    """For how many steps, `limit` at most, the rows that run a layer come before those that do not."""
+    if (cutoffs == cutoffs[0]).all() and (steps[1:] >= steps[:-1]).all():
+        return limit  # one schedule, youngest first: the order never changes
+    for taken in range(limit):
+        active = (steps[:, None] + taken) < cutoffs
+        if (active[1:] & ~active[:-1]).any():
+            return taken
+    return limit
+
+
+def reaching(chunks: Chunks, multi_step: MultiStep, table: RunningTable) -> Chunks:
+    """The chunks as they will be at the last of these steps: what the cache must have room for."""
+    if multi_step.cycles:
+        return reaching_by_cycles(chunks, multi_step, table)
+    stops = chunks.stops + (multi_step.num_steps - 1)
+    if not multi_step.opens:
+        return replace(chunks, stops=stops)
+    active = multi_step.steps[:, None] < multi_step.cutoffs
+    return replace(chunks, starts=chunks.stops, stops=stops, steps=multi_step.steps, active=active)
+
+
+class ActiveRun:
+    """The run that is under way, if there is one."""
+
+    def __init__(self) -> None:
+        self._control: RunControl | None = None
+
+    def begin(self, plan: Plan) -> None:
+        """Take in a new plan; its run is under way if the steps are to be taken one by one."""
+        if plan.multi_step is not None and plan.multi_step.control is not None:
+            self._control, self._plan, self._num_left = plan.multi_step.control, plan, plan.multi_step.num_steps - 1
+
+    def took(self, plan: Plan) -> None:
+        """Count the steps that were taken at once, beyond the one for which `next_step` has given the plan."""
+        if self._control is not None and plan.multi_step is not None and plan.multi_step.control is self._control:
+            self._num_left -= plan.multi_step.num_taken - 1
+
+    def end(self) -> None:
+        """Let no further step begin."""
+        if self._control is not None:
+            self._control.end()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a run is under way that has steps left."""
+        return self._control is not None and self._num_left > 0 and not self._control.is_ended
+
+    def next_step(self) -> Plan | None:
+        """The plan of the run, for its next step; None where no run is under way, or not any more."""
+        if self._control is None:
+            return None
+        if self._num_left and (not self._control.is_ended or self._has_begun(self._control)):
+            self._num_left -= 1
+            return self._plan
+        self._control = None
+        return None
+
+    def _has_begun(self, control: RunControl) -> bool:
+        """Whether the next step has begun, and for anybody who is still there."""
+        multi_step = self._plan.multi_step
+        assert multi_step is not None
+        given = multi_step.num_steps - self._num_left
+        return control.num_begun > given and any(sequence.slot != NO_SLOT for sequence in self._plan.sequences)
