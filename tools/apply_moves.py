@@ -51,19 +51,33 @@ def place(module: str) -> str:
     return re.sub(r"^d3engine/(kernels|weights_tools)\b", r"\1", module.replace(".", "/"))
 
 
-def with_module_imported(text: str, old: str, new: str) -> str:
-    """`from package import module`, which the dotted form does not show."""
-    (package, _, name), (to, _, to_name) = old.rpartition("."), new.rpartition(".")
-    as_before = f" as {name}" if name != to_name else ""
-    single = rf"^([ \t]*)from {re.escape(package)} import {name}$"
-    return re.sub(single, rf"\1from {to} import {to_name}{as_before}", text, flags=re.M)
+def with_modules_imported(text: str, moves: dict[str, str]) -> str:
+    """`from package import module`, alone or among others, which the dotted form does not show."""
+
+    def split(found: re.Match[str]) -> str:
+        indent, package, names = found[1], found[2], found[3].strip("()").replace("\n", " ")
+        kept, lines = [], []
+        for name in filter(None, (part.strip() for part in names.split(","))):
+            module, _, alias = name.partition(" as ")
+            old = f"{package}.{module}"
+            if old in moves:
+                to, _, to_name = moves[old].rpartition(".")
+                alias = alias or (module if module != to_name else "")
+                lines.append(f"{indent}from {to} import {to_name}{f' as {alias}' if alias else ''}")
+            else:
+                kept.append(name)
+        if not lines:
+            return found[0]
+        return "\n".join([*lines, *([f"{indent}from {package} import {', '.join(kept)}"] if kept else [])])
+
+    return re.sub(r"^([ \t]*)from (d3engine[\w.]*) import (\([^)]*\)|[^\n(#]*)$", split, text, flags=re.M)
 
 
 def rewritten(text: str, moves: dict[str, str], is_python: bool) -> str:
     spelled = dict(moves)
+    if is_python:
+        text = with_modules_imported(text, moves)
     for old, new in moves.items():
-        if is_python:
-            text = with_module_imported(text, old, new)
         path, to_path = place(old), place(new)
         spelled |= {path: to_path, f"{path}.py": f"{to_path}.py"} if "/" in path else {f"{path}.py": f"{to_path}.py"}
         short, to_short = path.removeprefix("d3engine/"), to_path.removeprefix("d3engine/")
