@@ -18,23 +18,19 @@ from typing import Any, Self
 import torch
 from tqdm import tqdm
 
+from d3engine.calls.call_lock import CallLock, EngineState, Interrupt
 from d3engine.calls.chats import Chats
-from d3engine.calls.in_flight import RequestRegistry
-from d3engine.calls.interrupts import Interrupt
-from d3engine.calls.life import EngineState
-from d3engine.calls.new_requests import NewRequests, params_of_each
-from d3engine.calls.one_caller import CallLock
-from d3engine.calls.vllm_arguments import refuse_others
+from d3engine.calls.new_requests import NewRequests, params_of_each, refuse_others
+from d3engine.calls.request_registry import RequestRegistry
 from d3engine.depth import DepthPolicy
 from d3engine.errors import EngineDeadError, require, require_integer
 from d3engine.loading.assembly import assemble
-from d3engine.loading.batch_invariance import check_policy
-from d3engine.loading.bridges import bridge_store
-from d3engine.loading.certification import Certification
-from d3engine.loading.defaults import default_sampling_params
-from d3engine.loading.facts import EngineProperties
-from d3engine.loading.pytorch_threads import pytorch_threads, pytorch_threads_for
-from d3engine.loading.resolve import check_switches, check_tokenizer, resolve_settings
+from d3engine.loading.depth import Certification
+from d3engine.loading.executors import bridge_store
+from d3engine.loading.host import pytorch_threads, pytorch_threads_for
+from d3engine.loading.model_directory import default_sampling_params
+from d3engine.loading.resolve import check_policy, check_switches, check_tokenizer, resolve_settings
+from d3engine.loading.settings import EngineProperties
 from d3engine.model.weights import LlamaWeights
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import RequestOutput

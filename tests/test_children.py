@@ -231,7 +231,7 @@ def test_processes_that_cannot_be_started_leave_no_files_open_and_no_ranks_behin
 ) -> None:
     from d3engine.async_engine import engine_process
     from d3engine.errors import EngineDeadError
-    from d3engine.loading import rank_processes
+    from d3engine.loading import ranks as rank_processes
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     started: list[subprocess.Popen[bytes]] = []

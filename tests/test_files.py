@@ -28,8 +28,8 @@ from d3engine.evaluation.bbh import load_bbh
 from d3engine.evaluation.gsm8k import load_gsm8k
 from d3engine.evaluation.kept import KeptAnswers
 from d3engine.files import CONFIG_BYTES, UnreadableFileError, read_bytes, read_json, read_text, write_whole
-from d3engine.loading.defaults import default_sampling_params
 from d3engine.loading.depth import resolve_depth
+from d3engine.loading.model_directory import default_sampling_params
 from d3engine.model.bridges import read_bridges
 from d3engine.model.config import ModelConfig
 from d3engine.model.gguf_file import open_gguf
@@ -180,13 +180,13 @@ OPENED_ELSEWHERE = {
     *("d3engine/evaluation/kept.py: open", "d3engine/batch/results.py: os.open", "weights_tools/fetch.py: target.open"),
     # Files of the system, of the package, and of this process.
     *("d3engine/cli/streams.py: open", "d3engine/cli/streams.py: os.open", "d3engine/text/limited_worker.py: open"),
-    *("d3engine/text/limited_worker.py: os.open", "d3engine/async_engine/shared_pulse.py: path.open"),
+    *("d3engine/text/limited_worker.py: os.open", "d3engine/async_engine/engine_process.py: path.open"),
     *(
-        "d3engine/loading/host_cpus.py: CGROUP.read_text",
-        "d3engine/loading/host_cpus.py: (group / 'cpu.max').read_text",
+        "d3engine/loading/host.py: CGROUP.read_text",
+        "d3engine/loading/host.py: (group / 'cpu.max').read_text",
     ),
-    "d3engine/loading/host_cpus.py: (group / f'cpu.cfs_{name}_us').read_text",
-    "d3engine/loading/host_memory.py: (group / ('memory.max' if is_second else 'memory.limit_in_bytes')).read_text",
+    "d3engine/loading/host.py: (group / f'cpu.cfs_{name}_us').read_text",
+    "d3engine/loading/host.py: (group / ('memory.max' if is_second else 'memory.limit_in_bytes')).read_text",
     *("d3engine/server/routes/api.py: file.read_bytes", "weights_tools/fetch.py: file.open"),
     # What the training of the bundled model has written itself.
     *("weights_tools/demo_trainer.py: safetensors.torch.load_file", "weights_tools/train_demo.py: torch.load"),

@@ -20,8 +20,7 @@ from typing import Any
 from d3engine.children import child_environment, python_command
 from d3engine.errors import FailedError, MissingExtraError, require
 from d3engine.files import naming
-from d3engine.loading.defaults import names_sampling
-from d3engine.loading.model_directory import FETCHED, fetched_directory
+from d3engine.loading.model_directory import FETCHED, fetched_directory, names_sampling
 from d3engine.model.config import GENERATION_CONFIG_FILE
 from d3engine.model.fields import read_json_object
 from d3engine.progress import hides_bars

@@ -22,7 +22,7 @@ from d3engine.depth import DepthPolicy
 from d3engine.engine import Engine
 from d3engine.environment import KERNELS, PROGRAMMATIC_LAUNCH
 from d3engine.kernels.kv_pool import block_bytes
-from d3engine.loading.kv_cache_dtype import named_dtype
+from d3engine.loading.memory import named_dtype
 from d3engine.model.config import ModelConfig
 from d3engine.model.model_files import CONFIG_FILE
 from d3engine.model.quantization import quantize_weights

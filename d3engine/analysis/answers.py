@@ -18,7 +18,7 @@ from d3engine.errors import InvalidValueError, require
 from d3engine.files import UnreadableFileError, as_json, read_text
 from d3engine.loading.device import resolve_device, resolve_dtype
 from d3engine.loading.model_directory import model_directory
-from d3engine.loading.weight_dtype import held_config, resolve_weight_dtype
+from d3engine.loading.resolve import held_config, resolve_weight_dtype
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import load_weights
 from d3engine.request.params import SamplingParams

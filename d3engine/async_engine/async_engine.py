@@ -18,17 +18,13 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from d3engine.async_engine.answers import AsyncAnswer, check_alone
-from d3engine.async_engine.client import Heartbeat
-from d3engine.async_engine.dispatcher import Dispatcher
+from d3engine.async_engine.client import AsyncAnswer, Heartbeat, SyncEngine, check_alone
+from d3engine.async_engine.dispatcher import Dispatcher, LoopWaker
 from d3engine.async_engine.engine_thread import EngineThread
-from d3engine.async_engine.sync_engine import SyncEngine
-from d3engine.async_engine.wakers import LoopWaker
-from d3engine.calls.vllm_arguments import refuse_others
+from d3engine.calls.new_requests import refuse_others
 from d3engine.engine import Engine
 from d3engine.errors import EngineClosedError, MissingExtraError, require
-from d3engine.loading.facts import EngineProperties
-from d3engine.loading.settings import EngineSettings
+from d3engine.loading.settings import EngineProperties, EngineSettings
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.params import SamplingParams
 from d3engine.stats import EngineStats
@@ -341,8 +337,7 @@ def _suits_process(engine_arguments: Mapping[str, Any]) -> bool:
 def start_process(model: str | os.PathLike[str], arguments: Mapping[str, Any]) -> tuple[Front, Transport]:
     """An engine in a process of its own, and what it leaves to this one. Raises as `Engine` does."""
     try:
-        from d3engine.async_engine.engine_process import EngineProcess, plain_arguments
-        from d3engine.async_engine.process_front import ProcessFront
+        from d3engine.async_engine.engine_process import EngineProcess, ProcessFront, plain_arguments
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "pyzmq", "serve", "an engine in a process of its own") from None
     process = EngineProcess(os.fspath(model), plain_arguments(arguments))

@@ -8,16 +8,117 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
-from d3engine.async_engine.batcher import OutputBatcher, Reply
-from d3engine.async_engine.messages import ASKED, Abort, Add, Ask, Leave, Message, Refuse, Stop
 from d3engine.errors import EngineDeadError
 from d3engine.executor.interface import Executor
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import RequestOutput
 from d3engine.stats import EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Queue a request, whose outputs are for `key`."""
+
+    key: int
+    prepared: EngineRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Nobody reads the request of `key` any more."""
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a request by the id that its caller knows it by; its reader hears of it."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Call a method of the engine that takes no arguments; what it returns is for `key`."""
+
+    key: int
+    method: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """What came for `key` cannot be done: it is told so in its turn."""
+
+    key: int
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the loop."""
+
+
+ASKED: Final = frozenset({"stats", "reset_prefix_cache"})
+"""The methods that may be asked for."""
+
+Message: TypeAlias = Add | Leave | Abort | Ask | Refuse | Stop
+
+
+Reply: TypeAlias = "tuple[int, Any]"
+"""A key, and for it an output, what a method returned, or the exception that ended it."""
+
+SECONDS_PER_ANSWER: Final = 0.25e-3
+"""Several times as long as to wake a reader, to write to his socket and to wake his client takes."""
+FRAME_SECONDS: Final = 1 / 60
+"""Nobody sees text come more often."""
+
+
+class OutputBatcher:
+    """The replies of one loop that have not been handed over.
+
+    Args:
+        hand_over: gets replies, those of one key in order; must not raise.
+        clock: tells seconds.
+    """
+
+    def __init__(self, hand_over: Callable[[list[Reply]], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._hand_over = hand_over
+        self._clock = clock
+        self._waiting: dict[int, list[Reply]] = {}
+        self._urgent: set[int] = set()
+        self._last = clock()
+
+    def put(self, key: int, reply: Any) -> None:
+        """Take in a reply, to be sent."""
+        self._waiting.setdefault(key, []).append((key, reply))
+        if not isinstance(reply, RequestOutput) or _begins_or_ends(reply):
+            self._urgent.add(key)
+
+    def send(self, *, more_is_soon: bool = False) -> None:
+        """Hand over what is due: everything, unless the next step's outputs are to come soon."""
+        if not self._waiting:
+            return
+        now = self._clock()
+        if more_is_soon and now - self._last < min(FRAME_SECONDS, SECONDS_PER_ANSWER * len(self._waiting)):
+            due = {key: self._waiting.pop(key) for key in self._urgent}
+        else:
+            due, self._waiting = self._waiting, {}
+            self._last = now
+        self._urgent.clear()
+        if due:
+            self._hand_over([reply for replies in due.values() for reply in replies])
+
+
+def _begins_or_ends(output: RequestOutput) -> bool:
+    """Whether this has an end, or what came when the request's first token did."""
+    times = output.metrics
+    if output.finished or times.last_token_time == times.first_token_time:
+        return True
+    return any(answer.finish_reason is not None for answer in output.outputs)
 
 
 class Steppable(Protocol):

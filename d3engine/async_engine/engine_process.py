@@ -7,11 +7,14 @@ process, however it comes, is the end of a pipe that nobody else holds.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import shutil
+import struct
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
@@ -20,14 +23,85 @@ from typing import Any
 import torch
 import zmq
 
-from d3engine.async_engine import messages, wire
-from d3engine.async_engine.batcher import Reply
+from d3engine.async_engine import engine_loop as messages
+from d3engine.async_engine import wire
 from d3engine.async_engine.dispatcher import Dispatcher
-from d3engine.async_engine.shared_pulse import SharedHeartbeatClock
+from d3engine.async_engine.engine_loop import Reply
+from d3engine.calls.chats import WritesChatPrompts
+from d3engine.calls.new_requests import NewRequests
 from d3engine.children import child_environment, main_command
 from d3engine.errors import EngineDeadError, require
+from d3engine.loading.depth import Certification
+from d3engine.loading.executors import NOWHERE, bridge_store
+from d3engine.loading.model_directory import default_sampling_params, new_cache
+from d3engine.loading.settings import EngineProperties, settings_of_plain
 from d3engine.request.engine_request import EngineRequest
+from d3engine.request.params import SamplingParams
+from d3engine.scheduling.scheduler import Scheduler
 from d3engine.scheduling.waiting import Immediate, IntervalAdmission
+from d3engine.text.chat_prompts import ChatPrompts
+from d3engine.text.prompts import Prompt
+from d3engine.text.tokenizer import load_tokenizer
+
+_FORM = struct.Struct("=d")
+
+
+class SharedHeartbeatClock:
+    """When a loop last began to wait or to step, in seconds of `time.monotonic()`, which all processes share."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the pulse at `path`, or begin it there."""
+        if not path.exists():
+            path.write_bytes(_FORM.pack(time.monotonic()))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), _FORM.size)
+
+    @property
+    def last_turn(self) -> float:
+        seconds: float = _FORM.unpack_from(self._memory)[0]
+        return seconds
+
+    @last_turn.setter
+    def last_turn(self, seconds: float) -> None:
+        _FORM.pack_into(self._memory, 0, seconds)
+
+
+class ProcessFront(EngineProperties, WritesChatPrompts):
+    """Of the engine that `ready` describes, made with `arguments`."""
+
+    def __init__(self, ready: wire.Ready, arguments: Mapping[str, Any]) -> None:
+        self.settings = settings_of_plain(ready.settings, arguments.get("admission") or Immediate())
+        self.default_sampling_params = default_sampling_params(self.settings.directory)
+        tokenizer = Path(arguments.get("tokenizer") or self.settings.directory)
+        self.tokenizer = None if arguments.get("skip_tokenizer_init") else load_tokenizer(tokenizer)
+        self.bridges = bridge_store(self.settings, device=NOWHERE)
+        self._requests = NewRequests(
+            self.config,
+            self.tokenizer,
+            self.depth,
+            self.max_model_len,
+            seed=0,
+            bridges=self.bridges,
+            log=Certification(self.directory, self.config.num_layers).log,
+        )
+        cache = new_cache(self.settings, self.config, ready.num_blocks)
+        self._scheduler = Scheduler(self.settings.scheduler_config, cache)
+        self._chat_prompts = ChatPrompts(self.directory, self.tokenizer)
+
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None, priority: int = 0
+    ) -> EngineRequest:
+        """As `Engine.prepare`."""
+        given = self.default_sampling_params if params is None else params
+        prepared = self._requests.prepare(prompt, given, request_id, priority)
+        self._scheduler.fit(self._requests.probe(prepared))
+        wire.plain_params(given)
+        return prepared
+
+    def owns(self, prepared: EngineRequest) -> bool:
+        """Whether a request was checked against this engine's limits."""
+        return prepared.owner is self._requests
+
 
 _MAIN = "d3engine.async_engine.process_main"
 _LOOK_MILLISECONDS = 200

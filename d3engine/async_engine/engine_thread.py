@@ -6,8 +6,7 @@ import threading
 from collections.abc import Callable
 
 from d3engine.async_engine.dispatcher import Dispatcher
-from d3engine.async_engine.engine_loop import EngineLoop
-from d3engine.async_engine.messages import Message, Stop
+from d3engine.async_engine.engine_loop import EngineLoop, Message, Stop
 from d3engine.engine import Engine
 from d3engine.errors import EngineClosedError, EngineDeadError
 

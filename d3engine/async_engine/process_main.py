@@ -18,16 +18,16 @@ from typing import Any
 import torch
 import zmq
 
-from d3engine.async_engine import messages, wire
+from d3engine.async_engine import engine_loop as messages
+from d3engine.async_engine import wire
 from d3engine.async_engine.async_engine import LONG_WORK, work_of
-from d3engine.async_engine.batcher import Reply
-from d3engine.async_engine.engine_loop import EngineLoop
-from d3engine.async_engine.shared_pulse import SharedHeartbeatClock
+from d3engine.async_engine.engine_loop import EngineLoop, Reply
+from d3engine.async_engine.engine_process import SharedHeartbeatClock
 from d3engine.depth import policy_from_dict
 from d3engine.engine import Engine
 from d3engine.errors import EngineClosedError, EngineDeadError
 from d3engine.garbage import collect_seldom, freeze_loaded
-from d3engine.loading import certification
+from d3engine.loading import depth as certification
 from d3engine.loading.settings import plain_settings
 from d3engine.request.outputs import RequestOutput
 from d3engine.scheduling.waiting import IntervalAdmission

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AnySequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import Any
 
 from d3engine.depth import NEVER, DepthPolicy, Schedule
 from d3engine.depth.draft_rule import DraftRule
-from d3engine.errors import require
+from d3engine.errors import InvalidValueError, require
 from d3engine.executor.bridging import BridgeStore
 from d3engine.model.config import ModelConfig
 from d3engine.request.engine_request import EngineRequest
@@ -18,6 +19,43 @@ from d3engine.request.sequence import Draft, Sequence
 from d3engine.structured.forms import Forms
 from d3engine.text.prompts import Prompt, PromptReader
 from d3engine.text.tokenizer import Tokenizer
+
+Same = Mapping[str, tuple[tuple[Any, ...], str]]
+"""By an argument's name: the values that ask for what happens anyway, and what is allowed in words."""
+
+_NO_ADAPTERS = "None, since there are no adapters"
+_PROMPTS = "None: name token ids as the prompt instead"
+
+OF_CALLS: Same = {
+    "lora_request": ((None,), _NO_ADAPTERS),
+    "prompt_adapter_request": ((None,), _NO_ADAPTERS),
+    "priority": ((None, 0), "None: add_request and AsyncEngine.generate take the priority of a request"),
+    "prompt_token_ids": ((None,), _PROMPTS),
+    "prompt_text": ((None,), _PROMPTS),
+    "tokenization_kwargs": ((None, {}), _PROMPTS),
+    "guided_options_request": ((None,), "None: name SamplingParams(structured_outputs=...) instead"),
+    "mm_processor_kwargs": ((None, {}), "None, since prompts are text alone"),
+    "chat_template_content_format": (("auto", "string"), "'auto' or 'string', since prompts are text alone"),
+    "trace_headers": ((None, {}), "None: the server traces requests"),
+    "data_parallel_rank": ((None,), "None, since an engine is one replica"),
+    "arrival_time": ((None,), "None, since requests arrive when they are added"),
+}
+
+
+def refuse(name: str, value: object, table: Same) -> None:
+    """Raise `InvalidValueError` for an argument of the table with none of its values."""
+    values, allowed = table[name]
+    if not any(type(value) is type(same) and value == same for same in values):
+        raise InvalidValueError(name, value, allowed)
+
+
+def refuse_others(given: Mapping[str, object], call: str) -> None:
+    """The same of all further arguments of a call; raises `TypeError` for one that vLLM does not have either."""
+    for name, value in given.items():
+        if name not in OF_CALLS:
+            raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
+        refuse(name, value, OF_CALLS)
+
 
 NUM_KEPT = 64
 """Schedules to remember: most requests share a few policies, but each may bring its own."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from d3engine.calls.interrupts import Interrupt, held_back
+from d3engine.calls.call_lock import Interrupt, held_back
 from d3engine.cli.terminal import DepthColours, Writer, possible_depths
 from d3engine.errors import FailedError
 from d3engine.request.params import RequestOutputKind

@@ -82,7 +82,7 @@ def _require_template(model: str) -> None:
 
 def _defaults(model: str) -> Options:
     """With what to sample a model whose own files do not say it."""
-    from d3engine.loading.defaults import names_sampling
+    from d3engine.loading.model_directory import names_sampling
 
     return {} if names_sampling(model_directory(model)) else CHAT_DEFAULTS
 

@@ -109,7 +109,7 @@ def _shortest(file: Path) -> str:
 
 
 LOGGER = logging.getLogger("d3engine")
-CERTIFICATION = logging.getLogger("d3engine.loading.certification")
+CERTIFICATION = logging.getLogger("d3engine.loading.depth")
 
 Verbose = Annotated[
     int,

@@ -24,7 +24,7 @@ from d3engine.files import UnreadableFileError, as_json, read_text
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
-    from d3engine.loading.facts import EngineProperties
+    from d3engine.loading.settings import EngineProperties
     from d3engine.model.config import ModelConfig
     from d3engine.request.params import SamplingParams
 
@@ -124,8 +124,7 @@ def use_threads(given: str, config: ModelConfig, spare_cores: int = 0) -> int:
     """
     import torch
 
-    from d3engine.loading.host_cpus import usable_cpus
-    from d3engine.loading.pytorch_threads import pytorch_threads_for
+    from d3engine.loading.host import pytorch_threads_for, usable_cpus
 
     asked = read_threads(given)
     most = max(1, min(torch.get_num_threads(), usable_cpus()) - spare_cores)

@@ -19,7 +19,7 @@ from d3engine.depth.words import policy_in_words
 from d3engine.errors import InvalidValueError, require, require_number
 
 if TYPE_CHECKING:
-    from d3engine.loading.fitting import Fit
+    from d3engine.loading.memory import Fit
     from d3engine.model.config import ModelConfig
 
 app = new_app()
@@ -98,8 +98,7 @@ def plan(
     ):
         require(1 <= value <= MOST_TOKENS, flag, value, f"an integer from 1 to {MOST_TOKENS}")
     require(answer < context, "--answer", answer, f"less than --context {context}, which has the prompt too")
-    from d3engine.loading.fitting import DTYPE, Demand, fit
-    from d3engine.loading.kv_cache_dtype import named_dtype
+    from d3engine.loading.memory import DTYPE, Demand, fit, named_dtype
 
     policy = _own_depth(directory) if depth == AUTO else depth
     rule = policy.exit_rule(config.num_layers)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from d3engine.calls.vllm_arguments import Same, refuse
+from d3engine.calls.new_requests import Same, refuse
 from d3engine.engine import Engine
 from d3engine.errors import InvalidValueError
 from d3engine.loading.hub import at_revision

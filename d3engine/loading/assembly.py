@@ -20,13 +20,11 @@ from d3engine.executor.bridging import BridgeStore
 from d3engine.executor.draft_target import DraftTargetExecutor
 from d3engine.executor.interface import Executor
 from d3engine.executor.memory import workspace_bytes
-from d3engine.loading.cache_size import num_blocks
 from d3engine.loading.draft_model import load_draft_weights, with_cache
-from d3engine.loading.executors import build_executor
-from d3engine.loading.matrix_form import matrix_form
-from d3engine.loading.parts import new_cache
-from d3engine.loading.rank_processes import is_under_torchrun, meet_under_torchrun, start_ranks
-from d3engine.loading.ranks import lead
+from d3engine.loading.executors import build_executor, matrix_form
+from d3engine.loading.memory import num_blocks
+from d3engine.loading.model_directory import new_cache
+from d3engine.loading.ranks import is_under_torchrun, lead, meet_under_torchrun, start_ranks
 from d3engine.loading.settings import EngineSettings
 from d3engine.model.config import ModelConfig
 from d3engine.model.quantization import in_form

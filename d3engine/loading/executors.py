@@ -7,10 +7,12 @@ for depends on the answer, and when the weights are there, which the native libr
 from __future__ import annotations
 
 import logging
-from functools import cache, partial
+from collections.abc import Callable
+from functools import cache, partial, reduce
 
 import torch
 
+from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.environment import KERNELS, NATIVE_ISA
 from d3engine.errors import require
 from d3engine.executor.bridging import BridgeStore
@@ -19,13 +21,48 @@ from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.graph_shapes import CudaGraphs, Repeats
 from d3engine.executor.interface import Executor
 from d3engine.executor.native import NativeExecutor
-from d3engine.kernels.native.library import LibraryMissing, isas_here
+from d3engine.kernels.lanes import in_lanes
+from d3engine.kernels.matrices import Weight
+from d3engine.kernels.native.library import LibraryMissing, isas_here, reads_lanes
 from d3engine.kernels.native.model import NativeError
-from d3engine.loading.parts import eager_executor
-from d3engine.loading.programmatic_launch import settle_programmatic_launch
+from d3engine.kernels.native.packing import packed
+from d3engine.loading.device import settle_programmatic_launch
+from d3engine.loading.model_directory import eager_executor
 from d3engine.loading.settings import EngineSettings, ExecutorKind
 from d3engine.model.parallel import Ranks
 from d3engine.model.weights import LlamaWeights
+
+NOWHERE = torch.device("meta")
+"""For who checks requests and computes none: bridges are read and looked at, and take neither memory nor a device."""
+
+
+def bridge_store(settings: EngineSettings, device: torch.device | None = None) -> BridgeStore:
+    """Those beside the weights, and those that the engine's own policy names, on `device` or where the weights are;
+    none where there are several ranks, which have no way yet to get them."""
+    allowed = settings.own_bridges | {AUTO_BRIDGES} if settings.tensor_parallel_size == 1 else frozenset()
+    return BridgeStore(
+        settings.directory,
+        settings.config,
+        dtype=settings.dtype,
+        weight_dtype=settings.weight_dtype,
+        device=settings.device if device is None else device,
+        allowed=allowed,
+    )
+
+
+def matrix_form(settings: EngineSettings) -> Callable[[Weight], Weight] | None:
+    """What makes of a matrix the form that it is held in; None: all stay as they are.
+
+    On a CPU bfloat16 is packed where the user asks for it (`kernels/packed.py`), and int8 and int4 lie in lanes where
+    the native library reads them so (`kernels/lanes.py`).
+    """
+    changes: list[Callable[[Weight], Weight]] = []
+    if settings.pack_weights:
+        changes.append(packed)
+    if settings.executor == "native" and reads_lanes(NATIVE_ISA.read()):
+        changes.append(in_lanes)
+    return (lambda matrix: reduce(lambda held, change: change(held), changes, matrix)) if changes else None
+
 
 _log = logging.getLogger(__name__)
 

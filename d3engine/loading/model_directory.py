@@ -6,15 +6,113 @@ where its files are.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from d3engine.cache.kv_cache import KVCache
 from d3engine.environment import CACHE
-from d3engine.errors import InvalidValueError, require
+from d3engine.errors import InvalidValueError, ModelFormatError, require, require_integer
+from d3engine.executor.bridging import BridgeStore
+from d3engine.executor.eager import EagerExecutor
+from d3engine.loading.device import kernels_for
 from d3engine.loading.hub import hub_directory
+from d3engine.loading.settings import EngineSettings
+from d3engine.model.config import GENERATION_CONFIG_FILE, ModelConfig, load_generation_config, not_applied
 from d3engine.model.gguf_file import is_gguf
+from d3engine.model.model_files import CONFIG_FILE
+from d3engine.model.parallel import Ranks
+from d3engine.model.weights import LlamaWeights
+from d3engine.request.params import SamplingParams
+
+_log = logging.getLogger(__name__)
+
+
+def default_sampling_params(directory: Path) -> SamplingParams:
+    """What generation_config.json asks for, as vLLM reads it: greedy when it says `do_sample: false`.
+
+    A warning names the keys that change an answer in transformers and are not applied here.
+    Raises `ModelFormatError`, naming the file, for a value that `SamplingParams` refuses.
+    """
+    defaults: dict[str, Any] = load_generation_config(directory)
+    defaults.pop("eos_token_ids", None)
+    if ignored := not_applied(directory):
+        named = ", ".join(f"{name}={value!r:.60}" for name, value in ignored.items())
+        _log.warning("%s: these are not applied: %s", directory / GENERATION_CONFIG_FILE, named)
+    if "max_new_tokens" in defaults:
+        defaults["max_tokens"] = defaults.pop("max_new_tokens")
+    if defaults.pop("do_sample", True) is False:
+        for name in ("top_p", "top_k", "min_p"):
+            defaults.pop(name, None)
+        defaults["temperature"] = 0.0
+    try:
+        return SamplingParams(**defaults)
+    except InvalidValueError as error:
+        raise ModelFormatError(f"{directory / GENERATION_CONFIG_FILE}: {error}") from None
+
+
+def names_sampling(directory: Path) -> bool:
+    """Whether the model's files say how to sample it. Raises `ModelFormatError`."""
+    return bool({"do_sample", "temperature", "top_p", "top_k", "min_p"} & load_generation_config(directory).keys())
+
+
+def resolve_max_model_len(max_model_len: int | None, config: ModelConfig) -> int:
+    """The most tokens of prompt and answer; beyond the positions that the model was made for only with dynamic rope.
+
+    None is the model's own length, or its sliding window: up to there a window changes nothing, and further on the
+    engine would attend to what the model does not. Raises `InvalidValueError` for a length beyond either.
+    """
+    window = config.sliding_window
+    if max_model_len is None:
+        return min(config.max_length, window or config.max_length)
+    limit = None if config.rope.rope_type == "dynamic" else config.max_length
+    length = require_integer("max_model_len", max_model_len, 2, limit)
+    if window is not None and window < length:
+        allowed = f"null or at least max_model_len={length} (max_model_len={window} is what can be run)"
+        raise InvalidValueError(f"{CONFIG_FILE}: sliding_window", window, allowed)
+    return length
+
+
+def new_cache(settings: EngineSettings, config: ModelConfig, num_blocks: int) -> KVCache:
+    """A cache of `num_blocks` blocks for a model of `config`."""
+    return KVCache(
+        num_layers=config.num_layers,
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        max_sequences=settings.max_num_seqs,
+        max_length=settings.max_model_len,
+    )
+
+
+def eager_executor(
+    settings: EngineSettings,
+    config: ModelConfig,
+    weights: LlamaWeights,
+    num_blocks: int,
+    ranks: Ranks | None = None,
+    bridges: BridgeStore | None = None,
+) -> EagerExecutor:
+    """What runs a model of `config`, or with `ranks` a part of one, step by step, over a pool of `num_blocks`."""
+    # The native library runs everything by itself there, and its sums have one order.
+    by_kernels = settings.batch_invariant and settings.executor != "native"
+    return EagerExecutor(
+        config,
+        weights,
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        max_model_len=settings.max_model_len,
+        dtype=settings.dtype,
+        kv_dtype=settings.kv_cache_dtype,
+        device=settings.device,
+        kernels=kernels_for(settings.device, batch_invariant=by_kernels),
+        tells_prompts=by_kernels,
+        ranks=ranks,
+        bridges=bridges,
+    )
+
 
 DEMO = "demo"
 FETCHED = ("smollm2",)

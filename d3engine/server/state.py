@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from d3engine.async_engine.client import EngineClient, Heartbeat
 from d3engine.depth import DepthPolicy
-from d3engine.loading.certification import Certification
+from d3engine.loading.depth import Certification
 from d3engine.request.params import SamplingParams
 from d3engine.server.errors import RequestError
 from d3engine.server.metrics import Exposition, Meters

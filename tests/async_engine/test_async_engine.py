@@ -21,8 +21,8 @@ from stepping import greedy
 
 from d3engine import AsyncEngine, Engine, EngineClosedError, EngineDeadError, InvalidValueError, RequestOutputKind
 from d3engine.async_engine.async_engine import SHORT_PROMPT
+from d3engine.async_engine.engine_loop import Message, Stop
 from d3engine.async_engine.engine_thread import EngineThread
-from d3engine.async_engine.messages import Message, Stop
 
 # -- answers ---------------------------------------------------------------------------------------------------------
 

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from d3engine.async_engine.merging import MergedDeltas
-from d3engine.async_engine.slots import ReplyFuture
-from d3engine.async_engine.wakers import ThreadWaker
+from d3engine.async_engine.dispatcher import MergedDeltas, ReplyFuture, ThreadWaker
 from d3engine.request.outputs import CompletionOutput, RequestOutput
 
 

@@ -7,9 +7,15 @@ from typing import Any, cast
 
 import pytest
 
-from d3engine.async_engine.batcher import FRAME_SECONDS, SECONDS_PER_ANSWER, OutputBatcher, Reply
-from d3engine.async_engine.engine_loop import EngineLoop
-from d3engine.async_engine.messages import Add, Ask
+from d3engine.async_engine.engine_loop import (
+    FRAME_SECONDS,
+    SECONDS_PER_ANSWER,
+    Add,
+    Ask,
+    EngineLoop,
+    OutputBatcher,
+    Reply,
+)
 from d3engine.errors import EngineDeadError
 from d3engine.request.outputs import CompletionOutput, RequestMetrics, RequestOutput
 

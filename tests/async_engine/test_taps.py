@@ -12,8 +12,7 @@ from async_reading import DELTA, PROMPT, Make, nothing_runs
 from stepping import greedy
 
 from d3engine import Engine, RequestOutput
-from d3engine.async_engine.slots import ReplyFuture
-from d3engine.async_engine.wakers import LoopWaker
+from d3engine.async_engine.dispatcher import LoopWaker, ReplyFuture
 
 PARAMS = replace(greedy(12), output_kind=DELTA)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import d3engine
 from d3engine import D3, FullDepth, SamplingParams
 from d3engine.calls.new_requests import NUM_KEPT, NewRequests
-from d3engine.calls.nominal_depth import NominalDepth
+from d3engine.calls.request_registry import NominalDepth
 from d3engine.model.config import ModelConfig
 
 DEMO = ModelConfig.from_directory(Path(d3engine.__file__).parent / "demo_model")

@@ -25,8 +25,8 @@ from d3engine.cli.engine_options import engine_arguments, native_threads_for, op
 from d3engine.engine import Engine
 from d3engine.errors import InvalidValueError
 from d3engine.garbage import OBJECTS_BETWEEN_COLLECTIONS
+from d3engine.loading.host import pytorch_threads_for
 from d3engine.loading.model_directory import model_directory
-from d3engine.loading.pytorch_threads import pytorch_threads_for
 from d3engine.model.config import ModelConfig
 
 DEMO = ModelConfig.from_directory(model_directory("demo"))
@@ -193,7 +193,7 @@ def test_threads_given_are_taken_and_auto_never_takes_more_than_pytorch_would(
     assert torch.get_num_threads() == 3
     for given, spare, native in (({"threads": "auto"}, 0, 2), ({}, 0, 2), ({}, 1, 2), ({}, 2, 1), ({}, 9, 1)):
         torch.set_num_threads(3)
-        monkeypatch.setattr("d3engine.loading.host_cpus.usable_cpus", lambda: 4)
+        monkeypatch.setattr("d3engine.loading.host.usable_cpus", lambda: 4)
         assert engine_arguments("demo", given, spare) == {"num_threads": native}
         assert torch.get_num_threads() == 1
 

@@ -14,7 +14,7 @@ import pytest
 from invoking import invoke
 from rich.console import Console
 
-from d3engine.calls.interrupts import held_back
+from d3engine.calls.call_lock import held_back
 from d3engine.cli.answers import Answer, readable_bytes, run_answers
 from d3engine.cli.terminal import DepthColours, Writer, safe_text
 from d3engine.depth import D3, EarlyExit, FullDepth

@@ -32,7 +32,7 @@ from transformers_oracle import assert_same_tokens, greedy
 from d3engine import D3, Engine, FullDepth, LayerTable, RequestOutput, SamplingParams, SkipDecode, TailSkip, UnifiedSkip
 from d3engine.depth import DepthPolicy, Lossless, Nested, SelfSpeculative
 from d3engine.errors import InvalidValueError, ModelFormatError
-from d3engine.loading.bridges import NOWHERE, bridge_store
+from d3engine.loading.executors import NOWHERE, bridge_store
 from d3engine.model.bridges import BRIDGES_FILE, Bridge, Bridges, write_bridges
 from d3engine.model.fingerprint import fingerprint
 
@@ -214,7 +214,7 @@ def test_who_checks_requests_for_an_engine_in_another_process_holds_no_map(
     make_engine: Callable[..., Engine], model: TinyLlama
 ) -> None:
     pytest.importorskip("msgspec", reason="an engine in a process of its own needs the extra serve")
-    from d3engine.async_engine.process_front import ProcessFront
+    from d3engine.async_engine.engine_process import ProcessFront
     from d3engine.async_engine.process_main import _ready
 
     with make_engine(depth=D3(0.9, 0.5, bridges=AUTO)) as engine:

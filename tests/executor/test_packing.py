@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from d3engine.executor.tensor_parallel.packing import pack, unpack
+from d3engine.executor.tensor_parallel.plan_message import pack, unpack
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,10 @@ from tiny_models import TinyLlama, save_without_layer
 
 from d3engine import D3, AsyncEngine, EarlyExit, Engine, InvalidValueError, Lossless, SamplingParams, Speculative
 from d3engine.errors import EngineDeadError, ModelFormatError
-from d3engine.executor.tensor_parallel import follower
-from d3engine.executor.tensor_parallel.follower import Leader
-from d3engine.executor.tensor_parallel.group import dist
-from d3engine.executor.tensor_parallel.hearing import WorkerChannel
-from d3engine.executor.tensor_parallel.team import Team
+from d3engine.executor.tensor_parallel import worker as follower
+from d3engine.executor.tensor_parallel.group import Team, dist
+from d3engine.executor.tensor_parallel.worker import Leader
+from d3engine.executor.tensor_parallel.worker_channel import WorkerChannel
 from d3engine.loading.ranks import Place
 
 MakeModel = Callable[..., TinyLlama]
@@ -61,7 +60,7 @@ def tokens_of(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "rank_processes" in " ".join(child.cmdline())]
+    return [child for child in psutil.Process().children() if "loading.ranks" in " ".join(child.cmdline())]
 
 
 def test_ranks_that_are_processes_answer_as_one_and_the_death_of_one_ends_the_engine_by_its_name(

@@ -13,7 +13,7 @@ import pytest
 
 from d3engine import D3, EarlyExit, Engine, FullDepth, Lossless, Nested, SamplingParams, SelfSpeculative
 from d3engine.depth import DepthPolicy
-from d3engine.loading.certification import MOST_KNOWN, Certification
+from d3engine.loading.depth import MOST_KNOWN, Certification
 from d3engine.loading.model_directory import model_directory
 
 OWN = D3(alpha=0.8, start=0.6)

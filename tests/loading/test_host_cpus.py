@@ -12,7 +12,7 @@ import torch
 
 from d3engine import Engine
 from d3engine.cli.engine_options import use_threads
-from d3engine.loading import host_cpus
+from d3engine.loading import host as host_cpus
 from d3engine.loading.device import num_threads
 from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import ModelConfig

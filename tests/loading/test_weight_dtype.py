@@ -26,8 +26,8 @@ from d3engine.kernels.native.packing import packed
 from d3engine.kernels.packed import PackedWeight
 from d3engine.kernels.quantized import Int8Weight
 from d3engine.loading.device import resolve_dtype
+from d3engine.loading.resolve import kept_by_default, resolve_weight_dtype
 from d3engine.loading.settings import ExecutorKind
-from d3engine.loading.weight_dtype import kept_by_default, resolve_weight_dtype
 from d3engine.model.config import ModelConfig
 from d3engine.model.quantization import in_form
 from d3engine.model.weights import LlamaWeights, load_weights, random_weights

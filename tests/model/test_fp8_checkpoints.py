@@ -22,7 +22,7 @@ from d3engine import Engine, InvalidValueError, ModelFormatError, SamplingParams
 from d3engine.cli import app
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.quantized import Fp8Weight
-from d3engine.loading.weight_dtype import held_config
+from d3engine.loading.resolve import held_config
 from d3engine.model.config import ModelConfig
 from d3engine.model.fingerprint import fingerprint
 from d3engine.model.fp8_tensors import floats_of_rows

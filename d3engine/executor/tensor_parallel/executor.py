@@ -5,8 +5,8 @@ from __future__ import annotations
 import weakref
 
 from d3engine.executor.interface import Computed, Executor
+from d3engine.executor.tensor_parallel.group import Team
 from d3engine.executor.tensor_parallel.plan_message import PlanSender
-from d3engine.executor.tensor_parallel.team import Team
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.llama import Llama
 from d3engine.plan import ExecutorCapabilities, Plan

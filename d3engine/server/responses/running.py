@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 from starlette.types import Receive, Scope
 
-from d3engine.async_engine.answers import AsyncAnswer
+from d3engine.async_engine.client import AsyncAnswer
 from d3engine.request.constraint import FAULT_PREFIX
 from d3engine.request.outputs import RequestOutput
 from d3engine.server.errors import RequestError

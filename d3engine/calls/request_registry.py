@@ -1,13 +1,13 @@
-"""Requests in flight: from the queue, through the steps, until their callers have taken their last output."""
+"""Outputs on their way to who asked for them: whoever steps the engine computes for all callers."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from functools import lru_cache
 
-from d3engine.calls.delivery import OutputQueue
-from d3engine.calls.life import EngineState
-from d3engine.calls.nominal_depth import NominalDepth
+from d3engine.calls.call_lock import EngineState
+from d3engine.depth import Schedule
 from d3engine.errors import require
 from d3engine.plan import Plan, Sampled
 from d3engine.request.outputs import RequestOutput, Timings
@@ -17,6 +17,71 @@ from d3engine.scheduling.running import NewTokens
 from d3engine.scheduling.scheduler import Scheduler
 from d3engine.text.output import OutputProcessor
 from d3engine.text.tokenizer import Tokenizer
+
+
+class OutputQueue:
+    """Outputs that have not been handed out, in their order.
+
+    Those of a claimed request (of `generate` or `stream`) wait for its owner; all others are for `step()`.
+    """
+
+    def __init__(self) -> None:
+        self._for_step: list[RequestOutput] = []
+        self._claimed: dict[str, list[RequestOutput]] = {}
+
+    def __len__(self) -> int:
+        """How many wait for `step()`."""
+        return len(self._for_step)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._claimed or any(output.request_id == request_id for output in self._for_step)
+
+    def claim(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """The list in which from now on the outputs of these requests wait, for its owner to take them out."""
+        waiting: list[RequestOutput] = []
+        self._claimed |= dict.fromkeys(request_ids, waiting)
+        return waiting
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Nobody waits for the outputs of these claimed requests any more."""
+        for request_id in request_ids:
+            self._claimed.pop(request_id, None)
+
+    def put(self, outputs: Iterable[RequestOutput]) -> None:
+        for output in outputs:
+            self._claimed.get(output.request_id, self._for_step).append(output)
+
+    def take(self) -> list[RequestOutput]:
+        """Hand out what waits for `step()`."""
+        taken, self._for_step = self._for_step, []
+        return taken
+
+
+NUM_KEPT = 64
+"""Sums to remember: most requests share a few schedules and lengths, but each may bring its own."""
+
+
+class NominalDepth:
+    """The mean depth that the schedules promise over the longest answers allowed, whatever is really generated."""
+
+    def __init__(self) -> None:
+        self._layers = 0
+        self._tokens = 0
+        self._layers_of = lru_cache(NUM_KEPT)(_layers_of)
+
+    def count(self, sequence: Sequence) -> None:
+        tokens = sequence.max_length - len(sequence.prompt_token_ids)
+        self._layers += self._layers_of(sequence.schedule, tokens)
+        self._tokens += tokens
+
+    def mean(self) -> float | None:
+        """Layers per token over all sequences so far; None before the first."""
+        return self._layers / self._tokens if self._tokens else None
+
+
+def _layers_of(schedule: Schedule, tokens: int) -> int:
+    """Layers that a schedule runs for its first `tokens` generated tokens."""
+    return int(schedule.depths(tokens).sum())
 
 
 class RequestRegistry:

@@ -16,10 +16,9 @@ from typing import Any
 
 from d3engine.errors import EngineDeadError
 from d3engine.executor.interface import Executor
-from d3engine.executor.tensor_parallel.hearing import BEAT, BEAT_SECONDS, VALUE
-from d3engine.executor.tensor_parallel.packing import pack, unpack
-from d3engine.executor.tensor_parallel.plan_message import PlanReceiver
-from d3engine.executor.tensor_parallel.team import END
+from d3engine.executor.tensor_parallel.group import END
+from d3engine.executor.tensor_parallel.plan_message import PlanReceiver, pack, unpack
+from d3engine.executor.tensor_parallel.worker_channel import BEAT, BEAT_SECONDS, VALUE
 
 _PATIENCE_SECONDS = 5.0
 

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from d3engine.errors import D3EngineError, EngineDeadError, ModelFormatError
-from d3engine.executor.tensor_parallel.packing import unpack
+from d3engine.executor.tensor_parallel.plan_message import unpack
 
 VALUE = b"v"
 """What a message begins with that holds a value, for either side."""
