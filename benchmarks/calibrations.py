@@ -16,13 +16,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from d3engine.calibration.budget import plan_budget
-from d3engine.calibration.candidates import Candidate, make_candidates
-from d3engine.calibration.noninferiority import Tolerance
-from d3engine.calibration.scoring import Answers, Part
-from d3engine.calibration.search import calibrate
 from d3engine.depth import D3, DepthPolicy
-from d3engine.evaluation.accuracy import Interval, wilson_interval
+from d3engine.research.calibration.scoring import Answers, Part
+from d3engine.research.calibration.search import Candidate, calibrate, make_candidates, plan_budget
+from d3engine.research.calibration.statistics import Tolerance
+from d3engine.research.evaluation.accuracy import Interval, wilson_interval
 
 NUM_LAYERS, MAX_TOKENS = 16, 64
 LOSES_MUCH = 0.4

@@ -26,13 +26,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.report import environment, tell
-from d3engine.analysis.answers import Answered
-from d3engine.analysis.kinds import Kind, TokenKinds
-from d3engine.analysis.layers import Mean, compared, mean_of_clusters
-from d3engine.analysis.observer import Observer
 from d3engine.cli.observing import observe
 from d3engine.depth import D3, Schedule
 from d3engine.model.rope import Rope
+from d3engine.research.analysis.answers import Answered
+from d3engine.research.analysis.kinds import Kind, TokenKinds
+from d3engine.research.analysis.layers import Mean, compared, mean_of_clusters
+from d3engine.research.analysis.observer import Observer
 
 ENTRIES = ("absent", "copied", "projected", "kept")
 """What a layer holds of a token that it was left out of."""

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.report import positive
-from d3engine.analysis.answers import Prompt, read_prompts
 from d3engine.engine import Engine
-from d3engine.evaluation.word_problems import format_prompt, problems
+from d3engine.research.analysis.answers import Prompt, read_prompts
+from d3engine.research.evaluation.word_problems import format_prompt, problems
 
 
 def prompts_for(engine: Engine, count: int, chat: str | None) -> list[Prompt]:

@@ -35,8 +35,7 @@ from benchmarks.report import environment, keep, summary
 from d3engine.depth import D3, DepthPolicy, FullDepth, LayerTable, Lossless, SelfSpeculative
 from d3engine.engine import Engine
 from d3engine.errors import require
-from d3engine.pictures.colours import BLUE, INK, ORANGE
-from d3engine.pictures.plots import new_figure, save_figure
+from d3engine.plots import BLUE, INK, ORANGE, new_figure, save_figure
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import SamplingParams
 

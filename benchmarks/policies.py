@@ -39,9 +39,9 @@ from d3engine.depth import (
     UnifiedSkip,
 )
 from d3engine.engine import Engine
-from d3engine.evaluation.accuracy import Score, compare, measure, take_problems
-from d3engine.evaluation.word_problems import Problem, format_prompt
 from d3engine.request.params import SamplingParams
+from d3engine.research.evaluation.accuracy import Score, compare, measure, take_problems
+from d3engine.research.evaluation.word_problems import Problem, format_prompt
 from d3engine.stats import EngineStats
 
 CALIBRATED = D3(0.9, 0.7)

@@ -28,8 +28,6 @@ from benchmarks.report import environment, write_json
 from d3engine import Engine, FullDepth, SamplingParams
 from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import policy_from_directory
-from d3engine.evaluation.accuracy import Interval, take_problems, wilson_interval
-from d3engine.evaluation.word_problems import Problem, Split, extract_answer, format_completion, format_prompt
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.quantized import INT4_DIVISORS, quantize_int4
 from d3engine.loading.model_directory import model_directory
@@ -37,6 +35,8 @@ from d3engine.model.config import QUANTIZATION_SCHEMES, ModelConfig
 from d3engine.model.quantization import quantize_weights, with_matrices
 from d3engine.model.weights import LlamaWeights, load_weights
 from d3engine.plan import Plan, Sampled
+from d3engine.research.evaluation.accuracy import Interval, take_problems, wilson_interval
+from d3engine.research.evaluation.word_problems import Problem, Split, extract_answer, format_completion, format_prompt
 from d3engine.text.prompts import Prompt
 
 FLOAT = "float32"

@@ -6,8 +6,8 @@ python examples/measure_a_policy.py [MODEL] [QUESTIONS]
 import sys
 
 from d3engine import D3, Engine, FullDepth, SamplingParams
-from d3engine.evaluation.accuracy import compare, measure
-from d3engine.evaluation.procedural import procedural
+from d3engine.research.evaluation.accuracy import compare, measure
+from d3engine.research.evaluation.procedural import procedural
 
 
 def main(model: str = "demo", questions: str = "50") -> None:

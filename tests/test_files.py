@@ -17,16 +17,12 @@ import pytest
 from typer.testing import CliRunner
 
 from d3engine import files
-from d3engine.analysis.answers import read_prompts
 from d3engine.batch.lines import read_lines
 from d3engine.batch.results import open_results
 from d3engine.cli import app
 from d3engine.cli.engine_options import _form
 from d3engine.depth.policy import calibrated_for, policy_from_directory
 from d3engine.errors import D3EngineError, ModelFormatError
-from d3engine.evaluation.bbh import load_bbh
-from d3engine.evaluation.gsm8k import load_gsm8k
-from d3engine.evaluation.kept import KeptAnswers
 from d3engine.files import CONFIG_BYTES, UnreadableFileError, read_bytes, read_json, read_text, write_whole
 from d3engine.loading.depth import resolve_depth
 from d3engine.loading.model_directory import default_sampling_params
@@ -34,6 +30,10 @@ from d3engine.model.bridges import read_bridges
 from d3engine.model.config import ModelConfig
 from d3engine.model.gguf_file import open_gguf
 from d3engine.model.source import open_checkpoint
+from d3engine.research.analysis.answers import read_prompts
+from d3engine.research.evaluation.bbh import load_bbh
+from d3engine.research.evaluation.gsm8k import load_gsm8k
+from d3engine.research.evaluation.kept import KeptAnswers
 from d3engine.text.chat_template import load_chat_template
 from d3engine.text.prompt_form import PROMPT_FORM_FILE, load_prompt_form
 from d3engine.text.tokenizer import load_tokenizer
@@ -174,10 +174,14 @@ def test_no_byte_of_a_file_is_read_that_is_far_too_large(folder: Path, name: str
 OPENED_ELSEWHERE = {
     # By the path of a file that `open_regular` has opened, or after it.
     *("d3engine/model/bridges.py: safe_open", "d3engine/model/checkpoint.py: safe_open"),
-    *("d3engine/bridges/saved_state.py: safe_open", "weights_tools/convert.py: torch.load"),
+    *("d3engine/research/bridges/fitting.py: safe_open", "weights_tools/convert.py: torch.load"),
     "weights_tools/convert.py: np.memmap",
     # To write.
-    *("d3engine/evaluation/kept.py: open", "d3engine/batch/results.py: os.open", "weights_tools/fetch.py: target.open"),
+    *(
+        "d3engine/research/evaluation/kept.py: open",
+        "d3engine/batch/results.py: os.open",
+        "weights_tools/fetch.py: target.open",
+    ),
     # Files of the system, of the package, and of this process.
     *("d3engine/cli/streams.py: open", "d3engine/cli/streams.py: os.open", "d3engine/text/limited_worker.py: open"),
     *("d3engine/text/limited_worker.py: os.open", "d3engine/async_engine/engine_process.py: path.open"),

@@ -15,9 +15,9 @@ import sentencepiece
 import torch
 from torch import Tensor
 
-from d3engine.evaluation import word_problems
-from d3engine.evaluation.procedural import WORD_PROBLEMS, SolvedQuestion, all_problems
-from d3engine.evaluation.word_problems import MAX_NUMBER, Split
+from d3engine.research.evaluation import word_problems
+from d3engine.research.evaluation.procedural import WORD_PROBLEMS, SolvedQuestion, all_problems
+from d3engine.research.evaluation.word_problems import MAX_NUMBER, Split
 from d3engine.weights_tools.demo_trainer import BOS, EOS
 
 Example = tuple[list[int], list[int]]  # prompt ids with bos, answer ids with eos

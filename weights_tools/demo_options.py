@@ -5,7 +5,7 @@ import json
 import math
 from pathlib import Path
 
-from d3engine.evaluation.procedural import NAMES, WORD_PROBLEMS
+from d3engine.research.evaluation.procedural import NAMES, WORD_PROBLEMS
 from d3engine.weights_tools.demo_data import PROMPT_LOSS_WEIGHT
 from d3engine.weights_tools.demo_trainer import DemoConfig, hf_config
 

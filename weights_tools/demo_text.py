@@ -12,7 +12,7 @@ from pathlib import Path
 import sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from d3engine.evaluation.word_problems import MAX_NUMBER, PROMPT_PREFIX, PROMPT_SUFFIX
+from d3engine.research.evaluation.word_problems import MAX_NUMBER, PROMPT_PREFIX, PROMPT_SUFFIX
 from d3engine.text.tokenizer import SPACE_MARK
 
 NUMBERS = [f"{SPACE_MARK}{number}" for number in range(MAX_NUMBER + 1)]

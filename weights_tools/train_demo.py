@@ -19,8 +19,8 @@ import sentencepiece
 import torch
 from torch import Tensor
 
-from d3engine.evaluation.procedural import MAX_TOKENS, SolvedQuestion
 from d3engine.files import read_json
+from d3engine.research.evaluation.procedural import MAX_TOKENS, SolvedQuestion
 from d3engine.weights_tools.demo_data import (
     TOKENS_PER_BATCH,
     Batch,

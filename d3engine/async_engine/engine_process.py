@@ -32,8 +32,8 @@ from d3engine.calls.new_requests import NewRequests
 from d3engine.children import child_environment, main_command
 from d3engine.errors import EngineDeadError, require
 from d3engine.loading.depth import Certification
-from d3engine.loading.executors import NOWHERE, bridge_store
-from d3engine.loading.model_directory import default_sampling_params, new_cache
+from d3engine.loading.executors import NOWHERE, bridge_store, new_cache
+from d3engine.loading.model_directory import default_sampling_params
 from d3engine.loading.settings import EngineProperties, settings_of_plain
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.params import SamplingParams

@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from d3engine.depth import NEVER, DepthPolicy, Schedule
-from d3engine.depth.draft_rule import DraftRule
+from d3engine.depth.policy import DraftRule
 from d3engine.errors import InvalidValueError, require
 from d3engine.executor.bridging import BridgeStore
 from d3engine.model.config import ModelConfig

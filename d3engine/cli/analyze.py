@@ -32,9 +32,9 @@ from d3engine.errors import require, require_integer
 from d3engine.progress import hides_bars
 
 if TYPE_CHECKING:
-    from d3engine.analysis.by_kind import ByKind
-    from d3engine.analysis.layers import LayerLoss
-    from d3engine.analysis.sample import Sample
+    from d3engine.research.analysis.kinds import ByKind
+    from d3engine.research.analysis.layers import LayerLoss
+    from d3engine.research.analysis.sample import Sample
 
 
 @takes_questions
@@ -55,11 +55,10 @@ def kinds(
     beforehand. The text is given: the model's own answers, or with --reference-answers those of the task. Without
     --depth the policy is the model's own (d3.json).
     """
-    from d3engine.analysis.answers import answer
-    from d3engine.analysis.by_kind import measure_by_kind
-    from d3engine.analysis.kinds import TokenKinds
-    from d3engine.depth.words import policy_in_words
+    from d3engine.depth.labels import policy_in_words
     from d3engine.model.config import ModelConfig
+    from d3engine.research.analysis.answers import answer
+    from d3engine.research.analysis.kinds import TokenKinds, measure_by_kind
 
     policy = policy_or_own(model, depth)
     total = ModelConfig.from_directory(model_directory(model)).num_layers
@@ -80,7 +79,7 @@ def kinds(
         result = measure_by_kind(seen.observer, known, seen.answered, schedule, words, decoded, done)
     with printing_last(partial(_show_kinds, result, as_json)):
         if png:
-            from d3engine.analysis.kind_picture import plot_kinds
+            from d3engine.research.analysis.plots import plot_kinds
 
             plot_kinds(result, png, f"{Path(model).name}: what kinds of tokens need, and what they lose")
 
@@ -89,8 +88,8 @@ def _show_kinds(result: ByKind, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(result.as_dict(), indent=2))
         return
-    from d3engine.analysis.by_kind import SIDES
     from d3engine.cli.terminal import print_table
+    from d3engine.research.analysis.kinds import SIDES
 
     for place, side in enumerate(SIDES):
         table = result.table(side)
@@ -121,8 +120,8 @@ def layers(
     Every window is skipped in the same text, the model's own answers or with --reference-answers those of the task, and
     the next token's distribution is compared with full depth's: no task has to be solved.
     """
-    from d3engine.analysis.layers import measure_layers, passes
     from d3engine.model.config import ModelConfig
+    from d3engine.research.analysis.layers import measure_layers, passes
 
     total = ModelConfig.from_directory(model_directory(model)).num_layers
     chosen = sorted(set(widths or [width for width in (1, 2, 4, 8) if width == 1 or 3 * width <= total]))
@@ -139,7 +138,7 @@ def layers(
         result = measure_layers(seen.observer, seen.answered, chosen, reached, progress)
     with printing_last(partial(_show_layers, result, as_json)):
         if png:
-            from d3engine.analysis.layer_picture import plot_layers
+            from d3engine.research.analysis.plots import plot_layers
 
             plot_layers(result, png, f"{Path(model).name}: loss of the next token by the window of layers skipped")
 
@@ -182,13 +181,13 @@ def saturation(
     as_json: AsJson = False,
 ) -> None:
     """After how many layers each token's prediction is settled, and how sure it is then (Table 2)."""
-    from d3engine.analysis.saturation import measure_saturation
+    from d3engine.research.analysis.saturation import measure_saturation
 
     seen = observe(model, engine_options, asking, limit, png)
     result = measure_saturation(seen.observer, with_bar(seen.answered, "saturation"))
     with printing_last(partial(show_result, result, as_json)):
         if png:
-            from d3engine.analysis.pictures import plot_saturation
+            from d3engine.research.analysis.plots import plot_saturation
 
             plot_saturation(result, png, picture_title(model, result.table()))
 
@@ -205,12 +204,12 @@ def perplexity(
     as_json: AsJson = False,
 ) -> None:
     """The model's confidence in its answer, by generation step (Figure 2b)."""
-    from d3engine.analysis.perplexity import measure_perplexity
+    from d3engine.research.analysis.saturation import measure_perplexity
 
     result = measure_perplexity(observe(model, engine_options, asking, limit, png).answered)
     with printing_last(partial(show_result, result, as_json)):
         if png:
-            from d3engine.analysis.pictures import plot_perplexity
+            from d3engine.research.analysis.plots import plot_perplexity
 
             plot_perplexity(result, png, picture_title(model, result.table()))
 
@@ -227,13 +226,13 @@ def flow(
     as_json: AsJson = False,
 ) -> None:
     """How much each layer, its attention and its MLP change what passes through (Figure 3)."""
-    from d3engine.analysis.flow import measure_flow
+    from d3engine.research.analysis.saturation import measure_flow
 
     seen = observe(model, engine_options, asking, limit, png)
     result = measure_flow(seen.observer, with_bar(seen.answered, "flow"))
     with printing_last(partial(show_result, result, as_json)):
         if png:
-            from d3engine.analysis.pictures import plot_flow
+            from d3engine.research.analysis.plots import plot_flow
 
             plot_flow(result, png, f"{Path(model).name}: what each part of a layer changes in the residual stream")
 
@@ -258,8 +257,8 @@ def copy(
 
     Right is a question's own answer; with --prompts it is the answer that the model gives at full depth.
     """
-    from d3engine.analysis.copying import measure_copying
-    from d3engine.analysis.report import counted
+    from d3engine.research.analysis.copying import measure_copying
+    from d3engine.research.analysis.report import counted
 
     counts, from_steps = grid_of(model, layers, steps, "--from-step")
     seen = observe(model, engine_options, asking, limit, png, judges=True)
@@ -269,7 +268,7 @@ def copy(
         result = measure_copying(outcome, measure, seen.asked.max_tokens, lengths, counts, from_steps, progress)
     with printing_last(partial(show_result, result, as_json)):
         if png:
-            from d3engine.analysis.pictures import plot_copying
+            from d3engine.research.analysis.plots import plot_copying
 
             plot_copying(result, png, f"{Path(model).name}: last layers copied, {counted(len(lengths), 'answer')}")
 
@@ -295,8 +294,8 @@ def perturb(
     What these layers hold of that token is copied from the layer below, or recomputed from the state that passed them;
     later tokens read it. Right is as for `copy`.
     """
-    from d3engine.analysis.perturbing import ENTRIES, measure_perturbing
-    from d3engine.analysis.report import counted
+    from d3engine.research.analysis.copying import ENTRIES, measure_perturbing
+    from d3engine.research.analysis.report import counted
 
     counts, at_steps = grid_of(model, layers, steps, "--at-step", spare=1)
     seen = observe(model, engine_options, asking, limit, png, judges=True)
@@ -306,7 +305,7 @@ def perturb(
         result = measure_perturbing(outcome, measure, seen.asked.max_tokens, lengths, counts, at_steps, progress)
     with printing_last(partial(show_result, result, as_json)):
         if png:
-            from d3engine.analysis.pictures import plot_perturbing
+            from d3engine.research.analysis.plots import plot_perturbing
 
             plot_perturbing(result, png, f"{Path(model).name}: one step perturbed, {counted(len(lengths), 'answer')}")
 
@@ -321,7 +320,7 @@ def oracle(
 
     The layers above hold a copied or a recomputed entry of it. Token by token, one answer after the other: slow.
     """
-    from d3engine.analysis.oracle import ask_oracle
+    from d3engine.research.analysis.copying import ask_oracle
 
     seen = observe(model, engine_options, asking, limit, None, judges=True)
     require(seen.engine.tokenizer is not None, "model", model, "a model with a tokenizer")
@@ -361,7 +360,7 @@ def show_schedule(
 
     require_integer("--steps", steps, 1, 10_000_000)
     if png:
-        from d3engine.pictures.plots import check_picture, plot_decay
+        from d3engine.plots import check_picture, plot_decay
 
         check_picture("--png", png)
     config = ModelConfig.from_directory(model_directory(model))
@@ -428,9 +427,9 @@ def sample(
 
     Without --depth the policy is the model's own (d3.json).
     """
-    from d3engine.analysis.answers import answer
-    from d3engine.analysis.report import counted
-    from d3engine.analysis.sample import Sample, guess_layers, take_sample
+    from d3engine.research.analysis.answers import answer
+    from d3engine.research.analysis.report import counted
+    from d3engine.research.analysis.sample import Sample, guess_layers, take_sample
 
     require_integer("--guess-layers", guesses, 1)
     check_output("--html", html)
@@ -453,7 +452,7 @@ def sample(
     title = f"{Path(model).name}: {counted(len(seen.answered), 'prompt')}, by layers run"
     with printing_last(partial(_print_sample, result, as_json)):
         if png:
-            from d3engine.analysis.pictures import plot_sample
+            from d3engine.research.analysis.plots import plot_sample
 
             plot_sample(result, png, title, [one.heading(result.num_layers) for one in answers])
         if html:

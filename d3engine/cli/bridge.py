@@ -33,19 +33,18 @@ from d3engine.cli.bridge_texts import (
 from d3engine.cli.commands import check_output, new_app, note, printing_last, write_output
 from d3engine.cli.depth_options import number
 from d3engine.cli.engine_options import Model, Options, engine_arguments, model_directory, takes_engine
-from d3engine.depth.window import exact_fraction
+from d3engine.depth.schedule import exact_fraction
 from d3engine.errors import NOTHING, require, require_integer
 from d3engine.files import beside
 
 if TYPE_CHECKING:
-    from d3engine.bridges.fitting import Fitted
-    from d3engine.bridges.held_out import HeldOut
     from d3engine.engine import Engine
     from d3engine.model.bridges import Bridges, Window
+    from d3engine.research.bridges.fitting import Fitted, HeldOut
 
 
 GRID_WIDTHS = 3
-"""As `d3engine.bridges.fitting.GRID_WIDTHS`, which is not loaded for help."""
+"""As `d3engine.research.bridges.fitting.GRID_WIDTHS`, which is not loaded for help."""
 
 Starts: TypeAlias = Annotated[
     list[str] | None,
@@ -83,8 +82,8 @@ class WindowOptions:
 
     def find(self, directory: Path) -> tuple[list[Window], list[Window]]:
         """The windows to measure, and all to fit, in order."""
-        from d3engine.bridges.fitting import grid_windows, windows_from
         from d3engine.model.config import ModelConfig
+        from d3engine.research.bridges.fitting import grid_windows, windows_from
 
         layers = ModelConfig.from_directory(directory).num_layers
         reported = {
@@ -138,9 +137,9 @@ def chats_command(
     require_integer("--texts", texts, 1)
     require_integer("--max-tokens", max_tokens, 2)
 
-    from d3engine.analysis.answers import answer
-    from d3engine.bridges.own_chats import made_up_prompts
     from d3engine.engine import Engine
+    from d3engine.research.analysis.answers import answer
+    from d3engine.research.bridges.own_answers import made_up_prompts
 
     with Engine(model, **engine_arguments(model, engine_options)) as engine:
         asked = made_up_prompts(engine, texts, 2 * engine_options.get("seed", 0))
@@ -212,7 +211,7 @@ def fit_command(
     for option, path in (("--out", target), ("--png", png)):
         check_output(option, path)
     if png is not None:
-        from d3engine.pictures.plots import check_picture
+        from d3engine.plots import check_picture
 
         check_picture("--png", png)
     reported, wanted = WindowOptions(starts or [], windows or [], policies or [], grid).find(directory)
@@ -221,8 +220,7 @@ def fit_command(
     )
     asked.check(fewest=CHOOSING_EVERY)
 
-    from d3engine.bridges.fitting import Fit
-    from d3engine.bridges.held_out import measure_held_out
+    from d3engine.research.bridges.fitting import Fit, measure_held_out
 
     engine, passage = open_passage(model, engine_options)
     size = engine.config.hidden_size
@@ -248,7 +246,7 @@ def fit_command(
         _write(bridges, result, bridge_dtype.value, target)
         state.unlink(missing_ok=True)
         if png is not None:
-            from d3engine.bridges.picture import plot_held_out
+            from d3engine.research.bridges.nesting import plot_held_out
 
             plot_held_out(result, png, f"{Path(model).name}: windows skipped and bridged")
 
@@ -304,8 +302,8 @@ def _target(model: str, directory: Path, out: Path | None) -> Path:
 
 def _key(directory: Path, windows: Sequence[Window], texts: Sequence[Sequence[int]]) -> str:
     """By which a saved state is known to be of this very fit."""
-    from d3engine.bridges.fitting import text_hash
     from d3engine.model.fingerprint import fingerprint
+    from d3engine.research.bridges.fitting import text_hash
 
     return json.dumps([fingerprint(directory), list(windows), text_hash(texts)])
 
@@ -313,9 +311,9 @@ def _key(directory: Path, windows: Sequence[Window], texts: Sequence[Sequence[in
 def _bridges(
     engine: Engine, found: Sequence[Fitted], fit: Any, texts: Sequence[Sequence[int]], about: dict[str, Any]
 ) -> Bridges:
-    from d3engine.bridges.fitting import text_hash
     from d3engine.model.bridges import Bridges
     from d3engine.model.fingerprint import fingerprint
+    from d3engine.research.bridges.fitting import text_hash
 
     ridges = {f"{one.bridge.first}:{one.bridge.stop}": one.ridge for one in found}
     return Bridges(

@@ -38,12 +38,12 @@ from d3engine.cli.engine_options import Model, Options, takes_engine
 from d3engine.errors import NOTHING, require, require_integer, require_number
 
 if TYPE_CHECKING:
-    from d3engine.bridges.decoded import Comparison
-    from d3engine.bridges.judging import Reading
-    from d3engine.bridges.nesting import Order
-    from d3engine.bridges.own_answers import OwnComparison
     from d3engine.engine import Engine
     from d3engine.model.bridges import Bridge, Bridges, Window
+    from d3engine.research.bridges.decoded import Comparison
+    from d3engine.research.bridges.judging import Reading
+    from d3engine.research.bridges.nesting import Order
+    from d3engine.research.bridges.own_answers import OwnComparison
 
 
 @takes_engine
@@ -94,8 +94,8 @@ def tune_command(
     require_integer("--rows", rows, 1)
     require_number("--rate", rate, 0, 1, open_low=True)
 
-    from d3engine.bridges.judging import FullText, first_layers, long_enough
-    from d3engine.bridges.tuning import Tuning, TuningOptions
+    from d3engine.research.bridges.judging import FullText, first_layers, long_enough
+    from d3engine.research.bridges.tuning import Tuning, TuningOptions
 
     engine, passage = open_passage(model, engine_options)
     own = read_own_bridges(engine, path, passage.device)
@@ -135,7 +135,7 @@ def _advance(bar: Any, loss: float) -> None:
 
 
 def _text_hash(readings: Sequence[Reading]) -> str:
-    from d3engine.bridges.fitting import text_hash
+    from d3engine.research.bridges.fitting import text_hash
 
     return text_hash([one.token_ids for one in readings])
 
@@ -160,7 +160,7 @@ def _compared(
     texts: list[Any],
     name: str,
 ) -> Comparison:
-    from d3engine.bridges.decoded import Candidate, measure_decoded
+    from d3engine.research.bridges.decoded import Candidate, measure_decoded
 
     candidates = [Candidate(name, schedule, before), Candidate("tuned", schedule, after)]
     with progress_bar("held out", "text", len(texts)) as bar:
@@ -212,7 +212,7 @@ def measure_command(
     asked.check()
     require(bool(policies), "--depth", NOTHING, "given at least once")
 
-    from d3engine.bridges.decoded import Candidate, measure_decoded
+    from d3engine.research.bridges.decoded import Candidate, measure_decoded
 
     engine, passage = open_passage(model, engine_options)
     path = bridges_path(model, bridges)
@@ -239,7 +239,7 @@ def measure_command(
 
 def _answered(engine: Engine, policies: Sequence[str], bridges: Path, readings: Sequence[Reading]) -> OwnComparison:
     """What each policy answers itself to the prompts of full depth's answers, skipped and bridged."""
-    from d3engine.bridges.own_answers import OwnAnswers, OwnComparison, own_answers
+    from d3engine.research.bridges.own_answers import OwnAnswers, OwnComparison, own_answers
 
     kept = [one for one in readings if len(one.token_ids) > one.prompt_length]
     both = []
@@ -284,8 +284,8 @@ def nest_command(
     require_integer("--width", width, 1)
     require_integer("--count", count, 1)
 
-    from d3engine.bridges.judging import FullText, long_enough
-    from d3engine.bridges.nesting import choose_order, grid_of
+    from d3engine.research.bridges.judging import FullText, long_enough
+    from d3engine.research.bridges.nesting import choose_order, grid_of
 
     engine, passage = open_passage(model, engine_options)
     found = read_own_bridges(engine, path, passage.device)

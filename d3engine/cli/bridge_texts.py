@@ -17,12 +17,12 @@ from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, requir
 from d3engine.progress import bar_columns, hides_bars
 
 if TYPE_CHECKING:
-    from d3engine.bridges.judging import Reading
-    from d3engine.bridges.passage import Passage
-    from d3engine.bridges.texts import Line
     from d3engine.depth import DepthPolicy, Schedule
     from d3engine.engine import Engine
     from d3engine.model.bridges import Bridge, Bridges, Window
+    from d3engine.research.bridges.judging import Reading
+    from d3engine.research.bridges.passage import Passage
+    from d3engine.research.bridges.texts import Line
 
 PROMPT_TOKENS = 40
 """Of a text that is no answer."""
@@ -114,7 +114,7 @@ class TextOptions:
 
     def read(self, engine: Engine, seed: int) -> tuple[list[Reading], list[Reading]]:
         """The texts, and others to measure on."""
-        from d3engine.bridges.texts import parted, shuffled
+        from d3engine.research.bridges.texts import parted, shuffled
 
         found = self._found(engine, 2 * seed, self.texts + (0 if self.held_out else self.held_out_texts))
         first, other = parted(found) if self.held_out is None else (found, self._lines(engine, self.held_out))
@@ -123,7 +123,7 @@ class TextOptions:
 
     def read_one_kind(self, engine: Engine, seed: int) -> list[Reading]:
         """The texts, none of them held out; what a model makes up for them `read` has never given."""
-        from d3engine.bridges.texts import shuffled
+        from d3engine.research.bridges.texts import shuffled
 
         return [one() for one in shuffled(self._found(engine, 2 * seed + 1, self.texts), self.texts, seed)]
 
@@ -146,8 +146,8 @@ class TextOptions:
         return answer if self.prompt_tokens is None else replace(answer, prompt_length=self.prompt_tokens)
 
     def _lines(self, engine: Engine, path: Path, option: str = "--held-out") -> list[Callable[[], Reading]]:
-        from d3engine.bridges.judging import Reading
-        from d3engine.bridges.texts import TextReader
+        from d3engine.research.bridges.judging import Reading
+        from d3engine.research.bridges.texts import TextReader
 
         reader = TextReader(engine.directory, engine.get_tokenizer(), self.text_tokens)
         lines = reader.lines(path, option)
@@ -160,8 +160,8 @@ class TextOptions:
 
 def open_passage(model: str, options: Options) -> tuple[Engine, Passage]:
     """An engine, and its weights as bridges are measured with."""
-    from d3engine.analysis.answers import open_model
-    from d3engine.bridges.passage import Passage
+    from d3engine.research.analysis.answers import open_model
+    from d3engine.research.bridges.passage import Passage
 
     measures_depths()
     engine, observer = open_model(model, engine_arguments(model, options))
@@ -242,9 +242,9 @@ def _own_answers(
     engine: Engine, task: str, data: Path | None, seed: int, text_tokens: int, count: int
 ) -> list[Reading]:
     """Prompts of a task's validation split with the model's own greedy answers at full depth behind them."""
-    from d3engine.analysis.answers import answer
-    from d3engine.bridges.judging import Reading
-    from d3engine.calibration.tasks import calibration_task
+    from d3engine.research.analysis.answers import answer
+    from d3engine.research.bridges.judging import Reading
+    from d3engine.research.calibration.tasks import calibration_task
 
     asked = calibration_task(task, data, seed=seed, shots=None)
     prompts = [question.prompt for question in asked.load("validation", count)][:count]
@@ -257,9 +257,9 @@ def _own_chats(
     engine: Engine, file: Path | None, seed: int, max_tokens: int, text_tokens: int, count: int
 ) -> list[Reading]:
     """Questions of a file, or such as the model makes up, with its own greedy answers at full depth behind them."""
-    from d3engine.analysis.answers import answer, read_prompts
-    from d3engine.bridges.judging import Reading
-    from d3engine.bridges.own_chats import made_up_prompts
+    from d3engine.research.analysis.answers import answer, read_prompts
+    from d3engine.research.bridges.judging import Reading
+    from d3engine.research.bridges.own_answers import made_up_prompts
 
     asked = made_up_prompts(engine, count, seed) if file is None else read_prompts(file, count)
     prompts = [engine.chat_prompt([{"role": "user", "content": one}]) for one in asked]

@@ -13,13 +13,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from d3engine.calibration.budget import USUAL_CERTIFICATION, plan_budget, plan_check
-from d3engine.calibration.candidates import ALPHAS, PAPER_ALPHAS, STARTS, Candidate, make_candidates
-from d3engine.calibration.floor import FLOOR
-from d3engine.calibration.noninferiority import Tolerance
-from d3engine.calibration.outcome import Outcome, outcome, reason
-from d3engine.calibration.search import (
+from d3engine.cli.commands import ExitCode, measures_depths, new_app, note
+from d3engine.cli.draft_search import ScoreName, find_draft
+from d3engine.cli.engine_options import Model, Options, model_directory, open_engine, sampling_params, takes_engine
+from d3engine.depth import D3, FullDepth
+from d3engine.depth.policy import POLICY_FILE
+from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
+from d3engine.files import beside
+from d3engine.model.config import ModelConfig
+from d3engine.progress import bar_columns, hides_bars
+from d3engine.research.calibration.outcome import Outcome, outcome, reason
+from d3engine.research.calibration.search import (
+    ALPHAS,
+    PAPER_ALPHAS,
+    STARTS,
+    USUAL_CERTIFICATION,
     Calibration,
+    Candidate,
     Check,
     Fate,
     Trial,
@@ -27,22 +37,17 @@ from d3engine.calibration.search import (
     calibrate,
     check_setting,
     grids,
+    make_candidates,
+    plan_budget,
+    plan_check,
 )
-from d3engine.cli.commands import ExitCode, measures_depths, new_app, note
-from d3engine.cli.draft_search import ScoreName, find_draft
-from d3engine.cli.engine_options import Model, Options, model_directory, open_engine, sampling_params, takes_engine
-from d3engine.depth import D3, FullDepth
-from d3engine.depth.policy import POLICY_FILE
-from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
-from d3engine.evaluation.accuracy import wilson_interval
-from d3engine.files import beside
-from d3engine.model.config import ModelConfig
-from d3engine.progress import bar_columns, hides_bars
+from d3engine.research.calibration.statistics import FLOOR, Tolerance
+from d3engine.research.evaluation.accuracy import wilson_interval
 
 if TYPE_CHECKING:
-    from d3engine.calibration.bridge_choices import BridgeChoice
-    from d3engine.calibration.budget import Budget
-    from d3engine.calibration.scoring import Answers
+    from d3engine.research.calibration.bridge_choices import BridgeChoice
+    from d3engine.research.calibration.scoring import Answers
+    from d3engine.research.calibration.search import Budget
 
 
 def setting(policy: D3) -> str:
@@ -134,7 +139,7 @@ def _speed_row(trial: Trial) -> tuple[str, ...]:
 
 
 def _check_row(check: Check) -> tuple[str, ...]:
-    from d3engine.calibration.report import check_as_dict
+    from d3engine.research.calibration.report import check_as_dict
 
     found = check_as_dict(check)
     interval = found["difference_interval_95"]
@@ -265,12 +270,12 @@ def calibrate_command(
     seed = engine_options.get("seed", 0)
     measures_depths()
 
-    from d3engine.calibration.bridge_choices import check_target
-    from d3engine.calibration.scoring import EngineScorer
-    from d3engine.calibration.tasks import calibration_task
-    from d3engine.evaluation.bridged import open_bridges
     from d3engine.model.bridges import BRIDGES_FILE
     from d3engine.model.fingerprint import fingerprint
+    from d3engine.research.calibration.bridge_choices import check_target
+    from d3engine.research.calibration.scoring import EngineScorer
+    from d3engine.research.calibration.tasks import calibration_task
+    from d3engine.research.evaluation.baselines import open_bridges
 
     asked = calibration_task(task, data, seed=seed, shots=num_fewshot)
     grids: Options = {"--start": starts, "--alpha": alphas, "--tail": tails, "--plot": plot}
@@ -322,7 +327,7 @@ def calibrate_command(
     else:
         show_calibration(result, task, target)
     if plot and result.full is not None:
-        from d3engine.calibration.picture import plot_calibration
+        from d3engine.research.calibration.report import plot_calibration
 
         plot_calibration(result, _title(model, task, result), plot)
     raise typer.Exit(EXIT_CODES[outcome(result)])
@@ -342,7 +347,7 @@ def read_tolerance(words: str) -> Tolerance:
 
 def _tell_plan(plan: Budget, tolerance: Tolerance, settings: int) -> None:
     """What will be done, and what it can show, before it is done."""
-    from d3engine.calibration.report import power_table
+    from d3engine.research.calibration.report import power_table
 
     chances = [
         f"{row['certified']:.0%} if {100 * row['differing']:g} %{' are' * (number == 0)}"
@@ -374,7 +379,7 @@ def _target(model: str, directory: Path, out: Path | None) -> Path:
 
 def _check_plot(plot: Path | None) -> None:
     if plot is not None:
-        from d3engine.pictures.plots import check_picture
+        from d3engine.plots import check_picture
 
         check_picture("--plot", plot)
 
@@ -409,7 +414,7 @@ def _bridge_choices(
         files = [given.policy.bridges]
     if not files:
         return {}
-    from d3engine.calibration.bridge_choices import bridge_choices
+    from d3engine.research.calibration.bridge_choices import bridge_choices
 
     require(len(set(files)) == len(files), "--bridges", files, "files of which each is named once")
     return bridge_choices(files, ranks or (), directory, weights, cut_to)
@@ -428,9 +433,9 @@ def _check_windows(choices: Mapping[str, BridgeChoice], candidates: Sequence[Can
 
 def _write(result: Any, choices: Mapping[str, BridgeChoice], about: Options, weights: str, target: Path) -> None:
     """Write the setting that was chosen to `target`, and the bridges that it crosses by beside it."""
-    from d3engine.calibration.bridge_choices import write_chosen
-    from d3engine.calibration.report import policy_file, write_policy_file
     from d3engine.model.bridges import BRIDGES_FILE
+    from d3engine.research.calibration.bridge_choices import write_chosen
+    from d3engine.research.calibration.report import policy_file, write_policy_file
 
     crossed = choices.get(result.chosen.bridges or "")
     bridges = None if crossed is None else write_chosen(crossed, target.with_name(BRIDGES_FILE))
@@ -461,7 +466,7 @@ def _search(
 
 
 def _report(result: Calibration, about: dict[str, Any]) -> dict[str, Any]:
-    from d3engine.calibration.report import as_dict
+    from d3engine.research.calibration.report import as_dict
 
     return as_dict(result, about)
 

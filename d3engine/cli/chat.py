@@ -154,7 +154,7 @@ class Conversation:
         self._say("The conversation is forgotten.")
 
     def _depth(self, words: list[str]) -> None:
-        from d3engine.depth.words import policy_in_words
+        from d3engine.depth.labels import policy_in_words
 
         if words:
             depth = parse_depth(" ".join(words), "/depth")

@@ -19,9 +19,9 @@ from d3engine.cli.depth_options import AUTO, Depth
 from d3engine.cli.engine_options import Options, open_engine, sampling_params
 from d3engine.cli.terminal import DepthColours, Writer, new_console
 from d3engine.depth import D3, DepthPolicy, FullDepth
-from d3engine.depth.words import policy_in_words
+from d3engine.depth.labels import policy_in_words
 from d3engine.errors import require, require_integer
-from d3engine.evaluation.word_problems import Problem, extract_answer, format_prompt, problems
+from d3engine.research.evaluation.word_problems import Problem, extract_answer, format_prompt, problems
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine

@@ -18,8 +18,8 @@ from d3engine.progress import bar_columns, hides_bars
 from d3engine.version import __version__
 
 if TYPE_CHECKING:
-    from d3engine.calibration.draft_search import Drafted
-    from d3engine.calibration.tasks import CalibrationTask
+    from d3engine.research.calibration.draft_search import Drafted
+    from d3engine.research.calibration.tasks import CalibrationTask
 
 USUAL_PROMPTS, USUAL_TOKENS = 8, 32
 """The authors' search answers eight prompts with 32 tokens each."""
@@ -50,10 +50,10 @@ def find_draft(
     nothing here, with the values that were given."""
     from tqdm import tqdm
 
-    from d3engine.calibration.draft_search import EngineDraftScorer, best_draft, search_draft
-    from d3engine.calibration.report import write_policy_file
-    from d3engine.calibration.scoring import Part
     from d3engine.model.fingerprint import fingerprint
+    from d3engine.research.calibration.draft_search import EngineDraftScorer, best_draft, search_draft
+    from d3engine.research.calibration.report import write_policy_file
+    from d3engine.research.calibration.scoring import Part
 
     for flag, value in refused.items():
         require(not value, flag, value, "absent beside --draft, which searches no depth of answers")

@@ -24,15 +24,24 @@ from d3engine.cli.engine_options import (
     takes_task_sampling,
 )
 from d3engine.depth import D3, DepthPolicy, FullDepth
-from d3engine.depth.words import policy_in_words
+from d3engine.depth.labels import policy_in_words
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer
-from d3engine.evaluation import catalogue
-from d3engine.evaluation.accuracy import Score, measure, measure_with_shared_prompts, shape_of
-from d3engine.evaluation.baselines import BISECTIONS, at_equal_depth, early_exit_at_depth, published_order
-from d3engine.evaluation.benchmark import Benchmark, Question, check_prompts
-from d3engine.evaluation.bridged import bridge_hashes, bridged_rivals, open_bridges
-from d3engine.evaluation.kept import KeptAnswers
-from d3engine.evaluation.report import (
+from d3engine.integrations.lm_eval_harness import find_tasks, harness_charts, harness_dict, harness_tables, run_tasks
+from d3engine.progress import bar_columns, hides_bars
+from d3engine.research.evaluation import catalogue
+from d3engine.research.evaluation.accuracy import Score, measure, measure_with_shared_prompts, shape_of
+from d3engine.research.evaluation.baselines import (
+    BISECTIONS,
+    at_equal_depth,
+    bridge_hashes,
+    bridged_rivals,
+    early_exit_at_depth,
+    open_bridges,
+    published_order,
+)
+from d3engine.research.evaluation.benchmark import Benchmark, Question, check_prompts
+from d3engine.research.evaluation.kept import KeptAnswers
+from d3engine.research.evaluation.report import (
     Chart,
     Result,
     Table,
@@ -42,8 +51,6 @@ from d3engine.evaluation.report import (
     side_by_side,
     tables,
 )
-from d3engine.integrations.lm_eval_harness import find_tasks, harness_charts, harness_dict, harness_tables, run_tasks
-from d3engine.progress import bar_columns, hides_bars
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
@@ -173,7 +180,7 @@ class Run:
         """What holds the whole run: the page, and JSON."""
         with printing_last(lambda: self._print_json(described)):
             if self._html is not None:
-                from d3engine.evaluation.html_page import page
+                from d3engine.research.evaluation.report import page
 
                 facts = {name: _readable(value) for name, value in self._facts.items() if value is not None}
                 write_output("--html", self._html, page("d3engine eval", facts, charts, found))

@@ -21,12 +21,12 @@ from d3engine.errors import NOTHING, require, require_integer
 from d3engine.progress import bar_columns, hides_bars
 
 if TYPE_CHECKING:
-    from d3engine.analysis.answers import Answered, Prompt
-    from d3engine.analysis.copying import Outcome
-    from d3engine.analysis.observer import Observer
-    from d3engine.analysis.report import Analysis, Table
     from d3engine.engine import Engine
-    from d3engine.evaluation.benchmark import Question
+    from d3engine.research.analysis.answers import Answered, Prompt
+    from d3engine.research.analysis.copying import Outcome
+    from d3engine.research.analysis.observer import Observer
+    from d3engine.research.analysis.report import Analysis, Table
+    from d3engine.research.evaluation.benchmark import Question
 
 DEFAULT_MAX_TOKENS = 128
 
@@ -78,7 +78,7 @@ class Observed:
 
     def judge(self) -> tuple[Callable[[DepthPolicy], Outcome], str]:
         """How a policy's answers to the same prompts come out, and the name of that measure."""
-        from d3engine.analysis.copying import AGREEMENT
+        from d3engine.research.analysis.copying import AGREEMENT
 
         measures_depths()
         if self.asked.questions is None:
@@ -99,7 +99,7 @@ def observe(
     What can be refused is refused before the model is loaded; a command that `judges` answers takes neither those nor a
     task in the form of a chat.
     """
-    from d3engine.analysis.answers import MAX_PROMPTS, answer, open_model, reference_answers
+    from d3engine.research.analysis.answers import MAX_PROMPTS, answer, open_model, reference_answers
 
     require_integer("--limit", limit, 1, MAX_PROMPTS)
     if judges:
@@ -108,7 +108,7 @@ def observe(
         require(is_own, "--chat", NOTHING, "given with --prompts where answers are judged")
     model_directory(model)
     if png is not None:
-        from d3engine.pictures.plots import check_picture
+        from d3engine.plots import check_picture
 
         check_picture("--png", png)
     asked = questions_of(asking, options.get("seed", 0), limit)
@@ -127,9 +127,9 @@ def observe(
 
 def questions_of(asking: Options, seed: int, limit: int) -> Asked:
     """The questions of a task, or the prompts of a file; word problems where neither is named."""
-    from d3engine.analysis.answers import read_prompts
-    from d3engine.evaluation import catalogue
-    from d3engine.evaluation.procedural import KNOWN, is_generated
+    from d3engine.research.analysis.answers import read_prompts
+    from d3engine.research.evaluation import catalogue
+    from d3engine.research.evaluation.procedural import KNOWN, is_generated
 
     prompts: Path | None = asking.get("prompts")
     task: str | None = asking.get("task")
@@ -160,9 +160,9 @@ def questions_of(asking: Options, seed: int, limit: int) -> Asked:
 
 
 def _exact_match(seen: Observed, policy: DepthPolicy) -> Outcome:
-    from d3engine.analysis.copying import Outcome
-    from d3engine.evaluation.accuracy import measure
     from d3engine.request.params import SamplingParams
+    from d3engine.research.analysis.copying import Outcome
+    from d3engine.research.evaluation.accuracy import measure
 
     asked = seen.asked
     assert asked.questions is not None
@@ -172,8 +172,8 @@ def _exact_match(seen: Observed, policy: DepthPolicy) -> Outcome:
 
 
 def _agreement(seen: Observed, policy: DepthPolicy) -> Outcome:
-    from d3engine.analysis.answers import answer
-    from d3engine.analysis.copying import Outcome
+    from d3engine.research.analysis.answers import answer
+    from d3engine.research.analysis.copying import Outcome
 
     found = answer(seen.engine, seen.asked.prompts, seen.asked.max_tokens, policy)
     right = sum(a.token_ids == b.token_ids for a, b in zip(found, seen.answered, strict=True))

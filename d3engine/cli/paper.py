@@ -12,10 +12,17 @@ import typer
 
 from d3engine.cli.commands import new_app, wrapped
 from d3engine.errors import NOTHING, require
-from d3engine.evaluation.paper import Compared, PaperReport, report
-from d3engine.evaluation.paper_setup import Reference, further_notes, reference, setup_tables
-from d3engine.evaluation.paper_tables import BENCHMARKS
-from d3engine.evaluation.report import Table
+from d3engine.research.evaluation.paper import (
+    Compared,
+    PaperReport,
+    Reference,
+    further_notes,
+    reference,
+    report,
+    setup_tables,
+)
+from d3engine.research.evaluation.paper_tables import BENCHMARKS
+from d3engine.research.evaluation.report import Table
 
 app = new_app()
 
@@ -47,7 +54,7 @@ def paper(
 
 def _count(data: Path, tokenizer: Path) -> dict[str, Reference]:
     """The reference answers in tokens of the tokenizer in a directory."""
-    from d3engine.evaluation.catalogue import reference_answers
+    from d3engine.research.evaluation.catalogue import reference_answers
     from d3engine.text.tokenizer import load_tokenizer
 
     encode = load_tokenizer(tokenizer).encode

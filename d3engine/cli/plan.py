@@ -14,8 +14,8 @@ from d3engine.cli.commands import new_app, note
 from d3engine.cli.depth_options import AUTO, Depth, takes_depth
 from d3engine.cli.engine_options import model_directory
 from d3engine.depth import DepthPolicy, FullDepth
+from d3engine.depth.labels import policy_in_words
 from d3engine.depth.policy import POLICY_FILE, policy_from_directory
-from d3engine.depth.words import policy_in_words
 from d3engine.errors import InvalidValueError, require, require_number
 
 if TYPE_CHECKING:

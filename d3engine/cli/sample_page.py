@@ -5,9 +5,9 @@ from __future__ import annotations
 from html import escape
 from itertools import groupby
 
-from d3engine.analysis.sample import Guess, Sample, SampleAnswer, SampleToken
 from d3engine.cli.terminal import DepthColours, Writer, new_console, safe_text
-from d3engine.pictures.colours import depth_colours
+from d3engine.plots import depth_colours
+from d3engine.research.analysis.sample import Guess, Sample, SampleAnswer, SampleToken
 
 
 def show_sample(result: Sample) -> None:

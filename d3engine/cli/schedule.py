@@ -17,9 +17,9 @@ from d3engine.cli.commands import new_app
 from d3engine.cli.depth_options import AUTO, Depth, policies_help, takes_depth
 from d3engine.cli.engine_options import MODEL, model_directory
 from d3engine.depth import NEVER, DepthPolicy, Schedule
+from d3engine.depth.labels import policy_in_words
 from d3engine.depth.policy import policy_from_directory
 from d3engine.depth.statistics import LLAMA2_BY_LAYERS, KVSaved, ModelShape, flops_ratio, kv_saved, mean_depth
-from d3engine.depth.words import policy_in_words
 from d3engine.errors import NOTHING, require
 
 app = new_app()
@@ -131,7 +131,7 @@ def schedule(
     kv_dtype = dtype or Dtype(model_dtype or "bfloat16")
     report = Report(policy, policy.schedule(num_layers), steps, prompt_tokens, kv_dtype, shape)
     if plot:
-        from d3engine.pictures.plots import check_picture, plot_schedule
+        from d3engine.plots import check_picture, plot_schedule
 
         check_picture("--plot", plot)
         plot_schedule(report.schedule, steps, plot, title=_title(report))

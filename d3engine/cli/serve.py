@@ -127,7 +127,7 @@ def _introduce(
     engine: AsyncEngine, settings: ServerSettings, bound: socket.socket, model: str, stats: EngineStats
 ) -> None:
     """What is served, by what, where and to whom."""
-    from d3engine.depth.words import policy_in_words
+    from d3engine.depth.labels import policy_in_words
     from d3engine.server.running import address_of
 
     guards = settings.guards

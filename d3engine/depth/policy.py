@@ -7,21 +7,169 @@ hold it.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from fractions import Fraction
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, TypeAlias, cast, get_args
 
-from d3engine.depth.draft_rule import DraftRule
-from d3engine.depth.exit_rule import ExitRule
-from d3engine.depth.installed import PolicyLoadError, installed_names, load_installed, package_of
-from d3engine.depth.schedule import Schedule
-from d3engine.errors import InvalidValueError, ModelFormatError, require
+from d3engine.depth.schedule import BoolArray, Schedule
+from d3engine.errors import D3EngineError, InvalidValueError, ModelFormatError, require, require_integer, require_number
 from d3engine.files import UnreadableFileError, beside, is_there, read_json
+
+GROUP = "d3engine.policies"
+
+
+class PolicyLoadError(D3EngineError):
+    """A policy that an installed package offers cannot be used; the message names the package."""
+
+
+def installed_names() -> list[str]:
+    """The names that installed packages offer, sorted; none of them is imported."""
+    return sorted(entry_points(group=GROUP).names)
+
+
+def load_installed(name: str) -> object:
+    """What the one installed package that offers `name` has under it: a policy's class, if the package is right."""
+    offers = list({_package(entry): entry for entry in entry_points(group=GROUP, name=name)}.values())
+    if len(offers) != 1:
+        packages = " and ".join(sorted(_package(entry) for entry in offers))
+        raise PolicyLoadError(f"the policy {name!r} is offered by more than one installed package: {packages}")
+    (entry,) = offers
+    try:
+        return entry.load()
+    except Exception as error:
+        raise PolicyLoadError(
+            f"the policy {name!r} of the package {_package(entry)} cannot be imported from {entry.value}: {error!r}"
+        ) from error
+
+
+def package_of(name: str) -> str:
+    """The package that offers `name`."""
+    return _package(next(iter(entry_points(group=GROUP, name=name))))
+
+
+def _package(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else entry.value.partition(".")[0]
+
+
+Confidence: TypeAlias = Literal["softmax_max", "softmax_diff", "cosine"]
+"""What is compared with the threshold after a layer: the LM head's largest probability there, its lead over the
+second, or the cosine between what went into the layer and what came out."""
+
+BatchRule: TypeAlias = Literal["per_row", "batch_min"]
+"""Who decides: each row for itself, or the least confident row of the batch for all."""
+
+
+@dataclass(frozen=True)
+class ExitRule:
+    """A token leaves after the first checked layer where its confidence reaches the threshold of its step.
+
+    Checked are layers min_layer, min_layer + every, min_layer + 2 every ... (from 0); after the last layer there is
+    nothing to decide. Prompt tokens and step 0, which the prompt pass yields, are never asked.
+
+    Attributes:
+        confidence: see `Confidence`; the softmax ones are of the raw logits, before temperature and penalties.
+        threshold: from 0 (everybody leaves at the first check) to 2 (nobody ever does).
+        decay: how fast the threshold falls, see `threshold_at`; 0 keeps it.
+        min_layer: the lowest layer after which a token may leave.
+        every: layers from one check to the next.
+        batch: "per_row" or "batch_min"; under the second, rows of one engine step with equal rules leave together.
+
+    Raises:
+        InvalidValueError: for a value that is not allowed.
+    """
+
+    confidence: Confidence
+    threshold: float
+    decay: float = 4.0
+    min_layer: int = 0
+    every: int = 1
+    batch: BatchRule = "per_row"
+
+    def __post_init__(self) -> None:
+        _require_one_of("confidence", self.confidence, get_args(Confidence))
+        require_number("threshold", self.threshold, 0, 2)
+        require_number("decay", self.decay, 0, 1000)
+        require_integer("min_layer", self.min_layer, 0)
+        require_integer("every", self.every, 1)
+        _require_one_of("batch", self.batch, get_args(BatchRule))
+
+    def checks_after(self, layer: int) -> bool:
+        """Whether the confidence is looked at after this layer (from 0)."""
+        return layer >= self.min_layer and (layer - self.min_layer) % self.every == 0
+
+    def depths(self, num_layers: int) -> list[int]:
+        """How many layers a token can take, deepest first."""
+        return [num_layers, *(layer + 1 for layer in range(num_layers - 2, -1, -1) if self.checks_after(layer))]
+
+    def threshold_at(self, step: int, max_tokens: int) -> float:
+        """`0.9 t + 0.1 t exp(-decay step / N)`: CALM's falling threshold (Schuster et al. 2022, section 3.3).
+
+        N is the request's own max_tokens, so it is known when the step is planned. At step 0 it is `threshold`.
+        """
+        return self.threshold * (0.9 + 0.1 * math.exp(-self.decay * step / max_tokens))
+
+
+def _require_one_of(field: str, value: object, allowed: tuple[str, ...]) -> None:
+    require(isinstance(value, str) and value in allowed, field, value, f"one of {', '.join(allowed)}")
+
+
+MAX_DRAFT_LENGTH = 32
+"""Tokens of a draft at most: beyond a few, hardly any is accepted."""
+
+
+@dataclass(frozen=True)
+class DraftRule:
+    """How a sequence drafts.
+
+    Attributes:
+        length: tokens of a draft at most, 1 .. MAX_DRAFT_LENGTH.
+        stop_probability: a draft ends with the first token at whose place the likeliest one had less than this
+            probability, by the draft's raw distribution; 0 never ends it.
+        adaptive: whether each sequence finds a length of its own, in [1, length] and at first `length`: one more after
+            a draft that was accepted whole, one less after any other.
+        schedule: the layers of a draft by the same model: those of the step at which it begins, for all its tokens. So
+            no token of a draft reads an entry that another left out, whatever the schedule. None: a second model.
+        resumes: whether verification starts at the first layer that the draft skipped, from kept hidden states.
+        model: the directory of the second model that drafts, or None.
+        mlp_schedule: the layers whose MLP a draft runs; `schedule` is then of their attention. None: of whole layers.
+        target_acceptance: the part of its drafted tokens that a sequence is to have accepted: its own
+            `stop_probability` moves towards that (`request/sequence.py` has how); None: it stays.
+    """
+
+    length: int
+    stop_probability: float = 0.0
+    adaptive: bool = False
+    schedule: Schedule | None = None
+    resumes: bool = False
+    model: str | None = None
+    mlp_schedule: Schedule | None = None
+    target_acceptance: float | None = None
+
+    def layers(self, step: int) -> BoolArray | None:
+        """Bool [L]: the layers of a draft that begins at `step`; None for a second model's, which runs all of its own.
+
+        A draft that skips nothing would be the full model itself: `skips(step)` tells.
+        """
+        return None if self.schedule is None else self.schedule.active(step)
+
+    def mlps(self, step: int) -> BoolArray | None:
+        """Bool [L]: the layers whose MLP such a draft runs; None where they are `layers`."""
+        return None if self.mlp_schedule is None else self.mlp_schedule.active(step)
+
+    def skips(self, step: int) -> bool:
+        """Whether a draft that begins at `step` costs less than what it drafts for."""
+        if self.schedule is None:
+            return True
+        parts = [self.schedule] if self.mlp_schedule is None else [self.schedule, self.mlp_schedule]
+        return any(part.depth_at(step) < part.num_layers for part in parts)
+
 
 POLICY_FILE = "d3.json"
 """In a model's directory, or beside its GGUF file: the policy that calibration found for it."""
@@ -30,20 +178,20 @@ BRIDGES = "bridges"
 """The option that names what stands in for skipped layers."""
 
 POLICY_CLASSES: Mapping[str, tuple[str, str]] = {
-    "full": ("d3engine.depth.full_depth", "FullDepth"),
-    "d3": ("d3engine.depth.d3", "D3"),
-    "skipdecode": ("d3engine.depth.skip_decode", "SkipDecode"),
-    "unified": ("d3engine.depth.unified_skip", "UnifiedSkip"),
-    "even": ("d3engine.depth.even_skip", "EvenSkip"),
-    "fixed": ("d3engine.depth.fixed_skip", "FixedSkip"),
-    "tail-skip": ("d3engine.depth.tail_skip", "TailSkip"),
-    "nested": ("d3engine.depth.nested", "Nested"),
-    "early-exit": ("d3engine.depth.early_exit", "EarlyExit"),
-    "table": ("d3engine.depth.layer_table", "LayerTable"),
-    "self-speculative": ("d3engine.depth.self_speculative", "SelfSpeculative"),
-    "draft-and-verify": ("d3engine.depth.draft_and_verify", "DraftAndVerify"),
-    "lossless": ("d3engine.depth.lossless", "Lossless"),
-    "speculative": ("d3engine.depth.speculative", "Speculative"),
+    "full": ("d3engine.depth.skips", "FullDepth"),
+    "d3": ("d3engine.depth.skips", "D3"),
+    "skipdecode": ("d3engine.depth.skips", "SkipDecode"),
+    "unified": ("d3engine.depth.skips", "UnifiedSkip"),
+    "even": ("d3engine.depth.skips", "EvenSkip"),
+    "fixed": ("d3engine.depth.skips", "FixedSkip"),
+    "tail-skip": ("d3engine.depth.skips", "TailSkip"),
+    "nested": ("d3engine.depth.skips", "Nested"),
+    "early-exit": ("d3engine.depth.skips", "EarlyExit"),
+    "table": ("d3engine.depth.skips", "LayerTable"),
+    "self-speculative": ("d3engine.depth.drafts", "SelfSpeculative"),
+    "draft-and-verify": ("d3engine.depth.drafts", "DraftAndVerify"),
+    "lossless": ("d3engine.depth.drafts", "Lossless"),
+    "speculative": ("d3engine.depth.drafts", "Speculative"),
 }
 """Name -> module and class. A `DepthPolicy` of the user's own has no entry: it is passed as an object, or offered
 by an installed package under the entry-point group `d3engine.policies`."""

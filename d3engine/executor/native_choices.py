@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from d3engine.cache.kv_cache import IntArray
-from d3engine.depth.draft_rule import MAX_DRAFT_LENGTH
+from d3engine.depth.policy import MAX_DRAFT_LENGTH
 from d3engine.executor.choosing import sampled_steps
 from d3engine.kernels.native.choices import Asked, Counted, Form, LogitMask, Mask
 from d3engine.kernels.native.cycles import Drafts

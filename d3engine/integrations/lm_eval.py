@@ -18,9 +18,9 @@ from tqdm import tqdm
 from d3engine.depth import DepthPolicy, FullDepth, policy_from_name
 from d3engine.engine import Engine
 from d3engine.errors import D3EngineError, InvalidValueError, MissingExtraError, require, require_integer
-from d3engine.evaluation.work import Work, is_known_beforehand, work_of
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import SamplingParams
+from d3engine.research.evaluation.work import Work, is_known_beforehand, work_of
 from d3engine.text.chat_template import load_chat_template
 from d3engine.text.tokenizer import Tokenizer
 

@@ -14,16 +14,15 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from d3engine.depth.words import policy_in_words
+from d3engine.depth.labels import policy_in_words
 from d3engine.errors import require
 from d3engine.executor.bridging import BridgeStore
 from d3engine.executor.draft_target import DraftTargetExecutor
 from d3engine.executor.interface import Executor
 from d3engine.executor.memory import workspace_bytes
 from d3engine.loading.draft_model import load_draft_weights, with_cache
-from d3engine.loading.executors import build_executor, matrix_form
+from d3engine.loading.executors import build_executor, matrix_form, new_cache
 from d3engine.loading.memory import num_blocks
-from d3engine.loading.model_directory import new_cache
 from d3engine.loading.ranks import is_under_torchrun, lead, meet_under_torchrun, start_ranks
 from d3engine.loading.settings import EngineSettings
 from d3engine.model.config import ModelConfig

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from d3engine.depth import NEVER, DepthPolicy
+from d3engine.depth.labels import policy_in_words
 from d3engine.depth.policy import (
     BRIDGES,
     POLICY_FILE,
@@ -16,7 +17,6 @@ from d3engine.depth.policy import (
     policy_from_directory,
 )
 from d3engine.depth.schedule import AUTO_BRIDGES
-from d3engine.depth.words import policy_in_words
 from d3engine.errors import ModelFormatError, require
 from d3engine.files import beside, is_there, sha256_of
 from d3engine.model.bridges import BRIDGES_FILE, most_bytes

@@ -8,7 +8,8 @@ from pathlib import Path
 from d3engine.cache.kv_cache import KVCache
 from d3engine.errors import InvalidValueError, require
 from d3engine.executor.eager import EagerExecutor
-from d3engine.loading.model_directory import eager_executor, model_directory, new_cache, resolve_max_model_len
+from d3engine.loading.executors import eager_executor, new_cache
+from d3engine.loading.model_directory import model_directory, resolve_max_model_len
 from d3engine.loading.resolve import held_config
 from d3engine.loading.settings import EngineSettings
 from d3engine.model.config import ModelConfig

@@ -27,13 +27,15 @@ from d3engine.kernels.native.library import LibraryMissing, isas_here, reads_lan
 from d3engine.kernels.native.model import NativeError
 from d3engine.kernels.native.packing import packed
 from d3engine.loading.device import settle_programmatic_launch
-from d3engine.loading.model_directory import eager_executor
 from d3engine.loading.settings import EngineSettings, ExecutorKind
 from d3engine.model.parallel import Ranks
 from d3engine.model.weights import LlamaWeights
 
 NOWHERE = torch.device("meta")
 """For who checks requests and computes none: bridges are read and looked at, and take neither memory nor a device."""
+from d3engine.cache.kv_cache import KVCache
+from d3engine.loading.device import kernels_for
+from d3engine.model.config import ModelConfig
 
 
 def bridge_store(settings: EngineSettings, device: torch.device | None = None) -> BridgeStore:
@@ -145,3 +147,41 @@ def _native(settings: EngineSettings, eager: EagerExecutor) -> Executor:
         require(KERNELS.read() != "native", KERNELS.name, "native", f"another than native, since {error}")
         _log.warning("decoding by PyTorch alone, which takes several times longer: %s", error)
         return eager
+
+
+def new_cache(settings: EngineSettings, config: ModelConfig, num_blocks: int) -> KVCache:
+    """A cache of `num_blocks` blocks for a model of `config`."""
+    return KVCache(
+        num_layers=config.num_layers,
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        max_sequences=settings.max_num_seqs,
+        max_length=settings.max_model_len,
+    )
+
+
+def eager_executor(
+    settings: EngineSettings,
+    config: ModelConfig,
+    weights: LlamaWeights,
+    num_blocks: int,
+    ranks: Ranks | None = None,
+    bridges: BridgeStore | None = None,
+) -> EagerExecutor:
+    """What runs a model of `config`, or with `ranks` a part of one, step by step, over a pool of `num_blocks`."""
+    # The native library runs everything by itself there, and its sums have one order.
+    by_kernels = settings.batch_invariant and settings.executor != "native"
+    return EagerExecutor(
+        config,
+        weights,
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        max_model_len=settings.max_model_len,
+        dtype=settings.dtype,
+        kv_dtype=settings.kv_cache_dtype,
+        device=settings.device,
+        kernels=kernels_for(settings.device, batch_invariant=by_kernels),
+        tells_prompts=by_kernels,
+        ranks=ranks,
+        bridges=bridges,
+    )

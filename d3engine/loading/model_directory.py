@@ -13,19 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from d3engine.cache.kv_cache import KVCache
 from d3engine.environment import CACHE
 from d3engine.errors import InvalidValueError, ModelFormatError, require, require_integer
-from d3engine.executor.bridging import BridgeStore
-from d3engine.executor.eager import EagerExecutor
-from d3engine.loading.device import kernels_for
 from d3engine.loading.hub import hub_directory
-from d3engine.loading.settings import EngineSettings
 from d3engine.model.config import GENERATION_CONFIG_FILE, ModelConfig, load_generation_config, not_applied
 from d3engine.model.gguf_file import is_gguf
 from d3engine.model.model_files import CONFIG_FILE
-from d3engine.model.parallel import Ranks
-from d3engine.model.weights import LlamaWeights
 from d3engine.request.params import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -74,44 +67,6 @@ def resolve_max_model_len(max_model_len: int | None, config: ModelConfig) -> int
         allowed = f"null or at least max_model_len={length} (max_model_len={window} is what can be run)"
         raise InvalidValueError(f"{CONFIG_FILE}: sliding_window", window, allowed)
     return length
-
-
-def new_cache(settings: EngineSettings, config: ModelConfig, num_blocks: int) -> KVCache:
-    """A cache of `num_blocks` blocks for a model of `config`."""
-    return KVCache(
-        num_layers=config.num_layers,
-        num_blocks=num_blocks,
-        block_size=settings.block_size,
-        max_sequences=settings.max_num_seqs,
-        max_length=settings.max_model_len,
-    )
-
-
-def eager_executor(
-    settings: EngineSettings,
-    config: ModelConfig,
-    weights: LlamaWeights,
-    num_blocks: int,
-    ranks: Ranks | None = None,
-    bridges: BridgeStore | None = None,
-) -> EagerExecutor:
-    """What runs a model of `config`, or with `ranks` a part of one, step by step, over a pool of `num_blocks`."""
-    # The native library runs everything by itself there, and its sums have one order.
-    by_kernels = settings.batch_invariant and settings.executor != "native"
-    return EagerExecutor(
-        config,
-        weights,
-        num_blocks=num_blocks,
-        block_size=settings.block_size,
-        max_model_len=settings.max_model_len,
-        dtype=settings.dtype,
-        kv_dtype=settings.kv_cache_dtype,
-        device=settings.device,
-        kernels=kernels_for(settings.device, batch_invariant=by_kernels),
-        tells_prompts=by_kernels,
-        ranks=ranks,
-        bridges=bridges,
-    )
 
 
 DEMO = "demo"

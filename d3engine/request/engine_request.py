@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from d3engine.depth import Schedule
-from d3engine.depth.draft_rule import DraftRule
+from d3engine.depth.policy import DraftRule
 from d3engine.request.constraint import Form
 from d3engine.request.params import SamplingParams
 from d3engine.request.sequence import Flow

@@ -15,7 +15,7 @@ import numpy as np
 
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import ExitRule, Schedule
-from d3engine.depth.draft_rule import DraftRule
+from d3engine.depth.policy import DraftRule
 from d3engine.depth.schedule import BoolArray
 from d3engine.request.constraint import FAULT_PREFIX, Allowed, Constraint
 from d3engine.request.outputs import FinishReason

@@ -10,7 +10,7 @@ import numpy as np
 
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import NEVER
-from d3engine.depth.draft_rule import DraftRule
+from d3engine.depth.policy import DraftRule
 from d3engine.plan import BoolArray
 from d3engine.request.outputs import Logprob
 from d3engine.request.sampling_mode import choice_of

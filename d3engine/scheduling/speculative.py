@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from d3engine.cache.kv_cache import IntArray
-from d3engine.depth.draft_rule import MAX_DRAFT_LENGTH
+from d3engine.depth.policy import MAX_DRAFT_LENGTH
 from d3engine.plan import DraftWork, HiddenRows
 from d3engine.request.sequence import Cycle, Draft, Proposal, Sequence
 from d3engine.scheduling.running import Chunks, Counters, RunningTable, Trait

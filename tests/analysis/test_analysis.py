@@ -15,14 +15,19 @@ from transformers import LlamaForCausalLM
 from transformers_oracle import greedy
 
 from d3engine import D3, Engine, FullDepth, SamplingParams
-from d3engine.analysis.answers import Answered
-from d3engine.analysis.copying import Outcome, TailCopied, measure_copying
-from d3engine.analysis.flow import measure_flow
-from d3engine.analysis.observer import Observer
-from d3engine.analysis.perplexity import measure_perplexity
-from d3engine.analysis.saturation import AnswerSaturation, Saturation, measure_saturation, saturation
 from d3engine.depth import NEVER, LayerTable
 from d3engine.errors import InvalidValueError
+from d3engine.research.analysis.answers import Answered
+from d3engine.research.analysis.copying import Outcome, TailCopied, measure_copying
+from d3engine.research.analysis.observer import Observer
+from d3engine.research.analysis.saturation import (
+    AnswerSaturation,
+    Saturation,
+    measure_flow,
+    measure_perplexity,
+    measure_saturation,
+    saturation,
+)
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "grouped heads": {"num_hidden_layers": 6},

@@ -14,13 +14,12 @@ from observers import observer_of
 from tiny_models import random_prompts
 
 from d3engine import D3
-from d3engine.analysis.answers import Answered
-from d3engine.analysis.by_kind import ByKind, TextByKind, measure_by_kind
-from d3engine.analysis.kinds import Kind, TokenKinds, kind_of
-from d3engine.analysis.observer import Observer
-from d3engine.analysis.saturation import measure_saturation
 from d3engine.errors import InvalidValueError
 from d3engine.loading.model_directory import model_directory
+from d3engine.research.analysis.answers import Answered
+from d3engine.research.analysis.kinds import ByKind, Kind, TextByKind, TokenKinds, kind_of, measure_by_kind
+from d3engine.research.analysis.observer import Observer
+from d3engine.research.analysis.saturation import measure_saturation
 from d3engine.text.tokenizer import load_tokenizer
 
 LAYERS = 5

@@ -11,11 +11,11 @@ import torch
 from observers import observer_of
 from tiny_models import random_prompts
 
-from d3engine.analysis.answers import Answered
-from d3engine.analysis.layers import MEASURES, LayerLoss, measure_layers, passes
-from d3engine.analysis.observer import Observer
 from d3engine.depth import NEVER, Schedule
 from d3engine.errors import InvalidValueError
+from d3engine.research.analysis.answers import Answered
+from d3engine.research.analysis.layers import MEASURES, LayerLoss, measure_layers, passes
+from d3engine.research.analysis.observer import Observer
 
 LAYERS = 5
 

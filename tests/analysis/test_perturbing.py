@@ -13,11 +13,18 @@ from schedules import layers_run
 from transformers_oracle import greedy
 
 from d3engine import Engine, SamplingParams
-from d3engine.analysis.copying import AGREEMENT, Outcome
-from d3engine.analysis.oracle import KEPT, Oracle, oracle_answer
-from d3engine.analysis.perturbing import ENTRIES, OneStepCopied, measure_perturbing
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.errors import InvalidValueError
+from d3engine.research.analysis.copying import (
+    AGREEMENT,
+    ENTRIES,
+    KEPT,
+    OneStepCopied,
+    Oracle,
+    Outcome,
+    measure_perturbing,
+    oracle_answer,
+)
 
 LAYERS, TOKENS = 6, 10
 PROMPT = [3, 1, 4, 1, 5, 9, 2]

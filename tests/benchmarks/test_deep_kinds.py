@@ -15,7 +15,7 @@ from tiny_models import random_prompts
 
 from benchmarks.deep_kinds import LooseEnds, equal_alpha, layers_of, main, with_deep_steps
 from d3engine import D3
-from d3engine.analysis.answers import Answered
+from d3engine.research.analysis.answers import Answered
 
 LAYERS = 6
 TOKENS = 10

@@ -140,7 +140,7 @@ def test_wrong_tokens_fail_the_part() -> None:
 def test_arrivals_are_timed_from_their_planned_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrivals, "UNCOUNTED", 0.0)
     set_clock(monkeypatch)
-    traffic = arrivals.AdmissionControl((4, 6), (3, 5), slots=2)
+    traffic = arrivals.Traffic((4, 6), (3, 5), slots=2)
     with models.random_model("llama2-7b", HERE) as model:
         engine = models.new_engine(model, HERE, max_num_seqs=2, max_model_len=32, kv_tokens=64)
         engine.generate([[3, 4]], models.params_for(D3(0.5, 0.5), 3), use_tqdm=False)
@@ -157,7 +157,7 @@ def test_arrivals_are_timed_from_their_planned_moment(monkeypatch: pytest.Monkey
 
 
 def test_poisson_arrivals_come_at_their_rate() -> None:
-    found = arrivals.poisson(arrivals.AdmissionControl(), 50.0, 40.0, 100)
+    found = arrivals.poisson(arrivals.Traffic(), 50.0, 40.0, 100)
     assert len(found) == pytest.approx(2000, rel=0.1)
     assert all(a.time < b.time for a, b in pairwise(found))
     assert all(32 <= len(a.prompt) <= 512 and 64 <= a.tokens <= 256 for a in found)

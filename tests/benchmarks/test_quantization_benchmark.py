@@ -14,9 +14,9 @@ from quantized_weights import SCHEMES, MakeTiny
 
 from benchmarks import quantization as benchmark
 from d3engine import D3, Engine, FullDepth, SamplingParams
-from d3engine.evaluation.accuracy import take_problems
-from d3engine.evaluation.word_problems import format_prompt
 from d3engine.loading.model_directory import model_directory
+from d3engine.research.evaluation.accuracy import take_problems
+from d3engine.research.evaluation.word_problems import format_prompt
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,12 @@ import torch
 from observers import observer_of
 from torch import Tensor
 
-from d3engine.bridges import fitting
-from d3engine.bridges.fitting import CHOOSING_EVERY, Fit, windows_from
-from d3engine.bridges.held_out import measure_held_out
-from d3engine.bridges.judging import Reading
-from d3engine.bridges.passage import Passage
 from d3engine.errors import InvalidValueError
 from d3engine.model.bridges import Bridge
+from d3engine.research.bridges import fitting
+from d3engine.research.bridges.fitting import CHOOSING_EVERY, Fit, measure_held_out, windows_from
+from d3engine.research.bridges.judging import Reading
+from d3engine.research.bridges.passage import Passage
 
 LAYERS = 4
 RIDGE = 1e-3

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 from bridge_files import some_maps, write_maps
 
-from d3engine.bridges.judging import Reading
-from d3engine.bridges.own_answers import OwnAnswers, OwnComparison, own_answers
-from d3engine.bridges.own_chats import made_up_prompts
 from d3engine.depth import D3, FullDepth
 from d3engine.engine import Engine
 from d3engine.errors import InvalidValueError
 from d3engine.loading.model_directory import model_directory
 from d3engine.request.params import SamplingParams
+from d3engine.research.bridges.judging import Reading
+from d3engine.research.bridges.own_answers import OwnAnswers, OwnComparison, made_up_prompts, own_answers
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +32,7 @@ def test_a_model_makes_up_questions_that_end_and_other_seeds_have_others(engine:
 
 
 def test_a_model_that_ends_none_of_its_questions_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("d3engine.bridges.own_chats.QUESTION_TOKENS", 2)
+    monkeypatch.setattr("d3engine.research.bridges.own_answers.QUESTION_TOKENS", 2)
     with pytest.raises(InvalidValueError, match="--task must be that of a model which ends the questions"):
         made_up_prompts(engine, 2, seed=0)
 

@@ -14,20 +14,19 @@ import torch
 from depth_oracle import greedy_at_depth, nested
 from observers import observer_of
 
-from d3engine.analysis.observer import Observer
-from d3engine.bridges import tuning
-from d3engine.bridges.decoded import Candidate, measure_decoded
-from d3engine.bridges.fitting import Fit
-from d3engine.bridges.held_out import measure_held_out
-from d3engine.bridges.judging import FullText, Reading, window_schedule
-from d3engine.bridges.nesting import choose_order, grid_of
-from d3engine.bridges.passage import Passage
-from d3engine.bridges.tuning import Tuning, TuningOptions
 from d3engine.depth import LayerTable, Nested, TailSkip
 from d3engine.errors import InvalidValueError
 from d3engine.model.bridges import Bridge
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LayerWeights, load_weights
+from d3engine.research.analysis.observer import Observer
+from d3engine.research.bridges import tuning
+from d3engine.research.bridges.decoded import Candidate, measure_decoded
+from d3engine.research.bridges.fitting import Fit, measure_held_out
+from d3engine.research.bridges.judging import FullText, Reading, window_schedule
+from d3engine.research.bridges.nesting import choose_order, grid_of
+from d3engine.research.bridges.passage import Passage
+from d3engine.research.bridges.tuning import Tuning, TuningOptions
 
 LAYERS, SIZE = 6, 32
 WINDOWS = [[4, 5], [1, 3], [3, 4]]

@@ -15,18 +15,18 @@ from bridge_files import some_maps, write_maps
 from invoking import invoke
 
 from d3engine import Engine, SamplingParams
-from d3engine.calibration.bridge_choices import bridge_choices
-from d3engine.calibration.candidates import make_candidates
-from d3engine.calibration.scoring import EngineScorer, Part
 from d3engine.depth import D3
 from d3engine.errors import ModelFormatError
-from d3engine.evaluation.accuracy import take_problems
-from d3engine.evaluation.bridged import open_bridges
 from d3engine.loading.depth import resolve_depth
 from d3engine.loading.model_directory import model_directory
 from d3engine.model.bridges import BRIDGES_FILE, Bridge, read_bridges, write_bridges
 from d3engine.model.config import ModelConfig
 from d3engine.model.fingerprint import fingerprint
+from d3engine.research.calibration.bridge_choices import bridge_choices
+from d3engine.research.calibration.scoring import EngineScorer, Part
+from d3engine.research.calibration.search import make_candidates
+from d3engine.research.evaluation.accuracy import take_problems
+from d3engine.research.evaluation.baselines import open_bridges
 
 DEMO = model_directory("demo")
 CONFIG = ModelConfig.from_directory(DEMO)

@@ -11,24 +11,26 @@ from typing import Any
 import pytest
 
 from benchmarks.calibrations import simulate
-from d3engine.calibration.budget import (
-    FINALISTS,
-    Has,
-    plan_budget,
-)
-from d3engine.calibration.candidates import Candidate, make_candidates
-from d3engine.calibration.exact import PASS_LEVEL
-from d3engine.calibration.noninferiority import Tolerance
-from d3engine.calibration.outcome import Outcome, outcome, reason
-from d3engine.calibration.report import as_dict, policy_file, write_policy_file
-from d3engine.calibration.scoring import Answers, Part, best_constant
-from d3engine.calibration.search import Calibration, Fate, calibrate
-from d3engine.calibration.tasks import calibration_task
 from d3engine.depth import D3, DepthPolicy, FullDepth
 from d3engine.depth.policy import POLICY_FILE, calibrated_for, calibrated_task, policy_from_directory
 from d3engine.errors import InvalidValueError
-from d3engine.evaluation.bbh import BBHQuestion
-from d3engine.evaluation.benchmark import Asked
+from d3engine.research.calibration.outcome import Outcome, outcome, reason
+from d3engine.research.calibration.report import as_dict, policy_file, write_policy_file
+from d3engine.research.calibration.scoring import Answers, Part, best_constant
+from d3engine.research.calibration.search import (
+    FINALISTS,
+    Calibration,
+    Candidate,
+    Fate,
+    Has,
+    calibrate,
+    make_candidates,
+    plan_budget,
+)
+from d3engine.research.calibration.statistics import PASS_LEVEL, Tolerance
+from d3engine.research.calibration.tasks import calibration_task
+from d3engine.research.evaluation.bbh import BBHQuestion
+from d3engine.research.evaluation.benchmark import Asked
 
 # -- the search, on scorers whose truth is known -----------------------------------------------------------------------
 

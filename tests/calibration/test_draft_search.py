@@ -11,10 +11,10 @@ import pytest
 from invoking import invoke
 
 from d3engine import DraftAndVerify, Engine, FullDepth, SamplingParams
-from d3engine.calibration.draft_search import Drafted, EngineDraftScorer, best_draft, search_draft
 from d3engine.depth.policy import policy_from_dict
 from d3engine.errors import InvalidValueError, install_command
-from d3engine.evaluation.accuracy import shape_of
+from d3engine.research.calibration.draft_search import Drafted, EngineDraftScorer, best_draft, search_draft
+from d3engine.research.evaluation.accuracy import shape_of
 
 pytest.importorskip("optuna", reason="needs the extra draft")
 

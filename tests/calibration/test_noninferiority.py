@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from d3engine.calibration.budget import (
+from d3engine.errors import InvalidValueError
+from d3engine.research.calibration.outcome import problems_for
+from d3engine.research.calibration.search import (
     fewest_problems,
     fewest_to_certify,
     least_tolerance,
 )
-from d3engine.calibration.exact import PASS_LEVEL, exact_p, power
-from d3engine.calibration.noninferiority import Pairs, Tolerance, noninferiority_p
-from d3engine.calibration.outcome import problems_for
-from d3engine.errors import InvalidValueError
+from d3engine.research.calibration.statistics import PASS_LEVEL, Pairs, Tolerance, exact_p, noninferiority_p, power
 
 
 def normal_p(only_full: int, only_setting: int, problems: int, tolerance: Tolerance) -> float:

@@ -13,11 +13,11 @@ import pytest
 from invoking import invoke
 
 from d3engine import Engine, SamplingParams
-from d3engine.analysis.by_kind import SIDES
 from d3engine.cli.observing import questions_of
 from d3engine.errors import install_command
-from d3engine.evaluation.procedural import different_problems
 from d3engine.loading.model_directory import model_directory
+from d3engine.research.analysis.kinds import SIDES
+from d3engine.research.evaluation.procedural import different_problems
 
 SMALL = ("--limit", "2", "--max-tokens", "8", "--device", "cpu", "--kv-cache-memory-bytes", str(2**24))
 
@@ -269,7 +269,7 @@ def test_a_sample_as_text_picture_page_and_json(png: Path, tmp_path: Path) -> No
 def test_what_is_not_allowed_is_refused_in_one_line(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("d3engine.analysis.answers.open_model", None)  # it is refused before a model is loaded
+    monkeypatch.setattr("d3engine.research.analysis.answers.open_model", None)  # it is refused before a model is loaded
     result = run(*arguments)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""

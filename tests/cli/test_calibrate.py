@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from invoking import invoke
 
-from d3engine.calibration.candidates import ALPHAS, PAPER_ALPHAS, STARTS, make_candidates
 from d3engine.depth import D3
-from d3engine.evaluation.paper_tables import TABLE_5_ALPHAS, TABLE_5_STARTS
 from d3engine.loading.model_directory import model_directory
 from d3engine.model.fingerprint import fingerprint
+from d3engine.research.calibration.search import ALPHAS, PAPER_ALPHAS, STARTS, make_candidates
+from d3engine.research.evaluation.paper_tables import TABLE_5_ALPHAS, TABLE_5_STARTS
 
 # Few problems prove little, so the tolerance is wide: 16 points.
 SMALL = ("--tolerance", "16", "--limit", "23", "--budget", "165", "--max-tokens", "64", "--device", "cpu")

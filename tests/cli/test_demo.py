@@ -215,7 +215,7 @@ def test_other_threads_are_refused(given: str) -> None:
 def test_the_demo_imports_nothing_that_it_does_not_use(demo: Demo) -> None:
     assert {"d3engine.engine", "d3engine.kernels.reference"} <= demo.imported
     unused = {"transformers", "jinja2", "triton", "sympy", "matplotlib", "huggingface_hub", "gguf"}
-    unused |= {"torch._dynamo", "torch._inductor", "d3engine.kernels.triton", "d3engine.evaluation.accuracy"}
+    unused |= {"torch._dynamo", "torch._inductor", "d3engine.kernels.triton", "d3engine.research.evaluation.accuracy"}
     assert sorted(unused & demo.imported) == []
     assert demo.objects == OBJECTS_BETWEEN_COLLECTIONS, "torch's import is not to be searched for garbage all the time"
 

@@ -13,9 +13,9 @@ from invoking import invoke
 
 from d3engine.cli.depth_options import parse_depth
 from d3engine.depth import D3, EarlyExit, Lossless
-from d3engine.depth.words import policy_in_words
+from d3engine.depth.labels import policy_in_words
 from d3engine.errors import D3EngineError, install_command
-from d3engine.evaluation.accuracy import wilson_interval
+from d3engine.research.evaluation.accuracy import wilson_interval
 
 D3_FLAGS = ("--depth", "d3 alpha=0.9 start=0.6")
 SMALL = ("--limit", "4", "--max-tokens", "48", "--device", "cpu", "--kv-cache-memory-bytes", str(2**25))

@@ -15,8 +15,8 @@ from invoking import invoke
 from d3engine.cli.engine_options import model_directory
 from d3engine.cli.eval import resolve_policies
 from d3engine.depth import D3, Nested
+from d3engine.depth.labels import policy_in_words
 from d3engine.depth.statistics import mean_depth
-from d3engine.depth.words import policy_in_words
 from d3engine.engine import Engine
 from d3engine.executor.bridging import BridgeStore
 from d3engine.model.bridges import read_bridges

@@ -18,13 +18,13 @@ from d3engine.calls.call_lock import held_back
 from d3engine.cli.answers import Answer, readable_bytes, run_answers
 from d3engine.cli.terminal import DepthColours, Writer, safe_text
 from d3engine.depth import D3, EarlyExit, FullDepth
-from d3engine.depth.words import policy_in_words
+from d3engine.depth.labels import policy_in_words
 from d3engine.engine import Engine
 from d3engine.errors import D3EngineError
-from d3engine.evaluation.word_problems import extract_answer, problems
 from d3engine.loading.model_directory import model_directory
 from d3engine.request.outputs import CompletionOutput
 from d3engine.request.params import SamplingParams
+from d3engine.research.evaluation.word_problems import extract_answer, problems
 
 PROMPT = "Question: Tom has 5 pens. Tom finds 3. Tom buys 2. How many pens does Tom have now?\nAnswer:"
 D3_FLAGS = ["--depth", "d3 alpha=0.9 start=0.6"]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from invoking import invoke
 
-from d3engine.calibration import report as calibration_report
 from d3engine.errors import InvalidValueError
+from d3engine.research.calibration import report as calibration_report
 
 SMALL = ("--max-tokens", "16", "--device", "cpu", "--kv-cache-memory-bytes", str(2**25))
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from schedules import layers_run
 
 from d3engine.depth import D3, NEVER, FullDepth, UnifiedSkip, policy_from_dict
-from d3engine.depth.presets import PRESETS, preset
-from d3engine.depth.statistics import mean_depth
+from d3engine.depth.statistics import PRESETS, mean_depth, preset
 from d3engine.errors import InvalidValueError
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from d3engine.cli.depth_options import parse_depth
 from d3engine.depth import D3, policy_from_dict, policy_from_name
-from d3engine.depth.installed import PolicyLoadError
-from d3engine.depth.policy import policy_from_directory, policy_names
+from d3engine.depth.policy import PolicyLoadError, policy_from_directory, policy_names
 from d3engine.errors import InvalidValueError
 
 MODULE = """

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from d3engine import Engine
-from d3engine.calibration.exact import PASS_LEVEL
 from d3engine.depth import D3, FullDepth
 from d3engine.depth.policy import POLICY_FILE, calibrated_for, calibrated_task
 from d3engine.errors import ModelFormatError
 from d3engine.loading.depth import resolve_depth
 from d3engine.loading.model_directory import model_directory
 from d3engine.model.fingerprint import fingerprint
+from d3engine.research.calibration.statistics import PASS_LEVEL
 
 
 def tiny_with_depth(tiny_llama: Callable[..., Any], directory: Path, name: str | None) -> Path:

@@ -18,7 +18,7 @@ from transformers_oracle import assert_same_tokens, greedy_after
 
 from d3engine import D3, DraftAndVerify, EarlyExit, Engine, FullDepth, Lossless, SamplingParams
 from d3engine.depth import NEVER, DepthPolicy, policy_from_dict
-from d3engine.depth.words import policy_in_words
+from d3engine.depth.labels import policy_in_words
 from d3engine.errors import InvalidValueError
 
 LAYERS = 5

@@ -16,7 +16,7 @@ from transformers_oracle import assert_same_tokens, greedy_after
 
 from d3engine import D3, EarlyExit, Engine, FullDepth, LayerTable, SamplingParams, SkipDecode, UnifiedSkip
 from d3engine.depth import DepthPolicy, Lossless, SelfSpeculative, policy_from_dict
-from d3engine.depth.draft_rule import MAX_DRAFT_LENGTH
+from d3engine.depth.policy import MAX_DRAFT_LENGTH
 from d3engine.errors import InvalidValueError
 from d3engine.request.outputs import CompletionOutput, RequestOutput
 

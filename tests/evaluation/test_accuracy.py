@@ -10,7 +10,7 @@ import pytest
 from d3engine.depth import D3, FullDepth
 from d3engine.depth.statistics import LLAMA2_7B
 from d3engine.errors import InvalidValueError
-from d3engine.evaluation.accuracy import (
+from d3engine.research.evaluation.accuracy import (
     Score,
     compare,
     mcnemar_p,
@@ -19,8 +19,8 @@ from d3engine.evaluation.accuracy import (
     take_problems,
     wilson_interval,
 )
-from d3engine.evaluation.word_problems import split_of
-from d3engine.evaluation.work import Work
+from d3engine.research.evaluation.word_problems import split_of
+from d3engine.research.evaluation.work import Work
 
 
 def score(right: str) -> Score:

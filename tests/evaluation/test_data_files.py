@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from d3engine.errors import D3EngineError, InvalidValueError
-from d3engine.evaluation.bbh import load_bbh
-from d3engine.evaluation.catalogue import are_generated, depth_questions, from_files, generated, harness_length
-from d3engine.evaluation.gsm8k import final_number, load_gsm8k
-from d3engine.evaluation.word_problems import Split
+from d3engine.research.evaluation.bbh import load_bbh
+from d3engine.research.evaluation.catalogue import are_generated, depth_questions, from_files, generated, harness_length
+from d3engine.research.evaluation.gsm8k import final_number, load_gsm8k
+from d3engine.research.evaluation.word_problems import Split
 
 OWN_PROMPT = """BENCHMARK DATA
 -----

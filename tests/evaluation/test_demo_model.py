@@ -8,7 +8,7 @@ import pytest
 
 from d3engine import D3, Engine, FullDepth, SamplingParams
 from d3engine.depth import DepthPolicy
-from d3engine.evaluation.word_problems import PROMPT_SUFFIX, extract_answer, problems
+from d3engine.research.evaluation.word_problems import PROMPT_SUFFIX, extract_answer, problems
 
 
 def answers(prompts: list[str], depth: DepthPolicy | str) -> list[str]:

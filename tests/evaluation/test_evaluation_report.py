@@ -23,20 +23,27 @@ from d3engine.depth import (
     UnifiedSkip,
 )
 from d3engine.depth.statistics import LLAMA2_7B, mean_depth
-from d3engine.evaluation.accuracy import Interval, Score, paired, wilson_interval
-from d3engine.evaluation.baselines import (
+from d3engine.research.evaluation.accuracy import Interval, Score, paired, wilson_interval
+from d3engine.research.evaluation.baselines import (
     BISECTIONS,
     at_equal_depth,
     early_exit_at_depth,
     published_order,
     unified_for_mean,
 )
-from d3engine.evaluation.benchmark import Asked, Benchmark
-from d3engine.evaluation.constant import right_by_constant
-from d3engine.evaluation.generated import GeneratedProblem
-from d3engine.evaluation.html_page import page
-from d3engine.evaluation.report import Chart, Result, as_dict, chart, cost_table, tables
-from d3engine.evaluation.work import Cost, Work
+from d3engine.research.evaluation.benchmark import Asked, Benchmark
+from d3engine.research.evaluation.generated import GeneratedProblem
+from d3engine.research.evaluation.report import (
+    Chart,
+    Result,
+    as_dict,
+    chart,
+    cost_table,
+    page,
+    right_by_constant,
+    tables,
+)
+from d3engine.research.evaluation.work import Cost, Work
 
 
 @pytest.mark.parametrize(("num_layers", "start"), [(32, 0.6), (40, 0.5), (80, 0.6), (16, 0.7), (32, 0.2)])

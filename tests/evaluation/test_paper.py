@@ -17,10 +17,10 @@ from d3engine.cli import app
 from d3engine.cli.commands import COMMANDS
 from d3engine.depth import D3
 from d3engine.depth.statistics import LLAMA2_7B
-from d3engine.evaluation import paper
-from d3engine.evaluation.paper_setup import reference
-from d3engine.evaluation.paper_tables import ITEMS, SIZES, TABLE_6, TABLE_8
 from d3engine.loading.model_directory import model_directory
+from d3engine.research.evaluation import paper
+from d3engine.research.evaluation.paper import reference
+from d3engine.research.evaluation.paper_tables import ITEMS, SIZES, TABLE_6, TABLE_8
 
 GOLDEN_MEANS = {
     ("7B", "gsm8k"): 29.904297,

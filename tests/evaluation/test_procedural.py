@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from d3engine.errors import InvalidValueError
-from d3engine.evaluation import object_counting
-from d3engine.evaluation.generated import GeneratedProblem, final_answer, problems_of
-from d3engine.evaluation.procedural import GENERATORS, NAMES, SIZES, different_problems, procedural
-from d3engine.evaluation.word_problems import Split, split_of
+from d3engine.research.evaluation import object_counting
+from d3engine.research.evaluation.generated import GeneratedProblem, final_answer, problems_of
+from d3engine.research.evaluation.procedural import GENERATORS, NAMES, SIZES, different_problems, procedural
+from d3engine.research.evaluation.word_problems import Split, split_of
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 

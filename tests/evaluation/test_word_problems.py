@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from d3engine.evaluation.word_problems import (
+from d3engine.research.evaluation.word_problems import (
     MAX_NUMBER,
     MAX_STEPS,
     MIN_STEPS,

@@ -19,8 +19,8 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 import d3engine
-from d3engine.evaluation.procedural import all_problems
 from d3engine.integrations.lm_eval import D3EngineLM
+from d3engine.research.evaluation.procedural import all_problems
 
 pytestmark = pytest.mark.usefixtures("offline")
 DEMO = Path(d3engine.__file__).parent / "demo_model"

@@ -22,8 +22,8 @@ from tiny_models import TinyLlama
 from typer.testing import CliRunner
 
 from d3engine.cli import app
-from d3engine.evaluation.accuracy import paired, wilson_interval
-from d3engine.evaluation.procedural import all_problems
+from d3engine.research.evaluation.accuracy import paired, wilson_interval
+from d3engine.research.evaluation.procedural import all_problems
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install '.[eval]'")
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install '.[test]'")

@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import GraniteConfig, GraniteForCausalLM
 
 from d3engine import D3, LLM, EarlyExit, Engine, FullDepth, LayerTable, Lossless, SamplingParams, Speculative
-from d3engine.analysis.answers import open_model
 from d3engine.cli.engine_options import ENGINE
 from d3engine.errors import InvalidValueError
 from d3engine.kernels import reference
@@ -31,6 +30,7 @@ from d3engine.loading.settings import ExecutorKind
 from d3engine.model.config import ModelConfig
 from d3engine.model.quantization import in_form
 from d3engine.model.weights import LlamaWeights, load_weights, random_weights
+from d3engine.research.analysis.answers import open_model
 from weights_tools.quantize import quantize_model
 
 LAYOUTS: dict[str, dict[str, Any]] = {

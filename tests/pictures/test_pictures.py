@@ -9,21 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from d3engine import D3, FullDepth
-from d3engine.analysis import pictures
-from d3engine.analysis.copying import Copying, Outcome
-from d3engine.analysis.flow import Flow
-from d3engine.analysis.perplexity import Perplexity
-from d3engine.analysis.sample import Sample, SampleAnswer, SampleToken
-from d3engine.calibration import picture
-from d3engine.calibration.budget import Budget
-from d3engine.calibration.candidates import make_candidates
-from d3engine.calibration.noninferiority import Tolerance
-from d3engine.calibration.scoring import Answers
-from d3engine.calibration.search import Calibration, Check, Fate, Trial
+from d3engine import D3, FullDepth, plots
 from d3engine.errors import InvalidValueError
-from d3engine.pictures import plots
-from d3engine.pictures.plots import check_picture, plot_schedule
+from d3engine.plots import check_picture, plot_schedule
+from d3engine.research.analysis import plots as pictures
+from d3engine.research.analysis.copying import Copying, Outcome
+from d3engine.research.analysis.sample import Sample, SampleAnswer, SampleToken
+from d3engine.research.analysis.saturation import Flow, Perplexity
+from d3engine.research.calibration import report as picture
+from d3engine.research.calibration.scoring import Answers
+from d3engine.research.calibration.search import Budget, Calibration, Check, Fate, Trial, make_candidates
+from d3engine.research.calibration.statistics import Tolerance
 
 pytest.importorskip("matplotlib")
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from d3engine.analysis.observer import Observer
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import load_weights
+from d3engine.research.analysis.observer import Observer
 
 
 def observer_of(directory: Any) -> Observer:

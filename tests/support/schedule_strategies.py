@@ -22,7 +22,7 @@ from d3engine.depth import (
     TailSkip,
     UnifiedSkip,
 )
-from d3engine.depth.draft_rule import DraftRule
+from d3engine.depth.policy import DraftRule
 from d3engine.request.sequence import Proposal, Sequence
 
 

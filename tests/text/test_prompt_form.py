@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from d3engine.errors import ModelFormatError
-from d3engine.evaluation.word_problems import format_prompt
 from d3engine.loading.model_directory import model_directory
+from d3engine.research.evaluation.word_problems import format_prompt
 from d3engine.text.prompt_form import PROMPT_FORM_FILE, PromptForm, load_prompt_form
 from d3engine.weights_tools.demo_trainer import DemoConfig, DemoModel, export
 

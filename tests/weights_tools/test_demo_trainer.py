@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from d3engine.evaluation.procedural import NAMES, all_problems
 from d3engine.loading.model_directory import model_directory
+from d3engine.research.evaluation.procedural import NAMES, all_problems
 from d3engine.weights_tools.demo_data import make_batch, mixed_problems
 from d3engine.weights_tools.demo_losses import batch_loss, draw_tail, exits_loss
 from d3engine.weights_tools.demo_options import earlier_model, exit_depths, layers_to_move, parse, share, task_names

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from d3engine.depth import DepthPolicy
-from d3engine.depth.words import policy_in_words
+from d3engine.depth.labels import policy_in_words
 from d3engine.request.engine_request import EngineRequest
 from d3engine.server.requests.tools import Calling
 from d3engine.server.schemas.requests import Common

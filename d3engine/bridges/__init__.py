@@ -1,1 +1,0 @@
-"""Bridges over skipped layers: fitted to a model and a text, and measured on other text."""

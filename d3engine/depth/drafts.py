@@ -1,0 +1,229 @@
+"""The checks that all policies which draft share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
+
+from d3engine.depth.policy import MAX_DRAFT_LENGTH, DepthPolicy, DraftRule, policy_from_dict
+from d3engine.depth.schedule import Schedule, checked_layers, cutoffs_without
+from d3engine.depth.skips import D3, FullDepth
+from d3engine.errors import require, require_integer, require_number
+
+
+def check_options(policy: Any) -> None:
+    """Check and normalise `draft_length`, `stop_probability` and `adaptive` of a frozen policy that drafts."""
+    check_draft_length(policy)
+    check_stop_probability(policy)
+    require(isinstance(policy.adaptive, bool), "adaptive", policy.adaptive, "True or False")
+
+
+def check_draft_length(policy: Any) -> None:
+    """Check and normalise `draft_length` of a frozen policy."""
+    length = require_integer("draft_length", policy.draft_length, 1, MAX_DRAFT_LENGTH)
+    object.__setattr__(policy, "draft_length", length)
+
+
+def check_stop_probability(policy: Any) -> None:
+    """The same of `stop_probability`."""
+    stop = require_number("stop_probability", policy.stop_probability, 0.0, 1.0)
+    object.__setattr__(policy, "stop_probability", stop)
+
+
+def check_draft(draft: DepthPolicy, num_layers: int) -> Schedule:
+    """The schedule of a policy that is to draft; raises `InvalidValueError` where that makes no sense.
+
+    Verification writes the entries of all layers, so there are none to fill in. A table whose layers wake up again
+    cannot be written without `on_skip`; there it stands for nothing, because a draft keeps one set of layers.
+    """
+    schedule = draft.schedule(num_layers)
+    fills = schedule.is_nested and schedule.on_skip != "none"
+    require(not fills, "on_skip", schedule.on_skip, "'none' in a draft, since verification writes all layers' entries")
+    return schedule
+
+
+@dataclass(frozen=True)
+class DraftAndVerify(DepthPolicy):
+    """Draft without some attentions and some MLPs, verify at full depth.
+
+    What comes out is full depth's, as with `SelfSpeculative`. All tokens of a draft run the same parts. In `depths` a
+    part counts as half a layer. Drafts are run one step at a time, launched by the host.
+
+    Args:
+        skip_attention: ids of the layers whose attention a draft leaves out.
+        skip_mlp: ids of the layers whose MLP it leaves out; one of the two must name a layer.
+        draft_length: tokens of a draft at most, 1 to 32; the authors' 8, or 12.
+        stop_probability: a draft ends with the first token at whose place the likeliest one had less than this
+            probability. It is where each answer begins.
+        target_acceptance: after each verification the answer's own stop probability moves by 0.001, up while less than
+            this part of its drafted tokens has been accepted of late, else down. None: it stays.
+    """
+
+    skip_attention: Sequence[int] = ()
+    skip_mlp: Sequence[int] = ()
+    draft_length: int = 8
+    stop_probability: float = 0.8
+    target_acceptance: float | None = 0.9
+
+    name: ClassVar[str] = "draft-and-verify"
+    drafts: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for field in ("skip_attention", "skip_mlp"):
+            object.__setattr__(self, field, checked_layers(field, getattr(self, field)))
+        some = bool(self.skip_attention or self.skip_mlp)
+        require(some, "skip_attention", [], "layer ids, unless skip_mlp has some: a draft leaves out something")
+        check_draft_length(self)
+        check_stop_probability(self)
+        if self.target_acceptance is not None:
+            target = require_number("target_acceptance", self.target_acceptance, 0.0, 1.0)
+            object.__setattr__(self, "target_acceptance", target)
+
+    def schedule(self, num_layers: int) -> Schedule:
+        """Full depth: that is what every token of the answer has."""
+        return FullDepth().schedule(num_layers)
+
+    def draft_rule(self, num_layers: int) -> DraftRule:
+        """How it drafts; raises `InvalidValueError` for a layer that the model has not."""
+        return DraftRule(
+            self.draft_length,
+            self.stop_probability,
+            schedule=Schedule.nested(cutoffs_without("skip_attention", self.skip_attention, num_layers)),
+            mlp_schedule=Schedule.nested(cutoffs_without("skip_mlp", self.skip_mlp, num_layers)),
+            target_acceptance=self.target_acceptance,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """The policy as JSON-ready values."""
+        layers = {"skip_attention": list(self.skip_attention), "skip_mlp": list(self.skip_mlp)}
+        return {**super().describe(), **layers}
+
+
+@dataclass(frozen=True)
+class SelfSpeculative(DepthPolicy):
+    """Draft at the depth of another policy, verify at full depth.
+
+    Greedy tokens are full depth's; drawn ones follow full depth's distribution exactly (Leviathan et al. 2023,
+    "Fast Inference from Transformers via Speculative Decoding", theorem 3.5), though not with the same draws.
+
+    A draft runs the layers of the step at which it begins. While the draft's schedule skips nothing yet, nothing is
+    drafted. A draft also ends with a token that would end the answer.
+
+    Args:
+        draft: a scheduled policy (D3, SkipDecode, LayerTable, one's own ...), or what its `describe` says.
+        draft_length: tokens of a draft at most, 1 to 32.
+        stop_probability: end a draft with the first token at whose place the draft's likeliest one had less than this
+            probability; 0 never does.
+        adaptive: let each sequence adapt its length: one more, up to `draft_length`, after a draft that was
+            accepted whole; one less, down to 1, after any other.
+    """
+
+    draft: DepthPolicy
+    draft_length: int = 4
+    stop_probability: float = 0.0
+    adaptive: bool = False
+
+    name: ClassVar[str] = "self-speculative"
+    drafts: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.draft, Mapping):
+            object.__setattr__(self, "draft", policy_from_dict(self.draft))
+        require(isinstance(self.draft, DepthPolicy), "draft", self.draft, "a policy whose layers a draft runs")
+        require(not self.draft.drafts, "draft", self.draft, "a policy that does not draft itself")
+        check_options(self)
+
+    def schedule(self, num_layers: int) -> Schedule:
+        """Full depth: that is what every token of the answer has."""
+        return FullDepth().schedule(num_layers)
+
+    def draft_rule(self, num_layers: int) -> DraftRule:
+        """How it drafts; raises `InvalidValueError` if the draft does not fit the model, or fills entries."""
+        schedule = check_draft(self.draft, num_layers)
+        return DraftRule(self.draft_length, self.stop_probability, self.adaptive, schedule)
+
+
+class ExitAndLength(NamedTuple):
+    """Lowest layers that draft, all others left out, and tokens of a draft."""
+
+    exit_layer: int
+    draft_length: int
+
+
+PRESETS: Mapping[str, ExitAndLength] = MappingProxyType({"layerskip": ExitAndLength(8, 6)})
+"""LayerSkip's for Llama-2 7B (Elhoushi et al. 2024, "LayerSkip"; its authors' own examples run so)."""
+
+AT_ONCE = 0.001
+"""An alpha at which D3's window is whole at step 1, unless a model has a thousand layers for each that stays."""
+
+
+@dataclass(frozen=True)
+class Lossless(SelfSpeculative):
+    """Full depth's answers, drafted by D3: `Lossless(D3(alpha=0.9, start=0.6))`.
+
+    As `SelfSpeculative`, but of the rows to verify only the last, which no draft has fed, runs the layers below the
+    window.
+    """
+
+    name: ClassVar[str] = "lossless"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(isinstance(self.draft, D3), "draft", self.draft, "a D3 (SelfSpeculative takes any scheduled policy)")
+
+    @classmethod
+    def preset(cls, name: str, num_layers: int) -> Lossless:
+        """ "layerskip": drafts of 6 tokens by the lowest 8 of `num_layers` layers, verified from the 9th on.
+
+        That is LayerSkip's self-speculation, made for models that were trained to answer from there.
+        """
+        require(isinstance(name, str) and name in PRESETS, "preset", name, f"one of {', '.join(PRESETS)}")
+        exit_layer, length = PRESETS[name]
+        require_integer("num_layers", num_layers, exit_layer + 1)
+        return cls(D3(AT_ONCE, Fraction(exit_layer, num_layers)), length)
+
+    def draft_rule(self, num_layers: int) -> DraftRule:
+        return replace(super().draft_rule(num_layers), resumes=True)
+
+
+@dataclass(frozen=True)
+class Speculative(DepthPolicy):
+    """Draft with another model, verify at full depth.
+
+    The engine loads that model when it begins, with a KV cache of its own for as many entries as this model's has at
+    full depth. So it must be the engine's policy; its requests may ask for the same draft model with other
+    options, or for any other policy. `depths` of a token count this model's layers: the draft model's come on top.
+
+    Args:
+        draft_model: a Llama model of the same vocabulary, named as `Engine` takes it.
+        draft_length: tokens of a draft at most, 1 to 32.
+        stop_probability: end a draft with the first token at whose place the draft's likeliest one had less than this
+            probability; 0 never does.
+        adaptive: let each sequence adapt its length: one more, up to `draft_length`, after a draft that was
+            accepted whole; one less, down to 1, after any other.
+    """
+
+    draft_model: str
+    draft_length: int = 4
+    stop_probability: float = 0.0
+    adaptive: bool = False
+
+    name: ClassVar[str] = "speculative"
+    drafts: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        is_path = isinstance(self.draft_model, str | os.PathLike) and os.fspath(self.draft_model) != ""
+        require(is_path, "draft_model", self.draft_model, "a Llama model, named as the engine's is")
+        object.__setattr__(self, "draft_model", os.fspath(self.draft_model))
+        check_options(self)
+
+    def schedule(self, num_layers: int) -> Schedule:
+        """Full depth: that is what every token of the answer has."""
+        return FullDepth().schedule(num_layers)
+
+    def draft_rule(self, num_layers: int) -> DraftRule:
+        return DraftRule(self.draft_length, self.stop_probability, self.adaptive, model=self.draft_model)

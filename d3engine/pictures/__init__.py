@@ -1,1 +1,0 @@
-"""What all pictures share: figures, colours, and the pictures of schedules."""

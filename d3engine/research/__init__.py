@@ -1,0 +1,1 @@
+"""Research on depth: analysis, calibration, evaluation and bridges. The engine imports none of it."""

@@ -1,0 +1,401 @@
+"""The normal equations of all windows from one start: sums over positions, from which every fit and its error follow.
+
+The one idea: ridge regression needs sums of products and no stored state. So one pass over a text of any length is
+enough, two parts of it are told apart by two objects, and the error of a map on a part it was not fitted on is again
+arithmetic with that part's sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import groupby
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from d3engine.errors import require
+from d3engine.files import open_regular, path_of, write_whole
+from d3engine.model.bridges import Bridge, Window
+from d3engine.research.analysis.layers import FloatArray
+from d3engine.research.analysis.report import Table, counted
+from d3engine.research.bridges.judging import FullText, Reading, long_enough, window_schedule
+from d3engine.research.bridges.passage import Passage
+
+FIELDS = ("count", "inputs", "products", "changes", "mixed", "squares")
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Over positions, with x the state before the first layer and y_k the change of it by window k; float64.
+
+    Attributes:
+        count: [] positions.
+        inputs: [H] sum of x.
+        products: [H, H] sum of x x^T.
+        changes: [K, H] sum of y_k.
+        mixed: [K, H, H] sum of x y_k^T.
+        squares: [K] sum of |y_k|^2.
+    """
+
+    count: Tensor
+    inputs: Tensor
+    products: Tensor
+    changes: Tensor
+    mixed: Tensor
+    squares: Tensor
+
+    @classmethod
+    def zero(cls, hidden_size: int, num_windows: int) -> Sums:
+        """Of no position."""
+        size, windows = hidden_size, num_windows
+        shapes = ((), (size,), (size, size), (windows, size), (windows, size, size), (windows,))
+        return cls(*(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
+
+    def add(self, before: Tensor, behind: Sequence[Tensor]) -> None:
+        """Count the states [T, H] before the first layer, and those behind each window."""
+        x = before.double().cpu()
+        self.count.add_(x.shape[0])
+        self.inputs.add_(x.sum(0))
+        self.products.addmm_(x.T, x)
+        for window, states in enumerate(behind):
+            y = states.double().cpu() - x
+            self.changes[window].add_(y.sum(0))
+            self.mixed[window].addmm_(x.T, y)
+            self.squares[window].add_(y.square().sum())
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(*(getattr(self, name) + getattr(other, name) for name in FIELDS))
+
+    def named(self) -> dict[str, Tensor]:
+        """Its tensors by name, for a file."""
+        return {name: getattr(self, name) for name in FIELDS}
+
+
+@dataclass(frozen=True, eq=False)
+class Maps:
+    """One map for each window: y_k ~ weight_k x + offset_k, float64 [K, H, H] and [K, H]."""
+
+    weight: Tensor
+    offset: Tensor
+
+
+def solve(sums: Sums, ridge: float) -> Maps:
+    """The ridge solution of every window; `ridge` is in units of the mean variance of the inputs."""
+    size, windows = sums.inputs.shape[0], sums.squares.shape[0]
+    mean, change = sums.inputs / sums.count, sums.changes / sums.count
+    spread = sums.products - sums.count * torch.outer(mean, mean)
+    mixed = sums.mixed - sums.count * mean[None, :, None] * change[:, None, :]
+    regular = spread + ridge * spread.diagonal().mean() * torch.eye(size, dtype=torch.float64)
+    found = torch.linalg.solve(regular, mixed.permute(1, 0, 2).reshape(size, windows * size))
+    weight = found.reshape(size, windows, size).permute(1, 2, 0)
+    return Maps(weight, change - weight @ mean)
+
+
+def unexplained(sums: Sums, maps: Maps) -> Tensor:
+    """Float64 [K]: of the changes' sum of squares around their mean, the part that each map leaves; 1 is no better
+    than the mean, and a map that fits another text can be worse."""
+    fitted = (maps.weight * (maps.weight @ sums.products)).sum((1, 2))
+    crossing = (maps.weight * sums.mixed.transpose(1, 2)).sum((1, 2))
+    shifted = (maps.offset * (maps.weight @ sums.inputs)).sum(1)
+    error = (
+        sums.squares
+        - 2 * crossing
+        - 2 * (maps.offset * sums.changes).sum(1)
+        + fitted
+        + 2 * shifted
+        + sums.count * maps.offset.square().sum(1)
+    )
+    return error / (sums.squares - sums.changes.square().sum(1) / sums.count)
+
+
+def of_rank(sums: Sums, maps: Maps, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The best maps of a rank near these: down [K, r, H], up [K, H, r] and offset [K, H].
+
+    Reduced-rank regression (Izenman 1975): the changes that the full maps predict are kept in the r directions in
+    which they vary most.
+    """
+    mean, change = sums.inputs / sums.count, sums.changes / sums.count
+    spread = sums.products - sums.count * torch.outer(mean, mean)
+    predicted = maps.weight @ spread @ maps.weight.transpose(1, 2)
+    up = torch.linalg.eigh(predicted).eigenvectors[:, :, -rank:]
+    down = up.transpose(1, 2) @ maps.weight
+    return down, up, change - (up @ (down @ mean)[..., None])[..., 0]
+
+
+State = TypeVar("State")
+
+
+def write_state(path: Path, key: str, tensors: dict[str, Tensor], words: Mapping[str, str]) -> None:
+    """Write the state of the run that is known by `key`."""
+    write_whole(path, save(tensors, {"key": key, **words}))
+
+
+def read_state(
+    path: Path, key: str, read: Callable[[Callable[[str], Tensor], Mapping[str, str]], State]
+) -> State | None:
+    """What `read` makes of the state's tensors, by their names, and its words.
+
+    A file of another run, or one that cannot be read or lacks something, counts as none.
+    """
+    try:
+        with open_regular(path) as opened, safe_open(path_of(opened), framework="pt") as file:
+            words = file.metadata() or {}
+            return read(file.get_tensor, words) if words.get("key") == key else None
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+@dataclass
+class Judged:
+    """Sums over positions: the KL divergence from full depth's next-token distribution, in nats, how often both have
+    the same likeliest token, and -log p of the token that follows."""
+
+    count: int = 0
+    divergence: float = 0.0
+    agreed: int = 0
+    surprise: float = 0.0
+
+    def add(self, judged: FloatArray, surprise: float) -> None:
+        """Count what `FullText.judge` found, where full depth's own -log p is `surprise` in all."""
+        self.count += judged.shape[1]
+        self.divergence += float(judged[0].sum())
+        self.agreed += int(judged[2].sum())
+        self.surprise += surprise + float(judged[1].sum())
+
+    @property
+    def kl(self) -> float:
+        return self.divergence / self.count
+
+    @property
+    def agreement(self) -> float:
+        return self.agreed / self.count
+
+    @property
+    def perplexity(self) -> float:
+        mean = self.surprise / self.count
+        return math.exp(mean) if mean < 700 else math.inf
+
+    def as_dict(self) -> dict[str, float]:
+        """What it comes to."""
+        return {"kl": self.kl, "agreement": self.agreement, "perplexity": self.perplexity}
+
+
+@dataclass
+class HeldOut:
+    """By window what was judged, skipped and bridged; and full depth, of which the perplexity alone says something."""
+
+    num_texts: int = 0
+    full: Judged = field(default_factory=Judged)
+    skipped: dict[Window, Judged] = field(default_factory=dict)
+    bridged: dict[Window, Judged] = field(default_factory=dict)
+
+    def table(self) -> Table:
+        """A row for each window."""
+        header = ("window", "skipped: KL", "agreement", "perplexity", "bridged: KL", "agreement", "perplexity")
+        rows = [
+            (f"[{first}, {stop})", *_cells(self.skipped[first, stop]), *_cells(self.bridged[first, stop]))
+            for first, stop in sorted(self.bridged)
+        ]
+        about = f"{counted(self.num_texts, 'text')}, {self.full.count:,} positions"
+        return Table(f"Held out: {about}, full depth's perplexity {self.full.perplexity:.2f}", header, rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for machines."""
+        windows = [
+            {
+                "window": [first, stop],
+                "skipped": self.skipped[first, stop].as_dict(),
+                "bridged": self.bridged[first, stop].as_dict(),
+            }
+            for first, stop in sorted(self.bridged)
+        ]
+        full = {"texts": self.num_texts, "positions": self.full.count, "perplexity": self.full.perplexity}
+        return {**full, "windows": windows}
+
+
+def _cells(judged: Judged) -> tuple[str, str, str]:
+    return f"{judged.kl:.3f}", f"{judged.agreement:.1%}", f"{judged.perplexity:,.2f}"
+
+
+def measure_held_out(
+    passage: Passage,
+    bridges: Sequence[Bridge],
+    readings: Sequence[Reading],
+    progress: Callable[[], None] = lambda: None,
+) -> HeldOut:
+    """Judge each bridge's window on texts whose prompts run every layer.
+
+    Those without two tokens more are passed over. `progress` hears of every other.
+    """
+    found = HeldOut()
+    firsts = {bridge.first for bridge in bridges}
+    for reading in long_enough(readings):
+        full = FullText(passage, reading, firsts)
+        surprise = -float(full.logprobs.gather(1, full.targets[:, None]).sum())
+        found.full.add(full.judge(window_schedule([], passage.config.num_layers), None), surprise)
+        for bridge in bridges:
+            schedule = window_schedule([bridge.window], passage.config.num_layers)
+            for kind, has in ((found.skipped, None), (found.bridged, {bridge.window: bridge})):
+                kind.setdefault(bridge.window, Judged()).add(full.judge(schedule, has), surprise)
+        found.num_texts += 1
+        progress()
+    return found
+
+
+RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+"""Strengths that are tried, in units of the mean variance of the inputs."""
+
+CHOOSING_EVERY = 5
+"""One text in so many chooses the ridge strength; with the others it then makes the last fit."""
+
+SAVE_EVERY = 16
+"""Texts from one saved state of a fit to the next."""
+
+GRID_WIDTHS = 3
+"""Neighbouring windows of a grid that have a bridge over all of them."""
+
+_PARTS = ("fit", "choose")
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """A bridge, the ridge strength it was fitted with, and what part of the change that left unexplained where the
+    strength was chosen."""
+
+    bridge: Bridge
+    ridge: float
+    unexplained: float
+
+
+def windows_from(starts: Iterable[int], num_layers: int) -> list[Window]:
+    """All windows that begin at one of `starts`: those that a D3 with that first layer comes to, at any alpha."""
+    return [(first, stop) for first in sorted(set(starts)) for stop in range(first + 1, num_layers + 1)]
+
+
+def grid_windows(width: int, num_layers: int) -> list[Window]:
+    """The windows from one multiple of `width` to another, up to `GRID_WIDTHS` widths: what `Nested` comes to whose
+    windows are `width` layers each, as long as no more of them are neighbours."""
+    ends = range(0, num_layers + 1, width)
+    return [(first, stop) for first in ends for stop in ends if first < stop <= first + GRID_WIDTHS * width]
+
+
+def text_hash(texts: Sequence[Sequence[int]]) -> str:
+    """ "sha256:" and a digest of all token ids and where each text ends."""
+    digest = sha256()
+    for text in texts:
+        digest.update(len(text).to_bytes(8, "little"))
+        digest.update(np.asarray(text, dtype="<i8").tobytes())
+    return f"sha256:{digest.hexdigest()}"
+
+
+class Fit:
+    """Gathers the sums of `windows` over texts, and solves them."""
+
+    def __init__(self, passage: Passage, windows: Sequence[Window]) -> None:
+        self._passage = passage
+        size = passage.config.hidden_size
+        self._stops = {
+            first: [stop for _, stop in group]
+            for first, group in groupby(sorted(set(windows)), lambda window: window[0])
+        }
+        for first, stops in self._stops.items():
+            for stop in stops:
+                allowed = f"layers [first, stop) of {passage.config.num_layers}"
+                require(0 <= first < stop <= passage.config.num_layers, "window", f"{first}:{stop}", allowed)
+        self._sums = {
+            (part, first): Sums.zero(size, len(stops)) for part in _PARTS for first, stops in self._stops.items()
+        }
+        self.num_texts = 0
+
+    @property
+    def num_positions(self) -> int:
+        """Positions gathered so far."""
+        first = min(self._stops)
+        return sum(int(self._sums[part, first].count) for part in _PARTS)
+
+    @torch.inference_mode()
+    def gather(self, text: Sequence[int]) -> None:
+        """Let one text pass at full depth, and count its positions but the first."""
+        wanted = {layer for first, stops in self._stops.items() for layer in (first, *stops)}
+        states = self._passage.at_full_depth(text, len(text), wanted)
+        part = _PARTS[self.num_texts % CHOOSING_EVERY == CHOOSING_EVERY - 1]
+        for first, stops in self._stops.items():
+            self._sums[part, first].add(states[first][1:], [states[stop][1:] for stop in stops])
+        self.num_texts += 1
+
+    def gather_all(
+        self, texts: Sequence[Sequence[int]], state: Path | None, key: str, progress: Callable[[], None]
+    ) -> None:
+        """Gather all texts, of which those that a `state` of the same `key` holds are not read again.
+
+        The state is written now and then, and is the caller's to delete.
+        """
+        if state is not None:
+            self._load(state, key)
+        for number, text in enumerate(texts):
+            if number >= self.num_texts:
+                self.gather(text)
+                if state is not None and self.num_texts % SAVE_EVERY == 0:
+                    self._save(state, key)
+            progress()
+
+    def solve(self, rank: int | None = None, ridges: Sequence[float] = RIDGES) -> list[Fitted]:
+        """A bridge for each window, float32, full or of this rank."""
+        return [fitted for first in self._stops for fitted in self._solve(first, rank, ridges)]
+
+    def _solve(self, first: int, rank: int | None, ridges: Sequence[float]) -> list[Fitted]:
+        stops, (fit, choose) = self._stops[first], (self._sums[part, first] for part in _PARTS)
+        enough = int(fit.count) > 1 and int(choose.count) > 1
+        require(enough, "texts", self.num_texts, f"at least {CHOOSING_EVERY}, since every fifth chooses the ridge")
+        left = torch.stack([unexplained(choose, solve(fit, ridge)) for ridge in ridges])
+        both = fit + choose
+        found = []
+        last = {ridge: solve(both, ridge) for ridge in {ridges[place] for place in left.argmin(0).tolist()}}
+        for place, stop in enumerate(stops):
+            best = int(left[:, place].argmin())
+            bridge = _bridge((first, stop), place, both, last[ridges[best]], rank)
+            found.append(Fitted(bridge, ridges[best], float(left[best, place])))
+        return found
+
+    def _save(self, path: Path, key: str) -> None:
+        named = {
+            f"{part}.{first}.{name}": tensor
+            for (part, first), sums in self._sums.items()
+            for name, tensor in sums.named().items()
+        }
+        write_state(path, key, named, {"texts": str(self.num_texts)})
+
+    def _load(self, path: Path, key: str) -> None:
+        """Go on from a saved state of this very fit, if there is one."""
+
+        def read(tensor: Callable[[str], Tensor], words: Mapping[str, str]) -> tuple[dict[tuple[str, int], Sums], int]:
+            sums = {place: Sums(*(tensor(f"{place[0]}.{place[1]}.{name}") for name in FIELDS)) for place in self._sums}
+            return sums, int(words["texts"])
+
+        found = read_state(path, key, read)
+        if found is not None:
+            self._sums, self.num_texts = found
+
+
+def _bridge(window: Window, place: int, sums: Sums, maps: Maps, rank: int | None) -> Bridge:
+    if rank is None:
+        return Bridge(*window, maps.weight[place].float(), maps.offset[place].float())
+    own = Maps(maps.weight[place : place + 1], maps.offset[place : place + 1])
+    one = Sums(
+        sums.count,
+        sums.inputs,
+        sums.products,
+        sums.changes[place : place + 1],
+        sums.mixed[place : place + 1],
+        sums.squares[place : place + 1],
+    )
+    down, up, offset = of_rank(one, own, rank)
+    return Bridge(*window, up[0].float(), offset[0].float(), down[0].float())

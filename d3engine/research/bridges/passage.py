@@ -1,0 +1,147 @@
+"""A whole text through the model with bridges over the windows that a schedule leaves out, and with gradients.
+
+The one idea: under a nested schedule the rows that run a layer are the first ones of their text, so one pass over it
+computes what decoding computes step by step, the missing entries of skipped layers with it. Nothing is written in
+place, so that the bridges' own numbers can be tuned through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from d3engine.depth import NEVER, Schedule
+from d3engine.depth.schedule import windows_of
+from d3engine.errors import require
+from d3engine.kernels.matrices import Weight
+from d3engine.model.bridges import Bridge, Window
+from d3engine.model.rope import Rope
+from d3engine.model.weights import LayerWeights
+from d3engine.research.analysis.observer import Observer
+
+Crossings: TypeAlias = dict[int, list[tuple[slice, Window]]]
+"""By the first layer of a window: which rows leave it out."""
+
+
+class Passage:
+    """Texts through the model of an observer."""
+
+    def __init__(self, observer: Observer) -> None:
+        self.config = observer.config
+        self._observer = observer
+        self._weights = observer.weights
+
+    @property
+    def device(self) -> torch.device:
+        return self._observer.device
+
+    def embedded(self, text: Sequence[int]) -> Tensor:
+        """The states [T, H] before the first layer."""
+        return self._observer.embedded(text)
+
+    @torch.no_grad()
+    def at_full_depth(self, text: Sequence[int], prompt_length: int, layers: Iterable[int]) -> dict[int, Tensor]:
+        """The states [T, H] of a text before each of these layers; before layer L is behind the last one."""
+        found, hidden, at = {}, self.embedded(text), 0
+        for layer in sorted(set(layers)):
+            hidden = self.run(hidden, at, prompt_length, Schedule.nested([NEVER] * self.config.num_layers), stop=layer)
+            found[layer], at = hidden, layer
+        return found
+
+    def run(
+        self,
+        hidden: Tensor,
+        first: int,
+        prompt_length: int,
+        schedule: Schedule,
+        bridges: Mapping[Window, Bridge] | None = None,
+        stop: int | None = None,
+    ) -> Tensor:
+        """The states [T, H] before layer `stop` (behind the last one), of those before layer `first`.
+
+        The prompt's rows run every layer, and the row at `prompt_length - 1 + i` those of step i; without `bridges`
+        skipped layers are passed unchanged. Raises `InvalidValueError` for a schedule whose layers wake up again.
+        """
+        require(schedule.is_nested, "schedule", schedule, "one whose skipped layers stay skipped")
+        crossings = {} if bridges is None else crossings_of(schedule, prompt_length, hidden.shape[0])
+        rotations = self._rotations(hidden.shape[0], prompt_length, hidden.device)
+        for layer in range(first, self.config.num_layers if stop is None else stop):
+            for rows, window in crossings.get(layer, ()):
+                assert bridges is not None
+                hidden = _crossed(hidden, rows, bridges[window])
+            live = min(hidden.shape[0], prompt_length - 1 + int(schedule.cutoffs[layer]))
+            ran = self._layer(self._weights.layers[layer], hidden[:live], rotations[layer][:live])
+            hidden = torch.cat((ran, hidden[live:])) if live < hidden.shape[0] else ran
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float32 [T, V]."""
+        normed = self._norm(hidden, self._weights.final_norm)
+        return F.linear(normed, _matrix(self._weights.lm_head, hidden.dtype)).float()
+
+    def _rotations(self, length: int, prompt_length: int, device: torch.device) -> list[Tensor]:
+        positions = torch.arange(length, device=device)
+        rope = Rope(self.config, length, device)
+        lengths = torch.clamp(positions + 1, min=prompt_length) if rope.depends_on_length else None
+        return rope.of_layers(rope.rotations(positions, lengths))
+
+    def _layer(self, weights: LayerWeights, hidden: Tensor, rotations: Tensor) -> Tensor:
+        attended = self._attended(weights, self._norm(hidden, weights.attention_norm), rotations)
+        hidden = hidden + _linear(attended, weights.output, weights.output_bias)
+        normed = self._norm(hidden, weights.mlp_norm)
+        gate, up = _linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
+        return hidden + _linear(F.silu(gate) * up, weights.down, weights.down_bias)
+
+    def _attended(self, weights: LayerWeights, normed: Tensor, rotations: Tensor) -> Tensor:
+        """Causal attention [T, Q] before its output matrix."""
+        config, rows = self.config, normed.shape[0]
+        sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        heads = _linear(normed, weights.qkv, weights.qkv_bias).view(rows, -1, config.head_dim)
+        queries, keys, values = torch.split(heads, sizes, dim=1)
+        if weights.head_norms is not None:
+            queries, keys = self._norm(queries, weights.head_norms[0]), self._norm(keys, weights.head_norms[1])
+        turned = (_turned(queries, rotations), _turned(keys, rotations), values)
+        query, key, value = (part.transpose(0, 1)[None] for part in turned)
+        attended = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=config.attention_scale, enable_gqa=True
+        )
+        return attended[0].transpose(0, 1).reshape(rows, -1)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
+        return scaled.to(x.dtype) * weight
+
+
+def crossings_of(schedule: Schedule, prompt_length: int, num_rows: int) -> Crossings:
+    """Which rows of a text of `num_rows` leave out which windows."""
+    found: Crossings = {}
+    for step, end in schedule.runs(num_rows - prompt_length + 1):
+        for window in windows_of(schedule.active(step)):
+            rows = slice(prompt_length - 1 + step, prompt_length - 1 + end)
+            found.setdefault(window[0], []).append((rows, window))
+    return found
+
+
+def _crossed(hidden: Tensor, rows: slice, bridge: Bridge) -> Tensor:
+    """`hidden` with some of its rows behind a bridge, which computes in its own dtype."""
+    crossed = bridge.crossed(hidden[rows].to(bridge.weight.dtype)).to(hidden.dtype)
+    return torch.cat((hidden[: rows.start], crossed, hidden[rows.stop :]))
+
+
+def _turned(heads: Tensor, rotations: Tensor) -> Tensor:
+    """Heads [T, N, D] turned by `rotations` [T, D / 2], in float32."""
+    pairs = torch.view_as_complex(heads.float().reshape(*heads.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * rotations[:, None]).flatten(-2).to(heads.dtype)
+
+
+def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    return F.linear(x, _matrix(weight, x.dtype), bias)
+
+
+def _matrix(weight: Weight, dtype: torch.dtype) -> Tensor:
+    return weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantize(dtype)

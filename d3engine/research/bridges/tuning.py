@@ -1,0 +1,151 @@
+"""Tuning bridges: steps on their own numbers towards full depth's next-token distribution; nothing else is touched.
+
+The one idea: ridge regression makes the state behind a window right on average, but what counts is what the rest of
+the model makes of it. So a text passes as a policy would decode it, all its bridges at work, and the KL divergence from
+full depth goes back through the model into them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from d3engine.depth import Schedule
+from d3engine.errors import require
+from d3engine.files import as_json
+from d3engine.model.bridges import Bridge, Window
+from d3engine.research.bridges.fitting import read_state, write_state
+from d3engine.research.bridges.judging import FullText
+
+SAVE_EVERY = 25
+"""Steps from one saved state to the next."""
+
+_PARTS = ("weight", "offset", "down")
+
+
+@dataclass(frozen=True)
+class TuningOptions:
+    """`steps` of Adam, each on `rows` positions of one text, at a rate that falls from `rate` to 0 in a line; `seed`
+    says which texts and positions."""
+
+    steps: int = 300
+    rows: int = 128
+    rate: float = 3e-4
+    seed: int = 0
+
+
+class Tuning:
+    """Tunes the bridges that a schedule crosses; what was tuned is float32 until the end."""
+
+    def __init__(self, bridges: Mapping[Window, Bridge], schedule: Schedule, options: TuningOptions) -> None:
+        windows = schedule.windows()
+        require(len(windows) > 0, "policy", schedule, "one that leaves layers out")
+        self._schedule, self._options = schedule, options
+        self._bridges = {window: _trainable(bridges[window]) for window in windows}
+        self._adam = torch.optim.Adam([tensor for _, tensor in self._named()], lr=options.rate)
+        self.num_steps = 0
+        self.losses: list[float] = []
+
+    @property
+    def bridges(self) -> dict[Window, Bridge]:
+        """As they are now."""
+        return {window: _detached(bridge) for window, bridge in self._bridges.items()}
+
+    def run(
+        self,
+        texts: Sequence[FullText],
+        state: Path | None,
+        key: str,
+        progress: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        """All steps that are left; those that a `state` of the same `key` holds are not taken again.
+
+        `progress` hears of each step's KL divergence, NaN for one that is not taken. The state is written now and
+        then, and is the caller's to delete. Steps draw from the seed and their own number alone, so a run that was cut
+        off ends as one that was not.
+        """
+        require(len(texts) > 0, "texts", 0, "at least one that is longer than its prompt")
+        if state is not None:
+            self._load(state, key)
+        for _ in range(self.num_steps):
+            progress(float("nan"))
+        while self.num_steps < self._options.steps:
+            progress(self._step(texts))
+            if state is not None and self.num_steps % SAVE_EVERY == 0:
+                self._save(state, key)
+
+    def _step(self, texts: Sequence[FullText]) -> float:
+        numbers = random.Random(f"tune-{self._options.seed}-{self.num_steps}")
+        text = texts[numbers.randrange(len(texts))]
+        among = range(text.rows.start, text.rows.stop)
+        rows = torch.tensor(sorted(numbers.sample(among, min(self._options.rows, len(among)))))
+        for group in self._adam.param_groups:
+            group["lr"] = self._options.rate * (1 - self.num_steps / self._options.steps)
+        with torch.no_grad():
+            full = text.passage.logits(text.last[rows]).log_softmax(-1)
+        given = text.passage.logits(text.under(self._schedule, self._bridges)[rows]).log_softmax(-1)
+        loss = (full.exp() * (full - given)).sum(-1).mean()
+        self._adam.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._adam.step()
+        self.num_steps += 1
+        self.losses.append(float(loss.detach()))
+        return self.losses[-1]
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        """What is tuned, by names for a file, in a fixed order."""
+        return [
+            (f"{first}:{stop}.{part}", tensor)
+            for (first, stop), bridge in sorted(self._bridges.items())
+            for part in _PARTS
+            if (tensor := getattr(bridge, part)) is not None
+        ]
+
+    def _save(self, path: Path, key: str) -> None:
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in self._named():
+            kept = self._adam.state[tensor]
+            own = {"now": tensor.detach(), "mean": kept["exp_avg"], "square": kept["exp_avg_sq"]}
+            tensors |= {f"{name}.{kind}": value for kind, value in own.items()}
+        write_state(path, key, tensors, {"losses": json.dumps(self.losses)})
+
+    def _load(self, path: Path, key: str) -> None:
+        """Go on from a saved state of this very run, if there is one."""
+
+        def read(
+            tensor: Callable[[str], Tensor], words: Mapping[str, str]
+        ) -> tuple[list[float], dict[str, list[Tensor]]]:
+            kinds = ("now", "mean", "square")
+            losses = [float(loss) for loss in as_json(words["losses"], path)]
+            return losses, {name: [tensor(f"{name}.{kind}") for kind in kinds] for name, _ in self._named()}
+
+        saved = read_state(path, key, read)
+        if saved is None:
+            return
+        losses, found = saved
+        self.losses, self.num_steps = losses, len(losses)
+        for name, tensor in self._named():
+            now, mean, square = found[name]
+            with torch.no_grad():
+                tensor.copy_(now)
+            step = torch.tensor(float(self.num_steps))
+            self._adam.state[tensor] = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
+
+
+def _trainable(bridge: Bridge) -> Bridge:
+    return _with(bridge, lambda tensor: tensor.detach().float().clone().requires_grad_())
+
+
+def _detached(bridge: Bridge) -> Bridge:
+    return _with(bridge, lambda tensor: tensor.detach().clone())
+
+
+def _with(bridge: Bridge, change: Callable[[Tensor], Tensor]) -> Bridge:
+    down = None if bridge.down is None else change(bridge.down)
+    return replace(bridge, weight=change(bridge.weight), offset=change(bridge.offset), down=down)

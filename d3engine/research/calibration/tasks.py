@@ -1,0 +1,92 @@
+"""The questions that a calibration asks: two parts of a task, without a question in common.
+
+The one idea: search and proof need different questions. A task with a validation split gives screening from it and the
+certificate from its test split. BBH has one split only: the order of the questions' hashes, the same for every seed,
+says which half they belong to. Files hold so many questions and no more, so whoever calibrates twice on them certifies
+on the same ones twice; generated tasks have new ones for each seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from d3engine.errors import require
+from d3engine.research.calibration.scoring import Part
+from d3engine.research.calibration.search import Has
+from d3engine.research.evaluation import catalogue, procedural
+from d3engine.research.evaluation.benchmark import Benchmark, Question
+from d3engine.research.evaluation.word_problems import Split
+
+
+@dataclass(frozen=True)
+class CalibrationTask:
+    """A task to calibrate on. `max_tokens` and `stop` are its own; `load(split, count)` gives `count` questions.
+
+    `has` is what there is of them, None where a program writes as many as are asked for.
+    """
+
+    name: str
+    max_tokens: int
+    stop: tuple[str, ...]
+    load: Callable[[Split, int], Sequence[Question]]
+    has: Has | None = None
+
+    def parts(self, screening: int, certification: int) -> dict[Part, list[Question]]:
+        """So many questions for each part. Raises `InvalidValueError` where the task has fewer different ones."""
+        validation = _different(self.load("validation", screening)) if screening else []
+        test = _different(self.load("test", certification))
+        wanted = f"{screening} to search, {certification} to certify"
+        has = f"within what {self.name} has questions for ({len(validation)} to search, {len(test)} to certify)"
+        enough = len(validation) >= screening and len(test) >= certification
+        require(enough, "--budget, --limit", wanted, has)
+        return {Part.SCREENING: validation[:screening], Part.CERTIFICATION: test[:certification]}
+
+
+def calibration_task(name: str, folder: Path | None, *, seed: int, shots: int | None) -> CalibrationTask:
+    """A generated task, or `gsm8k`, `bbh` or `bbh/<task>` from a folder's files, `shots` examples before each."""
+    if folder is None:
+        require(procedural.is_generated(name), "--task", name, f"{procedural.KNOWN}; others need --data")
+
+        def generate(split: Split, count: int) -> Sequence[Question]:
+            return _one(catalogue.generated([name], split=split, seed=seed, limit=count, shots=shots)).questions
+
+        example = _one(catalogue.generated([name], split="validation", seed=seed, limit=1, shots=shots))
+        return CalibrationTask(name, example.max_tokens, example.stop, generate)
+
+    known = name in ("gsm8k", "bbh") or name.startswith("bbh/")
+    require(known, "--task", name, "one of gsm8k, bbh and bbh/<task> with --data")
+
+    def read(split: Split) -> Benchmark:
+        return _one(catalogue.from_files([name], folder, split=split, seed=seed, limit=None, shots=shots))
+
+    test = read("test")
+    questions: dict[Split, list[Question]]
+    if name == "gsm8k":
+        questions = {"validation": _different(read("validation").questions), "test": _different(test.questions)}
+    else:
+        questions = _halves(test.questions, seed)
+    has = Has(len(questions["validation"]), len(questions["test"]))
+    return CalibrationTask(name, test.max_tokens, test.stop, lambda split, count: questions[split], has)
+
+
+def _one(benchmarks: Sequence[Benchmark]) -> Benchmark:
+    (benchmark,) = benchmarks
+    return benchmark
+
+
+def _halves(questions: Sequence[Question], seed: int) -> dict[Split, list[Question]]:
+    """Which half is the question's own affair; the seed shuffles each half, so that tasks of BBH mix."""
+    ordered = sorted(_different(questions), key=lambda question: sha256(question.prompt.encode()).digest())
+    middle = len(ordered) // 2
+    halves: dict[Split, list[Question]] = {"validation": ordered[:middle], "test": ordered[middle:]}
+    for half in halves.values():
+        random.Random(f"calibration-{seed}").shuffle(half)
+    return halves
+
+
+def _different(questions: Sequence[Question]) -> list[Question]:
+    return list({question.prompt: question for question in questions}.values())

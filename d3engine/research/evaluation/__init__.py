@@ -1,0 +1,3 @@
+"""Tasks and measures that say how well a model answers under a depth policy."""
+
+from __future__ import annotations

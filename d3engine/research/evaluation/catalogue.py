@@ -1,0 +1,105 @@
+"""From the names that a user gives to benchmarks: generated tasks, or files of published ones in a folder.
+
+The one idea: a name means one thing only. With a folder the names are those of its data sets; without one they are the
+generated tasks; all others are left to lm-evaluation-harness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from d3engine.errors import require
+from d3engine.research.evaluation import procedural
+from d3engine.research.evaluation.bbh import load_bbh
+from d3engine.research.evaluation.benchmark import Asked, Benchmark, Question
+from d3engine.research.evaluation.gsm8k import load_gsm8k
+from d3engine.research.evaluation.word_problems import Split
+
+NAMES_WITHOUT_HARNESS = f"{procedural.KNOWN}, or with --data one of gsm8k, bbh and bbh/<task>"
+"""What `--tasks` takes besides the tasks of lm-evaluation-harness, for errors."""
+
+DEFAULT_PROBLEMS = 500
+"""Of a generated task; of files, all there are."""
+
+DEPTH_QUESTIONS = 64
+"""By which a policy's depth is set, at most, unless a number is given; no more than are asked afterwards."""
+
+PUBLISHED_SHOTS = 3
+"""Examples before each question, as in the D3 paper; generated tasks are asked without."""
+
+
+HARNESS_LENGTHS = {"gsm8k": 1024, "bbh": 200}
+"""Tokens of an answer, as in the D3 paper, to tasks of lm-evaluation-harness of these names and those that begin with
+them and an underscore, where the task itself does not say."""
+
+
+def harness_length(name: str, otherwise: int) -> int:
+    """Tokens of an answer to a task of lm-evaluation-harness that does not say."""
+    return next((n for known, n in HARNESS_LENGTHS.items() if name == known or name.startswith(f"{known}_")), otherwise)
+
+
+def are_generated(names: Sequence[str]) -> bool:
+    """Whether all names are of generated tasks; a mixture with others is refused."""
+    generated = [name for name in names if procedural.is_generated(name)]
+    allowed = "either generated tasks or tasks of lm-evaluation-harness in one run"
+    require(not generated or len(generated) == len(names), "--tasks", ",".join(names), allowed)
+    return bool(generated)
+
+
+def generated(
+    names: Sequence[str], *, split: Split, seed: int, limit: int | None, shots: int | None
+) -> list[Benchmark]:
+    """The generated tasks of these names."""
+    count = DEFAULT_PROBLEMS if limit is None else limit
+    return [procedural.procedural(name, split=split, seed=seed, limit=count, shots=shots or 0) for name in names]
+
+
+def depth_questions(
+    benchmark: Benchmark, folder: Path | None, *, seed: int, shots: int | None, most: int | None
+) -> list[Question]:
+    """Questions by which a policy's depth is set, which takes no answers: of the validation split, where there is one.
+
+    BBH has none; of its own questions one in so many is taken, from all tasks.
+    """
+    if most is None:
+        most = min(DEPTH_QUESTIONS, len(benchmark.questions))
+    if benchmark.name == "bbh":
+        return benchmark.questions[:: -(-len(benchmark.questions) // most)]
+    if folder is None:
+        return generated([benchmark.name], split="validation", seed=seed, limit=most, shots=shots)[0].questions
+    return from_files([benchmark.name], folder, split="validation", seed=seed, limit=most, shots=shots)[0].questions
+
+
+def reference_answer(question: Question) -> str:
+    """What a question of this catalogue should be answered with, as its examples write it: " 3 + 4 = 7 #### 7"."""
+    own: Any = question.question if isinstance(question, Asked) else question
+    return str(own.solved).removeprefix(own.prompt)
+
+
+def reference_answers(name: str, folder: Path) -> list[str]:
+    """What the test questions of `gsm8k` or `bbh` in a folder should be answered with, as published."""
+    (benchmark,) = from_files([name], folder, split="test", seed=0, limit=None, shots=0)
+    own = [asked.question for asked in benchmark.questions if isinstance(asked, Asked)]
+    return [str(getattr(question, "target", None) or getattr(question, "answer", "")) for question in own]
+
+
+def from_files(
+    names: Sequence[str], folder: Path, *, split: Split, seed: int, limit: int | None, shots: int | None
+) -> list[Benchmark]:
+    """`gsm8k`, `bbh` (all tasks there are) and `bbh/<task>` from a folder with gsm8k/ and bbh/."""
+    require(folder.is_dir(), "--data", str(folder), "a folder with gsm8k/ and bbh/")
+    for name in names:
+        is_known = name in ("gsm8k", "bbh") or name.startswith("bbh/")
+        require(is_known, "--tasks", name, "gsm8k, bbh or bbh/<task> with --data")
+    tasks = [name.removeprefix("bbh/") for name in names if name.startswith("bbh/")]
+    require(not (tasks and "bbh" in names), "--tasks", ",".join(names), "either bbh or some of its tasks")
+    examples = PUBLISHED_SHOTS if shots is None else shots
+    found = []
+    for kind in dict.fromkeys(name.partition("/")[0] for name in names):
+        if kind == "gsm8k":
+            found.append(load_gsm8k(folder, split=split, shots=examples, seed=seed, limit=limit))
+        else:
+            found.append(load_bbh(folder, split=split, shots=examples, tasks=tasks, limit=limit))
+    return found

@@ -1,0 +1,95 @@
+"""Answers that outlive the run that asked for them: a file of JSON lines, one an answer.
+
+The one idea: an answer follows from the weights, the prompt, the policy and the sampling, and from nothing of the run.
+So a run that was ended goes on where it was, a larger one asks what is new alone, and the texts can be read. Greedy
+answers only: others depend on their place in a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from d3engine.depth.labels import policy_in_words
+from d3engine.depth.policy import named_bridges
+from d3engine.errors import D3EngineError
+from d3engine.files import DATA_BYTES, as_json, as_text, is_there, read_bytes
+from d3engine.request.params import SamplingParams
+from d3engine.research.evaluation.work import Work
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one prompt was answered with, and at what cost; `seconds` is its part of the wall clock of its batch.
+
+    Of the `prompt_tokens` `cached_tokens` came from the prefix cache.
+    """
+
+    text: str
+    work: Work
+    cut_off: bool
+    prompt_tokens: int
+    cached_tokens: int
+    seconds: float
+
+
+class KeptAnswers:
+    """The answers in a file, which grows by those that are kept; `about` names the weights and dtypes they come from.
+
+    `bridges` has the hash of each file of bridges that policies name: another file of that name has other answers.
+
+    Raises `UnreadableFileError` for a file that cannot be read and `D3EngineError` for one that holds anything else. A
+    last line that was not written to its end is dropped.
+    """
+
+    def __init__(self, path: Path, about: Mapping[str, str], bridges: Mapping[str, str] | None = None) -> None:
+        self._path = path
+        self._about = dict(about)
+        self._bridges = dict(bridges or {})
+        self._answers: dict[str, Answer] = {}
+        content = read_bytes(path, DATA_BYTES) if is_there(path) else b""
+        self._whole = content.rfind(b"\n") + 1
+        for number, line in enumerate(as_text(content[: self._whole], path).splitlines(), start=1):
+            try:
+                fields = as_json(line, path)
+                key = str(fields.pop("key"))
+                del fields["policy"]
+                self._answers[key] = Answer(**fields | {"work": Work(**fields["work"])})
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise D3EngineError(f"{path}, line {number}, is no answer of d3engine eval: {error!r}") from error
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def find(self, prompt: str, params: SamplingParams) -> Answer | None:
+        """The answer to a prompt under the policy and the sampling of `params`, if it is there."""
+        return self._answers.get(self._key(prompt, params))
+
+    def keep(self, prompts: Sequence[str], params: SamplingParams, answers: Sequence[Answer]) -> None:
+        """Write answers to the end of the file at once; raises `D3EngineError` where that cannot be done."""
+        policy = "" if params.depth is None else policy_in_words(params.depth)
+        lines = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            key = self._key(prompt, params)
+            self._answers[key] = answer
+            lines.append(json.dumps({"key": key, "policy": policy, **asdict(answer)}) + "\n")
+        raw = "".join(lines).encode()
+        try:
+            with open(self._path, "r+b" if is_there(self._path) else "xb") as file:
+                file.truncate(self._whole)
+                file.seek(self._whole)
+                file.write(raw)
+        except OSError as error:
+            raise D3EngineError(f"{self._path} cannot be written: {error.strerror or error}") from error
+        self._whole += len(raw)
+
+    def _key(self, prompt: str, params: SamplingParams) -> str:
+        policy: Any = None if params.depth is None else params.depth.describe()
+        names = frozenset() if params.depth is None else named_bridges(params.depth)
+        hashes = [self._bridges[name] for name in sorted(names)]
+        said = [self._about, policy, repr(replace(params, depth=None)), prompt, *hashes]
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,153 @@
+"""The tasks that a program writes, by name: no data set is needed, and the test split of each is fixed by its seed.
+
+The one idea: a task is a function from a random generator and a size to a problem. The bundled model was trained on the
+word problems alone; the others are for models that can read a few examples (`shots`), or for one trained on them. What
+is too hard for a model says nothing of a policy, so a size may stand behind a name: `word-sorting:3`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from types import MappingProxyType
+from typing import Protocol
+
+from d3engine.errors import require, require_integer
+from d3engine.research.evaluation import (
+    boolean_expressions,
+    dyck_languages,
+    multistep_arithmetic,
+    object_counting,
+    tracking_shuffled_objects,
+    word_problems,
+    word_sorting,
+)
+from d3engine.research.evaluation.benchmark import Asked, Benchmark, Question
+from d3engine.research.evaluation.generated import Generator, problems_of
+from d3engine.research.evaluation.word_problems import Split, problems
+
+WORD_PROBLEMS = "word-problems"
+
+GENERATORS: Mapping[str, Generator] = MappingProxyType(
+    {
+        "boolean-expressions": boolean_expressions.generate,
+        "word-sorting": word_sorting.generate,
+        "dyck-languages": dyck_languages.generate,
+        "object-counting": object_counting.generate,
+        "tracking-shuffled-objects": tracking_shuffled_objects.generate,
+        "multistep-arithmetic": multistep_arithmetic.generate,
+    }
+)
+
+NAMES = (WORD_PROBLEMS, *GENERATORS)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the questions of a task are: so many `counted`, from `fewest` to `most` unless a user says so.
+
+    A user may say from `least`, below which a split has hardly a question, to `largest`.
+    """
+
+    counted: str
+    fewest: int
+    most: int
+    least: int
+    largest: int
+
+
+SIZES: Mapping[str, Sizes] = MappingProxyType(
+    {
+        WORD_PROBLEMS: Sizes("steps", word_problems.MIN_STEPS, word_problems.MAX_STEPS, 1, 20),
+        "boolean-expressions": Sizes(
+            "operators", boolean_expressions.MIN_OPERATORS, boolean_expressions.MAX_OPERATORS, 2, 20
+        ),
+        "word-sorting": Sizes("words", word_sorting.MIN_WORDS, word_sorting.MAX_WORDS, 2, len(word_sorting.WORDS)),
+        "dyck-languages": Sizes("brackets", dyck_languages.MIN_LENGTH, dyck_languages.MAX_LENGTH, 4, 100),
+        "object-counting": Sizes("things", object_counting.MIN_THINGS, object_counting.MAX_THINGS, 2, 16),
+        "tracking-shuffled-objects": Sizes(
+            "swaps", tracking_shuffled_objects.MIN_SWAPS, tracking_shuffled_objects.MAX_SWAPS, 1, 20
+        ),
+        "multistep-arithmetic": Sizes(
+            "operations", multistep_arithmetic.MIN_OPERATIONS, multistep_arithmetic.MAX_OPERATIONS, 1, 20
+        ),
+    }
+)
+
+KNOWN = f"one of {', '.join(NAMES)}, with a size behind it if one is wanted (word-sorting:3, word-sorting:3-5)"
+"""What a generated task may be called, for errors."""
+
+MAX_TOKENS = 128
+MAX_PROBLEMS = 100_000
+MAX_SHOTS = 64
+
+
+class SolvedQuestion(Question, Protocol):
+    """A question that knows its solution, and so can be an example."""
+
+    @property
+    def question(self) -> str:
+        """The question itself, without the form of the prompt."""
+
+    @property
+    def solution(self) -> str:
+        """What the model should say: the working, and the answer."""
+
+    @property
+    def solved(self) -> str:
+        """The question with its answer."""
+
+
+def is_generated(name: str) -> bool:
+    """Whether a program writes the task of this name, whatever size it asks for."""
+    return name.partition(":")[0] in NAMES
+
+
+def named(name: str) -> tuple[str, int, int]:
+    """The task, and the fewest and the most of what it counts: "word-sorting", 3 and 5 of `word-sorting:3-5`.
+
+    Raises `InvalidValueError` for another task, and for a size that this one does not have.
+    """
+    task, colon, size = name.partition(":")
+    require(is_generated(name), "task", name, KNOWN)
+    sizes = SIZES[task]
+    if not colon:
+        return task, sizes.fewest, sizes.most
+    found = re.fullmatch(r"([0-9]{1,3})(?:-([0-9]{1,3}))?", size)
+    fewest, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    allowed = f"{task}:N or {task}:N-M, of {sizes.least} to {sizes.largest} {sizes.counted}"
+    require(sizes.least <= fewest <= most <= sizes.largest, "task", name, allowed)
+    return task, fewest, most
+
+
+def all_problems(name: str, split: Split, seed: int) -> Iterator[SolvedQuestion]:
+    """Problems of a task for ever, the same for the same seed; no two splits share a question."""
+    task, fewest, most = named(name)
+    if task == WORD_PROBLEMS:
+        return iter(problems(split, seed, fewest, most))
+    return problems_of(partial(GENERATORS[task], fewest=fewest, most=most), task, split, seed)
+
+
+def different_problems(name: str, split: Split, seed: int, limit: int) -> list[SolvedQuestion]:
+    """The first `limit` different problems of a split; fewer where a small size has no more."""
+    require_integer("limit", limit, 1, MAX_PROBLEMS)
+    by_question: dict[str, SolvedQuestion] = {}
+    for problem in islice(all_problems(name, split, seed), 10 * limit):
+        by_question.setdefault(problem.question, problem)
+        if len(by_question) == limit:
+            break
+    return list(by_question.values())
+
+
+def procedural(name: str, *, split: Split, seed: int, limit: int, shots: int = 0) -> Benchmark:
+    """A task as a benchmark; `shots` examples of the training split, the same for all, stand before each question."""
+    require_integer("--num-fewshot", shots, 0, MAX_SHOTS)
+    found: Sequence[Question] = different_problems(name, split, seed, limit)
+    if shots:
+        solved = [example.solved for example in different_problems(name, "train", seed, shots)]
+        found = [Asked("\n\n".join([*solved, question.prompt]), question) for question in found]
+    about = f"{split} split, seed {seed}" + (f", {shots} shots" if shots else "")
+    return Benchmark(name, about, {name: found}, MAX_TOKENS, ("\nQuestion:",) if shots else ())
