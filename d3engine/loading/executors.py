@@ -12,6 +12,7 @@ from functools import cache, partial, reduce
 
 import torch
 
+from d3engine.cache.kv_cache import KVCache
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.environment import KERNELS, NATIVE_ISA
 from d3engine.errors import require
@@ -26,16 +27,14 @@ from d3engine.kernels.matrices import Weight
 from d3engine.kernels.native.library import LibraryMissing, isas_here, reads_lanes
 from d3engine.kernels.native.model import NativeError
 from d3engine.kernels.native.packing import packed
-from d3engine.loading.device import settle_programmatic_launch
+from d3engine.loading.device import kernels_for, settle_programmatic_launch
 from d3engine.loading.settings import EngineSettings, ExecutorKind
+from d3engine.model.config import ModelConfig
 from d3engine.model.parallel import Ranks
 from d3engine.model.weights import LlamaWeights
 
 NOWHERE = torch.device("meta")
 """For who checks requests and computes none: bridges are read and looked at, and take neither memory nor a device."""
-from d3engine.cache.kv_cache import KVCache
-from d3engine.loading.device import kernels_for
-from d3engine.model.config import ModelConfig
 
 
 def bridge_store(settings: EngineSettings, device: torch.device | None = None) -> BridgeStore:
