@@ -5,7 +5,7 @@
 #include <new>
 
 #include "decoder.h"
-#include "matrix.h"
+#include "formats/matrix.h"
 
 #ifndef D3_SOURCE_DIGEST
 #define D3_SOURCE_DIGEST "unknown"

@@ -61,14 +61,14 @@ class BuildError(Exception):
 
 def sources(folder: Path = FOLDER) -> list[Path]:
     """Everything that the library is made of, in a fixed order."""
-    return sorted(path for path in folder.iterdir() if path.suffix in (".cpp", ".h", ".inc"))
+    return sorted(path for path in folder.rglob("*") if path.suffix in (".cpp", ".h", ".inc"))
 
 
 def digest(folder: Path = FOLDER) -> str:
     """What tells these sources, flags and this kind of machine from any others: 16 hexadecimal digits."""
     sha = hashlib.sha256(repr((FLAGS, OPTIMIZED, ISA_FLAGS, VECTORIZED, sys.platform, platform.machine())).encode())
     for path in sources(folder):
-        sha.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        sha.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return sha.hexdigest()[:16]
 
 
@@ -104,7 +104,7 @@ def compile_library(
         if target != folder / LIBRARY:
             shutil.copy(folder / LIBRARY, target)
         return
-    known = f'-DD3_SOURCE_DIGEST="{digest(folder)}"'
+    given = [f"-I{folder}", f'-DD3_SOURCE_DIGEST="{digest(folder)}"']
     files = [path for path in sources(folder) if path.suffix == ".cpp"]
     with TemporaryDirectory() as work, ThreadPoolExecutor(2) as pool:
 
@@ -112,7 +112,7 @@ def compile_library(
             built = str(Path(work) / f"{path.stem}.o")
             own = [*(ISA_FLAGS.get(path.name, ()) if is_x86 else ())]
             own += ["-ftree-vectorize"] if path.name in VECTORIZED else []
-            _run([*command, *FLAGS, *flags, *own, known, "-c", str(path), "-o", built])
+            _run([*command, *FLAGS, *flags, *own, *given, "-c", str(path), "-o", built])
             return built
 
         # The instruction sets take longest, so they come first.

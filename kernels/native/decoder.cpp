@@ -8,9 +8,9 @@
 #include <cmath>
 #include <cstring>
 
-#include "fetching.h"
-#include "matrix.h"
-#include "rules.h"
+#include "threading/fetching.h"
+#include "formats/matrix.h"
+#include "sampling/rules.h"
 
 namespace {
 

@@ -6,14 +6,14 @@
 #include <vector>
 
 #include "abi.h"
-#include "choosing.h"
-#include "cycles.h"
-#include "kernels.h"
-#include "multiplier.h"
-#include "floats.h"
-#include "runner.h"
-#include "sampling.h"
-#include "team.h"
+#include "sampling/choosing.h"
+#include "speculative_loop.h"
+#include "isa/kernels.h"
+#include "matmul/matmul.h"
+#include "formats/floats.h"
+#include "threading/runner.h"
+#include "sampling/sampling.h"
+#include "threading/thread_pool.h"
 
 constexpr int BLOCK_QUERIES = 32;  // heads that go through a chunk of entries together
 static_assert(BLOCK_QUERIES <= MOST_QUERIES);

@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "decoder.h"
-#include "shares.h"
+#include "threading/work_queue.h"
 
 namespace {
 

@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "decoder.h"
-#include "matrix.h"
+#include "formats/matrix.h"
 
 namespace {
 

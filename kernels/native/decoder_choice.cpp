@@ -2,7 +2,7 @@
 #include <cmath>
 
 #include "decoder.h"
-#include "rules.h"
+#include "sampling/rules.h"
 
 Choosing D3Decoder::choosing(const Step& step, int row) const {
     const D3Run& run = step.run;

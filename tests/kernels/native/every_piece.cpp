@@ -3,7 +3,7 @@
 #include <cstdio>
 #include <vector>
 
-#include "team.h"
+#include "threading/thread_pool.h"
 
 int main() {
     const char weights[64] = {};

@@ -5,8 +5,8 @@
 #include <cstdlib>
 #include <thread>
 
-#include "patience.h"
-#include "team.h"
+#include "threading/patience.h"
+#include "threading/thread_pool.h"
 
 namespace {
 

@@ -55,7 +55,9 @@ def test_a_library_that_was_built_of_other_sources_is_not_used(tmp_path: Path) -
     with pytest.raises(LibraryMissing, match="was not built"):
         load(tmp_path / build.LIBRARY)
     for path in (*build.sources(), built):
-        shutil.copy(path, tmp_path)
+        copied = tmp_path / path.relative_to(build.FOLDER)
+        copied.parent.mkdir(exist_ok=True)
+        shutil.copy(path, copied)
     load(tmp_path / build.LIBRARY)
     with (tmp_path / "abi.h").open("a") as file:
         file.write("// another\n")

@@ -18,10 +18,10 @@ from d3engine.kernels.native.library import isas_here
 ARM = "aarch64-linux-gnu-g++"
 
 
-@pytest.mark.parametrize("source", ["neon.cpp", "portable.cpp"])
+@pytest.mark.parametrize("source", ["isa/neon.cpp", "isa/portable.cpp"])
 def test_what_arm_runs_compiles_without_a_warning(source: str) -> None:
     needs(ARM, package="g++-aarch64-linux-gnu")
-    flags = [*build.FLAGS, "-Werror", "-fsyntax-only"]
+    flags = [*build.FLAGS, f"-I{build.FOLDER}", "-Werror", "-fsyntax-only"]
     done = subprocess.run([ARM, *flags, str(build.FOLDER / source)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

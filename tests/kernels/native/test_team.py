@@ -87,7 +87,7 @@ def test_helpers_without_work_take_no_processor_time(case: Case) -> None:
 def said_by(program: str, folder: Path) -> tuple[int, str, str]:
     """What a program of this folder, built with the team alone, returns and says of itself, and of what is wrong."""
     built, source = folder / program, Path(__file__).with_name(f"{program}.cpp")
-    files = [str(source), str(build.FOLDER / "team.cpp"), f"-I{build.FOLDER}", "-o", str(built)]
+    files = [str(source), str(build.FOLDER / "threading" / "thread_pool.cpp"), f"-I{build.FOLDER}", "-o", str(built)]
     subprocess.run([*build.find_compiler(), *build.FLAGS, "-O0", *files], check=True)
     done = subprocess.run([str(built)], capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout.strip(), done.stderr

@@ -1,5 +1,5 @@
 // AVX-512: sixteen floats a register, thirty-two registers. Compiled with its own flags, called only where they hold.
-#include "simd.h"
+#include "isa/simd.h"
 
 #if defined(__x86_64__) && !defined(D3_PORTABLE)
 #include <immintrin.h>
@@ -24,7 +24,7 @@ INLINE V zip_high(V a, V b) {
     const __m512i turns = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
     return _mm512_permutex2var_ps(a, turns, b);
 }
-#include "eight_lanes.inc"
+#include "isa/x86.inc"
 
 // Halves of a register meet first, and what is left to add up is half as wide: where a whole register goes through the
 // processor in two halves (Zen 4), that is a quarter less to do.
@@ -91,24 +91,24 @@ INLINE void store_words(char* to, const VI (&words)[2]) {
         _mm512_storeu_si512(to + 64 * half, _mm512_permutexvar_epi16((__m512i)order, (__m512i)words[half]));
 }
 
-#include "kernels.inc"
+#include "isa/kernels.inc"
 
 static bool runs_here() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma");
 }
 
-#include "fixed_point.inc"
-#include "fixed_single.inc"
-#include "fixed_lanes.inc"
-#include "in_lanes.inc"
-#include "with_bytes.inc"
+#include "matmul/int_dot.inc"
+#include "matmul/fixed_single.inc"
+#include "matmul/fixed_lanes.inc"
+#include "matmul/int_dot_interleaved.inc"
+#include "isa/with_bytes.inc"
 
 #if defined(D3_TILES)
-#include "tiles.inc"
-#include "fixed_tiles.inc"
-#include "bfloat16_tiles.inc"
-#include "with_tiles.inc"
+#include "matmul/amx.inc"
+#include "matmul/fixed_tiles.inc"
+#include "matmul/bfloat16_tiles.inc"
+#include "isa/with_tiles.inc"
 #endif
 
 extern const Kernels kernels;

@@ -5,7 +5,7 @@
 #include <memory>
 #include <new>
 
-#include "kernels.h"
+#include "isa/kernels.h"
 
 // Floats that begin at a cache line, zeros at first. The system gives their pages when they are first touched, so that
 // what is never needed costs nothing.

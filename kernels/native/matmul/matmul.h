@@ -6,10 +6,10 @@
 #include <algorithm>
 #include <vector>
 
-#include "floats.h"
-#include "kernels.h"
-#include "matrix.h"
-#include "team.h"
+#include "formats/floats.h"
+#include "isa/kernels.h"
+#include "formats/matrix.h"
+#include "threading/thread_pool.h"
 
 // The output channels of each band of a matrix, cut into pieces that differ by no more than a unit, so that pairs of
 // channels stay together and tiles are full.

@@ -1,6 +1,6 @@
 // Any machine that GCC or Clang knows: four floats at a time in their vector types, nothing named of any instruction
 // set. It is slower than the others and serves those that they do not.
-#include "simd.h"
+#include "isa/simd.h"
 
 namespace portable {
 
@@ -87,7 +87,7 @@ INLINE void store_words(char* to, const VI (&words)[8]) {
         }
 }
 
-#include "kernels.inc"
+#include "isa/kernels.inc"
 
 static bool runs_here() { return true; }
 

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "abi.h"
-#include "kernels.h"
+#include "isa/kernels.h"
 
 inline int64_t bytes_of_row(const D3Matrix& matrix) {
     switch (matrix.kind) {

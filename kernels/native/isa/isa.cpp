@@ -1,6 +1,6 @@
 // Which instruction sets this build holds. The ones that name an instruction set are best first; a build with
 // D3_PORTABLE has none of them, as on a machine of another kind.
-#include "kernels.h"
+#include "isa/kernels.h"
 
 #if defined(D3_PORTABLE)
 #elif defined(__x86_64__)

@@ -1,4 +1,4 @@
-#include "team.h"
+#include "threading/thread_pool.h"
 
 #include <pthread.h>
 #include <sched.h>
@@ -14,8 +14,8 @@
 #include <thread>
 #include <vector>
 
-#include "patience.h"
-#include "shares.h"
+#include "threading/patience.h"
+#include "threading/work_queue.h"
 
 namespace {
 

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "kernels.h"
+#include "isa/kernels.h"
 
 // A helper of a hot loop has to be inlined even where the compiler counts otherwise, or its vectors go through memory.
 #define INLINE static inline __attribute__((always_inline))

@@ -1,8 +1,8 @@
-#include "multiplier.h"
+#include "matmul/matmul.h"
 
-#include "fetching.h"
-#include "matrix.h"
-#include "shares.h"
+#include "threading/fetching.h"
+#include "formats/matrix.h"
+#include "threading/work_queue.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-#include "runner.h"
+#include "threading/runner.h"
 
 #include <pthread.h>
 #include <signal.h>

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "abi.h"
-#include "kernels.h"
+#include "isa/kernels.h"
 
 namespace {
 

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "upcoming.h"
+#include "threading/prefetch.h"
 
 class Team {
 public:

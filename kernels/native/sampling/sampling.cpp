@@ -1,4 +1,4 @@
-#include "sampling.h"
+#include "sampling/sampling.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,5 +1,5 @@
 // NEON, which every 64-bit Arm has: four floats a register, thirty-two registers.
-#include "simd.h"
+#include "isa/simd.h"
 
 #if defined(__aarch64__) && !defined(D3_PORTABLE)
 #include <arm_neon.h>
@@ -92,7 +92,7 @@ INLINE void store_words(char* to, const VI (&words)[8]) {
     }
 }
 
-#include "kernels.inc"
+#include "isa/kernels.inc"
 
 static bool runs_here() { return true; }
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "abi.h"
-#include "choosing.h"
+#include "sampling/choosing.h"
 
 // The best token of `logits`, which are changed. `order` is scratch, with room for `vocab` numbers.
 Best sample(float* logits, int vocab, const D3Choice& asked, const Choosing& how, std::vector<uint64_t>& order);

@@ -1,4 +1,4 @@
-#include "rules.h"
+#include "sampling/rules.h"
 
 #include <algorithm>
 #include <cmath>

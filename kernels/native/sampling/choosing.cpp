@@ -1,4 +1,4 @@
-#include "choosing.h"
+#include "sampling/choosing.h"
 
 #include <cmath>
 

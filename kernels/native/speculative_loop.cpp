@@ -1,6 +1,6 @@
 // Each cycle is some steps of one row for each sequence whose draft still grows, and one of all drafted rows, in which
 // a row that has left its hidden state behind goes on from there.
-#include "cycles.h"
+#include "speculative_loop.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,6 +1,6 @@
 // AVX2 with FMA and F16C: eight floats a register, sixteen registers. Compiled with its own flags, called only where
 // they hold.
-#include "simd.h"
+#include "isa/simd.h"
 
 #if defined(__x86_64__) && !defined(D3_PORTABLE)
 #include <cpuid.h>
@@ -42,7 +42,7 @@ INLINE void transpose(V (&values)[LANES]) {
             values[i + 2 * nth] = (V)_mm256_unpacklo_pd(a, b), values[i + 2 * nth + 1] = (V)_mm256_unpackhi_pd(a, b);
         }
 }
-#include "eight_lanes.inc"
+#include "isa/x86.inc"
 INLINE Summed begun_sum(V values) { return values; }
 INLINE V choose(VI where, V yes, V no) { return where ? yes : no; }
 INLINE V larger(V a, V b) { return _mm256_max_ps(a, b); }
@@ -110,7 +110,7 @@ INLINE void store_words(char* to, const VI (&words)[4]) {
     }
 }
 
-#include "kernels.inc"
+#include "isa/kernels.inc"
 
 // Older compilers have no name for it to ask by.
 static bool has_half_floats() {
