@@ -52,7 +52,7 @@ ISA_FLAGS = {
     "avx2.cpp": ("-mavx2", "-mfma", "-mf16c"),
 }
 # Whole numbers are what they are however many are added at once.
-VECTORIZED = ("packing.cpp",)
+VECTORIZED = ("bf12.cpp",)
 
 
 class BuildError(Exception):

@@ -8,9 +8,8 @@
 #include <cmath>
 #include <cstring>
 
-#include "threading/fetching.h"
 #include "formats/matrix.h"
-#include "sampling/rules.h"
+#include "threading/work_queue.h"
 
 namespace {
 
@@ -21,6 +20,33 @@ int64_t bytes_of_matrices(const D3Model& model) {
     for (const D3Layer* layer = model.layers; layer < model.layers + model.num_layers; layer++)
         all += bytes(layer->qkv) + bytes(layer->output) + bytes(layer->gate_up) + bytes(layer->down);
     return all;
+}
+
+const D3Bridge* find(const D3Bridges& bridges, int first, int stop) {
+    for (int64_t nth = 0; nth < bridges.count; nth++)
+        if (bridges.bridges[nth].first == first && bridges.bridges[nth].stop == stop) return bridges.bridges + nth;
+    return nullptr;
+}
+
+bool fits(const D3Bridge& bridge, int hidden) {
+    if (!bridge.weight.bias) return false;
+    if (!bridge.down.values) return is_matrix(bridge.weight, hidden, hidden, false);
+    const int rank = bridge.down.rows;
+    return rank >= 1 && rank <= hidden && is_matrix(bridge.weight, hidden, rank, false) &&
+           is_matrix(bridge.down, rank, hidden, false);
+}
+
+// Products of a query's channel with a key's and a weight with a value's: fewer are sooner done than handed over.
+constexpr int64_t LEAST_SHARED = 24 * 1024;
+
+int num_spans(const Attention& a) { return (a.length + a.rows - 1 + ATTENTION_SPAN - 1) / ATTENTION_SPAN; }
+int64_t num_queries(const Attention& a) { return int64_t(a.heads) * a.rows * a.group; }
+int64_t num_products(const Attention& a) { return 2 * num_queries(a) * a.length * a.head_dim; }
+int64_t num_floats(const Attention& a) { return num_queries(a) * (a.head_dim + 2); }
+
+// Whether the first chunk of another text can be asked for while the last span of this one is looked at.
+bool has_time_for_next(const Attention& a) {
+    return a.length > ATTENTION_CHUNK && (a.length - 1) % ATTENTION_SPAN + 1 >= ATTENTION_CHUNK;
 }
 
 }  // namespace
@@ -287,5 +313,273 @@ void D3Decoder::head(const Step& step) {
         for (int worker = 1; worker < team_.size(); worker++) best.meet(best_[size_t(worker) * model_.max_rows + row]);
         run.chosen[step.taken * run.rows + row] = std::min<int64_t>(best.token, model_.vocab - 1);
         run.scores[step.taken * run.rows + row] = best.score;
+    }
+}
+
+// -- decoder_entries.cpp
+// Where the queries, keys and values of a row go: into attention's rows, and into the entries of a cache.
+
+// How many halves of entries, keys or values, are in the pool before this one's.
+int64_t D3Decoder::entry(const Step& step, int row, int layer, int half) const {
+    const int64_t position = step.position(row), block = step.table(row, layer, model_)[position / model_.block_size];
+    return (2 * block + half) * model_.block_size + position % model_.block_size;
+}
+
+// `count` channels from `channel` on, all of one head, go where they belong; those of queries and keys are turned.
+void D3Decoder::place(const Step& step, int layer, int nth, int channel, const float* from, int count) {
+    const int row = active_[nth], keys_end = q_size_ + kv_size_;
+    float *pool = static_cast<float*>(model_.pool), *to;
+    if (channel < q_size_) to = queries_.row(nth) + channel;
+    else if (channel < keys_end) to = pool + entry(step, row, layer, 0) * kv_size_ + (channel - q_size_);
+    else to = pool + entry(step, row, layer, 1) * kv_size_ + (channel - keys_end);
+    const float* rotations = layers_[layer].rotations;
+    if (!rotations || channel >= keys_end) {
+        memcpy(to, from, count * sizeof(float));
+        return;
+    }
+    const float* turns = rotations + step.position(row) * model_.head_dim;
+    kernels_.rotate(to, from, turns + channel % model_.head_dim, count);
+}
+
+// The same of a whole head, which entries of 8 bits need for its scale; it may be changed.
+void D3Decoder::place_head(const Step& step, int layer, int nth, int channel, float* head) {
+    if (channel < q_size_ || !is_small()) return place(step, layer, nth, channel, head, model_.head_dim);
+    const int row = active_[nth], half = channel >= q_size_ + kv_size_, first = channel - q_size_ - half * kv_size_;
+    const float* rotations = layers_[layer].rotations;
+    if (rotations && !half)
+        kernels_.rotate(head, head, rotations + step.position(row) * model_.head_dim, model_.head_dim);
+    const int64_t place = entry(step, row, layer, half), size = model_.block_size;
+    const int64_t scales = place / size * model_.kv_heads + first / model_.head_dim;  // runs of a block's, before these
+    kernels_.write_e4m3(head, model_.head_dim, static_cast<uint8_t*>(model_.pool) + place * kv_size_ + first,
+                        model_.pool_scales + scales * size + place % size);
+}
+
+// -- decoder_bridges.cpp
+// Bridges: rows that leave out a window of layers cross it by a map, where the layers below it have run.
+//
+// A map is one more product of the rows that leave out the same window, or two where it is of low rank, so their
+// numbers depend on no others'. It writes no entries.
+
+// Where the window ends that a row leaves out from `layer` on; `layer` itself where none begins there.
+int D3Decoder::window_from(const Step& step, int row, int layer) const {
+    int stop = layer;
+    if (layer > 0 && !step.runs(row, layer - 1, model_)) return stop;
+    while (stop < model_.num_layers && !step.runs(row, stop, model_)) stop++;
+    return stop;
+}
+
+bool D3Decoder::has_bridges(const D3Run& run) const {
+    for (int row = 0; row < run.rows; row++) {
+        if (!run.bridges[row]) continue;
+        for (int taken = 0; taken < run.steps; taken++)
+            for (int layer = 0; layer < model_.num_layers; layer++) {
+                const int stop = window_from({run, taken}, row, layer);
+                if (stop == layer) continue;
+                const D3Bridge* bridge = find(*run.bridges[row], layer, stop);
+                if (!bridge || !fits(*bridge, model_.hidden)) return false;
+            }
+    }
+    return true;
+}
+
+// All layers below `layer` have run.
+void D3Decoder::cross(const Step& step, int layer) {
+    crossings_.clear();
+    for (int row = 0; row < step.run.rows; row++) {
+        if (!step.run.bridges[row]) continue;
+        const int stop = window_from(step, row, layer);
+        if (stop > layer) crossings_.push_back({find(*step.run.bridges[row], layer, stop), row});
+    }
+    std::sort(crossings_.begin(), crossings_.end(), [](const Crossing& one, const Crossing& other) {
+        return one.bridge != other.bridge ? one.bridge < other.bridge : one.row < other.row;
+    });
+    for (size_t nth = 0; nth < crossings_.size();) {
+        const D3Bridge* bridge = crossings_[nth].bridge;
+        active_.clear();
+        for (; nth < crossings_.size() && crossings_[nth].bridge == bridge; nth++)
+            active_.push_back(crossings_[nth].row);
+        cross_together(*bridge);
+    }
+}
+
+// The active rows cross a window. Pieces of a product are added while others are still read, so it reads a copy.
+void D3Decoder::cross_together(const D3Bridge& bridge) {
+    for (size_t nth = 0; nth < active_.size(); nth++)
+        memcpy(normed_.row(int(nth)), hidden_.row(active_[nth]), model_.hidden * sizeof(float));
+    if (!bridge.down.values) return add_product(bridge.weight, normed_);
+    for (size_t nth = 0; nth < active_.size(); nth++)  // of a wider bridge there may be something beyond the rank
+        std::fill(inner_.row(int(nth)) + bridge.down.rows, inner_.row(int(nth)) + inner_.stride(), 0.0f);
+    put_product(bridge.down, normed_, inner_);
+    add_product(bridge.weight, inner_);
+}
+
+// -- decoder_attention.cpp
+// Attention of a step: who shares entries, and how the work is cut where a few heads read a long text.
+
+// Rows of one sequence that stand at neighbouring positions, as those of a prompt do; each row of an answer by itself.
+void D3Decoder::find_blocks(const Step& step) {
+    const int most = std::max(1, BLOCK_QUERIES / group_);
+    blocks_.clear();
+    for (int nth = 0; nth < int(active_.size()); nth++) {
+        const int row = active_[nth];
+        if (!blocks_.empty() && blocks_.back().rows < most) {
+            const int before = active_[nth - 1];
+            if (step.run.slots[before] == step.run.slots[row] && step.position(before) + 1 == step.position(row)) {
+                blocks_.back().rows++;
+                continue;
+            }
+        }
+        blocks_.push_back({nth, 1, 0, model_.kv_heads});
+    }
+}
+
+// Each head of keys and values by itself.
+void D3Decoder::split_blocks() {
+    const size_t count = blocks_.size();
+    blocks_.resize(count * model_.kv_heads);
+    for (size_t nth = blocks_.size(); nth-- > 0;) {
+        blocks_[nth] = blocks_[nth / model_.kv_heads];
+        blocks_[nth].head = int(nth) % model_.kv_heads, blocks_[nth].heads = 1;
+    }
+}
+
+// What the nth block looks at.
+Attention D3Decoder::attention_of(const Step& step, int layer, int nth, int worker) const {
+    const Block& block = blocks_[nth];
+    const int row = active_[block.first];
+    const int64_t first = int64_t(block.head) * group_ * model_.head_dim, wide = is_small() ? 1 : sizeof(float);
+    const Scratch& scratch = scratch_[worker];
+    const char* pool = static_cast<const char*>(model_.pool);
+    return {queries_.row(block.first) + first, attended_.row(block.first) + first, queries_.stride(),
+            scratch.scores.at(0), scratch.keys.at(0), scratch.values.at(0),
+            pool + block.head * model_.head_dim * wide,
+            is_small() ? model_.pool_scales + block.head * model_.block_size : nullptr, step.table(row, layer, model_),
+            int64_t(model_.block_size) * kv_size_, int64_t(model_.block_size) * model_.kv_heads, kv_size_, block.rows,
+            block.heads, group_, model_.head_dim, model_.block_size, int32_t(step.position(row) + 1), model_.scale,
+            fetches_, false, nullptr, 0};
+}
+
+// A piece is a block, or a head of one: entries come from memory sooner where all heads of a position are looked at
+// together, but nobody is to wait for the one who has a long text.
+void D3Decoder::attention(const Step& step, int layer) {
+    find_blocks(step);
+    const int team = team_.size(), count = int(blocks_.size()), fair = team == 1 ? 1 : 4 * team;
+    int spans = 1;
+    int64_t products = 0, most = 0, entries = 0;
+    bool may_be_whole = !is_small() && model_.heads <= MOST_QUERIES;
+    for (int nth = 0; nth < count; nth++) {
+        const Attention a = attention_of(step, layer, nth, 0);
+        spans = std::max(spans, num_spans(a)), may_be_whole &= a.rows == 1;
+        products += num_products(a), most = std::max(most, num_products(a)), entries += a.length;
+    }
+    if (!may_be_whole || most * fair > 2 * products) {
+        const bool are_few = spans > 1 && team > 1 && count < fair;
+        if (may_be_whole && are_few && 5 * most_of_share(step, spans) * team <= 6 * entries)
+            return attend_split(step, layer, spans);
+        split_blocks();
+        if (spans > 1 && team > 1 && int(blocks_.size()) < 2 * team) return attend_split(step, layer, spans);
+    }
+    const int pieces = int(blocks_.size());
+    const int64_t first = first_piece_;
+    first_piece_ += pieces;
+    auto attend = [&](int worker, int nth) {
+        Attention a = attention_of(step, layer, nth, worker);
+        Scratch& scratch = scratch_[worker];
+        a.is_asked_for = scratch.asked == first + nth;
+        if (a.heads > 1 && nth + 1 < pieces && has_time_for_next(a)) {
+            const Attention next = attention_of(step, layer, nth + 1, worker);
+            a.next = next.table, a.next_length = next.length, scratch.asked = first + nth + 1;
+        }
+        float *earlier = scratch.partials.at(0), *partial = earlier + num_floats(a);
+        kernels_.attend_span(a, 0, earlier);
+        a.is_asked_for = true;
+        for (int span = 1; span < num_spans(a); span++) {
+            kernels_.attend_span(a, span, partial);
+            kernels_.join_span(a, span, earlier, partial);
+        }
+        kernels_.finish_attention(a, earlier);
+    };
+    if (products >= LEAST_SHARED) return team_.each(pieces, attend);
+    for (int nth = 0; nth < pieces; nth++) attend(0, nth);
+}
+
+// Entries that somebody looks at, at most, if spans are shared out.
+int64_t D3Decoder::most_of_share(const Step& step, int spans) const {
+    const int team = team_.size(), pieces = int(blocks_.size()) * spans;
+    int64_t most = 0;
+    for (int worker = 0; worker < team; worker++) {
+        int64_t entries = 0;
+        for (int nth = first_of_share(worker, team, pieces); nth < first_of_share(worker + 1, team, pieces); nth++) {
+            const int64_t length = step.position(active_[blocks_[nth / spans].first]) + 1;
+            entries += std::clamp<int64_t>(length - nth % spans * ATTENTION_SPAN, 0, ATTENTION_SPAN);
+        }
+        most = std::max(most, entries);
+    }
+    return most;
+}
+
+// The same where there are too few pieces for everybody, in few long texts: each span is a piece then.
+void D3Decoder::attend_split(const Step& step, int layer, int spans) {
+    const int blocks = int(blocks_.size());
+    const int64_t floats = most_queries() * (model_.head_dim + 2);
+    if (int64_t(partials_.size()) < blocks * spans * floats) partials_.resize(blocks * spans * floats);
+    const auto partial = [&](int block, int span) { return &partials_[(int64_t(block) * spans + span) * floats]; };
+    team_.each(blocks * spans, [&](int worker, int nth) {
+        const Attention a = attention_of(step, layer, nth / spans, worker);
+        if (nth % spans < num_spans(a)) kernels_.attend_span(a, nth % spans, partial(nth / spans, nth % spans));
+    });
+    for (int block = 0; block < blocks; block++) {
+        const Attention a = attention_of(step, layer, block, 0);
+        for (int span = 1; span < num_spans(a); span++)
+            kernels_.join_span(a, span, partial(block, 0), partial(block, span));
+        kernels_.finish_attention(a, partial(block, 0));
+    }
+}
+
+// -- decoder_choice.cpp
+// How each row of a step chooses its token, and those choose that need all of their logits.
+
+Choosing D3Decoder::choosing(const Step& step, int row) const {
+    const D3Run& run = step.run;
+    if (!run.temperatures) return {0.0f, 0, 0, 0};
+    return {run.temperatures[row], uint64_t(run.seeds[row]), uint32_t(run.indices[row]),
+            uint32_t(run.generation[row] + step.taken)};
+}
+
+bool D3Decoder::needs_all(const D3Run& run, int row) const {
+    if (!run.choices) return false;
+    const D3Choice& asked = run.choices[row];
+    const bool cuts = asked.log_min_p > -INFINITY || asked.top_k > 0 || asked.top_p < 1;
+    return asked.counted || asked.rules || (cuts && run.temperatures[row] != 0);
+}
+
+// The rows that need all of their logits choose from them.
+void D3Decoder::choose_from_all(const Step& step) {
+    const D3Run& run = step.run;
+    team_.each(int(active_.size()), [&](int worker, int nth) {
+        const int row = active_[nth];
+        if (!needs_all(run, row)) return;
+        const D3Choice& asked = run.choices[row];
+        if (step.taken) count(asked, step.taken, run.chosen[(step.taken - 1) * run.rows + row]);
+        float* logits = collected_.at(int64_t(row) * model_.vocab);
+        if (asked.rules) {
+            const uint8_t* form = asked.rules->has_form ? forms_[row] : nullptr;
+            restrict_logits(logits, model_.vocab, *asked.rules, form, run, row, step.taken);
+        }
+        best_[row] = sample(logits, model_.vocab, asked, choosing(step, row), orders_[worker]);
+    });
+}
+
+// One after the other and by the leader alone: who is asked is a language that has one thread at a time.
+void D3Decoder::ask_forms(const Step& step) {
+    const D3Run& run = step.run;
+    if (!run.choices || !run.form) return;
+    forms_.assign(run.rows, nullptr);
+    for (int row = 0; row < run.rows; row++) {
+        const D3Rules* rules = run.choices[row].rules;
+        if (!rules || !rules->has_form) continue;
+        const int64_t token = step.taken ? run.chosen[(step.taken - 1) * run.rows + row] : -1;
+        forms_[row] = run.form(row, step.taken, token);
+        if (!forms_[row]) ended_[row] = true;
     }
 }

@@ -6,11 +6,9 @@
 #include <vector>
 
 #include "abi.h"
-#include "sampling/choosing.h"
 #include "speculative_loop.h"
 #include "isa/kernels.h"
 #include "matmul/matmul.h"
-#include "formats/floats.h"
 #include "threading/runner.h"
 #include "sampling/sampling.h"
 #include "threading/thread_pool.h"

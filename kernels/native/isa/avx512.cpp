@@ -99,16 +99,93 @@ static bool runs_here() {
 }
 
 #include "matmul/int_dot.inc"
-#include "matmul/fixed_single.inc"
-#include "matmul/fixed_lanes.inc"
 #include "matmul/int_dot_interleaved.inc"
-#include "isa/with_bytes.inc"
+
+// Where the processor multiplies bytes and has no tiles, int4 matrices meet whole numbers, which takes no more
+// instructions than floats for any number of vectors, and so do int8 matrices that lie in lanes. Others of int8 stay
+// with floats: to turn their rows into lanes costs a few vectors more than it spares.
+
+static bool runs_here_with_bytes() { return runs_here() && __builtin_cpu_supports("avx512vnni"); }
+
+static int64_t prepared_bytes_of(D3Kind kind, int columns, int rows) {
+    return kind == D3_INT4 || lies_in_lanes(kind) ? (rows + SIDE - 1) / SIDE * fixed_bytes(columns, SIDE) : 0;
+}
+static int pieces_for_lanes(const Product& p) {
+    return p.at_once == 1 ? 1 : (p.at_once + SIDE - 1) / SIDE * fixed_blocks(p.columns);
+}
+static void prepare_for_lanes(const Product& p, int piece) {
+    if (p.at_once == 1) return prepare_fixed_single(p);
+    prepare_fixed<true>(p, piece / fixed_blocks(p.columns) * SIDE, piece % fixed_blocks(p.columns));
+}
+static void multiply_bytes(const Product& p, const Piece& piece) {
+    if (!p.prepared) return multiply(p, piece);
+    switch (p.kind) {
+        case D3_INT4_LANES: return multiply_in_lanes<Int4InLanes>(p, piece);
+        case D3_INT8_LANES: return multiply_in_lanes<Int8InLanes>(p, piece);
+        default: p.at_once == 1 ? multiply_as<SingleInt4>(p, piece) : multiply_turned(p, piece);
+    }
+}
+
+constexpr Kernels with_bytes() {
+    Kernels made = table("avx512-vnni");
+    made.widest_prepared = INT_MAX;  // what they wait for is not memory
+    made.runs_here = runs_here_with_bytes, made.multiply = multiply_bytes, made.reads_lanes = true;
+    made.prepared_bytes = prepared_bytes_of, made.prepared_pieces = pieces_for_lanes;
+    made.prepare = prepare_for_lanes;
+    return made;
+}
+
+extern const Kernels vnni;
+const Kernels vnni = with_bytes();
 
 #if defined(D3_TILES)
 #include "matmul/amx.inc"
-#include "matmul/fixed_tiles.inc"
-#include "matmul/bfloat16_tiles.inc"
-#include "isa/with_tiles.inc"
+
+// What tiles are used for: matrices of 8 and 4 bits and of bfloat16, but for a single vector and 4 bits, where bytes
+// would have to become two first.
+
+static bool runs_here_with_tiles() { return runs_here() && has_tiles(); }
+
+static bool is_single_int4(const Product& p) { return p.kind == D3_INT4 && p.at_once == 1; }
+
+static int64_t bytes_for_tiles(D3Kind kind, int columns, int rows) {
+    const int64_t groups = (rows + SIDE - 1) / SIDE;
+    if (kind == D3_BFLOAT16) return groups * bfloat16_bytes(columns, SIDE);
+    return kind == D3_INT8 || kind == D3_INT4 ? groups * fixed_bytes(columns, SIDE) : 0;
+}
+static int blocks_for_tiles(const Product& p) {
+    return p.kind == D3_BFLOAT16 ? Bfloat16ByTiles::blocks(p) : fixed_blocks(p.columns);
+}
+static int pieces_for_tiles(const Product& p) {
+    return is_single_int4(p) ? 1 : (p.at_once + SIDE - 1) / SIDE * blocks_for_tiles(p);
+}
+static void prepare_for_tiles(const Product& p, int piece) {
+    if (is_single_int4(p)) return prepare_fixed_single(p);
+    const int first = piece / blocks_for_tiles(p) * SIDE, block = piece % blocks_for_tiles(p);
+    p.kind == D3_BFLOAT16 ? prepare_bfloat16(p, first, block) : prepare_fixed<false>(p, first, block);
+}
+static void multiply_with_tiles(const Product& p, const Piece& piece) {
+    if (!p.prepared) return multiply(p, piece);
+    if (is_single_int4(p)) return multiply_as<SingleInt4>(p, piece);
+    switch (p.kind) {
+        case D3_BFLOAT16: return multiply_by_tiles<Bfloat16ByTiles>(p, piece);
+        case D3_INT8: return multiply_by_tiles<Int8ByTiles>(p, piece);
+        default: return multiply_by_tiles<Int4ByTiles>(p, piece);
+    }
+}
+
+constexpr Kernels with_tiles() {
+    Kernels made = table("amx");
+    made.piece_bytes = 512 * 1024;  // so that rows which are far apart go on for long
+    made.widest_prepared = SIDE, made.most_packed = 0;
+    made.runs_here = runs_here_with_tiles, made.multiply = multiply_with_tiles;
+    made.prepared_bytes = bytes_for_tiles, made.prepared_pieces = pieces_for_tiles, made.prepare = prepare_for_tiles;
+    return made;
+}
+
+extern const Kernels amx;
+const Kernels amx = with_tiles();
+
 #endif
 
 extern const Kernels kernels;

@@ -1,6 +1,6 @@
 #include "matmul/matmul.h"
 
-#include "threading/fetching.h"
+#include "threading/prefetch.h"
 #include "formats/matrix.h"
 #include "threading/work_queue.h"
 

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <vector>
 
-#include "formats/floats.h"
 #include "isa/kernels.h"
 #include "formats/matrix.h"
 #include "threading/thread_pool.h"

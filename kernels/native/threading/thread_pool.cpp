@@ -14,7 +14,6 @@
 #include <thread>
 #include <vector>
 
-#include "threading/patience.h"
 #include "threading/work_queue.h"
 
 namespace {

@@ -5,7 +5,6 @@
 #include <cstdlib>
 #include <thread>
 
-#include "threading/patience.h"
 #include "threading/thread_pool.h"
 
 namespace {
