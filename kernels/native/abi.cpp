@@ -13,18 +13,18 @@
 
 namespace {
 
-bool is_model(const D3Model& m, bool reads_lanes) {
+bool is_model(const D3Model& m, bool reads_interleaved) {
     const auto fits = [&](const D3Matrix& matrix, int rows, int columns) {
-        return is_matrix(matrix, rows, columns, reads_lanes);
+        return is_matrix(matrix, rows, columns, reads_interleaved);
     };
     const int32_t sizes[] = {m.num_layers, m.hidden, m.intermediate, m.heads, m.kv_heads, m.head_dim, m.vocab,
                              m.block_size, m.max_blocks, m.num_blocks, m.num_slots, m.max_positions, m.max_rows,
                              m.num_threads};
     for (int32_t size : sizes)
         if (size < 1) return false;
-    if (m.heads % m.kv_heads || m.heads / m.kv_heads > MOST_GROUP || m.head_dim % 2) return false;
+    if (m.heads % m.kv_heads || m.heads / m.kv_heads > MAX_GROUP || m.head_dim % 2) return false;
     const int q_size = m.heads * m.head_dim, kv_size = m.kv_heads * m.head_dim;
-    if (!is_table(m.embedding)) return false;
+    if (!has_readable_rows(m.embedding)) return false;
     if (!fits(m.embedding, m.vocab, m.hidden) || !fits(m.lm_head, m.vocab, m.hidden)) return false;
     for (int32_t l = 0; l < m.num_layers; l++) {
         const D3Layer& layer = m.layers[l];
@@ -53,7 +53,7 @@ template <class Asked> int32_t begin_all(D3Decoder& decoder, const Asked& asked)
     if (decoder.busy.exchange(true, std::memory_order_acquire)) return D3_BUSY;
     int32_t status = D3_OK;
     try {
-        status = asked.course ? decoder.check(asked) : D3_BAD_RUN;
+        status = asked.control ? decoder.check(asked) : D3_BAD_RUN;
         if (status == D3_OK) decoder.begin(asked);
     } catch (const std::exception&) {  // no memory, or no thread
         status = D3_NO_MEMORY;
@@ -67,13 +67,13 @@ template <class Asked> int32_t begin_all(D3Decoder& decoder, const Asked& asked)
 int32_t d3_num_isas() { return NUM_KERNELS; }
 const char* d3_isa_name(int32_t isa) { return ALL_KERNELS[isa]->name; }
 int32_t d3_isa_runs_here(int32_t isa) { return ALL_KERNELS[isa]->runs_here(); }
-int32_t d3_isa_reads_lanes(int32_t isa) { return ALL_KERNELS[isa]->reads_lanes; }
+int32_t d3_isa_reads_interleaved(int32_t isa) { return ALL_KERNELS[isa]->reads_interleaved; }
 const char* d3_source_digest() { return D3_SOURCE_DIGEST; }
 
 int32_t d3_create(const D3Model* model, D3Decoder** made) {
     *made = nullptr;
     if (model->isa < 0 || model->isa >= NUM_KERNELS || !ALL_KERNELS[model->isa]->runs_here()) return D3_NO_SUCH_ISA;
-    if (!is_model(*model, ALL_KERNELS[model->isa]->reads_lanes)) return D3_BAD_SHAPE;
+    if (!is_model(*model, ALL_KERNELS[model->isa]->reads_interleaved)) return D3_BAD_SHAPE;
     try {
         *made = new D3Decoder(*model, *ALL_KERNELS[model->isa]);
     } catch (const std::bad_alloc&) {
@@ -83,9 +83,11 @@ int32_t d3_create(const D3Model* model, D3Decoder** made) {
 }
 
 int32_t d3_run(D3Decoder* decoder, const D3Run* run) { return run_all(*decoder, *run); }
-int32_t d3_run_cycles(D3Decoder* decoder, const D3Cycles* cycles) { return run_all(*decoder, *cycles); }
+int32_t d3_run_speculative_loop(D3Decoder* decoder, const D3SpeculativeLoop* loop) { return run_all(*decoder, *loop); }
 int32_t d3_begin(D3Decoder* decoder, const D3Run* run) { return begin_all(*decoder, *run); }
-int32_t d3_begin_cycles(D3Decoder* decoder, const D3Cycles* cycles) { return begin_all(*decoder, *cycles); }
+int32_t d3_begin_speculative_loop(D3Decoder* decoder, const D3SpeculativeLoop* loop) {
+    return begin_all(*decoder, *loop);
+}
 
 int32_t d3_await(D3Decoder* decoder, int32_t steps) {
     try {

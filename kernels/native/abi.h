@@ -5,8 +5,8 @@
 #define D3_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum D3Kind : int32_t {
-    D3_FLOAT32 = 0, D3_BFLOAT16 = 1, D3_INT8 = 2, D3_FP8 = 3, D3_FP8_GROUPS = 4, D3_INT4 = 5, D3_PACKED_BFLOAT16 = 6,
-    D3_INT4_LANES = 7, D3_INT8_LANES = 8  // sixteen rows in lanes, see lanes.py
+    D3_FLOAT32 = 0, D3_BFLOAT16 = 1, D3_INT8 = 2, D3_FP8 = 3, D3_FP8_GROUPS = 4, D3_INT4 = 5, D3_BF12 = 6,
+    D3_INT4X16 = 7, D3_INT8X16 = 8  // sixteen rows in lanes, see lanes.py
 };
 
 enum D3Status : int32_t {
@@ -28,7 +28,7 @@ enum D3Status : int32_t {
 // A matrix [rows, columns] as it lies in memory; see quantized.py for int8, fp8 and int4.
 // What a packed matrix (packed.py) has besides its values: the exponent before that of code 1, and the weights of other
 // exponents, which are bfloat16, row by row and by column.
-struct D3Packing {
+struct D3Bf12 {
     int32_t exponent;
     const int64_t* starts;  // [rows + 1]: a row's are from here to where those of the next begin
     const int32_t* columns;
@@ -40,7 +40,7 @@ struct D3Matrix {
     const void* values;
     const float* scales;  // null for floats
     const float* bias;    // [rows], or null
-    D3Packing packing;    // of a packed matrix
+    D3Bf12 bf12;    // of a packed matrix
 };
 
 struct D3Layer {
@@ -81,7 +81,7 @@ struct D3Bridges {
 
 // The tokens that a row's penalties are about, each once, and how often each is in its answer. There is room for as
 // many more as a run has steps.
-struct D3Counted {
+struct D3TokenCounts {
     int64_t* tokens;
     int32_t* counts;
     int64_t used;
@@ -90,7 +90,7 @@ struct D3Counted {
 
 // Which tokens may come, before any penalties. A mask has a bit for each token, the lowest of its first byte for the
 // first.
-struct D3Rules {
+struct D3LogitMask {
     const int64_t* biased;  // tokens, each once, and what is added to the logit of each
     const float* biases;
     int64_t num_biased;
@@ -104,23 +104,23 @@ struct D3Rules {
     int64_t num_bans;
     const int64_t* recent;  // the last tokens of the answer, at least as many as the longest word has, or all
     int64_t num_recent;
-    int32_t has_form;  // whether the run's `form` is to be asked
+    int32_t has_grammar;  // whether the run's `form` is to be asked
 };
 
 // What a row's choice takes beside a temperature.
-struct D3Choice {
+struct D3Sampling {
     float log_min_p, top_p;  // minus infinity and 1 keep all
     int32_t top_k;           // 0 keeps all
     float repetition, presence, frequency;
-    D3Counted* counted;      // null: no penalties
-    const D3Rules* rules;    // null: any token may come
+    D3TokenCounts* token_counts;      // null: no penalties
+    const D3LogitMask* logit_mask;    // null: any token may come
 };
 
 // Asked for a row with a form, before the step `taken`: the mask of what may come then, or null where the form is over,
 // and with it the row's answer. `token` is the row's own of the step before, -1 at the first. The mask is there until
 // the row's next question. Who is asked may be in another thread than who began the run; of each row the questions come
 // in order, a step that is taken again asking once more.
-typedef const uint8_t* (*D3Form)(int32_t row, int32_t taken, int64_t token);
+typedef const uint8_t* (*D3Grammar)(int32_t row, int32_t taken, int64_t token);
 
 // `steps` steps of `rows` rows. Layer l runs at the n-th of them for the rows with generation + n < cutoffs[row, l].
 struct D3Run {
@@ -136,8 +136,8 @@ struct D3Run {
     const uint8_t* yields;            // [rows], of a single step: which rows are asked for the three above; null: all
     // Two words that others may look at and write while the run goes on, or null: as long as the first is 0 further
     // steps are begun, and the second says how many have been.
-    int32_t* course;
-    const D3Choice* choices;  // [rows], with `temperatures`; null: nobody cuts or has penalties
+    int32_t* control;
+    const D3Sampling* sampling;  // [rows], with `temperatures`; null: nobody cuts or has penalties
     // Hidden states that outlive a run, [num_states, hidden], or null: before its layer `kept_layers`, a row leaves its
     // state at `kept_places` + n at the n-th step; and in place of an embedding it begins with that at `resumed_places`
     // + n. A place below 0 stands for none; [rows] each.
@@ -152,7 +152,7 @@ struct D3Run {
     // Where `logits` has not all rows it is [steps, num_logits, vocab], and a row's are at its place [rows]; -1: none.
     const int64_t* logit_places;
     int64_t num_logits;
-    D3Form form;  // null: no row has a form
+    D3Grammar grammar;  // null: no row has a form
     // By what a row [rows] crosses each window of layers that it leaves out, which must be among these; null: it passes
     // them as it is.
     const D3Bridges* const* bridges;
@@ -161,8 +161,8 @@ struct D3Run {
 // Cycles of rows that draft, all tokens of a draft through the same layers, and verify the draft by one pass of it and
 // of the token before it. A row comes to its end with a token of its own `ends`, with its room, or where full depth's
 // numbers are not finite; further cycles pass it by.
-struct D3Cycles {
-    int32_t rows, cycles;
+struct D3SpeculativeLoop {
+    int32_t rows, iterations;
     int32_t most;                                             // tokens of any draft at most
     const int64_t *tokens, *positions, *generation, *slots;  // [rows] each, of each answer's last token, as in a run
     const int32_t* cutoffs;  // [rows, L]: layer l runs in the drafts that begin at a generation before this
@@ -184,7 +184,7 @@ struct D3Cycles {
     // [cycles, rows, 3] written: how many tokens a draft had, how many of them were accepted, and full depth's token
     // behind these, or -1 where its numbers are not finite; all are -1 of a row that had come to its end before.
     int64_t* counts;
-    int32_t* course;  // as in a run, of cycles
+    int32_t* control;  // as in a run, of cycles
     int32_t* taken;   // written by `d3_run_cycles`: its cycles, which are fewer if every row comes to its end
     const D3Bridges* const* bridges;  // by what drafts cross the layers that they leave out, as in a run
 };
@@ -195,23 +195,23 @@ struct D3Decoder;
 D3_EXPORT int32_t d3_num_isas();
 D3_EXPORT const char* d3_isa_name(int32_t isa);
 D3_EXPORT int32_t d3_isa_runs_here(int32_t isa);
-D3_EXPORT int32_t d3_isa_reads_lanes(int32_t isa);  // whether it knows matrices in lanes
+D3_EXPORT int32_t d3_isa_reads_interleaved(int32_t isa);  // whether it knows matrices in lanes
 // Of what sources the library was built.
 D3_EXPORT const char* d3_source_digest();
 
 // Packs a bfloat16 matrix [rows, columns] into `packed`, and writes what a D3Packing has: room for so many weights, the
 // number of which is returned, or -1 for more of them.
-struct D3PackedBeside {
+struct D3Bf12Target {
     int32_t* exponent;
     int64_t* starts;
     int32_t* columns;
     uint16_t* weights;
 };
-D3_EXPORT int64_t d3_pack(const uint16_t* matrix, int32_t rows, int32_t columns, int64_t room, uint8_t* packed,
-                          const D3PackedBeside* beside);
+D3_EXPORT int64_t d3_bf12_pack(const uint16_t* matrix, int32_t rows, int32_t columns, int64_t room, uint8_t* packed,
+                               const D3Bf12Target* outliers);
 
 // Rows [start, stop) of a packed matrix as bfloat16, each filled up with zeros to whole groups of 64 columns.
-D3_EXPORT void d3_unpack(const D3Matrix* matrix, int32_t start, int32_t stop, void* to);
+D3_EXPORT void d3_bf12_unpack(const D3Matrix* matrix, int32_t start, int32_t stop, void* to);
 
 D3_EXPORT int32_t d3_create(const D3Model* model, D3Decoder** made);
 D3_EXPORT int32_t d3_run(D3Decoder* decoder, const D3Run* run);
@@ -220,8 +220,8 @@ D3_EXPORT int32_t d3_run(D3Decoder* decoder, const D3Run* run);
 // further step begin and waits for the one that is under way. All of these are called in turns.
 D3_EXPORT int32_t d3_begin(D3Decoder* decoder, const D3Run* run);
 // The same two for cycles: `d3_await` counts them then.
-D3_EXPORT int32_t d3_run_cycles(D3Decoder* decoder, const D3Cycles* cycles);
-D3_EXPORT int32_t d3_begin_cycles(D3Decoder* decoder, const D3Cycles* cycles);
+D3_EXPORT int32_t d3_run_speculative_loop(D3Decoder* decoder, const D3SpeculativeLoop* iterations);
+D3_EXPORT int32_t d3_begin_speculative_loop(D3Decoder* decoder, const D3SpeculativeLoop* iterations);
 D3_EXPORT int32_t d3_await(D3Decoder* decoder, int32_t steps);
 // The same for whoever takes all that are done at once, `done` of them, and need not look again for each of them.
 D3_EXPORT int32_t d3_gather(D3Decoder* decoder, int32_t steps, int32_t* done);

@@ -180,7 +180,7 @@ class Decoder:
         made, given = structure_of(self._checked(rows, states), cycles, drafts, states, ends, None)
         taken = c_int32()
         made.taken = ctypes.pointer(taken)
-        _check(self._library.d3_run_cycles(self._handle, byref(made)))
+        _check(self._library.d3_run_speculative_loop(self._handle, byref(made)))
         return given["drafted"][: taken.value], given["counts"][: taken.value]
 
     def begin_cycles(
@@ -196,7 +196,7 @@ class Decoder:
         """The same as `begin` begins a run; `take` gives drafted tokens and counts of one cycle or more."""
         rows = replace(rows, slots=np.arange(len(rows.tokens)), tables=self._own_tables(rows))
         made, given = structure_of(self._checked(rows, states), cycles, drafts, states, ends, control)
-        _check(self._library.d3_begin_cycles(self._handle, byref(made)))
+        _check(self._library.d3_begin_speculative_loop(self._handle, byref(made)))
         given["rows"] = rows  # and with them their bridges
         self._under_way = (given, given["drafted"], given["counts"])
         self._taken = 0
@@ -331,16 +331,16 @@ def load(path: Path) -> ctypes.CDLL:
     found.d3_isa_name.restype = c_char_p
     found.d3_isa_name.argtypes = [c_int32]
     found.d3_isa_runs_here.argtypes = [c_int32]
-    found.d3_isa_reads_lanes.argtypes = [c_int32]
-    found.d3_pack.restype = c_int64
-    found.d3_pack.argtypes = [c_void_p, c_int32, c_int32, c_int64, c_void_p, c_void_p]
-    found.d3_unpack.restype = None
-    found.d3_unpack.argtypes = [POINTER(MatrixStructure), c_int32, c_int32, c_void_p]
+    found.d3_isa_reads_interleaved.argtypes = [c_int32]
+    found.d3_bf12_pack.restype = c_int64
+    found.d3_bf12_pack.argtypes = [c_void_p, c_int32, c_int32, c_int64, c_void_p, c_void_p]
+    found.d3_bf12_unpack.restype = None
+    found.d3_bf12_unpack.argtypes = [POINTER(MatrixStructure), c_int32, c_int32, c_void_p]
     found.d3_create.argtypes = [POINTER(ModelStructure), POINTER(c_void_p)]
     found.d3_run.argtypes = [c_void_p, POINTER(RunStructure)]
     found.d3_begin.argtypes = [c_void_p, POINTER(RunStructure)]
-    found.d3_run_cycles.argtypes = [c_void_p, POINTER(CyclesStructure)]
-    found.d3_begin_cycles.argtypes = [c_void_p, POINTER(CyclesStructure)]
+    found.d3_run_speculative_loop.argtypes = [c_void_p, POINTER(CyclesStructure)]
+    found.d3_begin_speculative_loop.argtypes = [c_void_p, POINTER(CyclesStructure)]
     found.d3_await.argtypes = [c_void_p, c_int32]
     found.d3_gather.argtypes = [c_void_p, c_int32, POINTER(c_int32)]
     found.d3_finish.argtypes = [c_void_p]
@@ -358,7 +358,7 @@ def isas_here() -> list[str]:
 def reads_lanes(isa: str = "auto") -> bool:
     """Whether an instruction set of the library reads int8 and int4 matrices in lanes; "auto": the best one here."""
     name = isas_here()[0] if isa == "auto" else isa
-    return name in _all_isas() and bool(library().d3_isa_reads_lanes(_all_isas().index(name)))
+    return name in _all_isas() and bool(library().d3_isa_reads_interleaved(_all_isas().index(name)))
 
 
 def _best_isa(model: NativeModel) -> str:

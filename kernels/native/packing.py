@@ -43,7 +43,7 @@ def pack(matrix: Tensor) -> PackedWeight | None:
     at, weights = torch.empty(room, dtype=torch.int32), torch.empty(room, dtype=torch.bfloat16)
     exponent = c_int32()
     beside = _Beside(ctypes.pointer(exponent), *(each.data_ptr() for each in (starts, at, weights)))
-    count = library().d3_pack(matrix.data_ptr(), rows, columns, room, packed.data_ptr(), byref(beside))
+    count = library().d3_bf12_pack(matrix.data_ptr(), rows, columns, room, packed.data_ptr(), byref(beside))
     if count < 0:
         return None
     return PackedWeight(packed, exponent.value, starts, at[:count].clone(), weights[:count].clone(), columns)
@@ -53,7 +53,7 @@ def unpacked(weight: PackedWeight) -> Tensor:
     """The bfloat16 matrix [N, K] that was packed."""
     rows, columns = weight.shape
     padded = torch.empty(rows, -(-columns // PACKED_GROUP) * PACKED_GROUP, dtype=torch.bfloat16)
-    library().d3_unpack(byref(Linear(weight).structure()), 0, rows, padded.data_ptr())
+    library().d3_bf12_unpack(byref(Linear(weight).structure()), 0, rows, padded.data_ptr())
     return padded[:, :columns]
 
 

@@ -7,63 +7,64 @@
 
 #include "decoder.h"
 
-Cycles::Cycles(const D3Cycles& asked, D3Decoder& decoder) : asked_(asked), decoder_(decoder) {
-    for (int row = 0; row < asked.rows; row++)
-        rows_.push_back({asked.tokens[row], asked.positions[row], asked.generation[row], asked.lengths[row],
-                         asked.rooms[row], false, 0, 0});
+SpeculativeLoop::SpeculativeLoop(const D3SpeculativeLoop& args, D3Decoder& decoder) : args_(args), decoder_(decoder) {
+    for (int row = 0; row < args.rows; row++)
+        rows_.push_back({args.tokens[row], args.positions[row], args.generation[row], args.lengths[row],
+                         args.rooms[row], false, 0, 0});
 }
 
-void Cycles::take(int nth) {
-    for (int row = 0; row < asked_.rows; row++) std::fill_n(counts(row, nth), 3, -1);
+void SpeculativeLoop::run_iteration(int nth) {
+    for (int row = 0; row < args_.rows; row++) std::fill_n(counts(row, nth), 3, -1);
     draft(nth);
     verify(nth);
-    for (int row = 0; row < asked_.rows; row++) settle(row, nth);
+    for (int row = 0; row < args_.rows; row++) advance(row, nth);
 }
 
-bool Cycles::have_ended() const {
+bool SpeculativeLoop::all_ended() const {
     return std::all_of(rows_.begin(), rows_.end(), [](const Row& row) { return row.has_ended; });
 }
 
-bool Cycles::awake(int row, int layer) const {
-    return rows_[row].step < asked_.cutoffs[int64_t(row) * decoder_.model_.num_layers + layer];
+bool SpeculativeLoop::is_active(int row, int layer) const {
+    return rows_[row].step < args_.cutoffs[int64_t(row) * decoder_.model_.num_layers + layer];
 }
 
 // The first layer that a draft leaves out, or 0, where its hidden states are not kept.
-int Cycles::first_asleep(int row) const {
-    if (asked_.places[row] < 0) return 0;
+int SpeculativeLoop::first_skipped(int row) const {
+    if (args_.places[row] < 0) return 0;
     int layer = 0;
-    while (layer < decoder_.model_.num_layers && awake(row, layer)) layer++;
+    while (layer < decoder_.model_.num_layers && is_active(row, layer)) layer++;
     return layer % decoder_.model_.num_layers;
 }
 
-int64_t Cycles::length_of_draft(int row, int nth) const {
-    if (nth == 0) return asked_.first_lengths[row];
+int64_t SpeculativeLoop::draft_length(int row, int nth) const {
+    if (nth == 0) return args_.first_lengths[row];
     bool skips = false;
-    for (int layer = 0; layer < decoder_.model_.num_layers; layer++) skips |= !awake(row, layer);
+    for (int layer = 0; layer < decoder_.model_.num_layers; layer++) skips |= !is_active(row, layer);
     return skips ? std::min(rows_[row].length, rows_[row].room - 1) : 0;
 }
 
-bool Cycles::ends_answer(int row, int64_t token) const {
-    if (!asked_.ends) return false;
-    const int64_t* ends = asked_.ends + row * asked_.most_ends;
-    return std::find(ends, ends + asked_.most_ends, token) != ends + asked_.most_ends;
+bool SpeculativeLoop::ends_answer(int row, int64_t token) const {
+    if (!args_.ends) return false;
+    const int64_t* ends = args_.ends + row * args_.most_ends;
+    return std::find(ends, ends + args_.most_ends, token) != ends + args_.most_ends;
 }
 
-void Cycles::draft(int nth) {
-    for (int row = 0; row < asked_.rows; row++) {
+void SpeculativeLoop::draft(int nth) {
+    for (int row = 0; row < args_.rows; row++) {
         Row& at = rows_[row];
         if (at.has_ended) continue;
-        at.count = nth == 0 ? asked_.num_begun[row] : 0;
-        at.wanted = length_of_draft(row, nth);
-        if (nth == 0) std::copy_n(asked_.begun + int64_t(row) * asked_.most, at.count, drafted(row, 0));
+        at.count = nth == 0 ? args_.num_begun[row] : 0;
+        at.wanted = draft_length(row, nth);
+        if (nth == 0) std::copy_n(args_.begun + int64_t(row) * args_.most, at.count, drafted(row, 0));
     }
     for (;;) {
         batch_.clear();
-        for (int row = 0; row < asked_.rows; row++)
-            if (!rows_[row].has_ended && rows_[row].count < rows_[row].wanted) add(row, rows_[row].count, true, nth);
+        for (int row = 0; row < args_.rows; row++)
+            if (!rows_[row].has_ended && rows_[row].count < rows_[row].wanted)
+                add_row(row, rows_[row].count, true, nth);
         if (batch_.tokens.empty()) return;
         run_batch();
-        for (int row = 0, place = 0; row < asked_.rows; row++) {
+        for (int row = 0, place = 0; row < args_.rows; row++) {
             Row& at = rows_[row];
             if (at.has_ended || at.count >= at.wanted) continue;
             const int64_t token = batch_.chosen[place];
@@ -75,27 +76,27 @@ void Cycles::draft(int nth) {
 }
 
 // Whole sequences at a time, as many as the decoder has rows for.
-void Cycles::verify(int nth) {
-    for (int first = 0, next = 0; first < asked_.rows; first = next) {
+void SpeculativeLoop::verify(int nth) {
+    for (int first = 0, next = 0; first < args_.rows; first = next) {
         batch_.clear();
-        for (; next < asked_.rows; next++) {
+        for (; next < args_.rows; next++) {
             const Row& at = rows_[next];
             if (at.has_ended) continue;
             if (int64_t(batch_.tokens.size()) + at.count + 1 > decoder_.model_.max_rows) break;
-            for (int64_t place = 0; place <= at.count; place++) add(next, place, false, nth);
+            for (int64_t place = 0; place <= at.count; place++) add_row(next, place, false, nth);
         }
         if (batch_.tokens.empty()) return;
         run_batch();
         for (int row = first, place = 0; row < next; row++) {
             if (rows_[row].has_ended) continue;
-            judge(row, nth, place);
+            count_accepted(row, nth, place);
             place += int(rows_[row].count) + 1;
         }
     }
 }
 
 // What is accepted of a draft whose verification begins at this row of the batch.
-void Cycles::judge(int row, int nth, int first) {
+void SpeculativeLoop::count_accepted(int row, int nth, int first) {
     const int64_t* tokens = drafted(row, nth);
     const auto is_sound = [&](int64_t place) { return std::isfinite(batch_.scores[first + place]); };
     int64_t accepted = 0, count = rows_[row].count;
@@ -107,7 +108,7 @@ void Cycles::judge(int row, int nth, int first) {
 }
 
 // Moves a sequence on by what its verification has found. Nothing fails any more.
-void Cycles::settle(int row, int nth) {
+void SpeculativeLoop::advance(int row, int nth) {
     Row& at = rows_[row];
     if (at.has_ended) return;
     const int64_t *found = counts(row, nth), *tokens = drafted(row, nth), accepted = found[1];
@@ -117,31 +118,31 @@ void Cycles::settle(int row, int nth) {
     at.position += accepted + 1;
     at.step += accepted + 1;
     at.room -= accepted + 1;
-    if (asked_.adapts[row] && found[0]) {
+    if (args_.adapts[row] && found[0]) {
         const int64_t length = at.length + (accepted == found[0] ? 1 : -1);
-        at.length = std::clamp<int64_t>(length, 1, asked_.most_lengths[row]);
+        at.length = std::clamp<int64_t>(length, 1, args_.most_lengths[row]);
     }
 }
 
 // A row at the token that stands `place` behind the answer's last.
-void Cycles::add(int row, int64_t place, bool is_draft, int nth) {
+void SpeculativeLoop::add_row(int row, int64_t place, bool is_draft, int nth) {
     const Row& at = rows_[row];
-    const int asleep = first_asleep(row);
-    const bool has_state = asleep > 0 && (is_draft || place < at.count);
+    const int skipped = first_skipped(row);
+    const bool has_state = skipped > 0 && (is_draft || place < at.count);
     batch_.tokens.push_back(place ? drafted(row, nth)[place - 1] : at.token);
     batch_.positions.push_back(at.position + place);
     batch_.generation.push_back(0);
-    batch_.slots.push_back(asked_.slots[row]);
-    batch_.kept_layers.push_back(asleep);
-    batch_.kept_places.push_back(has_state && is_draft ? asked_.places[row] + place : -1);
-    batch_.resumed_places.push_back(has_state && !is_draft ? asked_.places[row] + place : -1);
+    batch_.slots.push_back(args_.slots[row]);
+    batch_.kept_layers.push_back(skipped);
+    batch_.kept_places.push_back(has_state && is_draft ? args_.places[row] + place : -1);
+    batch_.resumed_places.push_back(has_state && !is_draft ? args_.places[row] + place : -1);
     // What verification leaves out it has the states of.
-    batch_.bridges.push_back(is_draft && asked_.bridges ? asked_.bridges[row] : nullptr);
+    batch_.bridges.push_back(is_draft && args_.bridges ? args_.bridges[row] : nullptr);
     for (int layer = 0; layer < decoder_.model_.num_layers; layer++)
-        batch_.active.push_back(is_draft ? awake(row, layer) : !has_state || layer >= asleep);
+        batch_.active.push_back(is_draft ? is_active(row, layer) : !has_state || layer >= skipped);
 }
 
-void Cycles::run_batch() {
+void SpeculativeLoop::run_batch() {
     Batch& b = batch_;
     b.chosen.resize(b.tokens.size());
     b.scores.resize(b.tokens.size());
@@ -153,65 +154,65 @@ void Cycles::run_batch() {
     run.generation = b.generation.data();
     run.slots = b.slots.data();
     run.cutoffs = b.active.data();
-    run.tables = asked_.tables;
+    run.tables = args_.tables;
     run.chosen = b.chosen.data();
     run.scores = b.scores.data();
-    run.states = asked_.states;
-    run.num_states = asked_.num_states;
+    run.states = args_.states;
+    run.num_states = args_.num_states;
     run.kept_layers = b.kept_layers.data();
     run.kept_places = b.kept_places.data();
     run.resumed_places = b.resumed_places.data();
-    run.bridges = asked_.bridges ? b.bridges.data() : nullptr;
+    run.bridges = args_.bridges ? b.bridges.data() : nullptr;
     decoder_.step({run, 0});
 }
 
-void Cycles::Batch::clear() {
+void SpeculativeLoop::Batch::clear() {
     for (auto* numbers : {&tokens, &positions, &generation, &slots, &kept_layers, &kept_places, &resumed_places})
         numbers->clear();
     active.clear();
     bridges.clear();
 }
 
-D3Status D3Decoder::check(const D3Cycles& asked) const {
-    if (asked.rows < 1 || asked.rows > model_.max_rows || asked.cycles < 1) return D3_BAD_RUN;
-    if (asked.most < 1 || asked.most >= model_.max_rows) return D3_BAD_DRAFT;
+D3Status D3Decoder::check(const D3SpeculativeLoop& args) const {
+    if (args.rows < 1 || args.rows > model_.max_rows || args.iterations < 1) return D3_BAD_RUN;
+    if (args.most < 1 || args.most >= model_.max_rows) return D3_BAD_DRAFT;
     const auto is_token = [&](int64_t token) { return token >= 0 && token < model_.vocab; };
-    for (int row = 0; row < asked.rows; row++) {
-        const int64_t first = asked.first_lengths[row], longest = asked.most_lengths[row], room = asked.rooms[row];
-        if (longest < 1 || longest > asked.most || asked.lengths[row] < 1 || asked.lengths[row] > longest ||
-            first > longest || asked.num_begun[row] < 0 || asked.num_begun[row] > first || first >= room)
+    for (int row = 0; row < args.rows; row++) {
+        const int64_t first = args.first_lengths[row], longest = args.most_lengths[row], room = args.rooms[row];
+        if (longest < 1 || longest > args.most || args.lengths[row] < 1 || args.lengths[row] > longest ||
+            first > longest || args.num_begun[row] < 0 || args.num_begun[row] > first || first >= room)
             return D3_BAD_DRAFT;
-        const int64_t* begun = asked.begun + int64_t(row) * asked.most;
-        if (!is_token(asked.tokens[row]) || !std::all_of(begun, begun + asked.num_begun[row], is_token))
+        const int64_t* begun = args.begun + int64_t(row) * args.most;
+        if (!is_token(args.tokens[row]) || !std::all_of(begun, begun + args.num_begun[row], is_token))
             return D3_BAD_TOKEN;
-        const int64_t last = asked.positions[row] + std::min(asked.cycles * (longest + 1), room) - 1;
+        const int64_t last = args.positions[row] + std::min(args.iterations * (longest + 1), room) - 1;
         const int64_t most = std::min<int64_t>(model_.max_positions, int64_t(model_.max_blocks) * model_.block_size);
-        if (asked.positions[row] < 0 || last >= most) return D3_BAD_POSITION;
-        if (asked.slots[row] < 0 || asked.slots[row] >= model_.num_slots) return D3_BAD_SLOT;
-        if (asked.places[row] >= 0 && asked.places[row] + asked.most > asked.num_states) return D3_BAD_STATE;
+        if (args.positions[row] < 0 || last >= most) return D3_BAD_POSITION;
+        if (args.slots[row] < 0 || args.slots[row] >= model_.num_slots) return D3_BAD_SLOT;
+        if (args.places[row] >= 0 && args.places[row] + args.most > args.num_states) return D3_BAD_STATE;
         const int64_t layers = model_.num_layers;
         for (int64_t layer = 0; layer < layers; layer++)
-            if (!has_blocks(asked.tables + (asked.slots[row] * layers + layer) * model_.max_blocks, last))
+            if (!has_blocks(args.tables + (args.slots[row] * layers + layer) * model_.max_blocks, last))
                 return D3_BAD_BLOCK;
     }
-    if (!asked.bridges) return D3_OK;
+    if (!args.bridges) return D3_OK;
     D3Run drafts{};  // whoever begins a draft at any of these steps
-    drafts.rows = asked.rows;
-    drafts.steps = asked.cycles * (asked.most + 1);
-    drafts.generation = asked.generation;
-    drafts.cutoffs = asked.cutoffs;
-    drafts.bridges = asked.bridges;
+    drafts.rows = args.rows;
+    drafts.steps = args.iterations * (args.most + 1);
+    drafts.generation = args.generation;
+    drafts.cutoffs = args.cutoffs;
+    drafts.bridges = args.bridges;
     return has_bridges(drafts) ? D3_OK : D3_BAD_BRIDGE;
 }
 
-void D3Decoder::run(const D3Cycles& asked) {
-    Cycles cycles(asked, *this);
+void D3Decoder::run(const D3SpeculativeLoop& args) {
+    SpeculativeLoop iterations(args, *this);
     int taken = 0;
-    while (taken < asked.cycles && !cycles.have_ended()) cycles.take(taken++);
-    if (asked.taken) *asked.taken = taken;
+    while (taken < args.iterations && !iterations.all_ended()) iterations.run_iteration(taken++);
+    if (args.taken) *args.taken = taken;
 }
 
-void D3Decoder::begin(const D3Cycles& asked) {
-    cycles_ = std::make_unique<Cycles>(asked, *this);
-    runner.begin({asked.cycles, asked.course, [this](int taken) { cycles_->take(taken); }});
+void D3Decoder::begin(const D3SpeculativeLoop& args) {
+    cycles_ = std::make_unique<SpeculativeLoop>(args, *this);
+    runner.begin({args.iterations, args.control, [this](int taken) { cycles_->run_iteration(taken); }});
 }

@@ -7,13 +7,13 @@
 
 struct D3Decoder;
 
-class Cycles {
+class SpeculativeLoop {
 public:
-    Cycles(const D3Cycles& asked, D3Decoder& decoder);
+    SpeculativeLoop(const D3SpeculativeLoop& args, D3Decoder& decoder);
 
     // The nth cycle, the one before being done. One that has failed may be taken again.
-    void take(int nth);
-    bool have_ended() const;
+    void run_iteration(int nth);
+    bool all_ended() const;
 
 private:
     // Where a sequence stands, and, in a cycle, the draft that it has.
@@ -31,21 +31,21 @@ private:
         void clear();
     };
 
-    bool awake(int row, int layer) const;
-    int first_asleep(int row) const;
-    int64_t length_of_draft(int row, int nth) const;
+    bool is_active(int row, int layer) const;
+    int first_skipped(int row) const;
+    int64_t draft_length(int row, int nth) const;
     bool ends_answer(int row, int64_t token) const;
     void draft(int nth);
     void verify(int nth);
-    void judge(int row, int nth, int first);
-    void settle(int row, int nth);
-    void add(int row, int64_t place, bool is_draft, int nth);
+    void count_accepted(int row, int nth, int first);
+    void advance(int row, int nth);
+    void add_row(int row, int64_t place, bool is_draft, int nth);
     void run_batch();
-    int64_t cell(int row, int nth) const { return int64_t(nth) * asked_.rows + row; }
-    int64_t* drafted(int row, int nth) const { return asked_.drafted + cell(row, nth) * asked_.most; }
-    int64_t* counts(int row, int nth) const { return asked_.counts + cell(row, nth) * 3; }
+    int64_t cell(int row, int nth) const { return int64_t(nth) * args_.rows + row; }
+    int64_t* drafted(int row, int nth) const { return args_.drafted + cell(row, nth) * args_.most; }
+    int64_t* counts(int row, int nth) const { return args_.counts + cell(row, nth) * 3; }
 
-    const D3Cycles asked_;
+    const D3SpeculativeLoop args_;
     D3Decoder& decoder_;
     std::vector<Row> rows_;
     Batch batch_;

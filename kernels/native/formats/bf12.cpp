@@ -33,7 +33,7 @@ int best_exponent(const uint16_t* matrix, int64_t count) {
 }
 
 // Whether a weight lies beside the matrix: it is no zero, and its exponent is none of the fifteen behind `before`.
-inline bool is_beside(uint16_t bits, uint16_t before) {
+inline bool is_outlier(uint16_t bits, uint16_t before) {
     const uint16_t code = exponent_of(bits) - before;
     return (bits & 0x7fff) != 0 && uint16_t(code - 1) >= CODES;
 }
@@ -41,50 +41,50 @@ inline bool is_beside(uint16_t bits, uint16_t before) {
 // The bytes of a group whose weights are given in the order of its bytes; returns whether some of them lie beside it.
 // All is done in lanes of 16 bits and without a branch, so that it is many weights at once.
 bool pack_group(const uint16_t* __restrict weights, uint16_t before, uint8_t* __restrict packed) {
-    uint16_t codes[PACKED_GROUP], values[PACKED_GROUP], beside = 0;
-    for (int place = 0; place < PACKED_GROUP; place++) {
-        const uint16_t bits = weights[place], apart = is_beside(bits, before) ? 0xffff : 0;
+    uint16_t codes[BF12_GROUP], values[BF12_GROUP], outliers = 0;
+    for (int place = 0; place < BF12_GROUP; place++) {
+        const uint16_t bits = weights[place], apart = is_outlier(bits, before) ? 0xffff : 0;
         const uint16_t some = (bits & 0x7fff) != 0 ? 0xffff : 0, code = exponent_of(bits) - before;
         values[place] = ((bits >> 8 & 0x80) | (bits & 0x7f)) & uint16_t(~apart);
         codes[place] = code & some & uint16_t(~apart);
-        beside |= apart;
+        outliers |= apart;
     }
-    constexpr int HALF = PACKED_GROUP / 2;
-    for (int place = 0; place < PACKED_GROUP; place++) packed[place] = uint8_t(values[place]);
-    for (int i = 0; i < HALF; i++) packed[PACKED_GROUP + i] = uint8_t(codes[i] | codes[HALF + i] << 4);
-    return beside != 0;
+    constexpr int HALF = BF12_GROUP / 2;
+    for (int place = 0; place < BF12_GROUP; place++) packed[place] = uint8_t(values[place]);
+    for (int i = 0; i < HALF; i++) packed[BF12_GROUP + i] = uint8_t(codes[i] | codes[HALF + i] << 4);
+    return outliers != 0;
 }
 
 }  // namespace
 
-int64_t d3_pack(const uint16_t* matrix, int32_t rows, int32_t columns, int64_t room, uint8_t* packed,
-                const D3PackedBeside* beside) {
-    int order[PACKED_GROUP];
-    for (int place = 0; place < PACKED_GROUP; place++) order[place] = column_of(place);
+int64_t d3_bf12_pack(const uint16_t* matrix, int32_t rows, int32_t columns, int64_t room, uint8_t* packed,
+                     const D3Bf12Target* outliers) {
+    int order[BF12_GROUP];
+    for (int place = 0; place < BF12_GROUP; place++) order[place] = column_of(place);
     const int before = best_exponent(matrix, int64_t(rows) * columns);
-    *beside->exponent = before;
+    *outliers->exponent = before;
     int64_t count = 0;
-    beside->starts[0] = 0;
+    outliers->starts[0] = 0;
     for (int row = 0; row < rows; row++) {
-        for (int first = 0; first < columns; first += PACKED_GROUP, packed += PACKED_BYTES) {
-            const int held = std::min(PACKED_GROUP, columns - first);
-            uint16_t weights[PACKED_GROUP], ordered[PACKED_GROUP];
-            if (held < PACKED_GROUP) memset(weights, 0, sizeof(weights));
+        for (int first = 0; first < columns; first += BF12_GROUP, packed += BF12_BYTES) {
+            const int held = std::min(BF12_GROUP, columns - first);
+            uint16_t weights[BF12_GROUP], ordered[BF12_GROUP];
+            if (held < BF12_GROUP) memset(weights, 0, sizeof(weights));
             memcpy(weights, matrix + int64_t(row) * columns + first, sizeof(uint16_t) * held);
-            for (int place = 0; place < PACKED_GROUP; place++) ordered[place] = weights[order[place]];
+            for (int place = 0; place < BF12_GROUP; place++) ordered[place] = weights[order[place]];
             if (!pack_group(ordered, before, packed)) continue;
             for (int column = 0; column < held; column++) {
-                if (!is_beside(weights[column], before)) continue;
+                if (!is_outlier(weights[column], before)) continue;
                 if (count == room) return -1;
-                beside->weights[count] = weights[column], beside->columns[count] = first + column, count++;
+                outliers->weights[count] = weights[column], outliers->columns[count] = first + column, count++;
             }
         }
-        beside->starts[row + 1] = count;
+        outliers->starts[row + 1] = count;
     }
     return count;
 }
 
-void d3_unpack(const D3Matrix* matrix, int32_t start, int32_t stop, void* to) {
+void d3_bf12_unpack(const D3Matrix* matrix, int32_t start, int32_t stop, void* to) {
     int32_t isa = 0;
     while (!ALL_KERNELS[isa]->runs_here()) isa++;
     ALL_KERNELS[isa]->unpack(*matrix, start, stop, 0, static_cast<char*>(to));

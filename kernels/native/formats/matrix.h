@@ -14,51 +14,52 @@ inline int64_t bytes_of_row(const D3Matrix& matrix) {
         case D3_FLOAT32: return int64_t(matrix.columns) * 4;
         case D3_BFLOAT16: return int64_t(matrix.columns) * 2;
         case D3_INT8: case D3_FP8: case D3_FP8_GROUPS: return matrix.columns;
-        case D3_INT8_LANES: return int64_t(matrix.columns + STEP_OF_LANES - 1) / STEP_OF_LANES * STEP_OF_LANES;
-        case D3_PACKED_BFLOAT16: return groups_of_packed(matrix.columns) * PACKED_BYTES;
+        case D3_INT8X16: return int64_t(matrix.columns + INTERLEAVED_STEP - 1) / INTERLEAVED_STEP * INTERLEAVED_STEP;
+        case D3_BF12: return bf12_groups(matrix.columns) * BF12_BYTES;
         default: return int64_t(matrix.columns + SCALE_GROUP - 1) / SCALE_GROUP * (SCALE_GROUP / 2);
     }
 }
 
 // Whether the weights that lie beside a packed matrix are in order, and inside of it.
-inline bool is_packing(const D3Matrix& matrix) {
-    const D3Packing& packing = matrix.packing;
-    if (!packing.starts || packing.exponent < 0 || packing.exponent > 240 || packing.starts[0] != 0) return false;
+inline bool is_valid_bf12(const D3Matrix& matrix) {
+    const D3Bf12& bf12 = matrix.bf12;
+    if (!bf12.starts || bf12.exponent < 0 || bf12.exponent > 240 || bf12.starts[0] != 0) return false;
     for (int row = 0; row < matrix.rows; row++) {
-        if (packing.starts[row] > packing.starts[row + 1]) return false;
+        if (bf12.starts[row] > bf12.starts[row + 1]) return false;
         int before = -1;
-        for (int64_t nth = packing.starts[row]; nth < packing.starts[row + 1]; before = packing.columns[nth++])
-            if (packing.columns[nth] <= before || packing.columns[nth] >= matrix.columns) return false;
+        for (int64_t nth = bf12.starts[row]; nth < bf12.starts[row + 1]; before = bf12.columns[nth++])
+            if (bf12.columns[nth] <= before || bf12.columns[nth] >= matrix.columns) return false;
     }
     return true;
 }
 
 // Whether all rows of a matrix are in lanes, those of each half too, and its vectors where they can be loaded at once.
-inline bool is_in_lanes(const D3Matrix& matrix) {
-    return matrix.rows % (2 * LANES_OF_ROWS) == 0 && reinterpret_cast<uintptr_t>(matrix.values) % 64 == 0;
+inline bool has_interleaved_rows(const D3Matrix& matrix) {
+    return matrix.rows % (2 * INTERLEAVED_ROWS) == 0 && reinterpret_cast<uintptr_t>(matrix.values) % 64 == 0;
 }
 
-inline bool is_matrix(const D3Matrix& matrix, int rows, int columns, bool reads_lanes) {
-    const bool is_packed = matrix.kind == D3_PACKED_BFLOAT16, has_scales = matrix.kind >= D3_INT8 && !is_packed;
-    return matrix.kind >= D3_FLOAT32 && matrix.kind <= D3_INT8_LANES && matrix.rows == rows &&
+inline bool is_matrix(const D3Matrix& matrix, int rows, int columns, bool reads_interleaved) {
+    const bool is_bf12 = matrix.kind == D3_BF12, has_scales = matrix.kind >= D3_INT8 && !is_bf12;
+    return matrix.kind >= D3_FLOAT32 && matrix.kind <= D3_INT8X16 && matrix.rows == rows &&
            matrix.columns == columns && matrix.values && (matrix.scales != nullptr) == has_scales &&
-           (!is_packed || is_packing(matrix)) && (!lies_in_lanes(matrix.kind) || (reads_lanes && is_in_lanes(matrix)));
+           (!is_bf12 || is_valid_bf12(matrix)) &&
+           (!is_interleaved(matrix.kind) || (reads_interleaved && has_interleaved_rows(matrix)));
 }
 
 // Whether single rows can be read from a matrix.
-inline bool is_table(const D3Matrix& matrix) { return matrix.kind <= D3_INT8 || matrix.kind == D3_INT8_LANES; }
+inline bool has_readable_rows(const D3Matrix& matrix) { return matrix.kind <= D3_INT8 || matrix.kind == D3_INT8X16; }
 
 // Row `row` of a table, as floats.
-inline void look_up(float* to, const D3Matrix& table, int64_t row) {
+inline void read_row(float* to, const D3Matrix& table, int64_t row) {
     const char* from = static_cast<const char*>(table.values) + row * bytes_of_row(table);
     if (table.kind == D3_FLOAT32) {
         memcpy(to, from, bytes_of_row(table));
         return;
     }
-    if (table.kind == D3_INT8_LANES) {
-        const int64_t apart = LANES_OF_ROWS * 4;  // of the row's fours
-        const uint8_t* fours = static_cast<const uint8_t*>(table.values) +
-                               row / LANES_OF_ROWS * LANES_OF_ROWS * bytes_of_row(table) + row % LANES_OF_ROWS * 4;
+    if (table.kind == D3_INT8X16) {
+        const int64_t apart = INTERLEAVED_ROWS * 4;  // of the row's fours
+        const int64_t first = row / INTERLEAVED_ROWS * INTERLEAVED_ROWS, nth = row % INTERLEAVED_ROWS;
+        const uint8_t* fours = static_cast<const uint8_t*>(table.values) + first * bytes_of_row(table) + nth * 4;
         for (int i = 0; i < table.columns; i++)
             to[i] = float(int(fours[i / 4 * apart + i % 4]) - 128) * table.scales[row];
         return;

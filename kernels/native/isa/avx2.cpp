@@ -44,7 +44,7 @@ INLINE void transpose(V (&values)[LANES]) {
 }
 #include "isa/x86.inc"
 INLINE Summed begun_sum(V values) { return values; }
-INLINE V choose(VI where, V yes, V no) { return where ? yes : no; }
+INLINE V select(VI where, V yes, V no) { return where ? yes : no; }
 INLINE V larger(V a, V b) { return _mm256_max_ps(a, b); }
 INLINE V smaller(V a, V b) { return _mm256_min_ps(a, b); }
 INLINE VI float_as_bits(V values) { return (VI)values; }
@@ -63,19 +63,19 @@ INLINE V widen_e4m3(const char* from) {
 INLINE VI widen_uint8(const char* from) { return (VI)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
 
 // q * scale - 8 * scale in one rounding is what (q - 8) * scale is: the eightfold is exact.
-struct Nibbles {
+struct Int4Values {
     V scale, eight;
-    Nibbles() = default;
-    explicit INLINE_LAMBDA Nibbles(float given) : scale(all(given)), eight(all(-8.0f * given)) {}
+    Int4Values() = default;
+    explicit INLINE_LAMBDA Int4Values(float given) : scale(all(given)), eight(all(-8.0f * given)) {}
     INLINE_LAMBDA V low(VI bytes) const { return value(_mm256_and_si256((__m256i)bytes, _mm256_set1_epi32(15))); }
     INLINE_LAMBDA V high(VI bytes) const { return value(_mm256_srli_epi32((__m256i)bytes, 4)); }
     INLINE_LAMBDA V value(__m256i q) const { return _mm256_fmadd_ps(_mm256_cvtepi32_ps(q), scale, eight); }
 };
 
 // By code, what of an exponent goes into the byte of the sign, and what into that of the mantissa.
-struct Exponents {
+struct Bf12Exponents {
     __m256i with_sign, with_mantissa;
-    explicit INLINE_LAMBDA Exponents(int before) {
+    explicit INLINE_LAMBDA Bf12Exponents(int before) {
         const __m128i codes = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         const __m128i sums = _mm_add_epi8(codes, _mm_set1_epi8(char(before)));
         const __m128i all = _mm_andnot_si128(_mm_cmpeq_epi8(codes, _mm_setzero_si128()), sums);
@@ -83,9 +83,9 @@ struct Exponents {
         with_mantissa = _mm256_broadcastsi128_si256(_mm_and_si128(_mm_slli_epi16(all, 7), _mm_set1_epi8(char(0x80))));
     }
 };
-INLINE void packed_words(const char* group, const Exponents& exponents, VI (&words)[4]) {
+INLINE void bf12_words(const char* group, const Bf12Exponents& exponents, VI (&words)[4]) {
     const __m256i low_bits = _mm256_set1_epi8(0x7f);
-    const __m256i all_codes = _mm256_loadu_si256((const __m256i*)(group + PACKED_GROUP));
+    const __m256i all_codes = _mm256_loadu_si256((const __m256i*)(group + BF12_GROUP));
     UNROLL for (int half = 0; half < 2; half++) {
         const __m256i bytes = _mm256_loadu_si256((const __m256i*)(group + 32 * half));
         const __m256i codes = _mm256_and_si256(_mm256_srli_epi16(all_codes, 4 * half), _mm256_set1_epi8(15));

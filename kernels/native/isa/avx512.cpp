@@ -31,7 +31,7 @@ INLINE V zip_high(V a, V b) {
 INLINE Summed begun_sum(V values) {
     return _mm256_add_ps(_mm512_castps512_ps256(values), _mm512_extractf32x8_ps(values, 1));
 }
-INLINE V choose(VI where, V yes, V no) { return where ? yes : no; }
+INLINE V select(VI where, V yes, V no) { return where ? yes : no; }
 INLINE V larger(V a, V b) { return _mm512_max_ps(a, b); }
 INLINE V smaller(V a, V b) { return _mm512_min_ps(a, b); }
 INLINE VI float_as_bits(V values) { return (VI)values; }
@@ -50,30 +50,30 @@ INLINE V widen_e4m3(const char* from) {
 INLINE VI widen_uint8(const char* from) { return (VI)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)); }
 
 // All sixteen values that four bits can stand for lie in one register, and a value is looked up in it.
-struct Nibbles {
+struct Int4Values {
     V table;
-    Nibbles() = default;
-    explicit INLINE_LAMBDA Nibbles(float scale)
+    Int4Values() = default;
+    explicit INLINE_LAMBDA Int4Values(float scale)
         : table(V{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7} * all(scale)) {}
     INLINE_LAMBDA V low(VI bytes) const { return _mm512_permutexvar_ps((__m512i)bytes, table); }  // reads four bits
     INLINE_LAMBDA V high(VI bytes) const { return _mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)bytes, 4), table); }
 };
 
 // By code, what of an exponent goes into the byte of the sign, and what into that of the mantissa.
-struct Exponents {
+struct Bf12Exponents {
     __m512i with_sign, with_mantissa;
-    explicit INLINE_LAMBDA Exponents(int before) {
+    explicit INLINE_LAMBDA Bf12Exponents(int before) {
         const __m128i codes = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         const __m128i all = _mm_maskz_add_epi8(0xfffe, codes, _mm_set1_epi8(char(before)));
         with_sign = _mm512_broadcast_i32x4(_mm_and_si128(_mm_srli_epi16(all, 1), _mm_set1_epi8(0x7f)));
         with_mantissa = _mm512_broadcast_i32x4(_mm_and_si128(_mm_slli_epi16(all, 7), _mm_set1_epi8(char(0x80))));
     }
 };
-INLINE void packed_words(const char* group, const Exponents& exponents, VI (&words)[2]) {
+INLINE void bf12_words(const char* group, const Bf12Exponents& exponents, VI (&words)[2]) {
     const __m512i low_bits = _mm512_set1_epi8(0x7f);
     const __m512i of_halves = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
     const __m512i bytes = _mm512_loadu_si512(group);
-    const __m512i twice = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)(group + PACKED_GROUP)));
+    const __m512i twice = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)(group + BF12_GROUP)));
     const __m512i codes = _mm512_and_si512(_mm512_srlv_epi16(twice, of_halves), _mm512_set1_epi8(15));
     constexpr int CHOOSE = 0xca;  // where the first has a bit, the second's, or else the third's
     const __m512i signs =
@@ -105,38 +105,38 @@ static bool runs_here() {
 // instructions than floats for any number of vectors, and so do int8 matrices that lie in lanes. Others of int8 stay
 // with floats: to turn their rows into lanes costs a few vectors more than it spares.
 
-static bool runs_here_with_bytes() { return runs_here() && __builtin_cpu_supports("avx512vnni"); }
+static bool runs_here_vnni() { return runs_here() && __builtin_cpu_supports("avx512vnni"); }
 
-static int64_t prepared_bytes_of(D3Kind kind, int columns, int rows) {
-    return kind == D3_INT4 || lies_in_lanes(kind) ? (rows + SIDE - 1) / SIDE * fixed_bytes(columns, SIDE) : 0;
+static int64_t vnni_bytes(D3Kind kind, int columns, int rows) {
+    return kind == D3_INT4 || is_interleaved(kind) ? (rows + SIDE - 1) / SIDE * int_dot_bytes(columns, SIDE) : 0;
 }
-static int pieces_for_lanes(const Product& p) {
-    return p.at_once == 1 ? 1 : (p.at_once + SIDE - 1) / SIDE * fixed_blocks(p.columns);
+static int vnni_prepare_tiles(const MatmulArgs& p) {
+    return p.at_once == 1 ? 1 : (p.at_once + SIDE - 1) / SIDE * int_dot_blocks(p.columns);
 }
-static void prepare_for_lanes(const Product& p, int piece) {
-    if (p.at_once == 1) return prepare_fixed_single(p);
-    prepare_fixed<true>(p, piece / fixed_blocks(p.columns) * SIDE, piece % fixed_blocks(p.columns));
+static void prepare_vnni(const MatmulArgs& p, int tile) {
+    if (p.at_once == 1) return prepare_int_dot_single(p);
+    prepare_int_dot<true>(p, tile / int_dot_blocks(p.columns) * SIDE, tile % int_dot_blocks(p.columns));
 }
-static void multiply_bytes(const Product& p, const Piece& piece) {
-    if (!p.prepared) return multiply(p, piece);
+static void multiply_vnni(const MatmulArgs& p, const Tile& tile) {
+    if (!p.prepared) return multiply(p, tile);
     switch (p.kind) {
-        case D3_INT4_LANES: return multiply_in_lanes<Int4InLanes>(p, piece);
-        case D3_INT8_LANES: return multiply_in_lanes<Int8InLanes>(p, piece);
-        default: p.at_once == 1 ? multiply_as<SingleInt4>(p, piece) : multiply_turned(p, piece);
+        case D3_INT4X16: return multiply_interleaved<Int4Interleaved>(p, tile);
+        case D3_INT8X16: return multiply_interleaved<Int8Interleaved>(p, tile);
+        default: p.at_once == 1 ? multiply_as<SingleInt4>(p, tile) : multiply_transposed(p, tile);
     }
 }
 
-constexpr Kernels with_bytes() {
+constexpr Kernels isa_vnni() {
     Kernels made = table("avx512-vnni");
     made.widest_prepared = INT_MAX;  // what they wait for is not memory
-    made.runs_here = runs_here_with_bytes, made.multiply = multiply_bytes, made.reads_lanes = true;
-    made.prepared_bytes = prepared_bytes_of, made.prepared_pieces = pieces_for_lanes;
-    made.prepare = prepare_for_lanes;
+    made.runs_here = runs_here_vnni, made.multiply = multiply_vnni, made.reads_interleaved = true;
+    made.prepared_bytes = vnni_bytes, made.prepared_tiles = vnni_prepare_tiles;
+    made.prepare = prepare_vnni;
     return made;
 }
 
 extern const Kernels vnni;
-const Kernels vnni = with_bytes();
+const Kernels vnni = isa_vnni();
 
 #if defined(D3_TILES)
 #include "matmul/amx.inc"
@@ -144,47 +144,47 @@ const Kernels vnni = with_bytes();
 // What tiles are used for: matrices of 8 and 4 bits and of bfloat16, but for a single vector and 4 bits, where bytes
 // would have to become two first.
 
-static bool runs_here_with_tiles() { return runs_here() && has_tiles(); }
+static bool runs_here_amx() { return runs_here() && has_amx(); }
 
-static bool is_single_int4(const Product& p) { return p.kind == D3_INT4 && p.at_once == 1; }
+static bool is_single_int4(const MatmulArgs& p) { return p.kind == D3_INT4 && p.at_once == 1; }
 
-static int64_t bytes_for_tiles(D3Kind kind, int columns, int rows) {
+static int64_t amx_bytes(D3Kind kind, int columns, int rows) {
     const int64_t groups = (rows + SIDE - 1) / SIDE;
     if (kind == D3_BFLOAT16) return groups * bfloat16_bytes(columns, SIDE);
-    return kind == D3_INT8 || kind == D3_INT4 ? groups * fixed_bytes(columns, SIDE) : 0;
+    return kind == D3_INT8 || kind == D3_INT4 ? groups * int_dot_bytes(columns, SIDE) : 0;
 }
-static int blocks_for_tiles(const Product& p) {
-    return p.kind == D3_BFLOAT16 ? Bfloat16ByTiles::blocks(p) : fixed_blocks(p.columns);
+static int amx_blocks(const MatmulArgs& p) {
+    return p.kind == D3_BFLOAT16 ? Bfloat16Amx::blocks(p) : int_dot_blocks(p.columns);
 }
-static int pieces_for_tiles(const Product& p) {
-    return is_single_int4(p) ? 1 : (p.at_once + SIDE - 1) / SIDE * blocks_for_tiles(p);
+static int amx_prepare_tiles(const MatmulArgs& p) {
+    return is_single_int4(p) ? 1 : (p.at_once + SIDE - 1) / SIDE * amx_blocks(p);
 }
-static void prepare_for_tiles(const Product& p, int piece) {
-    if (is_single_int4(p)) return prepare_fixed_single(p);
-    const int first = piece / blocks_for_tiles(p) * SIDE, block = piece % blocks_for_tiles(p);
-    p.kind == D3_BFLOAT16 ? prepare_bfloat16(p, first, block) : prepare_fixed<false>(p, first, block);
+static void prepare_amx(const MatmulArgs& p, int tile) {
+    if (is_single_int4(p)) return prepare_int_dot_single(p);
+    const int first = tile / amx_blocks(p) * SIDE, block = tile % amx_blocks(p);
+    p.kind == D3_BFLOAT16 ? prepare_bfloat16(p, first, block) : prepare_int_dot<false>(p, first, block);
 }
-static void multiply_with_tiles(const Product& p, const Piece& piece) {
-    if (!p.prepared) return multiply(p, piece);
-    if (is_single_int4(p)) return multiply_as<SingleInt4>(p, piece);
+static void multiply_with_amx(const MatmulArgs& p, const Tile& tile) {
+    if (!p.prepared) return multiply(p, tile);
+    if (is_single_int4(p)) return multiply_as<SingleInt4>(p, tile);
     switch (p.kind) {
-        case D3_BFLOAT16: return multiply_by_tiles<Bfloat16ByTiles>(p, piece);
-        case D3_INT8: return multiply_by_tiles<Int8ByTiles>(p, piece);
-        default: return multiply_by_tiles<Int4ByTiles>(p, piece);
+        case D3_BFLOAT16: return multiply_amx<Bfloat16Amx>(p, tile);
+        case D3_INT8: return multiply_amx<Int8Amx>(p, tile);
+        default: return multiply_amx<Int4Amx>(p, tile);
     }
 }
 
-constexpr Kernels with_tiles() {
+constexpr Kernels isa_amx() {
     Kernels made = table("amx");
-    made.piece_bytes = 512 * 1024;  // so that rows which are far apart go on for long
-    made.widest_prepared = SIDE, made.most_packed = 0;
-    made.runs_here = runs_here_with_tiles, made.multiply = multiply_with_tiles;
-    made.prepared_bytes = bytes_for_tiles, made.prepared_pieces = pieces_for_tiles, made.prepare = prepare_for_tiles;
+    made.tile_bytes = 512 * 1024;  // so that rows which are far apart go on for long
+    made.widest_prepared = SIDE, made.max_bf12 = 0;
+    made.runs_here = runs_here_amx, made.multiply = multiply_with_amx;
+    made.prepared_bytes = amx_bytes, made.prepared_tiles = amx_prepare_tiles, made.prepare = prepare_amx;
     return made;
 }
 
 extern const Kernels amx;
-const Kernels amx = with_tiles();
+const Kernels amx = isa_amx();
 
 #endif
 

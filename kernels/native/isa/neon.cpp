@@ -26,9 +26,9 @@ template <int DISTANCE> INLINE V folded(V a, V b) {
     if constexpr (DISTANCE == 1) return (V)vtrn1q_f32(first, second) + (V)vtrn2q_f32(first, second);
     else return (V)vtrn1q_f64((float64x2_t)a, (float64x2_t)b) + (V)vtrn2q_f64((float64x2_t)a, (float64x2_t)b);
 }
-INLINE V choose(VI where, V yes, V no) { return (V)(((VI)yes & where) | ((VI)no & ~where)); }
-INLINE V larger(V a, V b) { return choose(a > b, a, b); }
-INLINE V smaller(V a, V b) { return choose(a < b, a, b); }
+INLINE V select(VI where, V yes, V no) { return (V)(((VI)yes & where) | ((VI)no & ~where)); }
+INLINE V larger(V a, V b) { return select(a > b, a, b); }
+INLINE V smaller(V a, V b) { return select(a < b, a, b); }
 INLINE VI float_as_bits(V values) { return (VI)values; }
 INLINE V bits_as_float(VI bits) { return (V)bits; }
 
@@ -51,30 +51,30 @@ INLINE VI widen_uint8(const char* from) {
 }
 
 // q * scale - 8 * scale in one rounding is what (q - 8) * scale is: the eightfold is exact.
-struct Nibbles {
+struct Int4Values {
     V scale, eight;
-    Nibbles() = default;
-    explicit INLINE_LAMBDA Nibbles(float given) : scale(all(given)), eight(all(-8.0f * given)) {}
+    Int4Values() = default;
+    explicit INLINE_LAMBDA Int4Values(float given) : scale(all(given)), eight(all(-8.0f * given)) {}
     INLINE_LAMBDA V low(VI bytes) const { return value(bytes & 15); }
     INLINE_LAMBDA V high(VI bytes) const { return value(bytes >> 4); }
     INLINE_LAMBDA V value(VI q) const { return multiply_add((V)vcvtq_f32_s32((int32x4_t)q), scale, eight); }
 };
 
 // By code, what of an exponent goes into the byte of the sign, and what into that of the mantissa.
-struct Exponents {
+struct Bf12Exponents {
     uint8x16_t with_sign, with_mantissa;
-    explicit INLINE_LAMBDA Exponents(int before) {
+    explicit INLINE_LAMBDA Bf12Exponents(int before) {
         const uint8x16_t codes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         const uint8x16_t all = vandq_u8(vaddq_u8(codes, vdupq_n_u8(uint8_t(before))), vtstq_u8(codes, codes));
         with_sign = vshrq_n_u8(all, 1), with_mantissa = vshlq_n_u8(all, 7);
     }
 };
-INLINE void packed_words(const char* group, const Exponents& exponents, VI (&words)[8]) {
+INLINE void bf12_words(const char* group, const Bf12Exponents& exponents, VI (&words)[8]) {
     const uint8_t* bytes = reinterpret_cast<const uint8_t*>(group);
     const uint8x16_t low_bits = vdupq_n_u8(0x7f);
     UNROLL for (int quarter = 0; quarter < 4; quarter++) {
         const uint8x16_t some = vld1q_u8(bytes + 16 * quarter);
-        const uint8x16_t pairs = vld1q_u8(bytes + PACKED_GROUP + quarter % 2 * 16);
+        const uint8x16_t pairs = vld1q_u8(bytes + BF12_GROUP + quarter % 2 * 16);
         const uint8x16_t codes = quarter < 2 ? vandq_u8(pairs, vdupq_n_u8(15)) : vshrq_n_u8(pairs, 4);
         const uint8x16_t signs = vbslq_u8(low_bits, vqtbl1q_u8(exponents.with_sign, codes), some);
         const uint8x16_t mantissas = vbslq_u8(low_bits, some, vqtbl1q_u8(exponents.with_mantissa, codes));

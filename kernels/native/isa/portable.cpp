@@ -28,9 +28,9 @@ template <int DISTANCE> INLINE V folded(V a, V b) {
     if constexpr (DISTANCE == 1) return V{a[0], b[0], a[2], b[2]} + V{a[1], b[1], a[3], b[3]};
     else return V{a[0], a[1], b[0], b[1]} + V{a[2], a[3], b[2], b[3]};
 }
-INLINE V choose(VI where, V yes, V no) { return (V)(((VI)yes & where) | ((VI)no & ~where)); }
-INLINE V larger(V a, V b) { return choose(a > b, a, b); }
-INLINE V smaller(V a, V b) { return choose(a < b, a, b); }
+INLINE V select(VI where, V yes, V no) { return (V)(((VI)yes & where) | ((VI)no & ~where)); }
+INLINE V larger(V a, V b) { return select(a > b, a, b); }
+INLINE V smaller(V a, V b) { return select(a < b, a, b); }
 INLINE VI float_as_bits(V values) { return (VI)values; }
 INLINE V bits_as_float(VI bits) { return (V)bits; }
 
@@ -46,28 +46,28 @@ INLINE VI widen_uint8(const char* from) { return widen<uint8_t>(from); }
 INLINE V widen_e4m3(const char* from) {
     const VI bytes = widen_uint8(from), magnitude = (bytes & 0x7f) << 20;
     const V small = (V)(magnitude + (113 << 23)) - all(0x1p-14f);  // eighths of the least exponent
-    const V value = choose(magnitude < (8 << 20), small, (V)(magnitude + (112 << 23)));
+    const V value = select(magnitude < (8 << 20), small, (V)(magnitude + (112 << 23)));
     return (V)((VI)value | (bytes & 0x80) << 24);
 }
 
-struct Nibbles {
+struct Int4Values {
     V scale;
-    Nibbles() = default;
-    explicit INLINE_LAMBDA Nibbles(float given) : scale(all(given)) {}
+    Int4Values() = default;
+    explicit INLINE_LAMBDA Int4Values(float given) : scale(all(given)) {}
     INLINE_LAMBDA V low(VI bytes) const { return as_floats((bytes & 15) - 8) * scale; }
     INLINE_LAMBDA V high(VI bytes) const { return as_floats((bytes >> 4) - 8) * scale; }
 };
 
-struct Exponents {
+struct Bf12Exponents {
     int before;
-    explicit INLINE_LAMBDA Exponents(int given) : before(given) {}
+    explicit INLINE_LAMBDA Bf12Exponents(int given) : before(given) {}
 };
-INLINE void packed_words(const char* group, const Exponents& exponents, VI (&words)[8]) {
-    for (int place = 0; place < PACKED_GROUP; place += 2) {
+INLINE void bf12_words(const char* group, const Bf12Exponents& exponents, VI (&words)[8]) {
+    for (int place = 0; place < BF12_GROUP; place += 2) {
         uint32_t both = 0;
         for (int nth = 0; nth < 2; nth++) {
             const uint32_t byte = uint8_t(group[place + nth]);
-            const uint32_t code = uint8_t(group[PACKED_GROUP + (place + nth) % 32]) >> place / 32 * 4 & 15;
+            const uint32_t code = uint8_t(group[BF12_GROUP + (place + nth) % 32]) >> place / 32 * 4 & 15;
             const uint32_t exponent = code ? code + exponents.before : 0;
             both |= ((byte & 0x80) << 8 | exponent << 7 | (byte & 0x7f)) << 16 * nth;
         }

@@ -12,7 +12,7 @@
 
 // The output channels of each band of a matrix, cut into pieces that differ by no more than a unit, so that pairs of
 // channels stay together and tiles are full.
-struct Pieces {
+struct Tiling {
     static constexpr int UNIT = 16;
     int channels, count;
     int units() const { return (channels + UNIT - 1) / UNIT; }
@@ -20,24 +20,24 @@ struct Pieces {
 };
 
 // A matrix whose channels are some bands, and the pieces of each.
-struct Cut {
+struct TiledMatrix {
     D3Matrix matrix;
     int bands;
-    Pieces pieces;
+    Tiling tiles;
 
     // Where the weights of a piece lie.
-    Later weights(int piece) const {
-        const int start = pieces.start(piece), stop = pieces.start(piece + 1);
+    NextWeights weights(int tile) const {
+        const int start = tiles.start(tile), stop = tiles.start(tile + 1);
         const int64_t row = bytes_of_row(matrix), bytes = (stop - start) * row;
         const char* from = static_cast<const char*>(matrix.values) + start * row;
-        return bands > 1 ? Later{from, bytes, pieces.channels * row} : Later{from, bytes / 2, bytes / 2};
+        return bands > 1 ? NextWeights{from, bytes, tiles.channels * row} : NextWeights{from, bytes / 2, bytes / 2};
     }
 };
 
-class Multiplier {
+class Matmul {
 public:
     // For matrices of at most `widest` columns and at most so many rows, which are `bytes` all together.
-    Multiplier(const Kernels& kernels, Team& team, int widest, int max_rows, int64_t bytes);
+    Matmul(const Kernels& kernels, ThreadPool& threads, int widest, int max_rows, int64_t bytes);
 
     // Multiplies the first `rows` rows of x, and calls use(worker, nth row, first channel, last channel, their values)
     // for every row and piece.
@@ -50,7 +50,7 @@ public:
     // The same where the output channels are one band or two, which lie half a matrix apart and are used together:
     // calls use(worker, nth row, first channel, last channel, their values, those of the second band).
     template <int BANDS, class Use> void multiply_bands(const D3Matrix& matrix, const Rows& x, int rows, Use use) {
-        const Product p = product(matrix, x, rows);
+        const MatmulArgs p = args_for(matrix, x, rows);
         const int channels = matrix.rows / BANDS;
         const auto use_rows = [&](int worker, int first, int count, int start, int stop) {
             const Rows& out = scratch_[worker].outputs;
@@ -61,9 +61,9 @@ public:
                 use(worker, first + nth, start, stop, values[0], values[1]);
             }
         };
-        if (is_many(p)) multiply_many<BANDS>(matrix, p, use_rows);
-        else multiply_some<BANDS>(matrix, p, use_rows);
-        if (reads_memory_) expected_ = {};
+        if (uses_gemm(p)) run_gemm_packed<BANDS>(matrix, p, use_rows);
+        else run_gemv<BANDS>(matrix, p, use_rows);
+        if (reads_memory_) next_matrix_ = {};
     }
 
     // The product after the next is of this matrix, in so many bands: who waits, or has his last piece of the next, may
@@ -81,49 +81,49 @@ private:
         Floats panels;            // its weights, for many rows
         Floats unpacked;          // its rows, of a packed matrix, band by band
         Floats prepared;          // few vectors, in a form of the instruction set's own
-        int64_t nth_product = 0;  // whose vectors these are
+        int64_t nth_matmul = 0;  // whose vectors these are
     };
 
-    Product product(const D3Matrix& matrix, const Rows& x, int rows);
-    Product own_vectors(const Product& p, int worker);
-    static bool has_few_vectors(const Product& p) { return int64_t(p.batch) * p.columns < MANY_NUMBERS; }
-    bool is_many(const Product& p) const {
+    MatmulArgs args_for(const D3Matrix& matrix, const Rows& x, int rows);
+    MatmulArgs worker_vectors(const MatmulArgs& p, int worker);
+    static bool has_few_vectors(const MatmulArgs& p) { return int64_t(p.batch) * p.columns < MANY_NUMBERS; }
+    bool uses_gemm(const MatmulArgs& p) const {
         return !p.prepared && p.batch >= (p.kind == D3_FLOAT32 ? kernels_.many_of_floats : kernels_.many);
     }
-    static bool is_packed(const D3Matrix& matrix) { return matrix.kind == D3_PACKED_BFLOAT16; }
+    static bool is_bf12(const D3Matrix& matrix) { return matrix.kind == D3_BF12; }
     // Whether so many vectors meet a matrix that is packed as bfloat16: each piece becomes that first.
-    bool unpacks(const D3Matrix& matrix, int rows) const { return is_packed(matrix) && rows > kernels_.most_packed; }
+    bool unpacks(const D3Matrix& matrix, int rows) const { return is_bf12(matrix) && rows > kernels_.max_bf12; }
     bool needs_prepared(const D3Matrix& matrix) const;
-    Pieces pieces_of(const D3Matrix& matrix, int rows, int bands) const;
+    Tiling tiling_of(const D3Matrix& matrix, int rows, int bands) const;
     // Whether memory would have nothing to do while this product goes on.
-    bool fetches_later(const Product& p) const {
-        const int of_floats = p.kind == D3_PACKED_BFLOAT16 ? kernels_.widest_packed : kernels_.widest;
+    bool prefetches_next(const MatmulArgs& p) const {
+        const int of_floats = p.kind == D3_BF12 ? kernels_.widest_bf12 : kernels_.widest;
         return reads_memory_ && p.batch > (p.prepared ? kernels_.widest_prepared : of_floats);
     }
-    Later after(const Cut& cut, int piece) const;
-    int panels_of_piece(const D3Matrix& matrix, int bands) const;
+    NextWeights next_weights(const TiledMatrix& tiled, int tile) const;
+    int panels_of_tile(const D3Matrix& matrix, int bands) const;
 
     // Calls use(worker, first row, how many, first channel, last channel).
-    template <int BANDS, class Use> void multiply_some(const D3Matrix& matrix, const Product& p, Use use) {
-        const Pieces pieces = pieces_of(matrix, p.batch, BANDS);
-        const bool has_later = fetches_later(p), unpacked = unpacks(matrix, p.batch);
-        team_.each(pieces.count, [&](int worker, int piece) {
+    template <int BANDS, class Use> void run_gemv(const D3Matrix& matrix, const MatmulArgs& p, Use use) {
+        const Tiling tiles = tiling_of(matrix, p.batch, BANDS);
+        const bool has_later = prefetches_next(p), unpacked = unpacks(matrix, p.batch);
+        threads_.parallel_for(tiles.count, [&](int worker, int tile) {
             const Rows& out = scratch_[worker].outputs;
-            const Product own = p.prepared && has_few_vectors(p) ? own_vectors(p, worker) : p;
-            const int start = pieces.start(piece), stop = pieces.start(piece + 1);
-            const Later later = has_later ? after({matrix, BANDS, pieces}, piece) : Later{};
+            const MatmulArgs own = p.prepared && has_few_vectors(p) ? worker_vectors(p, worker) : p;
+            const int start = tiles.start(tile), stop = tiles.start(tile + 1);
+            const NextWeights later = has_later ? next_weights({matrix, BANDS, tiles}, tile) : NextWeights{};
             char* const rows = reinterpret_cast<char*>(scratch_[worker].unpacked.at(0));
             for (int band = 0; unpacked && band < BANDS; band++)
-                kernels_.unpack(matrix, band * pieces.channels + start, band * pieces.channels + stop, ahead_,
+                kernels_.unpack(matrix, band * tiles.channels + start, band * tiles.channels + stop, ahead_,
                                 rows + band * (stop - start) * p.row_bytes);
             const int passes = (p.batch + ROWS_A_PASS - 1) / ROWS_A_PASS * BANDS;
             int pass = 0;
             for (int first = 0; first < p.batch; first += ROWS_A_PASS) {
-                Product some = own;
+                MatmulArgs some = own;
                 some.batch = std::min(ROWS_A_PASS, p.batch - first), some.x += first * p.ldx;
                 if (p.prepared) some.prepared += kernels_.prepared_bytes(p.kind, p.columns, first);
                 for (int band = 0; band < BANDS; band++) {
-                    const int begin = unpacked ? band * (stop - start) : band * pieces.channels + start;
+                    const int begin = unpacked ? band * (stop - start) : band * tiles.channels + start;
                     if (unpacked) some.values = rows;
                     kernels_.multiply(some, {begin, begin + stop - start, out.row(band * ROWS_A_PASS), out.stride(),
                                              later.part(pass++, passes)});
@@ -135,18 +135,18 @@ private:
 
     // Many rows meet weights that are widened once for all of them, panel by panel: no more than a piece's is ever
     // there.
-    template <int BANDS, class Use> void multiply_many(const D3Matrix& matrix, const Product& p, Use use) {
+    template <int BANDS, class Use> void run_gemm_packed(const D3Matrix& matrix, const MatmulArgs& p, Use use) {
         const int channels = matrix.rows / BANDS, panel = kernels_.panel, strip = kernels_.strip;
         const int64_t panel_floats = kernels_.panel_floats(p.columns), strip_floats = kernels_.strip_floats(p.columns);
         const int strips = (p.batch + strip - 1) / strip;
-        const int panels = panels_of_piece(matrix, BANDS), size = panels * panel;
+        const int panels = panels_of_tile(matrix, BANDS), size = panels * panel;
         const auto rows_of = [&](int nth) { return std::min(strip, p.batch - nth * strip); };
-        team_.each(strips, [&](int, int nth) {
+        threads_.parallel_for(strips, [&](int, int nth) {
             kernels_.pack(p, nth * strip, rows_of(nth), strips_.at(nth * strip_floats));
         });
-        team_.each((channels + size - 1) / size, [&](int worker, int piece) {
+        threads_.parallel_for((channels + size - 1) / size, [&](int worker, int tile) {
             const Scratch& scratch = scratch_[worker];
-            const int start = piece * size, stop = std::min(channels, start + size);
+            const int start = tile * size, stop = std::min(channels, start + size);
             // Calls body(a panel's floats, its first channel, its last, where their values go).
             const auto each_panel = [&](auto body) {
                 for (int band = 0; band < BANDS; band++)
@@ -156,8 +156,8 @@ private:
                              scratch.outputs.row(band * ROWS_A_PASS) + n - start);
             };
             each_panel([&](float* widened, int from, int end, float*) {
-                if (!is_packed(matrix)) return kernels_.widen(p, from, end, widened);
-                Product some = p;
+                if (!is_bf12(matrix)) return kernels_.widen(p, from, end, widened);
+                MatmulArgs some = p;
                 some.values = reinterpret_cast<char*>(scratch.unpacked.at(0));
                 kernels_.unpack(matrix, from, end, ahead_, reinterpret_cast<char*>(scratch.unpacked.at(0)));
                 kernels_.widen(some, 0, end - from, widened);
@@ -174,12 +174,12 @@ private:
     }
 
     const Kernels& kernels_;
-    Team& team_;
+    ThreadPool& threads_;
     const bool reads_memory_;  // or else weights stay in caches from step to step
     const int64_t ahead_;
     std::vector<Scratch> scratch_;  // [workers]
     Floats prepared_;               // many vectors of a product in a form of the instruction set's own
-    Cut expected_{};                // what comes after this product, if that is known
-    int64_t nth_product_ = 0;       // of those whose vectors have that form
+    TiledMatrix next_matrix_{};                // what comes after this product, if that is known
+    int64_t nth_matmul_ = 0;       // of those whose vectors have that form
     Floats strips_;                 // the vectors of a product of many rows
 };

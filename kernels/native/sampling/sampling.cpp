@@ -25,38 +25,38 @@ float gumbel(uint32_t word) {
 }
 
 // No noise is larger: 16.64 is that of the largest number below 1 that `gumbel` takes.
-constexpr float MOST_NOISE = 17.0f;
+constexpr float MAX_NOISE = 17.0f;
 
-void keep(float* logits, int vocab, const uint8_t* mask) {
+void mask_tokens(float* logits, int vocab, const uint8_t* mask) {
     for (int token = 0; token < vocab; token++)
         if (!(mask[token >> 3] >> (token & 7) & 1)) logits[token] = -INFINITY;
 }
 
 // Excludes the tokens that complete a word behind the answer: `recent`, and behind it the tokens of this run.
-void exclude_words(float* logits, const D3Rules& rules, const D3Run& run, int row, int taken) {
+void mask_words(float* logits, const D3LogitMask& mask, const D3Run& run, int row, int taken) {
     for (int64_t node = 0, back = 1;; back++) {
-        for (int64_t i = rules.first_bans[node]; i < rules.first_bans[node + 1]; i++) logits[rules.bans[i]] = -INFINITY;
-        if (back > rules.num_recent + taken) return;
+        for (int64_t i = mask.first_bans[node]; i < mask.first_bans[node + 1]; i++) logits[mask.bans[i]] = -INFINITY;
+        if (back > mask.num_recent + taken) return;
         const int64_t token =
-            back <= taken ? run.chosen[(taken - back) * run.rows + row] : rules.recent[rules.num_recent + taken - back];
-        const int64_t* end = rules.edges + rules.first_edges[node + 1];
-        const int64_t* edge = std::lower_bound(rules.edges + rules.first_edges[node], end, token);
+            back <= taken ? run.chosen[(taken - back) * run.rows + row] : mask.recent[mask.num_recent + taken - back];
+        const int64_t* end = mask.edges + mask.first_edges[node + 1];
+        const int64_t* edge = std::lower_bound(mask.edges + mask.first_edges[node], end, token);
         if (edge == end || *edge != token) return;
-        node = edge - rules.edges + 1;
+        node = edge - mask.edges + 1;
     }
 }
 
-void penalise(float* logits, const D3Choice& asked) {
-    for (int64_t i = 0; i < asked.counted->used; i++) {
-        float& logit = logits[asked.counted->tokens[i]];
-        const float often = float(asked.counted->counts[i]);
+void apply_penalties(float* logits, const D3Sampling& asked) {
+    for (int64_t i = 0; i < asked.token_counts->used; i++) {
+        float& logit = logits[asked.token_counts->tokens[i]];
+        const float often = float(asked.token_counts->counts[i]);
         const float repeated = logit > 0 ? logit / asked.repetition : logit * asked.repetition;
         logit = repeated - (asked.frequency * often + asked.presence * (often > 0 ? 1.0f : 0.0f));
     }
 }
 
 // A number that is larger for the likelier token, and of equal scores for the lower one.
-uint64_t place_of(float score, int token) {
+uint64_t sort_key(float score, int token) {
     uint32_t bits;
     score += 0.0f;  // which makes -0 a 0
     memcpy(&bits, &score, sizeof bits);
@@ -64,15 +64,15 @@ uint64_t place_of(float score, int token) {
     return uint64_t(bits) << 32 | uint32_t(~token);
 }
 
-int token_of(uint64_t place) { return int(~uint32_t(place)); }
+int token_of_key(uint64_t key) { return int(~uint32_t(key)); }
 
 // The probability beside that of the likeliest, in units of 2^-40: sums of whole numbers do not depend on their order.
 uint64_t weight_of(float score, float highest) { return uint64_t(std::exp(score - highest) * 0x1p40f); }
 
 // How many of the likeliest tokens make up the share `top_p`; these are in order then.
-size_t most_of(std::vector<uint64_t>& order, const float* scores, float highest, float top_p) {
+size_t count_top_p(std::vector<uint64_t>& order, const float* scores, float highest, float top_p) {
     uint64_t total = 0, sum = 0;
-    for (uint64_t place : order) total += weight_of(scores[token_of(place)], highest);
+    for (uint64_t key : order) total += weight_of(scores[token_of_key(key)], highest);
     const auto target = std::max<uint64_t>(uint64_t(std::ceil(double(total) * double(top_p))), 1);
     size_t sorted = 0;
     for (size_t kept = 0; kept < order.size(); kept++) {
@@ -81,13 +81,13 @@ size_t most_of(std::vector<uint64_t>& order, const float* scores, float highest,
             std::partial_sort(order.begin() + sorted, order.begin() + next, order.end(), std::greater<uint64_t>());
             sorted = next;
         }
-        sum += weight_of(scores[token_of(order[kept])], highest);
+        sum += weight_of(scores[token_of_key(order[kept])], highest);
         if (sum >= target) return kept + 1;
     }
     return order.size();
 }
 
-void cut(float* scores, int vocab, const D3Choice& asked, std::vector<uint64_t>& order) {
+void mask_below_threshold(float* scores, int vocab, const D3Sampling& asked, std::vector<uint64_t>& order) {
     float highest = -INFINITY;
     for (int token = 0; token < vocab; token++) {
         if (std::isnan(scores[token])) return;  // it wins anyway, and ends the row
@@ -97,22 +97,22 @@ void cut(float* scores, int vocab, const D3Choice& asked, std::vector<uint64_t>&
     const float floor = highest + asked.log_min_p;
     order.clear();
     for (int token = 0; token < vocab; token++)
-        if (scores[token] >= floor && scores[token] != -INFINITY) order.push_back(place_of(scores[token], token));
+        if (scores[token] >= floor && scores[token] != -INFINITY) order.push_back(sort_key(scores[token], token));
     if (asked.top_k > 0 && size_t(asked.top_k) < order.size()) {
         std::nth_element(order.begin(), order.begin() + (asked.top_k - 1), order.end(), std::greater<uint64_t>());
         order.resize(asked.top_k);
     }
-    if (asked.top_p < 1) order.resize(most_of(order, scores, highest, asked.top_p));
+    if (asked.top_p < 1) order.resize(count_top_p(order, scores, highest, asked.top_p));
     const uint64_t last = *std::min_element(order.begin(), order.end());
     for (int token = 0; token < vocab; token++)
-        if (place_of(scores[token], token) < last) scores[token] = -INFINITY;
+        if (sort_key(scores[token], token) < last) scores[token] = -INFINITY;
 }
 
 }  // namespace
 
-Best Best::nothing() { return {-INFINITY, INT64_MAX}; }
+Best Best::none() { return {-INFINITY, INT64_MAX}; }
 
-void Best::meet(float other, int64_t of) {
+void Best::update(float other, int64_t of) {
     if (std::isnan(score) || std::isnan(other)) {
         const bool wins = std::isnan(other) && (!std::isnan(score) || of < token);
         if (wins) score = other, token = of;
@@ -121,67 +121,68 @@ void Best::meet(float other, int64_t of) {
     }
 }
 
-void choose(Best& best, const float* logits, int64_t first, int count, const Choosing& how) {
+void update_best(Best& best, const float* logits, int64_t first, int count_token, const DrawParams& how) {
     if (how.temperature == 0.0f) {
-        for (int i = 0; i < count; i++)
-            if (!(logits[i] < best.score)) best.meet(logits[i], first + i);
+        for (int i = 0; i < count_token; i++)
+            if (!(logits[i] < best.score)) best.update(logits[i], first + i);
         return;
     }
-    for (int group = 0; group < count; group += 4) {
-        const int some = count - group < 4 ? count - group : 4;
+    for (int group = 0; group < count_token; group += 4) {
+        const int some = count_token - group < 4 ? count_token - group : 4;
         float scores[4];
         bool hopeless = true;  // no noise could make one of these the best
         for (int i = 0; i < some; i++) {
             scores[i] = logits[group + i] / how.temperature;
-            hopeless &= scores[i] + MOST_NOISE < best.score;
+            hopeless &= scores[i] + MAX_NOISE < best.score;
         }
         if (hopeless) continue;
         uint32_t words[4] = {uint32_t((first + group) / 4), how.step, how.index, 0};
         philox(how.seed, words);
-        for (int i = 0; i < some; i++) best.meet(scores[i] + gumbel(words[i]), first + group + i);
+        for (int i = 0; i < some; i++) best.update(scores[i] + gumbel(words[i]), first + group + i);
     }
 }
 
-bool are_rules(const D3Rules& rules, int vocab) {
-    const auto are_tokens = [&](const int64_t* tokens, int64_t count) {
-        return std::all_of(tokens, tokens + count, [&](int64_t token) { return token >= 0 && token < vocab; });
+bool is_valid_logit_mask(const D3LogitMask& mask, int vocab) {
+    const auto are_tokens = [&](const int64_t* tokens, int64_t count_token) {
+        return std::all_of(tokens, tokens + count_token, [&](int64_t token) { return token >= 0 && token < vocab; });
     };
-    if (!are_tokens(rules.biased, rules.num_biased) || !are_tokens(rules.banned, rules.num_banned)) return false;
-    return are_tokens(rules.bans, rules.num_bans);
+    if (!are_tokens(mask.biased, mask.num_biased) || !are_tokens(mask.banned, mask.num_banned)) return false;
+    return are_tokens(mask.bans, mask.num_bans);
 }
 
-void restrict_logits(float* logits, int vocab, const D3Rules& rules, const uint8_t* form, const D3Run& run, int row,
-                     int taken) {
-    for (int64_t i = 0; i < rules.num_biased; i++) logits[rules.biased[i]] += rules.biases[i];
-    if (rules.allowed) keep(logits, vocab, rules.allowed);
-    if (run.generation[row] + taken < rules.banned_until)
-        for (int64_t i = 0; i < rules.num_banned; i++) logits[rules.banned[i]] = -INFINITY;
-    if (rules.num_bans) exclude_words(logits, rules, run, row, taken);
-    if (form) keep(logits, vocab, form);
+void apply_logit_mask(float* logits, int vocab, const D3LogitMask& mask, const uint8_t* grammar, const D3Run& run,
+                      int row, int taken) {
+    for (int64_t i = 0; i < mask.num_biased; i++) logits[mask.biased[i]] += mask.biases[i];
+    if (mask.allowed) mask_tokens(logits, vocab, mask.allowed);
+    if (run.generation[row] + taken < mask.banned_until)
+        for (int64_t i = 0; i < mask.num_banned; i++) logits[mask.banned[i]] = -INFINITY;
+    if (mask.num_bans) mask_words(logits, mask, run, row, taken);
+    if (grammar) mask_tokens(logits, vocab, grammar);
 }
 
-Best sample(float* logits, int vocab, const D3Choice& asked, const Choosing& how, std::vector<uint64_t>& order) {
-    if (asked.counted) penalise(logits, asked);
-    Choosing rest = how;
+Best sample(float* logits, int vocab, const D3Sampling& asked, const DrawParams& how, std::vector<uint64_t>& order) {
+    if (asked.token_counts) apply_penalties(logits, asked);
+    DrawParams rest = how;
     if (how.temperature != 0 && (asked.log_min_p > -INFINITY || asked.top_k > 0 || asked.top_p < 1)) {
         for (int token = 0; token < vocab; token++) logits[token] /= how.temperature;
         rest.temperature = 1;
-        cut(logits, vocab, asked, order);
+        mask_below_threshold(logits, vocab, asked, order);
     }
-    Best best = Best::nothing();
-    choose(best, logits, 0, vocab, rest);
+    Best best = Best::none();
+    update_best(best, logits, 0, vocab, rest);
     return best;
 }
 
-void count(const D3Choice& asked, int taken, int64_t token) {
-    if (!asked.counted || asked.counted->steps >= taken) return;  // a step that is taken again counts nothing twice
-    D3Counted& counted = *asked.counted;
-    counted.steps = taken;
-    for (int64_t i = 0; i < counted.used; i++)
-        if (counted.tokens[i] == token) {
-            counted.counts[i]++;
+void count_token(const D3Sampling& asked, int taken, int64_t token) {
+    // A repeated step counts its token once.
+    if (!asked.token_counts || asked.token_counts->steps >= taken) return;
+    D3TokenCounts& token_counts = *asked.token_counts;
+    token_counts.steps = taken;
+    for (int64_t i = 0; i < token_counts.used; i++)
+        if (token_counts.tokens[i] == token) {
+            token_counts.counts[i]++;
             return;
         }
-    counted.tokens[counted.used] = token;
-    counted.counts[counted.used++] = 1;
+    token_counts.tokens[token_counts.used] = token;
+    token_counts.counts[token_counts.used++] = 1;
 }

@@ -8,25 +8,25 @@
 
 // So many units from `from` on, in pieces of as many of them as can be; those of a second band, if there is one, lie
 // `band_bytes` behind.
-struct Upcoming {
+struct PrefetchRange {
     const char* from = nullptr;
     int64_t band_bytes = 0, unit_bytes = 0;
-    int units = 0, pieces = 0;
+    int units = 0, tiles = 0;
 };
 
 // One worker's part of it, from its first piece to that of the next worker, a few lines at a time so that it sees a new
 // job soon.
-class Fetching {
+class Prefetcher {
 public:
-    Fetching(const Upcoming& upcoming, int first, int stop) : band_bytes_(upcoming.band_bytes) {
-        if (!upcoming.from || upcoming.pieces < 1) return;  // one half may be of the job before
-        const auto place = [&](int piece) {
-            return int64_t(upcoming.units) * piece / upcoming.pieces * upcoming.unit_bytes;
+    Prefetcher(const PrefetchRange& prefetch, int first, int stop) : band_bytes_(prefetch.band_bytes) {
+        if (!prefetch.from || prefetch.tiles < 1) return;  // one half may be of the job before
+        const auto place = [&](int tile) {
+            return int64_t(prefetch.units) * tile / prefetch.tiles * prefetch.unit_bytes;
         };
-        next_ = upcoming.from + place(first), left_ = std::min(place(stop) - place(first), MOST_BYTES);
+        next_ = prefetch.from + place(first), left_ = std::min(place(stop) - place(first), MAX_BYTES);
     }
 
-    void some() {
+    void step() {
         for (int line = 0; line < LINES_AT_ONCE && left_ > 0; line++, next_ += LINE, left_ -= LINE) {
             __builtin_prefetch(next_, 0, 2);
             if (band_bytes_) __builtin_prefetch(next_ + band_bytes_, 0, 2);
@@ -35,7 +35,7 @@ public:
 
 private:
     static constexpr int LINES_AT_ONCE = 8, LINE = 64;
-    static constexpr int64_t MOST_BYTES = 64 * 1024;
+    static constexpr int64_t MAX_BYTES = 64 * 1024;
 
     const char* next_ = nullptr;
     int64_t left_ = 0;
@@ -46,7 +46,7 @@ private:
 //
 // On AMD's processors weights of 16 and 8 bits arrive much sooner if they are asked for so early in the second cache,
 // and no sooner in the first, perhaps since few lines can be on their way to that. On Intel's steps became no shorter.
-inline int64_t bytes_fetched_ahead() {
+inline int64_t prefetch_distance() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (__builtin_cpu_is("amd")) return 48 * 1024;

@@ -18,9 +18,9 @@ using Clock = std::chrono::steady_clock;
 
 // Whoever has read all that is done comes back after so long, or when the next step is done: to wake up for each of
 // many short steps, with all caches cold, would cost more than half of what a step does. Shorter than anybody sees.
-constexpr auto GATHERING = std::chrono::milliseconds(4);
+constexpr auto GATHER_INTERVAL = std::chrono::milliseconds(4);
 // Whoever gathers comes back when this part of a run is left too: what the next run waits for is then soon read.
-constexpr int LAST_PART = 8;
+constexpr int LAST_FRACTION = 8;
 
 }  // namespace
 
@@ -28,33 +28,33 @@ struct Runner::State {
     ~State() {
         {
             std::lock_guard<std::mutex> lock(mutex);
-            leaves = true;
+            stopping = true;
         }
         given.notify_one();
         if (thread.joinable()) thread.join();
     }
 
-    void live() {
+    void thread_main() {
         std::unique_lock<std::mutex> lock(mutex);
         for (;;) {
-            given.wait(lock, [&] { return leaves || !rests; });
-            if (leaves) return;
+            given.wait(lock, [&] { return stopping || !idle; });
+            if (stopping) return;
             lock.unlock();
             try {
-                go_on();
+                run_steps();
             } catch (...) {
                 // The reader takes the step that has failed once more, and hears of it.
             }
             lock.lock();
-            rests = true;
+            idle = true;
             progress.notify_one();
         }
     }
 
-    void go_on() {
+    void run_steps() {
         for (int taken = 0; taken < run.steps; taken++) {
-            __atomic_store_n(run.course + 1, taken + 1, __ATOMIC_SEQ_CST);  // whoever ends the run then looks at this
-            if (__atomic_load_n(run.course, __ATOMIC_SEQ_CST)) return;
+            __atomic_store_n(run.control + 1, taken + 1, __ATOMIC_SEQ_CST);  // whoever ends the run then looks at this
+            if (__atomic_load_n(run.control, __ATOMIC_SEQ_CST)) return;
             run.step(taken);
             done.store(taken + 1);
             const int wanted = awaited.load();
@@ -69,8 +69,8 @@ struct Runner::State {
     Run run;
     std::mutex mutex;
     std::condition_variable given, progress;
-    bool rests = true, leaves = false;  // under the mutex
-    Clock::time_point next_look;        // of a reader who gathers; his own
+    bool idle = true, stopping = false;  // under the mutex
+    Clock::time_point next_wakeup;        // of a reader who gathers; his own
     std::atomic<int> done{0}, awaited{0};
 };
 
@@ -84,7 +84,7 @@ void Runner::begin(Run run) {
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are the caller's business
         try {
-            made->thread = std::thread([state = made.get()] { state->live(); });
+            made->thread = std::thread([state = made.get()] { state->thread_main(); });
         } catch (...) {
             pthread_sigmask(SIG_SETMASK, &before, nullptr);
             throw;
@@ -95,8 +95,8 @@ void Runner::begin(Run run) {
     std::lock_guard<std::mutex> lock(state_->mutex);
     state_->run = std::move(run);
     state_->done.store(0);
-    state_->rests = false;
-    state_->next_look = Clock::now() + GATHERING;
+    state_->idle = false;
+    state_->next_wakeup = Clock::now() + GATHER_INTERVAL;
     state_->given.notify_one();
 }
 
@@ -104,32 +104,32 @@ void Runner::await(int steps) {
     State& state = *state_;
     if (has_thread() && state.done.load() < steps) {
         std::unique_lock<std::mutex> lock(state.mutex);
-        state.progress.wait_for(lock, GATHERING, [&] { return state.rests; });
+        state.progress.wait_for(lock, GATHER_INTERVAL, [&] { return state.idle; });
         state.awaited.store(steps);  // before the look at `done`; the thread writes that before it looks here
-        state.progress.wait(lock, [&] { return state.rests || state.done.load() >= steps; });
+        state.progress.wait(lock, [&] { return state.idle || state.done.load() >= steps; });
         state.awaited.store(0);
     }
-    take_undone(steps);
+    run_undone(steps);
 }
 
 int Runner::gather(int steps) {
     State& state = *state_;
     if (has_thread()) {
-        const int last_part = state.run.steps - state.run.steps / LAST_PART;
+        const int last_part = state.run.steps - state.run.steps / LAST_FRACTION;
         const int enough = steps <= last_part ? last_part : state.run.steps;
         std::unique_lock<std::mutex> lock(state.mutex);
         state.awaited.store(enough);
-        state.progress.wait_until(lock, state.next_look, [&] { return state.rests || state.done.load() >= enough; });
+        state.progress.wait_until(lock, state.next_wakeup, [&] { return state.idle || state.done.load() >= enough; });
         state.awaited.store(steps);
-        state.progress.wait(lock, [&] { return state.rests || state.done.load() >= steps; });
+        state.progress.wait(lock, [&] { return state.idle || state.done.load() >= steps; });
         state.awaited.store(0);
     }
-    take_undone(steps);
-    state.next_look = Clock::now() + GATHERING;
+    run_undone(steps);
+    state.next_wakeup = Clock::now() + GATHER_INTERVAL;
     return state.done.load();
 }
 
-void Runner::take_undone(int steps) {
+void Runner::run_undone(int steps) {
     State& state = *state_;
     for (int taken = state.done.load(); taken < steps; taken = state.done.load()) {
         state.run.step(taken);
@@ -140,8 +140,8 @@ void Runner::take_undone(int steps) {
 void Runner::finish() {
     if (!has_thread()) return;
     std::unique_lock<std::mutex> lock(state_->mutex);
-    if (!state_->rests) __atomic_store_n(state_->run.course, 1, __ATOMIC_SEQ_CST);
-    state_->progress.wait(lock, [&] { return state_->rests; });
+    if (!state_->idle) __atomic_store_n(state_->run.control, 1, __ATOMIC_SEQ_CST);
+    state_->progress.wait(lock, [&] { return state_->idle; });
 }
 
 Runner::~Runner() {

@@ -7,7 +7,7 @@ class Runner {
 public:
     struct Run {
         int steps;
-        int32_t* course;  // see abi.h
+        int32_t* control;  // see abi.h
         std::function<void(int taken)> step;
     };
 
@@ -29,7 +29,7 @@ public:
 
 private:
     bool has_thread() const;
-    void take_undone(int steps);
+    void run_undone(int steps);
 
     State* state_ = nullptr;
 };

@@ -24,7 +24,7 @@ using std::chrono::nanoseconds;
 constexpr int64_t SPIN = 100'000;
 // Whoever has a piece for longer may need this core to go on with it.
 constexpr int64_t LEADER_SPIN = 50'000;
-constexpr int LOOKS_A_TURN = 256;  // some microseconds
+constexpr int LOOKS_A_YIELD = 256;  // some microseconds
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -37,13 +37,13 @@ void pause_briefly() {
 // Looks whether something is over, for so many nanoseconds at most. Whoever is waited for may need this very core, so
 // others get a turn now and then: without it a leader and a helper on one core would wait for each other in turns.
 template <class IsOver> bool spin(int64_t most, IsOver is_over) {
-    const int64_t end = Team::steady_clock() + most;
+    const int64_t end = ThreadPool::steady_clock() + most;
     for (;;) {
-        for (int look = 0; look < LOOKS_A_TURN; look++) {
+        for (int look = 0; look < LOOKS_A_YIELD; look++) {
             if (is_over()) return true;
             pause_briefly();
         }
-        if (Team::steady_clock() >= end) return false;
+        if (ThreadPool::steady_clock() >= end) return false;
         sched_yield();
     }
 }
@@ -58,14 +58,14 @@ struct alignas(LINE) Board {
     std::atomic<uint64_t> notice{0};
     std::atomic<void (*)(void*, int, int)> call{nullptr};
     std::atomic<void*> body{nullptr};
-    std::atomic<const char*> upcoming{nullptr};
+    std::atomic<const char*> prefetch{nullptr};
     std::atomic<int64_t> band_bytes{0}, unit_bytes{0};
-    std::atomic<int32_t> first_piece{0}, units{0}, upcoming_pieces{0};
+    std::atomic<int32_t> first_tile_index{0}, units{0}, prefetch_tiles{0};
 };
 static_assert(sizeof(Board) == LINE);
 
 struct Worker {
-    alignas(LINE) Share share;
+    alignas(LINE) WorkQueue queue;
     // Of a helper: how many pieces of which job it has done, as a notice has it; whether it may have one; whether it
     // sleeps, and whether it is to take none.
     alignas(LINE) std::atomic<uint64_t> done{0};
@@ -74,7 +74,7 @@ struct Worker {
     std::atomic<bool> is_out{false};
     std::mutex mutex;
     std::condition_variable wake;
-    Patience patience;  // the leader's
+    StragglerPolicy policy;  // the leader's
 };
 
 // How often this process has become another one since it was loaded.
@@ -83,46 +83,47 @@ const int forks_are_counted = pthread_atfork(nullptr, nullptr, [] { forks.fetch_
 
 }  // namespace
 
-int64_t Team::steady_clock() { return nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+int64_t ThreadPool::steady_clock() { return nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
-struct Team::State {
-    explicit State(int size) : team(size), workers(size), made_after(forks.load()) {}
+struct ThreadPool::State {
+    explicit State(int size) : num_threads(size), workers(size), made_after(forks.load()) {}
 
     bool is_of_this_process() const { return made_after == forks.load(std::memory_order_relaxed); }
 
     // Takes pieces of a job and carries them out; how many.
     int take(int worker, Notice job, bool leads) {
         int taken = 0;
-        for (int turn = 0; turn < team; turn++) {
-            const int whose = (worker + turn) % team;
+        for (int turn = 0; turn < num_threads; turn++) {
+            const int whose = (worker + turn) % num_threads;
             for (;;) {
-                const int piece = workers[whose].share.take(job, whose, team, leads);
-                if (piece == Share::NOTHING) break;
+                const int tile = workers[whose].queue.take(job, whose, num_threads, leads);
+                if (tile == WorkQueue::NOTHING) break;
                 // The leader waits for this piece now, so the job cannot change under us.
+                const int first = board.first_tile_index.load(std::memory_order_relaxed);
                 board.call.load(std::memory_order_relaxed)(board.body.load(std::memory_order_relaxed), worker,
-                                                           board.first_piece.load(std::memory_order_relaxed) + piece);
+                                                           first + tile);
                 taken++;
             }
         }
         return taken;
     }
 
-    Fetching upcoming_of(int worker) const {
-        const Upcoming upcoming{board.upcoming.load(std::memory_order_relaxed),
-                                board.band_bytes.load(std::memory_order_relaxed),
-                                board.unit_bytes.load(std::memory_order_relaxed),
-                                board.units.load(std::memory_order_relaxed),
-                                board.upcoming_pieces.load(std::memory_order_relaxed)};
-        return {upcoming, first_of_share(worker, team, upcoming.pieces),
-                first_of_share(worker + 1, team, upcoming.pieces)};
+    Prefetcher prefetcher_of(int worker) const {
+        const PrefetchRange prefetch{board.prefetch.load(std::memory_order_relaxed),
+                                     board.band_bytes.load(std::memory_order_relaxed),
+                                     board.unit_bytes.load(std::memory_order_relaxed),
+                                     board.units.load(std::memory_order_relaxed),
+                                     board.prefetch_tiles.load(std::memory_order_relaxed)};
+        return {prefetch, first_tile(worker, num_threads, prefetch.tiles),
+                first_tile(worker + 1, num_threads, prefetch.tiles)};
     }
 
     // -- a helper ------------------------------------------------------------------------------------------------
 
-    void help(int worker) {
+    void worker_loop(int worker) {
         Worker& me = workers[worker];
         for (uint32_t seen = 0;;) {
-            const Notice job = wait_for_other_than(seen, worker);
+            const Notice job = wait_for_job(seen, worker);
             seen = job.epoch;
             if (stops.load(std::memory_order_relaxed)) return;
             __builtin_prefetch(board.body.load(std::memory_order_relaxed));
@@ -137,19 +138,19 @@ struct Team::State {
         }
     }
 
-    Notice wait_for_other_than(uint32_t seen, int worker) {
+    Notice wait_for_job(uint32_t seen, int worker) {
         Worker& me = workers[worker];
-        Fetching fetching = upcoming_of(worker);
-        Notice told{seen, 0};
+        Prefetcher prefetcher = prefetcher_of(worker);
+        Notice notice{seen, 0};
         spin(SPIN, [&] {
             if (me.is_out.load(std::memory_order_relaxed)) return true;
-            told = Notice::of(board.notice.load(std::memory_order_acquire));
-            if (told.epoch != seen) return true;
-            me.share.keep_near();
-            fetching.some();
+            notice = Notice::of(board.notice.load(std::memory_order_acquire));
+            if (notice.epoch != seen) return true;
+            me.queue.keep_cached();
+            prefetcher.step();
             return false;
         });
-        if (told.epoch != seen) return told;
+        if (notice.epoch != seen) return notice;
         const auto now = [&] { return Notice::of(board.notice.load()); };
         std::unique_lock<std::mutex> lock(me.mutex);
         me.asleep.store(true);  // before the look at the notice
@@ -162,33 +163,33 @@ struct Team::State {
 
     // Lets those back in whose time has come; whether there is anybody to help.
     bool has_help(Clock clock) {
-        if (!somebody_is_out) return true;
+        if (!any_out) return true;
         const int64_t now = clock();
         bool has = false;
-        somebody_is_out = false;
-        for (int worker = 1; worker < team; worker++) {
+        any_out = false;
+        for (int worker = 1; worker < num_threads; worker++) {
             Worker& helper = workers[worker];
-            const bool is_out = helper.patience.is_out(now);
+            const bool is_out = helper.policy.is_out(now);
             if (is_out != helper.is_out.load(std::memory_order_relaxed)) helper.is_out.store(is_out);
-            somebody_is_out |= is_out, has |= !is_out;
+            any_out |= is_out, has |= !is_out;
         }
         return has;
     }
 
     // Tells the helpers of a job, whose first piece is the leader's already: what is written here is on its way to them
     // while the leader carries that out.
-    void announce(Notice notice, const Job& job, int first_piece, const Upcoming& upcoming) {
-        workers[0].share.begin(notice, team);
+    void announce(Notice notice, const Job& job, int first_tile_index, const PrefetchRange& prefetch) {
+        workers[0].queue.begin(notice, num_threads);
         board.call.store(job.call, std::memory_order_relaxed);
         board.body.store(job.body, std::memory_order_relaxed);
-        board.first_piece.store(first_piece, std::memory_order_relaxed);
-        board.upcoming.store(upcoming.from, std::memory_order_relaxed);
-        board.band_bytes.store(upcoming.band_bytes, std::memory_order_relaxed);
-        board.unit_bytes.store(upcoming.unit_bytes, std::memory_order_relaxed);
-        board.units.store(upcoming.units, std::memory_order_relaxed);
-        board.upcoming_pieces.store(upcoming.pieces, std::memory_order_relaxed);
+        board.first_tile_index.store(first_tile_index, std::memory_order_relaxed);
+        board.prefetch.store(prefetch.from, std::memory_order_relaxed);
+        board.band_bytes.store(prefetch.band_bytes, std::memory_order_relaxed);
+        board.unit_bytes.store(prefetch.unit_bytes, std::memory_order_relaxed);
+        board.units.store(prefetch.units, std::memory_order_relaxed);
+        board.prefetch_tiles.store(prefetch.tiles, std::memory_order_relaxed);
         board.notice.store(notice.word(), std::memory_order_release);
-        for (int worker = 1; worker < team; worker++) {
+        for (int worker = 1; worker < num_threads; worker++) {
             Worker& helper = workers[worker];
             if (!helper.asleep.load(std::memory_order_relaxed) || helper.is_out.load(std::memory_order_relaxed))
                 continue;
@@ -200,19 +201,19 @@ struct Team::State {
 
     // Whether the helpers have done so many pieces.
     bool is_done(Notice job, int others) const {
-        for (int worker = 1; worker < team; worker++) {
+        for (int worker = 1; worker < num_threads; worker++) {
             const Notice reported = Notice::of(workers[worker].done.load());
-            if (reported.epoch == job.epoch) others -= reported.pieces;
+            if (reported.epoch == job.epoch) others -= reported.tiles;
         }
         return others == 0;
     }
 
     // Returns when they have; the leader's own took `piece` each.
-    void await(Notice job, int others, int64_t piece, Clock clock) {
-        Fetching fetching = upcoming_of(0);
+    void await(Notice job, int others, int64_t tile, Clock clock) {
+        Prefetcher prefetcher = prefetcher_of(0);
         const bool have = spin(LEADER_SPIN, [&] {
             if (is_done(job, others)) return true;
-            fetching.some();
+            prefetcher.step();
             return false;
         });
         if (have) return;
@@ -221,28 +222,28 @@ struct Team::State {
         std::unique_lock<std::mutex> lock(mutex);
         leader_sleeps.store(true);  // before the look at what is done; helpers say what is before they look here
         const auto all = [&] { return is_done(job, others); };
-        if (!done.wait_for(lock, nanoseconds(Patience::allowance(piece)), all)) {
+        if (!done.wait_for(lock, nanoseconds(StragglerPolicy::allowance(tile)), all)) {
             for (Worker& helper : workers)
-                if (helper.works.load()) helper.patience.begin(), helper.is_out.store(true);
+                if (helper.works.load()) helper.policy.begin(), helper.is_out.store(true);
             done.wait(lock, all);
             const int64_t to = clock();
             for (Worker& helper : workers) {
-                if (!helper.patience.is_late()) continue;
-                helper.patience.end(from, to);
-                helper.is_out.store(helper.patience.is_out(to));
+                if (!helper.policy.is_late()) continue;
+                helper.policy.end(from, to);
+                helper.is_out.store(helper.policy.is_out(to));
             }
-            somebody_is_out = true;
+            any_out = true;
         }
         leader_sleeps.store(false);
     }
 
-    const int team;
+    const int num_threads;
     Board board;
     std::vector<Worker> workers;  // the leader, who has a share alone, then the helpers
     const int made_after;         // so many forks
     std::vector<std::thread> threads;
     std::atomic<bool> stops{false};
-    bool somebody_is_out = false;  // the leader's
+    bool any_out = false;  // the leader's
     alignas(LINE) std::atomic<bool> leader_sleeps{false};
     std::mutex mutex;
     std::condition_variable done;
@@ -250,7 +251,7 @@ struct Team::State {
 
 // Helpers are made when they are first needed, and again in a process that was forked: there are none there. What the
 // parent's were at is unknown then, so the old state is left behind as it is.
-Team::State& Team::state() {
+ThreadPool::State& ThreadPool::state() {
     if (state_ && state_->is_of_this_process()) return *state_;
     state_ = new State(size_);
     sigset_t all, before;
@@ -258,7 +259,7 @@ Team::State& Team::state() {
     pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are the caller's business
     try {
         for (int worker = 1; worker < size_; worker++)
-            state_->threads.emplace_back([state = state_, worker] { state->help(worker); });
+            state_->threads.emplace_back([state = state_, worker] { state->worker_loop(worker); });
     } catch (const std::system_error&) {
         // The system gives no more threads: fewer help, and the leader does the rest.
     }
@@ -266,32 +267,32 @@ Team::State& Team::state() {
     return *state_;
 }
 
-void Team::share(int count, Job job) {
+void ThreadPool::run_parallel(int count, Job job) {
     State& state = this->state();
     if (!state.has_help(clock_)) {
-        for (int piece = 0; piece < count; piece++) job.call(job.body, 0, piece);
+        for (int tile = 0; tile < count; tile++) job.call(job.body, 0, tile);
         return;
     }
-    for (int first = 0; first < count; first += MOST_PIECES) {
+    for (int first = 0; first < count; first += MAX_TILES) {
         const uint32_t epoch = Notice::of(state.board.notice.load(std::memory_order_relaxed)).epoch + 1;
-        const Notice notice{epoch, std::min(count - first, MOST_PIECES)};
-        state.announce(notice, job, first, upcoming_);
+        const Notice notice{epoch, std::min(count - first, MAX_TILES)};
+        state.announce(notice, job, first, prefetch_);
         const int64_t begun = clock_();
         job.call(job.body, 0, first);
-        const int taken = 1 + state.take(0, notice, true), others = notice.pieces - taken;
+        const int taken = 1 + state.take(0, notice, true), others = notice.tiles - taken;
         if (!state.is_done(notice, others)) state.await(notice, others, (clock_() - begun) / taken, clock_);
     }
-    upcoming_ = {};
+    prefetch_ = {};
 }
 
-int Team::num_out() const {
+int ThreadPool::num_out() const {
     if (!state_) return 0;
     const auto& workers = state_->workers;
     auto is_out = [](const Worker& helper) { return helper.is_out.load(); };
     return int(std::count_if(workers.begin(), workers.end(), is_out));
 }
 
-Team::~Team() {
+ThreadPool::~ThreadPool() {
     if (!state_ || !state_->is_of_this_process()) return;
     state_->stops.store(true);
     state_->board.notice.store(Notice{Notice::of(state_->board.notice.load()).epoch + 1, 0}.word());

@@ -17,36 +17,36 @@
 // A helper that the system puts aside in the middle of a piece holds everybody up, beside busy neighbours for a tenth
 // of a second. Whoever was waited for is left out for twice as long, so that a team which is outnumbered spends at most
 // a third of its time on waiting: it takes one and a half times as long as its leader alone, whatever else there is.
-class Patience {
+class StragglerPolicy {
 public:
     // How long the leader waits for pieces that others have taken, whose own took `piece` each on average, before
     // whoever still has one is late.
-    static int64_t allowance(int64_t piece) { return LEAST + 2 * piece; }
+    static int64_t allowance(int64_t tile) { return MIN + 2 * tile; }
 
     bool is_out(int64_t now) const { return now < back_; }
     // It is late, and left out until it is known for how long it was waited for.
     void begin() { back_ = LATE; }
     bool is_late() const { return back_ == LATE; }
-    void end(int64_t from, int64_t to) { back_ = to + std::min(TIMES * (to - from), MOST); }
+    void end(int64_t from, int64_t to) { back_ = to + std::min(TIMES * (to - from), MAX); }
 
 private:
     static constexpr int64_t LATE = std::numeric_limits<int64_t>::max();
-    static constexpr int64_t LEAST = 200'000;        // nobody is put aside for less
+    static constexpr int64_t MIN = 200'000;        // nobody is put aside for less
     static constexpr int64_t TIMES = 2;
-    static constexpr int64_t MOST = 10'000'000'000;  // a process that was stopped for an hour is soon itself again
+    static constexpr int64_t MAX = 10'000'000'000;  // a process that was stopped for an hour is soon itself again
 
     int64_t back_ = std::numeric_limits<int64_t>::min();
 };
 
-class Team {
+class ThreadPool {
 public:
     using Clock = int64_t (*)();  // nanoseconds
     static int64_t steady_clock();
 
-    explicit Team(int size, Clock clock = steady_clock) : size_(size), clock_(clock) {}
-    ~Team();
-    Team(const Team&) = delete;
-    Team& operator=(const Team&) = delete;
+    explicit ThreadPool(int size, Clock clock = steady_clock) : size_(size), clock_(clock) {}
+    ~ThreadPool();
+    ThreadPool(const ThreadPool&) = delete;
+    ThreadPool& operator=(const ThreadPool&) = delete;
 
     int size() const { return size_; }
     // How many helpers are left out now.
@@ -54,30 +54,31 @@ public:
 
     // Calls body(worker, piece) for every piece in [0, count) once, on any worker in [0, size), and returns when all
     // are done. Only one thread at a time may lead.
-    template <class Body> void each(int count, Body&& body) {
+    template <class Body> void parallel_for(int count, Body&& body) {
         if (size_ == 1 || count <= 1) {
-            for (int piece = 0; piece < count; piece++) body(0, piece);
+            for (int tile = 0; tile < count; tile++) body(0, tile);
             return;
         }
         using Plain = std::remove_reference_t<Body>;
-        share(count, {[](void* given, int worker, int piece) { (*static_cast<Plain*>(given))(worker, piece); }, &body});
+        const auto call = [](void* given, int worker, int tile) { (*static_cast<Plain*>(given))(worker, tile); };
+        run_parallel(count, {call, &body});
     }
 
     // What the job after the next begins with.
-    void expect(const Upcoming& upcoming) { upcoming_ = upcoming; }
+    void expect(const PrefetchRange& prefetch) { prefetch_ = prefetch; }
 
     struct Job {
-        void (*call)(void* body, int worker, int piece);
+        void (*call)(void* body, int worker, int tile);
         void* body;
     };
     struct State;
 
 private:
-    void share(int count, Job job);
+    void run_parallel(int count, Job job);
     State& state();
 
     const int size_;
     const Clock clock_;
     State* state_ = nullptr;
-    Upcoming upcoming_;
+    PrefetchRange prefetch_;
 };

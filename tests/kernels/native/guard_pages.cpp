@@ -33,10 +33,10 @@ void* guarded(size_t size, size_t alignment) {
     return start + page + (inner - size) / alignment * alignment;
 }
 
-void release(void* piece) {
-    if (!piece) return;
+void release(void* tile) {
+    if (!tile) return;
     const uintptr_t page = sysconf(_SC_PAGESIZE);
-    char* const first = reinterpret_cast<char*>(reinterpret_cast<uintptr_t>(piece) / page * page);
+    char* const first = reinterpret_cast<char*>(reinterpret_cast<uintptr_t>(tile) / page * page);
     mprotect(first - page, page, PROT_READ);
     const Pages pages = *reinterpret_cast<Pages*>(first - page);
     munmap(pages.start, pages.size);
@@ -49,11 +49,11 @@ void* operator new(size_t size) { return guarded(size, 1); }
 void* operator new[](size_t size) { return guarded(size, 1); }
 void* operator new(size_t size, std::align_val_t alignment) { return guarded(size, size_t(alignment)); }
 void* operator new[](size_t size, std::align_val_t alignment) { return guarded(size, size_t(alignment)); }
-void operator delete(void* piece) noexcept { release(piece); }
-void operator delete[](void* piece) noexcept { release(piece); }
-void operator delete(void* piece, size_t) noexcept { release(piece); }
-void operator delete[](void* piece, size_t) noexcept { release(piece); }
-void operator delete(void* piece, std::align_val_t) noexcept { release(piece); }
-void operator delete[](void* piece, std::align_val_t) noexcept { release(piece); }
-void operator delete(void* piece, size_t, std::align_val_t) noexcept { release(piece); }
-void operator delete[](void* piece, size_t, std::align_val_t) noexcept { release(piece); }
+void operator delete(void* tile) noexcept { release(tile); }
+void operator delete[](void* tile) noexcept { release(tile); }
+void operator delete(void* tile, size_t) noexcept { release(tile); }
+void operator delete[](void* tile, size_t) noexcept { release(tile); }
+void operator delete(void* tile, std::align_val_t) noexcept { release(tile); }
+void operator delete[](void* tile, std::align_val_t) noexcept { release(tile); }
+void operator delete(void* tile, size_t, std::align_val_t) noexcept { release(tile); }
+void operator delete[](void* tile, size_t, std::align_val_t) noexcept { release(tile); }

@@ -40,7 +40,7 @@ struct Matrix {
     std::vector<float> scales, bias;
     std::vector<int64_t> starts;
     std::vector<int32_t> at_columns;
-    std::vector<uint16_t> beside;
+    std::vector<uint16_t> outliers;
     D3Matrix view;
 
     Matrix(int kind, int rows, int columns, bool with_bias) {
@@ -63,17 +63,17 @@ struct Matrix {
         if (kind == D3_INT4) scales = floats(size_t(rows) * groups, 0.1f);
         if (with_bias) bias = floats(rows);
         view = {kind, rows, columns, values.get(), data_or_null(scales), data_or_null(bias), {}};
-        if (kind == D3_PACKED_BFLOAT16) add_beside();
+        if (kind == D3_BF12) add_outliers();
     }
 
     // Every other row has a weight beside it, in its last column; codes up to 2^-1 make weights of any bytes finite.
-    void add_beside() {
+    void add_outliers() {
         starts = {0};
         for (int row = 0; row < view.rows; row++) {
-            if (row % 2) at_columns.push_back(view.columns - 1), beside.push_back(uint16_t(0x3d00 + row));
-            starts.push_back(int64_t(beside.size()));
+            if (row % 2) at_columns.push_back(view.columns - 1), outliers.push_back(uint16_t(0x3d00 + row));
+            starts.push_back(int64_t(outliers.size()));
         }
-        view.packing = {111, starts.data(), at_columns.data(), beside.data()};
+        view.bf12 = {111, starts.data(), at_columns.data(), outliers.data()};
     }
 
     // Leaves nothing but their biases of the rows from `first` on, of four bits or floats.
@@ -85,14 +85,14 @@ struct Matrix {
 };
 
 // The same with sixteen rows in lanes, or as it is where its rows do not fill them or it is of another kind.
-struct InLanes {
+struct Interleaved {
     static constexpr std::align_val_t LINE{64};
     struct Release { void operator()(char* bytes) const { operator delete[](bytes, LINE); } };
     std::unique_ptr<char[], Release> values;
     std::vector<float> scales;
     D3Matrix view;
 
-    explicit InLanes(const D3Matrix& of) : view(of) {
+    explicit Interleaved(const D3Matrix& of) : view(of) {
         const bool is_int8 = of.kind == D3_INT8;
         if ((!is_int8 && of.kind != D3_INT4) || of.rows % 32) return;
         const int groups = (of.columns + 127) / 128, row = is_int8 ? (of.columns + 63) / 64 * 64 : groups * 64;
@@ -108,7 +108,7 @@ struct InLanes {
         for (int n = 0; !is_int8 && n < of.rows; n++)
             for (int group = 0; group < groups; group++)
                 scales[size_t(n / 16 * groups + group) * 16 + n % 16] = of.scales[n * groups + group];
-        view.kind = is_int8 ? D3_INT8_LANES : D3_INT4_LANES, view.values = values.get();
+        view.kind = is_int8 ? D3_INT8X16 : D3_INT4X16, view.values = values.get();
         if (!is_int8) view.scales = scales.data();
     }
 };
@@ -118,8 +118,8 @@ struct Pool {
     std::vector<float> floats, scales;
     std::vector<uint8_t> bytes;
 
-    Pool(size_t count, int head_dim, bool is_small) {
-        if (!is_small) floats = ::floats(count);
+    Pool(size_t count, int head_dim, bool has_8bit_kv) {
+        if (!has_8bit_kv) floats = ::floats(count);
         else scales = ::floats(count / head_dim, 0.001f), bytes.resize(count);
         for (uint8_t& byte : bytes) byte = any_e4m3();
     }
@@ -166,25 +166,26 @@ public:
             positions[row] = row == 0 ? LENGTH - STEPS : numbers() % (LENGTH - STEPS + 1);
             for (int layer = 0; layer < LAYERS; layer++) cutoffs[row * LAYERS + layer] = 1 + numbers() % 5;
         }
-        rules.biased = tokens.data(), rules.biases = temperatures.data(), rules.num_biased = 1;
-        rules.allowed = all_tokens.data();
-        rules.banned = tokens.data(), rules.num_banned = s.vocab > 2, rules.banned_until = 2;
+        logit_mask.biased = tokens.data(), logit_mask.biases = temperatures.data(), logit_mask.num_biased = 1;
+        logit_mask.allowed = all_tokens.data();
+        logit_mask.banned = tokens.data(), logit_mask.num_banned = s.vocab > 2, logit_mask.banned_until = 2;
         // The word of token 0 and the last token of the vocabulary.
-        rules.edges = word, rules.first_edges = s.vocab > 2 ? first_edges : no_edges;
-        rules.bans = word + 1, rules.first_bans = s.vocab > 2 ? first_bans : no_edges, rules.num_bans = 1;
-        rules.recent = word, rules.num_recent = 1;
+        logit_mask.edges = word, logit_mask.first_edges = s.vocab > 2 ? first_edges : no_edges;
+        logit_mask.bans = word + 1, logit_mask.num_bans = 1;
+        logit_mask.first_bans = s.vocab > 2 ? first_bans : no_edges;
+        logit_mask.recent = word, logit_mask.num_recent = 1;
         for (int row = 0; row < s.rows; row++)
-            choices[row] = {-INFINITY, 1, 0, 1, 0, 0, nullptr, row % 3 ? &rules : nullptr};
+            sampling[row] = {-INFINITY, 1, 0, 1, 0, 0, nullptr, row % 3 ? &logit_mask : nullptr};
         for (int i = 0; i < count; i++) tables[i] = i + 1;
         std::shuffle(tables.begin(), tables.end(), numbers);
     }
 
     // All rows at once; then those before the middle and those behind it, which have to find the same bits.
-    Found decode(int isa, int threads, bool is_in_lanes = false) const {
+    Found decode(int isa, int threads, bool is_interleaved = false) const {
         Found found(pool, s.rows, STEPS, s.vocab);
-        std::vector<InLanes> turned;
-        turned.reserve(1 + 4 * LAYERS);
-        const auto matrix = [&](const D3Matrix& of) { return is_in_lanes ? turned.emplace_back(of).view : of; };
+        std::vector<Interleaved> repacked;
+        repacked.reserve(1 + 4 * LAYERS);
+        const auto matrix = [&](const D3Matrix& of) { return is_interleaved ? repacked.emplace_back(of).view : of; };
         D3Layer own[LAYERS];
         for (int of = 0; of < LAYERS; of++) {
             own[of] = layers[of];
@@ -217,9 +218,9 @@ public:
         std::copy(kept.floats.begin(), kept.floats.end(), found.pool.floats.begin());
         std::copy(kept.scales.begin(), kept.scales.end(), found.pool.scales.begin());
         std::copy(kept.bytes.begin(), kept.bytes.end(), found.pool.bytes.begin());
-        int32_t course[2] = {0, 0};
+        int32_t control[2] = {0, 0};
         Found again(found.pool, s.rows, STEPS, s.vocab);
-        const D3Run followed = run_of(again, 0, s.rows, course);
+        const D3Run followed = run_of(again, 0, s.rows, control);
         if (d3_begin(decoder, &followed) != D3_OK || d3_await(decoder, 1) != D3_OK) fail("a run not followed", isa);
         d3_destroy(decoder);  // in the middle of the run
         return found;
@@ -242,15 +243,15 @@ private:
     }
 
     void run(D3Decoder* decoder, int isa, Found& found, int start, int rows) const {
-        int32_t course[2] = {0, 0};
-        const D3Run run = run_of(found, start, rows, course);
+        int32_t control[2] = {0, 0};
+        const D3Run run = run_of(found, start, rows, control);
         if (d3_run(decoder, &run) != D3_OK) fail("a run that was refused", isa);
     }
 
     // All rows again, while this thread waits for the first step, and then for whatever is done.
     void follow(D3Decoder* decoder, int isa, Found& found) const {
-        int32_t course[2] = {0, 0};
-        const D3Run run = run_of(found, 0, s.rows, course);
+        int32_t control[2] = {0, 0};
+        const D3Run run = run_of(found, 0, s.rows, control);
         const std::vector<int64_t> tokens = found.chosen;
         if (d3_begin(decoder, &run) != D3_OK) fail("a run that does not begin", isa);
         for (int32_t taken = 0, done = 1; taken < STEPS; taken = done) {
@@ -263,14 +264,14 @@ private:
         d3_finish(decoder);
     }
 
-    D3Run run_of(Found& found, int start, int rows, int32_t* course) const {
+    D3Run run_of(Found& found, int start, int rows, int32_t* control) const {
         D3Run run{};
         run.rows = rows, run.steps = STEPS;
         run.tokens = &tokens[start], run.positions = &positions[start], run.generation = &generation[start];
         run.slots = &slots[start], run.cutoffs = &cutoffs[start * LAYERS], run.tables = tables.data();
         run.temperatures = &temperatures[start], run.seeds = &seeds[start], run.indices = &indices[start];
         run.chosen = found.chosen.data(), run.scores = found.scores.data(), run.logits = found.logits.data();
-        run.course = course, run.choices = &choices[start];
+        run.control = control, run.sampling = &sampling[start];
         return run;
     }
 
@@ -304,19 +305,19 @@ private:
         std::vector<int64_t> drafted(STEPS * s.rows * most, -1), counts(STEPS * s.rows * 3), none = drafted;
         std::vector<float> states(size_t(s.rows) * most * s.hidden);
         for (int row = 0; row < s.rows; row++) places[row] = row % 4 ? row * most : -1;
-        int32_t course[2] = {0, 0}, taken = 0;
-        D3Cycles asked{};
-        asked.rows = s.rows, asked.cycles = STEPS, asked.most = most;
+        int32_t control[2] = {0, 0}, taken = 0;
+        D3SpeculativeLoop asked{};
+        asked.rows = s.rows, asked.iterations = STEPS, asked.most = most;
         asked.tokens = tokens.data(), asked.positions = positions.data(), asked.generation = generation.data();
         asked.slots = slots.data(), asked.cutoffs = cutoffs.data(), asked.tables = tables.data();
         asked.begun = none.data(), asked.num_begun = indices.data(), asked.first_lengths = lengths.data();
         asked.lengths = asked.most_lengths = asked.adapts = lengths.data(), asked.rooms = rooms.data();
         asked.ends = tokens.data(), asked.most_ends = 1;
         asked.states = states.data(), asked.num_states = s.rows * most, asked.places = places.data();
-        asked.drafted = drafted.data(), asked.counts = counts.data(), asked.course = course, asked.taken = &taken;
-        if (d3_run_cycles(decoder, &asked) != D3_OK) fail("cycles that were refused", isa);
+        asked.drafted = drafted.data(), asked.counts = counts.data(), asked.control = control, asked.taken = &taken;
+        if (d3_run_speculative_loop(decoder, &asked) != D3_OK) fail("cycles that were refused", isa);
         const std::vector<int64_t> found(counts.begin(), counts.begin() + taken * s.rows * 3);
-        if (d3_begin_cycles(decoder, &asked) != D3_OK) fail("cycles that do not begin", isa);
+        if (d3_begin_speculative_loop(decoder, &asked) != D3_OK) fail("cycles that do not begin", isa);
         if (d3_await(decoder, taken) != D3_OK) fail("a cycle that does not come", isa);
         d3_finish(decoder);
         if (!std::equal(found.begin(), found.end(), counts.begin())) fail("other cycles where they are followed", isa);
@@ -347,8 +348,8 @@ private:
     std::vector<float> temperatures = std::vector<float>(s.rows);
     const int64_t word[2] = {0, s.vocab - 1}, first_edges[3] = {0, 1, 1}, first_bans[3] = {0, 0, 1}, no_edges[3] = {};
     const std::vector<uint8_t> all_tokens = std::vector<uint8_t>((s.vocab + 7) / 8, 255);
-    D3Rules rules{};
-    std::vector<D3Choice> choices = std::vector<D3Choice>(s.rows);
+    D3LogitMask logit_mask{};
+    std::vector<D3Sampling> sampling = std::vector<D3Sampling>(s.rows);
     std::vector<int32_t> cutoffs = std::vector<int32_t>(s.rows * LAYERS), tables = std::vector<int32_t>(count);
 
     std::vector<int64_t> numbers_for_rows(int64_t number) const { return std::vector<int64_t>(s.rows, number); }
@@ -365,13 +366,13 @@ int main() {
     };
     const int portable = d3_num_isas() - 1;
     int cases = 0;
-    for (int kind = D3_FLOAT32; kind <= D3_PACKED_BFLOAT16; kind++)
+    for (int kind = D3_FLOAT32; kind <= D3_BF12; kind++)
         for (const Sizes& sizes : shapes) {
             const Case made(sizes, kind);
             const Found wanted = made.decode(portable, 1 + cases % 3);
             for (int isa = 0; isa < portable; isa++)
-                for (int lanes = 0; d3_isa_runs_here(isa) && lanes <= d3_isa_reads_lanes(isa); lanes++)
-                    made.compare(wanted, made.decode(isa, 1 + (cases + isa) % 3, lanes), isa);
+                for (int repacked = 0; d3_isa_runs_here(isa) && repacked <= d3_isa_reads_interleaved(isa); lanes++)
+                    made.compare(wanted, made.decode(isa, 1 + (cases + isa) % 3, repacked), isa);
             cases++;
         }
     for (int isa = 0; isa <= portable; isa++)

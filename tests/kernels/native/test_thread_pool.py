@@ -95,9 +95,9 @@ def said_by(program: str, folder: Path) -> tuple[int, str, str]:
 
 def test_every_piece_of_a_job_is_carried_out_once(tmp_path: Path) -> None:
     """By any number of threads, be there fewer pieces than these or more than a notice can tell of."""
-    assert said_by("every_piece", tmp_path) == (0, "each once", "")
+    assert said_by("every_tile", tmp_path) == (0, "each once", "")
 
 
 def test_a_helper_that_was_put_aside_with_a_piece_is_left_out_for_twice_as_long(tmp_path: Path) -> None:
     """By a clock of its own: the program says what was otherwise."""
-    assert said_by("late_helper", tmp_path) == (0, "as it should be", "")
+    assert said_by("straggler", tmp_path) == (0, "as it should be", "")
