@@ -1,15 +1,30 @@
 // The C entry points: everything is checked here, and nothing throws beyond.
 #include "abi.h"
 
+#include <atomic>
 #include <exception>
+#include <memory>
 #include <new>
 
 #include "decoder.h"
 #include "formats/matrix.h"
+#include "speculative_loop.h"
+#include "threading/runner.h"
 
 #ifndef D3_SOURCE_DIGEST
 #define D3_SOURCE_DIGEST "unknown"
 #endif
+
+// The handle of the C interface: a decoder, and the thread that runs its steps in the background.
+struct D3Decoder {
+    D3Decoder(const D3Model& model, const Kernels& kernels) : decoder(model, kernels) {}
+
+    Decoder decoder;
+    std::atomic<bool> busy{false};
+    D3Run run;                              // that the thread takes the steps of,
+    std::unique_ptr<SpeculativeLoop> loop;  // or the iterations
+    Runner runner;  // last, so that the thread stops before anything that it uses is destroyed
+};
 
 namespace {
 
@@ -36,29 +51,47 @@ bool is_model(const D3Model& m, bool reads_interleaved) {
     return m.final_norm && m.pool;
 }
 
-template <class Asked> int32_t run_all(D3Decoder& decoder, const Asked& asked) {
-    if (decoder.busy.exchange(true, std::memory_order_acquire)) return D3_BUSY;
+D3Status check(const D3Decoder& handle, const D3Run& run) { return handle.decoder.check(run); }
+D3Status check(const D3Decoder& handle, const D3SpeculativeLoop& loop) {
+    return SpeculativeLoop::check(loop, handle.decoder);
+}
+
+void run(D3Decoder& handle, const D3Run& run) { handle.decoder.run(run); }
+void run(D3Decoder& handle, const D3SpeculativeLoop& loop) { SpeculativeLoop(loop, handle.decoder).run(); }
+
+void begin(D3Decoder& handle, const D3Run& run) {
+    handle.run = run;
+    handle.decoder.begin(run);
+    handle.runner.begin({run.steps, run.control, [&handle](int taken) { handle.decoder.take(handle.run, taken); }});
+}
+void begin(D3Decoder& handle, const D3SpeculativeLoop& loop) {
+    handle.loop = std::make_unique<SpeculativeLoop>(loop, handle.decoder);
+    handle.runner.begin({loop.iterations, loop.control, [&handle](int nth) { handle.loop->run_iteration(nth); }});
+}
+
+template <class Args> int32_t run_checked(D3Decoder& handle, const Args& args) {
+    if (handle.busy.exchange(true, std::memory_order_acquire)) return D3_BUSY;
     int32_t status = D3_OK;
     try {
-        status = decoder.check(asked);
-        if (status == D3_OK) decoder.run(asked);
+        status = check(handle, args);
+        if (status == D3_OK) run(handle, args);
     } catch (const std::bad_alloc&) {
         status = D3_NO_MEMORY;
     }
-    decoder.busy.store(false, std::memory_order_release);
+    handle.busy.store(false, std::memory_order_release);
     return status;
 }
 
-template <class Asked> int32_t begin_all(D3Decoder& decoder, const Asked& asked) {
-    if (decoder.busy.exchange(true, std::memory_order_acquire)) return D3_BUSY;
+template <class Args> int32_t begin_checked(D3Decoder& handle, const Args& args) {
+    if (handle.busy.exchange(true, std::memory_order_acquire)) return D3_BUSY;
     int32_t status = D3_OK;
     try {
-        status = asked.control ? decoder.check(asked) : D3_BAD_RUN;
-        if (status == D3_OK) decoder.begin(asked);
+        status = args.control ? check(handle, args) : D3_BAD_RUN;
+        if (status == D3_OK) begin(handle, args);
     } catch (const std::exception&) {  // no memory, or no thread
         status = D3_NO_MEMORY;
     }
-    if (status != D3_OK) decoder.busy.store(false, std::memory_order_release);
+    if (status != D3_OK) handle.busy.store(false, std::memory_order_release);
     return status;
 }
 
@@ -82,11 +115,11 @@ int32_t d3_create(const D3Model* model, D3Decoder** made) {
     return D3_OK;
 }
 
-int32_t d3_run(D3Decoder* decoder, const D3Run* run) { return run_all(*decoder, *run); }
-int32_t d3_run_speculative_loop(D3Decoder* decoder, const D3SpeculativeLoop* loop) { return run_all(*decoder, *loop); }
-int32_t d3_begin(D3Decoder* decoder, const D3Run* run) { return begin_all(*decoder, *run); }
+int32_t d3_run(D3Decoder* decoder, const D3Run* run) { return run_checked(*decoder, *run); }
+int32_t d3_run_speculative_loop(D3Decoder* decoder, const D3SpeculativeLoop* loop) { return run_checked(*decoder, *loop); }
+int32_t d3_begin(D3Decoder* decoder, const D3Run* run) { return begin_checked(*decoder, *run); }
 int32_t d3_begin_speculative_loop(D3Decoder* decoder, const D3SpeculativeLoop* loop) {
-    return begin_all(*decoder, *loop);
+    return begin_checked(*decoder, *loop);
 }
 
 int32_t d3_await(D3Decoder* decoder, int32_t steps) {

@@ -51,7 +51,7 @@ bool has_time_for_next(const AttentionArgs& a) {
 
 }  // namespace
 
-D3Decoder::D3Decoder(const D3Model& model, const Kernels& kernels)
+Decoder::Decoder(const D3Model& model, const Kernels& kernels)
     : model_(model),
       layers_(model.layers, model.layers + model.num_layers),
       kernels_(kernels),
@@ -84,7 +84,7 @@ D3Decoder::D3Decoder(const D3Model& model, const Kernels& kernels)
     }
 }
 
-D3Status D3Decoder::check(const D3Run& run) const {
+D3Status Decoder::check(const D3Run& run) const {
     if (run.rows < 1 || run.rows > model_.max_rows || run.steps < 1) return D3_BAD_RUN;
     if (run.yields && run.steps != 1) return D3_BAD_RUN;  // the next step begins with the token of every row
     if (run.sampling && !run.temperatures) return D3_BAD_RUN;
@@ -104,9 +104,9 @@ D3Status D3Decoder::check(const D3Run& run) const {
         for (const int64_t* places : {run.kept_places, run.resumed_places})
             if (run.states && places[row] >= 0 && places[row] + run.steps > run.num_states) return D3_BAD_STATE;
         for (int layer = 0; layer < model_.num_layers; layer++) {
-            const int64_t is_active = run.cutoffs[row * model_.num_layers + layer] - run.generation[row];
-            if (is_active <= 0) continue;  // the layer sleeps: it has no blocks
-            const int64_t deepest = first + std::min<int64_t>(is_active, run.steps) - 1;
+            const int64_t active_steps = run.cutoffs[row * model_.num_layers + layer] - run.generation[row];
+            if (active_steps <= 0) continue;  // the layer sleeps: it has no blocks
+            const int64_t deepest = first + std::min<int64_t>(active_steps, run.steps) - 1;
             if (!has_blocks(Step{run, 0}.table(row, layer, model_), deepest)) return D3_BAD_BLOCK;
         }
     }
@@ -114,13 +114,13 @@ D3Status D3Decoder::check(const D3Run& run) const {
 }
 
 // Whether a layer's table has blocks of the pool for all positions up to the last.
-bool D3Decoder::has_blocks(const int32_t* table, int64_t last) const {
+bool Decoder::has_blocks(const int32_t* table, int64_t last) const {
     const auto is_of_pool = [&](int32_t block) { return block >= 1 && block < model_.num_blocks; };
     return std::all_of(table, table + last / model_.block_size + 1, is_of_pool);
 }
 
-void D3Decoder::run(const D3Run& run) {
-    ended_.assign(run.rows, false);
+void Decoder::run(const D3Run& run) {
+    begin(run);
     int taken = 0;
     for (; taken < run.steps; taken++) {
         ask_grammars({run, taken});
@@ -131,7 +131,7 @@ void D3Decoder::run(const D3Run& run) {
 }
 
 // Whether every row has come to its end, at this step or at one before.
-bool D3Decoder::have_ended(const D3Run& run, int taken) {
+bool Decoder::have_ended(const D3Run& run, int taken) {
     bool all = true;
     for (int row = 0; row < run.rows; row++) {
         const int64_t index = int64_t(taken) * run.rows + row, *ends = run.ends + row * run.most_ends;
@@ -143,16 +143,14 @@ bool D3Decoder::have_ended(const D3Run& run, int taken) {
     return all;
 }
 
-void D3Decoder::begin(const D3Run& run) {
-    run_ = run;
-    ended_.assign(run.rows, false);
-    runner.begin({run.steps, run.control, [this](int taken) {
-                      ask_grammars({run_, taken});
-                      step({run_, taken});
-                  }});
+void Decoder::begin(const D3Run& run) { ended_.assign(run.rows, false); }
+
+void Decoder::take(const D3Run& run, int taken) {
+    ask_grammars({run, taken});
+    step({run, taken});
 }
 
-void D3Decoder::step(const Step& step) {
+void Decoder::step(const Step& step) {
     embed(step);
     for (int layer = 0; layer < model_.num_layers; layer++) {
         if (step.run.states) save_states(step, layer);
@@ -176,14 +174,14 @@ void D3Decoder::step(const Step& step) {
 }
 
 // What is multiplied after a layer: the first matrix of the next one that a row runs, or the head's.
-const D3Matrix& D3Decoder::next_matrix(const Step& step, int layer) const {
+const D3Matrix& Decoder::next_matrix(const Step& step, int layer) const {
     while (++layer < model_.num_layers)
         for (int row = 0; row < step.run.rows; row++)
             if (step.runs(row, layer, model_)) return layers_[layer].qkv;
     return model_.lm_head;
 }
 
-void D3Decoder::embed(const Step& step) {
+void Decoder::embed(const Step& step) {
     const D3Matrix& table = model_.embedding;
     for (int row = 0; row < step.run.rows; row++) {
         if (step.run.states && step.run.resumed_places[row] >= 0) {
@@ -195,24 +193,24 @@ void D3Decoder::embed(const Step& step) {
     }
 }
 
-float* D3Decoder::state(const Step& step, int64_t index) const {
+float* Decoder::state(const Step& step, int64_t index) const {
     return step.run.states + (index + step.taken) * model_.hidden;
 }
 
-void D3Decoder::save_states(const Step& step, int layer) {
+void Decoder::save_states(const Step& step, int layer) {
     const D3Run& run = step.run;
     for (int row = 0; row < run.rows; row++)
         if (run.kept_layers[row] == layer && run.kept_places[row] >= 0)
             memcpy(state(step, run.kept_places[row]), hidden_.row(row), model_.hidden * sizeof(float));
 }
 
-void D3Decoder::find_active(const Step& step, int layer) {
+void Decoder::find_active(const Step& step, int layer) {
     active_.clear();
     for (int row = 0; row < step.run.rows; row++)
         if (step.runs(row, layer, model_)) active_.push_back(row);
 }
 
-void D3Decoder::norm(const float* weight) {
+void Decoder::norm(const float* weight) {
     auto one = [&](int, int nth) {
         kernels_.rms_norm(normed_.row(nth), hidden_.row(active_[nth]), weight, model_.eps, model_.hidden);
     };
@@ -221,7 +219,7 @@ void D3Decoder::norm(const float* weight) {
     for (int nth = 0; nth < count; nth++) one(0, nth);  // sooner done than handed over
 }
 
-void D3Decoder::qkv(const Step& step, int layer) {
+void Decoder::qkv(const Step& step, int layer) {
     const D3Layer& weights = layers_[layer];
     norm(weights.attention_norm);
     if (!weights.head_norms && !has_8bit_kv()) {
@@ -248,7 +246,7 @@ void D3Decoder::qkv(const Step& step, int layer) {
 }
 
 // Behind the last layer's entries nothing is computed for rows that nobody asks for a token, as most of a prompt's are.
-void D3Decoder::keep_yielding(const Step& step) {
+void Decoder::keep_yielding(const Step& step) {
     if (!step.run.yields) return;
     int kept = 0;
     for (int nth = 0; nth < int(active_.size()); nth++) {
@@ -259,20 +257,20 @@ void D3Decoder::keep_yielding(const Step& step) {
     active_.resize(kept);
 }
 
-void D3Decoder::multiply_into(const D3Matrix& matrix, const Rows& x, const Rows& to) {
+void Decoder::multiply_into(const D3Matrix& matrix, const Rows& x, const Rows& to) {
     multiply(matrix, x, [&](int, int nth, int start, int stop, const float* values) {
         memcpy(to.row(nth) + start, values, (stop - start) * sizeof(float));
     });
 }
 
-void D3Decoder::multiply_and_add(const D3Matrix& matrix, const Rows& x) {
+void Decoder::multiply_and_add(const D3Matrix& matrix, const Rows& x) {
     multiply(matrix, x, [&](int, int nth, int start, int stop, const float* values) {
         kernels_.add(hidden_.row(active_[nth]) + start, values, stop - start);
     });
 }
 
 // The rows of the gate and those of the up projection lie half a matrix apart; a piece takes some of both.
-void D3Decoder::gate_up(const D3Layer& layer) {
+void Decoder::gate_up(const D3Layer& layer) {
     norm(layer.mlp_norm);
     const auto use = [&](int, int nth, int start, int stop, const float* gate, const float* up) {
         kernels_.swiglu(gated_.row(nth) + start, gate, up, stop - start);
@@ -280,7 +278,7 @@ void D3Decoder::gate_up(const D3Layer& layer) {
     matmul_.multiply_bands<2>(layer.gate_up, normed_, int(active_.size()), use);
 }
 
-void D3Decoder::head(const Step& step) {
+void Decoder::head(const Step& step) {
     const D3Run& run = step.run;
     active_.clear();
     for (int row = 0; row < run.rows; row++)
@@ -321,13 +319,13 @@ void D3Decoder::head(const Step& step) {
 // Where the queries, keys and values of a row go: into attention's rows, and into the entries of a cache.
 
 // How many halves of entries, keys or values, are in the pool before this one's.
-int64_t D3Decoder::kv_row(const Step& step, int row, int layer, int half) const {
+int64_t Decoder::kv_row(const Step& step, int row, int layer, int half) const {
     const int64_t position = step.position(row), block = step.table(row, layer, model_)[position / model_.block_size];
     return (2 * block + half) * model_.block_size + position % model_.block_size;
 }
 
 // `count` channels from `channel` on, all of one head, go where they belong; those of queries and keys are turned.
-void D3Decoder::store_qkv(const Step& step, int layer, int nth, int channel, const float* from, int count) {
+void Decoder::store_qkv(const Step& step, int layer, int nth, int channel, const float* from, int count) {
     const int row = active_[nth], keys_end = q_size_ + kv_size_;
     float *pool = static_cast<float*>(model_.pool), *to;
     if (channel < q_size_) to = queries_.row(nth) + channel;
@@ -343,7 +341,7 @@ void D3Decoder::store_qkv(const Step& step, int layer, int nth, int channel, con
 }
 
 // The same of a whole head, which entries of 8 bits need for its scale; it may be changed.
-void D3Decoder::store_head(const Step& step, int layer, int nth, int channel, float* head) {
+void Decoder::store_head(const Step& step, int layer, int nth, int channel, float* head) {
     if (channel < q_size_ || !has_8bit_kv()) return store_qkv(step, layer, nth, channel, head, model_.head_dim);
     const int row = active_[nth], half = channel >= q_size_ + kv_size_, first = channel - q_size_ - half * kv_size_;
     const float* rotations = layers_[layer].rotations;
@@ -362,14 +360,14 @@ void D3Decoder::store_head(const Step& step, int layer, int nth, int channel, fl
 // numbers depend on no others'. It writes no entries.
 
 // Where the window ends that a row leaves out from `layer` on; `layer` itself where none begins there.
-int D3Decoder::skipped_until(const Step& step, int row, int layer) const {
+int Decoder::skipped_until(const Step& step, int row, int layer) const {
     int stop = layer;
     if (layer > 0 && !step.runs(row, layer - 1, model_)) return stop;
     while (stop < model_.num_layers && !step.runs(row, stop, model_)) stop++;
     return stop;
 }
 
-bool D3Decoder::has_bridges(const D3Run& run) const {
+bool Decoder::has_bridges(const D3Run& run) const {
     for (int row = 0; row < run.rows; row++) {
         if (!run.bridges[row]) continue;
         for (int taken = 0; taken < run.steps; taken++)
@@ -384,7 +382,7 @@ bool D3Decoder::has_bridges(const D3Run& run) const {
 }
 
 // All layers below `layer` have run.
-void D3Decoder::apply_bridges(const Step& step, int layer) {
+void Decoder::apply_bridges(const Step& step, int layer) {
     bridged_rows_.clear();
     for (int row = 0; row < step.run.rows; row++) {
         if (!step.run.bridges[row]) continue;
@@ -404,7 +402,7 @@ void D3Decoder::apply_bridges(const Step& step, int layer) {
 }
 
 // The active rows cross a window. Pieces of a product are added while others are still read, so it reads a copy.
-void D3Decoder::apply_bridge(const D3Bridge& bridge) {
+void Decoder::apply_bridge(const D3Bridge& bridge) {
     for (size_t nth = 0; nth < active_.size(); nth++)
         memcpy(normed_.row(int(nth)), hidden_.row(active_[nth]), model_.hidden * sizeof(float));
     if (!bridge.down.values) return multiply_and_add(bridge.weight, normed_);
@@ -418,7 +416,7 @@ void D3Decoder::apply_bridge(const D3Bridge& bridge) {
 // Attention of a step: who shares entries, and how the work is cut where a few heads read a long text.
 
 // Rows of one sequence that stand at neighbouring positions, as those of a prompt do; each row of an answer by itself.
-void D3Decoder::find_query_blocks(const Step& step) {
+void Decoder::find_query_blocks(const Step& step) {
     const int most = std::max(1, BLOCK_QUERIES / group_);
     query_blocks_.clear();
     for (int nth = 0; nth < int(active_.size()); nth++) {
@@ -435,7 +433,7 @@ void D3Decoder::find_query_blocks(const Step& step) {
 }
 
 // Each head of keys and values by itself.
-void D3Decoder::split_query_blocks() {
+void Decoder::split_query_blocks() {
     const size_t count = query_blocks_.size();
     query_blocks_.resize(count * model_.kv_heads);
     for (size_t nth = query_blocks_.size(); nth-- > 0;) {
@@ -445,7 +443,7 @@ void D3Decoder::split_query_blocks() {
 }
 
 // What the nth block looks at.
-AttentionArgs D3Decoder::attention_args(const Step& step, int layer, int nth, int worker) const {
+AttentionArgs Decoder::attention_args(const Step& step, int layer, int nth, int worker) const {
     const QueryBlock& block = query_blocks_[nth];
     const int row = active_[block.first];
     const int64_t first = int64_t(block.head) * group_ * model_.head_dim, wide = has_8bit_kv() ? 1 : sizeof(float);
@@ -463,7 +461,7 @@ AttentionArgs D3Decoder::attention_args(const Step& step, int layer, int nth, in
 
 // A piece is a block, or a head of one: entries come from memory sooner where all heads of a position are looked at
 // together, but nobody is to wait for the one who has a long text.
-void D3Decoder::attention(const Step& step, int layer) {
+void Decoder::attention(const Step& step, int layer) {
     find_query_blocks(step);
     const int num_threads = threads_.size(), fair = num_threads == 1 ? 1 : 4 * num_threads;
     const int count = int(query_blocks_.size());
@@ -508,7 +506,7 @@ void D3Decoder::attention(const Step& step, int layer) {
 }
 
 // Entries that somebody looks at, at most, if spans are shared out.
-int64_t D3Decoder::largest_queue(const Step& step, int spans) const {
+int64_t Decoder::largest_queue(const Step& step, int spans) const {
     const int num_threads = threads_.size(), tiles = int(query_blocks_.size()) * spans;
     int64_t most = 0;
     for (int worker = 0; worker < num_threads; worker++) {
@@ -524,7 +522,7 @@ int64_t D3Decoder::largest_queue(const Step& step, int spans) const {
 }
 
 // The same where there are too few pieces for everybody, in few long texts: each span is a piece then.
-void D3Decoder::attend_split(const Step& step, int layer, int spans) {
+void Decoder::attend_split(const Step& step, int layer, int spans) {
     const int blocks = int(query_blocks_.size());
     const int64_t floats = max_queries() * (model_.head_dim + 2);
     if (int64_t(partials_.size()) < blocks * spans * floats) partials_.resize(blocks * spans * floats);
@@ -544,14 +542,14 @@ void D3Decoder::attend_split(const Step& step, int layer, int spans) {
 // -- decoder_choice.cpp
 // How each row of a step chooses its token, and those choose that need all of their logits.
 
-DrawParams D3Decoder::draw_params(const Step& step, int row) const {
+DrawParams Decoder::draw_params(const Step& step, int row) const {
     const D3Run& run = step.run;
     if (!run.temperatures) return {0.0f, 0, 0, 0};
     return {run.temperatures[row], uint64_t(run.seeds[row]), uint32_t(run.indices[row]),
             uint32_t(run.generation[row] + step.taken)};
 }
 
-bool D3Decoder::needs_all_logits(const D3Run& run, int row) const {
+bool Decoder::needs_all_logits(const D3Run& run, int row) const {
     if (!run.sampling) return false;
     const D3Sampling& asked = run.sampling[row];
     const bool has_threshold = asked.log_min_p > -INFINITY || asked.top_k > 0 || asked.top_p < 1;
@@ -559,7 +557,7 @@ bool D3Decoder::needs_all_logits(const D3Run& run, int row) const {
 }
 
 // The rows that need all of their logits choose from them.
-void D3Decoder::sample_from_all(const Step& step) {
+void Decoder::sample_from_all(const Step& step) {
     const D3Run& run = step.run;
     threads_.parallel_for(int(active_.size()), [&](int worker, int nth) {
         const int row = active_[nth];
@@ -576,7 +574,7 @@ void D3Decoder::sample_from_all(const Step& step) {
 }
 
 // One after the other and by the leader alone: who is asked is a language that has one thread at a time.
-void D3Decoder::ask_grammars(const Step& step) {
+void Decoder::ask_grammars(const Step& step) {
     const D3Run& run = step.run;
     if (!run.sampling || !run.grammar) return;
     grammar_masks_.assign(run.rows, nullptr);

@@ -7,10 +7,50 @@
 
 #include "decoder.h"
 
-SpeculativeLoop::SpeculativeLoop(const D3SpeculativeLoop& args, D3Decoder& decoder) : args_(args), decoder_(decoder) {
+SpeculativeLoop::SpeculativeLoop(const D3SpeculativeLoop& args, Decoder& decoder)
+    : args_(args), decoder_(decoder), num_layers_(decoder.model().num_layers) {
     for (int row = 0; row < args.rows; row++)
         rows_.push_back({args.tokens[row], args.positions[row], args.generation[row], args.lengths[row],
                          args.rooms[row], false, 0, 0});
+}
+
+D3Status SpeculativeLoop::check(const D3SpeculativeLoop& args, const Decoder& decoder) {
+    const D3Model& model = decoder.model();
+    if (args.rows < 1 || args.rows > model.max_rows || args.iterations < 1) return D3_BAD_RUN;
+    if (args.most < 1 || args.most >= model.max_rows) return D3_BAD_DRAFT;
+    const auto is_token = [&](int64_t token) { return token >= 0 && token < model.vocab; };
+    for (int row = 0; row < args.rows; row++) {
+        const int64_t first = args.first_lengths[row], longest = args.most_lengths[row], room = args.rooms[row];
+        if (longest < 1 || longest > args.most || args.lengths[row] < 1 || args.lengths[row] > longest ||
+            first > longest || args.num_begun[row] < 0 || args.num_begun[row] > first || first >= room)
+            return D3_BAD_DRAFT;
+        const int64_t* begun = args.begun + int64_t(row) * args.most;
+        if (!is_token(args.tokens[row]) || !std::all_of(begun, begun + args.num_begun[row], is_token))
+            return D3_BAD_TOKEN;
+        const int64_t last = args.positions[row] + std::min(args.iterations * (longest + 1), room) - 1;
+        const int64_t max_position = std::min<int64_t>(model.max_positions, int64_t(model.max_blocks) * model.block_size);
+        if (args.positions[row] < 0 || last >= max_position) return D3_BAD_POSITION;
+        if (args.slots[row] < 0 || args.slots[row] >= model.num_slots) return D3_BAD_SLOT;
+        if (args.places[row] >= 0 && args.places[row] + args.most > args.num_states) return D3_BAD_STATE;
+        const int64_t layers = model.num_layers;
+        for (int64_t layer = 0; layer < layers; layer++)
+            if (!decoder.has_blocks(args.tables + (args.slots[row] * layers + layer) * model.max_blocks, last))
+                return D3_BAD_BLOCK;
+    }
+    if (!args.bridges) return D3_OK;
+    D3Run drafts{};  // whoever begins a draft at any of these steps
+    drafts.rows = args.rows;
+    drafts.steps = args.iterations * (args.most + 1);
+    drafts.generation = args.generation;
+    drafts.cutoffs = args.cutoffs;
+    drafts.bridges = args.bridges;
+    return decoder.has_bridges(drafts) ? D3_OK : D3_BAD_BRIDGE;
+}
+
+void SpeculativeLoop::run() {
+    int taken = 0;
+    while (taken < args_.iterations && !all_ended()) run_iteration(taken++);
+    if (args_.taken) *args_.taken = taken;
 }
 
 void SpeculativeLoop::run_iteration(int nth) {
@@ -25,21 +65,21 @@ bool SpeculativeLoop::all_ended() const {
 }
 
 bool SpeculativeLoop::is_active(int row, int layer) const {
-    return rows_[row].step < args_.cutoffs[int64_t(row) * decoder_.model_.num_layers + layer];
+    return rows_[row].step < args_.cutoffs[int64_t(row) * num_layers_ + layer];
 }
 
 // The first layer that a draft leaves out, or 0, where its hidden states are not kept.
 int SpeculativeLoop::first_skipped(int row) const {
     if (args_.places[row] < 0) return 0;
     int layer = 0;
-    while (layer < decoder_.model_.num_layers && is_active(row, layer)) layer++;
-    return layer % decoder_.model_.num_layers;
+    while (layer < num_layers_ && is_active(row, layer)) layer++;
+    return layer % num_layers_;
 }
 
 int64_t SpeculativeLoop::draft_length(int row, int nth) const {
     if (nth == 0) return args_.first_lengths[row];
     bool skips = false;
-    for (int layer = 0; layer < decoder_.model_.num_layers; layer++) skips |= !is_active(row, layer);
+    for (int layer = 0; layer < num_layers_; layer++) skips |= !is_active(row, layer);
     return skips ? std::min(rows_[row].length, rows_[row].room - 1) : 0;
 }
 
@@ -82,7 +122,7 @@ void SpeculativeLoop::verify(int nth) {
         for (; next < args_.rows; next++) {
             const Row& at = rows_[next];
             if (at.has_ended) continue;
-            if (int64_t(batch_.tokens.size()) + at.count + 1 > decoder_.model_.max_rows) break;
+            if (int64_t(batch_.tokens.size()) + at.count + 1 > decoder_.model().max_rows) break;
             for (int64_t place = 0; place <= at.count; place++) add_row(next, place, false, nth);
         }
         if (batch_.tokens.empty()) return;
@@ -138,7 +178,7 @@ void SpeculativeLoop::add_row(int row, int64_t place, bool is_draft, int nth) {
     batch_.resumed_places.push_back(has_state && !is_draft ? args_.places[row] + place : -1);
     // What verification leaves out it has the states of.
     batch_.bridges.push_back(is_draft && args_.bridges ? args_.bridges[row] : nullptr);
-    for (int layer = 0; layer < decoder_.model_.num_layers; layer++)
+    for (int layer = 0; layer < num_layers_; layer++)
         batch_.active.push_back(is_draft ? is_active(row, layer) : !has_state || layer >= skipped);
 }
 
@@ -163,7 +203,7 @@ void SpeculativeLoop::run_batch() {
     run.kept_places = b.kept_places.data();
     run.resumed_places = b.resumed_places.data();
     run.bridges = args_.bridges ? b.bridges.data() : nullptr;
-    decoder_.step({run, 0});
+    decoder_.take(run, 0);
 }
 
 void SpeculativeLoop::Batch::clear() {
@@ -171,48 +211,4 @@ void SpeculativeLoop::Batch::clear() {
         numbers->clear();
     active.clear();
     bridges.clear();
-}
-
-D3Status D3Decoder::check(const D3SpeculativeLoop& args) const {
-    if (args.rows < 1 || args.rows > model_.max_rows || args.iterations < 1) return D3_BAD_RUN;
-    if (args.most < 1 || args.most >= model_.max_rows) return D3_BAD_DRAFT;
-    const auto is_token = [&](int64_t token) { return token >= 0 && token < model_.vocab; };
-    for (int row = 0; row < args.rows; row++) {
-        const int64_t first = args.first_lengths[row], longest = args.most_lengths[row], room = args.rooms[row];
-        if (longest < 1 || longest > args.most || args.lengths[row] < 1 || args.lengths[row] > longest ||
-            first > longest || args.num_begun[row] < 0 || args.num_begun[row] > first || first >= room)
-            return D3_BAD_DRAFT;
-        const int64_t* begun = args.begun + int64_t(row) * args.most;
-        if (!is_token(args.tokens[row]) || !std::all_of(begun, begun + args.num_begun[row], is_token))
-            return D3_BAD_TOKEN;
-        const int64_t last = args.positions[row] + std::min(args.iterations * (longest + 1), room) - 1;
-        const int64_t most = std::min<int64_t>(model_.max_positions, int64_t(model_.max_blocks) * model_.block_size);
-        if (args.positions[row] < 0 || last >= most) return D3_BAD_POSITION;
-        if (args.slots[row] < 0 || args.slots[row] >= model_.num_slots) return D3_BAD_SLOT;
-        if (args.places[row] >= 0 && args.places[row] + args.most > args.num_states) return D3_BAD_STATE;
-        const int64_t layers = model_.num_layers;
-        for (int64_t layer = 0; layer < layers; layer++)
-            if (!has_blocks(args.tables + (args.slots[row] * layers + layer) * model_.max_blocks, last))
-                return D3_BAD_BLOCK;
-    }
-    if (!args.bridges) return D3_OK;
-    D3Run drafts{};  // whoever begins a draft at any of these steps
-    drafts.rows = args.rows;
-    drafts.steps = args.iterations * (args.most + 1);
-    drafts.generation = args.generation;
-    drafts.cutoffs = args.cutoffs;
-    drafts.bridges = args.bridges;
-    return has_bridges(drafts) ? D3_OK : D3_BAD_BRIDGE;
-}
-
-void D3Decoder::run(const D3SpeculativeLoop& args) {
-    SpeculativeLoop iterations(args, *this);
-    int taken = 0;
-    while (taken < args.iterations && !iterations.all_ended()) iterations.run_iteration(taken++);
-    if (args.taken) *args.taken = taken;
-}
-
-void D3Decoder::begin(const D3SpeculativeLoop& args) {
-    cycles_ = std::make_unique<SpeculativeLoop>(args, *this);
-    runner.begin({args.iterations, args.control, [this](int taken) { cycles_->run_iteration(taken); }});
 }

@@ -1,28 +1,31 @@
-// Sequences that draft with some of their layers and verify with all of them, cycle after cycle.
+// Draft-and-verify iterations: sequences draft with some layers and verify with all of them.
 #pragma once
 #include <cstdint>
 #include <vector>
 
 #include "abi.h"
 
-struct D3Decoder;
+class Decoder;
 
 class SpeculativeLoop {
 public:
-    SpeculativeLoop(const D3SpeculativeLoop& args, D3Decoder& decoder);
+    SpeculativeLoop(const D3SpeculativeLoop& args, Decoder& decoder);
 
-    // The nth cycle, the one before being done. One that has failed may be taken again.
+    // D3_OK if the decoder may read and write all that these iterations name, or what is wrong with them.
+    static D3Status check(const D3SpeculativeLoop& args, const Decoder& decoder);
+    // Run all iterations, or fewer if every sequence has ended.
+    void run();
+    // Run the nth iteration, after those before it. One that failed may be run again.
     void run_iteration(int nth);
-    bool all_ended() const;
 
 private:
-    // Where a sequence stands, and, in a cycle, the draft that it has.
+    // The state of a sequence and, within an iteration, of its draft.
     struct Row {
         int64_t token, position, step, length, room;
         bool has_ended;
-        int64_t count, wanted;  // tokens of the draft, and how many it is to have
+        int64_t count, wanted;  // tokens of the draft: drafted so far, and in all
     };
-    // The rows of one step: of drafts, or of their verification.
+    // The rows of one step, of drafts or of their verification.
     struct Batch {
         std::vector<int64_t> tokens, positions, generation, slots, kept_layers, kept_places, resumed_places, chosen;
         std::vector<int32_t> active;
@@ -31,6 +34,7 @@ private:
         void clear();
     };
 
+    bool all_ended() const;
     bool is_active(int row, int layer) const;
     int first_skipped(int row) const;
     int64_t draft_length(int row, int nth) const;
@@ -46,7 +50,8 @@ private:
     int64_t* counts(int row, int nth) const { return args_.counts + cell(row, nth) * 3; }
 
     const D3SpeculativeLoop args_;
-    D3Decoder& decoder_;
+    Decoder& decoder_;
+    const int num_layers_;
     std::vector<Row> rows_;
     Batch batch_;
 };

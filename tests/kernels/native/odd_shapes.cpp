@@ -371,7 +371,7 @@ int main() {
             const Case made(sizes, kind);
             const Found wanted = made.decode(portable, 1 + cases % 3);
             for (int isa = 0; isa < portable; isa++)
-                for (int repacked = 0; d3_isa_runs_here(isa) && repacked <= d3_isa_reads_interleaved(isa); lanes++)
+                for (int repacked = 0; d3_isa_runs_here(isa) && repacked <= d3_isa_reads_interleaved(isa); repacked++)
                     made.compare(wanted, made.decode(isa, 1 + (cases + isa) % 3, repacked), isa);
             cases++;
         }
