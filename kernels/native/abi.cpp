@@ -1,4 +1,4 @@
-// The C entry points: everything is checked here, and nothing throws beyond.
+// The C entry points: they check all arguments, and no exception leaves them.
 #include "abi.h"
 
 #include <atomic>
@@ -116,7 +116,9 @@ int32_t d3_create(const D3Model* model, D3Decoder** made) {
 }
 
 int32_t d3_run(D3Decoder* decoder, const D3Run* run) { return run_checked(*decoder, *run); }
-int32_t d3_run_speculative_loop(D3Decoder* decoder, const D3SpeculativeLoop* loop) { return run_checked(*decoder, *loop); }
+int32_t d3_run_speculative_loop(D3Decoder* decoder, const D3SpeculativeLoop* loop) {
+    return run_checked(*decoder, *loop);
+}
 int32_t d3_begin(D3Decoder* decoder, const D3Run* run) { return begin_checked(*decoder, *run); }
 int32_t d3_begin_speculative_loop(D3Decoder* decoder, const D3SpeculativeLoop* loop) {
     return begin_checked(*decoder, *loop);

@@ -1,7 +1,7 @@
-// Decoding, a step after the other: the five operations of a layer are those of `kernels/reference.py`.
+// Decoding, step by step: the five operations of a layer are those of `kernels/reference.py`.
 //
-// The leader goes through them like plain code; `team_.each` is where the others help. A row that a layer does not run
-// is not among its `active_` rows, and so costs nothing there.
+// One thread runs this code; `threads_.parallel_for` spreads an operation's tiles over the others. Rows that skip a
+// layer are not among its `active_` rows and cost nothing there.
 #include "decoder.h"
 
 #include <algorithm>
@@ -36,7 +36,7 @@ bool fits(const D3Bridge& bridge, int hidden) {
            is_matrix(bridge.down, rank, hidden, false);
 }
 
-// Products of a query's channel with a key's and a weight with a value's: fewer are sooner done than handed over.
+// Multiplications of attention: with fewer of them handing over to other threads takes longer.
 constexpr int64_t MIN_PARALLEL_PRODUCTS = 24 * 1024;
 
 int num_spans(const AttentionArgs& a) { return (a.length + a.rows - 1 + ATTENTION_SPAN - 1) / ATTENTION_SPAN; }
@@ -44,7 +44,7 @@ int64_t num_queries(const AttentionArgs& a) { return int64_t(a.heads) * a.rows *
 int64_t num_products(const AttentionArgs& a) { return 2 * num_queries(a) * a.length * a.head_dim; }
 int64_t num_floats(const AttentionArgs& a) { return num_queries(a) * (a.head_dim + 2); }
 
-// Whether the first chunk of another text can be asked for while the last span of this one is looked at.
+// Whether the last span of this context is long enough to prefetch the first chunk of another meanwhile.
 bool has_time_for_next(const AttentionArgs& a) {
     return a.length > ATTENTION_CHUNK && (a.length - 1) % ATTENTION_SPAN + 1 >= ATTENTION_CHUNK;
 }
@@ -86,7 +86,7 @@ Decoder::Decoder(const D3Model& model, const Kernels& kernels)
 
 D3Status Decoder::check(const D3Run& run) const {
     if (run.rows < 1 || run.rows > model_.max_rows || run.steps < 1) return D3_BAD_RUN;
-    if (run.yields && run.steps != 1) return D3_BAD_RUN;  // the next step begins with the token of every row
+    if (run.yields && run.steps != 1) return D3_BAD_RUN;  // the next step needs the tokens of all rows
     if (run.sampling && !run.temperatures) return D3_BAD_RUN;
     for (int row = 0; row < run.rows; row++) {
         const D3TokenCounts* token_counts = run.sampling ? run.sampling[row].token_counts : nullptr;
@@ -105,7 +105,7 @@ D3Status Decoder::check(const D3Run& run) const {
             if (run.states && places[row] >= 0 && places[row] + run.steps > run.num_states) return D3_BAD_STATE;
         for (int layer = 0; layer < model_.num_layers; layer++) {
             const int64_t active_steps = run.cutoffs[row * model_.num_layers + layer] - run.generation[row];
-            if (active_steps <= 0) continue;  // the layer sleeps: it has no blocks
+            if (active_steps <= 0) continue;  // a skipped layer has no blocks
             const int64_t deepest = first + std::min<int64_t>(active_steps, run.steps) - 1;
             if (!has_blocks(Step{run, 0}.table(row, layer, model_), deepest)) return D3_BAD_BLOCK;
         }
@@ -113,7 +113,6 @@ D3Status Decoder::check(const D3Run& run) const {
     return run.bridges && !has_bridges(run) ? D3_BAD_BRIDGE : D3_OK;
 }
 
-// Whether a layer's table has blocks of the pool for all positions up to the last.
 bool Decoder::has_blocks(const int32_t* table, int64_t last) const {
     const auto is_of_pool = [&](int32_t block) { return block >= 1 && block < model_.num_blocks; };
     return std::all_of(table, table + last / model_.block_size + 1, is_of_pool);
@@ -130,7 +129,7 @@ void Decoder::run(const D3Run& run) {
     if (run.taken) *run.taken = taken;
 }
 
-// Whether every row has come to its end, at this step or at one before.
+// Whether every row has ended, at this step or before.
 bool Decoder::have_ended(const D3Run& run, int taken) {
     bool all = true;
     for (int row = 0; row < run.rows; row++) {
@@ -173,7 +172,7 @@ void Decoder::step(const Step& step) {
     head(step);
 }
 
-// What is multiplied after a layer: the first matrix of the next one that a row runs, or the head's.
+// The matrix after a layer: the first of the next layer that a row runs, or the LM head.
 const D3Matrix& Decoder::next_matrix(const Step& step, int layer) const {
     while (++layer < model_.num_layers)
         for (int row = 0; row < step.run.rows; row++)
@@ -216,7 +215,7 @@ void Decoder::norm(const float* weight) {
     };
     const int count = int(active_.size());
     if (int64_t(count) * model_.hidden >= 16 * 1024) return threads_.parallel_for(count, one);
-    for (int nth = 0; nth < count; nth++) one(0, nth);  // sooner done than handed over
+    for (int nth = 0; nth < count; nth++) one(0, nth);  // faster than handing over
 }
 
 void Decoder::qkv(const Step& step, int layer) {
@@ -224,7 +223,7 @@ void Decoder::qkv(const Step& step, int layer) {
     norm(weights.attention_norm);
     if (!weights.head_norms && !has_8bit_kv()) {
         multiply(weights.qkv, normed_, [&](int, int nth, int start, int stop, const float* values) {
-            for (int channel = start; channel < stop;) {  // by heads, of which a piece may hold parts
+            for (int channel = start; channel < stop;) {  // by heads, of which a tile may hold parts
                 const int count = std::min(stop - channel, model_.head_dim - channel % model_.head_dim);
                 store_qkv(step, layer, nth, channel, values + (channel - start), count);
                 channel += count;
@@ -245,7 +244,7 @@ void Decoder::qkv(const Step& step, int layer) {
     });
 }
 
-// Behind the last layer's entries nothing is computed for rows that nobody asks for a token, as most of a prompt's are.
+// After the last layer's keys and values are stored, rows that need no token stop: most rows of a prompt.
 void Decoder::keep_yielding(const Step& step) {
     if (!step.run.yields) return;
     int kept = 0;
@@ -269,7 +268,7 @@ void Decoder::multiply_and_add(const D3Matrix& matrix, const Rows& x) {
     });
 }
 
-// The rows of the gate and those of the up projection lie half a matrix apart; a piece takes some of both.
+// The rows of gate and up lie half a matrix apart; a tile takes some of both.
 void Decoder::gate_up(const D3Layer& layer) {
     norm(layer.mlp_norm);
     const auto use = [&](int, int nth, int start, int stop, const float* gate, const float* up) {
@@ -285,7 +284,7 @@ void Decoder::head(const Step& step) {
         if (!run.yields || run.yields[row]) active_.push_back(row);
     if (active_.empty()) return;
     norm(model_.final_norm);
-    if (run.sampling) {  // all memory is taken here: where pieces are shared nothing may throw
+    if (run.sampling) {  // allocate here: inside `parallel_for` nothing may throw
         if (!all_logits_.at(0)) all_logits_ = Floats(int64_t(model_.max_rows) * model_.vocab);
         orders_.resize(threads_.size());
         for (auto& order : orders_) order.reserve(model_.vocab);
@@ -315,16 +314,15 @@ void Decoder::head(const Step& step) {
     }
 }
 
-// -- decoder_entries.cpp
-// Where the queries, keys and values of a row go: into attention's rows, and into the entries of a cache.
+// -- KV cache ----------------------------------------------------------------------------------------------------
 
-// How many halves of entries, keys or values, are in the pool before this one's.
+// The index of a key (half 0) or value (half 1) in the pool, all its heads together.
 int64_t Decoder::kv_row(const Step& step, int row, int layer, int half) const {
     const int64_t position = step.position(row), block = step.table(row, layer, model_)[position / model_.block_size];
     return (2 * block + half) * model_.block_size + position % model_.block_size;
 }
 
-// `count` channels from `channel` on, all of one head, go where they belong; those of queries and keys are turned.
+// Stores `count` channels from `channel` on, all of one head, as queries, keys or values; queries and keys are rotated.
 void Decoder::store_qkv(const Step& step, int layer, int nth, int channel, const float* from, int count) {
     const int row = active_[nth], keys_end = q_size_ + kv_size_;
     float *pool = static_cast<float*>(model_.pool), *to;
@@ -340,7 +338,7 @@ void Decoder::store_qkv(const Step& step, int layer, int nth, int channel, const
     kernels_.rotate(to, from, turns + channel % model_.head_dim, count);
 }
 
-// The same of a whole head, which entries of 8 bits need for its scale; it may be changed.
+// The same for a whole head, which an 8-bit KV cache needs for its scale. It may change `head`.
 void Decoder::store_head(const Step& step, int layer, int nth, int channel, float* head) {
     if (channel < q_size_ || !has_8bit_kv()) return store_qkv(step, layer, nth, channel, head, model_.head_dim);
     const int row = active_[nth], half = channel >= q_size_ + kv_size_, first = channel - q_size_ - half * kv_size_;
@@ -348,18 +346,17 @@ void Decoder::store_head(const Step& step, int layer, int nth, int channel, floa
     if (rotations && !half)
         kernels_.rotate(head, head, rotations + step.position(row) * model_.head_dim, model_.head_dim);
     const int64_t index = kv_row(step, row, layer, half), size = model_.block_size;
-    const int64_t scales = index / size * model_.kv_heads + first / model_.head_dim;  // runs of a block's, before these
+    const int64_t scales = index / size * model_.kv_heads + first / model_.head_dim;  // of all blocks before this one
     kernels_.write_e4m3(head, model_.head_dim, static_cast<uint8_t*>(model_.pool) + index * kv_size_ + first,
                         model_.pool_scales + scales * size + index % size);
 }
 
-// -- decoder_bridges.cpp
-// Bridges: rows that leave out a window of layers cross it by a map, where the layers below it have run.
+// -- bridges -----------------------------------------------------------------------------------------------------
 //
-// A map is one more product of the rows that leave out the same window, or two where it is of low rank, so their
-// numbers depend on no others'. It writes no entries.
+// A bridge is one more matmul of the rows that skip the same window of layers, or two for a low-rank map. It writes no
+// keys or values.
 
-// Where the window ends that a row leaves out from `layer` on; `layer` itself where none begins there.
+// Where the window of layers ends that a row skips from `layer` on; `layer` itself if none begins there.
 int Decoder::skipped_until(const Step& step, int row, int layer) const {
     int stop = layer;
     if (layer > 0 && !step.runs(row, layer - 1, model_)) return stop;
@@ -401,21 +398,20 @@ void Decoder::apply_bridges(const Step& step, int layer) {
     }
 }
 
-// The active rows cross a window. Pieces of a product are added while others are still read, so it reads a copy.
+// For the active rows. It multiplies a copy, because other threads add to the rows meanwhile.
 void Decoder::apply_bridge(const D3Bridge& bridge) {
     for (size_t nth = 0; nth < active_.size(); nth++)
         memcpy(normed_.row(int(nth)), hidden_.row(active_[nth]), model_.hidden * sizeof(float));
     if (!bridge.down.values) return multiply_and_add(bridge.weight, normed_);
-    for (size_t nth = 0; nth < active_.size(); nth++)  // of a wider bridge there may be something beyond the rank
+    for (size_t nth = 0; nth < active_.size(); nth++)  // a wider bridge may have left numbers beyond the rank
         std::fill(inner_.row(int(nth)) + bridge.down.rows, inner_.row(int(nth)) + inner_.stride(), 0.0f);
     multiply_into(bridge.down, normed_, inner_);
     multiply_and_add(bridge.weight, inner_);
 }
 
-// -- decoder_attention.cpp
-// Attention of a step: who shares entries, and how the work is cut where a few heads read a long text.
+// -- attention ---------------------------------------------------------------------------------------------------
 
-// Rows of one sequence that stand at neighbouring positions, as those of a prompt do; each row of an answer by itself.
+// Rows of one sequence at neighbouring positions, as in a prompt, make a block; a decoding row is a block by itself.
 void Decoder::find_query_blocks(const Step& step) {
     const int most = std::max(1, BLOCK_QUERIES / group_);
     query_blocks_.clear();
@@ -432,7 +428,7 @@ void Decoder::find_query_blocks(const Step& step) {
     }
 }
 
-// Each head of keys and values by itself.
+// One block per KV head.
 void Decoder::split_query_blocks() {
     const size_t count = query_blocks_.size();
     query_blocks_.resize(count * model_.kv_heads);
@@ -442,7 +438,6 @@ void Decoder::split_query_blocks() {
     }
 }
 
-// What the nth block looks at.
 AttentionArgs Decoder::attention_args(const Step& step, int layer, int nth, int worker) const {
     const QueryBlock& block = query_blocks_[nth];
     const int row = active_[block.first];
@@ -459,8 +454,8 @@ AttentionArgs Decoder::attention_args(const Step& step, int layer, int nth, int 
             prefetches_, false, nullptr, 0};
 }
 
-// A piece is a block, or a head of one: entries come from memory sooner where all heads of a position are looked at
-// together, but nobody is to wait for the one who has a long text.
+// A tile is a block, or one KV head of it. All heads together read memory faster, because they are neighbours there;
+// but one long context must not keep the other threads waiting.
 void Decoder::attention(const Step& step, int layer) {
     find_query_blocks(step);
     const int num_threads = threads_.size(), fair = num_threads == 1 ? 1 : 4 * num_threads;
@@ -505,7 +500,7 @@ void Decoder::attention(const Step& step, int layer) {
     for (int nth = 0; nth < tiles; nth++) attend(0, nth);
 }
 
-// Entries that somebody looks at, at most, if spans are shared out.
+// The most positions that one thread attends to if spans are spread over threads.
 int64_t Decoder::largest_queue(const Step& step, int spans) const {
     const int num_threads = threads_.size(), tiles = int(query_blocks_.size()) * spans;
     int64_t most = 0;
@@ -521,7 +516,7 @@ int64_t Decoder::largest_queue(const Step& step, int spans) const {
     return most;
 }
 
-// The same where there are too few pieces for everybody, in few long texts: each span is a piece then.
+// For a few long contexts, with fewer tiles than threads: each span is a tile.
 void Decoder::attend_split(const Step& step, int layer, int spans) {
     const int blocks = int(query_blocks_.size());
     const int64_t floats = max_queries() * (model_.head_dim + 2);
@@ -539,8 +534,7 @@ void Decoder::attend_split(const Step& step, int layer, int spans) {
     }
 }
 
-// -- decoder_choice.cpp
-// How each row of a step chooses its token, and those choose that need all of their logits.
+// -- sampling ----------------------------------------------------------------------------------------------------
 
 DrawParams Decoder::draw_params(const Step& step, int row) const {
     const D3Run& run = step.run;
@@ -556,7 +550,6 @@ bool Decoder::needs_all_logits(const D3Run& run, int row) const {
     return asked.token_counts || asked.logit_mask || (has_threshold && run.temperatures[row] != 0);
 }
 
-// The rows that need all of their logits choose from them.
 void Decoder::sample_from_all(const Step& step) {
     const D3Run& run = step.run;
     threads_.parallel_for(int(active_.size()), [&](int worker, int nth) {
@@ -573,7 +566,7 @@ void Decoder::sample_from_all(const Step& step) {
     });
 }
 
-// One after the other and by the leader alone: who is asked is a language that has one thread at a time.
+// One by one, in the calling thread: the callback is Python, which runs one thread at a time.
 void Decoder::ask_grammars(const Step& step) {
     const D3Run& run = step.run;
     if (!run.sampling || !run.grammar) return;

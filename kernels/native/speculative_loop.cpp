@@ -1,5 +1,5 @@
-// Each cycle is some steps of one row for each sequence whose draft still grows, and one of all drafted rows, in which
-// a row that has left its hidden state behind goes on from there.
+// An iteration is some steps with one row per growing draft, then one step with all drafted rows. Rows that saved their
+// hidden state continue from it.
 #include "speculative_loop.h"
 
 #include <algorithm>
@@ -28,7 +28,8 @@ D3Status SpeculativeLoop::check(const D3SpeculativeLoop& args, const Decoder& de
         if (!is_token(args.tokens[row]) || !std::all_of(begun, begun + args.num_begun[row], is_token))
             return D3_BAD_TOKEN;
         const int64_t last = args.positions[row] + std::min(args.iterations * (longest + 1), room) - 1;
-        const int64_t max_position = std::min<int64_t>(model.max_positions, int64_t(model.max_blocks) * model.block_size);
+        const int64_t in_table = int64_t(model.max_blocks) * model.block_size;
+        const int64_t max_position = std::min<int64_t>(model.max_positions, in_table);
         if (args.positions[row] < 0 || last >= max_position) return D3_BAD_POSITION;
         if (args.slots[row] < 0 || args.slots[row] >= model.num_slots) return D3_BAD_SLOT;
         if (args.places[row] >= 0 && args.places[row] + args.most > args.num_states) return D3_BAD_STATE;
@@ -38,7 +39,7 @@ D3Status SpeculativeLoop::check(const D3SpeculativeLoop& args, const Decoder& de
                 return D3_BAD_BLOCK;
     }
     if (!args.bridges) return D3_OK;
-    D3Run drafts{};  // whoever begins a draft at any of these steps
+    D3Run drafts{};  // drafts may begin at any of these steps
     drafts.rows = args.rows;
     drafts.steps = args.iterations * (args.most + 1);
     drafts.generation = args.generation;
@@ -68,7 +69,7 @@ bool SpeculativeLoop::is_active(int row, int layer) const {
     return rows_[row].step < args_.cutoffs[int64_t(row) * num_layers_ + layer];
 }
 
-// The first layer that a draft leaves out, or 0, where its hidden states are not kept.
+// The first layer that a draft skips, or 0 if its hidden states are not kept.
 int SpeculativeLoop::first_skipped(int row) const {
     if (args_.places[row] < 0) return 0;
     int layer = 0;
@@ -115,7 +116,7 @@ void SpeculativeLoop::draft(int nth) {
     }
 }
 
-// Whole sequences at a time, as many as the decoder has rows for.
+// Whole sequences at a time, as many as fit into the decoder's rows.
 void SpeculativeLoop::verify(int nth) {
     for (int first = 0, next = 0; first < args_.rows; first = next) {
         batch_.clear();
@@ -135,7 +136,7 @@ void SpeculativeLoop::verify(int nth) {
     }
 }
 
-// What is accepted of a draft whose verification begins at this row of the batch.
+// Counts the accepted tokens of a draft whose verification begins at row `first` of the batch.
 void SpeculativeLoop::count_accepted(int row, int nth, int first) {
     const int64_t* tokens = drafted(row, nth);
     const auto is_sound = [&](int64_t place) { return std::isfinite(batch_.scores[first + place]); };
@@ -147,7 +148,7 @@ void SpeculativeLoop::count_accepted(int row, int nth, int first) {
     found[2] = is_sound(accepted) ? batch_.chosen[first + accepted] : -1;
 }
 
-// Moves a sequence on by what its verification has found. Nothing fails any more.
+// Moves a sequence on by what was accepted. Nothing fails from here on.
 void SpeculativeLoop::advance(int row, int nth) {
     Row& at = rows_[row];
     if (at.has_ended) return;
@@ -164,7 +165,7 @@ void SpeculativeLoop::advance(int row, int nth) {
     }
 }
 
-// A row at the token that stands `place` behind the answer's last.
+// The row of the token `place` positions after the answer's last.
 void SpeculativeLoop::add_row(int row, int64_t place, bool is_draft, int nth) {
     const Row& at = rows_[row];
     const int skipped = first_skipped(row);
@@ -176,7 +177,7 @@ void SpeculativeLoop::add_row(int row, int64_t place, bool is_draft, int nth) {
     batch_.kept_layers.push_back(skipped);
     batch_.kept_places.push_back(has_state && is_draft ? args_.places[row] + place : -1);
     batch_.resumed_places.push_back(has_state && !is_draft ? args_.places[row] + place : -1);
-    // What verification leaves out it has the states of.
+    // Verification skips only layers whose states it has.
     batch_.bridges.push_back(is_draft && args_.bridges ? args_.bridges[row] : nullptr);
     for (int layer = 0; layer < num_layers_; layer++)
         batch_.active.push_back(is_draft ? is_active(row, layer) : !has_state || layer >= skipped);

@@ -1,4 +1,4 @@
-// bfloat16 matrices in 12 bits a weight, as packed.py describes them.
+// Packs bfloat16 matrices into 12 bits a weight; kernels/packed.py describes the format.
 #include <algorithm>
 #include <cstring>
 
@@ -7,16 +7,16 @@
 
 namespace {
 
-constexpr int CODES = 15;  // and 0, which is that of zeros
+constexpr int CODES = 15;  // and 0, the code of zeros
 
 inline int exponent_of(uint16_t bits) { return bits >> 7 & 255; }
 
-// The column of a group that a byte is about: bytes which are zipped become lanes of neighbours.
+// The column of a group for each byte: zipped bytes become lanes of neighbouring columns.
 inline int column_of(int place) { return place % 16 / 8 * 32 + place % 2 * 16 + place / 16 * 4 + place % 8 / 2; }
 
-// The exponent before the neighbours that most weights have. Numbers below the least normal one have none.
+// The exponent below the fifteen neighbouring exponents that most weights have. Subnormal numbers have none.
 int best_exponent(const uint16_t* matrix, int64_t count) {
-    // Neighbours often have one exponent: each counts it for itself, so that none waits for the other's sum.
+    // Neighbours often have the same exponent: four histograms avoid waiting for the same counter.
     int64_t counts[4][256] = {};
     for (int64_t i = 0; i < count; i++) counts[i % 4][exponent_of(matrix[i])]++;
     int best = 0;
@@ -32,14 +32,14 @@ int best_exponent(const uint16_t* matrix, int64_t count) {
     return best;
 }
 
-// Whether a weight lies beside the matrix: it is no zero, and its exponent is none of the fifteen behind `before`.
+// Whether a weight is stored as an outlier: not zero, and none of the fifteen exponents above `before`.
 inline bool is_outlier(uint16_t bits, uint16_t before) {
     const uint16_t code = exponent_of(bits) - before;
     return (bits & 0x7fff) != 0 && uint16_t(code - 1) >= CODES;
 }
 
-// The bytes of a group whose weights are given in the order of its bytes; returns whether some of them lie beside it.
-// All is done in lanes of 16 bits and without a branch, so that it is many weights at once.
+// Packs a group whose weights are in the order of its bytes; returns whether it has outliers. Branch-free and all
+// 16-bit, so that the compiler vectorizes it.
 bool pack_group(const uint16_t* __restrict weights, uint16_t before, uint8_t* __restrict packed) {
     uint16_t codes[BF12_GROUP], values[BF12_GROUP], outliers = 0;
     for (int place = 0; place < BF12_GROUP; place++) {

@@ -1,4 +1,4 @@
-// What a matrix is in memory.
+// Matrices and rows of floats in memory.
 #pragma once
 #include <cstdint>
 #include <cstdlib>
@@ -20,7 +20,7 @@ inline int64_t bytes_of_row(const D3Matrix& matrix) {
     }
 }
 
-// Whether the weights that lie beside a packed matrix are in order, and inside of it.
+// Whether the outliers of a bf12 matrix are sorted and inside the matrix.
 inline bool is_valid_bf12(const D3Matrix& matrix) {
     const D3Bf12& bf12 = matrix.bf12;
     if (!bf12.starts || bf12.exponent < 0 || bf12.exponent > 240 || bf12.starts[0] != 0) return false;
@@ -33,7 +33,7 @@ inline bool is_valid_bf12(const D3Matrix& matrix) {
     return true;
 }
 
-// Whether all rows of a matrix are in lanes, those of each half too, and its vectors where they can be loaded at once.
+// Whether the rows of each half of a matrix fill whole groups of 16, and its address allows aligned loads.
 inline bool has_interleaved_rows(const D3Matrix& matrix) {
     return matrix.rows % (2 * INTERLEAVED_ROWS) == 0 && reinterpret_cast<uintptr_t>(matrix.values) % 64 == 0;
 }
@@ -46,10 +46,10 @@ inline bool is_matrix(const D3Matrix& matrix, int rows, int columns, bool reads_
            (!is_interleaved(matrix.kind) || (reads_interleaved && has_interleaved_rows(matrix)));
 }
 
-// Whether single rows can be read from a matrix.
+// Whether single rows can be read from a matrix, as from an embedding.
 inline bool has_readable_rows(const D3Matrix& matrix) { return matrix.kind <= D3_INT8 || matrix.kind == D3_INT8X16; }
 
-// Row `row` of a table, as floats.
+// Row `row` as floats.
 inline void read_row(float* to, const D3Matrix& table, int64_t row) {
     const char* from = static_cast<const char*>(table.values) + row * bytes_of_row(table);
     if (table.kind == D3_FLOAT32) {
@@ -57,7 +57,7 @@ inline void read_row(float* to, const D3Matrix& table, int64_t row) {
         return;
     }
     if (table.kind == D3_INT8X16) {
-        const int64_t apart = INTERLEAVED_ROWS * 4;  // of the row's fours
+        const int64_t apart = INTERLEAVED_ROWS * 4;  // bytes between the row's groups of four
         const int64_t first = row / INTERLEAVED_ROWS * INTERLEAVED_ROWS, nth = row % INTERLEAVED_ROWS;
         const uint8_t* fours = static_cast<const uint8_t*>(table.values) + first * bytes_of_row(table) + nth * 4;
         for (int i = 0; i < table.columns; i++)
@@ -77,8 +77,7 @@ inline void read_row(float* to, const D3Matrix& table, int64_t row) {
     }
 }
 
-// Floats that begin at a cache line, zeros at first. The system gives their pages when they are first touched, so that
-// what is never needed costs nothing.
+// Zeroed floats, aligned to a cache line. The system maps their pages at the first touch, so unused ones cost nothing.
 class Floats {
 public:
     Floats() = default;
@@ -97,8 +96,8 @@ private:
     float* floats_ = nullptr;
 };
 
-// Rows of floats with zeros behind them: up to a whole group of int4, and some more, so that neighbouring rows do not
-// fall onto the same lines of a cache.
+// Rows of floats, padded with zeros to a whole int4 group, and a little more so that neighbouring rows use different
+// cache sets.
 class Rows {
 public:
     Rows() = default;

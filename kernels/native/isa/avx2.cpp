@@ -1,5 +1,5 @@
-// AVX2 with FMA and F16C: eight floats a register, sixteen registers. Compiled with its own flags, called only where
-// they hold.
+// AVX2 with FMA and F16C: eight floats a register, sixteen registers. Compiled with these flags, called only on
+// machines that have them.
 #include "isa/simd.h"
 
 #if defined(__x86_64__) && !defined(D3_PORTABLE)
@@ -24,7 +24,7 @@ INLINE float first_lane(V values) { return values[0]; }
 INLINE V multiply_add(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE V zip_low(V a, V b) { return _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20); }
 INLINE V zip_high(V a, V b) { return _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31); }
-// Halves change places first, and all that follows stays within them: half of the instructions that zips would take.
+// Halves are swapped first, and the rest stays within them: half the instructions of a transpose by zips.
 INLINE void transpose(V (&values)[LANES]) {
     constexpr int HALF = LANES / 2;
     V halves[LANES], pairs[LANES];
@@ -58,11 +58,11 @@ INLINE V widen_int8(const char* from) {
 }
 INLINE V widen_e4m3(const char* from) {
     const __m128i halves = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)from)), 7);
-    return _mm256_cvtph_ps(_mm_and_si128(halves, _mm_set1_epi16(short(0xbfff))));  // without the sign's double
+    return _mm256_cvtph_ps(_mm_and_si128(halves, _mm_set1_epi16(short(0xbfff))));  // drop the sign's copy
 }
 INLINE VI widen_uint8(const char* from) { return (VI)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
 
-// q * scale - 8 * scale in one rounding is what (q - 8) * scale is: the eightfold is exact.
+// q * scale - 8 * scale rounded once is (q - 8) * scale: multiplying by 8 is exact.
 struct Int4Values {
     V scale, eight;
     Int4Values() = default;
@@ -72,7 +72,7 @@ struct Int4Values {
     INLINE_LAMBDA V value(__m256i q) const { return _mm256_fmadd_ps(_mm256_cvtepi32_ps(q), scale, eight); }
 };
 
-// By code, what of an exponent goes into the byte of the sign, and what into that of the mantissa.
+// By code: the exponent bits of the byte with the sign, and of the byte with the mantissa.
 struct Bf12Exponents {
     __m256i with_sign, with_mantissa;
     explicit INLINE_LAMBDA Bf12Exponents(int before) {
@@ -112,7 +112,7 @@ INLINE void store_words(char* to, const VI (&words)[4]) {
 
 #include "isa/kernels.inc"
 
-// Older compilers have no name for it to ask by.
+// Older compilers have no name for this check.
 static bool has_half_floats() {
     unsigned a, b, c, d;
     return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);

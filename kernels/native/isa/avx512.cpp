@@ -1,4 +1,5 @@
-// AVX-512: sixteen floats a register, thirty-two registers. Compiled with its own flags, called only where they hold.
+// AVX-512: sixteen floats a register, thirty-two registers. Compiled with these flags, called only on machines that
+// have them.
 #include "isa/simd.h"
 
 #if defined(__x86_64__) && !defined(D3_PORTABLE)
@@ -26,8 +27,8 @@ INLINE V zip_high(V a, V b) {
 }
 #include "isa/x86.inc"
 
-// Halves of a register meet first, and what is left to add up is half as wide: where a whole register goes through the
-// processor in two halves (Zen 4), that is a quarter less to do.
+// Adding the halves of a register first leaves half the width: a quarter less work where the processor executes a
+// register in two halves (Zen 4).
 INLINE Summed begun_sum(V values) {
     return _mm256_add_ps(_mm512_castps512_ps256(values), _mm512_extractf32x8_ps(values, 1));
 }
@@ -45,21 +46,22 @@ INLINE V widen_int8(const char* from) {
 }
 INLINE V widen_e4m3(const char* from) {
     const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from)), 7);
-    return _mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16(short(0xbfff))));  // without the sign's double
+    return _mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16(short(0xbfff))));  // drop the sign's copy
 }
 INLINE VI widen_uint8(const char* from) { return (VI)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)); }
 
-// All sixteen values that four bits can stand for lie in one register, and a value is looked up in it.
+// A register is the lookup table for the sixteen values of four bits.
 struct Int4Values {
     V table;
     Int4Values() = default;
     explicit INLINE_LAMBDA Int4Values(float scale)
         : table(V{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7} * all(scale)) {}
-    INLINE_LAMBDA V low(VI bytes) const { return _mm512_permutexvar_ps((__m512i)bytes, table); }  // reads four bits
+    // uses the low four bits
+    INLINE_LAMBDA V low(VI bytes) const { return _mm512_permutexvar_ps((__m512i)bytes, table); }
     INLINE_LAMBDA V high(VI bytes) const { return _mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)bytes, 4), table); }
 };
 
-// By code, what of an exponent goes into the byte of the sign, and what into that of the mantissa.
+// By code: the exponent bits of the byte with the sign, and of the byte with the mantissa.
 struct Bf12Exponents {
     __m512i with_sign, with_mantissa;
     explicit INLINE_LAMBDA Bf12Exponents(int before) {
@@ -75,7 +77,7 @@ INLINE void bf12_words(const char* group, const Bf12Exponents& exponents, VI (&w
     const __m512i bytes = _mm512_loadu_si512(group);
     const __m512i twice = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)(group + BF12_GROUP)));
     const __m512i codes = _mm512_and_si512(_mm512_srlv_epi16(twice, of_halves), _mm512_set1_epi8(15));
-    constexpr int CHOOSE = 0xca;  // where the first has a bit, the second's, or else the third's
+    constexpr int CHOOSE = 0xca;  // bits of the second operand where the first is set, or of the third
     const __m512i signs =
         _mm512_ternarylogic_epi32(low_bits, _mm512_shuffle_epi8(exponents.with_sign, codes), bytes, CHOOSE);
     const __m512i mantissas =
@@ -101,9 +103,8 @@ static bool runs_here() {
 #include "matmul/int_dot.inc"
 #include "matmul/int_dot_interleaved.inc"
 
-// Where the processor multiplies bytes and has no tiles, int4 matrices meet whole numbers, which takes no more
-// instructions than floats for any number of vectors, and so do int8 matrices that lie in lanes. Others of int8 stay
-// with floats: to turn their rows into lanes costs a few vectors more than it spares.
+// VNNI: integer dot products for int4 and for interleaved int8, which need no more instructions than floats for any
+// number of vectors. Plain int8 stays with floats: with few vectors transposing its rows costs more than it saves.
 
 static bool runs_here_vnni() { return runs_here() && __builtin_cpu_supports("avx512vnni"); }
 
@@ -128,7 +129,7 @@ static void multiply_vnni(const MatmulArgs& p, const Tile& tile) {
 
 constexpr Kernels isa_vnni() {
     Kernels made = table("avx512-vnni");
-    made.widest_prepared = INT_MAX;  // what they wait for is not memory
+    made.widest_prepared = INT_MAX;  // memory is not the bottleneck
     made.runs_here = runs_here_vnni, made.multiply = multiply_vnni, made.reads_interleaved = true;
     made.prepared_bytes = vnni_bytes, made.prepared_tiles = vnni_prepare_tiles;
     made.prepare = prepare_vnni;
@@ -141,8 +142,8 @@ const Kernels vnni = isa_vnni();
 #if defined(D3_TILES)
 #include "matmul/amx.inc"
 
-// What tiles are used for: matrices of 8 and 4 bits and of bfloat16, but for a single vector and 4 bits, where bytes
-// would have to become two first.
+// AMX: int8, int4 and bfloat16. A single vector with int4 uses VNNI, because AMX would have to expand nibbles to bytes
+// first.
 
 static bool runs_here_amx() { return runs_here() && has_amx(); }
 
@@ -176,7 +177,7 @@ static void multiply_with_amx(const MatmulArgs& p, const Tile& tile) {
 
 constexpr Kernels isa_amx() {
     Kernels made = table("amx");
-    made.tile_bytes = 512 * 1024;  // so that rows which are far apart go on for long
+    made.tile_bytes = 512 * 1024;  // so that strided rows are long streams
     made.widest_prepared = SIDE, made.max_bf12 = 0;
     made.runs_here = runs_here_amx, made.multiply = multiply_with_amx;
     made.prepared_bytes = amx_bytes, made.prepared_tiles = amx_prepare_tiles, made.prepare = prepare_amx;

@@ -1,5 +1,4 @@
-// Which instruction sets this build holds. The ones that name an instruction set are best first; a build with
-// D3_PORTABLE has none of them, as on a machine of another kind.
+// The instruction sets of this build, best first. With D3_PORTABLE only the portable code is left.
 #include "isa/kernels.h"
 
 #if defined(D3_PORTABLE)

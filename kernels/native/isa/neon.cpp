@@ -44,13 +44,13 @@ INLINE V widen_int8(const char* from) {
 }
 INLINE V widen_e4m3(const char* from) {
     const int16x4_t halves = vget_low_s16(vshll_n_s8(four_bytes(from), 7));
-    return (V)vcvt_f32_f16(vreinterpret_f16_s16(vand_s16(halves, vdup_n_s16(short(0xbfff)))));  // without its double
+    return (V)vcvt_f32_f16(vreinterpret_f16_s16(vand_s16(halves, vdup_n_s16(short(0xbfff)))));  // drop the sign's copy
 }
 INLINE VI widen_uint8(const char* from) {
     return (VI)vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_s8(four_bytes(from)))));
 }
 
-// q * scale - 8 * scale in one rounding is what (q - 8) * scale is: the eightfold is exact.
+// q * scale - 8 * scale rounded once is (q - 8) * scale: multiplying by 8 is exact.
 struct Int4Values {
     V scale, eight;
     Int4Values() = default;
@@ -60,7 +60,7 @@ struct Int4Values {
     INLINE_LAMBDA V value(VI q) const { return multiply_add((V)vcvtq_f32_s32((int32x4_t)q), scale, eight); }
 };
 
-// By code, what of an exponent goes into the byte of the sign, and what into that of the mantissa.
+// By code: the exponent bits of the byte with the sign, and of the byte with the mantissa.
 struct Bf12Exponents {
     uint8x16_t with_sign, with_mantissa;
     explicit INLINE_LAMBDA Bf12Exponents(int before) {

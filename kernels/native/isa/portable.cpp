@@ -1,5 +1,4 @@
-// Any machine that GCC or Clang knows: four floats at a time in their vector types, nothing named of any instruction
-// set. It is slower than the others and serves those that they do not.
+// Any machine that GCC or Clang supports: four floats at a time in their vector types, no intrinsics. The fallback.
 #include "isa/simd.h"
 
 namespace portable {

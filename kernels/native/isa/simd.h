@@ -1,5 +1,4 @@
-// What the instruction sets' files have in common: the words for inlining, unrolling and fetching, and the headers they
-// need.
+// Macros and headers that all instruction sets share.
 #pragma once
 #include <climits>
 #include <cmath>
@@ -7,7 +6,7 @@
 
 #include "isa/kernels.h"
 
-// A helper of a hot loop has to be inlined even where the compiler counts otherwise, or its vectors go through memory.
+// Helpers of hot loops must be inlined, or their vectors go through memory.
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_LAMBDA __attribute__((always_inline))
 #if defined(__clang__)
@@ -18,5 +17,5 @@
 
 constexpr int CACHE_LINE = 64;
 
-// Into the second cache, and no nearer.
+// Into L2 only.
 INLINE void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }

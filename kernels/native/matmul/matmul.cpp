@@ -7,10 +7,11 @@
 namespace {
 
 constexpr int MAX_TILE_ROWS = 256;
-// Less is sooner multiplied by a row than handed over. As floats it is as much work again for every further row.
+// Fewer bytes are multiplied by a row faster than they are handed over. With float vectors each further row is as much
+// work again.
 constexpr int64_t MIN_TILE_BYTES = 24 * 1024, MIN_TILE_BYTES_MANY_ROWS = 8 * 1024;
-constexpr int64_t CACHED_BYTES = 32 * 1024 * 1024;  // of a model: as many as a last cache may keep for one
-constexpr int64_t PANEL_BYTES = 512 * 1024;  // of a piece's panels: they stay in a core's second cache
+constexpr int64_t CACHED_BYTES = 32 * 1024 * 1024;  // of a model, that a last-level cache may hold
+constexpr int64_t PANEL_BYTES = 512 * 1024;  // of a tile's panels: they stay in L2
 
 }  // namespace
 
@@ -33,18 +34,18 @@ Matmul::Matmul(const Kernels& kernels, ThreadPool& threads, int widest, int max_
     strips_ = Floats((max_rows / kernels.strip + 1) * kernels.strip_floats(widest));
 }
 
-// Whether this instruction set multiplies such a matrix by vectors in another form.
+// Whether this instruction set multiplies the matrix by vectors in a form of its own.
 bool Matmul::needs_prepared(const D3Matrix& matrix) const {
     const D3Kind kind = unpacks(matrix, 1) ? D3_BFLOAT16 : D3Kind(matrix.kind);
     return kernels_.prepare && kernels_.prepared_bytes(kind, matrix.columns, 1) > 0;
 }
 
-// With its vectors in another form too, where they are needed so; few vectors get that later, by `own_vectors`.
+// Prepares the vectors too if the matrix needs that; for few vectors `worker_vectors` does it later.
 MatmulArgs Matmul::args_for(const D3Matrix& matrix, const Rows& x, int rows) {
     MatmulArgs p = {D3Kind(matrix.kind), matrix.columns, static_cast<const char*>(matrix.values), bytes_of_row(matrix),
                     {matrix.scales}, (matrix.columns + SCALE_GROUP - 1) / SCALE_GROUP, x.row(0), x.stride(), rows,
                     nullptr, 0, ahead_};
-    if (unpacks(matrix, rows))  // by each worker, when it has a piece
+    if (unpacks(matrix, rows))  // each thread unpacks its own tiles
         p.kind = D3_BFLOAT16, p.row_bytes = unpacked_bytes(matrix.columns), p.ahead = 0;
     else if (is_bf12(matrix))
         p.bf12 = &matrix.bf12;
@@ -56,8 +57,8 @@ MatmulArgs Matmul::args_for(const D3Matrix& matrix, const Rows& x, int rows) {
     return p;
 }
 
-// Each worker prepares few vectors by itself, before its first piece: that takes no longer than if the others waited
-// for one to do it, and what it reads then is in its own core's cache.
+// Each thread prepares few vectors by itself before its first tile: that is no slower than waiting for one thread to do
+// it, and the vectors are then in its own cache.
 MatmulArgs Matmul::worker_vectors(const MatmulArgs& p, int worker) {
     Scratch& scratch = scratch_[worker];
     MatmulArgs own = p;
@@ -68,8 +69,8 @@ MatmulArgs Matmul::worker_vectors(const MatmulArgs& p, int worker) {
     return own;
 }
 
-// About as many bytes a piece as a core's second cache holds beside the vectors, less where that would leave somebody
-// without work, and as many pieces for everybody.
+// About as many bytes per tile as fit into L2 with the vectors; fewer if threads would have no work. A multiple of the
+// number of threads.
 Tiling Matmul::tiling_of(const D3Matrix& matrix, int rows, int bands) const {
     const int64_t whole = bytes_of_row(matrix) * matrix.rows, num_threads = threads_.size();
     const int64_t most = needs_prepared(matrix) ? kernels_.tile_bytes : TILE_BYTES;
@@ -95,15 +96,15 @@ void Matmul::expect(const D3Matrix& matrix, int rows, int bands) {
                      tiles.units(), tiles.count});
 }
 
-// Panels of a piece, by band: what a core's second cache holds, less where that would leave somebody without work.
+// Panels of a tile, by band: as many as fit into L2; fewer if threads would have no work.
 int Matmul::panels_of_tile(const D3Matrix& matrix, int bands) const {
     const int64_t held = PANEL_BYTES / (kernels_.panel_floats(matrix.columns) * int64_t(sizeof(float)) * bands);
     const int64_t fair = matrix.rows / (bands * 2 * threads_.size() * kernels_.panel);
     return int(std::clamp<int64_t>(std::min(held, fair), 1, MAX_TILE_ROWS / kernels_.panel));
 }
 
-// What whoever has a piece multiplies after it: the next one of the same share, or else the first of that worker's
-// share of what is expected.
+// What the thread with this tile multiplies next: the next tile of its queue, or the first one of its queue in the next
+// matmul.
 NextWeights Matmul::next_weights(const TiledMatrix& tiled, int tile) const {
     const int num_threads = threads_.size(), count = tiled.tiles.count;
     int worker = 0;

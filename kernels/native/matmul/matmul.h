@@ -1,7 +1,7 @@
-// Matrices times the rows of a step, in pieces that a team shares.
+// Matrices times the rows of a step, in tiles that threads share.
 //
-// The one idea: a piece is some output channels of all rows, so each weight is read once, by whoever takes the piece.
-// What comes of it is used while it is in that worker's cache, and never stands anywhere as a whole.
+// A tile is some output channels of all rows, so each weight is read once. Its results are used while they are in the
+// core's cache; the whole output is never stored.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -10,8 +10,8 @@
 #include "formats/matrix.h"
 #include "threading/thread_pool.h"
 
-// The output channels of each band of a matrix, cut into pieces that differ by no more than a unit, so that pairs of
-// channels stay together and tiles are full.
+// The output channels of each band of a matrix, in tiles that differ by at most one unit: pairs of channels stay
+// together and micro-tiles are full.
 struct Tiling {
     static constexpr int UNIT = 16;
     int channels, count;
@@ -19,13 +19,13 @@ struct Tiling {
     int start(int nth) const { return std::min(channels, int(int64_t(units()) * nth / count) * UNIT); }
 };
 
-// A matrix whose channels are some bands, and the pieces of each.
+// A matrix whose channels are `bands` bands, and the tiles of each.
 struct TiledMatrix {
     D3Matrix matrix;
     int bands;
     Tiling tiles;
 
-    // Where the weights of a piece lie.
+    // The weights of a tile.
     NextWeights weights(int tile) const {
         const int start = tiles.start(tile), stop = tiles.start(tile + 1);
         const int64_t row = bytes_of_row(matrix), bytes = (stop - start) * row;
@@ -36,19 +36,19 @@ struct TiledMatrix {
 
 class Matmul {
 public:
-    // For matrices of at most `widest` columns and at most so many rows, which are `bytes` all together.
+    // For matrices of at most `widest` columns and at most `max_rows` rows; the model has `bytes` bytes of weights.
     Matmul(const Kernels& kernels, ThreadPool& threads, int widest, int max_rows, int64_t bytes);
 
     // Multiplies the first `rows` rows of x, and calls use(worker, nth row, first channel, last channel, their values)
-    // for every row and piece.
+    // for every row and tile.
     template <class Use> void multiply(const D3Matrix& matrix, const Rows& x, int rows, Use use) {
         multiply_bands<1>(matrix, x, rows, [&](int worker, int nth, int start, int stop, float* values, const float*) {
             use(worker, nth, start, stop, values);
         });
     }
 
-    // The same where the output channels are one band or two, which lie half a matrix apart and are used together:
-    // calls use(worker, nth row, first channel, last channel, their values, those of the second band).
+    // The same where the output channels are one band or two, half a matrix apart, that are used together: calls
+    // use(worker, nth row, first channel, last channel, their values, those of the second band).
     template <int BANDS, class Use> void multiply_bands(const D3Matrix& matrix, const Rows& x, int rows, Use use) {
         const MatmulArgs p = args_for(matrix, x, rows);
         const int channels = matrix.rows / BANDS;
@@ -66,22 +66,22 @@ public:
         if (reads_memory_) next_matrix_ = {};
     }
 
-    // The product after the next is of this matrix, in so many bands: who waits, or has his last piece of the next, may
-    // ask for what he will begin with.
+    // The matmul after the next has this matrix, in `bands` bands: threads that wait, or finish their last tile,
+    // prefetch their part of it.
     void expect(const D3Matrix& matrix, int rows, int bands = 1);
 
 private:
-    static constexpr int ROWS_A_PASS = 48;  // that a piece meets one after the other
-    static_assert(ROWS_A_PASS % 16 == 0);   // vectors that were prepared together stay together
-    static constexpr int64_t MANY_NUMBERS = 16 * 1024;  // of vectors, from here on shared out to be prepared
+    static constexpr int ROWS_A_PASS = 48;  // that a tile multiplies at once
+    static_assert(ROWS_A_PASS % 16 == 0);  // vectors that were prepared together stay together
+    static constexpr int64_t MANY_NUMBERS = 16 * 1024;  // of vectors: from here on threads share their preparation
 
-    // What a worker writes while it has a piece.
+    // Per thread, for one tile.
     struct Scratch {
-        Rows outputs;             // the piece's channels of some rows, band by band
-        Floats panels;            // its weights, for many rows
-        Floats unpacked;          // its rows, of a packed matrix, band by band
-        Floats prepared;          // few vectors, in a form of the instruction set's own
-        int64_t nth_matmul = 0;  // whose vectors these are
+        Rows outputs;  // the tile's channels of some rows, band by band
+        Floats panels;  // its weights, for many rows
+        Floats unpacked;  // its bf12 rows as bfloat16, band by band
+        Floats prepared;  // few vectors, in the form of the instruction set
+        int64_t nth_matmul = 0;  // the matmul that they belong to
     };
 
     MatmulArgs args_for(const D3Matrix& matrix, const Rows& x, int rows);
@@ -91,11 +91,11 @@ private:
         return !p.prepared && p.batch >= (p.kind == D3_FLOAT32 ? kernels_.many_of_floats : kernels_.many);
     }
     static bool is_bf12(const D3Matrix& matrix) { return matrix.kind == D3_BF12; }
-    // Whether so many vectors meet a matrix that is packed as bfloat16: each piece becomes that first.
+    // Whether a bf12 matrix and that many vectors are multiplied as bfloat16, tile by tile.
     bool unpacks(const D3Matrix& matrix, int rows) const { return is_bf12(matrix) && rows > kernels_.max_bf12; }
     bool needs_prepared(const D3Matrix& matrix) const;
     Tiling tiling_of(const D3Matrix& matrix, int rows, int bands) const;
-    // Whether memory would have nothing to do while this product goes on.
+    // Whether memory would be idle during this matmul.
     bool prefetches_next(const MatmulArgs& p) const {
         const int of_floats = p.kind == D3_BF12 ? kernels_.widest_bf12 : kernels_.widest;
         return reads_memory_ && p.batch > (p.prepared ? kernels_.widest_prepared : of_floats);
@@ -133,8 +133,7 @@ private:
         });
     }
 
-    // Many rows meet weights that are widened once for all of them, panel by panel: no more than a piece's is ever
-    // there.
+    // For many rows: weights are widened once for all of them, panel by panel, never more than a tile at a time.
     template <int BANDS, class Use> void run_gemm_packed(const D3Matrix& matrix, const MatmulArgs& p, Use use) {
         const int channels = matrix.rows / BANDS, panel = kernels_.panel, strip = kernels_.strip;
         const int64_t panel_floats = kernels_.panel_floats(p.columns), strip_floats = kernels_.strip_floats(p.columns);
@@ -175,11 +174,11 @@ private:
 
     const Kernels& kernels_;
     ThreadPool& threads_;
-    const bool reads_memory_;  // or else weights stay in caches from step to step
+    const bool reads_memory_;  // the weights do not fit into the last-level cache
     const int64_t ahead_;
-    std::vector<Scratch> scratch_;  // [workers]
-    Floats prepared_;               // many vectors of a product in a form of the instruction set's own
-    TiledMatrix next_matrix_{};                // what comes after this product, if that is known
-    int64_t nth_matmul_ = 0;       // of those whose vectors have that form
-    Floats strips_;                 // the vectors of a product of many rows
+    std::vector<Scratch> scratch_;  // [threads]
+    Floats prepared_;  // many vectors, in the form of the instruction set
+    TiledMatrix next_matrix_{};  // of the matmul after this one, if known
+    int64_t nth_matmul_ = 0;  // counts those with prepared vectors
+    Floats strips_;  // the vectors of the packed GEMM
 };

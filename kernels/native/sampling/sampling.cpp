@@ -24,7 +24,7 @@ float gumbel(uint32_t word) {
     return -std::log(-std::log(uniform));
 }
 
-// No noise is larger: 16.64 is that of the largest number below 1 that `gumbel` takes.
+// An upper bound: 16.64 is the noise of the largest number below 1 that `gumbel` takes.
 constexpr float MAX_NOISE = 17.0f;
 
 void mask_tokens(float* logits, int vocab, const uint8_t* mask) {
@@ -32,7 +32,7 @@ void mask_tokens(float* logits, int vocab, const uint8_t* mask) {
         if (!(mask[token >> 3] >> (token & 7) & 1)) logits[token] = -INFINITY;
 }
 
-// Excludes the tokens that complete a word behind the answer: `recent`, and behind it the tokens of this run.
+// Excludes the tokens that complete a word after the answer: `recent`, then the tokens of this run.
 void mask_words(float* logits, const D3LogitMask& mask, const D3Run& run, int row, int taken) {
     for (int64_t node = 0, back = 1;; back++) {
         for (int64_t i = mask.first_bans[node]; i < mask.first_bans[node + 1]; i++) logits[mask.bans[i]] = -INFINITY;
@@ -55,10 +55,10 @@ void apply_penalties(float* logits, const D3Sampling& asked) {
     }
 }
 
-// A number that is larger for the likelier token, and of equal scores for the lower one.
+// Larger for likelier tokens, and of equal scores for the lower token.
 uint64_t sort_key(float score, int token) {
     uint32_t bits;
-    score += 0.0f;  // which makes -0 a 0
+    score += 0.0f;  // turns -0 into 0
     memcpy(&bits, &score, sizeof bits);
     bits = bits >> 31 ? ~bits : bits | 0x80000000u;
     return uint64_t(bits) << 32 | uint32_t(~token);
@@ -66,17 +66,17 @@ uint64_t sort_key(float score, int token) {
 
 int token_of_key(uint64_t key) { return int(~uint32_t(key)); }
 
-// The probability beside that of the likeliest, in units of 2^-40: sums of whole numbers do not depend on their order.
+// The probability relative to the likeliest token's, in units of 2^-40: integer sums do not depend on their order.
 uint64_t weight_of(float score, float highest) { return uint64_t(std::exp(score - highest) * 0x1p40f); }
 
-// How many of the likeliest tokens make up the share `top_p`; these are in order then.
+// How many of the likeliest tokens have the share `top_p`; sorts these.
 size_t count_top_p(std::vector<uint64_t>& order, const float* scores, float highest, float top_p) {
     uint64_t total = 0, sum = 0;
     for (uint64_t key : order) total += weight_of(scores[token_of_key(key)], highest);
     const auto target = std::max<uint64_t>(uint64_t(std::ceil(double(total) * double(top_p))), 1);
     size_t sorted = 0;
     for (size_t kept = 0; kept < order.size(); kept++) {
-        if (kept == sorted) {  // few are enough as a rule, so not all are put in order
+        if (kept == sorted) {  // usually few are enough, so sort only some
             const size_t next = std::min(order.size(), std::max<size_t>(64, 4 * sorted));
             std::partial_sort(order.begin() + sorted, order.begin() + next, order.end(), std::greater<uint64_t>());
             sorted = next;
@@ -90,7 +90,7 @@ size_t count_top_p(std::vector<uint64_t>& order, const float* scores, float high
 void mask_below_threshold(float* scores, int vocab, const D3Sampling& asked, std::vector<uint64_t>& order) {
     float highest = -INFINITY;
     for (int token = 0; token < vocab; token++) {
-        if (std::isnan(scores[token])) return;  // it wins anyway, and ends the row
+        if (std::isnan(scores[token])) return;  // NaN wins anyway, and ends the row
         highest = std::max(highest, scores[token]);
     }
     if (std::isinf(highest)) return;

@@ -1,25 +1,22 @@
-// Memory that a later job begins with, for workers that wait meanwhile to ask for it.
+// L2 prefetch of the next job's first weights, by threads that wait.
 //
-// The one idea: a core that waits for another one has nothing to do, and a job's first weights come late, since no
-// hardware knows of them before. So they are brought into the second cache then.
+// A waiting core has nothing else to do, and no hardware prefetcher can predict these addresses.
 #pragma once
 #include <algorithm>
 #include <cstdint>
 
-// So many units from `from` on, in pieces of as many of them as can be; those of a second band, if there is one, lie
-// `band_bytes` behind.
+// `units` units from `from` on, spread over `tiles` tiles; a second band, if any, is `band_bytes` behind.
 struct PrefetchRange {
     const char* from = nullptr;
     int64_t band_bytes = 0, unit_bytes = 0;
     int units = 0, tiles = 0;
 };
 
-// One worker's part of it, from its first piece to that of the next worker, a few lines at a time so that it sees a new
-// job soon.
+// One thread's part of it, a few lines at a time so that the thread sees a new job soon.
 class Prefetcher {
 public:
     Prefetcher(const PrefetchRange& prefetch, int first, int stop) : band_bytes_(prefetch.band_bytes) {
-        if (!prefetch.from || prefetch.tiles < 1) return;  // one half may be of the job before
+        if (!prefetch.from || prefetch.tiles < 1) return;  // some fields may be of the job before
         const auto place = [&](int tile) {
             return int64_t(prefetch.units) * tile / prefetch.tiles * prefetch.unit_bytes;
         };
@@ -42,10 +39,10 @@ private:
     const int64_t band_bytes_;
 };
 
-// How many bytes ahead of a product its weights are fetched into the second cache; 0 for none, nor entries of a text.
+// L2 prefetch distance in bytes; 0 disables prefetch (weights and KV).
 //
-// On AMD's processors weights of 16 and 8 bits arrive much sooner if they are asked for so early in the second cache,
-// and no sooner in the first, perhaps since few lines can be on their way to that. On Intel's steps became no shorter.
+// On AMD processors 16-bit and 8-bit weights arrive much sooner if L2 prefetches them this far ahead. L1 prefetch does
+// not help, perhaps because few lines can be in flight there. Intel showed no gain.
 inline int64_t prefetch_distance() {
 #if defined(__x86_64__)
     __builtin_cpu_init();

@@ -16,10 +16,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Whoever has read all that is done comes back after so long, or when the next step is done: to wake up for each of
-// many short steps, with all caches cold, would cost more than half of what a step does. Shorter than anybody sees.
+// A reader that has read all finished steps sleeps this long at most. Waking up for each of many short steps, with cold
+// caches, would cost more than half a step. Too short to be seen in a stream.
 constexpr auto GATHER_INTERVAL = std::chrono::milliseconds(4);
-// Whoever gathers comes back when this part of a run is left too: what the next run waits for is then soon read.
+// A gathering reader also wakes up when this fraction of a run is left, so that the next run can begin soon.
 constexpr int LAST_FRACTION = 8;
 
 }  // namespace
@@ -43,7 +43,7 @@ struct Runner::State {
             try {
                 run_steps();
             } catch (...) {
-                // The reader takes the step that has failed once more, and hears of it.
+                // The reader repeats the step that failed and gets its error.
             }
             lock.lock();
             idle = true;
@@ -53,13 +53,14 @@ struct Runner::State {
 
     void run_steps() {
         for (int taken = 0; taken < run.steps; taken++) {
-            __atomic_store_n(run.control + 1, taken + 1, __ATOMIC_SEQ_CST);  // whoever ends the run then looks at this
+            // before the stop flag is read: a thread that sets it then reads this
+            __atomic_store_n(run.control + 1, taken + 1, __ATOMIC_SEQ_CST);
             if (__atomic_load_n(run.control, __ATOMIC_SEQ_CST)) return;
             run.step(taken);
             done.store(taken + 1);
             const int wanted = awaited.load();
             if (wanted == 0 || wanted > taken + 1) continue;
-            std::lock_guard<std::mutex> lock(mutex);  // the reader is asleep then, not on its way there
+            std::lock_guard<std::mutex> lock(mutex);  // then the reader sleeps, and is not about to
             progress.notify_one();
         }
     }
@@ -70,11 +71,11 @@ struct Runner::State {
     std::mutex mutex;
     std::condition_variable given, progress;
     bool idle = true, stopping = false;  // under the mutex
-    Clock::time_point next_wakeup;        // of a reader who gathers; his own
+    Clock::time_point next_wakeup;  // of a gathering reader
     std::atomic<int> done{0}, awaited{0};
 };
 
-// In a process that was forked the thread is not there, and what it held is held for ever.
+// After a fork the thread is missing, and the locks that it held stay locked.
 bool Runner::has_thread() const { return state_ && state_->process == getpid(); }
 
 void Runner::begin(Run run) {
@@ -82,7 +83,7 @@ void Runner::begin(Run run) {
         auto made = std::make_unique<State>();
         sigset_t all, before;
         sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are the caller's business
+        pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the caller's threads
         try {
             made->thread = std::thread([state = made.get()] { state->thread_main(); });
         } catch (...) {
@@ -105,7 +106,7 @@ void Runner::await(int steps) {
     if (has_thread() && state.done.load() < steps) {
         std::unique_lock<std::mutex> lock(state.mutex);
         state.progress.wait_for(lock, GATHER_INTERVAL, [&] { return state.idle; });
-        state.awaited.store(steps);  // before the look at `done`; the thread writes that before it looks here
+        state.awaited.store(steps);  // before it reads `done`, which the thread writes before it reads this
         state.progress.wait(lock, [&] { return state.idle || state.done.load() >= steps; });
         state.awaited.store(0);
     }

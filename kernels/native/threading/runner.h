@@ -1,4 +1,4 @@
-// A thread that takes the steps of a run while its caller reads what they have brought.
+// A thread that runs steps while its caller reads their results.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -16,13 +16,13 @@ public:
     Runner(const Runner&) = delete;
     Runner& operator=(const Runner&) = delete;
 
-    // Only when the last run is finished. Throws where the system has no memory or no thread to give.
+    // Only after the last run is finished. Throws if the system has no memory or no thread left.
     void begin(Run run);
-    // Returns when `steps` steps are done; those that the thread has left undone are taken here.
+    // Returns when `steps` steps are done; runs those itself that the thread has left undone.
     void await(int steps);
-    // The same for a reader who takes all that are done, and comes back when some more are: how many those are.
+    // Like `await`, but wakes up less often; returns the number of steps that are done.
     int gather(int steps);
-    // Lets no further step begin, and waits for the one that is under way.
+    // Lets no further step begin, and waits for the current one.
     void finish();
 
     struct State;

@@ -20,9 +20,9 @@ namespace {
 
 using std::chrono::nanoseconds;
 
-// Longer than the pauses within a step, shorter than anybody notices in an idle process.
+// Longer than the pauses within a step, shorter than is noticeable in an idle process.
 constexpr int64_t SPIN = 100'000;
-// Whoever has a piece for longer may need this core to go on with it.
+// A helper that takes longer may need this very core.
 constexpr int64_t LEADER_SPIN = 50'000;
 constexpr int LOOKS_A_YIELD = 256;  // some microseconds
 
@@ -34,8 +34,8 @@ void pause_briefly() {
 #endif
 }
 
-// Looks whether something is over, for so many nanoseconds at most. Whoever is waited for may need this very core, so
-// others get a turn now and then: without it a leader and a helper on one core would wait for each other in turns.
+// Polls `is_over` for at most `most` nanoseconds, with a `sched_yield()` now and then: the thread that it waits for may
+// need this very core.
 template <class IsOver> bool spin(int64_t most, IsOver is_over) {
     const int64_t end = ThreadPool::steady_clock() + most;
     for (;;) {
@@ -48,12 +48,12 @@ template <class IsOver> bool spin(int64_t most, IsOver is_over) {
     }
 }
 
-// What travels between cores are lines of 64 bytes, and each takes as long as some hundred instructions. So whoever
-// waits looks at a line that is written when there is something to see, and what others read seldom has another.
+// Cores exchange lines of 64 bytes, each at the price of some hundred instructions. So each polled word has a line that
+// is written only when there is news.
 constexpr int LINE = 64;
 
-// What the leader tells of a job, all in one line. What stands beside the notice is written before it, and read by
-// those who have a piece, until the job is over. What is upcoming is read by others too, and of any job.
+// A job as helpers see it, in one line. The other fields are written before the notice and read by threads that hold a
+// tile, until the job is over. Prefetch fields are read at any time.
 struct alignas(LINE) Board {
     std::atomic<uint64_t> notice{0};
     std::atomic<void (*)(void*, int, int)> call{nullptr};
@@ -66,18 +66,18 @@ static_assert(sizeof(Board) == LINE);
 
 struct Worker {
     alignas(LINE) WorkQueue queue;
-    // Of a helper: how many pieces of which job it has done, as a notice has it; whether it may have one; whether it
-    // sleeps, and whether it is to take none.
+    // Of a helper: the tiles that it has done of a job, as a notice; whether it may hold a tile; whether it sleeps; and
+    // whether it is left out.
     alignas(LINE) std::atomic<uint64_t> done{0};
     alignas(LINE) std::atomic<bool> works{false};
     alignas(LINE) std::atomic<bool> asleep{false};
     std::atomic<bool> is_out{false};
     std::mutex mutex;
     std::condition_variable wake;
-    StragglerPolicy policy;  // the leader's
+    StragglerPolicy policy;  // used by the leader
 };
 
-// How often this process has become another one since it was loaded.
+// How often this process has forked since it loaded the library.
 std::atomic<int> forks{0};
 const int forks_are_counted = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
 
@@ -90,7 +90,7 @@ struct ThreadPool::State {
 
     bool is_of_this_process() const { return made_after == forks.load(std::memory_order_relaxed); }
 
-    // Takes pieces of a job and carries them out; how many.
+    // Takes and runs tiles of a job; returns how many.
     int take(int worker, Notice job, bool leads) {
         int taken = 0;
         for (int turn = 0; turn < num_threads; turn++) {
@@ -98,7 +98,7 @@ struct ThreadPool::State {
             for (;;) {
                 const int tile = workers[whose].queue.take(job, whose, num_threads, leads);
                 if (tile == WorkQueue::NOTHING) break;
-                // The leader waits for this piece now, so the job cannot change under us.
+                // The leader waits for this tile, so the job cannot change meanwhile.
                 const int first = board.first_tile_index.load(std::memory_order_relaxed);
                 board.call.load(std::memory_order_relaxed)(board.body.load(std::memory_order_relaxed), worker,
                                                            first + tile);
@@ -118,7 +118,7 @@ struct ThreadPool::State {
                 first_tile(worker + 1, num_threads, prefetch.tiles)};
     }
 
-    // -- a helper ------------------------------------------------------------------------------------------------
+    // -- helpers -------------------------------------------------------------------------------------------------
 
     void worker_loop(int worker) {
         Worker& me = workers[worker];
@@ -153,7 +153,7 @@ struct ThreadPool::State {
         if (notice.epoch != seen) return notice;
         const auto now = [&] { return Notice::of(board.notice.load()); };
         std::unique_lock<std::mutex> lock(me.mutex);
-        me.asleep.store(true);  // before the look at the notice
+        me.asleep.store(true);  // before it reads the notice
         me.wake.wait(lock, [&] { return stops.load() || (!me.is_out.load() && now().epoch != seen); });
         me.asleep.store(false);
         return now();
@@ -161,7 +161,7 @@ struct ThreadPool::State {
 
     // -- the leader ----------------------------------------------------------------------------------------------
 
-    // Lets those back in whose time has come; whether there is anybody to help.
+    // Readmits helpers whose time is up; returns whether any helper is in.
     bool has_help(Clock clock) {
         if (!any_out) return true;
         const int64_t now = clock();
@@ -176,8 +176,7 @@ struct ThreadPool::State {
         return has;
     }
 
-    // Tells the helpers of a job, whose first piece is the leader's already: what is written here is on its way to them
-    // while the leader carries that out.
+    // Publishes a job whose first tile the leader holds: the lines travel while the leader runs that tile.
     void announce(Notice notice, const Job& job, int first_tile_index, const PrefetchRange& prefetch) {
         workers[0].queue.begin(notice, num_threads);
         board.call.store(job.call, std::memory_order_relaxed);
@@ -193,13 +192,13 @@ struct ThreadPool::State {
             Worker& helper = workers[worker];
             if (!helper.asleep.load(std::memory_order_relaxed) || helper.is_out.load(std::memory_order_relaxed))
                 continue;
-            // Nobody needs it enough to wait for it: one that is just about to sleep hears of the next job.
+            // Not worth waiting for: a helper that is about to sleep sees the next job.
             std::unique_lock<std::mutex> lock(helper.mutex, std::try_to_lock);
             if (lock) helper.wake.notify_one();
         }
     }
 
-    // Whether the helpers have done so many pieces.
+    // Whether the helpers have done `others` tiles.
     bool is_done(Notice job, int others) const {
         for (int worker = 1; worker < num_threads; worker++) {
             const Notice reported = Notice::of(workers[worker].done.load());
@@ -208,7 +207,7 @@ struct ThreadPool::State {
         return others == 0;
     }
 
-    // Returns when they have; the leader's own took `piece` each.
+    // Waits for that; the leader's own tiles took `tile` nanoseconds each.
     void await(Notice job, int others, int64_t tile, Clock clock) {
         Prefetcher prefetcher = prefetcher_of(0);
         const bool have = spin(LEADER_SPIN, [&] {
@@ -217,10 +216,10 @@ struct ThreadPool::State {
             return false;
         });
         if (have) return;
-        // From here on asleep, for who has a piece and no core may get this one.
+        // From here on it sleeps: a helper without a core may get this one.
         const int64_t from = clock();
         std::unique_lock<std::mutex> lock(mutex);
-        leader_sleeps.store(true);  // before the look at what is done; helpers say what is before they look here
+        leader_sleeps.store(true);  // before it reads what is done; helpers write that before they read this
         const auto all = [&] { return is_done(job, others); };
         if (!done.wait_for(lock, nanoseconds(StragglerPolicy::allowance(tile)), all)) {
             for (Worker& helper : workers)
@@ -239,29 +238,29 @@ struct ThreadPool::State {
 
     const int num_threads;
     Board board;
-    std::vector<Worker> workers;  // the leader, who has a share alone, then the helpers
-    const int made_after;         // so many forks
+    std::vector<Worker> workers;  // the leader, which has only a queue, then the helpers
+    const int made_after;  // the number of forks
     std::vector<std::thread> threads;
     std::atomic<bool> stops{false};
-    bool any_out = false;  // the leader's
+    bool any_out = false;  // used by the leader
     alignas(LINE) std::atomic<bool> leader_sleeps{false};
     std::mutex mutex;
     std::condition_variable done;
 };
 
-// Helpers are made when they are first needed, and again in a process that was forked: there are none there. What the
-// parent's were at is unknown then, so the old state is left behind as it is.
+// Helpers start at the first use, and again after a fork. The state of the parent's helpers is unknown then, so the old
+// state is leaked.
 ThreadPool::State& ThreadPool::state() {
     if (state_ && state_->is_of_this_process()) return *state_;
     state_ = new State(size_);
     sigset_t all, before;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are the caller's business
+    pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the caller's threads
     try {
         for (int worker = 1; worker < size_; worker++)
             state_->threads.emplace_back([state = state_, worker] { state->worker_loop(worker); });
     } catch (const std::system_error&) {
-        // The system gives no more threads: fewer help, and the leader does the rest.
+        // The system gives no more threads: the leader does more.
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     return *state_;

@@ -1,12 +1,12 @@
-// Who does which pieces of a job.
+// Assigns tiles to threads.
 //
-// Every worker has a share, the same at every step, so that small weights stay in its core's cache. It takes the pieces
-// of its own one by one and then those that are left of the others'.
+// Each thread has a queue, the same at every step, so that small weights stay in its core's cache. It empties its own
+// queue first and then steals from the others.
 #pragma once
 #include <atomic>
 #include <cstdint>
 
-// A job's number and how many pieces it has, in one word: what helpers look at while they wait.
+// A job's number and its number of tiles in one word, which waiting helpers poll.
 struct Notice {
     uint32_t epoch;
     int tiles;
@@ -16,21 +16,21 @@ struct Notice {
 };
 constexpr int MAX_TILES = 0xFFFF;
 
-// The first piece of a worker's share, and behind the last one that of the next worker. The leader's share has one at
-// least, and no smaller share than anybody's.
+// The first tile of a thread's queue; it ends where the next thread's begins. The leader's queue is never empty, nor
+// shorter than another.
 inline int first_tile(int worker, int num_threads, int tiles) {
     return int((int64_t(tiles) * worker + num_threads - 1) / num_threads);
 }
 
-// What is left of a share, the pieces [next, end) of the job that `epoch` names, in one word, so that taking a piece
-// and finding out whether the job is still the same are one compare-and-swap. Until somebody takes the first, the word
-// is that of an earlier job: the leader need not write it, and it stays in the cache of the core that uses it.
+// The tiles [next, end) of job `epoch` that are left, in one word: taking a tile and checking the job are one
+// compare-and-swap. Until its first tile is taken the word is an earlier job's. So the leader need not write it, and it
+// stays in its core's cache.
 class WorkQueue {
 public:
     static constexpr int NOTHING = -1;
 
-    // Takes a piece, of the share of this `worker`; NOTHING if none is left. A helper may be late, and the job over;
-    // the leader knows that any other job than this one is an earlier one.
+    // Takes a tile of the queue of `worker`; NOTHING if none is left. A late helper may see a newer job; the leader
+    // knows that any other job is an older one.
     int take(Notice job, int worker, int num_threads, bool leads) {
         uint64_t seen = word_.load(std::memory_order_relaxed);
         for (;;) {
@@ -47,12 +47,12 @@ public:
         }
     }
 
-    // Takes the first piece of the leader's share, before anybody else knows of the job.
+    // Takes the first tile of the leader's queue, before helpers see the job.
     void begin(Notice job, int num_threads) {
         word_.store(word(job, first_tile(1, num_threads, job.tiles), 1), std::memory_order_relaxed);
     }
 
-    // For a worker that waits: brings the word back, if others have looked whether anything is left.
+    // For a waiting thread: brings the word back if others have read it.
     void keep_cached() const { __builtin_prefetch(&word_, 1); }
 
 private:
