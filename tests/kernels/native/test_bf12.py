@@ -11,8 +11,8 @@ from native_models import Case, Shape, at_places, isas
 from torch import Tensor
 
 from d3engine.kernels.matrices import Weight
+from d3engine.kernels.native.bf12 import MAX_OUTLIERS, pack, packed
 from d3engine.kernels.native.model import Linear, NativeError
-from d3engine.kernels.native.packing import MOST_BESIDE, pack, packed
 from d3engine.kernels.packed import PackedWeight
 from d3engine.kernels.quantized import quantize_int8
 
@@ -26,7 +26,7 @@ def rare(rows: int, columns: int) -> Tensor:
     made = matrix(rows, columns)
     largest = torch.finfo(torch.bfloat16).max
     some = torch.tensor([0.0, -0.0, 1e-40, largest, -largest, -1e-40, 1e-20, 300.0], dtype=torch.bfloat16)
-    some = some[: 2 + int(made.numel() * MOST_BESIDE)]
+    some = some[: 2 + int(made.numel() * MAX_OUTLIERS)]
     made.flatten()[torch.arange(len(some)) * (made.numel() // len(some))] = some
     return made
 
@@ -90,7 +90,7 @@ def test_what_would_gain_too_little_stays_as_it_is() -> None:
     assert pack(far_apart) is None
     assert packed(far_apart) is far_apart
     few = matrix(64, 64)
-    few.flatten()[: int(64 * 64 * MOST_BESIDE)] = 1e20
+    few.flatten()[: int(64 * 64 * MAX_OUTLIERS)] = 1e20
     assert pack(few) is not None
     few[-1, -1] = 1e20
     assert pack(few) is None

@@ -10,11 +10,11 @@ from native_models import Case, Shape, at_places
 
 from d3engine.kernels.lanes import LanesWeight, in_lanes
 from d3engine.kernels.matrices import Weight
-from d3engine.kernels.native.library import isas_here, reads_lanes
+from d3engine.kernels.native.library import isas_here, reads_interleaved
 from d3engine.kernels.native.model import Linear, NativeError, NativeModel
 from d3engine.kernels.quantized import Int8Weight
 
-READERS = [isa for isa in isas_here() if reads_lanes(isa)]
+READERS = [isa for isa in isas_here() if reads_interleaved(isa)]
 needs_reader = pytest.mark.skipif(not READERS, reason="no instruction set of this machine reads lanes")
 SHAPES = {
     "odd columns": Shape(rows=60, hidden=200, intermediate=608, heads=4, head_dim=24, vocab=320, bias=True),
@@ -132,9 +132,9 @@ def test_other_instruction_sets_refuse_it() -> None:
     for isa in set(isas_here()) - set(READERS):
         with pytest.raises(NativeError, match="a weight is of a kind that is not known"):
             case.decoder(isa=isa)
-    assert not reads_lanes("portable")
-    assert not reads_lanes("none of them")
-    assert reads_lanes() == reads_lanes(isas_here()[0])
+    assert not reads_interleaved("portable")
+    assert not reads_interleaved("none of them")
+    assert reads_interleaved() == reads_interleaved(isas_here()[0])
 
 
 @needs_reader

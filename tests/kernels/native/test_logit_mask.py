@@ -13,9 +13,8 @@ from slow_sampling import sample, sequence_of, tokens_of
 
 from d3engine import SamplingParams
 from d3engine.executor.native_choices import FormsOfRun, draws_of
-from d3engine.kernels.native.choices import LogitMask, Mask
 from d3engine.kernels.native.model import NativeError
-from d3engine.kernels.native.runs import Draws
+from d3engine.kernels.native.runs import Draws, LogitMask, Mask
 from d3engine.request.bad_words import BadWords
 from d3engine.request.choice import SamplingMode
 from d3engine.request.sequence import Sequence
@@ -69,10 +68,10 @@ def sequences_at(generation: Any) -> list[Sequence]:
     found = []
     for row, (asked, count) in enumerate(zip(ASKED, generation.tolist(), strict=True)):
         given = {"temperature": 0.0, "seed": row, "max_tokens": 200} | asked
-        words, has_form = given.pop("bad_words", ()), given.pop("form", False)
+        words, has_grammar = given.pop("bad_words", ()), given.pop("form", False)
         before = [(11, 13)[nth % 2] for nth in range(count)]
         sequence = sequence_of(SamplingParams(**given), prompt=[1, 2, row], generated=before, bad_words=words)
-        sequence.constraint = EveryThird(tuple(before)) if has_form else None
+        sequence.constraint = EveryThird(tuple(before)) if has_grammar else None
         found.append(sequence)
     return found
 
@@ -162,9 +161,9 @@ WRONG: dict[str, dict[str, Any]] = {
 
 
 def draws_by(rules: LogitMask, form: Any = None) -> Draws:
-    from d3engine.kernels.native.choices import Asked
+    from d3engine.kernels.native.runs import RowSampling
 
-    asked = [Asked(-float("inf"), 1.0, 0, 1.0, 0.0, 0.0, None, rules)]
+    asked = [RowSampling(-float("inf"), 1.0, 0, 1.0, 0.0, 0.0, None, rules)]
     return Draws(np.zeros(1, np.float32), np.zeros(1, np.int64), np.zeros(1, np.int64), asked, form)
 
 
@@ -178,7 +177,7 @@ def test_rules_that_name_no_token_of_the_vocabulary_are_refused(what: str) -> No
 def test_what_a_form_raises_comes_to_who_waits_for_the_run() -> None:
     """And so does a mask that is too short; a form that nobody can be asked about is refused."""
     case = Case(Shape(rows=1, vocab=VOCAB))
-    rules = LogitMask(**NOTHING, has_form=True)
+    rules = LogitMask(**NOTHING, has_grammar=True)
     asked: list[tuple[int, int, int]] = []
 
     def fails(row: int, taken: int, token: int) -> Mask:

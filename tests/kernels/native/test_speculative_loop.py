@@ -10,10 +10,10 @@ import pytest
 import torch
 from native_models import Case, Shape, at_places
 
-from d3engine.kernels.native.cycles import Drafts
 from d3engine.kernels.native.library import Decoder
 from d3engine.kernels.native.model import NativeError
 from d3engine.kernels.native.runs import Rows
+from d3engine.kernels.native.speculative_loop import Drafts
 
 CASE = Case(Shape(layers=4, rows=5, max_positions=64))
 MOST, CYCLES, NEVER = 4, 6, 2**31 - 1
@@ -126,14 +126,14 @@ def test_cycles_are_drafts_and_verifications_by_single_steps(followed: bool, wit
     decoder = CASE.decoder(max_rows=13)  # more rows than that are verified in two parts
     if followed:
         control = np.zeros(2, np.int32)
-        decoder.begin_cycles(rows, CYCLES, control, PLAIN, states_of(CASE), ends=given)
+        decoder.begin_speculative_loop(rows, CYCLES, control, PLAIN, states_of(CASE), ends=given)
         taken = [decoder.take(all_done=n % 2 == 1) for n in range(CYCLES) if control[1] < CYCLES or n < 2]
         while sum(len(counts) for _, counts in taken) < CYCLES:
             taken.append(decoder.take())
         decoder.finish()
         drafted, counts = (np.concatenate(arrays) for arrays in zip(*taken, strict=True))
     else:
-        drafted, counts = decoder.run_cycles(rows, CYCLES, PLAIN, states_of(CASE), ends=given)
+        drafted, counts = decoder.run_speculative_loop(rows, CYCLES, PLAIN, states_of(CASE), ends=given)
     CASE.pool.copy_(kept)
     assert as_lists(drafted, counts) == wanted
     accepted = counts[:, :, 1]
@@ -144,7 +144,7 @@ def test_cycles_are_drafts_and_verifications_by_single_steps(followed: bool, wit
 def test_a_call_is_over_with_the_last_of_its_answers() -> None:
     rows, kept = rows_of_case(CASE), CASE.pool.clone()
     short = replace(PLAIN, rooms=np.maximum(PLAIN.first_lengths + 1, 2))
-    _, counts = CASE.decoder().run_cycles(rows, 40, short, states_of(CASE))
+    _, counts = CASE.decoder().run_speculative_loop(rows, 40, short, states_of(CASE))
     CASE.pool.copy_(kept)
     tokens = (counts[:, :, 1] + 1).clip(0).sum(axis=0)
     assert len(counts) < 6
@@ -155,11 +155,11 @@ def test_logits_that_are_not_finite_end_a_draft_and_where_they_are_full_depth_s_
     case = Case(Shape(layers=4, rows=5, max_positions=64, seed=1))
     rows = rows_of_case(case)
     clean = case.pool.clone()
-    drafted, counts = case.decoder().run_cycles(rows, 2, PLAIN, states_of(case))
+    drafted, counts = case.decoder().run_speculative_loop(rows, 2, PLAIN, states_of(case))
     case.pool.copy_(clean)
     first = int(counts[0, 0, 2])  # what full depth says behind the first row's accepted tokens
     case.model.embedding[first] = torch.nan
-    again, found = case.decoder().run_cycles(rows, 2, PLAIN, states_of(case))
+    again, found = case.decoder().run_speculative_loop(rows, 2, PLAIN, states_of(case))
     assert found[0, 0].tolist() == counts[0, 0].tolist()
     assert again[0, 0].tolist() == drafted[0, 0].tolist()
     assert found[1, 0].tolist() == [0, 0, -1], "no token could be drafted, nor taken instead"
@@ -186,7 +186,7 @@ def test_cycles_that_would_leave_their_memory_are_refused(said: str) -> None:
     before = CASE.pool.clone()
     cycles = 0 if said == "no rows or no steps" else CYCLES
     with pytest.raises(NativeError, match=said):
-        CASE.decoder().run_cycles(
+        CASE.decoder().run_speculative_loop(
             replace(rows_of_case(CASE), **of_rows), cycles, replace(PLAIN, **of_drafts), states_of(CASE)
         )
     assert torch.equal(CASE.pool, before)
@@ -195,6 +195,6 @@ def test_cycles_that_would_leave_their_memory_are_refused(said: str) -> None:
 def test_hidden_states_and_cutoffs_of_another_shape_are_refused() -> None:
     rows = rows_of_case(CASE)
     with pytest.raises(NativeError, match="hidden states must be a contiguous array"):
-        CASE.decoder().run_cycles(rows, 1, PLAIN, states_of(CASE)[:, 1:])
+        CASE.decoder().run_speculative_loop(rows, 1, PLAIN, states_of(CASE)[:, 1:])
     with pytest.raises(NativeError, match="tables must have the shape"):
-        CASE.decoder().run_cycles(replace(rows, cutoffs=rows.cutoffs[:, :3]), 1, PLAIN, states_of(CASE))
+        CASE.decoder().run_speculative_loop(replace(rows, cutoffs=rows.cutoffs[:, :3]), 1, PLAIN, states_of(CASE))
