@@ -63,6 +63,3 @@ def packed(matrix: Weight) -> Weight:
         return matrix
     made = pack(matrix)
     return matrix if made is None else made
-
-
-MOST_BESIDE = MAX_OUTLIERS

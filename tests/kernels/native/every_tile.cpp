@@ -1,4 +1,5 @@
-// Teams of several sizes share jobs of several lengths, many of each. Says which piece was not carried out once.
+// Thread pools of several sizes run jobs of several lengths, many of each. Reports a tile that did not run exactly
+// once.
 #include <atomic>
 #include <cstdio>
 #include <vector>
@@ -7,7 +8,7 @@
 
 int main() {
     const char weights[64] = {};
-    Prefetcher({weights, 0, 64, 4, 0}, 0, 0).step();  // as seen while a job is announced
+    Prefetcher({weights, 0, 64, 4, 0}, 0, 0).step();  // as seen while a job is published
     for (int size : {1, 2, 3, 9}) {
         ThreadPool threads(size);
         for (int count : {0, 1, 2, 3, 5, 8, 9, 10, 100, 70000})

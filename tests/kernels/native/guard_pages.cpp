@@ -1,6 +1,6 @@
-// Gives each piece of memory pages of its own, between two that may not be touched: linked to a program, it ends where
-// anything, in the program or in a library, reads or writes beyond what it has asked for, or after it gave that back.
-// Pieces end where their pages end, or with GUARDED=before begin where these begin: both have to be gone through.
+// Gives each allocation pages of its own between two closed ones. A program linked to it ends where it, or a library,
+// reads or writes beyond an allocation or after its release. Allocations end at the end of their pages, or with
+// GUARDED=before begin at their beginning: run both.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -16,12 +16,12 @@ struct Pages {
     size_t size;
 };
 
-// What a piece of `size` bytes takes, and where it lies: as near to the page behind it as `alignment` lets it.
+// Maps an allocation of `size` bytes, as near to the page behind it as `alignment` allows.
 void* guarded(size_t size, size_t alignment) {
     static const size_t page = sysconf(_SC_PAGESIZE);
     static const char* const side = std::getenv("GUARDED");
     static const bool is_before = side && !std::strcmp(side, "before");
-    // The first page holds what `release` has to know, and is then closed as the last one is.
+    // The first page holds what `release` needs, and is closed like the last one.
     const size_t inner = (size + page - 1) / page * page, whole = inner + 2 * page;
     void* const mapped = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapped == MAP_FAILED) throw std::bad_alloc();
@@ -44,7 +44,7 @@ void release(void* tile) {
 
 }  // namespace
 
-// A piece of no bytes lies at the closed page itself; of any other only the first bytes have an alignment to ask for.
+// An allocation of no bytes is at the closed page itself; in any other only the first bytes have an alignment.
 void* operator new(size_t size) { return guarded(size, 1); }
 void* operator new[](size_t size) { return guarded(size, 1); }
 void* operator new(size_t size, std::align_val_t alignment) { return guarded(size, size_t(alignment)); }

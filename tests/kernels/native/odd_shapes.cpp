@@ -1,7 +1,7 @@
-// Decodes on models of odd shapes by every instruction set that the machine runs: each has to find what the portable
-// code finds, and the same bits for rows of a smaller batch. The tensors are exactly as large as they have to be: built
-// with sanitizers or between closed pages, a read or a write beyond one of them ends the program. Prints the
-// instruction sets, best first, and how many cases each has decoded.
+// Decodes models of odd shapes with every instruction set of this machine. Each must agree with the portable code, and
+// find the same bits for the rows of a smaller batch. Tensors have no spare bytes: built with sanitizers or with
+// guard_pages.cpp, a read or write out of bounds ends the program. Prints the instruction sets, best first, and the
+// number of cases.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -34,7 +34,7 @@ const float* data_or_null(const std::vector<float>& floats) { return floats.empt
 // Any of the 8-bit floats that are numbers.
 uint8_t any_e4m3() { return numbers() % 127 | numbers() % 2 << 7; }
 
-// A matrix of any kind in memory of its own, bytes for bytes.
+// A matrix of any kind in memory of its own, to the byte.
 struct Matrix {
     std::unique_ptr<char[]> values;
     std::vector<float> scales, bias;
@@ -51,7 +51,7 @@ struct Matrix {
         values.reset(new char[rows * row]);
         std::vector<float> wide = floats(size_t(rows) * columns);
         for (size_t i = 0; i < rows * row; i++) {
-            // The upper bytes of small floats, or any bytes at all where these are whole numbers.
+            // The upper bytes of small floats, or any bytes of integers.
             if (kind == D3_FLOAT32) values[i] = reinterpret_cast<char*>(wide.data())[i];
             else if (kind == D3_BFLOAT16) values[i] = reinterpret_cast<char*>(wide.data())[i / 2 * 4 + 2 + i % 2];
             else if (kind == D3_FP8 || kind == D3_FP8_GROUPS) values[i] = any_e4m3();
@@ -66,7 +66,7 @@ struct Matrix {
         if (kind == D3_BF12) add_outliers();
     }
 
-    // Every other row has a weight beside it, in its last column; codes up to 2^-1 make weights of any bytes finite.
+    // Every other row has an outlier in its last column; codes up to 2^-1 keep any bytes finite.
     void add_outliers() {
         starts = {0};
         for (int row = 0; row < view.rows; row++) {
@@ -76,7 +76,7 @@ struct Matrix {
         view.bf12 = {111, starts.data(), at_columns.data(), outliers.data()};
     }
 
-    // Leaves nothing but their biases of the rows from `first` on, of four bits or floats.
+    // Leaves only the biases of the rows from `first` on, of int4 or float matrices.
     void zero_rows(int first) {
         const size_t groups = scales.size() / view.rows, row = view.kind == D3_BFLOAT16 ? view.columns * 2 : 0;
         std::fill(scales.begin() + first * groups, scales.end(), 0.0f);
@@ -84,7 +84,7 @@ struct Matrix {
     }
 };
 
-// The same with sixteen rows in lanes, or as it is where its rows do not fill them or it is of another kind.
+// The same with sixteen rows interleaved; unchanged if the rows do not fill groups of 16, or for another kind.
 struct Interleaved {
     static constexpr std::align_val_t LINE{64};
     struct Release { void operator()(char* bytes) const { operator delete[](bytes, LINE); } };
@@ -113,7 +113,7 @@ struct Interleaved {
     }
 };
 
-// A cache, of floats or of 8 bits with scales.
+// A KV cache, of floats or of 8 bits with scales.
 struct Pool {
     std::vector<float> floats, scales;
     std::vector<uint8_t> bytes;
@@ -127,7 +127,7 @@ struct Pool {
     float* scales_or_null() { return scales.empty() ? nullptr : scales.data(); }
 };
 
-// What a run has found.
+// The results of a run.
 struct Found {
     std::vector<int64_t> chosen;
     std::vector<float> scores, logits;
@@ -158,8 +158,7 @@ public:
         }
         embedding = matrix(kind == D3_BFLOAT16 ? D3_BFLOAT16 : D3_FLOAT32, s.vocab, s.hidden, false);
         head = matrix(kind, s.vocab, s.hidden, false);
-        // Sums are rounded otherwise elsewhere, and where 8 bits lie next to another value that is no small difference:
-        // keys and values are biases there.
+        // Other instruction sets round sums differently, which 8 bits may magnify: here keys and values are biases.
         for (int of = 0; bias && of < LAYERS; of++) matrices[4 * of].zero_rows(queries);
         for (int row = 0; row < s.rows; row++) {
             tokens[row] = numbers() % s.vocab, slots[row] = row, temperatures[row] = row % 2;
@@ -180,7 +179,7 @@ public:
         std::shuffle(tables.begin(), tables.end(), numbers);
     }
 
-    // All rows at once; then those before the middle and those behind it, which have to find the same bits.
+    // All rows at once; then those of each half, which must find the same bits.
     Found decode(int isa, int threads, bool is_interleaved = false) const {
         Found found(pool, s.rows, STEPS, s.vocab);
         std::vector<Interleaved> repacked;
@@ -226,7 +225,7 @@ public:
         return found;
     }
 
-    // Ends the program unless `other`, of the instruction set `isa`, is `found` but for rounding.
+    // Ends the program unless `other`, of the instruction set `isa`, equals `found` but for rounding.
     void compare(const Found& found, const Found& other, int isa) const {
         if (found.chosen != other.chosen) fail("other tokens", isa);
         compare_rows(found.logits, other.logits, s.vocab, isa);
@@ -248,7 +247,7 @@ private:
         if (d3_run(decoder, &run) != D3_OK) fail("a run that was refused", isa);
     }
 
-    // All rows again, while this thread waits for the first step, and then for whatever is done.
+    // All rows again in the background, while this thread waits for the first step, then for all that are done.
     void follow(D3Decoder* decoder, int isa, Found& found) const {
         int32_t control[2] = {0, 0};
         const D3Run run = run_of(found, 0, s.rows, control);
@@ -275,8 +274,8 @@ private:
         return run;
     }
 
-    // Rows of the first sequence in one chunk, which is one of many rows, and in two of fewer. Attention knows nothing
-    // of the kind of weights: with one kind they are the sequence's last rows, and with all others its first.
+    // Rows of the first sequence in one chunk of many rows, and in two of fewer. With one kind of weights they are the
+    // sequence's last rows, with all others its first: attention does not depend on the kind.
     void prompt(D3Decoder* decoder, int isa) const {
         const int chunks[][2] = {{0, PROMPT}, {0, 21}, {21, PROMPT}};
         std::vector<int64_t> ids(PROMPT), places(PROMPT), zeros(PROMPT), chosen(PROMPT);
@@ -298,7 +297,7 @@ private:
             fail("a prompt's logit that is not finite", isa);
     }
 
-    // All rows draft and verify until their answers are full, in one call and again while this thread waits.
+    // All rows draft and verify until their answers are full, in one call and again in the background.
     void cycles(D3Decoder* decoder, int isa) const {
         const int most = STEPS - 1;
         std::vector<int64_t> lengths = numbers_for_rows(most), rooms = numbers_for_rows(STEPS), places = lengths;
@@ -323,7 +322,7 @@ private:
         if (!std::equal(found.begin(), found.end(), counts.begin())) fail("other cycles where they are followed", isa);
     }
 
-    // The difference of a row, by its length; a sum of thousands of products is rounded in another order.
+    // The difference of a row relative to its length: sums of thousands of products are rounded in another order.
     void compare_rows(const std::vector<float>& wanted, const std::vector<float>& found, int columns, int isa) const {
         for (size_t row = 0; row < wanted.size(); row += columns) {
             double apart = 0, length = 1e-12;
@@ -339,7 +338,7 @@ private:
     const int blocks = (LENGTH + s.block_size - 1) / s.block_size, count = s.rows * LAYERS * blocks;
     std::vector<Matrix> matrices;
     const std::vector<float> norm, head_norms, rotations = floats(size_t(LENGTH) * s.head_dim);
-    const bool bias;  // and a cache of 8 bits
+    const bool bias;  // and an 8-bit KV cache
     const Pool pool{size_t(count + 1) * 2 * s.block_size * s.kv_heads * s.head_dim, s.head_dim, bias};
     D3Layer layers[LAYERS];
     D3Matrix embedding, head;
@@ -360,9 +359,9 @@ private:
 int main() {
     const Sizes shapes[] = {
         {2, 1, 1, 1, 2, 1, 1, 1},          // the smallest
-        {35, 51, 6, 2, 10, 131, 3, 5},     // nothing a multiple of a vector
-        {128, 160, 7, 1, 34, 40, 200, 2},  // one block, seven query heads to one of keys
-        {48, 130, 5, 1, 18, 17, 64, 11},   // more rows than a tile has
+        {35, 51, 6, 2, 10, 131, 3, 5},  // no multiple of a vector
+        {128, 160, 7, 1, 34, 40, 200, 2},  // one block, seven query heads per KV head
+        {48, 130, 5, 1, 18, 17, 64, 11},  // more rows than a micro-tile has
     };
     const int portable = d3_num_isas() - 1;
     int cases = 0;

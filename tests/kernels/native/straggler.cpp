@@ -1,5 +1,5 @@
-// A team of two whose helper is put aside in the middle of a piece, by a clock that stands still unless it is moved
-// here. Says what is not as it should be; a hang is for the caller to end.
+// A pool of two whose helper is descheduled within a tile, by a clock that only this program moves. Reports what is
+// wrong; the caller ends a hang.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -18,8 +18,8 @@ void require(bool holds, const char* what) {
     std::exit(1);
 }
 
-// The helper does `as_helper` in the first piece that it takes; the leader gives it the time for one.
-template <class AsHelper> void share_with_helper(ThreadPool& threads, AsHelper as_helper) {
+// The helper runs `as_helper` in the first tile that it takes; the leader gives it time to take one.
+template <class AsHelper> void run_with_helper(ThreadPool& threads, AsHelper as_helper) {
     std::atomic<bool> helps{false};
     while (!helps.load())
         threads.parallel_for(2, [&](int worker, int) {
@@ -36,11 +36,11 @@ bool is_alone(ThreadPool& threads) {
 
 void rule() {
     StragglerPolicy policy;
-    require(!policy.is_out(0), "nobody is out in the beginning");
+    require(!policy.is_out(0), "no helper is out at first");
     policy.begin();
-    require(policy.is_late() && policy.is_out(int64_t(1) << 60), "who is late is out until it comes");
+    require(policy.is_late() && policy.is_out(int64_t(1) << 60), "a late helper is out until it is back");
     policy.end(1000, 4000);
-    require(!policy.is_late() && policy.is_out(9999) && !policy.is_out(10000), "out for twice the waiting");
+    require(!policy.is_late() && policy.is_out(9999) && !policy.is_out(10000), "out for twice the wait");
     policy.begin(), policy.end(0, int64_t(3600) * 1'000'000'000);
     require(!policy.is_out(int64_t(3611) * 1'000'000'000), "for ten seconds at most");
     require(StragglerPolicy::allowance(5'000'000) > 2 * StragglerPolicy::allowance(0), "long tiles are waited for");
@@ -51,17 +51,17 @@ void rule() {
 int main() {
     rule();
     ThreadPool threads(2, clock_here);
-    share_with_helper(threads, [] {});
-    require(threads.num_out() == 0, "who has just come is not out");
-    share_with_helper(threads, [&] {
-        while (threads.num_out() == 0) std::this_thread::yield();  // put aside until the leader has had enough
+    run_with_helper(threads, [] {});
+    require(threads.num_out() == 0, "a new helper is not out");
+    run_with_helper(threads, [&] {
+        while (threads.num_out() == 0) std::this_thread::yield();  // until the leader gives up on it
         now += 1000;
     });
     require(is_alone(threads), "the leader goes on alone");
     now += 1999;
-    require(is_alone(threads) && threads.num_out() == 1, "for twice as long as it has waited");
+    require(is_alone(threads) && threads.num_out() == 1, "for twice as long as it waited");
     now += 1;
-    share_with_helper(threads, [] {});
+    run_with_helper(threads, [] {});
     require(threads.num_out() == 0, "the helper is back");
     std::puts("as it should be");
 }

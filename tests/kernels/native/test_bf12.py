@@ -1,4 +1,4 @@
-"""bfloat16 in 12 bits a weight: every weight comes back to the bit, and logits are those of bfloat16 to the bit."""
+"""bfloat16 in 12 bits a weight is lossless: the same weights and the same logits, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def matrix(rows: int, columns: int, seed: int = 0) -> Tensor:
 
 
 def rare(rows: int, columns: int) -> Tensor:
-    """A few weights that are zeros of both signs, below the least normal number, the largest and far from others."""
+    """Some weights are zeros of both signs, subnormal, the largest, or far from all others."""
     made = matrix(rows, columns)
     largest = torch.finfo(torch.bfloat16).max
     some = torch.tensor([0.0, -0.0, 1e-40, largest, -largest, -1e-40, 1e-20, 300.0], dtype=torch.bfloat16)
@@ -46,7 +46,7 @@ def test_every_weight_comes_back_to_the_bit(rows: int, columns: int) -> None:
 
 
 def test_the_bytes_are_those_that_are_described() -> None:
-    """An exponent looked up by its code, column by column as `packed.py` says where each lies."""
+    """Unpacks column by column, as `kernels/packed.py` describes the format."""
     given = rare(7, 130)
     made = pack(given)
     assert made is not None
@@ -106,7 +106,7 @@ def test_only_bfloat16_matrices_of_the_cpu_are_packed() -> None:
 
 @pytest.mark.parametrize("isa", isas())
 def test_logits_are_those_of_bfloat16_to_the_bit(isa: str) -> None:
-    """With few rows, whose codes are looked up as they are multiplied, with more, and with so many as panels take."""
+    """With few rows (a direct product), with more (unpacked first), and with many (packed GEMM)."""
     case = Case(Shape(rows=60, hidden=200, intermediate=600, head_dim=24, vocab=300, form="packed", bias=True))
     for places in (range(1), range(3), range(5), range(12), range(30), range(60)):
         rows = at_places(case.rows, np.array(places))

@@ -1,4 +1,4 @@
-"""Rows cross the layers that they leave out by maps of every kind, natively, and each as if it were alone."""
+"""Bridges of every kind over skipped layers, in C++; no row depends on the batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPE = Shape(layers=LAYERS, hidden=136, intermediate=72, rows=ROWS, seed=3)
 
 
 def bridges_of(case: Case, rank: int | None = None) -> NativeBridges:
-    """Of every window, far from doing nothing; with a `rank`, a third of them of it, and a third of twice that."""
+    """Over every window, far from the identity; with a `rank`, a third of them has it, and a third twice that."""
     hidden = case.shape.hidden
     found = []
     for first in range(LAYERS):
@@ -29,7 +29,7 @@ def bridges_of(case: Case, rank: int | None = None) -> NativeBridges:
 
 
 def case_of(form: str = "float32", rank: int | None = None) -> tuple[Case, list[NativeBridges | None]]:
-    """Rows that leave out windows of every kind, which change from step to step, the second of them without bridges."""
+    """Rows that skip windows of every kind, which change from step to step; the second row has no bridges."""
     case = Case(replace(SHAPE, form=form))
     own, others = bridges_of(case, rank), bridges_of(case)
     by_row: list[NativeBridges | None] = [own, None, others, own, own, own, others]
@@ -82,7 +82,7 @@ def test_what_is_not_finite_stays_in_its_row_where_others_cross_another_window(f
     case = Case(replace(SHAPE, form=form))
     own = bridges_of(case, rank=5)
     cutoffs = np.full((ROWS, LAYERS), 1000)
-    cutoffs[0, :2] = 0  # of rank 10: what it leaves in the place of the first row
+    cutoffs[0, :2] = 0  # of rank 10: it leaves numbers in the first row's memory
     cutoffs[1:, 3:4] = 0  # of rank 5
     rows = case.rows = replace(case.rows, cutoffs=cutoffs, bridges=[own] * ROWS)
     _, _, healthy = case.decode(1)

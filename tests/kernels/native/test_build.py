@@ -1,4 +1,4 @@
-"""How the library comes about, and what is said where it does not."""
+"""Building the library, and the messages where that fails."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_library_of_the_very_sources_is_not_compiled_again(tmp_path: Path) -> 
     with pytest.raises(build.BuildError, match="in silence"):
         build.compile_library(tmp_path / "other.so", compiler=[str(compiler)], flags=["-O1"])
     compiler.write_text('#!/bin/sh\ntest "$1" = -dumpmachine && echo riscv64-linux\n')
-    with pytest.raises(build.BuildError, match="in silence"):  # it is not one for another machine
+    with pytest.raises(build.BuildError, match="in silence"):  # it is for this machine only
         build.compile_library(tmp_path / "other.so", compiler=[str(compiler)])
 
 
@@ -70,7 +70,7 @@ def test_a_library_that_was_built_of_other_sources_is_not_used(tmp_path: Path) -
 
 
 def test_lines_of_c_plus_plus_are_no_longer_than_those_of_python() -> None:
-    """120 characters, as the linter holds it for Python."""
+    """120 characters, the linter's limit for Python."""
     files = [*build.sources(), *Path(__file__).parent.glob("*.cpp")]
     lines = [(file.name, nth, line) for file in files for nth, line in enumerate(file.read_text().split("\n"), 1)]
     assert [line for line in lines if len(line[2]) > 120 or line[2] != line[2].rstrip()] == []

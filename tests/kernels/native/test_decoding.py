@@ -1,4 +1,4 @@
-"""The native library decodes as the reference operations do, and each row as if it were alone."""
+"""The native library agrees with the reference operations; no row depends on the batch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_query_heads_share_a_head_of_keys_and_values(group: int) -> None:
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("group", [1, 3, 5, 8])
 def test_rows_of_long_texts_have_the_same_bits_in_any_company(group: int, isa: str) -> None:
-    """Chunks and spans end behind, at and before their last entries. Of many rows all heads are one piece."""
+    """Chunks and spans end behind, at and before their last positions. With many rows all heads are one tile."""
     shape = Shape(rows=9, heads=3 * group, kv_heads=3, head_dim=18, block_size=16, max_positions=700, seed=group)
     case = Case(shape)
     positions = np.array([690, 62, 63, 64, 255, 256, 320, 500, 3])
@@ -118,7 +118,7 @@ def test_so_they_are_among_more_rows_than_a_tile_has_and_over_several_blocks_of_
 
 @pytest.mark.parametrize("form", FORMS)
 def test_so_they_are_where_weights_are_fetched_from_memory_for_later(form: str) -> None:
-    """Of more than 32 MiB: what fewer have is taken to stay in caches. Rows skip layers, and so what comes next."""
+    """More than 32 MiB of weights: fewer are assumed to stay in caches. Rows skip layers, and so prefetched weights."""
     case = Case(Shape(layers=6, rows=35, hidden=136, intermediate=20000, head_dim=24, form=form))
     together = case.decode(2, num_threads=3)[2]
     for threads, places in enumerate(([34], [0, 17, 32, 5], range(9), range(2, 20)), start=1):
@@ -141,7 +141,7 @@ def test_rows_that_are_not_asked_for_logits_change_nothing_for_those_that_are() 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_row_goes_on_from_the_state_that_it_left_with_the_same_bits(form: str) -> None:
-    """One step up to layer 1, whose states are kept, and one from there on, as a draft's verification takes it."""
+    """One step up to layer 1, which saves states, and one from there on, as in a draft's verification."""
     case = Case(Shape(rows=6, layers=3, form=form))
     rows, none, places = case.rows, np.full(6, -1), np.array([4, 0, 9, -1, 2, 7])
     everywhere = replace(rows, cutoffs=np.full_like(rows.cutoffs, 1000))
@@ -155,13 +155,13 @@ def test_a_row_goes_on_from_the_state_that_it_left_with_the_same_bits(form: str)
     case.pool.copy_(kept)
     who = places >= 0
     np.testing.assert_array_equal(logits[:, who].view(np.int32), wanted[:, who].view(np.int32))
-    assert not np.array_equal(logits[:, ~who], wanted[:, ~who])  # it has begun with its embedding again
+    assert not np.array_equal(logits[:, ~who], wanted[:, ~who])  # it started from its embedding
     assert not states[[1, 3, 5, 6, 8]].any()
 
 
 @pytest.mark.parametrize("vocab", [2, 301])
 def test_draws_are_those_of_the_sampler(vocab: int) -> None:
-    """Philox and Gumbel by seed, index, step and token, beside rows that take the likeliest."""
+    """Philox and Gumbel by seed, index, step and token, with rows that take the likeliest token."""
     case = Case(Shape(rows=12, vocab=vocab))
     draws = Draws(
         np.array([0.0, 0.3, 1.0, 2.0, 5.0, 50.0] * 2, np.float32),
@@ -179,7 +179,7 @@ def test_draws_are_those_of_the_sampler(vocab: int) -> None:
 def test_what_is_not_finite_stays_in_its_row_and_what_is_not_its_own_is_never_read(form: str, isa: str) -> None:
     case = Case(Shape(rows=4, max_positions=100, form=form))
     before, _, healthy = case.decode(2, isa=isa)
-    case.pool[0] = np.nan  # the block that stands where a table has none
+    case.pool[0] = np.nan  # the block that fills unused table places
     spoilt = case.rows.tables[case.rows.slots[1], 0, 0]
     case.pool[spoilt] = np.nan
     for row in range(4):

@@ -1,4 +1,4 @@
-"""The native library writes the reference's 8-bit entries, and reads from them what a cache of their floats has."""
+"""An 8-bit KV cache: the reference's bytes are written, and read as a cache of their floats."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def zeros(pool: Tensor) -> Fp8Pool:
 
 
 def small(pool: Tensor) -> Fp8Pool:
-    """What is left of a pool of floats."""
+    """A pool of floats, rounded to 8 bits."""
     values, scales = quantized(pool)
     return Fp8Pool(values, scales.transpose(2, 3).contiguous())
 
@@ -64,7 +64,7 @@ def magnitudes(values: Tensor) -> Tensor:
 
 
 def assert_same_entries(found: Fp8Pool, wanted: Fp8Pool) -> None:
-    """To the bit, but for the sign of what is not a number."""
+    """To the bit, except for the sign of NaN."""
     torch.testing.assert_close(found.scales, wanted.scales, rtol=0, atol=0, equal_nan=True)
     of_found, of_wanted = (pool.values.view(torch.uint8) for pool in (found, wanted))
     is_nan = magnitudes(wanted.values) == 0x7F
@@ -72,7 +72,7 @@ def assert_same_entries(found: Fp8Pool, wanted: Fp8Pool) -> None:
 
 
 def assert_as_a_cache_of_floats_is_written(case: Case, isa: str) -> None:
-    """Of one layer: what it writes depends on no entry that was read."""
+    """Of one layer, whose keys and values depend on no cached ones."""
     floats, found = torch.zeros_like(case.pool), zeros(case.pool)
     rows = prompt_rows(case, (0, 0, 20), (1, 3, 9))
     decoded(case, floats, rows, isa=isa, num_threads=2)
@@ -98,7 +98,7 @@ def test_entries_are_those_that_the_reference_makes_of_the_same_floats(
 @pytest.mark.parametrize("head_dim", [8, 20])
 @pytest.mark.parametrize("isa", isas())
 def test_numbers_at_the_ends_of_the_format_are_those_of_the_reference(isa: str, head_dim: int) -> None:
-    """Written as biases of keys and values beside weights of zero, so that they arrive as they are."""
+    """Written as biases of keys and values with zero weights, so that they arrive unchanged."""
     heads = len(SPECIAL)
     shape = Shape(layers=1, heads=heads, kv_heads=heads, head_dim=head_dim, rows=2, bias=True, layers_without_rope=(0,))
     case = Case(shape)
@@ -112,7 +112,7 @@ def test_numbers_at_the_ends_of_the_format_are_those_of_the_reference(isa: str, 
 
 
 def exact_keys_and_values(case: Case) -> None:
-    """Whatever a row is, its own keys and values are numbers of which 8 bits keep everything."""
+    """Keys and values are numbers that 8 bits represent exactly."""
     kv_size = case.shape.kv_heads * case.shape.head_dim
     for layer in case.model.layers:
         assert isinstance(layer.qkv.weight, Tensor)
@@ -147,7 +147,7 @@ def test_logits_are_those_of_a_cache_of_the_same_floats_to_the_bit(isa: str, gro
     case.rows.positions[:2] = [590, 255]
     floats = large(pool)
     wanted = decoded(case, floats, case.rows, 3, isa=isa)
-    for threads in (1, 3):  # with three threads the longest text is shared out by spans
+    for threads in (1, 3):  # three threads share the longest context by spans
         found = copy(pool)
         logits = decoded(case, found, case.rows, 3, isa=isa, num_threads=threads)
         np.testing.assert_array_equal(bits(logits), bits(wanted))
@@ -178,7 +178,7 @@ def test_a_scale_that_is_not_finite_spoils_its_row_and_no_other(isa: str, spoilt
     pool = small(case.pool)
     healthy = decoded(case, copy(pool), case.rows, 2, isa=isa)
     pool.scales[case.rows.tables[case.rows.slots[1], 0, 0]] = spoilt
-    pool.values.view(torch.uint8)[case.rows.tables[case.rows.slots[1], 0, 0]] = 0x7F  # as of infinities alone
+    pool.values.view(torch.uint8)[case.rows.tables[case.rows.slots[1], 0, 0]] = 0x7F  # as from infinities
     pool.scales[0] = spoilt
     logits = decoded(case, pool, case.rows, 2, isa=isa)
     assert np.isnan(logits[:, 1]).all()

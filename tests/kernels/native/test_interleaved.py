@@ -1,4 +1,4 @@
-"""int8 and int4 matrices in lanes: int4's logits are those of its rows to the bit, and none depends on a batch."""
+"""Interleaved int8 and int4 matrices: int4 has the bits of the plain layout; no row depends on the batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def turned(model: NativeModel) -> NativeModel:
 
 
 def in_lanes_of(shape: Shape, form: str) -> tuple[Case, NativeModel]:
-    """A case whose matrices are in lanes where their rows fill these, and the same with their rows."""
+    """A case with interleaved matrices where their rows fill groups, and the same case without."""
     case = Case(replace(shape, form=form))
     held, case.model = case.model, turned(case.model)
     assert all(isinstance(layer.qkv.weight, LanesWeight) for layer in case.model.layers)
@@ -61,7 +61,7 @@ def test_logits_are_those_of_the_reference(isa: str, shape: Shape, form: str) ->
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("isa", READERS)
 def test_a_row_finds_the_same_bits_in_every_batch(isa: str, shape: Shape, form: str) -> None:
-    """Alone, with as many as go through a register together, with more, and with more than are met in one turn."""
+    """Alone, with as many vectors as one pass has, with more, and with more than one turn has."""
     case, held = in_lanes_of(shape, form)
     alone = [case.decode(2, at_places(case.rows, np.array([nth])), isa=isa)[2][:, 0] for nth in (0, 1, 16, 59)]
     for count in (2, 3, 7, 16, 17, 30, 60):

@@ -1,4 +1,4 @@
-"""Bias, allowed tokens, bans, bad words and forms choose what the sampler chooses of the very same logits."""
+"""Logit bias, allowed tokens, bans, bad words and grammars agree with the sampler on the same logits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ASKED: list[dict[str, Any]] = [
 
 
 class EveryThird:
-    """A form, made up: after a token may come those that leave one more when divided by three. It ends after eleven."""
+    """A made-up grammar: the next token leaves one more when divided by three. It ends after eleven tokens."""
 
     fault = None
 
@@ -53,7 +53,7 @@ class EveryThird:
         return np.packbits(np.arange(VOCAB) % 3 == (last + 1) % 3, bitorder="little")
 
     def take(self, token: int) -> None:
-        assert token != self.end, "it is no part of the form"
+        assert token != self.end, "it is no part of the grammar"
         self.tokens += (token,)
 
     def copy(self) -> EveryThird:
@@ -107,7 +107,7 @@ def test_mates_have_the_same_bits_beside_rules_and_forms() -> None:
 
 
 def test_a_run_is_over_with_the_last_form() -> None:
-    """No step is taken after it, and none is asked about a form that has come to its end by a token."""
+    """No step follows, and a grammar that a token has ended is not called again."""
     case = Case(Shape(rows=2, vocab=VOCAB))
     params = SamplingParams(temperature=0.0, ignore_eos=True, stop_token_ids=[9])
     sequences = [sequence_of(params, generated=[1] * count) for count in (10, 7)]
@@ -175,7 +175,7 @@ def test_rules_that_name_no_token_of_the_vocabulary_are_refused(what: str) -> No
 
 
 def test_what_a_form_raises_comes_to_who_waits_for_the_run() -> None:
-    """And so does a mask that is too short; a form that nobody can be asked about is refused."""
+    """So does a mask that is too short; `has_grammar` without a grammar is refused."""
     case = Case(Shape(rows=1, vocab=VOCAB))
     rules = LogitMask(**NOTHING, has_grammar=True)
     asked: list[tuple[int, int, int]] = []

@@ -1,4 +1,4 @@
-"""The native library on another machine and by another compiler: no warnings, and what the portable code finds.
+"""The native library on another machine and by another compiler: no warnings, and the portable code's results.
 
 Each is skipped by name where its compiler is missing. Among all tests Arm's compiler only reads what is for Arm; the
 gate and `make ports` build the library with it, and run it.

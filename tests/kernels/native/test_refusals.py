@@ -1,4 +1,4 @@
-"""What would be read or written out of bounds is refused by a sentence, and nothing is touched."""
+"""Accesses out of bounds are refused with a message, before anything is read or written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cuts and penalties choose the tokens that the reference chooses from the very same logits, ties and all."""
+"""Top-k, top-p, min-p and penalties agree with the reference on the same logits, ties included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cycles of drafts and verifications in one call find what single steps find, of whatever rows they hold."""
+"""Draft-and-verify iterations in one call find what single steps find, for any rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLAIN = Drafts(
 
 
 def rows_of_case(case: Case) -> Rows:
-    """Rows with room behind them; some of their layers sleep from the beginning, some fall asleep, one has them all."""
+    """Rows with room for answers; some layers are skipped from the start, some later; one row skips none."""
     cutoffs = np.full((5, 4), NEVER)
     cutoffs[0, 2:] = cutoffs[1, 1:3] = cutoffs[2, 1] = 1
     cutoffs[2, 2], cutoffs[3, 3], cutoffs[4, 0] = 12, 5, 1
@@ -44,7 +44,7 @@ def states_of(case: Case, count: int = 12) -> Any:
 
 
 class BySteps:
-    """One row of cycles by single steps: each token of a draft, and each row that judges one, by itself."""
+    """The iterations of one row by single steps: each drafted token and each verifying row by itself."""
 
     def __init__(self, decoder: Decoder, rows: Rows, drafts: Drafts, row: int, ends: list[int]) -> None:
         self._decoder, self._row, self._ends = decoder, at_places(rows, [row]), ends
@@ -90,7 +90,7 @@ class BySteps:
 
 
 def by_steps(case: Case, rows: Rows, ends: list[int]) -> list[list[tuple[list[int], list[int]]]]:
-    """The cycles of each row, on the pool as it was in the beginning."""
+    """The iterations of each row, on the initial pool."""
     kept, found = case.pool.clone(), []
     for row in range(5):
         one, cycles = BySteps(case.decoder(), rows, PLAIN, row, ends), []
@@ -118,7 +118,7 @@ def test_cycles_are_drafts_and_verifications_by_single_steps(followed: bool, wit
     rows = rows_of_case(CASE)
     ends: list[int] = []
     wanted = by_steps(CASE, rows, ends)
-    if with_ends:  # one that a draft has, and one that only full depth says
+    if with_ends:  # one of a draft, and one of full depth only
         ends = [wanted[0][0][0][1], wanted[2][2][1][2]]
         wanted = by_steps(CASE, rows, ends)
     kept = CASE.pool.clone()
@@ -157,7 +157,7 @@ def test_logits_that_are_not_finite_end_a_draft_and_where_they_are_full_depth_s_
     clean = case.pool.clone()
     drafted, counts = case.decoder().run_speculative_loop(rows, 2, PLAIN, states_of(case))
     case.pool.copy_(clean)
-    first = int(counts[0, 0, 2])  # what full depth says behind the first row's accepted tokens
+    first = int(counts[0, 0, 2])  # the token of full depth after the first row's accepted ones
     case.model.embedding[first] = torch.nan
     again, found = case.decoder().run_speculative_loop(rows, 2, PLAIN, states_of(case))
     assert found[0, 0].tolist() == counts[0, 0].tolist()

@@ -1,4 +1,4 @@
-"""A run that goes on by itself while its caller takes each step's tokens gives what the same run gives in one call."""
+"""A run in the background, whose caller takes each step's tokens, equals the same run in one call."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def assert_takes_again(decoder: Decoder, case: Case, wanted: tuple[np.ndarray, n
 def test_a_step_that_was_announced_and_not_taken_is_taken_for_who_asks(case: Case) -> None:
     decoder = case.decoder()
     wanted = decoder.run(case.rows, STEPS)
-    words = np.array([1, 0], np.int32)  # ended before its thread comes to it
+    words = np.array([1, 0], np.int32)  # ended before its thread begins
     decoder.begin(case.rows, STEPS, words)
     assert_takes(decoder, wanted, end=1)
     assert words[1] == 1
@@ -127,7 +127,7 @@ def test_what_would_leave_its_memory_is_refused_before_it_begins(case: Case) -> 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the threads that Linux tells of")
 def test_a_decoder_that_goes_in_the_middle_of_a_run_takes_its_threads_with_it(case: Case) -> None:
-    """And writes nothing any more into a pool that may be gone as well."""
+    """And writes nothing more into a pool that may be freed."""
     before = set(os.listdir("/proc/self/task"))
     decoder = case.decoder(num_threads=2)
     words = control()

@@ -1,4 +1,4 @@
-"""Threads that help each other: whoever runs, the numbers are the same, and nobody waits for one that is not there."""
+"""The thread pool: the same numbers on any threads, and no waiting for missing ones."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_second_caller_of_one_decoder_is_sent_away(case: Case) -> None:
 
 
 def test_a_forked_process_decodes_on(case: Case) -> None:
-    """Its parent's helpers are not there; and the parent still has them."""
+    """The child has no helpers of its parent, which keeps them."""
     decoder = case.decoder(num_threads=3)
     wanted = decoder.run(case.rows, 4)[0]
     child = os.fork()
@@ -85,7 +85,7 @@ def test_helpers_without_work_take_no_processor_time(case: Case) -> None:
 
 
 def said_by(program: str, folder: Path) -> tuple[int, str, str]:
-    """What a program of this folder, built with the team alone, returns and says of itself, and of what is wrong."""
+    """The exit status, output and errors of a program of this folder, linked with the thread pool alone."""
     built, source = folder / program, Path(__file__).with_name(f"{program}.cpp")
     files = [str(source), str(build.FOLDER / "threading" / "thread_pool.cpp"), f"-I{build.FOLDER}", "-o", str(built)]
     subprocess.run([*build.find_compiler(), *build.FLAGS, "-O0", *files], check=True)
@@ -94,10 +94,10 @@ def said_by(program: str, folder: Path) -> tuple[int, str, str]:
 
 
 def test_every_piece_of_a_job_is_carried_out_once(tmp_path: Path) -> None:
-    """By any number of threads, be there fewer pieces than these or more than a notice can tell of."""
+    """On any number of threads, with fewer tiles than threads or more than a notice can hold."""
     assert said_by("every_tile", tmp_path) == (0, "each once", "")
 
 
 def test_a_helper_that_was_put_aside_with_a_piece_is_left_out_for_twice_as_long(tmp_path: Path) -> None:
-    """By a clock of its own: the program says what was otherwise."""
+    """By a simulated clock; the program reports what is wrong."""
     assert said_by("straggler", tmp_path) == (0, "as it should be", "")
