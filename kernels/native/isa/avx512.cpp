@@ -139,7 +139,7 @@ constexpr Kernels isa_vnni() {
 extern const Kernels vnni;
 const Kernels vnni = isa_vnni();
 
-#if defined(D3_TILES)
+#if defined(D3_AMX)
 #include "matmul/amx.inc"
 
 // AMX: int8, int4 and bfloat16. A single vector with int4 uses VNNI, because AMX would have to expand nibbles to bytes

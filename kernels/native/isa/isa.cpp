@@ -13,7 +13,7 @@ namespace portable { extern const Kernels kernels; }
 const Kernels* const ALL_KERNELS[] = {
 #if defined(D3_PORTABLE)
 #elif defined(__x86_64__)
-#if defined(D3_TILES)
+#if defined(D3_AMX)
     &avx512::amx,
 #endif
     &avx512::vnni,

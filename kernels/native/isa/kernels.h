@@ -8,7 +8,7 @@
 // Whether the compiler knows AMX. Linux grants it to a process on request.
 #if defined(__x86_64__) && defined(__linux__) && !defined(D3_PORTABLE)
 #if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
-#define D3_TILES
+#define D3_AMX
 #endif
 #endif
 

@@ -74,7 +74,7 @@ def test_it_takes_three_quarters_of_the_bytes() -> None:
     assert made.nbytes == sum(tensor.nbytes for tensor in made.tensors)
 
 
-def test_rows_are_parted_without_the_weights_of_others() -> None:
+def test_slices_of_rows_hold_only_their_own_outliers() -> None:
     given = rare(40, 200)
     made = pack(given)
     assert made is not None
@@ -145,7 +145,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("changes", WRONG.values(), ids=WRONG)
-def test_weights_beside_a_matrix_stay_inside_of_it_and_in_order(changes: dict[str, tuple[int, int]]) -> None:
+def test_outliers_out_of_order_or_bounds_are_refused(changes: dict[str, tuple[int, int]]) -> None:
     case = Case(Shape(hidden=200, form="packed"))
     given = matrix(97, 200)
     given[0, [20, 90]] = 1e20

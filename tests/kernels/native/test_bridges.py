@@ -64,7 +64,7 @@ def test_bridged_rows_have_the_same_bits_alone_and_in_any_batch(form: str) -> No
         np.testing.assert_array_equal(logits.view(np.int32), together[:, places].view(np.int32))
 
 
-def test_many_rows_that_cross_one_window_have_the_bits_of_each_alone() -> None:
+def test_many_rows_on_one_bridge_have_the_bits_of_each_alone() -> None:
     case = Case(replace(SHAPE, rows=60))
     own = bridges_of(case, rank=9)
     cutoffs = np.full((60, LAYERS), 1000)
@@ -78,7 +78,8 @@ def test_many_rows_that_cross_one_window_have_the_bits_of_each_alone() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_not_finite_stays_in_its_row_where_others_cross_another_window(form: str) -> None:
+def test_nan_stays_in_its_row_with_rows_on_other_bridges(form: str) -> None:
+    """Rows of other bridges stay finite."""
     case = Case(replace(SHAPE, form=form))
     own = bridges_of(case, rank=5)
     cutoffs = np.full((ROWS, LAYERS), 1000)
@@ -105,7 +106,8 @@ def wrong(case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("which", ["another window", "other sizes", "another rank", "no offset"])
-def test_a_window_without_a_bridge_that_fits_is_refused_before_a_step_is_taken(which: str) -> None:
+def test_a_window_without_a_fitting_bridge_is_refused(which: str) -> None:
+    """Before any step runs."""
     case = Case(SHAPE)
     cutoffs = np.full((ROWS, LAYERS), 1000)
     cutoffs[2, 1:3] = 3  # from the third step on

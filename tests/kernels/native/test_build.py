@@ -17,7 +17,8 @@ from d3engine.kernels.native.library import LibraryMissing, load
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_an_install_without_a_compiler_goes_on_and_says_what_is_missing_and_what_that_costs(tmp_path: Path) -> None:
+def test_install_without_a_compiler_warns_and_goes_on(tmp_path: Path) -> None:
+    """The warning says what is missing and what that costs."""
     setup = [sys.executable, "setup.py", "build_ext", "--build-lib", str(tmp_path)]
     done = subprocess.run(
         setup, cwd=ROOT, env=os.environ | {"CXX": "no-such-compiler"}, capture_output=True, text=True, timeout=600
@@ -69,7 +70,7 @@ def test_a_library_that_was_built_of_other_sources_is_not_used(tmp_path: Path) -
         load(broken)
 
 
-def test_lines_of_c_plus_plus_are_no_longer_than_those_of_python() -> None:
+def test_cpp_lines_are_no_longer_than_python_lines() -> None:
     """120 characters, the linter's limit for Python."""
     files = [*build.sources(), *Path(__file__).parent.glob("*.cpp")]
     lines = [(file.name, nth, line) for file in files for nth, line in enumerate(file.read_text().split("\n"), 1)]

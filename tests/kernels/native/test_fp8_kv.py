@@ -88,16 +88,14 @@ def assert_as_a_cache_of_floats_is_written(case: Case, isa: str) -> None:
 @pytest.mark.parametrize("head_norms", [False, True])
 @pytest.mark.parametrize("head_dim", [2, 6, 18, 64, 80])
 @pytest.mark.parametrize("isa", isas())
-def test_entries_are_those_that_the_reference_makes_of_the_same_floats(
-    isa: str, head_dim: int, head_norms: bool
-) -> None:
+def test_8bit_keys_and_values_match_the_reference(isa: str, head_dim: int, head_norms: bool) -> None:
     case = Case(Shape(layers=1, heads=6, kv_heads=3, head_dim=head_dim, rows=2, bias=True, head_norms=head_norms))
     assert_as_a_cache_of_floats_is_written(case, isa)
 
 
 @pytest.mark.parametrize("head_dim", [8, 20])
 @pytest.mark.parametrize("isa", isas())
-def test_numbers_at_the_ends_of_the_format_are_those_of_the_reference(isa: str, head_dim: int) -> None:
+def test_extreme_numbers_match_the_reference(isa: str, head_dim: int) -> None:
     """Written as biases of keys and values with zero weights, so that they arrive unchanged."""
     heads = len(SPECIAL)
     shape = Shape(layers=1, heads=heads, kv_heads=heads, head_dim=head_dim, rows=2, bias=True, layers_without_rope=(0,))
@@ -128,7 +126,7 @@ def bits(array: Any) -> Any:
 
 @pytest.mark.parametrize("group", range(1, 9))
 @pytest.mark.parametrize("isa", isas())
-def test_logits_are_those_of_a_cache_of_the_same_floats_to_the_bit(isa: str, group: int) -> None:
+def test_logits_equal_those_of_a_float_cache_to_the_bit(isa: str, group: int) -> None:
     head_dim = {1: 2, 2: 64, 3: 20, 4: 34}.get(group, 12)
     shape = Shape(
         heads=2 * group,

@@ -35,7 +35,7 @@ def turned(model: NativeModel) -> NativeModel:
     return replace(model, layers=layers, lm_head=in_lanes(model.lm_head))
 
 
-def in_lanes_of(shape: Shape, form: str) -> tuple[Case, NativeModel]:
+def interleaved_case(shape: Shape, form: str) -> tuple[Case, NativeModel]:
     """A case with interleaved matrices where their rows fill groups, and the same case without."""
     case = Case(replace(shape, form=form))
     held, case.model = case.model, turned(case.model)
@@ -48,7 +48,7 @@ def in_lanes_of(shape: Shape, form: str) -> tuple[Case, NativeModel]:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("isa", READERS)
 def test_logits_are_those_of_the_reference(isa: str, shape: Shape, form: str) -> None:
-    case, held = in_lanes_of(shape, form)
+    case, held = interleaved_case(shape, form)
     tokens, _, logits = case.decode(2, isa=isa, num_threads=2)
     case.model = held
     wanted_tokens, _, wanted = case.reference(2)
@@ -62,7 +62,7 @@ def test_logits_are_those_of_the_reference(isa: str, shape: Shape, form: str) ->
 @pytest.mark.parametrize("isa", READERS)
 def test_a_row_finds_the_same_bits_in_every_batch(isa: str, shape: Shape, form: str) -> None:
     """Alone, with as many vectors as one pass has, with more, and with more than one turn has."""
-    case, held = in_lanes_of(shape, form)
+    case, held = interleaved_case(shape, form)
     alone = [case.decode(2, at_places(case.rows, np.array([nth])), isa=isa)[2][:, 0] for nth in (0, 1, 16, 59)]
     for count in (2, 3, 7, 16, 17, 30, 60):
         places = np.array([*range(count - 1), 59])
@@ -81,7 +81,7 @@ def test_a_row_finds_the_same_bits_in_every_batch(isa: str, shape: Shape, form: 
 @needs_reader
 @pytest.mark.parametrize("isa", READERS)
 def test_a_prompt_finds_the_same_bits_in_any_chunks(isa: str) -> None:
-    case, _ = in_lanes_of(replace(SHAPES["odd columns"], rows=1, max_positions=160), "int8")
+    case, _ = interleaved_case(replace(SHAPES["odd columns"], rows=1, max_positions=160), "int8")
     rows = case.rows
     positions = np.arange(150)
     prompt = replace(
@@ -116,7 +116,7 @@ def test_a_prompt_finds_the_same_bits_in_any_chunks(isa: str) -> None:
 
 
 @needs_reader
-def test_an_embedding_is_looked_up_in_lanes() -> None:
+def test_an_embedding_is_read_from_interleaved_rows() -> None:
     """That of int8, which is the head too."""
     case = Case(replace(SHAPES["one step"], form="int8", head="int8"))
     assert isinstance(case.model.lm_head, Int8Weight)
@@ -128,7 +128,7 @@ def test_an_embedding_is_looked_up_in_lanes() -> None:
 
 
 def test_other_instruction_sets_refuse_it() -> None:
-    case, _ = in_lanes_of(SHAPES["one step"], "int4")
+    case, _ = interleaved_case(SHAPES["one step"], "int4")
     for isa in set(isas_here()) - set(READERS):
         with pytest.raises(NativeError, match="a weight is of a kind that is not known"):
             case.decoder(isa=isa)
@@ -138,8 +138,8 @@ def test_other_instruction_sets_refuse_it() -> None:
 
 
 @needs_reader
-def test_a_matrix_that_does_not_fill_lanes_is_refused() -> None:
-    case, _ = in_lanes_of(SHAPES["one step"], "int4")
+def test_an_unaligned_matrix_is_refused() -> None:
+    case, _ = interleaved_case(SHAPES["one step"], "int4")
     layer = case.model.layers[0]
     weight: Weight = layer.qkv.weight
     assert isinstance(weight, LanesWeight)

@@ -97,7 +97,7 @@ def test_each_row_has_the_samplers_token_at_every_step(seed: int) -> None:
                 sequence.constraint.take(token)
 
 
-def test_mates_have_the_same_bits_beside_rules_and_forms() -> None:
+def test_masks_change_no_bits_of_other_rows() -> None:
     case = Case(Shape(rows=len(ASKED), vocab=VOCAB))
     plain = [sequence_of(SamplingParams(temperature=0.0)) for _ in ASKED]
     wanted = case.decode(STEPS)[2][:, :2]
@@ -106,7 +106,7 @@ def test_mates_have_the_same_bits_beside_rules_and_forms() -> None:
     np.testing.assert_array_equal(case.decode(STEPS, draws=draws_for(mixed))[2][:, :2], wanted)
 
 
-def test_a_run_is_over_with_the_last_form() -> None:
+def test_a_run_ends_with_its_last_grammar() -> None:
     """No step follows, and a grammar that a token has ended is not called again."""
     case = Case(Shape(rows=2, vocab=VOCAB))
     params = SamplingParams(temperature=0.0, ignore_eos=True, stop_token_ids=[9])
@@ -168,13 +168,13 @@ def draws_by(rules: LogitMask, form: Any = None) -> Draws:
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_rules_that_name_no_token_of_the_vocabulary_are_refused(what: str) -> None:
+def test_masks_with_tokens_outside_the_vocabulary_are_refused(what: str) -> None:
     case = Case(Shape(rows=1, vocab=VOCAB))
     with pytest.raises(NativeError, match="a token id is outside the vocabulary"):
         case.decoder().run(case.rows, 1, draws=draws_by(LogitMask(**NOTHING | WRONG[what])))
 
 
-def test_what_a_form_raises_comes_to_who_waits_for_the_run() -> None:
+def test_an_error_of_a_grammar_is_raised_by_the_run() -> None:
     """So does a mask that is too short; `has_grammar` without a grammar is refused."""
     case = Case(Shape(rows=1, vocab=VOCAB))
     rules = LogitMask(**NOTHING, has_grammar=True)

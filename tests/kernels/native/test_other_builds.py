@@ -35,7 +35,7 @@ def test_neon_finds_what_the_portable_code_finds(tmp_path: Path) -> None:
     assert go_through_odd_shapes(tmp_path, [ARM], ["-Og"], runner) == ["neon", "portable"]
 
 
-def test_clang_builds_the_library_without_a_warning_and_it_finds_the_same(tmp_path: Path) -> None:
+def test_clang_builds_without_warnings_and_agrees(tmp_path: Path) -> None:
     left_to_ports()
     needs("clang++", package="clang")
     assert go_through_odd_shapes(tmp_path, ["clang++"], ["-O0"]) == isas_here()

@@ -68,7 +68,7 @@ def test_logits_are_the_same_bits_in_chunks_of_any_size(form: str, isa: str) -> 
 
 
 @pytest.mark.parametrize("form", ["float32", "int4"])
-def test_rows_that_nobody_asks_for_a_token_leave_the_same_entries(form: str) -> None:
+def test_rows_without_tokens_store_the_same_keys_and_values(form: str) -> None:
     """The last layer only stores their keys and values; the other rows have the same bits."""
     case = Case(replace(SHAPE, form=form))
     case.rows = prompt_rows(case, (0, 3, 37), (1, FIRST, 151), (0, 40, 2))

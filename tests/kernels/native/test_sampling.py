@@ -95,7 +95,7 @@ def test_the_tokens_are_those_of_the_reference(case: Case, seed: int) -> None:
     assert np.isfinite(scores).all()
 
 
-def test_a_row_that_is_not_finite_has_no_finite_score_whatever_it_asks_for(case: Case) -> None:
+def test_nan_logits_give_no_finite_score_with_any_parameters(case: Case) -> None:
     spoilt = Case(case.shape)
     head = spoilt.model.lm_head.clone()
     head[5] = float("nan")

@@ -28,7 +28,7 @@ def test_what_is_installed_touches_nothing_beyond_its_memory(guarded: str, side:
     assert run([guarded], {"GUARDED": side}) == isas_here()
 
 
-def test_odd_shapes_stay_within_their_memory_and_do_nothing_undefined(tmp_path: Path) -> None:
+def test_odd_shapes_pass_address_and_undefined_sanitizers(tmp_path: Path) -> None:
     """Closed pages miss local arrays and undefined behaviour."""
     left_to_ports()
     compiler = build.find_compiler()

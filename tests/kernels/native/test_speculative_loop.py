@@ -114,7 +114,7 @@ def as_lists(drafted: Any, counts: Any) -> list[list[tuple[list[int], list[int]]
 
 @pytest.mark.parametrize("followed", [False, True])
 @pytest.mark.parametrize("with_ends", [False, True])
-def test_cycles_are_drafts_and_verifications_by_single_steps(followed: bool, with_ends: bool) -> None:
+def test_iterations_equal_drafts_and_verifications_by_single_steps(followed: bool, with_ends: bool) -> None:
     rows = rows_of_case(CASE)
     ends: list[int] = []
     wanted = by_steps(CASE, rows, ends)
@@ -151,7 +151,8 @@ def test_a_call_is_over_with_the_last_of_its_answers() -> None:
     assert tokens.tolist() == short.rooms.tolist()
 
 
-def test_logits_that_are_not_finite_end_a_draft_and_where_they_are_full_depth_s_the_answer() -> None:
+def test_logits_not_finite_end_a_draft_or_the_answer() -> None:
+    """Those of a draft end the draft, those at full depth the answer."""
     case = Case(Shape(layers=4, rows=5, max_positions=64, seed=1))
     rows = rows_of_case(case)
     clean = case.pool.clone()
@@ -181,7 +182,7 @@ WRONG: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("said", WRONG)
-def test_cycles_that_would_leave_their_memory_are_refused(said: str) -> None:
+def test_iterations_out_of_bounds_are_refused(said: str) -> None:
     of_rows, of_drafts = WRONG[said]
     before = CASE.pool.clone()
     cycles = 0 if said == "no rows or no steps" else CYCLES

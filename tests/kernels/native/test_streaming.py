@@ -77,7 +77,7 @@ def test_the_tables_may_be_written_while_the_run_goes_on(case: Case) -> None:
     decoder.finish()
 
 
-def test_a_run_that_is_ended_takes_no_further_step_and_the_next_one_begins(case: Case) -> None:
+def test_a_stopped_run_takes_no_step_and_the_next_one_begins(case: Case) -> None:
     decoder = case.decoder()
     wanted = decoder.run(case.rows, STEPS)
     words = control()
@@ -97,7 +97,7 @@ def assert_takes_again(decoder: Decoder, case: Case, wanted: tuple[np.ndarray, n
     decoder.finish()
 
 
-def test_a_step_that_was_announced_and_not_taken_is_taken_for_who_asks(case: Case) -> None:
+def test_take_runs_a_step_that_the_thread_left_undone(case: Case) -> None:
     decoder = case.decoder()
     wanted = decoder.run(case.rows, STEPS)
     words = np.array([1, 0], np.int32)  # ended before its thread begins
@@ -107,7 +107,7 @@ def test_a_step_that_was_announced_and_not_taken_is_taken_for_who_asks(case: Cas
     decoder.finish()
 
 
-def test_a_decoder_that_is_at_a_run_takes_no_other_until_that_is_finished(case: Case) -> None:
+def test_a_busy_decoder_refuses_runs_until_it_is_finished(case: Case) -> None:
     decoder = case.decoder()
     wanted = decoder.run(case.rows, STEPS)
     decoder.begin(case.rows, STEPS, control())
@@ -117,7 +117,7 @@ def test_a_decoder_that_is_at_a_run_takes_no_other_until_that_is_finished(case: 
     np.testing.assert_array_equal(decoder.run(case.rows, STEPS)[0], wanted[0])
 
 
-def test_what_would_leave_its_memory_is_refused_before_it_begins(case: Case) -> None:
+def test_runs_out_of_bounds_are_refused_before_they_begin(case: Case) -> None:
     decoder = case.decoder()
     with pytest.raises(NativeError, match="a token id"):
         decoder.begin(replace(case.rows, tokens=case.rows.tokens + 2000), 1, control())
@@ -126,7 +126,7 @@ def test_what_would_leave_its_memory_is_refused_before_it_begins(case: Case) -> 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the threads that Linux tells of")
-def test_a_decoder_that_goes_in_the_middle_of_a_run_takes_its_threads_with_it(case: Case) -> None:
+def test_destroying_a_decoder_in_a_run_joins_its_threads(case: Case) -> None:
     """And writes nothing more into a pool that may be freed."""
     before = set(os.listdir("/proc/self/task"))
     decoder = case.decoder(num_threads=2)

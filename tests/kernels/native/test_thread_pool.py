@@ -43,7 +43,7 @@ def test_two_engines_of_a_process_decode_at_the_same_time() -> None:
                 np.testing.assert_array_equal(run.result()[0], wanted)
 
 
-def test_a_second_caller_of_one_decoder_is_sent_away(case: Case) -> None:
+def test_a_second_caller_of_one_decoder_is_refused(case: Case) -> None:
     decoder = case.decoder()
     wanted = decoder.run(case.rows, 8)[0]
     refused = threading.Event()
@@ -93,11 +93,11 @@ def said_by(program: str, folder: Path) -> tuple[int, str, str]:
     return done.returncode, done.stdout.strip(), done.stderr
 
 
-def test_every_piece_of_a_job_is_carried_out_once(tmp_path: Path) -> None:
+def test_every_tile_of_a_job_runs_once(tmp_path: Path) -> None:
     """On any number of threads, with fewer tiles than threads or more than a notice can hold."""
     assert said_by("every_tile", tmp_path) == (0, "each once", "")
 
 
-def test_a_helper_that_was_put_aside_with_a_piece_is_left_out_for_twice_as_long(tmp_path: Path) -> None:
+def test_a_straggler_is_left_out_for_twice_its_delay(tmp_path: Path) -> None:
     """By a simulated clock; the program reports what is wrong."""
     assert said_by("straggler", tmp_path) == (0, "as it should be", "")
