@@ -21,9 +21,9 @@ struct D3Decoder {
 
     Decoder decoder;
     std::atomic<bool> busy{false};
-    D3Run run;                              // that the thread takes the steps of,
-    std::unique_ptr<SpeculativeLoop> loop;  // or the iterations
-    Runner runner;  // last, so that the thread stops before anything that it uses is destroyed
+    D3Run run;                              // in the background,
+    std::unique_ptr<SpeculativeLoop> loop;  // or this
+    Runner runner;                          // last: its thread stops before what it uses is destroyed
 };
 
 namespace {

@@ -18,11 +18,11 @@ enum D3Status : int32_t {
     D3_BAD_TOKEN = 5,
     D3_BAD_POSITION = 6,
     D3_BAD_SLOT = 7,
-    D3_BAD_BLOCK = 8,  // a layer runs for a row whose table has no block of the pool there
-    D3_BUSY = 9,  // another thread uses the decoder
-    D3_BAD_STATE = 10,  // a place is outside the hidden states of the run
+    D3_BAD_BLOCK = 8,    // a layer runs for a row whose table has no block of the pool there
+    D3_BUSY = 9,         // another thread uses the decoder
+    D3_BAD_STATE = 10,   // a place is outside the hidden states of the run
     D3_BAD_BRIDGE = 11,  // a row skips layers without a bridge over them, or with one of other sizes
-    D3_BAD_DRAFT = 12,  // a draft is longer than the longest, or than its answer's room
+    D3_BAD_DRAFT = 12,   // a draft is longer than the longest, or than its answer's room
 };
 
 // The exponent below that of code 1, and the outliers (bfloat16, by row, then by column): see kernels/packed.py.
@@ -38,7 +38,7 @@ struct D3Matrix {
     const void* values;
     const float* scales;  // null for floats
     const float* bias;    // [rows], or null
-    D3Bf12 bf12;  // of a bf12 matrix
+    D3Bf12 bf12;          // of a bf12 matrix
 };
 
 struct D3Layer {
@@ -47,7 +47,7 @@ struct D3Layer {
     const float* mlp_norm;  // [hidden]
     D3Matrix gate_up, down;
     const float* head_norms;  // [2, head_dim]: for query heads, for key heads; null without such norms
-    const float* rotations;  // [max_positions, head_dim / 2] pairs (cosine, sine); null without RoPE
+    const float* rotations;   // [max_positions, head_dim / 2] pairs (cosine, sine); null without RoPE
 };
 
 struct D3Model {
@@ -69,7 +69,7 @@ struct D3Model {
 struct D3Bridge {
     int32_t first, stop;
     D3Matrix weight;  // [hidden, hidden], or [hidden, r] with `down`; it has a bias
-    D3Matrix down;  // [r, hidden], r at most hidden; null values without it
+    D3Matrix down;    // [r, hidden], r at most hidden; null values without it
 };
 
 struct D3Bridges {
@@ -92,7 +92,7 @@ struct D3LogitMask {
     const float* biases;
     int64_t num_biased;
     const uint8_t* allowed;  // a mask; null: all
-    const int64_t* banned;  // tokens that are excluded at generation steps before `banned_until`
+    const int64_t* banned;   // tokens that are excluded at generation steps before `banned_until`
     int64_t num_banned, banned_until;
     // Words that must not be completed: a tree of their tokens, from the last but one backwards. Edge e has the token
     // edges[e] and leads to node e + 1. Edges first_edges[n] to first_edges[n + 1] leave node n, sorted by token.
@@ -109,7 +109,7 @@ struct D3Sampling {
     float log_min_p, top_p;  // minus infinity and 1 keep all
     int32_t top_k;           // 0 keeps all
     float repetition, presence, frequency;
-    D3TokenCounts* token_counts;      // null: no penalties
+    D3TokenCounts* token_counts;    // null: no penalties
     const D3LogitMask* logit_mask;  // null: all tokens are allowed
 };
 
@@ -179,8 +179,8 @@ struct D3SpeculativeLoop {
     // [iterations, rows, 3] written: tokens of a draft, how many of them were accepted, and the next token at full
     // depth, -1 if its logits are not finite. All are -1 for a row that had ended before.
     int64_t* counts;
-    int32_t* control;  // as in a run, counting iterations
-    int32_t* taken;  // written by `d3_run_speculative_loop`: its iterations, fewer if every row ended
+    int32_t* control;                 // as in a run, counting iterations
+    int32_t* taken;                   // written by `d3_run_speculative_loop`: its iterations, fewer if every row ended
     const D3Bridges* const* bridges;  // over the layers that drafts skip, as in a run
 };
 

@@ -33,10 +33,10 @@ public:
 private:
     // Per thread, for one attention tile.
     struct Scratch {
-        Floats scores;    // of a chunk
-        Floats keys;      // of a chunk
-        Floats values;    // of a chunk of an 8-bit KV cache
-        Floats partials;  // of two spans
+        Floats scores;            // of a chunk
+        Floats keys;              // of a chunk
+        Floats values;            // of a chunk of an 8-bit KV cache
+        Floats partials;          // of two spans
         int64_t prefetched = -1;  // the tile whose first keys and values are prefetched
     };
     // Neighbouring rows of one sequence, and neighbouring KV heads, that pass through attention together.

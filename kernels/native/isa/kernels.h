@@ -39,9 +39,9 @@ struct MatmulArgs {
     const float* x;
     int64_t ldx;
     int32_t batch;
-    char* prepared;  // the vectors as `prepare` wrote them, or null
+    char* prepared;   // the vectors as `prepare` wrote them, or null
     int32_t at_once;  // the number of vectors prepared together
-    int64_t ahead;  // L2 prefetch distance in bytes, or 0
+    int64_t ahead;    // L2 prefetch distance in bytes, or 0
 };
 
 // Output channels [start, stop) of a matmul: out[b * ldo + n - start]. `later` is what the thread multiplies next.
@@ -55,23 +55,23 @@ struct Tile {
 // Rows of one sequence at neighbouring positions, neighbouring KV heads, and the query heads that share them: at most
 // MAX_QUERIES of these in all.
 struct AttentionArgs {
-    const float* queries;  // [rows, heads, group, head_dim]
-    float* out;            // [rows, heads, group, head_dim] written
-    int64_t stride;  // floats from one row to the next, of both
-    float* scores;         // scratch [rows, group, ATTENTION_CHUNK]
-    float* keys;  // scratch [ATTENTION_CHUNK, head_dim padded to whole vectors]
-    float* values;  // scratch [ATTENTION_CHUNK, head_dim], for an 8-bit KV cache
-    const void* pool;  // the first head's key at the pool's first position: floats, or e4m3 with scales
-    const float* scales;  // the first head's scales of block 0's keys, or null
-    const int32_t* table;  // blocks of the sequence
-    int64_t half_block;  // channels of all keys of a block; its values follow
-    int64_t half_scales;  // scales of all keys of a block; those of its values follow
+    const float* queries;     // [rows, heads, group, head_dim]
+    float* out;               // [rows, heads, group, head_dim] written
+    int64_t stride;           // floats from one row to the next, of both
+    float* scores;            // scratch [rows, group, ATTENTION_CHUNK]
+    float* keys;              // scratch [ATTENTION_CHUNK, head_dim padded to whole vectors]
+    float* values;            // scratch [ATTENTION_CHUNK, head_dim], for an 8-bit KV cache
+    const void* pool;         // the first head's key at the pool's first position: floats, or e4m3 with scales
+    const float* scales;      // the first head's scales of block 0's keys, or null
+    const int32_t* table;     // blocks of the sequence
+    int64_t half_block;       // channels of all keys of a block; its values follow
+    int64_t half_scales;      // scales of all keys of a block; those of its values follow
     int64_t position_stride;  // channels from one position to the next
     int32_t rows, heads, group, head_dim, block_size;
     int32_t length;  // positions that the first row attends to; each later row one more
     float scale;
-    bool prefetches;  // whether to prefetch keys and values
-    bool is_prefetched;  // whether those of the first chunk are prefetched already
+    bool prefetches;      // whether to prefetch keys and values
+    bool is_prefetched;   // whether those of the first chunk are prefetched already
     const int32_t* next;  // blocks of the context that the same thread probably attends to next, or null
     int32_t next_length;  // its positions
 };
@@ -117,7 +117,7 @@ struct Kernels {
     int64_t (*prepared_bytes)(D3Kind, int columns, int rows);
     int (*prepared_tiles)(const MatmulArgs&);
     void (*prepare)(const MatmulArgs&, int tile);
-    int64_t tile_bytes;  // bytes of a matrix in one tile, with prepared vectors
+    int64_t tile_bytes;      // bytes of a matrix in one tile, with prepared vectors
     bool reads_interleaved;  // whether it knows interleaved matrices, always with prepared vectors
     // Vectors that meet a weight at once: floats, prepared, and for bf12. With more of them rows are read again from
     // the cache, and the weights of the next matmul are prefetched meanwhile.

@@ -11,7 +11,7 @@ constexpr int MAX_TILE_ROWS = 256;
 // work again.
 constexpr int64_t MIN_TILE_BYTES = 24 * 1024, MIN_TILE_BYTES_MANY_ROWS = 8 * 1024;
 constexpr int64_t CACHED_BYTES = 32 * 1024 * 1024;  // of a model, that a last-level cache may hold
-constexpr int64_t PANEL_BYTES = 512 * 1024;  // of a tile's panels: they stay in L2
+constexpr int64_t PANEL_BYTES = 512 * 1024;         // of a tile's panels: they stay in L2
 
 }  // namespace
 

@@ -71,16 +71,16 @@ public:
     void expect(const D3Matrix& matrix, int rows, int bands = 1);
 
 private:
-    static constexpr int ROWS_A_PASS = 48;  // that a tile multiplies at once
-    static_assert(ROWS_A_PASS % 16 == 0);  // vectors that were prepared together stay together
+    static constexpr int ROWS_A_PASS = 48;              // that a tile multiplies at once
+    static_assert(ROWS_A_PASS % 16 == 0);               // vectors that were prepared together stay together
     static constexpr int64_t MANY_NUMBERS = 16 * 1024;  // of vectors: from here on threads share their preparation
 
     // Per thread, for one tile.
     struct Scratch {
-        Rows outputs;  // the tile's channels of some rows, band by band
-        Floats panels;  // its weights, for many rows
-        Floats unpacked;  // its bf12 rows as bfloat16, band by band
-        Floats prepared;  // few vectors, in the form of the instruction set
+        Rows outputs;            // the tile's channels of some rows, band by band
+        Floats panels;           // its weights, for many rows
+        Floats unpacked;         // its bf12 rows as bfloat16, band by band
+        Floats prepared;         // few vectors, in the form of the instruction set
         int64_t nth_matmul = 0;  // the matmul that they belong to
     };
 
@@ -177,8 +177,8 @@ private:
     const bool reads_memory_;  // the weights do not fit into the last-level cache
     const int64_t ahead_;
     std::vector<Scratch> scratch_;  // [threads]
-    Floats prepared_;  // many vectors, in the form of the instruction set
-    TiledMatrix next_matrix_{};  // of the matmul after this one, if known
-    int64_t nth_matmul_ = 0;  // counts those with prepared vectors
-    Floats strips_;  // the vectors of the packed GEMM
+    Floats prepared_;               // many vectors, in the form of the instruction set
+    TiledMatrix next_matrix_{};     // of the matmul after this one, if known
+    int64_t nth_matmul_ = 0;        // counts those with prepared vectors
+    Floats strips_;                 // the vectors of the packed GEMM
 };

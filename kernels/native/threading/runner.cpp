@@ -71,7 +71,7 @@ struct Runner::State {
     std::mutex mutex;
     std::condition_variable given, progress;
     bool idle = true, stopping = false;  // under the mutex
-    Clock::time_point next_wakeup;  // of a gathering reader
+    Clock::time_point next_wakeup;       // of a gathering reader
     std::atomic<int> done{0}, awaited{0};
 };
 

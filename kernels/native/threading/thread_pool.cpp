@@ -239,7 +239,7 @@ struct ThreadPool::State {
     const int num_threads;
     Board board;
     std::vector<Worker> workers;  // the leader, which has only a queue, then the helpers
-    const int made_after;  // the number of forks
+    const int made_after;         // the number of forks
     std::vector<std::thread> threads;
     std::atomic<bool> stops{false};
     bool any_out = false;  // used by the leader

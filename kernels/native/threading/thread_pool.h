@@ -17,7 +17,7 @@
 // out for twice as long as it was waited for, so an outnumbered pool spends at most a third of its time waiting.
 class StragglerPolicy {
 public:
-    // How long the leader waits for tiles of others, whose own took `tile` each on average, before a helper is late.
+    // How long the leader waits for tiles of helpers before one is late; its own tiles took `tile` each on average.
     static int64_t allowance(int64_t tile) { return MIN + 2 * tile; }
 
     bool is_out(int64_t now) const { return now < back_; }
