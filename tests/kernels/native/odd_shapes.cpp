@@ -213,7 +213,7 @@ public:
         }
         const Pool kept = found.pool;
         prompt(decoder, isa);
-        cycles(decoder, isa);
+        speculate(decoder, isa);
         std::copy(kept.floats.begin(), kept.floats.end(), found.pool.floats.begin());
         std::copy(kept.scales.begin(), kept.scales.end(), found.pool.scales.begin());
         std::copy(kept.bytes.begin(), kept.bytes.end(), found.pool.bytes.begin());
@@ -298,7 +298,7 @@ private:
     }
 
     // All rows draft and verify until their answers are full, in one call and again in the background.
-    void cycles(D3Decoder* decoder, int isa) const {
+    void speculate(D3Decoder* decoder, int isa) const {
         const int most = STEPS - 1;
         std::vector<int64_t> lengths = numbers_for_rows(most), rooms = numbers_for_rows(STEPS), places = lengths;
         std::vector<int64_t> drafted(STEPS * s.rows * most, -1), counts(STEPS * s.rows * 3), none = drafted;
@@ -314,12 +314,12 @@ private:
         asked.ends = tokens.data(), asked.most_ends = 1;
         asked.states = states.data(), asked.num_states = s.rows * most, asked.places = places.data();
         asked.drafted = drafted.data(), asked.counts = counts.data(), asked.control = control, asked.taken = &taken;
-        if (d3_run_speculative_loop(decoder, &asked) != D3_OK) fail("cycles that were refused", isa);
+        if (d3_run_speculative_loop(decoder, &asked) != D3_OK) fail("iterations that were refused", isa);
         const std::vector<int64_t> found(counts.begin(), counts.begin() + taken * s.rows * 3);
-        if (d3_begin_speculative_loop(decoder, &asked) != D3_OK) fail("cycles that do not begin", isa);
-        if (d3_await(decoder, taken) != D3_OK) fail("a cycle that does not come", isa);
+        if (d3_begin_speculative_loop(decoder, &asked) != D3_OK) fail("iterations that do not begin", isa);
+        if (d3_await(decoder, taken) != D3_OK) fail("an iteration that does not come", isa);
         d3_finish(decoder);
-        if (!std::equal(found.begin(), found.end(), counts.begin())) fail("other cycles where they are followed", isa);
+        if (!std::equal(found.begin(), found.end(), counts.begin())) fail("other iterations in the background", isa);
     }
 
     // The difference of a row relative to its length: sums of thousands of products are rounded in another order.
