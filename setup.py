@@ -64,8 +64,8 @@ setup(
     ext_modules=[
         Extension(
             "d3engine.kernels.native.libd3native",
-            sources=sorted(str(path) for path in NATIVE.glob("*.cpp")),
-            depends=sorted(str(path) for path in (*NATIVE.glob("*.h"), *NATIVE.glob("*.inc"))),
+            sources=sorted(str(path) for path in NATIVE.rglob("*.cpp")),
+            depends=sorted(str(path) for path in (*NATIVE.rglob("*.h"), *NATIVE.rglob("*.inc"))),
             optional=True,
         )
     ],

@@ -1,30 +1,45 @@
-// The C entry points: everything is checked here, and nothing throws beyond.
+// The C entry points: they check all arguments, and no exception leaves them.
 #include "abi.h"
 
+#include <atomic>
 #include <exception>
+#include <memory>
 #include <new>
 
 #include "decoder.h"
-#include "matrix.h"
+#include "formats/matrix.h"
+#include "speculative_loop.h"
+#include "threading/runner.h"
 
 #ifndef D3_SOURCE_DIGEST
 #define D3_SOURCE_DIGEST "unknown"
 #endif
 
+// The handle of the C interface: a decoder, and the thread that runs its steps in the background.
+struct D3Decoder {
+    D3Decoder(const D3Model& model, const Kernels& kernels) : decoder(model, kernels) {}
+
+    Decoder decoder;
+    std::atomic<bool> busy{false};
+    D3Run run;                              // in the background,
+    std::unique_ptr<SpeculativeLoop> loop;  // or this
+    Runner runner;                          // last: its thread stops before what it uses is destroyed
+};
+
 namespace {
 
-bool is_model(const D3Model& m, bool reads_lanes) {
+bool is_model(const D3Model& m, bool reads_interleaved) {
     const auto fits = [&](const D3Matrix& matrix, int rows, int columns) {
-        return is_matrix(matrix, rows, columns, reads_lanes);
+        return is_matrix(matrix, rows, columns, reads_interleaved);
     };
     const int32_t sizes[] = {m.num_layers, m.hidden, m.intermediate, m.heads, m.kv_heads, m.head_dim, m.vocab,
                              m.block_size, m.max_blocks, m.num_blocks, m.num_slots, m.max_positions, m.max_rows,
                              m.num_threads};
     for (int32_t size : sizes)
         if (size < 1) return false;
-    if (m.heads % m.kv_heads || m.heads / m.kv_heads > MOST_GROUP || m.head_dim % 2) return false;
+    if (m.heads % m.kv_heads || m.heads / m.kv_heads > MAX_GROUP || m.head_dim % 2) return false;
     const int q_size = m.heads * m.head_dim, kv_size = m.kv_heads * m.head_dim;
-    if (!is_table(m.embedding)) return false;
+    if (!has_readable_rows(m.embedding)) return false;
     if (!fits(m.embedding, m.vocab, m.hidden) || !fits(m.lm_head, m.vocab, m.hidden)) return false;
     for (int32_t l = 0; l < m.num_layers; l++) {
         const D3Layer& layer = m.layers[l];
@@ -36,29 +51,47 @@ bool is_model(const D3Model& m, bool reads_lanes) {
     return m.final_norm && m.pool;
 }
 
-template <class Asked> int32_t run_all(D3Decoder& decoder, const Asked& asked) {
-    if (decoder.busy.exchange(true, std::memory_order_acquire)) return D3_BUSY;
+D3Status check(const D3Decoder& handle, const D3Run& run) { return handle.decoder.check(run); }
+D3Status check(const D3Decoder& handle, const D3SpeculativeLoop& loop) {
+    return SpeculativeLoop::check(loop, handle.decoder);
+}
+
+void run(D3Decoder& handle, const D3Run& run) { handle.decoder.run(run); }
+void run(D3Decoder& handle, const D3SpeculativeLoop& loop) { SpeculativeLoop(loop, handle.decoder).run(); }
+
+void begin(D3Decoder& handle, const D3Run& run) {
+    handle.run = run;
+    handle.decoder.begin(run);
+    handle.runner.begin({run.steps, run.control, [&handle](int taken) { handle.decoder.take(handle.run, taken); }});
+}
+void begin(D3Decoder& handle, const D3SpeculativeLoop& loop) {
+    handle.loop = std::make_unique<SpeculativeLoop>(loop, handle.decoder);
+    handle.runner.begin({loop.iterations, loop.control, [&handle](int nth) { handle.loop->run_iteration(nth); }});
+}
+
+template <class Args> int32_t run_checked(D3Decoder& handle, const Args& args) {
+    if (handle.busy.exchange(true, std::memory_order_acquire)) return D3_BUSY;
     int32_t status = D3_OK;
     try {
-        status = decoder.check(asked);
-        if (status == D3_OK) decoder.run(asked);
+        status = check(handle, args);
+        if (status == D3_OK) run(handle, args);
     } catch (const std::bad_alloc&) {
         status = D3_NO_MEMORY;
     }
-    decoder.busy.store(false, std::memory_order_release);
+    handle.busy.store(false, std::memory_order_release);
     return status;
 }
 
-template <class Asked> int32_t begin_all(D3Decoder& decoder, const Asked& asked) {
-    if (decoder.busy.exchange(true, std::memory_order_acquire)) return D3_BUSY;
+template <class Args> int32_t begin_checked(D3Decoder& handle, const Args& args) {
+    if (handle.busy.exchange(true, std::memory_order_acquire)) return D3_BUSY;
     int32_t status = D3_OK;
     try {
-        status = asked.course ? decoder.check(asked) : D3_BAD_RUN;
-        if (status == D3_OK) decoder.begin(asked);
+        status = args.control ? check(handle, args) : D3_BAD_RUN;
+        if (status == D3_OK) begin(handle, args);
     } catch (const std::exception&) {  // no memory, or no thread
         status = D3_NO_MEMORY;
     }
-    if (status != D3_OK) decoder.busy.store(false, std::memory_order_release);
+    if (status != D3_OK) handle.busy.store(false, std::memory_order_release);
     return status;
 }
 
@@ -67,13 +100,13 @@ template <class Asked> int32_t begin_all(D3Decoder& decoder, const Asked& asked)
 int32_t d3_num_isas() { return NUM_KERNELS; }
 const char* d3_isa_name(int32_t isa) { return ALL_KERNELS[isa]->name; }
 int32_t d3_isa_runs_here(int32_t isa) { return ALL_KERNELS[isa]->runs_here(); }
-int32_t d3_isa_reads_lanes(int32_t isa) { return ALL_KERNELS[isa]->reads_lanes; }
+int32_t d3_isa_reads_interleaved(int32_t isa) { return ALL_KERNELS[isa]->reads_interleaved; }
 const char* d3_source_digest() { return D3_SOURCE_DIGEST; }
 
 int32_t d3_create(const D3Model* model, D3Decoder** made) {
     *made = nullptr;
     if (model->isa < 0 || model->isa >= NUM_KERNELS || !ALL_KERNELS[model->isa]->runs_here()) return D3_NO_SUCH_ISA;
-    if (!is_model(*model, ALL_KERNELS[model->isa]->reads_lanes)) return D3_BAD_SHAPE;
+    if (!is_model(*model, ALL_KERNELS[model->isa]->reads_interleaved)) return D3_BAD_SHAPE;
     try {
         *made = new D3Decoder(*model, *ALL_KERNELS[model->isa]);
     } catch (const std::bad_alloc&) {
@@ -82,10 +115,14 @@ int32_t d3_create(const D3Model* model, D3Decoder** made) {
     return D3_OK;
 }
 
-int32_t d3_run(D3Decoder* decoder, const D3Run* run) { return run_all(*decoder, *run); }
-int32_t d3_run_cycles(D3Decoder* decoder, const D3Cycles* cycles) { return run_all(*decoder, *cycles); }
-int32_t d3_begin(D3Decoder* decoder, const D3Run* run) { return begin_all(*decoder, *run); }
-int32_t d3_begin_cycles(D3Decoder* decoder, const D3Cycles* cycles) { return begin_all(*decoder, *cycles); }
+int32_t d3_run(D3Decoder* decoder, const D3Run* run) { return run_checked(*decoder, *run); }
+int32_t d3_run_speculative_loop(D3Decoder* decoder, const D3SpeculativeLoop* loop) {
+    return run_checked(*decoder, *loop);
+}
+int32_t d3_begin(D3Decoder* decoder, const D3Run* run) { return begin_checked(*decoder, *run); }
+int32_t d3_begin_speculative_loop(D3Decoder* decoder, const D3SpeculativeLoop* loop) {
+    return begin_checked(*decoder, *loop);
+}
 
 int32_t d3_await(D3Decoder* decoder, int32_t steps) {
     try {

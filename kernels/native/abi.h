@@ -1,12 +1,12 @@
-// The C interface: numbers and pointers, as `library.py` mirrors them. Whoever calls keeps all memory alive.
+// The C interface: numbers and pointers, mirrored by `library.py`. The caller keeps all memory alive.
 #pragma once
 #include <cstdint>
 
 #define D3_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum D3Kind : int32_t {
-    D3_FLOAT32 = 0, D3_BFLOAT16 = 1, D3_INT8 = 2, D3_FP8 = 3, D3_FP8_GROUPS = 4, D3_INT4 = 5, D3_PACKED_BFLOAT16 = 6,
-    D3_INT4_LANES = 7, D3_INT8_LANES = 8  // sixteen rows in lanes, see lanes.py
+    D3_FLOAT32 = 0, D3_BFLOAT16 = 1, D3_INT8 = 2, D3_FP8 = 3, D3_FP8_GROUPS = 4, D3_INT4 = 5, D3_BF12 = 6,
+    D3_INT4X16 = 7, D3_INT8X16 = 8  // 16 rows interleaved, see kernels/lanes.py
 };
 
 enum D3Status : int32_t {
@@ -14,23 +14,21 @@ enum D3Status : int32_t {
     D3_NO_SUCH_ISA = 1,
     D3_BAD_SHAPE = 2,
     D3_NO_MEMORY = 3,
-    D3_BAD_RUN = 4,       // rows or steps beyond what the decoder was made for
+    D3_BAD_RUN = 4,  // more rows or steps than the decoder was made for
     D3_BAD_TOKEN = 5,
     D3_BAD_POSITION = 6,
     D3_BAD_SLOT = 7,
-    D3_BAD_BLOCK = 8,     // a layer runs for a row whose table has no block of the pool there
-    D3_BUSY = 9,          // another thread is in the same decoder
-    D3_BAD_STATE = 10,    // a place is outside the hidden states that the run brings
-    D3_BAD_BRIDGE = 11,   // a row leaves out layers for which it has no bridge, or one of other sizes
-    D3_BAD_DRAFT = 12,    // a draft is longer than the longest, or than its answer's room
+    D3_BAD_BLOCK = 8,    // a layer runs for a row whose table has no block of the pool there
+    D3_BUSY = 9,         // another thread uses the decoder
+    D3_BAD_STATE = 10,   // a place is outside the hidden states of the run
+    D3_BAD_BRIDGE = 11,  // a row skips layers without a bridge over them, or with one of other sizes
+    D3_BAD_DRAFT = 12,   // a draft is longer than the longest, or than its answer's room
 };
 
-// A matrix [rows, columns] as it lies in memory; see quantized.py for int8, fp8 and int4.
-// What a packed matrix (packed.py) has besides its values: the exponent before that of code 1, and the weights of other
-// exponents, which are bfloat16, row by row and by column.
-struct D3Packing {
+// The exponent below that of code 1, and the outliers (bfloat16, by row, then by column): see kernels/packed.py.
+struct D3Bf12 {
     int32_t exponent;
-    const int64_t* starts;  // [rows + 1]: a row's are from here to where those of the next begin
+    const int64_t* starts;  // [rows + 1]: the outliers of row n are [starts[n], starts[n + 1])
     const int32_t* columns;
     const uint16_t* weights;
 };
@@ -40,7 +38,7 @@ struct D3Matrix {
     const void* values;
     const float* scales;  // null for floats
     const float* bias;    // [rows], or null
-    D3Packing packing;    // of a packed matrix
+    D3Bf12 bf12;          // of a bf12 matrix
 };
 
 struct D3Layer {
@@ -48,30 +46,30 @@ struct D3Layer {
     D3Matrix qkv, output;
     const float* mlp_norm;  // [hidden]
     D3Matrix gate_up, down;
-    const float* head_norms;  // [2, head_dim]: of each query head, and of each key head; null without such norms
-    const float* rotations;   // [max_positions, head_dim / 2] pairs (cosine, sine); null in a layer without rope
+    const float* head_norms;  // [2, head_dim]: for query heads, for key heads; null without such norms
+    const float* rotations;   // [max_positions, head_dim / 2] pairs (cosine, sine); null without RoPE
 };
 
 struct D3Model {
     int32_t num_layers, hidden, intermediate, heads, kv_heads, head_dim, vocab;
-    int32_t block_size, max_blocks, num_blocks;  // entries of a block; blocks of a table's row; blocks of the pool
+    int32_t block_size, max_blocks, num_blocks;  // positions per block; blocks per row of a table; blocks of the pool
     int32_t num_slots, max_positions, max_rows, num_threads;
     int32_t isa;  // an index into the instruction sets, see d3_isa_name
     float eps, scale;
     D3Matrix embedding, lm_head;
     const D3Layer* layers;
     const float* final_norm;
-    // The cache, [num_blocks, 2, block_size, kv_heads, head_dim]: floats, or, with scales [num_blocks, 2, kv_heads,
-    // block_size], 8-bit floats of e4m3 that stand for so many times these.
+    // The KV cache, [num_blocks, 2, block_size, kv_heads, head_dim]: floats, or e4m3 with scales [num_blocks, 2,
+    // kv_heads, block_size].
     void* pool;
     float* pool_scales;
 };
 
-// A map in the place of the layers [first, stop): h becomes h + weight h + bias, or h + weight (down h) + bias.
+// A linear shortcut over the layers [first, stop): h becomes h + weight h + bias, or h + weight (down h) + bias.
 struct D3Bridge {
     int32_t first, stop;
-    D3Matrix weight;  // [hidden, hidden], or [hidden, r] beside `down`; its bias is the map's
-    D3Matrix down;    // [r, hidden], r at most hidden; without values there is none
+    D3Matrix weight;  // [hidden, hidden], or [hidden, r] with `down`; it has a bias
+    D3Matrix down;    // [r, hidden], r at most hidden; null values without it
 };
 
 struct D3Bridges {
@@ -79,48 +77,46 @@ struct D3Bridges {
     int64_t count;
 };
 
-// The tokens that a row's penalties are about, each once, and how often each is in its answer. There is room for as
-// many more as a run has steps.
-struct D3Counted {
+// The distinct tokens of a prompt and its answer, and how often each is in the answer. The arrays have room for one
+// more token per step of the run.
+struct D3TokenCounts {
     int64_t* tokens;
     int32_t* counts;
     int64_t used;
-    int64_t steps;  // of the run whose tokens are in it
+    int64_t steps;  // of the run that are counted
 };
 
-// Which tokens may come, before any penalties. A mask has a bit for each token, the lowest of its first byte for the
-// first.
-struct D3Rules {
-    const int64_t* biased;  // tokens, each once, and what is added to the logit of each
+// Which tokens are allowed, before penalties. A mask has one bit per token, from the lowest bit of its first byte on.
+struct D3LogitMask {
+    const int64_t* biased;  // distinct tokens, and what is added to the logit of each
     const float* biases;
     int64_t num_biased;
     const uint8_t* allowed;  // a mask; null: all
-    const int64_t* banned;   // tokens that may not come at the generation steps before `banned_until`
+    const int64_t* banned;   // tokens that are excluded at generation steps before `banned_until`
     int64_t num_banned, banned_until;
-    // Words that may not be completed, as a tree by their tokens from the last but one backwards. Edge e has the token
-    // edges[e] and leads to node e + 1; edges first_edges[n] to first_edges[n + 1] leave node n, sorted by token, and
-    // the tokens bans[first_bans[n]] to bans[first_bans[n + 1]] complete the words that end there. Node 0 is the root.
+    // Words that must not be completed: a tree of their tokens, from the last but one backwards. Edge e has the token
+    // edges[e] and leads to node e + 1. Edges first_edges[n] to first_edges[n + 1] leave node n, sorted by token.
+    // Tokens bans[first_bans[n]] to bans[first_bans[n + 1]] complete the words that end there. Node 0 is the root.
     const int64_t *edges, *first_edges, *bans, *first_bans;
     int64_t num_bans;
-    const int64_t* recent;  // the last tokens of the answer, at least as many as the longest word has, or all
+    const int64_t* recent;  // the last tokens of the answer: all, or as many as the longest word has
     int64_t num_recent;
-    int32_t has_form;  // whether the run's `form` is to be asked
+    int32_t has_grammar;  // whether the run's `grammar` is called
 };
 
-// What a row's choice takes beside a temperature.
-struct D3Choice {
+// What a row samples with besides its temperature.
+struct D3Sampling {
     float log_min_p, top_p;  // minus infinity and 1 keep all
     int32_t top_k;           // 0 keeps all
     float repetition, presence, frequency;
-    D3Counted* counted;      // null: no penalties
-    const D3Rules* rules;    // null: any token may come
+    D3TokenCounts* token_counts;    // null: no penalties
+    const D3LogitMask* logit_mask;  // null: all tokens are allowed
 };
 
-// Asked for a row with a form, before the step `taken`: the mask of what may come then, or null where the form is over,
-// and with it the row's answer. `token` is the row's own of the step before, -1 at the first. The mask is there until
-// the row's next question. Who is asked may be in another thread than who began the run; of each row the questions come
-// in order, a step that is taken again asking once more.
-typedef const uint8_t* (*D3Form)(int32_t row, int32_t taken, int64_t token);
+// Called for a row with a grammar before the step `taken`: returns the mask of that step, or null if the answer ends
+// here. `token` is the row's token of the step before, -1 at the first. The mask lives until the row's next call. Calls
+// may come from another thread than the run's; those of one row come in order. A repeated step calls again.
+typedef const uint8_t* (*D3Grammar)(int32_t row, int32_t taken, int64_t token);
 
 // `steps` steps of `rows` rows. Layer l runs at the n-th of them for the rows with generation + n < cutoffs[row, l].
 struct D3Run {
@@ -128,102 +124,101 @@ struct D3Run {
     const int64_t *tokens, *positions, *generation, *slots;  // [rows] each, of the first step
     const int32_t* cutoffs;                                   // [rows, num_layers]
     const int32_t* tables;                                    // [num_slots, num_layers, max_blocks]
-    const float* temperatures;        // [rows], 0 for the likeliest token; null: all take the likeliest
+    const float* temperatures;  // [rows], 0 for the likeliest token; null: 0 for all
     const int64_t *seeds, *indices;   // [rows]; null with `temperatures`
     int64_t* chosen;                  // [steps, rows] written
-    float* scores;                    // [steps, rows] written: what the chosen token won with
+    float* scores;  // [steps, rows] written: the score of the chosen token
     float* logits;                    // [steps, rows, vocab] written, or null; see `logit_places`
-    const uint8_t* yields;            // [rows], of a single step: which rows are asked for the three above; null: all
-    // Two words that others may look at and write while the run goes on, or null: as long as the first is 0 further
-    // steps are begun, and the second says how many have been.
-    int32_t* course;
-    const D3Choice* choices;  // [rows], with `temperatures`; null: nobody cuts or has penalties
-    // Hidden states that outlive a run, [num_states, hidden], or null: before its layer `kept_layers`, a row leaves its
-    // state at `kept_places` + n at the n-th step; and in place of an embedding it begins with that at `resumed_places`
-    // + n. A place below 0 stands for none; [rows] each.
+    const uint8_t* yields;  // [rows], of a single step: the rows that need the three above; null: all
+    // Two words that other threads may read and write during the run, or null: steps begin as long as the first is 0;
+    // the second counts those that have begun.
+    int32_t* control;
+    const D3Sampling* sampling;  // [rows], with `temperatures`; null: temperatures only
+    // Hidden states that outlive a run, [num_states, hidden], or null. At the n-th step a row saves its state below
+    // layer `kept_layers` at `kept_places` + n, and starts from the state at `resumed_places` + n instead of an
+    // embedding. A negative place means none; [rows] each.
     float* states;
     int64_t num_states;
     const int64_t *kept_layers, *kept_places, *resumed_places;
-    // The tokens that end a row's answer, [rows, most_ends] filled up with -1, or null: `d3_run` begins no further step
-    // once every row has come to one of its own, to the end of its form, or to a score that is not finite.
+    // The tokens that end a row's answer, [rows, most_ends] padded with -1, or null. `d3_run` stops early once every
+    // row has met one of its own, the end of its grammar, or a score that is not finite.
     const int64_t* ends;
     int64_t most_ends;
-    int32_t* taken;  // written by `d3_run`: its steps; or null
-    // Where `logits` has not all rows it is [steps, num_logits, vocab], and a row's are at its place [rows]; -1: none.
+    int32_t* taken;  // written by `d3_run`: the steps that it ran; or null
+    // [rows], or null: the place of a row's logits in `logits` [steps, num_logits, vocab]; -1: none.
     const int64_t* logit_places;
     int64_t num_logits;
-    D3Form form;  // null: no row has a form
-    // By what a row [rows] crosses each window of layers that it leaves out, which must be among these; null: it passes
-    // them as it is.
+    D3Grammar grammar;  // null: no row has a grammar
+    // [rows], or null: bridges over each window of layers that a row skips. With null the row's state passes unchanged.
     const D3Bridges* const* bridges;
 };
 
-// Cycles of rows that draft, all tokens of a draft through the same layers, and verify the draft by one pass of it and
-// of the token before it. A row comes to its end with a token of its own `ends`, with its room, or where full depth's
-// numbers are not finite; further cycles pass it by.
-struct D3Cycles {
-    int32_t rows, cycles;
-    int32_t most;                                             // tokens of any draft at most
+// Draft-and-verify iterations. The tokens of a draft all pass the same layers; one step verifies them together with the
+// token before them. A row ends with a token of its own `ends`, with its room, or where the logits at full depth are
+// not finite. Further iterations skip it.
+struct D3SpeculativeLoop {
+    int32_t rows, iterations;
+    int32_t most;  // tokens of the longest draft
     const int64_t *tokens, *positions, *generation, *slots;  // [rows] each, of each answer's last token, as in a run
-    const int32_t* cutoffs;  // [rows, L]: layer l runs in the drafts that begin at a generation before this
+    const int32_t* cutoffs;  // [rows, L]: layer l runs in drafts that begin at a generation below this
     const int32_t* tables;   // [num_slots, num_layers, max_blocks]
-    // [rows, most] and [rows]: what the first drafts have already, and how long they are to be in all.
+    // [rows, most] and [rows]: tokens that the first drafts have already, and how many they are to have.
     const int64_t *begun, *num_begun, *first_lengths;
-    // [rows]: how long the later ones are; one more, up to the second, after a draft that was accepted whole where the
-    // third is not 0, and one less after any other. A draft that would leave out no layer has no tokens.
+    // [rows]: the length of later drafts. Where `adapts` is not 0 it grows by 1, up to `most_lengths`, after a draft
+    // that was accepted whole, and shrinks by 1 after any other. A draft that would skip no layer has no tokens.
     const int64_t *lengths, *most_lengths, *adapts;
-    const int64_t* rooms;  // [rows] tokens that each answer may have yet
+    const int64_t* rooms;  // [rows]: tokens that each answer may still get
     const int64_t* ends;   // [rows, most_ends] as in a run, or null
     int64_t most_ends;
-    // Where each row's drafts keep their hidden states, [num_states, hidden]: from `places` [rows] on, `most` of each,
-    // or below 0 where verification computes all layers again.
+    // Where the drafts keep their hidden states, [num_states, hidden]: `most` of each row from `places` [rows] on. With
+    // a negative place verification computes all layers again.
     float* states;
     int64_t num_states;
     const int64_t* places;
-    int64_t* drafted;  // [cycles, rows, most] written
-    // [cycles, rows, 3] written: how many tokens a draft had, how many of them were accepted, and full depth's token
-    // behind these, or -1 where its numbers are not finite; all are -1 of a row that had come to its end before.
+    int64_t* drafted;  // [iterations, rows, most] written
+    // [iterations, rows, 3] written: tokens of a draft, how many of them were accepted, and the next token at full
+    // depth, -1 if its logits are not finite. All are -1 for a row that had ended before.
     int64_t* counts;
-    int32_t* course;  // as in a run, of cycles
-    int32_t* taken;   // written by `d3_run_cycles`: its cycles, which are fewer if every row comes to its end
-    const D3Bridges* const* bridges;  // by what drafts cross the layers that they leave out, as in a run
+    int32_t* control;                 // as in a run, counting iterations
+    int32_t* taken;                   // written by `d3_run_speculative_loop`: its iterations, fewer if every row ended
+    const D3Bridges* const* bridges;  // over the layers that drafts skip, as in a run
 };
 
 struct D3Decoder;
 
-// How many instruction sets this library holds, best first; what they are called; whether this machine runs one.
+// The number of instruction sets in this library, best first; their names; whether this machine runs one.
 D3_EXPORT int32_t d3_num_isas();
 D3_EXPORT const char* d3_isa_name(int32_t isa);
 D3_EXPORT int32_t d3_isa_runs_here(int32_t isa);
-D3_EXPORT int32_t d3_isa_reads_lanes(int32_t isa);  // whether it knows matrices in lanes
-// Of what sources the library was built.
+D3_EXPORT int32_t d3_isa_reads_interleaved(int32_t isa);  // whether it knows interleaved matrices
+// The digest of the library's sources.
 D3_EXPORT const char* d3_source_digest();
 
-// Packs a bfloat16 matrix [rows, columns] into `packed`, and writes what a D3Packing has: room for so many weights, the
-// number of which is returned, or -1 for more of them.
-struct D3PackedBeside {
+// Pack a bfloat16 matrix [rows, columns] into `packed`, and write the fields of a D3Bf12 with `room` outliers. Returns
+// the number of outliers, or -1 for more than `room`.
+struct D3Bf12Target {
     int32_t* exponent;
     int64_t* starts;
     int32_t* columns;
     uint16_t* weights;
 };
-D3_EXPORT int64_t d3_pack(const uint16_t* matrix, int32_t rows, int32_t columns, int64_t room, uint8_t* packed,
-                          const D3PackedBeside* beside);
+D3_EXPORT int64_t d3_bf12_pack(const uint16_t* matrix, int32_t rows, int32_t columns, int64_t room, uint8_t* packed,
+                               const D3Bf12Target* outliers);
 
-// Rows [start, stop) of a packed matrix as bfloat16, each filled up with zeros to whole groups of 64 columns.
-D3_EXPORT void d3_unpack(const D3Matrix* matrix, int32_t start, int32_t stop, void* to);
+// Rows [start, stop) of a bf12 matrix as bfloat16, each padded with zeros to whole groups of 64 columns.
+D3_EXPORT void d3_bf12_unpack(const D3Matrix* matrix, int32_t start, int32_t stop, void* to);
 
 D3_EXPORT int32_t d3_create(const D3Model* model, D3Decoder** made);
 D3_EXPORT int32_t d3_run(D3Decoder* decoder, const D3Run* run);
-// The same in a thread of the decoder's own: `d3_begin` returns at once, and all memory of the run belongs to it until
-// `d3_finish` does. `d3_await` returns when so many steps are done; their tokens may be read then. `d3_finish` lets no
-// further step begin and waits for the one that is under way. All of these are called in turns.
+// The same in a background thread: `d3_begin` returns at once, and the memory of the run belongs to it until
+// `d3_finish`. `d3_await` returns when `steps` steps are done and their tokens may be read. `d3_finish` lets no further
+// step begin and waits for the current one. Only one thread at a time calls these.
 D3_EXPORT int32_t d3_begin(D3Decoder* decoder, const D3Run* run);
-// The same two for cycles: `d3_await` counts them then.
-D3_EXPORT int32_t d3_run_cycles(D3Decoder* decoder, const D3Cycles* cycles);
-D3_EXPORT int32_t d3_begin_cycles(D3Decoder* decoder, const D3Cycles* cycles);
+// The same two for draft-and-verify iterations, which `d3_await` then counts.
+D3_EXPORT int32_t d3_run_speculative_loop(D3Decoder* decoder, const D3SpeculativeLoop* iterations);
+D3_EXPORT int32_t d3_begin_speculative_loop(D3Decoder* decoder, const D3SpeculativeLoop* iterations);
 D3_EXPORT int32_t d3_await(D3Decoder* decoder, int32_t steps);
-// The same for whoever takes all that are done at once, `done` of them, and need not look again for each of them.
+// Like `d3_await`, but returns the number of all steps that are `done`, and wakes up less often.
 D3_EXPORT int32_t d3_gather(D3Decoder* decoder, int32_t steps, int32_t* done);
 D3_EXPORT void d3_finish(D3Decoder* decoder);
 D3_EXPORT void d3_destroy(D3Decoder* decoder);

@@ -1,8 +1,4 @@
-"""Compiles the C++ files of this folder into one shared library; plain Python, since an installer runs it.
-
-The one idea: a file that names an instruction set is compiled for it, all others for any machine of the architecture.
-Which of them runs is decided where the library is loaded, so what is built here runs elsewhere.
-"""
+"""Compiles the C++ files of this folder into one shared library. Standard library only: an installer runs it."""
 
 from __future__ import annotations
 
@@ -26,10 +22,9 @@ FLAGS = (
     "-fPIC",
     "-pthread",
     "-fvisibility=hidden",
-    # A product and a sum become one instruction where the code says so and nowhere else: sums must not depend on what a
-    # compiler makes of one tile or another.
+    # Multiplication and addition are fused only where the code says so: sums must not depend on the compiler's choice.
     "-ffp-contract=off",
-    # GCC 12 fuses products and sums all the same where it makes vectors of plain code; ours are written out.
+    # GCC 12 fuses them all the same where it vectorizes; our vector code is written out.
     "-fno-tree-vectorize",
     "-fno-tree-slp-vectorize",
     "-fno-math-errno",
@@ -40,6 +35,8 @@ FLAGS = (
     "-Wno-uninitialized",  # GCC 12 sees it in its own header of AVX-512
 )
 OPTIMIZED = ("-O3",)
+# These files are compiled for their instruction set, all others for any machine of the architecture. The library
+# chooses among them at run time, so it runs on other machines too.
 ISA_FLAGS = {
     "avx512.cpp": (
         "-mavx512f",
@@ -51,34 +48,34 @@ ISA_FLAGS = {
     ),
     "avx2.cpp": ("-mavx2", "-mfma", "-mf16c"),
 }
-# Whole numbers are what they are however many are added at once.
-VECTORIZED = ("packing.cpp",)
+# Integers only: vectorizing changes no result.
+VECTORIZED = ("bf12.cpp",)
 
 
 class BuildError(Exception):
-    """No compiler, or one that refused."""
+    """No compiler, or a failed compilation."""
 
 
 def sources(folder: Path = FOLDER) -> list[Path]:
-    """Everything that the library is made of, in a fixed order."""
-    return sorted(path for path in folder.iterdir() if path.suffix in (".cpp", ".h", ".inc"))
+    """All C++ files of the library, in a fixed order."""
+    return sorted(path for path in folder.rglob("*") if path.suffix in (".cpp", ".h", ".inc"))
 
 
 def digest(folder: Path = FOLDER) -> str:
-    """What tells these sources, flags and this kind of machine from any others: 16 hexadecimal digits."""
+    """A hash of the sources, the flags and the kind of machine: 16 hexadecimal digits."""
     sha = hashlib.sha256(repr((FLAGS, OPTIMIZED, ISA_FLAGS, VECTORIZED, sys.platform, platform.machine())).encode())
     for path in sources(folder):
-        sha.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        sha.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return sha.hexdigest()[:16]
 
 
 def is_built(library: Path, folder: Path = FOLDER) -> bool:
-    """Whether `library` was built of the sources in `folder`, with these flags, for this kind of machine."""
+    """Whether `library` was built from the sources in `folder`, with these flags, for this kind of machine."""
     return library.exists() and digest(folder).encode() in library.read_bytes()
 
 
 def find_compiler() -> list[str]:
-    """The command of a C++ compiler: $CXX, or c++, g++ or clang++; raises `BuildError` where there is none."""
+    """The command of a C++ compiler: $CXX, or c++, g++ or clang++; raises `BuildError` if there is none."""
     named = os.environ.get("CXX")
     command = shlex.split(named) if named else [next(filter(shutil.which, ("c++", "g++", "clang++")), "c++")]
     if shutil.which(command[0]) is None:
@@ -91,9 +88,8 @@ def compile_library(
 ) -> None:
     """Compile all sources of `folder` into the shared library `target`, two files at a time.
 
-    `compiler` is a command, `find_compiler()` if empty; it may be one for another machine. A checkout that has built
-    the library of these very sources is not made to wait for the same again. Raises `BuildError` with what the compiler
-    says.
+    `compiler` is a command, `find_compiler()` if empty; it may be a cross compiler. An up-to-date library of this
+    checkout is copied instead. Raises `BuildError` with the compiler's message.
     """
     command = [*(compiler or find_compiler())]
     machine = _machine(_run([*command, "-dumpmachine"]).split("-")[0])
@@ -104,7 +100,7 @@ def compile_library(
         if target != folder / LIBRARY:
             shutil.copy(folder / LIBRARY, target)
         return
-    known = f'-DD3_SOURCE_DIGEST="{digest(folder)}"'
+    given = [f"-I{folder}", f'-DD3_SOURCE_DIGEST="{digest(folder)}"']
     files = [path for path in sources(folder) if path.suffix == ".cpp"]
     with TemporaryDirectory() as work, ThreadPoolExecutor(2) as pool:
 
@@ -112,20 +108,20 @@ def compile_library(
             built = str(Path(work) / f"{path.stem}.o")
             own = [*(ISA_FLAGS.get(path.name, ()) if is_x86 else ())]
             own += ["-ftree-vectorize"] if path.name in VECTORIZED else []
-            _run([*command, *FLAGS, *flags, *own, known, "-c", str(path), "-o", built])
+            _run([*command, *FLAGS, *flags, *own, *given, "-c", str(path), "-o", built])
             return built
 
-        # The instruction sets take longest, so they come first.
+        # The instruction sets take longest, so they are compiled first.
         objects = list(pool.map(compile_one, sorted(files, key=lambda path: path.name not in ISA_FLAGS)))
         linked = Path(work) / LIBRARY
         _run([*command, "-shared", "-pthread", *flags, *objects, "-o", str(linked)])
-        # A new file, never the old one written over: a running process may have that one mapped.
+        # A new file replaces the old one: a running process may have that one mapped.
         shutil.copy(linked, target.with_suffix(".new"))
         target.with_suffix(".new").replace(target)
 
 
 def _machine(name: str) -> str:
-    """One name for a kind of processor, which systems and compilers call differently."""
+    """The common name of a processor, which systems and compilers call differently."""
     name = name.strip().lower()
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
 

@@ -1,16 +1,15 @@
-// Decoding, a step after the other: the five operations of a layer are those of `kernels/reference.py`.
+// Decoding, step by step: the five operations of a layer are those of `kernels/reference.py`.
 //
-// The leader goes through them like plain code; `team_.each` is where the others help. A row that a layer does not run
-// is not among its `active_` rows, and so costs nothing there.
+// One thread runs this code; `threads_.parallel_for` spreads an operation's tiles over the others. Rows that skip a
+// layer are not among its `active_` rows and cost nothing there.
 #include "decoder.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
-#include "fetching.h"
-#include "matrix.h"
-#include "rules.h"
+#include "formats/matrix.h"
+#include "threading/work_queue.h"
 
 namespace {
 
@@ -23,19 +22,46 @@ int64_t bytes_of_matrices(const D3Model& model) {
     return all;
 }
 
+const D3Bridge* find(const D3Bridges& bridges, int first, int stop) {
+    for (int64_t nth = 0; nth < bridges.count; nth++)
+        if (bridges.bridges[nth].first == first && bridges.bridges[nth].stop == stop) return bridges.bridges + nth;
+    return nullptr;
+}
+
+bool fits(const D3Bridge& bridge, int hidden) {
+    if (!bridge.weight.bias) return false;
+    if (!bridge.down.values) return is_matrix(bridge.weight, hidden, hidden, false);
+    const int rank = bridge.down.rows;
+    return rank >= 1 && rank <= hidden && is_matrix(bridge.weight, hidden, rank, false) &&
+           is_matrix(bridge.down, rank, hidden, false);
+}
+
+// Multiplications of attention: with fewer of them handing over to other threads takes longer.
+constexpr int64_t MIN_PARALLEL_PRODUCTS = 24 * 1024;
+
+int num_spans(const AttentionArgs& a) { return (a.length + a.rows - 1 + ATTENTION_SPAN - 1) / ATTENTION_SPAN; }
+int64_t num_queries(const AttentionArgs& a) { return int64_t(a.heads) * a.rows * a.group; }
+int64_t num_products(const AttentionArgs& a) { return 2 * num_queries(a) * a.length * a.head_dim; }
+int64_t num_floats(const AttentionArgs& a) { return num_queries(a) * (a.head_dim + 2); }
+
+// Whether the last span of this context is long enough to prefetch the first chunk of another meanwhile.
+bool has_time_for_next(const AttentionArgs& a) {
+    return a.length > ATTENTION_CHUNK && (a.length - 1) % ATTENTION_SPAN + 1 >= ATTENTION_CHUNK;
+}
+
 }  // namespace
 
-D3Decoder::D3Decoder(const D3Model& model, const Kernels& kernels)
+Decoder::Decoder(const D3Model& model, const Kernels& kernels)
     : model_(model),
       layers_(model.layers, model.layers + model.num_layers),
       kernels_(kernels),
       group_(model.heads / model.kv_heads),
       q_size_(model.heads * model.head_dim),
       kv_size_(model.kv_heads * model.head_dim),
-      fetches_(bytes_fetched_ahead() > 0),
-      team_(model.num_threads),
-      multiplier_(kernels, team_, std::max({model.hidden, q_size_, model.intermediate}), model.max_rows,
-                  bytes_of_matrices(model)),
+      prefetches_(prefetch_distance() > 0),
+      threads_(model.num_threads),
+      matmul_(kernels, threads_, std::max({model.hidden, q_size_, model.intermediate}), model.max_rows,
+              bytes_of_matrices(model)),
       hidden_(model.max_rows, model.hidden),
       normed_(model.max_rows, model.hidden),
       projected_(model.max_rows, q_size_ + 2 * kv_size_),
@@ -46,29 +72,29 @@ D3Decoder::D3Decoder(const D3Model& model, const Kernels& kernels)
       scratch_(model.num_threads),
       best_(size_t(model.num_threads) * model.max_rows) {
     active_.reserve(model.max_rows);
-    crossings_.reserve(model.max_rows);
-    blocks_.reserve(size_t(model.max_rows) * model.kv_heads);
+    bridged_rows_.reserve(model.max_rows);
+    query_blocks_.reserve(size_t(model.max_rows) * model.kv_heads);
     ended_.reserve(model.max_rows);
     const int of_head = std::max(group_, BLOCK_QUERIES);
     for (auto& scratch : scratch_) {
         scratch.scores = Floats(int64_t(of_head) * ATTENTION_CHUNK);
-        scratch.keys = Floats(int64_t(ATTENTION_CHUNK) * (model.head_dim + MOST_LANES));
+        scratch.keys = Floats(int64_t(ATTENTION_CHUNK) * (model.head_dim + MAX_LANES));
         if (model.pool_scales) scratch.values = Floats(int64_t(ATTENTION_CHUNK) * model.head_dim);
-        scratch.partials = Floats(2 * most_queries() * (model.head_dim + 2));
+        scratch.partials = Floats(2 * max_queries() * (model.head_dim + 2));
     }
 }
 
-D3Status D3Decoder::check(const D3Run& run) const {
+D3Status Decoder::check(const D3Run& run) const {
     if (run.rows < 1 || run.rows > model_.max_rows || run.steps < 1) return D3_BAD_RUN;
-    if (run.yields && run.steps != 1) return D3_BAD_RUN;  // the next step begins with the token of every row
-    if (run.choices && !run.temperatures) return D3_BAD_RUN;
+    if (run.yields && run.steps != 1) return D3_BAD_RUN;  // the next step needs the tokens of all rows
+    if (run.sampling && !run.temperatures) return D3_BAD_RUN;
     for (int row = 0; row < run.rows; row++) {
-        const D3Counted* counted = run.choices ? run.choices[row].counted : nullptr;
-        for (int64_t i = 0; counted && i < counted->used; i++)
-            if (counted->tokens[i] < 0 || counted->tokens[i] >= model_.vocab) return D3_BAD_TOKEN;
-        const D3Rules* rules = run.choices ? run.choices[row].rules : nullptr;
-        if (rules && !are_rules(*rules, model_.vocab)) return D3_BAD_TOKEN;
-        if (rules && rules->has_form && !run.form) return D3_BAD_RUN;
+        const D3TokenCounts* token_counts = run.sampling ? run.sampling[row].token_counts : nullptr;
+        for (int64_t i = 0; token_counts && i < token_counts->used; i++)
+            if (token_counts->tokens[i] < 0 || token_counts->tokens[i] >= model_.vocab) return D3_BAD_TOKEN;
+        const D3LogitMask* logit_mask = run.sampling ? run.sampling[row].logit_mask : nullptr;
+        if (logit_mask && !is_valid_logit_mask(*logit_mask, model_.vocab)) return D3_BAD_TOKEN;
+        if (logit_mask && logit_mask->has_grammar && !run.grammar) return D3_BAD_RUN;
         if (run.logit_places && run.logit_places[row] >= run.num_logits) return D3_BAD_RUN;
         const int64_t first = run.positions[row], last = first + run.steps - 1;
         if (run.tokens[row] < 0 || run.tokens[row] >= model_.vocab) return D3_BAD_TOKEN;
@@ -78,86 +104,83 @@ D3Status D3Decoder::check(const D3Run& run) const {
         for (const int64_t* places : {run.kept_places, run.resumed_places})
             if (run.states && places[row] >= 0 && places[row] + run.steps > run.num_states) return D3_BAD_STATE;
         for (int layer = 0; layer < model_.num_layers; layer++) {
-            const int64_t awake = run.cutoffs[row * model_.num_layers + layer] - run.generation[row];
-            if (awake <= 0) continue;  // the layer sleeps: it has no blocks
-            const int64_t deepest = first + std::min<int64_t>(awake, run.steps) - 1;
+            const int64_t active_steps = run.cutoffs[row * model_.num_layers + layer] - run.generation[row];
+            if (active_steps <= 0) continue;  // a skipped layer has no blocks
+            const int64_t deepest = first + std::min<int64_t>(active_steps, run.steps) - 1;
             if (!has_blocks(Step{run, 0}.table(row, layer, model_), deepest)) return D3_BAD_BLOCK;
         }
     }
     return run.bridges && !has_bridges(run) ? D3_BAD_BRIDGE : D3_OK;
 }
 
-// Whether a layer's table has blocks of the pool for all positions up to the last.
-bool D3Decoder::has_blocks(const int32_t* table, int64_t last) const {
+bool Decoder::has_blocks(const int32_t* table, int64_t last) const {
     const auto is_of_pool = [&](int32_t block) { return block >= 1 && block < model_.num_blocks; };
     return std::all_of(table, table + last / model_.block_size + 1, is_of_pool);
 }
 
-void D3Decoder::run(const D3Run& run) {
-    ended_.assign(run.rows, false);
+void Decoder::run(const D3Run& run) {
+    begin(run);
     int taken = 0;
     for (; taken < run.steps; taken++) {
-        ask_forms({run, taken});
+        ask_grammars({run, taken});
         if (taken && run.ends && have_ended(run, taken - 1)) break;
         step({run, taken});
     }
     if (run.taken) *run.taken = taken;
 }
 
-// Whether every row has come to its end, at this step or at one before.
-bool D3Decoder::have_ended(const D3Run& run, int taken) {
+// Whether every row has ended, at this step or before.
+bool Decoder::have_ended(const D3Run& run, int taken) {
     bool all = true;
     for (int row = 0; row < run.rows; row++) {
-        const int64_t place = int64_t(taken) * run.rows + row, *ends = run.ends + row * run.most_ends;
+        const int64_t index = int64_t(taken) * run.rows + row, *ends = run.ends + row * run.most_ends;
         if (!ended_[row])
-            ended_[row] = !std::isfinite(run.scores[place]) ||
-                          std::find(ends, ends + run.most_ends, run.chosen[place]) != ends + run.most_ends;
+            ended_[row] = !std::isfinite(run.scores[index]) ||
+                          std::find(ends, ends + run.most_ends, run.chosen[index]) != ends + run.most_ends;
         all &= ended_[row];
     }
     return all;
 }
 
-void D3Decoder::begin(const D3Run& run) {
-    run_ = run;
-    ended_.assign(run.rows, false);
-    runner.begin({run.steps, run.course, [this](int taken) {
-                      ask_forms({run_, taken});
-                      step({run_, taken});
-                  }});
+void Decoder::begin(const D3Run& run) { ended_.assign(run.rows, false); }
+
+void Decoder::take(const D3Run& run, int taken) {
+    ask_grammars({run, taken});
+    step({run, taken});
 }
 
-void D3Decoder::step(const Step& step) {
+void Decoder::step(const Step& step) {
     embed(step);
     for (int layer = 0; layer < model_.num_layers; layer++) {
-        if (step.run.states) keep_states(step, layer);
-        if (step.run.bridges) cross(step, layer);
+        if (step.run.states) save_states(step, layer);
+        if (step.run.bridges) apply_bridges(step, layer);
         find_active(step, layer);
         if (active_.empty()) continue;
         const D3Layer& weights = layers_[layer];
         expect(weights.output);
         qkv(step, layer);
-        if (layer + 1 == model_.num_layers) keep_asked(step);
+        if (layer + 1 == model_.num_layers) keep_yielding(step);
         if (active_.empty()) break;
         attention(step, layer);
         expect(weights.gate_up, 2);
-        add_product(weights.output, attended_);
+        multiply_and_add(weights.output, attended_);
         expect(weights.down);
         gate_up(weights);
-        expect(after(step, layer));
-        add_product(weights.down, gated_);
+        expect(next_matrix(step, layer));
+        multiply_and_add(weights.down, gated_);
     }
     head(step);
 }
 
-// What is multiplied after a layer: the first matrix of the next one that a row runs, or the head's.
-const D3Matrix& D3Decoder::after(const Step& step, int layer) const {
+// The matrix after a layer: the first of the next layer that a row runs, or the LM head.
+const D3Matrix& Decoder::next_matrix(const Step& step, int layer) const {
     while (++layer < model_.num_layers)
         for (int row = 0; row < step.run.rows; row++)
             if (step.runs(row, layer, model_)) return layers_[layer].qkv;
     return model_.lm_head;
 }
 
-void D3Decoder::embed(const Step& step) {
+void Decoder::embed(const Step& step) {
     const D3Matrix& table = model_.embedding;
     for (int row = 0; row < step.run.rows; row++) {
         if (step.run.states && step.run.resumed_places[row] >= 0) {
@@ -165,64 +188,64 @@ void D3Decoder::embed(const Step& step) {
             continue;
         }
         const int64_t* tokens = step.taken ? step.run.chosen + (step.taken - 1) * step.run.rows : step.run.tokens;
-        look_up(hidden_.row(row), table, tokens[row]);
+        read_row(hidden_.row(row), table, tokens[row]);
     }
 }
 
-float* D3Decoder::state(const Step& step, int64_t place) const {
-    return step.run.states + (place + step.taken) * model_.hidden;
+float* Decoder::state(const Step& step, int64_t index) const {
+    return step.run.states + (index + step.taken) * model_.hidden;
 }
 
-void D3Decoder::keep_states(const Step& step, int layer) {
+void Decoder::save_states(const Step& step, int layer) {
     const D3Run& run = step.run;
     for (int row = 0; row < run.rows; row++)
         if (run.kept_layers[row] == layer && run.kept_places[row] >= 0)
             memcpy(state(step, run.kept_places[row]), hidden_.row(row), model_.hidden * sizeof(float));
 }
 
-void D3Decoder::find_active(const Step& step, int layer) {
+void Decoder::find_active(const Step& step, int layer) {
     active_.clear();
     for (int row = 0; row < step.run.rows; row++)
         if (step.runs(row, layer, model_)) active_.push_back(row);
 }
 
-void D3Decoder::norm(const float* weight) {
+void Decoder::norm(const float* weight) {
     auto one = [&](int, int nth) {
         kernels_.rms_norm(normed_.row(nth), hidden_.row(active_[nth]), weight, model_.eps, model_.hidden);
     };
     const int count = int(active_.size());
-    if (int64_t(count) * model_.hidden >= 16 * 1024) return team_.each(count, one);
-    for (int nth = 0; nth < count; nth++) one(0, nth);  // sooner done than handed over
+    if (int64_t(count) * model_.hidden >= 16 * 1024) return threads_.parallel_for(count, one);
+    for (int nth = 0; nth < count; nth++) one(0, nth);  // faster than handing over
 }
 
-void D3Decoder::qkv(const Step& step, int layer) {
+void Decoder::qkv(const Step& step, int layer) {
     const D3Layer& weights = layers_[layer];
     norm(weights.attention_norm);
-    if (!weights.head_norms && !is_small()) {
+    if (!weights.head_norms && !has_8bit_kv()) {
         multiply(weights.qkv, normed_, [&](int, int nth, int start, int stop, const float* values) {
-            for (int channel = start; channel < stop;) {  // by heads, of which a piece may hold parts
+            for (int channel = start; channel < stop;) {  // by heads, of which a tile may hold parts
                 const int count = std::min(stop - channel, model_.head_dim - channel % model_.head_dim);
-                place(step, layer, nth, channel, values + (channel - start), count);
+                store_qkv(step, layer, nth, channel, values + (channel - start), count);
                 channel += count;
             }
         });
         return;
     }
-    put_product(weights.qkv, normed_, projected_);
-    team_.each(int(active_.size()), [&](int, int nth) {  // a norm needs its whole head, and so does a scale
+    multiply_into(weights.qkv, normed_, projected_);
+    threads_.parallel_for(int(active_.size()), [&](int, int nth) {  // a norm needs its whole head, and so does a scale
         for (int channel = 0; channel < q_size_ + 2 * kv_size_; channel += model_.head_dim) {
             float* head = projected_.row(nth) + channel;
             if (weights.head_norms && channel < q_size_ + kv_size_) {
                 const float* weight = weights.head_norms + (channel < q_size_ ? 0 : model_.head_dim);
                 kernels_.rms_norm(head, head, weight, model_.eps, model_.head_dim);
             }
-            place_head(step, layer, nth, channel, head);
+            store_head(step, layer, nth, channel, head);
         }
     });
 }
 
-// Behind the last layer's entries nothing is computed for rows that nobody asks for a token, as most of a prompt's are.
-void D3Decoder::keep_asked(const Step& step) {
+// After the last layer's keys and values are stored, rows that need no token stop: most rows of a prompt.
+void Decoder::keep_yielding(const Step& step) {
     if (!step.run.yields) return;
     int kept = 0;
     for (int nth = 0; nth < int(active_.size()); nth++) {
@@ -233,59 +256,326 @@ void D3Decoder::keep_asked(const Step& step) {
     active_.resize(kept);
 }
 
-void D3Decoder::put_product(const D3Matrix& matrix, const Rows& x, const Rows& to) {
+void Decoder::multiply_into(const D3Matrix& matrix, const Rows& x, const Rows& to) {
     multiply(matrix, x, [&](int, int nth, int start, int stop, const float* values) {
         memcpy(to.row(nth) + start, values, (stop - start) * sizeof(float));
     });
 }
 
-void D3Decoder::add_product(const D3Matrix& matrix, const Rows& x) {
+void Decoder::multiply_and_add(const D3Matrix& matrix, const Rows& x) {
     multiply(matrix, x, [&](int, int nth, int start, int stop, const float* values) {
         kernels_.add(hidden_.row(active_[nth]) + start, values, stop - start);
     });
 }
 
-// The rows of the gate and those of the up projection lie half a matrix apart; a piece takes some of both.
-void D3Decoder::gate_up(const D3Layer& layer) {
+// The rows of gate and up lie half a matrix apart; a tile takes some of both.
+void Decoder::gate_up(const D3Layer& layer) {
     norm(layer.mlp_norm);
     const auto use = [&](int, int nth, int start, int stop, const float* gate, const float* up) {
         kernels_.swiglu(gated_.row(nth) + start, gate, up, stop - start);
     };
-    multiplier_.multiply_bands<2>(layer.gate_up, normed_, int(active_.size()), use);
+    matmul_.multiply_bands<2>(layer.gate_up, normed_, int(active_.size()), use);
 }
 
-void D3Decoder::head(const Step& step) {
+void Decoder::head(const Step& step) {
     const D3Run& run = step.run;
     active_.clear();
     for (int row = 0; row < run.rows; row++)
         if (!run.yields || run.yields[row]) active_.push_back(row);
     if (active_.empty()) return;
     norm(model_.final_norm);
-    if (run.choices) {  // all memory is taken here: where pieces are shared nothing may throw
-        if (!collected_.at(0)) collected_ = Floats(int64_t(model_.max_rows) * model_.vocab);
-        orders_.resize(team_.size());
+    if (run.sampling) {  // allocate here: inside `parallel_for` nothing may throw
+        if (!all_logits_.at(0)) all_logits_ = Floats(int64_t(model_.max_rows) * model_.vocab);
+        orders_.resize(threads_.size());
         for (auto& order : orders_) order.reserve(model_.vocab);
     }
-    std::fill(best_.begin(), best_.end(), Best::nothing());
+    std::fill(best_.begin(), best_.end(), Best::none());
     multiply(model_.lm_head, normed_, [&](int worker, int nth, int start, int stop, const float* values) {
         const int row = active_[nth];
-        const int64_t place = run.logit_places ? run.logit_places[row] : row;
-        if (run.logits && place >= 0) {
+        const int64_t index = run.logit_places ? run.logit_places[row] : row;
+        if (run.logits && index >= 0) {
             const int64_t count = run.logit_places ? run.num_logits : run.rows;
-            float* logits = run.logits + (int64_t(step.taken) * count + place) * model_.vocab;
+            float* logits = run.logits + (int64_t(step.taken) * count + index) * model_.vocab;
             memcpy(logits + start, values, (stop - start) * sizeof(float));
         }
-        if (needs_all(run, row)) {
-            memcpy(collected_.at(int64_t(row) * model_.vocab + start), values, (stop - start) * sizeof(float));
+        if (needs_all_logits(run, row)) {
+            memcpy(all_logits_.at(int64_t(row) * model_.vocab + start), values, (stop - start) * sizeof(float));
             return;
         }
-        choose(best_[size_t(worker) * model_.max_rows + row], values, start, stop - start, choosing(step, row));
+        update_best(best_[size_t(worker) * model_.max_rows + row], values, start, stop - start, draw_params(step, row));
     });
-    if (run.choices) choose_from_all(step);
+    if (run.sampling) sample_from_all(step);
     for (int row : active_) {
         Best best = best_[row];
-        for (int worker = 1; worker < team_.size(); worker++) best.meet(best_[size_t(worker) * model_.max_rows + row]);
+        for (int worker = 1; worker < threads_.size(); worker++)
+            best.update(best_[size_t(worker) * model_.max_rows + row]);
         run.chosen[step.taken * run.rows + row] = std::min<int64_t>(best.token, model_.vocab - 1);
         run.scores[step.taken * run.rows + row] = best.score;
+    }
+}
+
+// -- KV cache ----------------------------------------------------------------------------------------------------
+
+// The index of a key (half 0) or value (half 1) in the pool, all its heads together.
+int64_t Decoder::kv_row(const Step& step, int row, int layer, int half) const {
+    const int64_t position = step.position(row), block = step.table(row, layer, model_)[position / model_.block_size];
+    return (2 * block + half) * model_.block_size + position % model_.block_size;
+}
+
+// Stores `count` channels from `channel` on, all of one head, as queries, keys or values; queries and keys are rotated.
+void Decoder::store_qkv(const Step& step, int layer, int nth, int channel, const float* from, int count) {
+    const int row = active_[nth], keys_end = q_size_ + kv_size_;
+    float *pool = static_cast<float*>(model_.pool), *to;
+    if (channel < q_size_) to = queries_.row(nth) + channel;
+    else if (channel < keys_end) to = pool + kv_row(step, row, layer, 0) * kv_size_ + (channel - q_size_);
+    else to = pool + kv_row(step, row, layer, 1) * kv_size_ + (channel - keys_end);
+    const float* rotations = layers_[layer].rotations;
+    if (!rotations || channel >= keys_end) {
+        memcpy(to, from, count * sizeof(float));
+        return;
+    }
+    const float* turns = rotations + step.position(row) * model_.head_dim;
+    kernels_.rotate(to, from, turns + channel % model_.head_dim, count);
+}
+
+// The same for a whole head, which an 8-bit KV cache needs for its scale. It may change `head`.
+void Decoder::store_head(const Step& step, int layer, int nth, int channel, float* head) {
+    if (channel < q_size_ || !has_8bit_kv()) return store_qkv(step, layer, nth, channel, head, model_.head_dim);
+    const int row = active_[nth], half = channel >= q_size_ + kv_size_, first = channel - q_size_ - half * kv_size_;
+    const float* rotations = layers_[layer].rotations;
+    if (rotations && !half)
+        kernels_.rotate(head, head, rotations + step.position(row) * model_.head_dim, model_.head_dim);
+    const int64_t index = kv_row(step, row, layer, half), size = model_.block_size;
+    const int64_t scales = index / size * model_.kv_heads + first / model_.head_dim;  // of all blocks before this one
+    kernels_.write_e4m3(head, model_.head_dim, static_cast<uint8_t*>(model_.pool) + index * kv_size_ + first,
+                        model_.pool_scales + scales * size + index % size);
+}
+
+// -- bridges -----------------------------------------------------------------------------------------------------
+//
+// A bridge is one more matmul of the rows that skip the same window of layers, or two for a low-rank map. It writes no
+// keys or values.
+
+// Where the window of layers ends that a row skips from `layer` on; `layer` itself if none begins there.
+int Decoder::skipped_until(const Step& step, int row, int layer) const {
+    int stop = layer;
+    if (layer > 0 && !step.runs(row, layer - 1, model_)) return stop;
+    while (stop < model_.num_layers && !step.runs(row, stop, model_)) stop++;
+    return stop;
+}
+
+bool Decoder::has_bridges(const D3Run& run) const {
+    for (int row = 0; row < run.rows; row++) {
+        if (!run.bridges[row]) continue;
+        for (int taken = 0; taken < run.steps; taken++)
+            for (int layer = 0; layer < model_.num_layers; layer++) {
+                const int stop = skipped_until({run, taken}, row, layer);
+                if (stop == layer) continue;
+                const D3Bridge* bridge = find(*run.bridges[row], layer, stop);
+                if (!bridge || !fits(*bridge, model_.hidden)) return false;
+            }
+    }
+    return true;
+}
+
+// All layers below `layer` have run.
+void Decoder::apply_bridges(const Step& step, int layer) {
+    bridged_rows_.clear();
+    for (int row = 0; row < step.run.rows; row++) {
+        if (!step.run.bridges[row]) continue;
+        const int stop = skipped_until(step, row, layer);
+        if (stop > layer) bridged_rows_.push_back({find(*step.run.bridges[row], layer, stop), row});
+    }
+    std::sort(bridged_rows_.begin(), bridged_rows_.end(), [](const BridgedRow& one, const BridgedRow& other) {
+        return one.bridge != other.bridge ? one.bridge < other.bridge : one.row < other.row;
+    });
+    for (size_t nth = 0; nth < bridged_rows_.size();) {
+        const D3Bridge* bridge = bridged_rows_[nth].bridge;
+        active_.clear();
+        for (; nth < bridged_rows_.size() && bridged_rows_[nth].bridge == bridge; nth++)
+            active_.push_back(bridged_rows_[nth].row);
+        apply_bridge(*bridge);
+    }
+}
+
+// For the active rows. It multiplies a copy, because other threads add to the rows meanwhile.
+void Decoder::apply_bridge(const D3Bridge& bridge) {
+    for (size_t nth = 0; nth < active_.size(); nth++)
+        memcpy(normed_.row(int(nth)), hidden_.row(active_[nth]), model_.hidden * sizeof(float));
+    if (!bridge.down.values) return multiply_and_add(bridge.weight, normed_);
+    for (size_t nth = 0; nth < active_.size(); nth++)  // a wider bridge may have left numbers beyond the rank
+        std::fill(inner_.row(int(nth)) + bridge.down.rows, inner_.row(int(nth)) + inner_.stride(), 0.0f);
+    multiply_into(bridge.down, normed_, inner_);
+    multiply_and_add(bridge.weight, inner_);
+}
+
+// -- attention ---------------------------------------------------------------------------------------------------
+
+// Rows of one sequence at neighbouring positions, as in a prompt, make a block; a decoding row is a block by itself.
+void Decoder::find_query_blocks(const Step& step) {
+    const int most = std::max(1, BLOCK_QUERIES / group_);
+    query_blocks_.clear();
+    for (int nth = 0; nth < int(active_.size()); nth++) {
+        const int row = active_[nth];
+        if (!query_blocks_.empty() && query_blocks_.back().rows < most) {
+            const int before = active_[nth - 1];
+            if (step.run.slots[before] == step.run.slots[row] && step.position(before) + 1 == step.position(row)) {
+                query_blocks_.back().rows++;
+                continue;
+            }
+        }
+        query_blocks_.push_back({nth, 1, 0, model_.kv_heads});
+    }
+}
+
+// One block per KV head.
+void Decoder::split_query_blocks() {
+    const size_t count = query_blocks_.size();
+    query_blocks_.resize(count * model_.kv_heads);
+    for (size_t nth = query_blocks_.size(); nth-- > 0;) {
+        query_blocks_[nth] = query_blocks_[nth / model_.kv_heads];
+        query_blocks_[nth].head = int(nth) % model_.kv_heads, query_blocks_[nth].heads = 1;
+    }
+}
+
+AttentionArgs Decoder::attention_args(const Step& step, int layer, int nth, int worker) const {
+    const QueryBlock& block = query_blocks_[nth];
+    const int row = active_[block.first];
+    const int64_t first = int64_t(block.head) * group_ * model_.head_dim, wide = has_8bit_kv() ? 1 : sizeof(float);
+    const Scratch& scratch = scratch_[worker];
+    const char* pool = static_cast<const char*>(model_.pool);
+    return {queries_.row(block.first) + first, attended_.row(block.first) + first, queries_.stride(),
+            scratch.scores.at(0), scratch.keys.at(0), scratch.values.at(0),
+            pool + block.head * model_.head_dim * wide,
+            has_8bit_kv() ? model_.pool_scales + block.head * model_.block_size : nullptr,
+            step.table(row, layer, model_),
+            int64_t(model_.block_size) * kv_size_, int64_t(model_.block_size) * model_.kv_heads, kv_size_, block.rows,
+            block.heads, group_, model_.head_dim, model_.block_size, int32_t(step.position(row) + 1), model_.scale,
+            prefetches_, false, nullptr, 0};
+}
+
+// A tile is a block, or one KV head of it. All heads together read memory faster, because they are neighbours there;
+// but one long context must not keep the other threads waiting.
+void Decoder::attention(const Step& step, int layer) {
+    find_query_blocks(step);
+    const int num_threads = threads_.size(), fair = num_threads == 1 ? 1 : 4 * num_threads;
+    const int count = int(query_blocks_.size());
+    int spans = 1;
+    int64_t products = 0, most = 0, positions = 0;
+    bool may_be_whole = !has_8bit_kv() && model_.heads <= MAX_QUERIES;
+    for (int nth = 0; nth < count; nth++) {
+        const AttentionArgs a = attention_args(step, layer, nth, 0);
+        spans = std::max(spans, num_spans(a)), may_be_whole &= a.rows == 1;
+        products += num_products(a), most = std::max(most, num_products(a)), positions += a.length;
+    }
+    if (!may_be_whole || most * fair > 2 * products) {
+        const bool are_few = spans > 1 && num_threads > 1 && count < fair;
+        if (may_be_whole && are_few && 5 * largest_queue(step, spans) * num_threads <= 6 * positions)
+            return attend_split(step, layer, spans);
+        split_query_blocks();
+        if (spans > 1 && num_threads > 1 && int(query_blocks_.size()) < 2 * num_threads)
+            return attend_split(step, layer, spans);
+    }
+    const int tiles = int(query_blocks_.size());
+    const int64_t first = first_tile_;
+    first_tile_ += tiles;
+    auto attend = [&](int worker, int nth) {
+        AttentionArgs a = attention_args(step, layer, nth, worker);
+        Scratch& scratch = scratch_[worker];
+        a.is_prefetched = scratch.prefetched == first + nth;
+        if (a.heads > 1 && nth + 1 < tiles && has_time_for_next(a)) {
+            const AttentionArgs next = attention_args(step, layer, nth + 1, worker);
+            a.next = next.table, a.next_length = next.length, scratch.prefetched = first + nth + 1;
+        }
+        float *earlier = scratch.partials.at(0), *partial = earlier + num_floats(a);
+        kernels_.attend_span(a, 0, earlier);
+        a.is_prefetched = true;
+        for (int span = 1; span < num_spans(a); span++) {
+            kernels_.attend_span(a, span, partial);
+            kernels_.join_span(a, span, earlier, partial);
+        }
+        kernels_.finish_attention(a, earlier);
+    };
+    if (products >= MIN_PARALLEL_PRODUCTS) return threads_.parallel_for(tiles, attend);
+    for (int nth = 0; nth < tiles; nth++) attend(0, nth);
+}
+
+// The most positions that one thread attends to if spans are spread over threads.
+int64_t Decoder::largest_queue(const Step& step, int spans) const {
+    const int num_threads = threads_.size(), tiles = int(query_blocks_.size()) * spans;
+    int64_t most = 0;
+    for (int worker = 0; worker < num_threads; worker++) {
+        int64_t positions = 0;
+        const int stop = first_tile(worker + 1, num_threads, tiles);
+        for (int nth = first_tile(worker, num_threads, tiles); nth < stop; nth++) {
+            const int64_t length = step.position(active_[query_blocks_[nth / spans].first]) + 1;
+            positions += std::clamp<int64_t>(length - nth % spans * ATTENTION_SPAN, 0, ATTENTION_SPAN);
+        }
+        most = std::max(most, positions);
+    }
+    return most;
+}
+
+// For a few long contexts, with fewer tiles than threads: each span is a tile.
+void Decoder::attend_split(const Step& step, int layer, int spans) {
+    const int blocks = int(query_blocks_.size());
+    const int64_t floats = max_queries() * (model_.head_dim + 2);
+    if (int64_t(partials_.size()) < blocks * spans * floats) partials_.resize(blocks * spans * floats);
+    const auto partial = [&](int block, int span) { return &partials_[(int64_t(block) * spans + span) * floats]; };
+    threads_.parallel_for(blocks * spans, [&](int worker, int nth) {
+        const AttentionArgs a = attention_args(step, layer, nth / spans, worker);
+        if (nth % spans < num_spans(a)) kernels_.attend_span(a, nth % spans, partial(nth / spans, nth % spans));
+    });
+    for (int block = 0; block < blocks; block++) {
+        const AttentionArgs a = attention_args(step, layer, block, 0);
+        for (int span = 1; span < num_spans(a); span++)
+            kernels_.join_span(a, span, partial(block, 0), partial(block, span));
+        kernels_.finish_attention(a, partial(block, 0));
+    }
+}
+
+// -- sampling ----------------------------------------------------------------------------------------------------
+
+DrawParams Decoder::draw_params(const Step& step, int row) const {
+    const D3Run& run = step.run;
+    if (!run.temperatures) return {0.0f, 0, 0, 0};
+    return {run.temperatures[row], uint64_t(run.seeds[row]), uint32_t(run.indices[row]),
+            uint32_t(run.generation[row] + step.taken)};
+}
+
+bool Decoder::needs_all_logits(const D3Run& run, int row) const {
+    if (!run.sampling) return false;
+    const D3Sampling& asked = run.sampling[row];
+    const bool has_threshold = asked.log_min_p > -INFINITY || asked.top_k > 0 || asked.top_p < 1;
+    return asked.token_counts || asked.logit_mask || (has_threshold && run.temperatures[row] != 0);
+}
+
+void Decoder::sample_from_all(const Step& step) {
+    const D3Run& run = step.run;
+    threads_.parallel_for(int(active_.size()), [&](int worker, int nth) {
+        const int row = active_[nth];
+        if (!needs_all_logits(run, row)) return;
+        const D3Sampling& asked = run.sampling[row];
+        if (step.taken) count_token(asked, step.taken, run.chosen[(step.taken - 1) * run.rows + row]);
+        float* logits = all_logits_.at(int64_t(row) * model_.vocab);
+        if (asked.logit_mask) {
+            const uint8_t* grammar = asked.logit_mask->has_grammar ? grammar_masks_[row] : nullptr;
+            apply_logit_mask(logits, model_.vocab, *asked.logit_mask, grammar, run, row, step.taken);
+        }
+        best_[row] = sample(logits, model_.vocab, asked, draw_params(step, row), orders_[worker]);
+    });
+}
+
+// One by one, in the calling thread: the callback is Python, which runs one thread at a time.
+void Decoder::ask_grammars(const Step& step) {
+    const D3Run& run = step.run;
+    if (!run.sampling || !run.grammar) return;
+    grammar_masks_.assign(run.rows, nullptr);
+    for (int row = 0; row < run.rows; row++) {
+        const D3LogitMask* logit_mask = run.sampling[row].logit_mask;
+        if (!logit_mask || !logit_mask->has_grammar) continue;
+        const int64_t token = step.taken ? run.chosen[(step.taken - 1) * run.rows + row] : -1;
+        grammar_masks_[row] = run.grammar(row, step.taken, token);
+        if (!grammar_masks_[row]) ended_[row] = true;
     }
 }

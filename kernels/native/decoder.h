@@ -1,49 +1,46 @@
-// A model, the memory that a step needs, and the steps.
+// The steps of a model, and the memory they need.
 #pragma once
 #include <algorithm>
-#include <atomic>
-#include <memory>
 #include <vector>
 
 #include "abi.h"
-#include "choosing.h"
-#include "cycles.h"
-#include "kernels.h"
-#include "multiplier.h"
-#include "floats.h"
-#include "runner.h"
-#include "sampling.h"
-#include "team.h"
+#include "isa/kernels.h"
+#include "matmul/matmul.h"
+#include "sampling/sampling.h"
+#include "threading/thread_pool.h"
 
-constexpr int BLOCK_QUERIES = 32;  // heads that go through a chunk of entries together
-static_assert(BLOCK_QUERIES <= MOST_QUERIES);
+constexpr int BLOCK_QUERIES = 32;  // query heads that pass over a chunk of the KV cache together
+static_assert(BLOCK_QUERIES <= MAX_QUERIES);
 
-struct D3Decoder {
-    D3Decoder(const D3Model& model, const Kernels& kernels);
+class Decoder {
+public:
+    Decoder(const D3Model& model, const Kernels& kernels);
 
-    // Whether everything that `run` would touch is there; D3_OK, or what is not.
+    const D3Model& model() const { return model_; }
+    // D3_OK if the decoder may read and write all that the run names, or what is wrong with it.
     D3Status check(const D3Run& run) const;
-    void run(const D3Run& run);
-    // The same in the runner's thread.
-    void begin(const D3Run& run);
-    // The same for cycles of drafts and verifications.
-    D3Status check(const D3Cycles& asked) const;
-    void run(const D3Cycles& asked);
-    void begin(const D3Cycles& asked);
+    // Whether the block table of a layer names blocks of the pool for all positions up to `last`.
+    bool has_blocks(const int32_t* table, int64_t last) const;
+    // Whether the bridges of a run cover all windows of layers that its rows skip.
+    bool has_bridges(const D3Run& run) const;
 
-    std::atomic<bool> busy{false};
+    // Run all steps, or fewer if every row has ended.
+    void run(const D3Run& run);
+    // The same step by step: `begin`, then `take` with 0, 1, ... A step that failed may be taken again.
+    void begin(const D3Run& run);
+    void take(const D3Run& run, int taken);
 
 private:
-    // What a worker writes while it has a piece of attention.
+    // Per thread, for one attention tile.
     struct Scratch {
-        Floats scores;    // of a chunk
-        Floats keys;      // the same
-        Floats values;    // the same, of entries in 8 bits
-        Floats partials;  // two spans
-        int64_t asked = -1;  // the number of the piece whose first entries have been asked for
+        Floats scores;            // of a chunk
+        Floats keys;              // of a chunk
+        Floats values;            // of a chunk of an 8-bit KV cache
+        Floats partials;          // of two spans
+        int64_t prefetched = -1;  // the tile whose first keys and values are prefetched
     };
-    // Neighbouring rows of one sequence and neighbouring heads of keys and values, which go through attention together.
-    struct Block {
+    // Neighbouring rows of one sequence, and neighbouring KV heads, that pass through attention together.
+    struct QueryBlock {
         int first, rows, head, heads;
     };
     // One step of a run.
@@ -58,79 +55,71 @@ private:
             return run.generation[row] + taken < run.cutoffs[row * model.num_layers + layer];
         }
     };
-
-    // A row that crosses a window.
-    struct Crossing {
+    struct BridgedRow {
         const D3Bridge* bridge;
         int row;
     };
 
-    bool has_bridges(const D3Run& run) const;
-    int window_from(const Step& step, int row, int layer) const;
-    void cross(const Step& step, int layer);
-    void cross_together(const D3Bridge& bridge);
-    friend class Cycles;
-
     bool have_ended(const D3Run& run, int taken);
-    bool has_blocks(const int32_t* table, int64_t last) const;
     void step(const Step& step);
-    const D3Matrix& after(const Step& step, int layer) const;
     void embed(const Step& step);
-    void keep_states(const Step& step, int layer);
+    float* state(const Step& step, int64_t place) const;
+    void save_states(const Step& step, int layer);
     void find_active(const Step& step, int layer);
-    void qkv(const Step& step, int layer);
-    void keep_asked(const Step& step);
-    void place(const Step& step, int layer, int nth, int channel, const float* from, int count);
-    void place_head(const Step& step, int layer, int nth, int channel, float* head);
-    void attention(const Step& step, int layer);
-    void find_blocks(const Step& step);
-    void split_blocks();
-    void attend_split(const Step& step, int layer, int spans);
-    int64_t most_of_share(const Step& step, int spans) const;
-    Attention attention_of(const Step& step, int layer, int nth, int worker) const;
-    // Query heads of a block at most.
-    int64_t most_queries() const { return std::max({group_, BLOCK_QUERIES, std::min(model_.heads, MOST_QUERIES)}); }
-    void put_product(const D3Matrix& matrix, const Rows& x, const Rows& to);
-    void add_product(const D3Matrix& matrix, const Rows& x);
-    void gate_up(const D3Layer& layer);
-    void head(const Step& step);
-    bool needs_all(const D3Run& run, int row) const;
-    void ask_forms(const Step& step);
-    void choose_from_all(const Step& step);
+    const D3Matrix& next_matrix(const Step& step, int layer) const;
+
+    int skipped_until(const Step& step, int row, int layer) const;
+    void apply_bridges(const Step& step, int layer);
+    void apply_bridge(const D3Bridge& bridge);
 
     void norm(const float* weight);
-    void expect(const D3Matrix& matrix, int bands = 1) { multiplier_.expect(matrix, int(active_.size()), bands); }
+    void expect(const D3Matrix& matrix, int bands = 1) { matmul_.expect(matrix, int(active_.size()), bands); }
     template <class Use> void multiply(const D3Matrix& matrix, const Rows& x, Use use) {
-        multiplier_.multiply(matrix, x, int(active_.size()), use);
+        matmul_.multiply(matrix, x, int(active_.size()), use);
     }
-    float* state(const Step& step, int64_t place) const;
-    bool is_small() const { return model_.pool_scales; }
-    int64_t entry(const Step& step, int row, int layer, int half) const;
-    Choosing choosing(const Step& step, int row) const;
+    void multiply_into(const D3Matrix& matrix, const Rows& x, const Rows& to);
+    void multiply_and_add(const D3Matrix& matrix, const Rows& x);
+    void qkv(const Step& step, int layer);
+    void gate_up(const D3Layer& layer);
+    void keep_yielding(const Step& step);
+
+    bool has_8bit_kv() const { return model_.pool_scales; }
+    int64_t kv_row(const Step& step, int row, int layer, int half) const;
+    void store_qkv(const Step& step, int layer, int nth, int channel, const float* from, int count);
+    void store_head(const Step& step, int layer, int nth, int channel, float* head);
+
+    void attention(const Step& step, int layer);
+    void attend_split(const Step& step, int layer, int spans);
+    void find_query_blocks(const Step& step);
+    void split_query_blocks();
+    int64_t largest_queue(const Step& step, int spans) const;
+    AttentionArgs attention_args(const Step& step, int layer, int nth, int worker) const;
+    int64_t max_queries() const { return std::max({group_, BLOCK_QUERIES, std::min(model_.heads, MAX_QUERIES)}); }
+
+    void head(const Step& step);
+    DrawParams draw_params(const Step& step, int row) const;
+    bool needs_all_logits(const D3Run& run, int row) const;
+    void sample_from_all(const Step& step);
+    void ask_grammars(const Step& step);
 
     const D3Model model_;
     const std::vector<D3Layer> layers_;
     const Kernels& kernels_;
     const int group_, q_size_, kv_size_;
-    const bool fetches_;  // entries of a text, before they are looked at
-    Team team_;
-    Multiplier multiplier_;
-    // `hidden_` has a row for each row of the run; the others for each of the rows in `active_`, in that order.
+    const bool prefetches_;  // keys and values, before attention reads them
+    ThreadPool threads_;
+    Matmul matmul_;
+    // `hidden_` has one row per row of the run; the others one per row in `active_`, in that order.
     Rows hidden_, normed_, projected_, queries_, attended_, gated_, inner_;
-    std::vector<int> active_;
-    std::vector<Crossing> crossings_;
-    std::vector<Block> blocks_;
+    std::vector<int> active_;  // the rows that the layer runs
+    std::vector<BridgedRow> bridged_rows_;
+    std::vector<QueryBlock> query_blocks_;
     std::vector<Scratch> scratch_;
-    int64_t first_piece_ = 0;      // the number of the next attention's first piece, of all there were
-    std::vector<float> partials_;  // [block, span], where spans are shared out
-    std::vector<Best> best_;       // [workers, rows]
-    Floats collected_;                           // [rows, vocab]: all logits of the rows that need them to choose
-    std::vector<std::vector<uint64_t>> orders_;  // [workers]: scratch of `sample`
-    std::vector<bool> ended_;                    // [rows] of a run
-    std::vector<const uint8_t*> forms_;          // [rows]: the masks of their forms at a step
-    D3Run run_;                                  // that the runner is at
-    std::unique_ptr<Cycles> cycles_;             // that it is at instead
-
-public:
-    Runner runner;  // the last member, so that it has come to rest before anything that it works with goes
+    int64_t first_tile_ = 0;       // the number of the next attention's first tile, counted from the start
+    std::vector<float> partials_;  // [block, span], if spans are spread over threads
+    std::vector<Best> best_;       // [threads, rows]
+    Floats all_logits_;            // [rows, vocab], of the rows that sample from all their logits
+    std::vector<std::vector<uint64_t>> orders_;   // [threads]: scratch of `sample`
+    std::vector<bool> ended_;                     // [rows] of a run
+    std::vector<const uint8_t*> grammar_masks_;  // [rows] of a step
 };

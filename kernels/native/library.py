@@ -1,7 +1,4 @@
-"""The shared library as Python sees it: the structures of `abi.h`, and a decoder that is given tensors.
-
-Nothing is copied: a decoder reads the weights where they lie and writes entries into the pool that it was given.
-"""
+"""The shared library, and the decoder that runs a model's tensors in place."""
 
 from __future__ import annotations
 
@@ -19,8 +16,6 @@ import torch
 
 from d3engine.kernels.lanes import Int4LanesWeight, Int8LanesWeight
 from d3engine.kernels.native import build
-from d3engine.kernels.native.choices import AskedForms, structures
-from d3engine.kernels.native.cycles import CyclesStructure, Drafts, Int64Array, structure_of
 from d3engine.kernels.native.model import (
     LayerStructure,
     Linear,
@@ -32,20 +27,21 @@ from d3engine.kernels.native.model import (
     pool_addresses,
 )
 from d3engine.kernels.native.runs import (
-    OF_STATES,
+    STATE_FIELDS,
     Draws,
+    GrammarCallback,
     HiddenStates,
     Rows,
     RunStructure,
-    addresses_of_bridges,
-    arrays_of_rows,
+    sampling_structures,
 )
+from d3engine.kernels.native.speculative_loop import Drafts, Int64Array, SpeculativeLoopStructure, structure_of
 from d3engine.kernels.packed import PackedWeight
 from d3engine.kernels.quantized import Int4Weight, Int8Weight
 
 
 class LibraryMissing(Exception):
-    """There is no native library here; the message says why, and what to do."""
+    """No native library; the message says why, and what to do."""
 
 
 _REFUSALS = {
@@ -65,13 +61,16 @@ _REFUSALS = {
 
 
 class Decoder:
-    """Runs steps of a model. `max_blocks` and `num_slots` are the sizes of the block tables that runs will bring."""
+    """Runs steps of a model. `max_blocks` and `num_slots` are the sizes of the block tables of its runs.
+
+    It reads the model's weights in place, and writes keys and values into the model's pool.
+    """
 
     def __init__(
         self, model: NativeModel, *, max_blocks: int, num_slots: int, max_rows: int, num_threads: int, isa: str = "auto"
     ) -> None:
         self._library = library()
-        self._keeps = model  # its memory is read at every step
+        self._keeps = model  # every step reads its memory
         self._vocab, self._hidden = model.lm_head.shape
         self._table_shape = (num_slots, len(model.layers), max_blocks)
         self.num_threads = num_threads
@@ -97,7 +96,7 @@ class Decoder:
         _check(self._library.d3_create(byref(structure), byref(made)))
         self._handle = made
         self._finalizer = weakref.finalize(self, self._library.d3_destroy, made)
-        self._under_way: tuple[Any, ...] | None = None
+        self._background: tuple[Any, ...] | None = None
 
     def run(
         self,
@@ -111,14 +110,14 @@ class Decoder:
         states: HiddenStates | None = None,
         ends: npt.NDArray[np.int64] | None = None,
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Take `steps` steps; returns the chosen tokens and their scores, both [steps, rows].
+        """Run `steps` steps; returns the chosen tokens and their scores, both [steps, rows].
 
-        With `ends` [rows, n], tokens that end an answer and -1 for none, they are fewer if every row has come to one of
-        its own, to the end of its form, or to a score that is not finite.
-        Without `draws` every row takes its likeliest token. `logits` float32 [steps, rows, V] is written, or, with
-        `logit_places` int64 [rows], [steps, places, V] for the rows that have one; -1 stands for none. Of a single
-        step `yields` [rows] may say which rows are asked for these three; those of the others are undefined. Raises
-        `NativeError` for what would be read or written out of bounds, before anything is, and what `draws.form` raises.
+        `ends` [rows, n] are tokens that end an answer, padded with -1. The run stops early once every row has met one
+        of its own, the end of its grammar, or a score that is not finite. Without `draws` every row takes its likeliest
+        token. `logits` float32 [steps, rows, V] is written, or, with `logit_places` int64 [rows], [steps, places, V]
+        for the rows that have a place; -1 means none. In a single step `yields` [rows] selects the rows that need
+        these three; those of the others are undefined. Raises `NativeError` for whatever would read or write out of
+        bounds, before it does, and what `draws.form` raises.
         """
         self._check_tables(rows)
         asks = None if yields is None else np.ascontiguousarray(yields, np.uint8)
@@ -132,7 +131,7 @@ class Decoder:
         taken = c_int32()
         run.taken = ctypes.pointer(taken)
         _check(self._library.d3_run(self._handle, byref(run)))
-        _raise_what_was_raised(given)
+        _raise_error_of_grammar(given)
         return given["chosen"][: taken.value], given["scores"][: taken.value]
 
     def begin(
@@ -145,70 +144,69 @@ class Decoder:
         logits: npt.NDArray[np.float32] | None = None,
         logit_places: npt.NDArray[np.int64] | None = None,
     ) -> None:
-        """Begin `steps` steps in a thread of the library's own, and return; `take` gives what they bring.
+        """Begin `steps` steps in a background thread, and return; `take` returns their results.
 
-        `control` int32 [2] may be looked at and written while they go on: as long as the first is 0 further steps are
-        begun, and the second says how many have been. The tables are copied; until `finish` no other run may be asked
-        for. `logits` is written as by `run`, each step's before `take` gives its tokens. Raises `NativeError` as `run`
-        does.
+        `control` int32 [2] may be read and written during the run: steps begin as long as the first is 0; the second
+        counts those that have begun. The tables are copied; no other run may begin until `finish`. `logits` is written
+        as by `run`, each step's before `take` returns its tokens. Raises `NativeError` as `run` does.
         """
         wanted = self._wanted(steps, len(rows.tokens), logits, logit_places)
         rows = replace(rows, slots=np.arange(len(rows.tokens)), tables=self._own_tables(rows))
         run, given = self._run_of(rows, steps, draws, control=control, **wanted)
         _check(self._library.d3_begin(self._handle, byref(run)))
-        self._under_way = (given, given["chosen"], given["scores"])
+        self._background = (given, given["chosen"], given["scores"])
         self._taken = 0
 
-    def run_cycles(
+    def run_speculative_loop(
         self,
         rows: Rows,
-        cycles: int,
+        iterations: int,
         drafts: Drafts,
         states: npt.NDArray[np.float32],
         *,
         ends: Int64Array | None = None,
     ) -> tuple[Int64Array, Int64Array]:
-        """Draft and verify `cycles` times, or until every row has come to its end; returns drafted tokens and counts.
+        """Draft and verify `iterations` times, or until every row has ended; returns drafted tokens and counts.
 
-        `rows` are the last tokens of the answers; a draft runs layer l if it begins at a step before the row's cutoff
-        there. The tokens are [cycles, rows, most]; the counts [cycles, rows, 3] say how many a draft had, how many of
-        these full depth takes too, and its next token, -1 where its numbers are not finite. Those of a row that had
-        come to its end before, by a token of `ends` as in `run`, its room or such numbers, are all -1. `states` float32
-        [places, H] are written. Raises `NativeError` as `run` does.
+        `rows` are the last tokens of the answers; a draft runs layer l if it begins at a step below the row's cutoff
+        there. The tokens are [iterations, rows, most]. The counts [iterations, rows, 3] are: tokens of the draft,
+        accepted ones, and the next token at full depth, -1 if its logits are not finite. Counts of a row that had ended
+        before, by a token of `ends` as in `run`, its room or such logits, are all -1. `states` float32 [places, H] are
+        written. Raises `NativeError` as `run` does.
         """
         self._check_tables(rows)
-        made, given = structure_of(self._checked(rows, states), cycles, drafts, states, ends, None)
+        made, given = structure_of(self._checked(rows, states), iterations, drafts, states, ends, None)
         taken = c_int32()
         made.taken = ctypes.pointer(taken)
-        _check(self._library.d3_run_cycles(self._handle, byref(made)))
+        _check(self._library.d3_run_speculative_loop(self._handle, byref(made)))
         return given["drafted"][: taken.value], given["counts"][: taken.value]
 
-    def begin_cycles(
+    def begin_speculative_loop(
         self,
         rows: Rows,
-        cycles: int,
+        iterations: int,
         control: npt.NDArray[np.int32],
         drafts: Drafts,
         states: npt.NDArray[np.float32],
         *,
         ends: Int64Array | None = None,
     ) -> None:
-        """The same as `begin` begins a run; `take` gives drafted tokens and counts of one cycle or more."""
+        """The same in a background thread, as `begin`; `take` returns drafted tokens and counts of each iteration."""
         rows = replace(rows, slots=np.arange(len(rows.tokens)), tables=self._own_tables(rows))
-        made, given = structure_of(self._checked(rows, states), cycles, drafts, states, ends, control)
-        _check(self._library.d3_begin_cycles(self._handle, byref(made)))
-        given["rows"] = rows  # and with them their bridges
-        self._under_way = (given, given["drafted"], given["counts"])
+        made, given = structure_of(self._checked(rows, states), iterations, drafts, states, ends, control)
+        _check(self._library.d3_begin_speculative_loop(self._handle, byref(made)))
+        given["rows"] = rows  # they hold the bridges
+        self._background = (given, given["drafted"], given["counts"])
         self._taken = 0
 
     def take(self, *, all_done: bool = False) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
-        """Wait for the next step of the run that was begun: its tokens and scores, both [1, rows].
+        """Wait for the next step in the background: its tokens and scores, both [1, rows].
 
-        With `all_done` also those of the steps behind it that are done by then: [steps, rows].
-        Raises what the run's `draws.form` has raised.
+        With `all_done` also those of later steps that are done by then: [steps, rows]. Raises what the run's
+        `draws.form` has raised.
         """
-        assert self._under_way is not None, "no run was begun"
-        given, chosen, scores = self._under_way
+        assert self._background is not None, "no run was begun"
+        given, chosen, scores = self._background
         first, last = self._taken, self._taken + 1
         if all_done:
             done = c_int32()
@@ -216,29 +214,27 @@ class Decoder:
             last = done.value
         else:
             _check(self._library.d3_await(self._handle, last))
-        _raise_what_was_raised(given)
+        _raise_error_of_grammar(given)
         self._taken = last
         return chosen[first:last], scores[first:last]
 
     def finish(self) -> None:
-        """Let no further step begin, and wait for the one that is under way; nothing happens where there is none."""
-        if self._under_way is not None:
+        """Let no further step begin, and wait for the current one; does nothing without a run in the background."""
+        if self._background is not None:
             self._library.d3_finish(self._handle)
-            self._under_way = None
+            self._background = None
 
     def _own_tables(self, rows: Rows) -> npt.NDArray[np.integer]:
-        """The tables of the rows, in their order, which nobody else writes."""
+        """A copy of the tables of the rows, in their order."""
         self._check_tables(rows)
         tables: npt.NDArray[np.integer] = rows.tables[rows.slots]
         return tables
 
     def _checked(self, rows: Rows, states: npt.NDArray[np.float32]) -> dict[str, npt.NDArray[Any]]:
-        """The arrays of rows that draft."""
         if rows.cutoffs.shape != (len(rows.tokens), self._table_shape[1]):
             raise NativeError(f"cutoffs must have the shape [{len(rows.tokens)}, {self._table_shape[1]}]")
         self._check_states(states)
-        own = {} if rows.bridges is None else {"bridges": addresses_of_bridges(rows.bridges)}
-        return arrays_of_rows(rows) | own
+        return rows.arrays()
 
     def _check_states(self, states: npt.NDArray[np.float32]) -> None:
         if states.shape[1] != self._hidden or not states.flags.c_contiguous:
@@ -248,7 +244,7 @@ class Decoder:
         if states is None:
             return {}
         self._check_states(states.states)
-        of_rows = {name: np.ascontiguousarray(getattr(states, name), np.int64) for name in OF_STATES}
+        of_rows = {name: np.ascontiguousarray(getattr(states, name), np.int64) for name in STATE_FIELDS}
         return {"states": states.states, **of_rows}
 
     def _check_tables(self, rows: Rows) -> None:
@@ -275,10 +271,10 @@ class Decoder:
     def _run_of(
         self, rows: Rows, steps: int, draws: Draws | None, **further: npt.NDArray[Any] | None
     ) -> tuple[RunStructure, dict[str, Any]]:
-        """The structure of a run, and the arrays that it points to, which must live as long as it goes on."""
+        """The structure of a run, and what must live as long as the run."""
         count = len(rows.tokens)
         given: dict[str, npt.NDArray[Any] | None] = {
-            **arrays_of_rows(rows),
+            **rows.arrays(),
             "chosen": np.empty((steps, count), np.int64),
             "scores": np.empty((steps, count), np.float32),
             **further,
@@ -287,37 +283,38 @@ class Decoder:
             given["temperatures"] = np.ascontiguousarray(draws.temperatures, np.float32)
             given["seeds"] = np.ascontiguousarray(draws.seeds, np.int64)
             given["indices"] = np.ascontiguousarray(draws.indices, np.int64)
-        if rows.bridges is not None:
-            given["bridges"] = addresses_of_bridges(rows.bridges)
         held: dict[str, Any] = {name: array for name, array in given.items() if array is not None}
         run = RunStructure(count, steps, **{name: array.ctypes.data for name, array in held.items()})
-        held["rows"] = rows  # and with them their bridges
+        held["rows"] = rows  # they hold the bridges
         if "logit_places" in held:
             run.num_logits = held["logits"].shape[1]
         if draws is not None and draws.asked is not None:
-            choices, keeps = structures(draws.asked, steps)
-            run.choices = ctypes.addressof(choices)
-            held["choices"] = (choices, keeps)
+            sampling, keeps = sampling_structures(draws.asked, steps)
+            run.sampling = ctypes.addressof(sampling)
+            held["sampling"] = (sampling, keeps)
         if draws is not None and draws.form is not None:
-            held["form"] = AskedForms(draws.form, self._vocab)
-            run.form = held["form"].function
+            held["grammar"] = GrammarCallback(draws.form, self._vocab)
+            run.grammar = held["grammar"].function
         return run, held
 
+    run_cycles = run_speculative_loop
+    begin_cycles = begin_speculative_loop
 
-def _raise_what_was_raised(given: dict[str, Any]) -> None:
-    forms: AskedForms | None = given.get("form")
-    if forms is not None and forms.raised is not None:
-        raise forms.raised
+
+def _raise_error_of_grammar(given: dict[str, Any]) -> None:
+    callback: GrammarCallback | None = given.get("grammar")
+    if callback is not None and callback.error is not None:
+        raise callback.error
 
 
 @cache
 def library() -> ctypes.CDLL:
-    """The library that was built with this package; raises `LibraryMissing`."""
+    """The library of this package; raises `LibraryMissing`."""
     return load(Path(__file__).parent / build.LIBRARY)
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """A library at `path`, its functions typed; raises `LibraryMissing` for none, or one of other sources."""
+    """The library at `path`, its functions typed; raises `LibraryMissing` if there is none, or one of other sources."""
     if not path.exists():
         raise LibraryMissing("the native library was not built, for want of a C++ compiler when d3engine was installed")
     try:
@@ -331,16 +328,16 @@ def load(path: Path) -> ctypes.CDLL:
     found.d3_isa_name.restype = c_char_p
     found.d3_isa_name.argtypes = [c_int32]
     found.d3_isa_runs_here.argtypes = [c_int32]
-    found.d3_isa_reads_lanes.argtypes = [c_int32]
-    found.d3_pack.restype = c_int64
-    found.d3_pack.argtypes = [c_void_p, c_int32, c_int32, c_int64, c_void_p, c_void_p]
-    found.d3_unpack.restype = None
-    found.d3_unpack.argtypes = [POINTER(MatrixStructure), c_int32, c_int32, c_void_p]
+    found.d3_isa_reads_interleaved.argtypes = [c_int32]
+    found.d3_bf12_pack.restype = c_int64
+    found.d3_bf12_pack.argtypes = [c_void_p, c_int32, c_int32, c_int64, c_void_p, c_void_p]
+    found.d3_bf12_unpack.restype = None
+    found.d3_bf12_unpack.argtypes = [POINTER(MatrixStructure), c_int32, c_int32, c_void_p]
     found.d3_create.argtypes = [POINTER(ModelStructure), POINTER(c_void_p)]
     found.d3_run.argtypes = [c_void_p, POINTER(RunStructure)]
     found.d3_begin.argtypes = [c_void_p, POINTER(RunStructure)]
-    found.d3_run_cycles.argtypes = [c_void_p, POINTER(CyclesStructure)]
-    found.d3_begin_cycles.argtypes = [c_void_p, POINTER(CyclesStructure)]
+    found.d3_run_speculative_loop.argtypes = [c_void_p, POINTER(SpeculativeLoopStructure)]
+    found.d3_begin_speculative_loop.argtypes = [c_void_p, POINTER(SpeculativeLoopStructure)]
     found.d3_await.argtypes = [c_void_p, c_int32]
     found.d3_gather.argtypes = [c_void_p, c_int32, POINTER(c_int32)]
     found.d3_finish.argtypes = [c_void_p]
@@ -355,15 +352,14 @@ def isas_here() -> list[str]:
     return [name for nth, name in enumerate(_all_isas()) if library().d3_isa_runs_here(nth)]
 
 
-def reads_lanes(isa: str = "auto") -> bool:
-    """Whether an instruction set of the library reads int8 and int4 matrices in lanes; "auto": the best one here."""
+def reads_interleaved(isa: str = "auto") -> bool:
+    """Whether an instruction set reads interleaved int8 and int4 matrices; "auto": the best one of this machine."""
     name = isas_here()[0] if isa == "auto" else isa
-    return name in _all_isas() and bool(library().d3_isa_reads_lanes(_all_isas().index(name)))
+    return name in _all_isas() and bool(library().d3_isa_reads_interleaved(_all_isas().index(name)))
 
 
 def _best_isa(model: NativeModel) -> str:
-    """The best of them for a model: tiles are for bfloat16, int8 and int4, products of bytes without tiles for int4 and
-    what lies in lanes."""
+    """The best one for a model: AMX is for bfloat16, int8 and int4, VNNI for int4 and interleaved matrices."""
     of_layers = (linear.weight for layer in model.layers for linear in layer.matrices)
     matrices = (model.lm_head, *of_layers)
     kinds: set[object] = {matrix.dtype if isinstance(matrix, torch.Tensor) else type(matrix) for matrix in matrices}
@@ -386,3 +382,6 @@ def _all_isas() -> list[str]:
 def _check(status: int) -> None:
     if status:
         raise NativeError(_REFUSALS.get(status, f"the native library returned the unknown status {status}"))
+
+
+reads_lanes = reads_interleaved

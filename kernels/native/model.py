@@ -1,4 +1,4 @@
-"""A model as the library is told of it: where its tensors lie, and of what kind they are."""
+"""A model as the library reads it: the addresses and kinds of its tensors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from d3engine.kernels.packed import PackedWeight
 from d3engine.kernels.quantized import Fp8Weight, Int8Weight, QuantizedWeight
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
-_INT8, _FP8, _FP8_GROUPS, _INT4, _PACKED, _INT4_LANES, _INT8_LANES = 2, 3, 4, 5, 6, 7, 8
+_INT8, _FP8, _FP8_GROUPS, _INT4, _BF12, _INT4X16, _INT8X16 = 2, 3, 4, 5, 6, 7, 8
 
 
 class NativeError(RuntimeError):
-    """The library has refused what it was given, or could not do it."""
+    """The library refused its arguments, or failed."""
 
 
-class PackingStructure(Structure):
+class Bf12Structure(Structure):
     _fields_ = (("exponent", c_int32), *((name, c_void_p) for name in ("starts", "columns", "weights")))
 
 
@@ -31,7 +31,7 @@ class MatrixStructure(Structure):
     _fields_ = (
         *((name, c_int32) for name in ("kind", "rows", "columns")),
         *((name, c_void_p) for name in ("values", "scales", "bias")),
-        ("packing", PackingStructure),
+        ("bf12", Bf12Structure),
     )
 
 
@@ -76,7 +76,7 @@ class ModelStructure(Structure):
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """A weight matrix and its bias float32 [rows], if it has one."""
+    """A weight matrix and its bias, float32 [rows] or None."""
 
     weight: Weight
     bias: Tensor | None = None
@@ -85,9 +85,9 @@ class Linear:
         weight = self.weight
         bias = None if self.bias is None else address_of(self.bias, torch.float32)
         if isinstance(weight, PackedWeight):
-            packed, *beside = weight.tensors
-            packing = PackingStructure(weight.exponent, *_addresses(*beside))
-            return MatrixStructure(_PACKED, *weight.shape, *_addresses(packed), None, bias, packing)
+            packed, *outliers = weight.tensors
+            bf12 = Bf12Structure(weight.exponent, *_addresses(*outliers))
+            return MatrixStructure(_BF12, *weight.shape, *_addresses(packed), None, bias, bf12)
         if not isinstance(weight, Tensor):
             return MatrixStructure(_kind(weight), *weight.shape, *_addresses(*weight.tensors), bias)
         if weight.dtype not in _KINDS:
@@ -99,8 +99,8 @@ class Linear:
 class NativeLayer:
     """The weights of one layer; norms are float32.
 
-    `rotations` complex64 [positions, head_dim / 2], None for a layer without rope. `head_norms` [2, head_dim], those of
-    query heads and of key heads before rope, or None.
+    `rotations` complex64 [positions, head_dim / 2], None for a layer without RoPE. `head_norms` [2, head_dim], of query
+    heads and of key heads before RoPE, or None.
     """
 
     attention_norm: Tensor
@@ -131,10 +131,10 @@ class NativeLayer:
 
 @dataclass(frozen=True, eq=False)
 class NativeModel:
-    """A model whose activations are float32, and the pool [blocks, 2, block_size, kv heads, head_dim] that it fills.
+    """A model with float32 activations, and its KV pool [blocks, 2, block_size, kv heads, head_dim].
 
-    The pool is of float32 or of 8-bit floats. Matrices are float32, bfloat16, int8, fp8 or int4, the embedding anything
-    of these but the last two. Rotations have `max_positions` rows; `scale` is what scores are multiplied by.
+    The pool holds float32 or 8-bit floats. Matrices are float32, bfloat16, int8, fp8 or int4, the embedding any of
+    these but the last two. Rotations have `max_positions` rows; `scale` multiplies attention scores.
     """
 
     layers: tuple[NativeLayer, ...]
@@ -150,9 +150,9 @@ class NativeModel:
 
 @dataclass(frozen=True, eq=False)
 class NativeBridge:
-    """A map in the place of the layers [first, stop): what `weight` yields is added to the state.
+    """A linear shortcut over the layers [first, stop): h becomes h + weight h + bias, or h + weight (down h) + bias.
 
-    `weight` [H, H] meets the state itself, or, [H, r], what `down` [r, H] has made of it; it has a bias.
+    `weight` is [H, H], or [H, r] with `down` [r, H]; it has a bias.
     """
 
     first: int
@@ -166,10 +166,10 @@ class NativeBridge:
 
 
 class NativeBridges:
-    """Bridges for all windows that rows may leave out, as the library reads them; `address` is where it does."""
+    """Bridges over all windows of layers that rows may skip; `address` is that of their `D3Bridges`."""
 
     def __init__(self, bridges: Sequence[NativeBridge]) -> None:
-        self.bridges = bridges  # their memory is read at every step
+        self.bridges = bridges  # every step reads their memory
         self._array = (BridgeStructure * len(bridges))(*(bridge.structure() for bridge in bridges))
         self._structure = BridgesStructure(self._array, len(bridges))
 
@@ -182,7 +182,7 @@ def _kind(weight: QuantizedWeight | LanesWeight) -> int:
     if isinstance(weight, Fp8Weight):
         return _FP8_GROUPS if weight.has_groups else _FP8
     if isinstance(weight, LanesWeight):
-        return _INT4_LANES if isinstance(weight, Int4LanesWeight) else _INT8_LANES
+        return _INT4X16 if isinstance(weight, Int4LanesWeight) else _INT8X16
     return _INT8 if isinstance(weight, Int8Weight) else _INT4
 
 
@@ -191,14 +191,14 @@ def _addresses(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def address_of(tensor: Tensor, dtype: torch.dtype) -> int:
-    """Where a tensor lies; raises `NativeError` for one that is not plain memory of `dtype` on the CPU."""
+    """The address of a tensor; raises `NativeError` unless it is contiguous memory of `dtype` on the CPU."""
     if tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise NativeError(f"a {tensor.dtype} tensor on {tensor.device} is not contiguous {dtype} on the CPU")
     return tensor.data_ptr()
 
 
 def pool_addresses(pool: KVPool) -> tuple[int, int | None]:
-    """Where a pool's entries lie, float32 or 8-bit floats, and the latter's scales; raises `NativeError` for others."""
+    """The addresses of a pool of float32, or of 8-bit floats and their scales; raises `NativeError` for others."""
     values, scales = values_and_scales(pool)
     if scales is None:
         return address_of(values, torch.float32), None

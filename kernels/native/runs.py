@@ -1,26 +1,37 @@
-"""Runs as the native library takes them: `D3Run` of `abi.h`, and what a caller says of the rows of one."""
+"""What a run of the native library takes: its rows, how they sample, and the structures of `abi.h` for both."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
+import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import CFUNCTYPE, POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from d3engine.kernels.native.choices import FORM, Asked, Form
-from d3engine.kernels.native.model import NativeBridges
+from d3engine.kernels.native.model import NativeBridges, NativeError
+
+GRAMMAR = CFUNCTYPE(c_void_p, c_int32, c_int32, c_int64)
+Mask: TypeAlias = npt.NDArray[np.uint8]
+Tokens: TypeAlias = npt.NDArray[np.int64]
+NO_WORDS: tuple[Tokens, Tokens, Tokens, Tokens] = (
+    *(np.empty(0, np.int64), np.zeros(2, np.int64)),
+    *(np.empty(0, np.int64), np.zeros(2, np.int64)),
+)
+GrammarMask: TypeAlias = Callable[[int, int, int], Mask | None]
+"""The mask of a row's grammar at a step, called with (row, steps before, its last token or -1 at the first).
+
+None where the grammar ends. Calls for one row come in order, maybe from another thread; a repeated step calls again.
+"""
 
 _ARRAYS = (
     *("tokens", "positions", "generation", "slots", "cutoffs", "tables", "temperatures", "seeds", "indices"),
-    *("chosen", "scores", "logits", "yields", "control", "choices"),
+    *("chosen", "scores", "logits", "yields", "control", "sampling"),
 )
-
-
-INTEGERS = ("tokens", "positions", "generation", "slots")
-OF_STATES = ("kept_layers", "kept_places", "resumed_places")
+_INTEGERS = ("tokens", "positions", "generation", "slots")
+STATE_FIELDS = ("kept_layers", "kept_places", "resumed_places")
 
 
 class RunStructure(Structure):
@@ -31,51 +42,50 @@ class RunStructure(Structure):
         ("steps", c_int32),
         *((name, c_void_p) for name in (*_ARRAYS, "states")),
         ("num_states", c_int64),
-        *((name, c_void_p) for name in (*OF_STATES, "ends")),
+        *((name, c_void_p) for name in (*STATE_FIELDS, "ends")),
         ("most_ends", c_int64),
         ("taken", POINTER(c_int32)),
         ("logit_places", c_void_p),
         ("num_logits", c_int64),
-        ("form", FORM),
+        ("grammar", GRAMMAR),
         ("bridges", c_void_p),
     )
 
 
-@dataclass(frozen=True, eq=False)
-class Draws:
-    """How rows draw: `temperatures` float32, 0 for the likeliest token, int64 `seeds` and `indices`; [rows] each.
-
-    `asked` has what each row asks for beside it, None for one whose token nobody wants; it is None where nobody cuts,
-    has penalties or rules. `form` is asked for the rows whose rules say so.
-    """
-
-    temperatures: npt.NDArray[np.float32]
-    seeds: npt.NDArray[np.int64]
-    indices: npt.NDArray[np.int64]
-    asked: list[Asked | None] | None = None
-    form: Form | None = None
+class _TokenCounts(Structure):
+    _fields_ = (("tokens", c_void_p), ("counts", c_void_p), ("used", c_int64), ("steps", c_int64))
 
 
-@dataclass(frozen=True, eq=False)
-class HiddenStates:
-    """Hidden states that outlive a run: float32 `states` [places, H], and who leaves or takes which, int64 [rows] each.
+class _LogitMask(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("biased", "biases")),
+        ("num_biased", c_int64),
+        *((name, c_void_p) for name in ("allowed", "banned")),
+        *((name, c_int64) for name in ("num_banned", "banned_until")),
+        *((name, c_void_p) for name in ("edges", "first_edges", "bans", "first_bans")),
+        ("num_bans", c_int64),
+        ("recent", c_void_p),
+        ("num_recent", c_int64),
+        ("has_grammar", c_int32),
+    )
 
-    At the n-th step a row leaves its state below layer `kept_layers` at `kept_places` + n, and begins, in place of its
-    token's embedding, with the state at `resumed_places` + n. A place of -1 stands for none.
-    """
 
-    states: npt.NDArray[np.float32]
-    kept_layers: npt.NDArray[np.int64]
-    kept_places: npt.NDArray[np.int64]
-    resumed_places: npt.NDArray[np.int64]
+class _Sampling(Structure):
+    _fields_ = (
+        *((name, c_float) for name in ("log_min_p", "top_p")),
+        ("top_k", c_int32),
+        *((name, c_float) for name in ("repetition", "presence", "frequency")),
+        ("token_counts", POINTER(_TokenCounts)),
+        ("logit_mask", POINTER(_LogitMask)),
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What a run begins with, [rows] integers each; `cutoffs` [rows, L], `tables` int32 [slots, L, blocks].
+    """The rows of a run, [rows] integers each; `cutoffs` [rows, L], `tables` int32 [slots, L, blocks].
 
-    `bridges` has by what each row crosses the layers that it leaves out, None where it passes them as it is; None
-    where all do.
+    `bridges` holds each row's bridges over the layers that it skips, None for a row whose state passes unchanged; it is
+    None if all rows' states do.
     """
 
     tokens: npt.NDArray[np.integer]
@@ -86,16 +96,176 @@ class Rows:
     tables: npt.NDArray[np.integer]
     bridges: Sequence[NativeBridges | None] | None = None
 
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """The arrays as the library reads them."""
+        own = {} if self.bridges is None else {"bridges": _addresses(self.bridges)}
+        return {
+            **{name: np.ascontiguousarray(getattr(self, name), np.int64) for name in _INTEGERS},
+            "cutoffs": np.ascontiguousarray(self.cutoffs, np.int32),
+            "tables": np.ascontiguousarray(self.tables, np.int32),
+            **own,
+        }
 
-def arrays_of_rows(rows: Rows) -> dict[str, npt.NDArray[Any]]:
-    """The arrays of rows as the library reads them."""
-    return {
-        **{name: np.ascontiguousarray(getattr(rows, name), np.int64) for name in INTEGERS},
-        "cutoffs": np.ascontiguousarray(rows.cutoffs, np.int32),
-        "tables": np.ascontiguousarray(rows.tables, np.int32),
-    }
+
+@dataclass(frozen=True, eq=False)
+class HiddenStates:
+    """Hidden states that outlive a run: float32 `states` [places, H]; int64 [rows] which row saves or resumes which.
+
+    At the n-th step a row saves its state below layer `kept_layers` at `kept_places` + n, and starts from the state at
+    `resumed_places` + n instead of its token's embedding. A place of -1 means none.
+    """
+
+    states: npt.NDArray[np.float32]
+    kept_layers: npt.NDArray[np.int64]
+    kept_places: npt.NDArray[np.int64]
+    resumed_places: npt.NDArray[np.int64]
 
 
-def addresses_of_bridges(bridges: Sequence[NativeBridges | None]) -> npt.NDArray[np.uintp]:
-    """Where those of each row lie, 0 for none."""
+@dataclass(frozen=True, eq=False)
+class TokenCounts:
+    """The distinct tokens of a prompt and its answer, int64 [n], and the count of each in the answer, int32 [n]."""
+
+    tokens: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int32]
+
+    @classmethod
+    def of(cls, prompt: list[int], answer: list[int]) -> TokenCounts:
+        """Count the tokens of `answer`."""
+        tokens, places = np.unique(np.array(prompt + answer, np.int64), return_inverse=True)
+        counts = np.bincount(places.ravel()[len(prompt) :], minlength=tokens.size)
+        return cls(tokens, counts.astype(np.int32))
+
+
+@dataclass(frozen=True, eq=False)
+class LogitMask:
+    """Which tokens are allowed in one row; the logits of all others become minus infinity.
+
+    `biases` float32 are added to the logits of the distinct tokens `biased`, int64 [n]. `allowed` uint8 [bytes] has one
+    bit per token, from the lowest bit of its first byte on, and is None if all are allowed. `banned` int64 are excluded
+    before the generation step `banned_until`. `words` must never be completed: the tree of `abi.h` (edges, first_edges,
+    bans, first_bans). `recent` are the last tokens of the answer, all or as many as the longest word has. With
+    `has_grammar` the run calls its grammar at each step.
+    """
+
+    biased: npt.NDArray[np.int64]
+    biases: npt.NDArray[np.float32]
+    allowed: Mask | None
+    banned: npt.NDArray[np.int64]
+    banned_until: int
+    words: tuple[Tokens, Tokens, Tokens, Tokens] | None
+    recent: list[int]
+    has_grammar: bool = False
+
+    def structure(self) -> tuple[Any, list[Any]]:
+        """A `D3LogitMask`, and what must live as long as it."""
+        edges, first_edges, bans, first_bans = self.words or NO_WORDS
+        recent = np.array(self.recent, np.int64)
+        made = _LogitMask(
+            *(self.biased.ctypes.data, self.biases.ctypes.data, self.biased.size),
+            None if self.allowed is None else self.allowed.ctypes.data,
+            *(self.banned.ctypes.data, self.banned.size, self.banned_until),
+            *(array.ctypes.data for array in (edges, first_edges, bans, first_bans)),
+            *(bans.size, recent.ctypes.data, recent.size, self.has_grammar),
+        )
+        return made, [self, recent, made]
+
+
+@dataclass(frozen=True, eq=False)
+class RowSampling:
+    """How one row samples; `token_counts` is None without penalties, `logit_mask` if all tokens are allowed."""
+
+    log_min_p: float
+    top_p: float
+    top_k: int
+    repetition: float
+    presence: float
+    frequency: float
+    token_counts: TokenCounts | None
+    logit_mask: LogitMask | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """How rows draw: `temperatures` float32, 0 for the likeliest token, int64 `seeds` and `indices`; [rows] each.
+
+    `asked` holds what else each row samples with, None for a row that needs no token; it is None if no row has a
+    threshold, penalties or a mask. `form` is called for the rows with a grammar.
+    """
+
+    temperatures: npt.NDArray[np.float32]
+    seeds: npt.NDArray[np.int64]
+    indices: npt.NDArray[np.int64]
+    asked: list[RowSampling | None] | None = None
+    form: GrammarMask | None = None
+
+
+def sampling_structures(rows: list[RowSampling | None], steps: int) -> tuple[Any, list[Any]]:
+    """An array of `D3Sampling` for a run of `steps` steps, and what must live as long as it.
+
+    Rows that are None keep zeros: their temperature is 0, or they need no token.
+    """
+    made = (_Sampling * len(rows))()
+    keeps: list[Any] = []
+    for structure, row in zip(made, rows, strict=True):
+        if row is None:
+            continue
+        for name in ("log_min_p", "top_p", "top_k", "repetition", "presence", "frequency"):
+            setattr(structure, name, getattr(row, name))
+        if (given := row.token_counts) is not None:
+            tokens, counts = (np.append(a, np.zeros(steps, a.dtype)) for a in (given.tokens, given.counts))
+            token_counts = _TokenCounts(tokens.ctypes.data, counts.ctypes.data, given.tokens.size, 0)
+            structure.token_counts = ctypes.pointer(token_counts)
+            keeps += [tokens, counts, token_counts]
+        if row.logit_mask is not None:
+            logit_mask, its_keeps = row.logit_mask.structure()
+            structure.logit_mask = ctypes.pointer(logit_mask)
+            keeps += its_keeps
+    return made, keeps
+
+
+class GrammarCallback:
+    """A `GrammarMask` as a function of C, which keeps each row's mask until its next call."""
+
+    def __init__(self, mask_of: GrammarMask, vocab_size: int) -> None:
+        # The function must not refer to this object, which refers to it: the collector would free what a grammar holds
+        # too late.
+        self._masks = masks = _GrammarMasks(mask_of, -(-vocab_size // 8))
+        self.function = GRAMMAR(masks.address_of_next)
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the grammar raised."""
+        return self._masks.error
+
+
+class _GrammarMasks:
+    def __init__(self, mask_of: GrammarMask, num_bytes: int) -> None:
+        self._mask_of = mask_of
+        self._num_bytes = num_bytes
+        self._masks: dict[int, Mask] = {}
+        self.error: BaseException | None = None
+
+    def address_of_next(self, row: int, taken: int, token: int) -> int | None:
+        try:
+            mask = None if self.error else self._mask_of(row, taken, token)
+            if mask is not None and not self._is_whole(mask):
+                raise NativeError(f"a mask must be a contiguous array of at least {self._num_bytes} bytes")
+        except BaseException as error:  # cannot pass through C: the thread that waits for the run raises it
+            self.error, mask = error, None
+        if mask is None:
+            return None
+        self._masks[row] = mask
+        return int(mask.ctypes.data)
+
+    def _is_whole(self, mask: Mask) -> bool:
+        return mask.dtype == np.uint8 and mask.size >= self._num_bytes and mask.flags.c_contiguous
+
+
+def _addresses(bridges: Sequence[NativeBridges | None]) -> npt.NDArray[np.uintp]:
     return np.array([0 if own is None else own.address for own in bridges], np.uintp)
+
+
+# The names by which the executor imports these.
+Asked = RowSampling
+Counted = TokenCounts
+Form = GrammarMask

@@ -1,4 +1,4 @@
-"""The native library has to be there wherever it can be built."""
+"""The native library must exist wherever it can be built."""
 
 from __future__ import annotations
 

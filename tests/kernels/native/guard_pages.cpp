@@ -1,6 +1,6 @@
-// Gives each piece of memory pages of its own, between two that may not be touched: linked to a program, it ends where
-// anything, in the program or in a library, reads or writes beyond what it has asked for, or after it gave that back.
-// Pieces end where their pages end, or with GUARDED=before begin where these begin: both have to be gone through.
+// Gives each allocation pages of its own between two closed ones. A program linked to it ends where it, or a library,
+// reads or writes beyond an allocation or after its release. Allocations end at the end of their pages, or with
+// GUARDED=before begin at their beginning: run both.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -16,12 +16,12 @@ struct Pages {
     size_t size;
 };
 
-// What a piece of `size` bytes takes, and where it lies: as near to the page behind it as `alignment` lets it.
+// Maps an allocation of `size` bytes, as near to the page behind it as `alignment` allows.
 void* guarded(size_t size, size_t alignment) {
     static const size_t page = sysconf(_SC_PAGESIZE);
     static const char* const side = std::getenv("GUARDED");
     static const bool is_before = side && !std::strcmp(side, "before");
-    // The first page holds what `release` has to know, and is then closed as the last one is.
+    // The first page holds what `release` needs, and is closed like the last one.
     const size_t inner = (size + page - 1) / page * page, whole = inner + 2 * page;
     void* const mapped = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapped == MAP_FAILED) throw std::bad_alloc();
@@ -33,10 +33,10 @@ void* guarded(size_t size, size_t alignment) {
     return start + page + (inner - size) / alignment * alignment;
 }
 
-void release(void* piece) {
-    if (!piece) return;
+void release(void* tile) {
+    if (!tile) return;
     const uintptr_t page = sysconf(_SC_PAGESIZE);
-    char* const first = reinterpret_cast<char*>(reinterpret_cast<uintptr_t>(piece) / page * page);
+    char* const first = reinterpret_cast<char*>(reinterpret_cast<uintptr_t>(tile) / page * page);
     mprotect(first - page, page, PROT_READ);
     const Pages pages = *reinterpret_cast<Pages*>(first - page);
     munmap(pages.start, pages.size);
@@ -44,16 +44,16 @@ void release(void* piece) {
 
 }  // namespace
 
-// A piece of no bytes lies at the closed page itself; of any other only the first bytes have an alignment to ask for.
+// An allocation of no bytes is at the closed page itself; in any other only the first bytes have an alignment.
 void* operator new(size_t size) { return guarded(size, 1); }
 void* operator new[](size_t size) { return guarded(size, 1); }
 void* operator new(size_t size, std::align_val_t alignment) { return guarded(size, size_t(alignment)); }
 void* operator new[](size_t size, std::align_val_t alignment) { return guarded(size, size_t(alignment)); }
-void operator delete(void* piece) noexcept { release(piece); }
-void operator delete[](void* piece) noexcept { release(piece); }
-void operator delete(void* piece, size_t) noexcept { release(piece); }
-void operator delete[](void* piece, size_t) noexcept { release(piece); }
-void operator delete(void* piece, std::align_val_t) noexcept { release(piece); }
-void operator delete[](void* piece, std::align_val_t) noexcept { release(piece); }
-void operator delete(void* piece, size_t, std::align_val_t) noexcept { release(piece); }
-void operator delete[](void* piece, size_t, std::align_val_t) noexcept { release(piece); }
+void operator delete(void* tile) noexcept { release(tile); }
+void operator delete[](void* tile) noexcept { release(tile); }
+void operator delete(void* tile, size_t) noexcept { release(tile); }
+void operator delete[](void* tile, size_t) noexcept { release(tile); }
+void operator delete(void* tile, std::align_val_t) noexcept { release(tile); }
+void operator delete[](void* tile, std::align_val_t) noexcept { release(tile); }
+void operator delete(void* tile, size_t, std::align_val_t) noexcept { release(tile); }
+void operator delete[](void* tile, size_t, std::align_val_t) noexcept { release(tile); }

@@ -1,7 +1,7 @@
-// Decodes on models of odd shapes by every instruction set that the machine runs: each has to find what the portable
-// code finds, and the same bits for rows of a smaller batch. The tensors are exactly as large as they have to be: built
-// with sanitizers or between closed pages, a read or a write beyond one of them ends the program. Prints the
-// instruction sets, best first, and how many cases each has decoded.
+// Decodes models of odd shapes with every instruction set of this machine. Each must agree with the portable code, and
+// find the same bits for the rows of a smaller batch. Tensors have no spare bytes: built with sanitizers or with
+// guard_pages.cpp, a read or write out of bounds ends the program. Prints the instruction sets, best first, and the
+// number of cases.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -34,13 +34,13 @@ const float* data_or_null(const std::vector<float>& floats) { return floats.empt
 // Any of the 8-bit floats that are numbers.
 uint8_t any_e4m3() { return numbers() % 127 | numbers() % 2 << 7; }
 
-// A matrix of any kind in memory of its own, bytes for bytes.
+// A matrix of any kind in memory of its own, to the byte.
 struct Matrix {
     std::unique_ptr<char[]> values;
     std::vector<float> scales, bias;
     std::vector<int64_t> starts;
     std::vector<int32_t> at_columns;
-    std::vector<uint16_t> beside;
+    std::vector<uint16_t> outliers;
     D3Matrix view;
 
     Matrix(int kind, int rows, int columns, bool with_bias) {
@@ -51,7 +51,7 @@ struct Matrix {
         values.reset(new char[rows * row]);
         std::vector<float> wide = floats(size_t(rows) * columns);
         for (size_t i = 0; i < rows * row; i++) {
-            // The upper bytes of small floats, or any bytes at all where these are whole numbers.
+            // The upper bytes of small floats, or any bytes of integers.
             if (kind == D3_FLOAT32) values[i] = reinterpret_cast<char*>(wide.data())[i];
             else if (kind == D3_BFLOAT16) values[i] = reinterpret_cast<char*>(wide.data())[i / 2 * 4 + 2 + i % 2];
             else if (kind == D3_FP8 || kind == D3_FP8_GROUPS) values[i] = any_e4m3();
@@ -63,20 +63,20 @@ struct Matrix {
         if (kind == D3_INT4) scales = floats(size_t(rows) * groups, 0.1f);
         if (with_bias) bias = floats(rows);
         view = {kind, rows, columns, values.get(), data_or_null(scales), data_or_null(bias), {}};
-        if (kind == D3_PACKED_BFLOAT16) add_beside();
+        if (kind == D3_BF12) add_outliers();
     }
 
-    // Every other row has a weight beside it, in its last column; codes up to 2^-1 make weights of any bytes finite.
-    void add_beside() {
+    // Every other row has an outlier in its last column; codes up to 2^-1 keep any bytes finite.
+    void add_outliers() {
         starts = {0};
         for (int row = 0; row < view.rows; row++) {
-            if (row % 2) at_columns.push_back(view.columns - 1), beside.push_back(uint16_t(0x3d00 + row));
-            starts.push_back(int64_t(beside.size()));
+            if (row % 2) at_columns.push_back(view.columns - 1), outliers.push_back(uint16_t(0x3d00 + row));
+            starts.push_back(int64_t(outliers.size()));
         }
-        view.packing = {111, starts.data(), at_columns.data(), beside.data()};
+        view.bf12 = {111, starts.data(), at_columns.data(), outliers.data()};
     }
 
-    // Leaves nothing but their biases of the rows from `first` on, of four bits or floats.
+    // Leaves only the biases of the rows from `first` on, of int4 or float matrices.
     void zero_rows(int first) {
         const size_t groups = scales.size() / view.rows, row = view.kind == D3_BFLOAT16 ? view.columns * 2 : 0;
         std::fill(scales.begin() + first * groups, scales.end(), 0.0f);
@@ -84,15 +84,15 @@ struct Matrix {
     }
 };
 
-// The same with sixteen rows in lanes, or as it is where its rows do not fill them or it is of another kind.
-struct InLanes {
+// The same with sixteen rows interleaved; unchanged if the rows do not fill groups of 16, or for another kind.
+struct Interleaved {
     static constexpr std::align_val_t LINE{64};
     struct Release { void operator()(char* bytes) const { operator delete[](bytes, LINE); } };
     std::unique_ptr<char[], Release> values;
     std::vector<float> scales;
     D3Matrix view;
 
-    explicit InLanes(const D3Matrix& of) : view(of) {
+    explicit Interleaved(const D3Matrix& of) : view(of) {
         const bool is_int8 = of.kind == D3_INT8;
         if ((!is_int8 && of.kind != D3_INT4) || of.rows % 32) return;
         const int groups = (of.columns + 127) / 128, row = is_int8 ? (of.columns + 63) / 64 * 64 : groups * 64;
@@ -108,18 +108,18 @@ struct InLanes {
         for (int n = 0; !is_int8 && n < of.rows; n++)
             for (int group = 0; group < groups; group++)
                 scales[size_t(n / 16 * groups + group) * 16 + n % 16] = of.scales[n * groups + group];
-        view.kind = is_int8 ? D3_INT8_LANES : D3_INT4_LANES, view.values = values.get();
+        view.kind = is_int8 ? D3_INT8X16 : D3_INT4X16, view.values = values.get();
         if (!is_int8) view.scales = scales.data();
     }
 };
 
-// A cache, of floats or of 8 bits with scales.
+// A KV cache, of floats or of 8 bits with scales.
 struct Pool {
     std::vector<float> floats, scales;
     std::vector<uint8_t> bytes;
 
-    Pool(size_t count, int head_dim, bool is_small) {
-        if (!is_small) floats = ::floats(count);
+    Pool(size_t count, int head_dim, bool has_8bit_kv) {
+        if (!has_8bit_kv) floats = ::floats(count);
         else scales = ::floats(count / head_dim, 0.001f), bytes.resize(count);
         for (uint8_t& byte : bytes) byte = any_e4m3();
     }
@@ -127,7 +127,7 @@ struct Pool {
     float* scales_or_null() { return scales.empty() ? nullptr : scales.data(); }
 };
 
-// What a run has found.
+// The results of a run.
 struct Found {
     std::vector<int64_t> chosen;
     std::vector<float> scores, logits;
@@ -158,33 +158,33 @@ public:
         }
         embedding = matrix(kind == D3_BFLOAT16 ? D3_BFLOAT16 : D3_FLOAT32, s.vocab, s.hidden, false);
         head = matrix(kind, s.vocab, s.hidden, false);
-        // Sums are rounded otherwise elsewhere, and where 8 bits lie next to another value that is no small difference:
-        // keys and values are biases there.
+        // Other instruction sets round sums differently, which 8 bits may magnify: here keys and values are biases.
         for (int of = 0; bias && of < LAYERS; of++) matrices[4 * of].zero_rows(queries);
         for (int row = 0; row < s.rows; row++) {
             tokens[row] = numbers() % s.vocab, slots[row] = row, temperatures[row] = row % 2;
             positions[row] = row == 0 ? LENGTH - STEPS : numbers() % (LENGTH - STEPS + 1);
             for (int layer = 0; layer < LAYERS; layer++) cutoffs[row * LAYERS + layer] = 1 + numbers() % 5;
         }
-        rules.biased = tokens.data(), rules.biases = temperatures.data(), rules.num_biased = 1;
-        rules.allowed = all_tokens.data();
-        rules.banned = tokens.data(), rules.num_banned = s.vocab > 2, rules.banned_until = 2;
+        logit_mask.biased = tokens.data(), logit_mask.biases = temperatures.data(), logit_mask.num_biased = 1;
+        logit_mask.allowed = all_tokens.data();
+        logit_mask.banned = tokens.data(), logit_mask.num_banned = s.vocab > 2, logit_mask.banned_until = 2;
         // The word of token 0 and the last token of the vocabulary.
-        rules.edges = word, rules.first_edges = s.vocab > 2 ? first_edges : no_edges;
-        rules.bans = word + 1, rules.first_bans = s.vocab > 2 ? first_bans : no_edges, rules.num_bans = 1;
-        rules.recent = word, rules.num_recent = 1;
+        logit_mask.edges = word, logit_mask.first_edges = s.vocab > 2 ? first_edges : no_edges;
+        logit_mask.bans = word + 1, logit_mask.num_bans = 1;
+        logit_mask.first_bans = s.vocab > 2 ? first_bans : no_edges;
+        logit_mask.recent = word, logit_mask.num_recent = 1;
         for (int row = 0; row < s.rows; row++)
-            choices[row] = {-INFINITY, 1, 0, 1, 0, 0, nullptr, row % 3 ? &rules : nullptr};
+            sampling[row] = {-INFINITY, 1, 0, 1, 0, 0, nullptr, row % 3 ? &logit_mask : nullptr};
         for (int i = 0; i < count; i++) tables[i] = i + 1;
         std::shuffle(tables.begin(), tables.end(), numbers);
     }
 
-    // All rows at once; then those before the middle and those behind it, which have to find the same bits.
-    Found decode(int isa, int threads, bool is_in_lanes = false) const {
+    // All rows at once; then those of each half, which must find the same bits.
+    Found decode(int isa, int threads, bool is_interleaved = false) const {
         Found found(pool, s.rows, STEPS, s.vocab);
-        std::vector<InLanes> turned;
-        turned.reserve(1 + 4 * LAYERS);
-        const auto matrix = [&](const D3Matrix& of) { return is_in_lanes ? turned.emplace_back(of).view : of; };
+        std::vector<Interleaved> repacked;
+        repacked.reserve(1 + 4 * LAYERS);
+        const auto matrix = [&](const D3Matrix& of) { return is_interleaved ? repacked.emplace_back(of).view : of; };
         D3Layer own[LAYERS];
         for (int of = 0; of < LAYERS; of++) {
             own[of] = layers[of];
@@ -213,19 +213,19 @@ public:
         }
         const Pool kept = found.pool;
         prompt(decoder, isa);
-        cycles(decoder, isa);
+        speculate(decoder, isa);
         std::copy(kept.floats.begin(), kept.floats.end(), found.pool.floats.begin());
         std::copy(kept.scales.begin(), kept.scales.end(), found.pool.scales.begin());
         std::copy(kept.bytes.begin(), kept.bytes.end(), found.pool.bytes.begin());
-        int32_t course[2] = {0, 0};
+        int32_t control[2] = {0, 0};
         Found again(found.pool, s.rows, STEPS, s.vocab);
-        const D3Run followed = run_of(again, 0, s.rows, course);
+        const D3Run followed = run_of(again, 0, s.rows, control);
         if (d3_begin(decoder, &followed) != D3_OK || d3_await(decoder, 1) != D3_OK) fail("a run not followed", isa);
         d3_destroy(decoder);  // in the middle of the run
         return found;
     }
 
-    // Ends the program unless `other`, of the instruction set `isa`, is `found` but for rounding.
+    // Ends the program unless `other`, of the instruction set `isa`, equals `found` but for rounding.
     void compare(const Found& found, const Found& other, int isa) const {
         if (found.chosen != other.chosen) fail("other tokens", isa);
         compare_rows(found.logits, other.logits, s.vocab, isa);
@@ -242,15 +242,15 @@ private:
     }
 
     void run(D3Decoder* decoder, int isa, Found& found, int start, int rows) const {
-        int32_t course[2] = {0, 0};
-        const D3Run run = run_of(found, start, rows, course);
+        int32_t control[2] = {0, 0};
+        const D3Run run = run_of(found, start, rows, control);
         if (d3_run(decoder, &run) != D3_OK) fail("a run that was refused", isa);
     }
 
-    // All rows again, while this thread waits for the first step, and then for whatever is done.
+    // All rows again in the background, while this thread waits for the first step, then for all that are done.
     void follow(D3Decoder* decoder, int isa, Found& found) const {
-        int32_t course[2] = {0, 0};
-        const D3Run run = run_of(found, 0, s.rows, course);
+        int32_t control[2] = {0, 0};
+        const D3Run run = run_of(found, 0, s.rows, control);
         const std::vector<int64_t> tokens = found.chosen;
         if (d3_begin(decoder, &run) != D3_OK) fail("a run that does not begin", isa);
         for (int32_t taken = 0, done = 1; taken < STEPS; taken = done) {
@@ -263,19 +263,19 @@ private:
         d3_finish(decoder);
     }
 
-    D3Run run_of(Found& found, int start, int rows, int32_t* course) const {
+    D3Run run_of(Found& found, int start, int rows, int32_t* control) const {
         D3Run run{};
         run.rows = rows, run.steps = STEPS;
         run.tokens = &tokens[start], run.positions = &positions[start], run.generation = &generation[start];
         run.slots = &slots[start], run.cutoffs = &cutoffs[start * LAYERS], run.tables = tables.data();
         run.temperatures = &temperatures[start], run.seeds = &seeds[start], run.indices = &indices[start];
         run.chosen = found.chosen.data(), run.scores = found.scores.data(), run.logits = found.logits.data();
-        run.course = course, run.choices = &choices[start];
+        run.control = control, run.sampling = &sampling[start];
         return run;
     }
 
-    // Rows of the first sequence in one chunk, which is one of many rows, and in two of fewer. Attention knows nothing
-    // of the kind of weights: with one kind they are the sequence's last rows, and with all others its first.
+    // Rows of the first sequence in one chunk of many rows, and in two of fewer. With one kind of weights they are the
+    // sequence's last rows, with all others its first: attention does not depend on the kind.
     void prompt(D3Decoder* decoder, int isa) const {
         const int chunks[][2] = {{0, PROMPT}, {0, 21}, {21, PROMPT}};
         std::vector<int64_t> ids(PROMPT), places(PROMPT), zeros(PROMPT), chosen(PROMPT);
@@ -297,32 +297,32 @@ private:
             fail("a prompt's logit that is not finite", isa);
     }
 
-    // All rows draft and verify until their answers are full, in one call and again while this thread waits.
-    void cycles(D3Decoder* decoder, int isa) const {
+    // All rows draft and verify until their answers are full, in one call and again in the background.
+    void speculate(D3Decoder* decoder, int isa) const {
         const int most = STEPS - 1;
         std::vector<int64_t> lengths = numbers_for_rows(most), rooms = numbers_for_rows(STEPS), places = lengths;
         std::vector<int64_t> drafted(STEPS * s.rows * most, -1), counts(STEPS * s.rows * 3), none = drafted;
         std::vector<float> states(size_t(s.rows) * most * s.hidden);
         for (int row = 0; row < s.rows; row++) places[row] = row % 4 ? row * most : -1;
-        int32_t course[2] = {0, 0}, taken = 0;
-        D3Cycles asked{};
-        asked.rows = s.rows, asked.cycles = STEPS, asked.most = most;
+        int32_t control[2] = {0, 0}, taken = 0;
+        D3SpeculativeLoop asked{};
+        asked.rows = s.rows, asked.iterations = STEPS, asked.most = most;
         asked.tokens = tokens.data(), asked.positions = positions.data(), asked.generation = generation.data();
         asked.slots = slots.data(), asked.cutoffs = cutoffs.data(), asked.tables = tables.data();
         asked.begun = none.data(), asked.num_begun = indices.data(), asked.first_lengths = lengths.data();
         asked.lengths = asked.most_lengths = asked.adapts = lengths.data(), asked.rooms = rooms.data();
         asked.ends = tokens.data(), asked.most_ends = 1;
         asked.states = states.data(), asked.num_states = s.rows * most, asked.places = places.data();
-        asked.drafted = drafted.data(), asked.counts = counts.data(), asked.course = course, asked.taken = &taken;
-        if (d3_run_cycles(decoder, &asked) != D3_OK) fail("cycles that were refused", isa);
+        asked.drafted = drafted.data(), asked.counts = counts.data(), asked.control = control, asked.taken = &taken;
+        if (d3_run_speculative_loop(decoder, &asked) != D3_OK) fail("iterations that were refused", isa);
         const std::vector<int64_t> found(counts.begin(), counts.begin() + taken * s.rows * 3);
-        if (d3_begin_cycles(decoder, &asked) != D3_OK) fail("cycles that do not begin", isa);
-        if (d3_await(decoder, taken) != D3_OK) fail("a cycle that does not come", isa);
+        if (d3_begin_speculative_loop(decoder, &asked) != D3_OK) fail("iterations that do not begin", isa);
+        if (d3_await(decoder, taken) != D3_OK) fail("an iteration that does not come", isa);
         d3_finish(decoder);
-        if (!std::equal(found.begin(), found.end(), counts.begin())) fail("other cycles where they are followed", isa);
+        if (!std::equal(found.begin(), found.end(), counts.begin())) fail("other iterations in the background", isa);
     }
 
-    // The difference of a row, by its length; a sum of thousands of products is rounded in another order.
+    // The difference of a row relative to its length: sums of thousands of products are rounded in another order.
     void compare_rows(const std::vector<float>& wanted, const std::vector<float>& found, int columns, int isa) const {
         for (size_t row = 0; row < wanted.size(); row += columns) {
             double apart = 0, length = 1e-12;
@@ -338,7 +338,7 @@ private:
     const int blocks = (LENGTH + s.block_size - 1) / s.block_size, count = s.rows * LAYERS * blocks;
     std::vector<Matrix> matrices;
     const std::vector<float> norm, head_norms, rotations = floats(size_t(LENGTH) * s.head_dim);
-    const bool bias;  // and a cache of 8 bits
+    const bool bias;  // and an 8-bit KV cache
     const Pool pool{size_t(count + 1) * 2 * s.block_size * s.kv_heads * s.head_dim, s.head_dim, bias};
     D3Layer layers[LAYERS];
     D3Matrix embedding, head;
@@ -347,8 +347,8 @@ private:
     std::vector<float> temperatures = std::vector<float>(s.rows);
     const int64_t word[2] = {0, s.vocab - 1}, first_edges[3] = {0, 1, 1}, first_bans[3] = {0, 0, 1}, no_edges[3] = {};
     const std::vector<uint8_t> all_tokens = std::vector<uint8_t>((s.vocab + 7) / 8, 255);
-    D3Rules rules{};
-    std::vector<D3Choice> choices = std::vector<D3Choice>(s.rows);
+    D3LogitMask logit_mask{};
+    std::vector<D3Sampling> sampling = std::vector<D3Sampling>(s.rows);
     std::vector<int32_t> cutoffs = std::vector<int32_t>(s.rows * LAYERS), tables = std::vector<int32_t>(count);
 
     std::vector<int64_t> numbers_for_rows(int64_t number) const { return std::vector<int64_t>(s.rows, number); }
@@ -359,19 +359,19 @@ private:
 int main() {
     const Sizes shapes[] = {
         {2, 1, 1, 1, 2, 1, 1, 1},          // the smallest
-        {35, 51, 6, 2, 10, 131, 3, 5},     // nothing a multiple of a vector
-        {128, 160, 7, 1, 34, 40, 200, 2},  // one block, seven query heads to one of keys
-        {48, 130, 5, 1, 18, 17, 64, 11},   // more rows than a tile has
+        {35, 51, 6, 2, 10, 131, 3, 5},  // no multiple of a vector
+        {128, 160, 7, 1, 34, 40, 200, 2},  // one block, seven query heads per KV head
+        {48, 130, 5, 1, 18, 17, 64, 11},  // more rows than a micro-tile has
     };
     const int portable = d3_num_isas() - 1;
     int cases = 0;
-    for (int kind = D3_FLOAT32; kind <= D3_PACKED_BFLOAT16; kind++)
+    for (int kind = D3_FLOAT32; kind <= D3_BF12; kind++)
         for (const Sizes& sizes : shapes) {
             const Case made(sizes, kind);
             const Found wanted = made.decode(portable, 1 + cases % 3);
             for (int isa = 0; isa < portable; isa++)
-                for (int lanes = 0; d3_isa_runs_here(isa) && lanes <= d3_isa_reads_lanes(isa); lanes++)
-                    made.compare(wanted, made.decode(isa, 1 + (cases + isa) % 3, lanes), isa);
+                for (int repacked = 0; d3_isa_runs_here(isa) && repacked <= d3_isa_reads_interleaved(isa); repacked++)
+                    made.compare(wanted, made.decode(isa, 1 + (cases + isa) % 3, repacked), isa);
             cases++;
         }
     for (int isa = 0; isa <= portable; isa++)

@@ -1,4 +1,4 @@
-"""Rows cross the layers that they leave out by maps of every kind, natively, and each as if it were alone."""
+"""Bridges of every kind over skipped layers, in C++; no row depends on the batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPE = Shape(layers=LAYERS, hidden=136, intermediate=72, rows=ROWS, seed=3)
 
 
 def bridges_of(case: Case, rank: int | None = None) -> NativeBridges:
-    """Of every window, far from doing nothing; with a `rank`, a third of them of it, and a third of twice that."""
+    """Over every window, far from the identity; with a `rank`, a third of them has it, and a third twice that."""
     hidden = case.shape.hidden
     found = []
     for first in range(LAYERS):
@@ -29,7 +29,7 @@ def bridges_of(case: Case, rank: int | None = None) -> NativeBridges:
 
 
 def case_of(form: str = "float32", rank: int | None = None) -> tuple[Case, list[NativeBridges | None]]:
-    """Rows that leave out windows of every kind, which change from step to step, the second of them without bridges."""
+    """Rows that skip windows of every kind, which change from step to step; the second row has no bridges."""
     case = Case(replace(SHAPE, form=form))
     own, others = bridges_of(case, rank), bridges_of(case)
     by_row: list[NativeBridges | None] = [own, None, others, own, own, own, others]
@@ -64,7 +64,7 @@ def test_bridged_rows_have_the_same_bits_alone_and_in_any_batch(form: str) -> No
         np.testing.assert_array_equal(logits.view(np.int32), together[:, places].view(np.int32))
 
 
-def test_many_rows_that_cross_one_window_have_the_bits_of_each_alone() -> None:
+def test_many_rows_on_one_bridge_have_the_bits_of_each_alone() -> None:
     case = Case(replace(SHAPE, rows=60))
     own = bridges_of(case, rank=9)
     cutoffs = np.full((60, LAYERS), 1000)
@@ -78,11 +78,12 @@ def test_many_rows_that_cross_one_window_have_the_bits_of_each_alone() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_not_finite_stays_in_its_row_where_others_cross_another_window(form: str) -> None:
+def test_nan_stays_in_its_row_with_rows_on_other_bridges(form: str) -> None:
+    """Rows of other bridges stay finite."""
     case = Case(replace(SHAPE, form=form))
     own = bridges_of(case, rank=5)
     cutoffs = np.full((ROWS, LAYERS), 1000)
-    cutoffs[0, :2] = 0  # of rank 10: what it leaves in the place of the first row
+    cutoffs[0, :2] = 0  # of rank 10: it leaves numbers in the first row's memory
     cutoffs[1:, 3:4] = 0  # of rank 5
     rows = case.rows = replace(case.rows, cutoffs=cutoffs, bridges=[own] * ROWS)
     _, _, healthy = case.decode(1)
@@ -105,7 +106,8 @@ def wrong(case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("which", ["another window", "other sizes", "another rank", "no offset"])
-def test_a_window_without_a_bridge_that_fits_is_refused_before_a_step_is_taken(which: str) -> None:
+def test_a_window_without_a_fitting_bridge_is_refused(which: str) -> None:
+    """Before any step runs."""
     case = Case(SHAPE)
     cutoffs = np.full((ROWS, LAYERS), 1000)
     cutoffs[2, 1:3] = 3  # from the third step on

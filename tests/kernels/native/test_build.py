@@ -1,4 +1,4 @@
-"""How the library comes about, and what is said where it does not."""
+"""Building the library, and the messages where that fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from d3engine.kernels.native.library import LibraryMissing, load
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_an_install_without_a_compiler_goes_on_and_says_what_is_missing_and_what_that_costs(tmp_path: Path) -> None:
+def test_install_without_a_compiler_warns_and_goes_on(tmp_path: Path) -> None:
+    """The warning says what is missing and what that costs."""
     setup = [sys.executable, "setup.py", "build_ext", "--build-lib", str(tmp_path)]
     done = subprocess.run(
         setup, cwd=ROOT, env=os.environ | {"CXX": "no-such-compiler"}, capture_output=True, text=True, timeout=600
@@ -46,7 +47,7 @@ def test_a_library_of_the_very_sources_is_not_compiled_again(tmp_path: Path) -> 
     with pytest.raises(build.BuildError, match="in silence"):
         build.compile_library(tmp_path / "other.so", compiler=[str(compiler)], flags=["-O1"])
     compiler.write_text('#!/bin/sh\ntest "$1" = -dumpmachine && echo riscv64-linux\n')
-    with pytest.raises(build.BuildError, match="in silence"):  # it is not one for another machine
+    with pytest.raises(build.BuildError, match="in silence"):  # it is for this machine only
         build.compile_library(tmp_path / "other.so", compiler=[str(compiler)])
 
 
@@ -55,7 +56,9 @@ def test_a_library_that_was_built_of_other_sources_is_not_used(tmp_path: Path) -
     with pytest.raises(LibraryMissing, match="was not built"):
         load(tmp_path / build.LIBRARY)
     for path in (*build.sources(), built):
-        shutil.copy(path, tmp_path)
+        copied = tmp_path / path.relative_to(build.FOLDER)
+        copied.parent.mkdir(exist_ok=True)
+        shutil.copy(path, copied)
     load(tmp_path / build.LIBRARY)
     with (tmp_path / "abi.h").open("a") as file:
         file.write("// another\n")
@@ -67,8 +70,8 @@ def test_a_library_that_was_built_of_other_sources_is_not_used(tmp_path: Path) -
         load(broken)
 
 
-def test_lines_of_c_plus_plus_are_no_longer_than_those_of_python() -> None:
-    """120 characters, as the linter holds it for Python."""
+def test_cpp_lines_are_no_longer_than_python_lines() -> None:
+    """120 characters, the linter's limit for Python."""
     files = [*build.sources(), *Path(__file__).parent.glob("*.cpp")]
     lines = [(file.name, nth, line) for file in files for nth, line in enumerate(file.read_text().split("\n"), 1)]
     assert [line for line in lines if len(line[2]) > 120 or line[2] != line[2].rstrip()] == []

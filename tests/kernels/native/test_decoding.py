@@ -1,4 +1,4 @@
-"""The native library decodes as the reference operations do, and each row as if it were alone."""
+"""The native library agrees with the reference operations; no row depends on the batch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def test_a_run_is_that_of_the_reference(shape: Shape, form: str, isa: str) -> No
 
 
 @pytest.mark.parametrize("isa", isas())
-def test_an_int8_head_that_is_the_embedding_too_is_that_of_the_reference_and_in_any_batch_the_same(isa: str) -> None:
+def test_tied_int8_head_matches_the_reference_in_any_batch(isa: str) -> None:
+    """An int8 LM head that is the embedding too."""
     case = Case(Shape(rows=7, hidden=136, vocab=300, form="int4", head="int8"))
     assert_as_reference(case, isa=isa, num_threads=2)
     tokens, _, together = case.decode(3, isa=isa, num_threads=2)
@@ -50,13 +51,15 @@ def test_an_int8_head_that_is_the_embedding_too_is_that_of_the_reference_and_in_
         np.testing.assert_array_equal(own[:, 0], tokens[:, row])
 
 
-def test_a_head_of_four_bits_that_is_the_embedding_too_is_refused() -> None:
+def test_a_tied_int4_head_is_refused() -> None:
+    """An int4 LM head cannot be the embedding too."""
     with pytest.raises(NativeError, match="a weight is of a kind that is not known"):
         Case(Shape(form="int4", head="int4")).decoder()
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_tiles_and_products_of_bytes_are_for_narrow_matrices_where_nothing_is_said(form: str) -> None:
+def test_auto_isa_takes_amx_and_vnni_for_narrow_matrices(form: str) -> None:
+    """Without an explicit instruction set."""
     only_bytes_are_not = {"int8": ("avx512-vnni",), "bfloat16": ("avx512-vnni",), "int4": ()}
     not_for_it = only_bytes_are_not.get(form, ("avx512-vnni", "amx"))
     best = next(isa for isa in isas() if isa not in not_for_it)
@@ -70,8 +73,8 @@ def test_query_heads_share_a_head_of_keys_and_values(group: int) -> None:
 
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("group", [1, 3, 5, 8])
-def test_rows_of_long_texts_have_the_same_bits_in_any_company(group: int, isa: str) -> None:
-    """Chunks and spans end behind, at and before their last entries. Of many rows all heads are one piece."""
+def test_rows_of_long_contexts_have_the_same_bits_in_any_batch(group: int, isa: str) -> None:
+    """Chunks and spans end behind, at and before their last positions. With many rows all heads are one tile."""
     shape = Shape(rows=9, heads=3 * group, kv_heads=3, head_dim=18, block_size=16, max_positions=700, seed=group)
     case = Case(shape)
     positions = np.array([690, 62, 63, 64, 255, 256, 320, 500, 3])
@@ -95,7 +98,8 @@ def assert_as_reference(case: Case, **decoding: Any) -> None:
 
 
 @pytest.mark.parametrize(("form", "isa"), forms_and_isas())
-def test_logits_are_the_same_bits_alone_and_in_any_batch_on_any_threads(form: str, isa: str) -> None:
+def test_logits_have_the_same_bits_in_any_batch_on_any_threads(form: str, isa: str) -> None:
+    """Alone, in a batch, with one thread or several."""
     shape = Shape(rows=14, hidden=136, intermediate=200, head_dim=24, max_positions=150, vocab=300, form=form)
     case = Case(shape)
     tokens, _, together = case.decode(3, isa=isa, num_threads=3)
@@ -108,7 +112,8 @@ def test_logits_are_the_same_bits_alone_and_in_any_batch_on_any_threads(form: st
 
 
 @pytest.mark.parametrize(("form", "isa"), forms_and_isas())
-def test_so_they_are_among_more_rows_than_a_tile_has_and_over_several_blocks_of_columns(form: str, isa: str) -> None:
+def test_logits_of_many_rows_and_column_blocks_keep_their_bits(form: str, isa: str) -> None:
+    """More rows than a micro-tile has, and several blocks of columns."""
     case = Case(Shape(layers=1, rows=35, hidden=144, intermediate=600, head_dim=24, vocab=300, form=form))
     together = case.decode(1, isa=isa, num_threads=2)[2]
     for places in ([34], [16, 33], [0, 17, 32, 5], range(9), range(18), range(2, 35)):
@@ -117,8 +122,8 @@ def test_so_they_are_among_more_rows_than_a_tile_has_and_over_several_blocks_of_
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_so_they_are_where_weights_are_fetched_from_memory_for_later(form: str) -> None:
-    """Of more than 32 MiB: what fewer have is taken to stay in caches. Rows skip layers, and so what comes next."""
+def test_logits_keep_their_bits_where_weights_are_prefetched(form: str) -> None:
+    """More than 32 MiB of weights: fewer are assumed to stay in caches. Rows skip layers, and so prefetched weights."""
     case = Case(Shape(layers=6, rows=35, hidden=136, intermediate=20000, head_dim=24, form=form))
     together = case.decode(2, num_threads=3)[2]
     for threads, places in enumerate(([34], [0, 17, 32, 5], range(9), range(2, 20)), start=1):
@@ -126,7 +131,8 @@ def test_so_they_are_where_weights_are_fetched_from_memory_for_later(form: str) 
         np.testing.assert_array_equal(logits.view(np.int32), together[:, np.array(places)].view(np.int32))
 
 
-def test_rows_that_are_not_asked_for_logits_change_nothing_for_those_that_are() -> None:
+def test_rows_without_logits_change_nothing_for_the_others() -> None:
+    """`yields` selects rows."""
     case = Case(Shape(rows=7))
     tokens, scores, logits = case.decode(1, num_threads=2)
     entries = case.entries
@@ -140,8 +146,8 @@ def test_rows_that_are_not_asked_for_logits_change_nothing_for_those_that_are() 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_row_goes_on_from_the_state_that_it_left_with_the_same_bits(form: str) -> None:
-    """One step up to layer 1, whose states are kept, and one from there on, as a draft's verification takes it."""
+def test_a_row_resumes_its_saved_state_with_the_same_bits(form: str) -> None:
+    """One step up to layer 1, which saves states, and one from there on, as in a draft's verification."""
     case = Case(Shape(rows=6, layers=3, form=form))
     rows, none, places = case.rows, np.full(6, -1), np.array([4, 0, 9, -1, 2, 7])
     everywhere = replace(rows, cutoffs=np.full_like(rows.cutoffs, 1000))
@@ -155,13 +161,13 @@ def test_a_row_goes_on_from_the_state_that_it_left_with_the_same_bits(form: str)
     case.pool.copy_(kept)
     who = places >= 0
     np.testing.assert_array_equal(logits[:, who].view(np.int32), wanted[:, who].view(np.int32))
-    assert not np.array_equal(logits[:, ~who], wanted[:, ~who])  # it has begun with its embedding again
+    assert not np.array_equal(logits[:, ~who], wanted[:, ~who])  # it started from its embedding
     assert not states[[1, 3, 5, 6, 8]].any()
 
 
 @pytest.mark.parametrize("vocab", [2, 301])
 def test_draws_are_those_of_the_sampler(vocab: int) -> None:
-    """Philox and Gumbel by seed, index, step and token, beside rows that take the likeliest."""
+    """Philox and Gumbel by seed, index, step and token, with rows that take the likeliest token."""
     case = Case(Shape(rows=12, vocab=vocab))
     draws = Draws(
         np.array([0.0, 0.3, 1.0, 2.0, 5.0, 50.0] * 2, np.float32),
@@ -176,10 +182,11 @@ def test_draws_are_those_of_the_sampler(vocab: int) -> None:
 
 
 @pytest.mark.parametrize(("form", "isa"), forms_and_isas())
-def test_what_is_not_finite_stays_in_its_row_and_what_is_not_its_own_is_never_read(form: str, isa: str) -> None:
+def test_nan_stays_in_its_row_and_foreign_blocks_are_not_read(form: str, isa: str) -> None:
+    """Rows read no block but their own."""
     case = Case(Shape(rows=4, max_positions=100, form=form))
     before, _, healthy = case.decode(2, isa=isa)
-    case.pool[0] = np.nan  # the block that stands where a table has none
+    case.pool[0] = np.nan  # the block that fills unused table places
     spoilt = case.rows.tables[case.rows.slots[1], 0, 0]
     case.pool[spoilt] = np.nan
     for row in range(4):

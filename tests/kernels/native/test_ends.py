@@ -1,4 +1,4 @@
-"""A run is over with the last of its answers: no step is taken that nobody would read."""
+"""A run ends with the last of its answers."""
 
 from __future__ import annotations
 

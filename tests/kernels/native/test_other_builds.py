@@ -1,4 +1,4 @@
-"""The native library on another machine and by another compiler: no warnings, and what the portable code finds.
+"""The native library on another machine and by another compiler: no warnings, and the portable code's results.
 
 Each is skipped by name where its compiler is missing. Among all tests Arm's compiler only reads what is for Arm; the
 gate and `make ports` build the library with it, and run it.
@@ -18,10 +18,10 @@ from d3engine.kernels.native.library import isas_here
 ARM = "aarch64-linux-gnu-g++"
 
 
-@pytest.mark.parametrize("source", ["neon.cpp", "portable.cpp"])
+@pytest.mark.parametrize("source", ["isa/neon.cpp", "isa/portable.cpp"])
 def test_what_arm_runs_compiles_without_a_warning(source: str) -> None:
     needs(ARM, package="g++-aarch64-linux-gnu")
-    flags = [*build.FLAGS, "-Werror", "-fsyntax-only"]
+    flags = [*build.FLAGS, f"-I{build.FOLDER}", "-Werror", "-fsyntax-only"]
     done = subprocess.run([ARM, *flags, str(build.FOLDER / source)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -35,7 +35,7 @@ def test_neon_finds_what_the_portable_code_finds(tmp_path: Path) -> None:
     assert go_through_odd_shapes(tmp_path, [ARM], ["-Og"], runner) == ["neon", "portable"]
 
 
-def test_clang_builds_the_library_without_a_warning_and_it_finds_the_same(tmp_path: Path) -> None:
+def test_clang_builds_without_warnings_and_agrees(tmp_path: Path) -> None:
     left_to_ports()
     needs("clang++", package="clang")
     assert go_through_odd_shapes(tmp_path, ["clang++"], ["-O0"]) == isas_here()

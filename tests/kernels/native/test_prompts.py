@@ -1,4 +1,4 @@
-"""Many rows of one sequence at once: the reference's numbers, and the same bits in chunks of any size."""
+"""Many rows of one sequence: the reference's numbers, and the same bits in chunks of any size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPE = Shape(
     bias=True,
 )
 FIRST = 190
-"""Before it stand entries of earlier rows; behind it chunks and spans of attention end."""
+"""Earlier rows fill the positions before it; attention chunks and spans end behind it."""
 
 
 @pytest.mark.parametrize(("form", "isa"), forms_and_isas())
@@ -51,7 +51,7 @@ def test_a_prompt_is_that_of_the_reference(changes: dict[str, Any], form: str, i
 
 @pytest.mark.parametrize(("form", "isa"), forms_and_isas())
 def test_logits_are_the_same_bits_in_chunks_of_any_size(form: str, isa: str) -> None:
-    """Alone, row by row, beside another prompt, in one chunk or in many, on any threads."""
+    """Alone, row by row, with another prompt, in one chunk or in many, on any number of threads."""
     case = Case(replace(SHAPE, form=form))
     count = 151
     decoder = case.decoder(isa=isa, max_rows=192, num_threads=3)
@@ -68,8 +68,8 @@ def test_logits_are_the_same_bits_in_chunks_of_any_size(form: str, isa: str) -> 
 
 
 @pytest.mark.parametrize("form", ["float32", "int4"])
-def test_rows_that_nobody_asks_for_a_token_leave_the_same_entries(form: str) -> None:
-    """The last layer ends for them where their entries are written; those that are asked have the same bits."""
+def test_rows_without_tokens_store_the_same_keys_and_values(form: str) -> None:
+    """The last layer only stores their keys and values; the other rows have the same bits."""
     case = Case(replace(SHAPE, form=form))
     case.rows = prompt_rows(case, (0, 3, 37), (1, FIRST, 151), (0, 40, 2))
     decode = partial(case.decode, 1, max_rows=192, num_threads=2)
@@ -96,7 +96,7 @@ def logits_and_entries(case: Case, decoder: Decoder, runs: list[Any]) -> tuple[A
 
 @pytest.mark.parametrize("isa", isas())
 def test_threads_share_the_context_of_one_row(isa: str) -> None:
-    """One head of keys and values, several spans: the same bits as on one thread, and the reference's numbers."""
+    """One KV head, several spans: the same bits as on one thread, and the reference's numbers."""
     case = Case(Shape(rows=1, heads=5, kv_heads=1, head_dim=18, block_size=16, max_positions=1200))
     case.rows = prompt_rows(case, (0, 1100, 1))
     _, _, alone = case.decode(1, isa=isa)
@@ -107,7 +107,7 @@ def test_threads_share_the_context_of_one_row(isa: str) -> None:
 
 
 def test_rows_see_nothing_of_later_ones() -> None:
-    """Not even of one that is not a number: it spoils itself and those behind it."""
+    """Not even of NaN, which affects its own row and later ones."""
     case = Case(SHAPE)
     rows = prompt_rows(case, (1, FIRST, 100))
     decoder = case.decoder(max_rows=128, num_threads=2)

@@ -1,4 +1,4 @@
-"""What would be read or written out of bounds is refused by a sentence, and nothing is touched."""
+"""Accesses out of bounds are refused with a message, before anything is read or written."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_hidden_states_stay_within_what_the_run_brings(kind: str) -> None:
         CASE.decoder().run(ROWS, 2, states=replace(states, states=states.states[:, 1:]))
 
 
-def test_a_table_without_blocks_for_a_layer_that_sleeps_is_none_of_the_run_s_business() -> None:
+def test_a_skipped_layer_needs_no_blocks_in_the_table() -> None:
     asleep = ROWS.cutoffs.copy()
     asleep[:, 1] = 0
     tables = ROWS.tables.copy()

@@ -1,4 +1,4 @@
-"""Cuts and penalties choose the tokens that the reference chooses from the very same logits, ties and all."""
+"""Top-k, top-p, min-p and penalties agree with the reference on the same logits, ties included."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from native_models import Case, Shape
 
 from d3engine.kernels import reference
-from d3engine.kernels.native.choices import Asked, Counted
 from d3engine.kernels.native.model import NativeError
-from d3engine.kernels.native.runs import Draws
+from d3engine.kernels.native.runs import Draws, RowSampling, TokenCounts
 from d3engine.kernels.sampling import Cuts, Penalties, SamplingRows
 
 ROWS, STEPS, VOCAB = 12, 6, 301
@@ -50,12 +49,12 @@ def case(request: pytest.FixtureRequest) -> Case:
     return found
 
 
-def asked_of(kind: dict[str, float], tokens: list[list[int]]) -> Asked:
+def asked_of(kind: dict[str, float], tokens: list[list[int]]) -> RowSampling:
     of = NOTHING | kind
     penalties = (of["repetition"], of["presence"], of["frequency"])
-    counted = None if penalties == (1.0, 0.0, 0.0) else Counted.of(*tokens)
+    counted = None if penalties == (1.0, 0.0, 0.0) else TokenCounts.of(*tokens)
     log_min_p = float(torch.tensor(of["min_p"]).log())
-    return Asked(log_min_p, of["top_p"], int(of["top_k"]), *penalties, counted)
+    return RowSampling(log_min_p, of["top_p"], int(of["top_k"]), *penalties, counted)
 
 
 def chosen_by_reference(logits: Any, draws: Draws, generation: Any, kinds: Any, tokens: Any) -> Any:
@@ -96,7 +95,7 @@ def test_the_tokens_are_those_of_the_reference(case: Case, seed: int) -> None:
     assert np.isfinite(scores).all()
 
 
-def test_a_row_that_is_not_finite_has_no_finite_score_whatever_it_asks_for(case: Case) -> None:
+def test_nan_logits_give_no_finite_score_with_any_parameters(case: Case) -> None:
     spoilt = Case(case.shape)
     head = spoilt.model.lm_head.clone()
     head[5] = float("nan")

@@ -1,4 +1,4 @@
-"""The native code reads and writes nothing beyond its tensors, does nothing undefined, and its threads do not race."""
+"""The native code stays within its tensors, without undefined behaviour and data races."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from native_programs import go_through_odd_shapes, guarded_program, left_to_port
 from d3engine.kernels.native import build
 from d3engine.kernels.native.library import isas_here
 
-# Numbers of lines in a report cost a quarter of the time that this takes to compile: NATIVE_TEST_FLAGS=-g1 adds them.
+# Line numbers in reports cost a quarter of the compile time: NATIVE_TEST_FLAGS=-g1 adds them.
 MEMORY = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-# Who writes what when is the same whatever the instruction set, and one of them is built in a third of the time.
+# The instruction set does not matter for races, and one of them compiles in a third of the time.
 THREADS = ("-Og", "-g1", "-fsanitize=thread", "-DD3_PORTABLE")
 
 
@@ -28,8 +28,8 @@ def test_what_is_installed_touches_nothing_beyond_its_memory(guarded: str, side:
     assert run([guarded], {"GUARDED": side}) == isas_here()
 
 
-def test_odd_shapes_stay_within_their_memory_and_do_nothing_undefined(tmp_path: Path) -> None:
-    """What closed pages do not see as well: arrays of a function, and what C++ leaves undefined."""
+def test_odd_shapes_pass_address_and_undefined_sanitizers(tmp_path: Path) -> None:
+    """Closed pages miss local arrays and undefined behaviour."""
     left_to_ports()
     compiler = build.find_compiler()
     needs_to_run(tmp_path, compiler, MEMORY)

@@ -1,0 +1,128 @@
+// AVX2 with FMA and F16C: eight floats a register, sixteen registers. Compiled with these flags, called only on
+// machines that have them.
+#include "isa/simd.h"
+
+#if defined(__x86_64__) && !defined(D3_PORTABLE)
+#include <cpuid.h>
+#include <immintrin.h>
+
+namespace avx2 {
+
+constexpr int LANES = 8, REGISTERS = 16;
+typedef float V __attribute__((vector_size(32)));
+typedef int32_t VI __attribute__((vector_size(32)));
+
+INLINE V load(const float* from) { return _mm256_loadu_ps(from); }
+INLINE void store(float* to, V values) { _mm256_storeu_ps(to, values); }
+INLINE V all(float value) { return _mm256_set1_ps(value); }
+INLINE float sum(V values) {
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(values), _mm256_extractf128_ps(values, 1));
+    __m128 quarter = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
+}
+INLINE float first_lane(V values) { return values[0]; }
+INLINE V multiply_add(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE V zip_low(V a, V b) { return _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20); }
+INLINE V zip_high(V a, V b) { return _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31); }
+// Halves are swapped first, and the rest stays within them: half the instructions of a transpose by zips.
+INLINE void transpose(V (&values)[LANES]) {
+    constexpr int HALF = LANES / 2;
+    V halves[LANES], pairs[LANES];
+    UNROLL for (int i = 0; i < HALF; i++) {
+        halves[i] = _mm256_permute2f128_ps(values[i], values[i + HALF], 0x20);
+        halves[i + HALF] = _mm256_permute2f128_ps(values[i], values[i + HALF], 0x31);
+    }
+    UNROLL for (int i = 0; i < LANES; i += 2) {
+        pairs[i] = _mm256_unpacklo_ps(halves[i], halves[i + 1]);
+        pairs[i + 1] = _mm256_unpackhi_ps(halves[i], halves[i + 1]);
+    }
+    UNROLL for (int i = 0; i < LANES; i += HALF)
+        UNROLL for (int nth = 0; nth < 2; nth++) {
+            const __m256d a = (__m256d)pairs[i + nth], b = (__m256d)pairs[i + nth + 2];
+            values[i + 2 * nth] = (V)_mm256_unpacklo_pd(a, b), values[i + 2 * nth + 1] = (V)_mm256_unpackhi_pd(a, b);
+        }
+}
+#include "isa/x86.inc"
+INLINE Summed begun_sum(V values) { return values; }
+INLINE V select(VI where, V yes, V no) { return where ? yes : no; }
+INLINE V larger(V a, V b) { return _mm256_max_ps(a, b); }
+INLINE V smaller(V a, V b) { return _mm256_min_ps(a, b); }
+INLINE VI float_as_bits(V values) { return (VI)values; }
+INLINE V bits_as_float(VI bits) { return (V)bits; }
+
+INLINE V widen_bfloat16(const char* from) {
+    return (V)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16);
+}
+INLINE V widen_int8(const char* from) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+}
+INLINE V widen_e4m3(const char* from) {
+    const __m128i halves = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)from)), 7);
+    return _mm256_cvtph_ps(_mm_and_si128(halves, _mm_set1_epi16(short(0xbfff))));  // drop the sign's copy
+}
+INLINE VI widen_uint8(const char* from) { return (VI)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
+
+// q * scale - 8 * scale rounded once is (q - 8) * scale: multiplying by 8 is exact.
+struct Int4Values {
+    V scale, eight;
+    Int4Values() = default;
+    explicit INLINE_LAMBDA Int4Values(float given) : scale(all(given)), eight(all(-8.0f * given)) {}
+    INLINE_LAMBDA V low(VI bytes) const { return value(_mm256_and_si256((__m256i)bytes, _mm256_set1_epi32(15))); }
+    INLINE_LAMBDA V high(VI bytes) const { return value(_mm256_srli_epi32((__m256i)bytes, 4)); }
+    INLINE_LAMBDA V value(__m256i q) const { return _mm256_fmadd_ps(_mm256_cvtepi32_ps(q), scale, eight); }
+};
+
+// By code: the exponent bits of the byte with the sign, and of the byte with the mantissa.
+struct Bf12Exponents {
+    __m256i with_sign, with_mantissa;
+    explicit INLINE_LAMBDA Bf12Exponents(int before) {
+        const __m128i codes = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m128i sums = _mm_add_epi8(codes, _mm_set1_epi8(char(before)));
+        const __m128i all = _mm_andnot_si128(_mm_cmpeq_epi8(codes, _mm_setzero_si128()), sums);
+        with_sign = _mm256_broadcastsi128_si256(_mm_and_si128(_mm_srli_epi16(all, 1), _mm_set1_epi8(0x7f)));
+        with_mantissa = _mm256_broadcastsi128_si256(_mm_and_si128(_mm_slli_epi16(all, 7), _mm_set1_epi8(char(0x80))));
+    }
+};
+INLINE void bf12_words(const char* group, const Bf12Exponents& exponents, VI (&words)[4]) {
+    const __m256i low_bits = _mm256_set1_epi8(0x7f);
+    const __m256i all_codes = _mm256_loadu_si256((const __m256i*)(group + BF12_GROUP));
+    UNROLL for (int half = 0; half < 2; half++) {
+        const __m256i bytes = _mm256_loadu_si256((const __m256i*)(group + 32 * half));
+        const __m256i codes = _mm256_and_si256(_mm256_srli_epi16(all_codes, 4 * half), _mm256_set1_epi8(15));
+        const __m256i signs = _mm256_or_si256(_mm256_andnot_si256(low_bits, bytes),
+                                              _mm256_shuffle_epi8(exponents.with_sign, codes));
+        const __m256i mantissas = _mm256_or_si256(_mm256_and_si256(low_bits, bytes),
+                                                  _mm256_shuffle_epi8(exponents.with_mantissa, codes));
+        words[half] = (VI)_mm256_unpacklo_epi8(mantissas, signs);
+        words[2 + half] = (VI)_mm256_unpackhi_epi8(mantissas, signs);
+    }
+}
+
+// As bfloat16, column by column.
+INLINE void store_words(char* to, const VI (&words)[4]) {
+    const __m256i order = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+    UNROLL for (int nth = 0; nth < 4; nth++) {
+        const __m256i apart = _mm256_permute4x64_epi64(_mm256_shuffle_epi8((__m256i)words[nth], order), 0xd8);
+        char* const here = to + nth / 2 * 64 + nth % 2 * 16;
+        _mm_storeu_si128((__m128i*)here, _mm256_castsi256_si128(apart));
+        _mm_storeu_si128((__m128i*)(here + 32), _mm256_extracti128_si256(apart, 1));
+    }
+}
+
+#include "isa/kernels.inc"
+
+// Older compilers have no name for this check.
+static bool has_half_floats() {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+static bool runs_here() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_half_floats();
+}
+
+extern const Kernels kernels;
+const Kernels kernels = table("avx2");
+
+}  // namespace avx2
+#endif

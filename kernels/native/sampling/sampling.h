@@ -1,0 +1,42 @@
+// From logits to a token: logit mask, penalties, temperature, min-p, top-k, top-p and a draw, in this order, as in
+// `kernels/sampling.py` and `kernels/random.py`.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "abi.h"
+
+// How one row draws. A temperature of 0 takes the largest logit.
+struct DrawParams {
+    float temperature;
+    uint64_t seed;
+    uint32_t index, step;
+};
+
+// The best token so far and its score.
+struct Best {
+    float score;
+    int64_t token;
+
+    static Best none();
+    // NaN beats everything, so that a caller sees it; of equal scores the lower token wins.
+    void update(float other, int64_t of);
+    void update(const Best& other) { update(other.score, other.token); }
+};
+
+// Compares `best` with `count` logits, of the tokens from `first` on; `first` is a multiple of 4.
+void update_best(Best& best, const float* logits, int64_t first, int count_token, const DrawParams& how);
+
+// The best token of `logits`, which it changes. `order` is scratch with room for `vocab` numbers.
+Best sample(float* logits, int vocab, const D3Sampling& asked, const DrawParams& how, std::vector<uint64_t>& order);
+
+// Counts the token of the step before `taken` for the penalties, unless it is counted already.
+void count_token(const D3Sampling& asked, int taken, int64_t token);
+
+// Whether all tokens of the mask are in a vocabulary of that size.
+bool is_valid_logit_mask(const D3LogitMask& mask, int vocab);
+
+// Applies `mask` at the step `taken` of `run` to the logits of its row; `grammar` is the row's grammar mask, or null.
+// Bias comes first, so that it brings back no excluded token.
+void apply_logit_mask(float* logits, int vocab, const D3LogitMask& mask, const uint8_t* grammar, const D3Run& run,
+                      int row, int taken);
