@@ -16,7 +16,7 @@ CAN_REACH = $(BIN)/python -c "import sys, urllib.request as r; r.urlopen(sys.arg
 CHECK_VERSION = import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit('d3engine needs Python 3.11 or newer; \
 	%s is %d.%d: name a newer one, as in make PYTHON=python3.12 VENV=.venv312' % ((sys.executable,) + v))
 
-NATIVE := $(wildcard kernels/native/*.cpp kernels/native/*.h kernels/native/*.inc kernels/native/build.py)
+NATIVE := $(shell find kernels/native -name "*.cpp" -o -name "*.h" -o -name "*.inc" -o -name build.py)
 
 .PHONY: help setup demo chat test test-server test-parallel test-integrations lint types layers shipped docs inspect ports bench clean
 

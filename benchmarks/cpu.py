@@ -29,7 +29,7 @@ from benchmarks.timed_engine import EagerPeer, TimedEngine
 from benchmarks.torch_peers import DTYPES, TorchPeer
 from d3engine.depth import DepthPolicy, FullDepth, LayerTable
 from d3engine.depth.statistics import layer_bound
-from d3engine.kernels.native.packing import packed
+from d3engine.kernels.native.bf12 import packed
 from d3engine.model.config import ModelConfig
 from d3engine.model.quantization import in_form, quantize_weights, with_matrices
 from d3engine.model.weights import LlamaWeights

@@ -67,6 +67,6 @@ class PackedWeight:
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The matrix [N, K] in `dtype`: in bfloat16 or float32 what was packed, to the bit."""
-        from d3engine.kernels.native.packing import unpacked  # which knows this class
+        from d3engine.kernels.native.bf12 import unpacked  # which knows this class
 
         return unpacked(self).to(dtype)

@@ -36,10 +36,10 @@ from d3engine.executor.native_weights import native_bridges, native_model
 from d3engine.executor.shares import joined, share_of
 from d3engine.executor.streaming import GoingOn
 from d3engine.kernels.kv_pool import KVPool
-from d3engine.kernels.native.cycles import Drafts
 from d3engine.kernels.native.library import Decoder
 from d3engine.kernels.native.model import NativeBridges
 from d3engine.kernels.native.runs import HiddenStates, Rows
+from d3engine.kernels.native.speculative_loop import Drafts
 from d3engine.model.llama import Llama
 from d3engine.plan import BoolArray, Chosen, Cycled, ExecutorCapabilities, MultiStep, Plan, RunControl
 from d3engine.request.sampling_mode import SamplingMode
@@ -149,7 +149,9 @@ class NativeExecutor:
             drafts, states = self._drafts(plan)
             ends = ends_of(plan.sequences)
             return Cycled(
-                *self._decoder.run_cycles(self._rows(plan, multi_step), multi_step.num_steps, drafts, states, ends=ends)
+                *self._decoder.run_speculative_loop(
+                    self._rows(plan, multi_step), multi_step.num_steps, drafts, states, ends=ends
+                )
             )
         forms, logits = FormsOfRun.of(plan.sequences), self._logits(plan, multi_step)
         found = self._decoder.run(
@@ -209,7 +211,9 @@ class NativeExecutor:
         )
         if multi_step.cycles:
             ends = ends_of(plan.sequences)
-            self._decoder.begin_cycles(rows, multi_step.num_steps, control.words, *self._drafts(plan), ends=ends)
+            self._decoder.begin_speculative_loop(
+                rows, multi_step.num_steps, control.words, *self._drafts(plan), ends=ends
+            )
         else:
             draws = draws_of(plan.sequences, multi_step.choice, forms, self._vocab)
             self._decoder.begin(rows, multi_step.num_steps, control.words, draws=draws, **logits)

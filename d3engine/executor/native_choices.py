@@ -17,9 +17,8 @@ import torch
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth.policy import MAX_DRAFT_LENGTH
 from d3engine.executor.choosing import sampled_steps
-from d3engine.kernels.native.choices import Asked, Counted, Form, LogitMask, Mask
-from d3engine.kernels.native.cycles import Drafts
-from d3engine.kernels.native.runs import Draws
+from d3engine.kernels.native.runs import Draws, GrammarMask, LogitMask, Mask, RowSampling, TokenCounts
+from d3engine.kernels.native.speculative_loop import Drafts
 from d3engine.plan import Chosen, Plan
 from d3engine.request.constraint import Constraint
 from d3engine.request.sampling_mode import SamplingMode, is_restricted
@@ -121,7 +120,7 @@ def _spread(draws: Draws, inside: slice, rows: IntArray, count: int) -> Draws:
         found[rows] = of_draws[inside]
         return found
 
-    asked: list[Asked | None] | None = None
+    asked: list[RowSampling | None] | None = None
     if draws.asked is not None:
         asked = [None] * count
         for row, own in zip(rows.tolist(), draws.asked[inside], strict=True):
@@ -131,7 +130,7 @@ def _spread(draws: Draws, inside: slice, rows: IntArray, count: int) -> Draws:
     return Draws(numbers(draws.temperatures), numbers(draws.seeds), numbers(draws.indices), asked, form)
 
 
-def _of_other_rows(form: Form, own: dict[int, int]) -> Form:
+def _of_other_rows(form: GrammarMask, own: dict[int, int]) -> GrammarMask:
     """A form that is asked by other numbers of its rows."""
     return lambda row, taken, token: form(own[row], taken, token)
 
@@ -173,16 +172,16 @@ def draws_of(
     )
 
 
-def _asked(sequence: Sequence, vocab_size: int) -> Asked:
+def _asked(sequence: Sequence, vocab_size: int) -> RowSampling:
     """What a sequence asks for beside a temperature; the logarithm is torch's, as where torch chooses."""
     params = sequence.params
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-    return Asked(
+    return RowSampling(
         float(torch.tensor(params.min_p).log()) if params.min_p else -math.inf,
         params.top_p,
         params.top_k,
         *penalties,
-        None if penalties == (1, 0, 0) else Counted.of(sequence.prompt_token_ids, sequence.token_ids),
+        None if penalties == (1, 0, 0) else TokenCounts.of(sequence.prompt_token_ids, sequence.token_ids),
         _rules(sequence, vocab_size) if is_restricted(sequence) else None,
     )
 

@@ -24,9 +24,9 @@ from d3engine.executor.interface import Executor
 from d3engine.executor.native import NativeExecutor
 from d3engine.kernels.lanes import in_lanes
 from d3engine.kernels.matrices import Weight
-from d3engine.kernels.native.library import LibraryMissing, isas_here, reads_lanes
+from d3engine.kernels.native.bf12 import packed
+from d3engine.kernels.native.library import LibraryMissing, isas_here, reads_interleaved
 from d3engine.kernels.native.model import NativeError
-from d3engine.kernels.native.packing import packed
 from d3engine.loading.device import kernels_for, settle_programmatic_launch
 from d3engine.loading.settings import EngineSettings, ExecutorKind
 from d3engine.model.config import ModelConfig
@@ -60,7 +60,7 @@ def matrix_form(settings: EngineSettings) -> Callable[[Weight], Weight] | None:
     changes: list[Callable[[Weight], Weight]] = []
     if settings.pack_weights:
         changes.append(packed)
-    if settings.executor == "native" and reads_lanes(NATIVE_ISA.read()):
+    if settings.executor == "native" and reads_interleaved(NATIVE_ISA.read()):
         changes.append(in_lanes)
     return (lambda matrix: reduce(lambda held, change: change(held), changes, matrix)) if changes else None
 

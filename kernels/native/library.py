@@ -297,9 +297,6 @@ class Decoder:
             run.grammar = held["grammar"].function
         return run, held
 
-    run_cycles = run_speculative_loop
-    begin_cycles = begin_speculative_loop
-
 
 def _raise_error_of_grammar(given: dict[str, Any]) -> None:
     callback: GrammarCallback | None = given.get("grammar")
@@ -382,6 +379,3 @@ def _all_isas() -> list[str]:
 def _check(status: int) -> None:
     if status:
         raise NativeError(_REFUSALS.get(status, f"the native library returned the unknown status {status}"))
-
-
-reads_lanes = reads_interleaved

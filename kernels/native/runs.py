@@ -266,6 +266,3 @@ def _addresses(bridges: Sequence[NativeBridges | None]) -> npt.NDArray[np.uintp]
 
 
 # The names by which the executor imports these.
-Asked = RowSampling
-Counted = TokenCounts
-Form = GrammarMask

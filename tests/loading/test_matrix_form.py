@@ -12,13 +12,13 @@ from quantized_weights import load
 from d3engine import D3, EarlyExit, Engine, FullDepth, SamplingParams
 from d3engine.environment import NATIVE_ISA
 from d3engine.kernels.lanes import Int8LanesWeight, LanesWeight
-from d3engine.kernels.native.library import isas_here, reads_lanes
+from d3engine.kernels.native.library import isas_here, reads_interleaved
 from d3engine.model.weights import LlamaWeights
 from d3engine.weights_tools.quantize import quantize_model
 
 OPTIONS = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True}
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 320}
-READER = next((isa for isa in isas_here() if reads_lanes(isa)), None)
+READER = next((isa for isa in isas_here() if reads_interleaved(isa)), None)
 
 pytestmark = [
     pytest.mark.usefixtures("native_library"),
@@ -84,7 +84,7 @@ def test_ready_weights_come_into_lanes_and_stay_what_they_were(quantized: Callab
     weights = load(directory)
     with Engine(directory, weights=weights, **OPTIONS) as engine:
         held = engine.executor.model.weights
-        assert isinstance(held.lm_head, LanesWeight) == reads_lanes()
+        assert isinstance(held.lm_head, LanesWeight) == reads_interleaved()
         assert held.embedding is held.lm_head
         for made, given in zip(matrices(held), matrices(weights), strict=True):
             assert torch.equal(made.dequantize(torch.float32), given.dequantize(torch.float32))  # type: ignore[attr-defined]
@@ -107,6 +107,6 @@ def test_an_instruction_set_is_found_for_a_model_of_which_only_some_matrices_fil
     monkeypatch.setenv(NATIVE_ISA.name, "auto")
     with Engine(directory, **OPTIONS) as engine:
         layer = engine.executor.model.weights.layers[0]
-        assert isinstance(layer.qkv, LanesWeight) == reads_lanes()
+        assert isinstance(layer.qkv, LanesWeight) == reads_interleaved()
         assert not isinstance(layer.down, LanesWeight)
         assert engine.stats().executor.startswith("native")

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from d3engine.kernels import reference
 from d3engine.kernels.matrices import Weight, looked_up
+from d3engine.kernels.native.bf12 import pack
 from d3engine.kernels.native.library import Decoder, LibraryMissing, isas_here
 from d3engine.kernels.native.model import Linear, NativeLayer, NativeModel
-from d3engine.kernels.native.packing import pack
 from d3engine.kernels.native.runs import Draws, Rows
 from d3engine.kernels.quantized import quantize_fp8, quantize_int4, quantize_int8
 from d3engine.kernels.sampling import SamplingRows
