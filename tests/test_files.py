@@ -177,7 +177,11 @@ OPENED_ELSEWHERE = {
     *("d3engine/bridges/saved_state.py: safe_open", "weights_tools/convert.py: torch.load"),
     "weights_tools/convert.py: np.memmap",
     # To write.
-    *("d3engine/evaluation/kept.py: open", "d3engine/batch/results.py: os.open", "weights_tools/fetch.py: target.open"),
+    *(
+        "d3engine/evaluation/kept.py: open",
+        "d3engine/batch/batch_file.py: os.open",
+        "weights_tools/fetch.py: target.open",
+    ),
     # Files of the system, of the package, and of this process.
     *("d3engine/cli/streams.py: open", "d3engine/cli/streams.py: os.open", "d3engine/text/limited_worker.py: open"),
     *("d3engine/text/limited_worker.py: os.open", "d3engine/async_engine/shared_pulse.py: path.open"),
@@ -194,7 +198,7 @@ OPENED_ELSEWHERE = {
     "weights_tools/demo_text.py: (directory / 'config.json').read_text",
     "weights_tools/demo_text.py: (directory / 'tokenizer.model').read_bytes",
     "weights_tools/train_demo.py: (self.out / 'FINISH').read_text",
-    "weights_tools/demo_options.py: (directory / 'config.json').read_text",
+    "weights_tools/train_demo.py: (directory / 'config.json').read_text",
 }
 OPENERS = ("open", "os.open", "safe_open", "torch.load", "np.load", "np.memmap", "np.fromfile")
 NO_PATHS = ("self.", "files.", "archive.")

@@ -5,18 +5,26 @@ so layer l of a training pass simply runs on the column slice ``[0 : P + c_l)`` 
 through. That is D3 exactly as the engine runs it, and it saves compute in training too.
 """
 
+import io
+import itertools
 import json
 import math
+import random
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
 
 import safetensors.torch
+import sentencepiece
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from d3engine.evaluation import word_problems
+from d3engine.evaluation.procedural import WORD_PROBLEMS, SolvedQuestion, all_problems
+from d3engine.evaluation.word_problems import MAX_NUMBER, Split
 from d3engine.weights_tools.demo_text import text_files
 
 NEVER = 1 << 30
@@ -328,3 +336,164 @@ def hf_config(c: DemoConfig) -> dict[str, object]:
         "eos_token_id": EOS,
         "torch_dtype": "bfloat16",
     }
+
+
+Example = tuple[list[int], list[int]]  # prompt ids with bos, answer ids with eos
+TOKENS_PER_BATCH = 3072
+PROMPT_LOSS_WEIGHT = 0.1  # a prompt's content is random: only its form can be learnt
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Token ids and their loss weights, both (rows, time); the first ``prompt`` columns are the prompts."""
+
+    tokens: Tensor
+    weights: Tensor
+    prompt: int
+
+
+def mixed_problems(
+    tasks: list[str], split: Split, seed: int, single_step_share: float = 0.0, giver_share: float = 0.0
+) -> Iterator[SolvedQuestion]:
+    """Yields problems of the tasks for ever, each as often as the others.
+
+    Instead of a share of them come word problems of a single step, which no measured task has: a user asks them first.
+    With a `giver_share` the word problems tell so much more of their gains and losses by who gives alone, which is what
+    few layers learn last.
+    """
+    streams = [
+        word_problems.problems(split, seed, giver_share=giver_share)
+        if giver_share and task == WORD_PROBLEMS
+        else all_problems(task, split, seed)
+        for task in tasks
+    ]
+    rng = random.Random(f"mix-{split}-{seed}")
+    single_steps = word_problems.problems(split, seed, fewest=1, most=1)
+    while True:
+        is_single = bool(single_step_share) and rng.random() < single_step_share
+        yield next(single_steps if is_single else rng.choice(streams))
+
+
+def train_tokenizer(tasks: list[str], vocab_size: int) -> bytes:
+    """Returns a serialized sentencepiece BPE model in which every number with its space is one piece."""
+    sample = itertools.islice(mixed_problems(tasks, "train", seed=0), 20000)
+    texts = (problem.solved for problem in sample)
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(line for text in texts for line in text.split("\n")),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=vocab_size,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        character_coverage=1.0,
+        # A copied number must always look the same: split digits never learnt to copy in the same time.
+        user_defined_symbols=[f"▁{number}" for number in range(MAX_NUMBER + 1)],
+        minloglevel=2,
+        num_threads=1,
+    )
+    return model.getvalue()
+
+
+def encode(tokenizer: sentencepiece.SentencePieceProcessor, problem: SolvedQuestion) -> Example:
+    """Returns a problem as token ids."""
+    prompt = [BOS, *tokenizer.encode(problem.prompt)]
+    return prompt, [*tokenizer.encode(problem.solution), EOS]
+
+
+def make_batch(rows: list[Example], prompt_weight: float = PROMPT_LOSS_WEIGHT) -> Batch:
+    """Returns rows of one prompt length as a batch; answers are padded on the right with eos of weight 0."""
+    prompt = len(rows[0][0])
+    longest = max(len(answer) for _, answer in rows)
+    tokens = torch.full((len(rows), prompt + longest), EOS)
+    weights = torch.zeros(len(rows), prompt + longest)
+    weights[:, 1:prompt] = prompt_weight
+    for index, (prompt_ids, answer_ids) in enumerate(rows):
+        end = prompt + len(answer_ids)
+        tokens[index, :end] = torch.tensor(prompt_ids + answer_ids)
+        weights[index, prompt:end] = 1.0
+    return Batch(tokens, weights, prompt)
+
+
+def batches(
+    tokenizer: sentencepiece.SentencePieceProcessor,
+    tasks: list[str],
+    seed: int,
+    prompt_weight: float,
+    single_step_share: float = 0.0,
+    giver_share: float = 0.0,
+) -> Iterator[Batch]:
+    """Yields batches of about TOKENS_PER_BATCH tokens for ever: equal prompt, similar answer lengths."""
+    stream, rng = mixed_problems(tasks, "train", seed, single_step_share, giver_share), random.Random(seed)
+    kept: dict[int, list[Example]] = defaultdict(list)
+    while True:
+        for problem in itertools.islice(stream, 6000):
+            prompt, answer = encode(tokenizer, problem)
+            kept[len(prompt)].append((prompt, answer))
+        ready = []
+        for length, rows in kept.items():
+            if not rows:
+                continue
+            rows.sort(key=lambda row: len(row[1]))
+            size = max(8, round(TOKENS_PER_BATCH / (length + sum(len(a) for _, a in rows) / len(rows))))
+            while len(rows) >= size:
+                # A remainder too small for a batch waits for the next pool, so no length is ever starved.
+                at = rng.randrange(len(rows) - size + 1) if len(rows) % size else 0
+                ready.append(rows[at : at + size])
+                del rows[at : at + size]
+        rng.shuffle(ready)
+        yield from (make_batch(rows, prompt_weight) for rows in ready)
+
+
+STARTS, START_WEIGHTS = (0.5, 0.6, 0.7, 0.8), (1, 6, 1, 1)
+ALPHAS = (0.8, 0.9, 0.95, 0.99, 0.995, 0.999)
+ALPHA_WEIGHTS = (2, 4, 2, 2, 1, 1)
+# Of the batches whose border is moved into the prompt, most stop just before the answer, as a question without
+# "\nAnswer:" does; the others may stop anywhere.
+SHORT_TAIL, LONG_TAIL_SHARE = 8, 0.3
+
+
+def draw_cutoff(rng: random.Random, config: DemoConfig, full_depth_share: float) -> list[int] | None:
+    """Returns the depth policy of one batch, as cutoffs; None is full depth."""
+    if rng.random() < full_depth_share:
+        return None
+    (alpha,), (start,) = rng.choices(ALPHAS, ALPHA_WEIGHTS), rng.choices(STARTS, START_WEIGHTS)
+    return cutoffs(config.layers, alpha, start)
+
+
+def draw_tail(rng: random.Random, prompt: int, share: float) -> int:
+    """Returns how many of a prompt's last tokens count as generated: in most batches none, seldom nearly all.
+
+    A prompt that stops early, say before "Answer:", leaves these tokens to be generated, at their steps' depths.
+    """
+    if rng.random() >= share:
+        return 0
+    return rng.randint(1, prompt - 1) if rng.random() < LONG_TAIL_SHARE else rng.randint(1, min(SHORT_TAIL, prompt - 1))
+
+
+def batch_loss(model: DemoModel, batch: Batch, cutoff: list[int] | None, tail: int = 0) -> tuple[Tensor, Tensor]:
+    """Returns (loss to minimise, mean loss over answer tokens alone) under a depth policy."""
+    return token_loss(model, batch, model(batch.tokens[:, :-1], batch.prompt - tail, cutoff))
+
+
+def exits_loss(model: DemoModel, batch: Batch, exits: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the sum of the losses at full depth and at each exit, and each over answer tokens alone, by name.
+
+    Once D3's window has grown to its end, a token runs the layers below it alone: that is an exit, and one pass at
+    full depth trains all of them.
+    """
+    depths = {"full": model.config.layers} | {f"exit {depth}": depth for depth in exits}
+    passes = model.leave_at(batch.tokens[:, :-1], list(depths.values()))
+    losses, answer_losses = zip(*(token_loss(model, batch, hidden) for hidden in passes), strict=True)
+    return torch.stack(losses).sum(), dict(zip(depths, answer_losses, strict=True))
+
+
+def token_loss(model: DemoModel, batch: Batch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (weighted mean loss, mean loss over answer tokens) of hidden states (rows, time - 1, width)."""
+    keep = batch.weights[:, 1:].flatten() > 0
+    weights = batch.weights[:, 1:].flatten()[keep]
+    logits = F.linear(hidden.flatten(0, 1)[keep], model.lm_head)
+    losses = F.cross_entropy(logits, batch.tokens[:, 1:].flatten()[keep], reduction="none")
+    answers = weights == 1
+    return (losses * weights).sum() / weights.sum(), losses.detach()[answers].mean()

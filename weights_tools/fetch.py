@@ -25,7 +25,7 @@ from d3engine.loading.model_directory import FETCHED, fetched_directory
 from d3engine.model.config import GENERATION_CONFIG_FILE
 from d3engine.model.fields import read_json_object
 from d3engine.progress import hides_bars
-from d3engine.weights_tools.convert_gguf import convert_gguf
+from d3engine.weights_tools.convert import convert_gguf
 from d3engine.weights_tools.writing import write_json
 
 

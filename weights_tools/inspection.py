@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from d3engine.model.checkpoint import Checkpoint, TensorEntry
+from d3engine.model.checkpoint import SCALES, Checkpoint, TensorEntry
 from d3engine.model.config import ModelConfig, load_generation_config
-from d3engine.model.expected_tensors import SCALES, check_tensors, check_values, expected_tensors, held_dtype
+from d3engine.model.expected_tensors import check_tensors, check_values, expected_tensors, held_dtype
 from d3engine.model.source import open_checkpoint
 from d3engine.progress import bar_columns, hides_bars
 

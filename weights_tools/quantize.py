@@ -14,21 +14,18 @@ from torch import Tensor
 
 from d3engine.depth.policy import POLICY_FILE
 from d3engine.errors import InvalidValueError
-from d3engine.model.checkpoint import Checkpoint, TensorEntry
-from d3engine.model.config import DEFAULT_HEAD_FORM, QUANTIZATION_METHOD, QUANTIZATION_SCHEMES, ModelConfig
+from d3engine.model.checkpoint import Checkpoint, TensorEntry, dtype_of, quantized_tensors, value_dtype
+from d3engine.model.checkpoint_formats import floats_of_rows
+from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import (
     check_tensors,
     check_values,
     expected_tensors,
-    quantized_tensors,
     scheme_of,
-    value_dtype,
 )
-from d3engine.model.fp8_tensors import floats_of_rows
-from d3engine.model.mapped_file import dtype_of
-from d3engine.model.model_files import CONFIG_FILE
-from d3engine.model.quantization import check_head_form, quantize_matrix
-from d3engine.model.source import files_of, open_checkpoint
+from d3engine.model.quantization_config import DEFAULT_HEAD_FORM, QUANTIZATION_METHOD, QUANTIZATION_SCHEMES
+from d3engine.model.source import CONFIG_FILE, files_of, open_checkpoint
+from d3engine.model.weights import check_head_form, quantize_matrix
 from d3engine.weights_tools.writing import (
     DEFAULT_SHARD_BYTES,
     PendingTensor,

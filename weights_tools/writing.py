@@ -26,14 +26,12 @@ from tqdm import tqdm
 from d3engine.errors import FailedError, InvalidValueError, ModelFormatError
 from d3engine.files import DATA_BYTES, is_there, naming, read_bytes
 from d3engine.model.checkpoint import FP8, INDEX_FILE, SINGLE_FILE, Checkpoint, TensorEntry
-from d3engine.model.companions import COMPANIONS
 from d3engine.model.config import GENERATION_CONFIG_FILE, ModelConfig
 from d3engine.model.expected_tensors import check_tensors, expected_tensors
-from d3engine.model.model_files import CONFIG_FILE
-from d3engine.model.source import ModelSource, files_of
+from d3engine.model.source import COMPANIONS, CONFIG_FILE, ModelSource, files_of
 from d3engine.progress import bar_columns, hides_bars
-from d3engine.text.tiktoken_file import is_tiktoken, read_tiktoken
-from d3engine.text.tokenizer_faults import guarded
+from d3engine.text.tokenizer import guarded
+from d3engine.text.tokenizer_files import is_tiktoken, read_tiktoken
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 

@@ -13,7 +13,7 @@ from typing import Any
 from d3engine.async_engine.async_engine import AsyncEngine
 from d3engine.depth import DepthPolicy
 from d3engine.errors import MissingExtraError, require
-from d3engine.integrations.fields import FIELDS, FieldReader
+from d3engine.integrations.asgi import FIELDS, FieldReader
 from d3engine.request.outputs import CompletionOutput, RequestOutput
 from d3engine.request.params import RequestOutputKind
 from d3engine.server.metrics.exposition import Exposition

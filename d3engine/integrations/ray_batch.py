@@ -16,9 +16,8 @@ from typing import Any, TypeAlias
 import msgspec
 
 from d3engine.async_engine.async_engine import AsyncEngine
-from d3engine.batch.answering import Answers
-from d3engine.batch.lines import Line
-from d3engine.batch.results import Result
+from d3engine.batch.batch_file import Line, Result
+from d3engine.batch.runner import Answers
 from d3engine.errors import FailedError, MissingExtraError
 from d3engine.server.settings import ServerSettings
 

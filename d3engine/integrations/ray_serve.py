@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from d3engine.errors import MissingExtraError, require, require_integer, require_number
-from d3engine.integrations.door import Proxy, ReplicaDiedError
-from d3engine.integrations.replica import Replica
-from d3engine.integrations.routing import ROUTINGS
+from d3engine.integrations.proxy import ROUTINGS, Proxy, Replica, ReplicaDiedError, beginning, least_loaded
 from d3engine.server.errors import RequestError
 from d3engine.server.guards.traffic import RETRY_AFTER
 from d3engine.server.settings import ServerSettings
@@ -68,7 +68,7 @@ def app(
         max_ongoing_requests: that one replica has at once; what comes beyond waits at the door for any of them.
         max_queue: that may wait at a door; further ones are refused by a 429.
         drain_timeout: seconds for the answers of a replica that is no longer wanted to end.
-        routing: which replica a request goes to, by one of the rules of `d3engine.integrations.routing.ROUTINGS`, such
+        routing: which replica a request goes to, by one of the rules of `d3engine.integrations.proxy.ROUTINGS`, such
             as "by prefix"; None: Ray's own, of two replicas at random the one with fewer requests. Each door follows it
             for itself.
         cohort_seconds: how long "by depth cohort" sends requests to one replica.
@@ -133,7 +133,7 @@ def _how_routed(routing: str | None, cohort_seconds: float) -> dict[str, Any]:
     if routing is None:
         return {}
     said = {"routing": routing, "cohort_seconds": cohort_seconds}
-    path = "d3engine.integrations.ray_router:RuleRouter"
+    path = "d3engine.integrations.ray_serve:RuleRouter"
     return {"request_router_config": RequestRouterConfig(request_router_class=path, request_router_kwargs=said)}
 
 
@@ -208,3 +208,34 @@ class _Written(Response):
             await send(message)
 
         await self._door(scope, receive, send_once)
+
+
+class RuleRouter(RequestRouter):  # type: ignore[misc]  # untyped
+    """Asks for the replica that the rule names, and for any other where that one is full."""
+
+    def initialize_state(self, *, routing: str, cohort_seconds: float) -> None:
+        """Called by Ray with what the deployment was given."""
+        self._rule = ROUTINGS[routing](cohort_seconds)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Ranks of replicas: Ray takes the first one that has room, and of a rank the one with fewest requests."""
+        if pending_request is None or not candidate_replicas:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True  # between two rounds, where all are full
+        busy = {name_of(one): self.replica_queue_len_cache.get(one.replica_id) or 0 for one in candidate_replicas}
+        chosen = self._chosen(pending_request, busy)
+        first = [one for one in candidate_replicas if name_of(one) == chosen]
+        return [first, [one for one in candidate_replicas if one not in first]]
+
+    def _chosen(self, request: PendingRequest, busy: dict[str, int]) -> str:
+        _scope, body = request.args
+        if not body:  # it asks for no answer of the model's, so it is of no cohort
+            return least_loaded(busy)
+        return self._rule.choose(time.monotonic(), beginning(body), busy)
+
+
+def name_of(replica: Any) -> str:
+    """A replica's name in the metrics, too."""
+    return str(replica.replica_id.unique_id)

@@ -20,7 +20,7 @@ from d3engine.async_engine.async_engine import AsyncEngine
 from d3engine.depth.policy import policy_from_dict
 from d3engine.errors import D3EngineError, InvalidValueError, require
 from d3engine.files import read_json
-from d3engine.integrations.fields import FieldReader
+from d3engine.integrations.asgi import FieldReader
 from d3engine.integrations.triton_repository import ARGUMENTS_FILE
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import RequestOutputKind

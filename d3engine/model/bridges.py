@@ -24,6 +24,8 @@ from torch import Tensor
 
 from d3engine.errors import ModelFormatError
 from d3engine.files import as_json, open_regular, path_of, write_whole
+from d3engine.kernels.matrices import Weight
+from d3engine.kernels.quantized import quantize_int8
 from d3engine.model.fields import of_a_model
 
 BRIDGES_FILE = "bridges.safetensors"
@@ -101,7 +103,7 @@ class Bridge:
 class Bridges:
     """The bridges of one model, by their windows.
 
-    `fingerprint` is that of the weights (`d3engine.model.fingerprint`); `about` says for people what they were fitted
+    `fingerprint` is that of the weights (`d3engine.model.expected_tensors`); `about` says for people what they were fitted
     on, and how well they stand in.
     """
 
@@ -196,3 +198,50 @@ def _bridge(file: Any, window: Window, parts: set[str], hidden_size: int) -> Bri
         if not bool(torch.isfinite(low) & torch.isfinite(high)):
             raise ValueError(f"{name}.{part} has numbers that are not finite")
     return Bridge(*window, **tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class BridgeWeights:
+    """What stands in for the layers [first, stop): `h + weight (down h) + offset`.
+
+    `weight` [H, H], or [H, r] beside `down` [r, H]; `offset` [H] in the dtype of activations.
+    """
+
+    first: int
+    stop: int
+    weight: Weight
+    offset: Tensor
+    down: Weight | None = None
+
+    @property
+    def window(self) -> Window:
+        return self.first, self.stop
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + self.offset.nbytes + (0 if self.down is None else self.down.nbytes)
+
+    def cross(self, kernels: Any, hidden: Tensor, num_rows: Tensor | None = None) -> None:
+        """Take the states `hidden` [T, H] over the window, in place, by the operations of `kernels`.
+
+        `num_rows` int32 [1] on the device: rows from there on are left as they are.
+        """
+        inner = hidden.clone()
+        if self.down is not None:
+            inner = hidden.new_zeros(hidden.shape[0], self.down.shape[0])
+            kernels.linear_residual(hidden, self.down, None, inner, num_rows=num_rows)
+        kernels.linear_residual(inner, self.weight, self.offset, hidden, num_rows=num_rows)
+
+
+def held(
+    bridge: Bridge, *, dtype: torch.dtype, weight_dtype: torch.dtype, quantization: str | None, device: torch.device
+) -> BridgeWeights:
+    """A bridge of a file for activations of `dtype`, in the kind of an engine's matrices."""
+
+    def matrix(values: Tensor) -> Weight:
+        there = values.to(device)
+        return quantize_int8(there) if quantization is not None else there.to(weight_dtype).contiguous()
+
+    down = None if bridge.down is None else matrix(bridge.down)
+    offset = bridge.offset.to(device, dtype).contiguous()
+    return BridgeWeights(bridge.first, bridge.stop, matrix(bridge.weight), offset, down)

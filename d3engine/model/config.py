@@ -1,9 +1,4 @@
-"""Reads config.json and generation_config.json of a model into one validated, frozen description of a Llama.
-
-The one idea: what the engine cannot honour it refuses here, by field, value and what is allowed, so that
-nothing after this file has to ask whether a number is sane or whether a model is really a Llama. Other names for one
-are in `families.py`.
-"""
+"""The validated, frozen description of a Llama that config.json and generation_config.json give."""
 
 from __future__ import annotations
 
@@ -16,24 +11,22 @@ from typing import Any
 from d3engine.errors import ModelFormatError
 from d3engine.model.families import Biases, Family, Multipliers, TensorNames, family_of, need_layer_types
 from d3engine.model.fields import Fields
-from d3engine.model.fp8_config import FP8_METHODS, is_fp8
-from d3engine.model.model_files import CONFIG_FILE
-from d3engine.model.rope_config import RopeConfig, read_rope_config
-from d3engine.model.source import ModelSource, files_of
+from d3engine.model.quantization_config import DEFAULT_HEAD_FORM, FP8_GROUPS, QUANTIZATION_SCHEMES, read_quantization
+from d3engine.model.source import CONFIG_FILE, GENERATION_CONFIG_FILE, ModelSource, files_of
 
-GENERATION_CONFIG_FILE = "generation_config.json"
+__all__ = [
+    "DTYPES",
+    "FP8_GROUPS",
+    "GENERATION_CONFIG_FILE",
+    "QUANTIZATION_SCHEMES",
+    "ModelConfig",
+    "RopeConfig",
+    "load_generation_config",
+    "not_applied",
+    "read_rope_config",
+]
 
 DTYPES = ("float32", "bfloat16", "float16")
-
-QUANTIZATION_METHOD = "d3engine"
-"""What `quant_method` says in the quantization_config of a directory that `d3engine weights quantize` wrote."""
-QUANTIZATION_SCHEMES = ("int8", "int4", "fp8")
-FP8_GROUPS = "fp8_groups"
-"""A scheme of published files alone: 8-bit floats with a scale for 128 input channels of an output channel."""
-LM_HEAD_FORMS = ("int8", "int4", "float")
-"""What an LM head may be beside quantized matrices; one that is the embedding too is not int4."""
-DEFAULT_HEAD_FORM = "int8"
-"""Under both schemes: four bits of a head cost far more of the answers than those of all layers."""
 
 _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu",), ""),
@@ -134,7 +127,7 @@ class ModelConfig:
         max_positions = fields.integer("max_position_embeddings", default=2048)
         multipliers = family.multipliers(fields)
         is_tied = fields.boolean("tie_word_embeddings")
-        quantization, head_quantization = _quantization(fields, is_tied)
+        quantization, head_quantization = read_quantization(fields, is_tied)
         return cls(
             vocab_size=fields.integer("vocab_size"),
             hidden_size=hidden_size,
@@ -325,40 +318,153 @@ def _dtype(fields: Fields) -> str | None:
     return str(dtype)
 
 
-def head_forms(is_tied: bool) -> tuple[str, ...]:
-    """Those of LM_HEAD_FORMS that a head can have: rows of an embedding are not read from int4."""
-    return tuple(form for form in LM_HEAD_FORMS if not (is_tied and form == "int4"))
+# The keys transformers reads for each rope type, beyond the type and theta themselves.
+_ROPE_KEYS: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "yarn": frozenset(
+        {
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        }
+    ),
+}
+
+_MAX_FACTOR = 1_000_000
+"""Far above any real model, low enough that the length it stretches to is a number."""
 
 
-def _quantization(fields: Fields, is_tied: bool) -> tuple[str | None, str | None]:
-    """The schemes of our own quantization, of the matrices and of the LM head. How 8-bit floats of others are held
-    follows from their files (`ModelFiles.scheme_of_others`); any other method is refused by its name.
+@dataclass(frozen=True)
+class RopeConfig:
+    """How positions become angles; the fields transformers' rope functions read, None where a type has no use
+    for one.
 
-    Directories from before there was a choice do not say what the head is: an own one is as the matrices, and one tied
-    to the embedding float.
+    `factor` is None only for "default", and for a yarn whose config says null: the ratio of the context
+    lengths then.
     """
-    given = fields.get("quantization_config")
-    if given is None:
-        return None, None
-    if not isinstance(given, Mapping):
-        fields.refuse("quantization_config", "an object, or absent")
-    own = Fields(given, f"{fields.source}: quantization_config")
-    if is_fp8(own):
-        return None, None
-    if own.get("quant_method") != QUANTIZATION_METHOD:
-        own.refuse(
-            "quant_method",
-            f"{QUANTIZATION_METHOD!r}, as `d3engine weights quantize` makes of a model with float weights, or of 8-bit "
-            f"floats: {', '.join(FP8_METHODS)}",
+
+    rope_type: str = "default"
+    theta: float = 10_000.0
+    factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+def read_rope_config(fields: Fields, head_dim: int, max_positions: int, default_theta: float) -> RopeConfig:
+    """Return the rope of either spelling; where a config carries both, they must agree. Raises `ModelFormatError`."""
+    found = []
+    for name in ("rope_parameters", "rope_scaling"):
+        value = fields.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            fields.refuse(name, "an object or null")
+        if value:
+            found.append(_read_rope(fields, name, value, max_positions, default_theta))
+    if not found:
+        found.append(_read_rope(fields, "rope_parameters", {}, max_positions, default_theta))
+    if found[0] != found[-1]:
+        fields.refuse("rope_scaling", "the same as rope_parameters where both are given")
+    if found[0].rope_type == "dynamic" and head_dim == 2:
+        raise ModelFormatError(f"{fields.source}: head_dim must be above 2 for dynamic rope; got 2")
+    return found[0]
+
+
+def _read_rope(
+    outer: Fields, name: str, values: Mapping[str, Any], max_positions: int, default_theta: float
+) -> RopeConfig:
+    rope = Fields(values, f"{outer.source}: {name}")
+    rope_type = _rope_type(rope)
+    _refuse_unknown_rope_keys(rope, rope_type)
+    known = _ROPE_KEYS[rope_type]
+    original = None
+    if "original_max_position_embeddings" in known:
+        original = _original_max_positions(outer, rope, max_positions)
+    rescales = rope_type != "default"
+    if rescales and "factor" not in values:
+        raise ModelFormatError(f"{rope.source}: factor is missing")
+    null_allowed = rope_type == "yarn"
+    config = RopeConfig(
+        rope_type=rope_type,
+        theta=_rope_theta(outer, rope, default_theta),
+        factor=(rope.optional_number if null_allowed else rope.number)("factor") if rescales else None,
+        low_freq_factor=rope.number("low_freq_factor") if "low_freq_factor" in known else None,
+        high_freq_factor=rope.number("high_freq_factor") if "high_freq_factor" in known else None,
+        original_max_position_embeddings=original,
+        attention_factor=rope.optional_number("attention_factor"),
+        # Zero means "not set" for these four: transformers takes them with `or` and `and`.
+        beta_fast=rope.number("beta_fast", default=32.0, zero_allowed=True) or 32.0,
+        beta_slow=rope.number("beta_slow", default=1.0, zero_allowed=True) or 1.0,
+        mscale=rope.optional_number("mscale", zero_allowed=True),
+        mscale_all_dim=rope.optional_number("mscale_all_dim", zero_allowed=True),
+        truncate=rope.boolean("truncate", default=True),
+    )
+    _check_rope_ranges(rope, config)
+    return config
+
+
+def _rope_type(rope: Fields) -> str:
+    key = "rope_type" if rope.get("rope_type") is not None else "type"
+    rope_type = "default" if rope.get(key) is None else rope.get(key)
+    if not isinstance(rope_type, str) or rope_type not in _ROPE_KEYS:
+        rope.refuse(key, f"one of {', '.join(_ROPE_KEYS)}")
+    if rope.get("type") not in (None, rope_type):
+        rope.refuse("type", f"the same as rope_type={rope_type!r}")
+    return rope_type
+
+
+def _refuse_unknown_rope_keys(rope: Fields, rope_type: str) -> None:
+    """A key that is not read could have been meant to change the result, so it must have no effect."""
+    neutral = {"rope_type", "type", "rope_theta"}
+    for key, value in rope.values.items():
+        without_effect = (
+            value is None
+            or (key == "partial_rotary_factor" and value == 1)
+            or (key == "finetuned" and value is True)  # yarn's own configs: says how the weights were trained
         )
-    scheme = own.get("scheme")
-    if scheme not in QUANTIZATION_SCHEMES:
-        own.refuse("scheme", f"one of {', '.join(QUANTIZATION_SCHEMES)}")
-    head = given.get("lm_head", "float" if is_tied else scheme)
-    if head not in head_forms(is_tied):
-        tied = " (this model's is its embedding)" if is_tied else ""
-        own.refuse("lm_head", f"one of {', '.join(head_forms(is_tied))}, or absent{tied}")
-    for name in given:
-        if name not in ("quant_method", "scheme", "lm_head"):
-            own.refuse(name, "absent, since only quant_method, scheme and lm_head are read")
-    return str(scheme), None if head == "float" else str(head)
+        if key not in neutral | _ROPE_KEYS[rope_type] and not without_effect:
+            allowed = ", ".join(sorted(_ROPE_KEYS[rope_type])) or "none"
+            rope.refuse(key, f"absent, since rope type {rope_type!r} reads: {allowed}")
+
+
+def _rope_theta(outer: Fields, rope: Fields, default: float) -> float:
+    theta = outer.optional_number("rope_theta")
+    inner = rope.optional_number("rope_theta")
+    if theta is not None and inner is not None and theta != inner:
+        rope.refuse("rope_theta", f"the same as the rope_theta={theta} beside it")
+    chosen = inner or theta or default
+    if chosen <= 1:
+        (rope if inner else outer).refuse("rope_theta", "a finite number above 1")
+    return chosen
+
+
+def _original_max_positions(outer: Fields, rope: Fields, max_positions: int) -> int:
+    """Inside or beside the rope parameters; without either, transformers takes max_position_embeddings."""
+    name = "original_max_position_embeddings"
+    beside = outer.integer(name) if outer.get(name) is not None else None
+    inner = rope.integer(name) if rope.get(name) is not None else None
+    if beside is not None and inner is not None and beside != inner:
+        rope.refuse(name, f"the same as the {name}={beside} beside it")
+    return inner or beside or max_positions
+
+
+def _check_rope_ranges(rope: Fields, config: RopeConfig) -> None:
+    if config.factor is not None and not 1 <= config.factor <= _MAX_FACTOR:
+        rope.refuse("factor", f"a number from 1 to {_MAX_FACTOR:,}")
+    if (config.high_freq_factor or math.inf) <= (config.low_freq_factor or 0):
+        rope.refuse("high_freq_factor", f"a number above low_freq_factor={config.low_freq_factor}")
+    if config.beta_fast < config.beta_slow:
+        rope.refuse("beta_fast", f"a number of at least beta_slow={config.beta_slow}")

@@ -11,23 +11,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from d3engine.errors import InvalidValueError, require
 from d3engine.kernels.lanes import Int8LanesWeight
 from d3engine.kernels.matrices import Table, Weight
 from d3engine.kernels.packed import PackedWeight
-from d3engine.kernels.quantized import Fp8Weight, Int4Weight, Int8Weight
-from d3engine.model.checkpoint import Checkpoint, TensorEntry
+from d3engine.kernels.quantized import (
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    QuantizedWeight,
+    quantize_fp8,
+    quantize_int4,
+    quantize_int8,
+)
+from d3engine.model.checkpoint import SCALES, VALUES, Checkpoint, TensorEntry, dtype_of
+from d3engine.model.checkpoint_formats import floats_of_rows
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import (
     HEAD_NORMS,
-    SCALES,
-    VALUES,
     check_tensors,
     check_values,
     expected_tensors,
@@ -35,10 +43,8 @@ from d3engine.model.expected_tensors import (
     rows_of,
     scheme_of,
 )
-from d3engine.model.fp8_tensors import floats_of_rows
-from d3engine.model.mapped_file import dtype_of
-from d3engine.model.part import Part
-from d3engine.model.part_tensors import part_of_checkpoint
+from d3engine.model.quantization_config import DEFAULT_HEAD_FORM, QUANTIZATION_SCHEMES, head_forms
+from d3engine.model.shard import Part, part_of_checkpoint
 from d3engine.model.source import ModelSource, open_checkpoint
 from d3engine.progress import bar_columns, hides_bars
 
@@ -373,3 +379,80 @@ def _copy_rows(source: Tensor, target: Tensor, num_heads: int | None) -> None:
     else:  # to_adjacent_pairs, but straight into place: no permuted copy in between
         pairs = target.view(num_heads, -1, 2, *target.shape[1:])
         pairs.transpose(1, 2).copy_(source.view(num_heads, 2, -1, *source.shape[1:]))
+
+
+_QUANTIZE: Mapping[str, Callable[[Tensor], QuantizedWeight]] = {
+    "int8": quantize_int8,
+    "fp8": quantize_fp8,
+    "int4": quantize_int4,
+}
+
+
+def quantize_matrix(matrix: Weight, scheme: str) -> QuantizedWeight:
+    """Return a float matrix [N, K] as "int8" or "fp8" (one scale per row), or "int4" (a scale for 128 columns of one).
+
+    Raises `InvalidValueError` for another scheme and for a matrix that is quantized already, `ValueError` for NaN or
+    infinity in it.
+    """
+    require(scheme in QUANTIZATION_SCHEMES, "scheme", scheme, f"one of {', '.join(QUANTIZATION_SCHEMES)}")
+    if not isinstance(matrix, Tensor):
+        raise InvalidValueError("weights", type(matrix).__name__, "float matrices")
+    return _QUANTIZE[scheme](matrix)
+
+
+def check_head_form(form: str, is_tied: bool) -> None:
+    """Raise `InvalidValueError` unless the LM head of a model, which may be its embedding, can have this form."""
+    forms = head_forms(is_tied)
+    tied = " for a model whose head is its embedding" if is_tied else ""
+    require(form in forms, "lm_head", form, f"one of {', '.join(forms)}{tied}")
+
+
+def quantize_weights(weights: LlamaWeights, scheme: str, *, lm_head: str = DEFAULT_HEAD_FORM) -> LlamaWeights:
+    """Return `weights` with the matrices of the layers and the LM head quantized on their device.
+
+    The head becomes `lm_head`, one of LM_HEAD_FORMS. Norms, biases and an embedding that is no head are those of
+    `weights`. Raises as `quantize_matrix`, and `InvalidValueError` for a form that the head cannot have.
+    """
+    is_tied = weights.lm_head is weights.embedding
+    check_head_form(lm_head, is_tied)
+    return with_matrices(
+        weights,
+        lambda matrix: quantize_matrix(matrix, scheme),
+        lambda matrix: matrix if lm_head == "float" else quantize_matrix(matrix, lm_head),
+    )
+
+
+def in_form(weights: LlamaWeights, form: Callable[[Weight], Weight]) -> LlamaWeights:
+    """Return `weights` with every matrix in the form that `form` makes of it, of the same values.
+
+    An embedding stays as it is, unless it is the head and single rows can be read from that in its new form.
+    """
+    made = with_matrices(weights, form)
+    if made.lm_head is not made.embedding:
+        return made
+    head = form(made.lm_head)
+    return replace(made, lm_head=head, embedding=head if isinstance(head, Int8LanesWeight) else made.embedding)
+
+
+def with_matrices(
+    weights: LlamaWeights, change: Callable[[Weight], Weight], change_head: Callable[[Weight], Weight] | None = None
+) -> LlamaWeights:
+    """Return `weights` with `change` applied to each matrix of the layers, and `change_head` to the LM head, which may
+    be the embedding; None: `change` to an own head, and nothing to the embedding.
+    """
+
+    def layer(given: LayerWeights) -> LayerWeights:
+        return replace(
+            given,
+            qkv=change(given.qkv),
+            output=change(given.output),
+            gate_up=change(given.gate_up),
+            down=change(given.down),
+        )
+
+    layers = tuple(layer(given) for given in weights.layers)
+    if weights.lm_head is not weights.embedding:
+        return replace(weights, layers=layers, lm_head=(change_head or change)(weights.lm_head))
+    table = weights.embedding if change_head is None else change_head(weights.embedding)
+    assert isinstance(table, Tensor | Int8Weight), "single rows are read from floats and int8"
+    return replace(weights, layers=layers, embedding=table, lm_head=table)

@@ -16,8 +16,7 @@ from d3engine.request.outputs import CompletionOutput, FinishReason, Logprob, Re
 from d3engine.request.params import RequestOutputKind
 from d3engine.request.sequence import Sequence, Status
 from d3engine.scheduling.tally import NewTokens
-from d3engine.text.detokenizer import Detokenizer
-from d3engine.text.token_texts import PlacedTexts, TokenTexts
+from d3engine.text.detokenizer import Detokenizer, PlacedTexts, TokenTexts
 from d3engine.text.tokenizer import Tokenizer
 
 Finish = Callable[[Sequence, FinishReason, "str | int | None"], None]

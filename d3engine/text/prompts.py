@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
-from d3engine.errors import InvalidValueError, TokenizerError, require
+from d3engine.errors import InvalidValueError, ModelFormatError, TokenizerError, require
 from d3engine.model.config import ModelConfig
+from d3engine.model.source import ModelSource, files_of
 from d3engine.request.bad_words import BadWords
 from d3engine.request.params import SamplingParams
 from d3engine.request.token_rules import TokenRules, names_tokens
@@ -167,3 +169,49 @@ class PromptReader:
         size = self._config.vocab_size
         require(self._has_row(value), field, token, f"ids from 0 to {size - 1}, the rows of the embedding")
         return value
+
+
+PROMPT_FORM_FILE = "prompt_form.json"
+_MAX_CHARACTERS = 1000
+
+
+@dataclass(frozen=True)
+class PromptForm:
+    """What stands before a question and after it, such as "Question: " and "\\nAnswer:"."""
+
+    before: str
+    after: str
+
+    def complete(self, text: str) -> str:
+        """The question in `text` in the model's form, whether or not one half of the form is there already.
+
+        A text that holds both a question and the beginning of its answer is left as it is, and so is one without a
+        question: whoever writes these continues a text of his own.
+        """
+        if self.after in text:
+            return text
+        question = text.strip().removeprefix(self.before.strip()).removesuffix(self.after.strip()).strip()
+        return f"{self.before}{question}{self.after}" if question else text
+
+    def __str__(self) -> str:
+        return f"{self.before}...{self.after}"
+
+
+def load_prompt_form(model: ModelSource) -> PromptForm | None:
+    """The form that a model directory names; None for one that names none.
+
+    Raises `ModelFormatError` for a file that is no such form.
+    """
+    files = files_of(model)
+    if not files.has(PROMPT_FORM_FILE):
+        return None
+    found = files.read_json_object(PROMPT_FORM_FILE)
+    is_form = set(found) == {"before", "after"} and all(_is_short_text(value) for value in found.values())
+    if not is_form or not found["after"].strip():
+        allowed = f'"before" and "after", texts of at most {_MAX_CHARACTERS} characters, and "after" not empty'
+        raise ModelFormatError(f"{files.place(PROMPT_FORM_FILE)} must hold {allowed}")
+    return PromptForm(**found)
+
+
+def _is_short_text(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= _MAX_CHARACTERS

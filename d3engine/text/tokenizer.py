@@ -11,23 +11,27 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import sentencepiece
 import tokenizers
 
-from d3engine.errors import InvalidValueError, ModelFormatError
-from d3engine.model.model_files import ModelFiles
-from d3engine.model.source import ModelSource, files_of
-from d3engine.text.pipeline_checks import missing_in
-from d3engine.text.special_tokens import added_tokens, named_special_tokens, read_tokenizer_config, special_tokens
-from d3engine.text.tiktoken_file import is_tiktoken, read_tiktoken
-from d3engine.text.token_lengths import TokenLengths
-from d3engine.text.tokenizer_faults import guarded
+from d3engine.errors import InvalidValueError, ModelFormatError, TokenizerError
+from d3engine.model.source import ModelFiles, ModelSource, files_of
+from d3engine.text.tokenizer_files import (
+    TokenLengths,
+    added_tokens,
+    is_tiktoken,
+    missing_in,
+    named_special_tokens,
+    read_tiktoken,
+    read_tokenizer_config,
+    special_tokens,
+)
 
 SPACE_MARK = "\u2581"  # what sentencepiece writes for a space
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -386,3 +390,17 @@ def _require_unicode(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise InvalidValueError("prompt", text, "text without lone surrogates") from None
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def guarded(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """What the library's `function` returns; raises `TokenizerError` for whatever it raises, panics included."""
+    try:
+        return function(*arguments, **named)
+    except BaseException as fault:
+        if isinstance(fault, Exception) or type(fault).__name__ == "PanicException":
+            raise TokenizerError(f"the tokenizer failed: {fault}") from fault
+        raise

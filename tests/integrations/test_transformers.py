@@ -207,7 +207,7 @@ def test_what_it_cannot_honour_is_refused_by_name(ours: D3ForCausalLM, asked: di
 def test_every_field_of_a_generation_config_is_read_or_refused_or_asks_for_nothing() -> None:
     from transformers import GenerationConfig
 
-    from d3engine.integrations.generation import ASK_NOTHING, READ, SAME
+    from d3engine.integrations.transformers import ASK_NOTHING, READ, SAME
 
     fields = {name for name in GenerationConfig().to_dict() if not name.startswith("_")}
     assert fields - READ - set(SAME) - ASK_NOTHING == set()

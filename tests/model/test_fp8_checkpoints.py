@@ -23,10 +23,10 @@ from d3engine.cli import app
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.quantized import Fp8Weight
 from d3engine.loading.weight_dtype import held_config
+from d3engine.model.checkpoint_formats import floats_of_rows
 from d3engine.model.config import ModelConfig
-from d3engine.model.fingerprint import fingerprint
-from d3engine.model.fp8_tensors import floats_of_rows
-from d3engine.model.part import part_of
+from d3engine.model.expected_tensors import fingerprint
+from d3engine.model.shard import part_of
 from d3engine.model.source import open_checkpoint
 from d3engine.model.weights import load_weights
 from d3engine.weights_tools.quantize import quantize_model

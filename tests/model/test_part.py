@@ -20,7 +20,7 @@ from d3engine.errors import InvalidValueError
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.random import gumbel
 from d3engine.model.config import ModelConfig
-from d3engine.model.part import Part, part_of, shares
+from d3engine.model.shard import Part, part_of, shares
 from d3engine.model.weights import LayerWeights, LlamaWeights, load_weights
 from d3engine.weights_tools.quantize import quantize_model
 

@@ -10,7 +10,7 @@ import pytest
 from d3engine.errors import ModelFormatError
 from d3engine.evaluation.word_problems import format_prompt
 from d3engine.loading.model_directory import model_directory
-from d3engine.text.prompt_form import PROMPT_FORM_FILE, PromptForm, load_prompt_form
+from d3engine.text.prompts import PROMPT_FORM_FILE, PromptForm, load_prompt_form
 from d3engine.weights_tools.demo_trainer import DemoConfig, DemoModel, export
 
 QUESTION = "Tom has 5 pens. Tom finds 3. Tom buys 2. How many pens does Tom have now?"

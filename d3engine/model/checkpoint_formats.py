@@ -1,0 +1,363 @@
+"""A published checkpoint in 8-bit floats as one of ours: 8-bit rows with scales of their own, or else floats.
+
+The one idea: one tensor at a time, as of a GGUF file. What is read otherwise than it lies in the file is made when it
+is asked for, and nothing keeps it. The shape of the scales says what each belongs to: the matrix, a row, or a block.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from d3engine.errors import ModelFormatError
+from d3engine.kernels.quantized import GROUP
+from d3engine.model.checkpoint import (
+    FLOAT_DTYPES,
+    FP8,
+    SCALES,
+    VALUES,
+    Checkpoint,
+    Packed,
+    TensorEntry,
+    TensorFile,
+    is_layer_matrix,
+    quantized_tensors,
+)
+from d3engine.model.families import GGUF_FAMILIES
+from d3engine.model.gguf_file import GGUFFile
+from d3engine.model.gguf_metadata import FREQ_FACTORS
+from d3engine.model.quantization_config import FP8_GROUPS, Block
+
+_PUBLISHED_SCALES = ("weight_scale", "weight_scale_inv")
+"""Both are what values are multiplied by, whatever the second is called."""
+_OF_INPUTS = frozenset({"input_scale", "input_scale_ub", "activation_scale", "output_scale"})
+_OF_HEADS = frozenset({"q_scale", "k_scale", "v_scale", "kv_scale"})
+"""Scales of what is computed: inputs stay floats here, and cache entries of 8 bits have scales of their own."""
+_ONE = ((), (1,), (1, 1))
+"""The shapes of a single scale."""
+
+
+def scheme_of_fp8(checkpoint: Checkpoint, block: Block | None) -> str | None:
+    """How the matrices of the layers can be held in 8 bits; None where they cannot.
+
+    "fp8" if each has one scale or one for each row, FP8_GROUPS if each has one for each block of 128 columns.
+    """
+    matrices = [entry for name, entry in checkpoint.entries.items() if is_layer_matrix(name)]
+    if not matrices or any(entry.dtype != FP8 or len(entry.shape) != 2 for entry in matrices):
+        return None
+    scales = [_scales_of(checkpoint, entry) for entry in matrices]
+    if all(map(_is_of_rows, matrices, scales)):
+        return "fp8"
+    blocks = [_block_in(entry.shape, found.shape, block) for entry, found in zip(matrices, scales, strict=True)]
+    return FP8_GROUPS if all(found is not None and found[1] == GROUP for found in blocks) else None
+
+
+def own_form_of_fp8(checkpoint: Checkpoint, block: Block | None) -> Checkpoint:
+    """The tensors of a published checkpoint by our names: rows of 8 bits and their scales, or floats.
+
+    Matrices of layers are `X.qweight`, as they lie, and `X.scales`, float32 [rows] or [rows, groups], where they can be
+    held so (`scheme_of_fp8`); and else float32, as any other matrix in 8-bit floats is. Tensors of other dtypes are
+    what they are. Raises `ModelFormatError` for a matrix without scales, or whose scales have not the shape of any that
+    are read.
+    """
+    scales = {name: _scales_of(checkpoint, entry) for name, entry in checkpoint.entries.items() if entry.dtype == FP8}
+    scheme = scheme_of_fp8(checkpoint, block)
+    made: dict[str, _Made] = {}
+    for name, factors in scales.items():
+        entry = checkpoint.entries[name]
+        _check_shape(entry, factors, block)
+        if scheme is not None and is_layer_matrix(name):
+            values, rows = quantized_tensors(name, entry.shape, scheme).items()
+            packed = Packed(factors.dtype, factors.nbytes)
+            made[values[0]] = _Made(replace(entry, name=values[0]), entry)
+            made[rows[0]] = _Made(
+                replace(factors, name=rows[0], shape=rows[1], dtype="F32", packed=packed), None, factors
+            )
+        else:
+            made[name] = _multiplied_out(entry, name, factors)
+    gone = {*scales, *(factors.name for factors in scales.values())}
+    return _with_made(checkpoint, made, gone, block)
+
+
+def floats_of_rows(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint by our names, its rows of 8-bit floats multiplied out: `X.weight`, float32, in their place."""
+    made: dict[str, _Made] = {}
+    gone: set[str] = set()
+    for name, entry in checkpoint.entries.items():
+        module = name.removesuffix(VALUES)
+        if name != module and entry.dtype == FP8 and module + SCALES in checkpoint.entries:
+            made[module + ".weight"] = _multiplied_out(entry, module + ".weight", checkpoint.entries[module + SCALES])
+            gone |= {name, module + SCALES}
+    return _with_made(checkpoint, made, gone, (1, GROUP)) if made else checkpoint
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A tensor that is made of others: of values, of scales, or of both multiplied."""
+
+    entry: TensorEntry
+    values: TensorEntry | None
+    scales: TensorEntry | None = None
+
+
+def _multiplied_out(values: TensorEntry, name: str, scales: TensorEntry) -> _Made:
+    packed = Packed(FP8, values.nbytes + scales.nbytes)
+    return _Made(replace(values, name=name, dtype="F32", packed=packed), values, scales)
+
+
+def _with_made(checkpoint: Checkpoint, made: Mapping[str, _Made], gone: set[str], block: Block | None) -> Checkpoint:
+    own = {name.rpartition(".")[0] for name in checkpoint.entries if name.endswith(".weight")}
+    modules = own | {module.rpartition(".")[0] for module in own}
+    entries = {
+        name: entry
+        for name, entry in checkpoint.entries.items()
+        if name not in gone and not _is_of_activations(entry, modules)
+    }
+    for name in made.keys() & entries.keys():
+        raise ModelFormatError(f"{entries[name].file}: tensor {name!r} is unexpected beside published 8-bit weights")
+    entries |= {name: one.entry for name, one in made.items()}
+    tensors = _Tensors(checkpoint, made, block)
+    files: dict[Path, TensorFile] = {entry.file: tensors for entry in entries.values()}
+    return Checkpoint(entries, files)
+
+
+class _Tensors:
+    """Reads the tensors of a checkpoint, and those that are made of some."""
+
+    def __init__(self, checkpoint: Checkpoint, made: Mapping[str, _Made], block: Block | None) -> None:
+        self._checkpoint = checkpoint
+        self._made = made
+        self._block = block
+
+    def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor; one that is made of two is memory of its own."""
+        made = self._made.get(name)
+        if made is None:
+            return self._checkpoint.read(name)
+        if made.values is None:
+            return self._of_rows(made, shape)
+        values = self._checkpoint.read(made.values.name)
+        return values if made.scales is None else values.float().mul_(self._spread(made, shape))
+
+    def row(self, name: str, dtype: str, shape: tuple[int, ...], row: int) -> Tensor:
+        """One row of it."""
+        made = self._made.get(name)
+        if made is None or made.values is None or made.scales is None:
+            return self.tensor(name, dtype, shape)[row]
+        values = self._checkpoint.read(made.values.name)
+        return values[row].float().mul_(self._spread(made, shape).expand(shape)[row])
+
+    def give_back(self, name: str) -> None:
+        """Let go of the pages that it was read from."""
+        made = self._made.get(name)
+        if made is None:
+            self._checkpoint.give_back(name)
+        elif made.values is not None:
+            self._checkpoint.give_back(made.values.name)
+
+    def _of_rows(self, made: _Made, shape: tuple[int, ...]) -> Tensor:
+        """Scales [rows], or [rows, groups], of one for the matrix, for each row or for each block."""
+        if len(shape) == 1:
+            return self._spread(made, (*shape, 1)).expand(*shape, 1).flatten().clone()
+        assert made.scales is not None, "these are scales"
+        scales = self._scales(made)
+        high = shape[0] // scales.shape[0] if self._block is None else self._block[0]
+        return scales.repeat_interleave(high, 0)[: shape[0]]
+
+    def _spread(self, made: _Made, shape: tuple[int, ...]) -> Tensor:
+        """The scales of a matrix in float32, of a shape that its values can be multiplied by."""
+        assert made.scales is not None, "what has none is not multiplied"
+        scales = self._scales(made)
+        rows, columns = shape
+        if scales.numel() == 1:
+            return scales.reshape(1, 1)
+        if scales.shape in ((rows,), (rows, 1)):
+            return scales.reshape(rows, 1)
+        block = _block_in(shape, scales.shape, self._block)
+        assert block is not None, "the shape was checked"
+        high, wide = block
+        return scales.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
+
+    def _scales(self, made: _Made) -> Tensor:
+        """The published scales in float32; raises `ModelFormatError` unless all are finite and above 0."""
+        assert made.scales is not None, "what has none is not multiplied"
+        scales = self._checkpoint.read(made.scales.name).float()
+        low, high = scales.aminmax()
+        if not (low > 0 and high < math.inf):
+            raise ModelFormatError(
+                f"{made.scales.file}: tensor {made.scales.name!r} must have finite values above 0 as float32"
+            )
+        return scales
+
+
+def _is_of_activations(entry: TensorEntry, modules: Collection[str]) -> bool:
+    """Whether a tensor is a scale of what one of `modules` computes, which is not read.
+
+    Raises `ModelFormatError` for one of another shape or dtype than such scales have.
+    """
+    module, _, kind = entry.name.rpartition(".")
+    if kind not in _OF_INPUTS | _OF_HEADS or module not in modules:
+        return False
+    is_scale = entry.shape in _ONE or (kind in _OF_HEADS and len(entry.shape) == 1 and entry.num_values > 0)
+    if entry.dtype not in FLOAT_DTYPES or not is_scale:
+        allowed = "one float, or one for each head" if kind in _OF_HEADS else "one float"
+        held = f"dtype {entry.dtype} and shape {list(entry.shape)}"
+        raise ModelFormatError(f"{entry.file}: tensor {entry.name!r} has {held}: allowed is {allowed}")
+    return True
+
+
+def _scales_of(checkpoint: Checkpoint, entry: TensorEntry) -> TensorEntry:
+    """The tensor of a matrix's scales."""
+    module = entry.name.removesuffix("weight")
+    for kind in _PUBLISHED_SCALES:
+        found = checkpoint.entries.get(module + kind)
+        if found is not None and found.dtype in FLOAT_DTYPES:
+            return found
+    wanted = module + _PUBLISHED_SCALES[0]
+    raise ModelFormatError(f"{entry.file}: tensor {entry.name!r} has dtype {FP8}, but there are no floats {wanted!r}")
+
+
+def _is_of_rows(entry: TensorEntry, scales: TensorEntry) -> bool:
+    rows = entry.shape[0]
+    return scales.shape in (*_ONE, (rows,), (rows, 1))
+
+
+def _check_shape(entry: TensorEntry, scales: TensorEntry, block: Block | None) -> None:
+    if len(entry.shape) != 2:
+        raise ModelFormatError(f"{entry.file}: tensor {entry.name!r} has dtype {FP8}: allowed for matrices alone")
+    if _is_of_rows(entry, scales):
+        return
+    if _block_in(entry.shape, scales.shape, block) is None:
+        blocks = f", or one for each block of {block[0]} x {block[1]}" if block else ", or one for each of equal blocks"
+        raise ModelFormatError(
+            f"{scales.file}: tensor {scales.name!r} has shape {list(scales.shape)}: allowed for a matrix of "
+            f"{list(entry.shape)} are one scale, one for each row{blocks}"
+        )
+
+
+def _block_in(shape: tuple[int, ...], scales: tuple[int, ...], named: Block | None) -> Block | None:
+    """The rows and columns that share a scale; None where they do not fit. Blocks at the end may be smaller if the
+    config names their size; of others all are equal."""
+    if len(scales) != 2:
+        return None
+    (rows, columns), (down, across) = shape, scales
+    if named is None:
+        fits = down > 0 and across > 0 and rows % down == 0 and columns % across == 0
+        return (rows // down, columns // across) if fits else None
+    high, wide = named
+    return named if (-(-rows // high), -(-columns // wide)) == (down, across) else None
+
+
+_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+)\.(weight|bias)")
+_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+"""Modules whose rows can stand in another order than transformers', and the field of how many heads they are."""
+
+
+def gguf_checkpoint(file: GGUFFile, config: Mapping[str, Any]) -> Checkpoint:
+    """The tensors of `file`, whose config.json is `config`; all are read in float32.
+
+    Raises `ModelFormatError` for one that no model here has, or that has not the heads of the config.
+    """
+    _, form = GGUF_FAMILIES[config["model_type"]]
+    modules = {**_LAYER_NAMES, **form.modules}
+    names = {_name_of(file, name, modules): name for name in file.tensors if name != FREQ_FACTORS}
+    heads = {module: config[field] for module, field in _HEADS.items()} if form.adjacent_pairs else {}
+    tensors = GGUFTensors(file, names, heads)
+    return Checkpoint({entry.name: entry for entry in tensors.entries()}, {file.path: tensors})
+
+
+class GGUFTensors:
+    """Reads the tensors of a GGUF file, by their names in transformers."""
+
+    def __init__(self, file: GGUFFile, names: Mapping[str, str], heads: Mapping[str, int]) -> None:
+        self._file = file
+        self._names = names
+        self._heads = heads
+
+    def entries(self) -> Iterator[TensorEntry]:
+        """What there is; raises `ModelFormatError` for rows that are not those of so many heads."""
+        for name, own in self._names.items():
+            tensor, num_heads = self._file.tensors[own], self._num_heads(name)
+            if num_heads is not None and tensor.shape[0] % (2 * num_heads):
+                raise ModelFormatError(
+                    f"{self._file.path}: tensor {own!r} of shape {tensor.shape} is not {num_heads} heads"
+                )
+            packed = None if tensor.type_name == "F32" else Packed(tensor.type_name, tensor.nbytes)
+            yield TensorEntry(name, self._file.path, tensor.shape, "F32", packed)
+
+    def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor in float32: memory of its own."""
+        values = torch.from_numpy(self._file.read(self._names[name]))
+        num_heads = self._num_heads(name)
+        return values if num_heads is None else to_half_split(values, num_heads)
+
+    def row(self, name: str, dtype: str, shape: tuple[int, ...], row: int) -> Tensor:
+        """One row of it, of which alone the bytes are read."""
+        if len(shape) == 1:
+            return self.tensor(name, dtype, shape)[row]
+        num_heads = self._num_heads(name)
+        place = row if num_heads is None else adjacent_row(row, num_heads, shape[0])
+        return torch.from_numpy(self._file.read_rows(self._names[name], place, 1))[0]
+
+    def give_back(self, name: str) -> None:
+        """Nothing: who has read a tensor has all there is of it."""
+
+    def _num_heads(self, name: str) -> int | None:
+        """Of how many heads the rows are in the file's order; None where rows have none."""
+        return self._heads.get(name.split(".")[-2])
+
+
+def _name_of(file: GGUFFile, name: str, modules: Mapping[str, str]) -> str:
+    """transformers' name of a tensor; raises `ModelFormatError` for one that `modules` and no model here have."""
+    module, _, kind = name.rpartition(".")
+    if module in _NAMES and kind == "weight":
+        return f"{_NAMES[module]}.weight"
+    found = _LAYER.fullmatch(name)
+    if found is None or found[2] not in modules:
+        raise ModelFormatError(f"{file.path}: tensor {name!r} is not supported: no model here has it")
+    return f"model.layers.{found[1]}.{modules[found[2]]}.{found[3]}"
+
+
+def to_adjacent_pairs(weight: Tensor, num_heads: int) -> Tensor:
+    """Permute rows per head from half-split order (channel j paired with j + D / 2) to adjacent pairs (2j, 2j
+    + 1).
+
+    weight: [num_heads * D, ...], any dtype. Returns the same shape, contiguous.
+    """
+    halves = weight.reshape(num_heads, 2, -1, *weight.shape[1:])
+    return halves.transpose(1, 2).reshape(weight.shape)
+
+
+def to_half_split(weight: Tensor, num_heads: int) -> Tensor:
+    """The inverse of `to_adjacent_pairs`: from the order of Meta's and llama2.c's files to transformers'."""
+    pairs = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape)
+
+
+def adjacent_row(row: int, num_heads: int, num_rows: int) -> int:
+    """Where in adjacent pairs that row lies which is number `row` in half-split order."""
+    size = num_rows // num_heads
+    head, channel = divmod(row, size)
+    half, pair = divmod(channel, size // 2)
+    return head * size + 2 * pair + half
